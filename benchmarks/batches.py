@@ -30,11 +30,11 @@ from records import Entry, Record, keep
 from report import caption, machine_facts, note, positive, save, spread, table
 from servers import MODEL_NAME, Server, our_command
 from texts import FreshPrompts, heldout_tokens
-from twostroke.core.config import ComputeOptions, EngineOptions
+from twostroke.core.options import ComputeOptions, EngineOptions
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.counters import TimedRows
 from twostroke.engine.llm import LLM
-from twostroke.engine.loading import build_tokenizer, load
+from twostroke.model.load import build_tokenizer, load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ from guessing import all_guessing
 from quality import Quality
 from records import OURS, Record, all_records, ours_with
 from report import ROOT, caption, table
-from twostroke.core.config import AUTO_BITS
+from twostroke.core.options import AUTO_BITS
 from workload import WORKS
 
 if TYPE_CHECKING:

@@ -26,29 +26,29 @@ import twin
 from goals import SMOLLM2
 from llama_tokens import agreement, library_path
 from report import ROOT, caption, machine_facts, note, save, table
-from twostroke.compress.allocate import Goal
-from twostroke.compress.calibrate import own_pieces
-from twostroke.compress.mixes import MIXES, formats_of, is_rounded
-from twostroke.compress.quantize import quantize
-from twostroke.compress.report import bits_of
-from twostroke.compress.threads import own_threads
-from twostroke.compress.walk import Stream
-from twostroke.core.config import CacheOptions, ComputeOptions
-from twostroke.engine.loading import build_tokenizer, load
-from twostroke.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
-from twostroke.models import build_program
-from twostroke.precision.choice import choosing_text
-from twostroke.program import ops
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights.gguf import read_gguf
-from twostroke.weights.write_gguf import write_gguf
+from twostroke.backends.activation_bits.choice import choosing_text
+from twostroke.core.options import CacheOptions, ComputeOptions
+from twostroke.lab.compress.allocate import Goal
+from twostroke.lab.compress.calibrate import own_pieces
+from twostroke.lab.compress.mixes import MIXES, formats_of, is_rounded
+from twostroke.lab.compress.quantize import quantize
+from twostroke.lab.compress.report import bits_of
+from twostroke.lab.compress.threads import own_threads
+from twostroke.lab.compress.walk import Stream
+from twostroke.lab.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
+from twostroke.model.families import build_program
+from twostroke.model.load import build_tokenizer, load
+from twostroke.model.program import ops
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights.gguf import read_gguf
+from twostroke.model.weights.write_gguf import write_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from twostroke.compress.mixes import Mix
-    from twostroke.quant import Floats
+    from twostroke.lab.compress.mixes import Mix
+    from twostroke.model.quant import Floats
 
     Rounder = Callable[[str, Floats, str], QuantTensor]  # name, weight and format of a product
 

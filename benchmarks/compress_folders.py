@@ -17,16 +17,16 @@ from compress import FOLDER, twin_and_pieces
 from environments import python_of, run
 from goals import SMOLLM2
 from report import caption, machine_facts, note, save, table
-from twostroke.compress.folder import published_names, reordered
-from twostroke.compress.hf_files import config_of, write_tokenizer
-from twostroke.compress.quantize import quantize
-from twostroke.compress.report import bits_of
-from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.core.files import write_json
-from twostroke.engine.loading import load
-from twostroke.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights.safetensors import write_safetensors
+from twostroke.core.options import CacheOptions, ComputeOptions
+from twostroke.lab.compress.folder import published_names, reordered
+from twostroke.lab.compress.hf_files import config_of, write_tokenizer
+from twostroke.lab.compress.quantize import quantize
+from twostroke.lab.compress.report import bits_of
+from twostroke.lab.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
+from twostroke.model.load import load
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights.safetensors import write_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

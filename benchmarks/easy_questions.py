@@ -133,7 +133,7 @@ def main() -> int:
             counts.append(count_right(answer_with(llm), given.seeds, show=True))
         print(f"twostroke, {path}, {sampling}: {counts[-1]} of {of} right", flush=True)
     if given.llama:
-        from twostroke.fetch import resolve
+        from twostroke.model.hub import resolve
 
         with llama_server(given.llama, resolve(given.model)) as answer:
             right = count_right(answer, given.seeds, show=True)

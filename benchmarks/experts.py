@@ -13,7 +13,7 @@ import numpy as np
 
 from support.gguf_writer import write_gguf
 from support.tiny import tiny_metadata, tiny_of, vocabulary
-from twostroke.quant import FORMATS, QuantTensor
+from twostroke.model.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -27,18 +27,18 @@ from typing import TYPE_CHECKING, Any
 from report import RESULTS, caption, machine_facts, note, positive, save, table
 from router import Stream, ask
 from servers import Server, our_command
-from twostroke.core.config import BatchOptions, CacheOptions
-from twostroke.planner import find_device, planned_model, this_machine
-from twostroke.planner.question import Question
-from twostroke.router.policy import POLICIES, WEIGHT, prefix
-from twostroke.simulate import Load, Setup, read_trace, simulate
+from twostroke.core.options import BatchOptions, CacheOptions
+from twostroke.fleet.routing.policy import POLICIES, WEIGHT, prefix
+from twostroke.lab.planner import find_device, planned_model, this_machine
+from twostroke.lab.planner.question import Question
+from twostroke.lab.simulator import Load, Setup, read_trace, simulate
 
 Job = tuple[str, int, str, int, float]  # a trace, replicas, a policy, requests, the weight
 
 if TYPE_CHECKING:
     Rows = list[tuple[Any, ...]]
 
-    from twostroke.planner import PlannedModel
+    from twostroke.lab.planner import PlannedModel
 
 # The shape of Llama 3.1 8B (https://huggingface.co/meta-llama/Llama-3.1-8B, read on 2026-11-26).
 _SHAPE = {

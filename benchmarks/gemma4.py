@@ -17,7 +17,7 @@ import numpy as np
 from experts import ones, random_matrix
 from support.gguf_writer import write_gguf
 from support.tiny import tiny_metadata, tiny_of, vocabulary
-from twostroke.quant import FORMATS, QuantTensor
+from twostroke.model.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,11 +9,11 @@ import numpy as np
 
 from gpu_models import program_of, random_tensors
 from gpu_products import products
+from twostroke.backends.sampling.reference import draw
+from twostroke.backends.sampling.rows import RowTable
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan
-from twostroke.sample.reference import draw
-from twostroke.sample.rows import RowTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ def correct(fmt: str) -> dict[str, Any]:
     from twostroke.backends.gpu.backend import GpuBackend
     from twostroke.backends.gpu.device import find
     from twostroke.backends.reference import ReferenceBackend
-    from twostroke.measure.divergence import compare
+    from twostroke.lab.measure.divergence import compare
 
     rng, found = np.random.default_rng(1), {}
     count = 1100 if fmt == "FP8" else 200  # from 1,024 rows on a library multiplies E4M3

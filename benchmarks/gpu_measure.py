@@ -13,19 +13,19 @@ from msgspec.structs import replace
 from gpu_models import made_up, program_of, stored_bytes
 from gpu_predict import LAUNCH_S, seconds_of
 from gpu_rows import PAGE, Room
-from twostroke.cache.formats import FORMATS as KV_FORMATS
 from twostroke.core.errors import MemoryLimitError
-from twostroke.measure.labels import labels
-from twostroke.measure.single_step import SingleStep
-from twostroke.program.cost import CostModel
-from twostroke.program.ops import Linear
+from twostroke.lab.measure.labels import labels
+from twostroke.lab.measure.single_step import SingleStep
+from twostroke.model.program.cost import CostModel
+from twostroke.model.program.formats import FORMATS as KV_FORMATS
+from twostroke.model.program.ops import Linear
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gpu_rows import Row
     from twostroke.core.step import StepPlan
-    from twostroke.program import Program
+    from twostroke.model.program import Program
 
 MEASURED_S: Final = 2.0
 _MOST_STEPS: Final = 500

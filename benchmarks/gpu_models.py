@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from twostroke.models import ExpertSpec, ModelSpec, RopeSpec, build_program
-from twostroke.quant import FORMATS, QuantTensor, e4m3
+from twostroke.model.families import ExpertSpec, ModelSpec, RopeSpec, build_program
+from twostroke.model.quant import FORMATS, QuantTensor, e4m3
 
 if TYPE_CHECKING:
-    from twostroke.program import Program
-    from twostroke.quant import Format
+    from twostroke.model.program import Program
+    from twostroke.model.quant import Format
 
 # Hidden size, heads, key-value heads, layers, FFN, vocabulary: those of Llama 3.1 8B
 # (https://huggingface.co/meta-llama/Llama-3.1-8B), Qwen 2.5 1.5B

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.measure.plots import new_figure, save
+from twostroke.lab.measure.plots import new_figure, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,14 +11,14 @@ from gpu_models import program_of, stored_bytes
 from gpu_rows import ROWS
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.lowered import Attend, Mix, Products
-from twostroke.cache.formats import FORMATS as KV_FORMATS
-from twostroke.program.cost import CostModel
-from twostroke.program.ops import Attention, Linear, Logits, MixtureOfExperts
+from twostroke.model.program.cost import CostModel
+from twostroke.model.program.formats import FORMATS as KV_FORMATS
+from twostroke.model.program.ops import Attention, Linear, Logits, MixtureOfExperts
 
 if TYPE_CHECKING:
     from gpu_rows import Row
-    from twostroke.program import Op
-    from twostroke.program.cost import Cost
+    from twostroke.model.program import Op
+    from twostroke.model.program.cost import Cost
 
 LAUNCH_S: Final = 4.5e-6  # of a graph, in which kernels do not overlap
 _EAGER_LAUNCH_S: Final = 130e-6  # from Python, without a tape

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from twostroke.quant import FORMATS, QuantTensor
+from twostroke.model.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

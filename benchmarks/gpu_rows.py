@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.cache.groups import PageGroups
 from twostroke.core.frozen import Frozen
-from twostroke.measure.single_step import Shape
-from twostroke.program import BatchShape
+from twostroke.lab.measure.single_step import Shape
+from twostroke.model.program import BatchShape
+from twostroke.model.program.kv_groups import PageGroups
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from twostroke.program import Program
+    from twostroke.model.program import Program
 
 PAGE: Final = 16
 KV: Final = ("int8", "fp8")

@@ -32,11 +32,11 @@ from handover_load import LOADS, MIXES, auto, streams, virtual
 from namespaces import obstacle, two_hosts
 from pipe import Worker, claim_output, serve
 from report import RESULTS, caption, machine_facts, note, positive, save, table
-from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.core.handover_options import HandoverOptions
+from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import build
-from twostroke.engine.handover import nixl
+from twostroke.engine.disaggregation import nixl
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,11 +26,11 @@ from msgspec.structs import replace
 from load import ask, replay
 from report import note
 from servers import MODEL_NAME, Server, free_port, our_command
-from twostroke.core.config import CacheOptions
 from twostroke.core.handover_options import DISAGGREGATE
-from twostroke.planner import planned_model, this_machine
-from twostroke.planner.question import Question
-from twostroke.simulate import Arrival, Load, Setup, simulate
+from twostroke.core.options import CacheOptions
+from twostroke.lab.planner import planned_model, this_machine
+from twostroke.lab.planner.question import Question
+from twostroke.lab.simulator import Arrival, Load, Setup, simulate
 
 if TYPE_CHECKING:
     import argparse

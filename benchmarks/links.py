@@ -28,7 +28,7 @@ from namespaces import Hosts, obstacle, two_hosts
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from twostroke.parallel.links.host_link import HostLink
+    from twostroke.backends.parallel.links.host_link import HostLink
 
 SIZES = (16384, 1 << 20)  # bytes of the gathered value
 _SECONDS = 3.0  # for each size
@@ -116,8 +116,8 @@ def _mpiexec(command: Sequence[str], hosts: Hosts | None, mpiexec: str, folder: 
 def _rank(options: argparse.Namespace) -> None:
     """Be a rank: join the other one and gather; rank 0 prints the times of each size."""
     from twostroke.backends.cpu.library import choose_level
-    from twostroke.parallel.launched import launched
-    from twostroke.parallel.links.choice import open_link
+    from twostroke.backends.parallel.launched import launched
+    from twostroke.backends.parallel.links.link_type import open_link
 
     if options.kinds == ["mpi"]:
         _mpi_rank()

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import environments
-from twostroke.compress.walk import Stream
-from twostroke.engine.loading import load
-from twostroke.measure.compare import held_out_text, pieces_of
-from twostroke.models import build_program
+from twostroke.lab.compress.walk import Stream
+from twostroke.lab.measure.compare import held_out_text, pieces_of
+from twostroke.model.families import build_program
+from twostroke.model.load import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,8 +12,8 @@ from pipe import Worker
 from quality import engine_logits
 from report import caption, machine_facts, save, table
 from texts import heldout_tokens, pieces
-from twostroke.core.config import AUTO_BITS, DEFAULT_ACTIVATION_BITS, ComputeOptions
-from twostroke.engine.loading import load
+from twostroke.core.options import AUTO_BITS, DEFAULT_ACTIVATION_BITS, ComputeOptions
+from twostroke.model.load import load
 
 _THREADS = "2"
 _PIECE = 512

@@ -20,14 +20,14 @@ from ours import run_job
 from records import Entry, Record, keep
 from report import caption, machine_facts, note, positive, save, spread, table
 from twostroke.backends.cpu.steps import StepArrays
-from twostroke.cache import PagePool, PrefixIndex
-from twostroke.core.config import BatchOptions, SpeculationOptions
+from twostroke.core.options import BatchOptions, SpeculationOptions
+from twostroke.core.process_tuning import ease_collector
 from twostroke.core.step import StepResult
 from twostroke.engine.build import build, build_speculator
 from twostroke.engine.client import Client
-from twostroke.engine.collector import ease_collector
+from twostroke.engine.kv_cache import PagePool, PrefixIndex
 from twostroke.engine.loop import EngineLoop
-from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
+from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

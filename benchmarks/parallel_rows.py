@@ -16,7 +16,7 @@ from pipe import Worker
 from records import OURS
 from sides import LLAMA, Side
 from twostroke.core.frozen import Frozen
-from twostroke.fetch import resolve
+from twostroke.model.hub import resolve
 
 if TYPE_CHECKING:
     import argparse

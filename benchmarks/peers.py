@@ -30,15 +30,15 @@ from records import OTHER_BITS, OURS, Record, is_ours, keep, ours_with
 from report import caption, machine_facts, note, positive, save, spread, table
 from sides import Side, add_arguments, start
 from texts import FreshPrompts, heldout_tokens, pieces
-from twostroke.core.config import ComputeOptions
 from twostroke.core.frozen import Frozen
-from twostroke.engine.loading import load
-from twostroke.measure.divergence import compare
+from twostroke.core.options import ComputeOptions
+from twostroke.lab.measure.divergence import compare
+from twostroke.model.load import load
 from workload import WORKS
 
 if TYPE_CHECKING:
     from quality import Logits
-    from twostroke.weights import LoadedModel
+    from twostroke.model.weights import LoadedModel
 
 _ASKED_TOGETHER = 32  # prompts
 

@@ -21,9 +21,8 @@ from footprint import OFTEN_S, generate_command, live
 from published import answer_times, fleet_time, published_points
 from report import caption, machine_facts, save, table
 from twostroke.core.hardware import resolve_num_threads
-from twostroke.engine.loading import build_tokenizer, load
-from twostroke.measure.single_step import Shape
-from twostroke.planner import (
+from twostroke.lab.measure.single_step import Shape
+from twostroke.lab.planner import (
     Calibration,
     Question,
     make_plan,
@@ -31,14 +30,15 @@ from twostroke.planner import (
     this_machine,
     usual,
 )
-from twostroke.planner.calibration import measured_points, usual_shapes
-from twostroke.planner.roofline import Roofline, kv_bytes
-from twostroke.planner.usual import MEASURED
+from twostroke.lab.planner.calibration import measured_points, usual_shapes
+from twostroke.lab.planner.reference_calibration import MEASURED
+from twostroke.lab.planner.roofline import Roofline, kv_bytes
+from twostroke.model.load import build_tokenizer, load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.planner.calibration import Point
+    from twostroke.lab.planner.calibration import Point
 
 MODELS = ("smollm2", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
 OTHERS = (

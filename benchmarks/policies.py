@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from twostroke.core.config import (
+from twostroke.core.options import (
     POLICIES,
     BatchOptions,
     ComputeOptions,

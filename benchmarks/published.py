@@ -19,9 +19,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from report import table
-from twostroke.planner import Question, find_device, make_plan, planned_model
-from twostroke.planner.fleet import make_fleet
-from twostroke.planner.fleet_file import FleetModel, FleetQuestion
+from twostroke.lab.planner import Question, find_device, make_plan, planned_model
+from twostroke.lab.planner.fleet import make_fleet
+from twostroke.lab.planner.fleet_file import FleetModel, FleetQuestion
 
 _POINTS = Path(__file__).with_name("published.csv")
 _KEYS = (

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions
+from twostroke.backends.activation_bits.resolve import with_known_bits
+from twostroke.backends.create import make_backend
+from twostroke.backends.kv_size import size_cache
 from twostroke.core.hardware import memory_available
-from twostroke.engine.activations import with_known_bits
-from twostroke.engine.compute import make_backend
-from twostroke.engine.sizing import size_cache
-from twostroke.measure.divergence import Comparison, compare
-from twostroke.models import build_program
+from twostroke.core.options import BatchOptions, CacheOptions, ComputeOptions
+from twostroke.lab.measure.divergence import Comparison, compare
+from twostroke.model.families import build_program
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from twostroke.backends import Backend
-    from twostroke.weights import LoadedModel
+    from twostroke.model.weights import LoadedModel
 
     Logits = list[NDArray[np.float32]]
 

@@ -16,7 +16,7 @@ import msgspec
 
 from report import RESULTS, machine_facts, read, write
 from twostroke.backends.cpu.library import choose_level
-from twostroke.core.config import ACTIVATION_BITS, AUTO_BITS, DEFAULT_ACTIVATION_BITS
+from twostroke.core.options import ACTIVATION_BITS, AUTO_BITS, DEFAULT_ACTIVATION_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,9 +26,9 @@ from uuid import uuid4
 from report import caption, machine_facts, note, positive, save, table
 from router_cost import router_costs
 from servers import MODEL_NAME, Server, our_command
-from twostroke.engine.collector import ease_collector
-from twostroke.router.dispatch import Asked, Dispatcher
-from twostroke.router.prompt import extent
+from twostroke.core.process_tuning import ease_collector
+from twostroke.fleet.routing.dispatch import Asked, Dispatcher
+from twostroke.fleet.routing.prompt import extent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -24,8 +24,8 @@ from records import Entry, Record, keep
 from report import caption, machine_facts, note, positive, save, spread, table
 from servers import MODEL_NAME, Server, our_command
 from texts import FreshPrompts, heldout_tokens
-from twostroke.engine.loading import load
-from twostroke.fetch import resolve
+from twostroke.model.hub import resolve
+from twostroke.model.load import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

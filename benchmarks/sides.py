@@ -11,15 +11,15 @@ import environments
 from pipe import Worker, WorkerError
 from records import OTHER_BITS, OURS, is_ours, ours_with
 from report import note
-from twostroke.fetch import resolve
-from twostroke.models import build_program
-from twostroke.program import FLOAT16
+from twostroke.model.families import build_program
+from twostroke.model.hub import resolve
+from twostroke.model.program import FLOAT16
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Iterator
 
-    from twostroke.weights import LoadedModel
+    from twostroke.model.weights import LoadedModel
     from workload import Work
 
 LLAMA = "llama.cpp"

@@ -30,21 +30,21 @@ from quiet import MAX_SHARE, Watch
 from report import caption, machine_facts, note, positive, save, table
 from servers import MODEL_NAME, Server, our_command
 from texts import FreshPrompts, heldout_tokens
-from twostroke.core.config import CacheOptions
-from twostroke.engine.loading import load as load_model
+from twostroke.core.options import CacheOptions
 from twostroke.engine.output import Timings
-from twostroke.measure.requests import Objectives, RequestLog, make_report
-from twostroke.measure.single_step import Shape
-from twostroke.planner import Calibration, find_device, planned_model, this_machine
-from twostroke.planner.calibration import measured_points
-from twostroke.planner.question import Question
-from twostroke.planner.served import grouped, look
-from twostroke.simulate import Arrival, Load, Setup, read_trace, simulate
+from twostroke.lab.measure.requests import Objectives, RequestLog, make_report
+from twostroke.lab.measure.single_step import Shape
+from twostroke.lab.planner import Calibration, find_device, planned_model, this_machine
+from twostroke.lab.planner.calibration import measured_points
+from twostroke.lab.planner.question import Question
+from twostroke.lab.planner.served import grouped, look
+from twostroke.lab.simulator import Arrival, Load, Setup, read_trace, simulate
+from twostroke.model.load import load as load_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from twostroke.measure.requests import Report
+    from twostroke.lab.measure.requests import Report
 
     Steps = Sequence[Sequence[Any]]
 

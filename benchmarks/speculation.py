@@ -26,7 +26,7 @@ from guessing import Chosen, Guessing, Line, kept, least
 from quiet import MAX_SHARE, Watch
 from report import note, positive
 from tasks import TASKS, Task
-from twostroke.core.config import ComputeOptions, EngineOptions, SpeculationOptions
+from twostroke.core.options import ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.core.request import Hints
 from twostroke.engine.build import build
 from twostroke.engine.client import Caller
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.build import Engine
     from twostroke.engine.output import Output
-    from twostroke.spec import TimedStep
+    from twostroke.engine.speculation import TimedStep
 
 _STREAMS = (1, 4, 16, 32)
 _ANSWERS = 2  # of a stream, one after the other

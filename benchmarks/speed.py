@@ -18,10 +18,10 @@ from policies import PolicyResult, compare_policies, poisson_trace
 from quiet import MAX_SHARE, Watch
 from report import caption, machine_facts, note, positive, save, spread, table
 from texts import FreshPrompts, heldout_tokens
-from twostroke.core.config import ComputeOptions, EngineOptions, SpeculationOptions
+from twostroke.backends.machine_limits import machine
+from twostroke.core.options import ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.engine.build import build
-from twostroke.engine.limits import machine
-from twostroke.engine.loading import load
+from twostroke.model.load import load
 from workload import PROMPT_LENGTH, WORKS, Timing, Work
 
 if TYPE_CHECKING:
@@ -230,8 +230,8 @@ def _measure_footprint(given: argparse.Namespace, result: dict[str, Any]) -> lis
 
 
 def _measure_memory(model: str, result: dict[str, Any]) -> list[tuple[str, str]]:
-    from twostroke.models import build_program
-    from twostroke.program import FLOAT16
+    from twostroke.model.families import build_program
+    from twostroke.model.program import FLOAT16
 
     note("Measuring memory")
     loaded = load(model)

@@ -17,8 +17,8 @@ from quiet import MAX_SHARE
 from records import Entry, Record, keep
 from report import caption, machine_facts, note, positive, save, spread, table
 from twostroke.core.hardware import num_cores
-from twostroke.engine.loading import build_tokenizer, load
-from twostroke.fetch import resolve
+from twostroke.model.hub import resolve
+from twostroke.model.load import build_tokenizer, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.prompts import encode_chat, encode_text
-from twostroke.measure.compare import held_out_text
+from twostroke.lab.measure.compare import held_out_text
 
 if TYPE_CHECKING:
     import random

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from report import caption, machine_facts, note, positive, save, spread, table
 from twostroke.engine.output import Usage
-from twostroke.http import key as kept
-from twostroke.http.api_key import KeyLimits
-from twostroke.http.errors import OPENAI
-from twostroke.http.keys import ApiKeys, KeyCheck
-from twostroke.http.served import STATE_KEY, ServedRequest, served_of
-from twostroke.http.tenants.limits import LimitCheck
-from twostroke.http.tenants.telling import USAGE_HEADER
-from twostroke.http.tenants.upkeep import Upkeep
-from twostroke.http.tenants.usage import UsageBook
-from twostroke.records import Records, beside
-from twostroke.router.meter import Meter, Pace
-from twostroke.router.response import Head
+from twostroke.fleet.router.response import Head
+from twostroke.fleet.router.usage_meter import Meter, Pace
+from twostroke.server.auth import key as kept
+from twostroke.server.auth.key_refresher import Upkeep
+from twostroke.server.auth.keys import ApiKeys, KeyCheck
+from twostroke.server.auth.limits import LimitCheck
+from twostroke.server.auth.usage import UsageBook
+from twostroke.server.auth.usage_header import USAGE_HEADER
+from twostroke.server.http.api_key import KeyLimits
+from twostroke.server.http.errors import OPENAI
+from twostroke.server.http.request_context import STATE_KEY, ServedRequest, served_of
+from twostroke.server.storage import Records, beside
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from twostroke.engine.loading import build_tokenizer
-from twostroke.measure.compare import held_out_text
+from twostroke.lab.measure.compare import held_out_text
+from twostroke.model.load import build_tokenizer
 
 if TYPE_CHECKING:
-    from twostroke.weights import LoadedModel
+    from twostroke.model.weights import LoadedModel
     from workload import Work
 
 

@@ -22,13 +22,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from report import caption, machine_facts, note, positive, save, table
-from twostroke.cache.disk import DiskTier
-from twostroke.core.config import EngineOptions, SpeculationOptions
+from twostroke.core.options import EngineOptions, SpeculationOptions
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.tier_options import TierOptions
-from twostroke.engine import tiers
 from twostroke.engine.build import build
+from twostroke.engine.kv_offload import build as tiers
+from twostroke.engine.kv_offload.disk import DiskTier
 
 if TYPE_CHECKING:
     from twostroke.engine.build import Engine

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from twostroke.compress.twin import twin_of
-from twostroke.engine.loading import load
-from twostroke.models import build_program
-from twostroke.weights.gguf import Metadata, read_gguf
-from twostroke.weights.write_gguf import Value, write_gguf
+from twostroke.lab.compress.twin import twin_of
+from twostroke.model.families import build_program
+from twostroke.model.load import load
+from twostroke.model.weights.gguf import Metadata, read_gguf
+from twostroke.model.weights.write_gguf import Value, write_gguf
 
 
 def main(model: str, out: str) -> None:

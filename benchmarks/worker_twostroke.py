@@ -14,7 +14,11 @@ from closed_loop import Loop
 from ours import run_job, run_loop
 from pipe import claim_output, serve
 from quiet import descendants, held_bytes, process_s
-from twostroke.core.config import (
+from twostroke.backends.machine_limits import machine
+from twostroke.backends.parallel.backend import ParallelBackend
+from twostroke.backends.parallel.predicted_gain import divide
+from twostroke.backends.parallel.speeds import measure_link
+from twostroke.core.options import (
     AUTO_BITS,
     DEFAULT_ACTIVATION_BITS,
     CacheOptions,
@@ -24,17 +28,13 @@ from twostroke.core.config import (
     SpeculationOptions,
 )
 from twostroke.engine.build import build
-from twostroke.engine.gain import divide
-from twostroke.engine.limits import machine
-from twostroke.engine.speeds import measure_link
-from twostroke.measure.rank_profile import with_rates
-from twostroke.measure.single_step import Shape
-from twostroke.parallel.backend import ParallelBackend
-from twostroke.program import BatchShape
+from twostroke.lab.measure.rank_profile import with_rates
+from twostroke.lab.measure.single_step import Shape
+from twostroke.model.program import BatchShape
 
 if TYPE_CHECKING:
+    from twostroke.backends.parallel.rank_messages import RankTimes
     from twostroke.engine.build import Engine
-    from twostroke.parallel.job import RankTimes
 
 _NOISE_S = 1.0  # for which the noise of the machine is measured
 

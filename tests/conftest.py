@@ -10,8 +10,8 @@ import hypothesis
 import pytest
 
 from twostroke.core.errors import ModelNotFoundError
-from twostroke.fetch import resolve
-from twostroke.measure import questions
+from twostroke.lab.measure import questions
+from twostroke.model.hub import resolve
 
 pytest.register_assert_rewrite("support")  # so that its failures say what was found
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from twostroke.serve.health import HealthReports
-from twostroke.serve.names import ModelNames
+from twostroke.server.models.names import ModelNames
+from twostroke.server.observability.health import HealthReports
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")

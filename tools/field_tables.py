@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from twostroke.serve.describe.document import Facts, components
-from twostroke.serve.describe.field import Fact
-from twostroke.serve.openai.fields import CommonFields
-from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
-from twostroke.serve.well_known import HINTS
+from twostroke.server.body.field import Fact
+from twostroke.server.body.well_known import HINTS
+from twostroke.server.openapi.document import Facts, components
+from twostroke.server.protocols.common.fields import CommonFields
+from twostroke.server.routes import DIALECTS, EMBEDDINGS, INQUIRIES
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 BEGIN, END = "<!-- tables of fields: make tables -->\n", "<!-- end of tables -->\n"

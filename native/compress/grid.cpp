@@ -1,4 +1,4 @@
-// Fits scales: least squares over a few trial codings, as src/twostroke/quant/fit.py does.
+// Fits scales: least squares over a few trial codings, as src/twostroke/model/quant/fit.py does.
 #include "compress/grid.h"
 
 #include <algorithm>

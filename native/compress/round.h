@@ -6,8 +6,8 @@
 namespace ts {
 
 /// A block format: a value is a scale times a level, plus a smallest value if the format has one.
-/// src/twostroke/compress/round.py mirrors both records; tests/support/plain_rounding.py computes
-/// the same in NumPy.
+/// src/twostroke/lab/compress/round.py mirrors both records; tests/support/plain_rounding.py
+/// computes the same in NumPy.
 struct GridRecord {
   const float* peaks;  // a trial makes the value farthest from zero as large as one of these
   const float* table;  // 16 whole levels, ascending, whose middles are the edges; null: all

@@ -33,7 +33,7 @@ enum class Shares : int32_t { All = 0, Chosen = 1, Given = 2 };
 void choose_experts(const float* scores, int64_t num_experts, int64_t num_used, Shares kind,
                     int32_t* chosen, float* shares);
 
-/// How experts are chosen where shares are not a softmax: see program/experts.py (`Route`).
+/// How experts are chosen where shares are not a softmax: see model/program/experts.py (`Route`).
 struct Routing {
   int64_t num_experts;
   int64_t num_used;

@@ -12,7 +12,7 @@ namespace ts {
 
 constexpr int kUcxFunctions = 8;
 
-/// An opened worker. src/twostroke/parallel/links/record.py mirrors this layout.
+/// An opened worker. src/twostroke/backends/parallel/links/record.py mirrors this layout.
 struct UcxRecord {
   int32_t rank;
   int32_t num_ranks;
@@ -102,7 +102,7 @@ class Ucx {
     uint8_t unused[252] = {};
   };
 
-  /// In the order in which parallel/links/ucx.py looks them up.
+  /// In the order in which backends/parallel/links/ucx.py looks them up.
   struct Functions {
     void* (*send)(void* endpoint, const void* data, size_t bytes, uint64_t tag, const Parameters*);
     void* (*receive)(void* worker, void* data, size_t bytes, uint64_t tag, uint64_t tag_mask,

@@ -11,9 +11,10 @@ constexpr int kMaxLogprobs = 20;
 // The token of a row in which nothing may be drawn; its request fails, its batch does not.
 constexpr int32_t kNoToken = -1;
 
-// What one row is to be sampled with. src/twostroke/sample/rows.py mirrors this layout, and
-// src/twostroke/sample/reference.py defines what it means. The caller owns what pointers refer to;
-// a pointer whose length is 0 is not read. Ids outside the vocabulary are ignored.
+// What one row is to be sampled with. src/twostroke/backends/sampling/rows.py mirrors this layout,
+// and src/twostroke/backends/sampling/reference.py defines what it means. The caller owns what
+// pointers refer to; a pointer whose length is 0 is not read. Ids outside the vocabulary are
+// ignored.
 struct SampleRow {
   const int32_t* tokens;  // prompt, then output; read only with a penalty
   const int32_t* bias_ids;

@@ -5,13 +5,6 @@ from __future__ import annotations
 TYPE_CHECKING = False  # as `typing` has it, whose import would take longer than all of ours
 
 if TYPE_CHECKING:
-    from twostroke.core.config import BatchOptions as BatchOptions
-    from twostroke.core.config import CacheOptions as CacheOptions
-    from twostroke.core.config import ComputeOptions as ComputeOptions
-    from twostroke.core.config import EngineOptions as EngineOptions
-    from twostroke.core.config import GenerationOptions as GenerationOptions
-    from twostroke.core.config import ParallelOptions as ParallelOptions
-    from twostroke.core.config import SpeculationOptions as SpeculationOptions
     from twostroke.core.constraint import Constraint as Constraint
     from twostroke.core.errors import BackendError as BackendError
     from twostroke.core.errors import ContextLengthError as ContextLengthError
@@ -27,6 +20,13 @@ if TYPE_CHECKING:
     from twostroke.core.errors import SchemaMissError as SchemaMissError
     from twostroke.core.errors import TwostrokeError as TwostrokeError
     from twostroke.core.errors import UsageError as UsageError
+    from twostroke.core.options import BatchOptions as BatchOptions
+    from twostroke.core.options import CacheOptions as CacheOptions
+    from twostroke.core.options import ComputeOptions as ComputeOptions
+    from twostroke.core.options import EngineOptions as EngineOptions
+    from twostroke.core.options import GenerationOptions as GenerationOptions
+    from twostroke.core.options import ParallelOptions as ParallelOptions
+    from twostroke.core.options import SpeculationOptions as SpeculationOptions
     from twostroke.core.sampling import SamplingParams as SamplingParams
     from twostroke.engine.embedding import Embedding as Embedding
     from twostroke.engine.llm import LLM as LLM
@@ -43,13 +43,13 @@ _HOMES = {
     "AsyncLLM": "twostroke.engine.llm",
     "SamplingParams": "twostroke.core.sampling",
     "Constraint": "twostroke.core.constraint",
-    "EngineOptions": "twostroke.core.config",
-    "ComputeOptions": "twostroke.core.config",
-    "CacheOptions": "twostroke.core.config",
-    "BatchOptions": "twostroke.core.config",
-    "GenerationOptions": "twostroke.core.config",
-    "ParallelOptions": "twostroke.core.config",
-    "SpeculationOptions": "twostroke.core.config",
+    "EngineOptions": "twostroke.core.options",
+    "ComputeOptions": "twostroke.core.options",
+    "CacheOptions": "twostroke.core.options",
+    "BatchOptions": "twostroke.core.options",
+    "GenerationOptions": "twostroke.core.options",
+    "ParallelOptions": "twostroke.core.options",
+    "SpeculationOptions": "twostroke.core.options",
     "Completion": "twostroke.engine.output",
     "AnswerChunk": "twostroke.engine.output",
     "Output": "twostroke.engine.output",

@@ -16,13 +16,20 @@ from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan
-from twostroke.models import build_program
-from twostroke.models.heads import KINDS, NUMBERS, TABLE, build_heads, heads_for, last_hidden
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights import load_path, numbers_table
+from twostroke.model.families import build_program
+from twostroke.model.families.heads import (
+    KINDS,
+    NUMBERS,
+    TABLE,
+    build_heads,
+    heads_for,
+    last_hidden,
+)
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights import load_path, numbers_table
 
 if TYPE_CHECKING:
-    from twostroke.weights import LoadedModel
+    from twostroke.model.weights import LoadedModel
 
 
 @pytest.fixture(scope="module")

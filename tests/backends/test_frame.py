@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from support.cpu import greedy_request
 from twostroke.backends.cpu.steps import StepArrays
-from twostroke.backends.frame import FrameError, FrameLimits, FrameLostError, FrameReader
+from twostroke.backends.step_frame import FrameError, FrameLimits, FrameLostError, FrameReader
+from twostroke.core.draft_tree import ROOT, Branch
 from twostroke.core.step import Slice, StepPlan
-from twostroke.core.tree import ROOT, Branch
 
 LIMITS = FrameLimits(
     vocab_size=100, num_pages=5000, page_size=16, max_rows=64, num_groups=2, table_stride=8

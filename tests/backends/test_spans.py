@@ -11,10 +11,10 @@ import pytest
 from support.programs import PROGRAMS, random_tensors
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from twostroke.backends.cpu.steps import StepArrays
-from twostroke.backends.frame import FrameLimits, FrameReader
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.backends.spans import flatten, unpack
-from twostroke.schedule import Continuous
+from twostroke.backends.step_frame import FrameLimits, FrameReader
+from twostroke.engine.scheduler import Continuous
 
 if TYPE_CHECKING:
     from twostroke.backends.spans import Span

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from speculation import Run, Usual
-from twostroke.spec import TimedStep
+from twostroke.engine.speculation import TimedStep
 
 
 def _run(*steps: TimedStep) -> Run:

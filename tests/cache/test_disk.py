@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.stored_pages import DAMAGES, OTHER_KINDS, PAGE_BYTES, WORTH, content_of, kind
-from twostroke.cache.disk import ABOUT, DiskTier, stored_pages
-from twostroke.cache.folder import clean, read_folder, verify
-from twostroke.cache.tiers import PageKind, Worth
 from twostroke.core.errors import UsageError
+from twostroke.engine.kv_offload.disk import ABOUT, DiskTier, stored_pages
+from twostroke.engine.kv_offload.folder import clean, read_folder, verify
+from twostroke.engine.kv_offload.tier import PageKind, Worth
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from twostroke.cache.formats import DEFAULT_FORMAT, FORMATS
-from twostroke.core.config import KV_FORMATS
-from twostroke.program import CacheLayer
+from twostroke.core.options import KV_FORMATS
+from twostroke.model.program import CacheLayer
+from twostroke.model.program.formats import DEFAULT_FORMAT, FORMATS
 
 
 def test_every_format_has_the_bytes_that_its_pages_take():

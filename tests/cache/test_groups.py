@@ -7,7 +7,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostroke.cache.groups import PageGroups
+from twostroke.model.program.kv_groups import PageGroups
 
 GROUPS = st.builds(
     PageGroups,

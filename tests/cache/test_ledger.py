@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from twostroke.cache.ledger import TAG_BYTES, Entry, Ledger
+from twostroke.engine.kv_offload.disk_index import TAG_BYTES, Entry, Ledger
 
 NOW_S = 1_000_000.0
 

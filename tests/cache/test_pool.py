@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.invariants import check_pool
-from twostroke.cache import PagePool
+from twostroke.engine.kv_cache import PagePool
 
 
 def states(pool):

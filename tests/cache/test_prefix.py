@@ -8,8 +8,8 @@ from hashlib import sha256
 import pytest
 
 from support.invariants import check_index, check_pool
-from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.request import NO_PAGE
+from twostroke.engine.kv_cache import PagePool, PrefixIndex
 
 PAGE_SIZE = 4
 

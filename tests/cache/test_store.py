@@ -13,15 +13,15 @@ import pytest
 
 from support.stored_pages import DAMAGES, OTHER_KINDS, PAGE_BYTES, WORTH, content_of, kind
 from support.stores import SECRET, Store, missing, store
-from twostroke.cache.store import StoreTier, check_store
-from twostroke.cache.tiers import Worth
 from twostroke.core.errors import UsageError
+from twostroke.engine.kv_offload.redis import StoreTier, check_store
+from twostroke.engine.kv_offload.tier import Worth
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from twostroke.cache.tiers import PageKind
+    from twostroke.engine.kv_offload.tier import PageKind
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from msgspec.structs import replace
 
-from twostroke.program import Activation
-from twostroke.quant import FORMATS, QuantTensor
+from twostroke.model.program import Activation
+from twostroke.model.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from twostroke.weights import LoadedModel
+    from twostroke.model.weights import LoadedModel
 
     Fault = Callable[[LoadedModel], LoadedModel]
     Array = np.ndarray[Any, Any]

@@ -14,15 +14,15 @@ from msgspec.structs import replace
 from support.gguf_writer import write_gguf
 from support.tiny import Tiny, tiny_metadata, tiny_tensors
 from twostroke import LLM, EngineOptions
+from twostroke.backends.activation_bits import resolve as activations
 from twostroke.backends.cpu import CpuBackend
-from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.core.errors import ModelFormatError, QualityError
-from twostroke.engine import activations
+from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.engine.canary import REPORT_KEY, Canary, FirstLoad
-from twostroke.engine.loading import build_tokenizer
-from twostroke.models import build_program
-from twostroke.quant import QuantTensor
-from twostroke.weights import GgufTokenizer, LoadedModel, load_path
+from twostroke.model.families import build_program
+from twostroke.model.load import build_tokenizer
+from twostroke.model.quant import QuantTensor
+from twostroke.model.weights import GgufTokenizer, LoadedModel, load_path
 
 if TYPE_CHECKING:
     from pathlib import Path

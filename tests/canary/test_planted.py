@@ -9,21 +9,21 @@ import pytest
 from msgspec.structs import replace
 
 from canary.planted import GARBAGE, WORSE
-from twostroke.core.config import CacheOptions, ComputeOptions
+from twostroke.backends.create import auto_kv_format, make_backend
+from twostroke.backends.kv_size import size_cache
 from twostroke.core.hardware import memory_available
+from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.engine.canary import MAX_DRIFT, Canary, measure_canary
-from twostroke.engine.compute import auto_kv_format, make_backend
-from twostroke.engine.loading import build_tokenizer
-from twostroke.engine.sizing import size_cache
-from twostroke.models import build_program
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights import load_path
+from twostroke.model.families import build_program
+from twostroke.model.load import build_tokenizer
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from twostroke.weights import LoadedModel
+    from twostroke.model.weights import LoadedModel
 
 # Those that the ordinary run plants; `make test-mutants` plants all.
 OFTEN = ("nibbles swapped", "zero point one too high", "one norm missing", "rope base a tenth")

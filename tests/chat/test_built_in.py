@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from support.byte_tokenizer import byte_tokenizer
-from twostroke.chat.built_in import BUILT_IN, check_template, template_source
-from twostroke.chat.template import ChatTemplate
 from twostroke.core.errors import UsageError
+from twostroke.engine.chat.template import ChatTemplate
+from twostroke.model.tokenizer.built_in_templates import BUILT_IN, check_template, template_source
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

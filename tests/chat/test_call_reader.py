@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from twostroke.chat.call_forms import FORMS, HERMES, CallForm, Unmarked
-from twostroke.chat.call_reader import ArgumentsPiece, CallBegin, CallReader, TextPiece
+from twostroke.engine.chat.call_forms import FORMS, HERMES, CallForm, Unmarked
+from twostroke.engine.chat.call_reader import ArgumentsPiece, CallBegin, CallReader, TextPiece
 
 ARGUMENTS = '{"city": "Par\\"is}", "deep": [{"x": ["}", "\\\\"]}], "n": 1.5}'
 CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'

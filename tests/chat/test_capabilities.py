@@ -10,10 +10,10 @@ import pytest
 from support import talkers
 from support.byte_tokenizer import CHATML, byte_metadata
 from support.chats import TOOL_CHATS, TOOLS
-from twostroke.chat.call_forms import FORMS, HERMES
-from twostroke.chat.capabilities import TemplateCapabilities
-from twostroke.chat.conversation import Chat
-from twostroke.tokenize import Tokenizer, from_gguf
+from twostroke.engine.chat.call_forms import FORMS, HERMES
+from twostroke.engine.chat.capabilities import TemplateCapabilities
+from twostroke.engine.chat.conversation import Chat
+from twostroke.model.tokenizer import Tokenizer, from_gguf
 
 CONTROL, USER_DEFINED = 3, 4
 CALL: dict[str, Any] = {

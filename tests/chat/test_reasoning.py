@@ -8,14 +8,14 @@ import pytest
 
 from support import talkers
 from support.byte_tokenizer import CHATML, byte_metadata
-from twostroke.chat.conversation import Chat
-from twostroke.chat.reasoning import Thinking
 from twostroke.core.errors import RequestError
 from twostroke.core.preface import Preface
-from twostroke.tokenize import from_gguf
+from twostroke.engine.chat.conversation import Chat
+from twostroke.engine.chat.reasoning import Thinking
+from twostroke.model.tokenizer import from_gguf
 
 if TYPE_CHECKING:
-    from twostroke.tokenize import Tokenizer
+    from twostroke.model.tokenizer import Tokenizer
 
 USER = {"role": "user", "content": "Why?"}
 SPOOF = {"role": "user", "content": "Say <think>"}

@@ -7,9 +7,9 @@ import tracemalloc
 
 import pytest
 
-from twostroke.chat.sandbox import BudgetError, RenderBudget
-from twostroke.chat.template import ChatTemplate
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
+from twostroke.engine.chat.sandbox import BudgetError, RenderBudget
+from twostroke.engine.chat.template import ChatTemplate
 
 HI = [{"role": "user", "content": "Hi"}]
 TIGHT = RenderBudget(max_chars=200_000, max_cpu_s=0.1)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.byte_tokenizer import DOC, END, START, byte_metadata, byte_tokenizer
-from twostroke.chat.template import ChatTemplate
 from twostroke.core.errors import ModelFormatError, RequestError
-from twostroke.tokenize import Piece, from_gguf
+from twostroke.engine.chat.template import ChatTemplate
+from twostroke.model.tokenizer import Piece, from_gguf
 
 TOKENIZER = byte_tokenizer()
 CHATML = ChatTemplate.for_tokenizer(TOKENIZER)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from support import strict_templates
 from support.byte_tokenizer import byte_metadata
 from support.chats import TOOLS
-from twostroke.chat.conversation import Chat
-from twostroke.chat.template import ChatTemplate
-from twostroke.chat.turn_order import ANY_ORDER, arranged
 from twostroke.core.errors import RequestError
-from twostroke.tokenize import from_gguf
+from twostroke.engine.chat.conversation import Chat
+from twostroke.engine.chat.template import ChatTemplate
+from twostroke.engine.chat.turn_order import ANY_ORDER, arranged
+from twostroke.model.tokenizer import from_gguf
 
 CALL: dict[str, Any] = {
     "id": "call_123456789",

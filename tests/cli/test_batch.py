@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from support.commands import started
-from twostroke.serve.batches.offline import Results
+from twostroke.server.batch.offline import Results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -166,7 +166,7 @@ def test_wrong_options_are_one_sentence(
     options: tuple[str, ...],
     said: str,
 ) -> None:
-    monkeypatch.setattr("twostroke.serve.batches.remote._MOST_TRIES", 2)
+    monkeypatch.setattr("twostroke.server.batch.remote._MOST_TRIES", 2)
     given = write(tmp_path / "in.jsonl", line("a"))
     ran = cli("batch", given, "-o", str(tmp_path / "out.jsonl"), *options)
     assert ran.code != 0
@@ -177,7 +177,7 @@ def test_wrong_options_are_one_sentence(
 def test_line_that_changed_after_its_answer_is_refused(
     cli: Cli, tmp_path: Path, busy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.serve.batches.remote._MOST_PAUSE_S", 0.01)
+    monkeypatch.setattr("twostroke.server.batch.remote._MOST_PAUSE_S", 0.01)
     out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     given = write(tmp_path / "in.jsonl", line("a"), line("b"))
     assert cli("batch", given, "-o", str(out), "--url", busy, "-q").code == 0
@@ -351,7 +351,7 @@ def test_what_a_proxy_says_is_one_line(cli: Cli, tmp_path: Path, odd: str) -> No
 def test_proxy_without_a_server_is_asked_ten_times(
     cli: Cli, tmp_path: Path, odd: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.serve.batches.remote._MOST_PAUSE_S", 0.01)
+    monkeypatch.setattr("twostroke.server.batch.remote._MOST_PAUSE_S", 0.01)
     given = write(tmp_path / "in.jsonl", line("gone", prompt="gone"))
     ran = cli("batch", given, "-o", str(tmp_path / "out.jsonl"), "--url", odd, "-q")
     assert ran.code == 1
@@ -371,7 +371,7 @@ def test_server_that_answers_no_line_ends_the_run(
 def test_line_waits_as_long_as_the_queue_is_full(
     cli: Cli, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from twostroke.http import inside
+    from twostroke.server.http import internal_requests as inside
 
     answer, number = inside.post, [0]
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.tiny import write_tiny_gguf
-from twostroke.cache.disk import stored_pages
-from twostroke.core.config import ComputeOptions
-from twostroke.engine.compute import auto_kv_format
+from twostroke.backends.create import auto_kv_format
+from twostroke.core.options import ComputeOptions
+from twostroke.engine.kv_offload.disk import stored_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable

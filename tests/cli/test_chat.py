@@ -18,8 +18,8 @@ from support.commands import started
 from support.servers import wait_for
 from support.tiny import write_base_gguf
 from twostroke.cli.chat import Conversation
-from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions
 from twostroke.core.errors import EngineStoppedError
+from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import build
 from twostroke.engine.prompts import encode_chat

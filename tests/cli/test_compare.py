@@ -9,16 +9,16 @@ import pytest
 from msgspec.structs import replace
 
 from support.tiny import Tiny, write_tiny_gguf
-from twostroke.core.precision import ActivationBits
-from twostroke.measure import compare as module
+from twostroke.core.activation_bits import ActivationBits
+from twostroke.lab.measure import compare as module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from conftest import Ran
-    from twostroke.core.config import ComputeOptions
-    from twostroke.weights import LoadedModel
+    from twostroke.core.options import ComputeOptions
+    from twostroke.model.weights import LoadedModel
 
     Cli = Callable[..., Ran]
 

@@ -8,8 +8,8 @@ import pytest
 
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke.core.errors import UsageError
-from twostroke.train.options import StudentShape
-from twostroke.weights import load_path
+from twostroke.lab.train.options import StudentShape
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from twostroke.backends import machine_limits as limits
 from twostroke.backends.cpu.library import level_reports
 from twostroke.cli import doctor
 from twostroke.cli.doctor import limit_lines, measure
 from twostroke.core import hardware
 from twostroke.core.control_groups import CoreLimit, MemoryLimit
 from twostroke.core.hardware import MemoryNode
-from twostroke.engine import limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ import click
 import pytest
 
 from twostroke.cli.app import COMMANDS, group
-from twostroke.fetch import CATALOGUE
+from twostroke.model.hub import CATALOGUE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

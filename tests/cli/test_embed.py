@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from twostroke import LLM, EngineOptions
-from twostroke.core.config import CacheOptions
+from twostroke.core.options import CacheOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from twostroke.cli import fleet
-from twostroke.fleet.choice import Phase
-from twostroke.fleet.manager import FleetStatus, PoolStatus, ReplicaStatus
-from twostroke.fleet.process import ServerState
+from twostroke.fleet.cluster.choice import Phase
+from twostroke.fleet.cluster.manager import FleetStatus, PoolStatus, ReplicaStatus
+from twostroke.fleet.cluster.process import ServerState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,8 +10,8 @@ import pytest
 from support.tiny import infill_metadata, write_base_gguf, write_tiny_gguf
 from twostroke import LLM, EngineOptions, SamplingParams
 from twostroke.cli.generate import _prompt
-from twostroke.core.config import CacheOptions
 from twostroke.core.errors import UsageError
+from twostroke.core.options import CacheOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from twostroke.http.keys import ApiKeys
-from twostroke.records import Records, RecordsError, beside
-from twostroke.serve.batches.batch import Batch, insert
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.batch.batch import Batch, insert
+from twostroke.server.storage import Records, RecordsError, beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 
-from twostroke import fetch
 from twostroke.cli.pull import open_engine, watcher
 from twostroke.cli.terminal import Bar
-from twostroke.core.config import CacheOptions, EngineOptions
 from twostroke.core.files import megabytes
-from twostroke.engine import loading
-from twostroke.fetch import inventory, names
-from twostroke.fetch.catalogue import PackagedModel, Part
-from twostroke.fetch.disk import locked
-from twostroke.fetch.progress import Progress, ignore
+from twostroke.core.options import CacheOptions, EngineOptions
+from twostroke.model import hub as fetch
+from twostroke.model import load as loading
+from twostroke.model.hub import inventory, names
+from twostroke.model.hub.catalogue import PackagedModel, Part
+from twostroke.model.hub.disk import locked
+from twostroke.model.hub.progress import Progress, ignore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from conftest import Ran
-    from twostroke.fetch import Watcher
+    from twostroke.model.hub import Watcher
 
     Cli = Callable[..., Ran]
 
@@ -263,7 +263,7 @@ def test_pull_names_a_draft_that_is_not_here(
     monkeypatch.setattr("twostroke.cli.pull.fetch", lambda _: maxi)
     hint = "`serve` and `chat` are faster with a draft model: twostroke pull mini\n"
     assert cli("pull", "maxi").out == f"maxi is ready: {maxi}\nLicence: MIT\n{hint}"
-    monkeypatch.setattr("twostroke.fetch.known_draft", lambda _: "mini")
+    monkeypatch.setattr("twostroke.model.hub.known_draft", lambda _: "mini")
     assert hint not in cli("pull", "maxi").out
 
 

@@ -11,7 +11,8 @@ from twostroke.cli import generate, serve
 from twostroke.cli.app import Failure
 from twostroke.cli.help import ByteSize, OneOf
 from twostroke.cli.options import engine_options, sampling_params
-from twostroke.core.config import (
+from twostroke.core.errors import RequestError, UsageError
+from twostroke.core.options import (
     BatchOptions,
     CacheOptions,
     ComputeOptions,
@@ -20,7 +21,6 @@ from twostroke.core.config import (
     ParallelOptions,
     SpeculationOptions,
 )
-from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.sampling import SamplingParams
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import pytest
 
 from support.configs import write_config
 from support.native import native_dir
-from twostroke.measure.single_step import Shape
-from twostroke.planner import planned_model
-from twostroke.planner.calibration import measure
+from twostroke.lab.measure.single_step import Shape
+from twostroke.lab.planner import planned_model
+from twostroke.lab.planner.calibration import measure
 
 
 def test_tables_and_formulas_are_printed(cli, config):
@@ -249,7 +249,7 @@ def test_steps_count_for_as_many_threads_as_they_were_measured_on(cli, tiny, mon
     ran = cli(*given, "1")
     assert "Times are corrected by 2 steps measured on 1 thread on" in ran.out
     assert "--threads 1" in next(line for line in ran.out.splitlines() if "simulate" in line)
-    monkeypatch.setattr("twostroke.planner.calibrate_from", lambda *_: 1)  # a server's threads
+    monkeypatch.setattr("twostroke.lab.planner.calibrate_from", lambda *_: 1)  # a server's threads
     ran = cli(*given[:-1], "--calibrate", "--server", "http://127.0.0.1:1")
     assert "--threads 1" in next(line for line in ran.out.splitlines() if "simulate" in line)
     ran = cli(*given, "2")

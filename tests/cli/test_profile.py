@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from twostroke.core.hardware import Hardware
-from twostroke.measure import profile as module
+from twostroke.lab.measure import profile as module
 
 if TYPE_CHECKING:
     from collections.abc import Callable

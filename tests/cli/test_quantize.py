@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from twostroke.compress import choose
-from twostroke.compress import quantize as module
-from twostroke.compress.calibrate import own_pieces
-from twostroke.compress.kept import Matrices
-from twostroke.compress.unfinished import unfinished
 from twostroke.core.errors import TwostrokeError
-from twostroke.engine.loading import load
-from twostroke.measure.compare import held_out_text
-from twostroke.weights.gguf import read_gguf
+from twostroke.core.unfinished import unfinished
+from twostroke.lab.compress import choose
+from twostroke.lab.compress import quantize as module
+from twostroke.lab.compress.calibrate import own_pieces
+from twostroke.lab.compress.saved_work import Matrices
+from twostroke.lab.measure.compare import held_out_text
+from twostroke.model.load import load
+from twostroke.model.weights.gguf import read_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from twostroke.cli.simulate import command
-from twostroke.planner import find_device, planned_model
-from twostroke.simulate import Setup
+from twostroke.lab.planner import find_device, planned_model
+from twostroke.lab.simulator import Setup
 
 SMALL = ("--on", "h100-sxm", "--rate", "4", "--requests", "40", "--output", "20")
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from twostroke.http import key as kept
-from twostroke.http.tenants.usage import Owner, add
-from twostroke.records import beside
+from twostroke.server.auth import key as kept
+from twostroke.server.auth.usage import Owner, add
+from twostroke.server.storage import beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twostroke.fetch import resolve
+from twostroke.model.hub import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

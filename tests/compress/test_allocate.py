@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from twostroke.compress.allocate import Goal, within_kl, within_size
 from twostroke.core.errors import UsageError
-from twostroke.quant import FORMATS
+from twostroke.lab.compress.allocate import Goal, within_kl, within_size
+from twostroke.model.quant import FORMATS
 
 MENU = ("IQ4_NL", "Q4_1", "Q5_1", "Q8_0")
 SIZES = {f"blk.{i}.w": 256 * (1 + i % 3) for i in range(6)}

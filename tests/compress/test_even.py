@@ -9,23 +9,23 @@ import pytest
 
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.compress.even import Evener, divided_moments
-from twostroke.compress.grids import group_grid
-from twostroke.compress.kept import Matrices
-from twostroke.compress.round import moments_of, round_to, squares_of
-from twostroke.compress.twin import twin_of
-from twostroke.compress.walk import round_products
-from twostroke.models import build_program
-from twostroke.program import ops
-from twostroke.quant import FORMATS, QuantTensor, grouped
-from twostroke.quant.grouped import scale_rows
-from twostroke.weights import load_path
+from twostroke.lab.compress.equalize import Evener, divided_moments
+from twostroke.lab.compress.grids import group_grid
+from twostroke.lab.compress.round import moments_of, round_to, squares_of
+from twostroke.lab.compress.saved_work import Matrices
+from twostroke.lab.compress.twin import twin_of
+from twostroke.lab.compress.walk import round_products
+from twostroke.model.families import build_program
+from twostroke.model.program import ops
+from twostroke.model.quant import FORMATS, QuantTensor, grouped
+from twostroke.model.quant.grouped import scale_rows
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.compress.round import Moments
-    from twostroke.quant import Floats
+    from twostroke.lab.compress.round import Moments
+    from twostroke.model.quant import Floats
 
 FMT, GRID = grouped(4, 32, "bf16", zero=True), group_grid(4, 32, "BF16")
 PIECES = [[(7 * i * i + 3 * i + start) % 280 for i in range(60)] for start in (0, 11, 29, 31)]

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.tiny import tiny_of, write_tiny_folder, write_tiny_gguf
-from twostroke.compress.quantize import quantize
-from twostroke.compress.report import report_of
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.files import read_json
-from twostroke.engine.loading import build_tokenizer, load
-from twostroke.measure.compare import held_out_text
+from twostroke.lab.compress.quantize import quantize
+from twostroke.lab.compress.report import report_of
+from twostroke.lab.measure.compare import held_out_text
+from twostroke.model.load import build_tokenizer, load
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.compress.report import FileReport
+    from twostroke.lab.compress.report import FileReport
 
 TEXT = "Water runs down hills, and stones stay. " * 200
 

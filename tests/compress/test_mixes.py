@@ -9,15 +9,15 @@ import pytest
 from msgspec.structs import replace
 
 from support.tiny import Tiny, write_tiny_gguf
-from twostroke.compress.allocate import Goal
-from twostroke.compress.grids import GRIDS
-from twostroke.compress.mixes import FLOATS, MIXES, fitting, float_format, formats_of
-from twostroke.compress.quantize import quantize
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.files import read_json
-from twostroke.engine.loading import load
-from twostroke.models import build_program
-from twostroke.quant import FORMATS, QuantTensor
+from twostroke.lab.compress.allocate import Goal
+from twostroke.lab.compress.grids import GRIDS
+from twostroke.lab.compress.mixes import FLOATS, MIXES, fitting, float_format, formats_of
+from twostroke.lab.compress.quantize import quantize
+from twostroke.model.families import build_program
+from twostroke.model.load import load
+from twostroke.model.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

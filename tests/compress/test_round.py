@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from support.plain_rounding import plain_rounding
-from twostroke.compress.grids import GRIDS, group_grid
-from twostroke.compress.round import moments_of, round_matrix, round_to, squares_of
-from twostroke.quant import FORMATS, QuantTensor, grouped
-from twostroke.weights.gguf import read_gguf
-from twostroke.weights.write_gguf import write_gguf
+from twostroke.lab.compress.grids import GRIDS, group_grid
+from twostroke.lab.compress.round import moments_of, round_matrix, round_to, squares_of
+from twostroke.model.quant import FORMATS, QuantTensor, grouped
+from twostroke.model.weights.gguf import read_gguf
+from twostroke.model.weights.write_gguf import write_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.quant import Floats
+    from twostroke.model.quant import Floats
 
 
 def case(rng: np.random.Generator, width: int, outputs: int) -> tuple[Floats, Floats]:

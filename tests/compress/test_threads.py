@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.compress import threads
+from twostroke.lab.compress import threads
 
 if TYPE_CHECKING:
     from pathlib import Path

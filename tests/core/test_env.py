@@ -10,9 +10,9 @@ import pytest
 
 from twostroke.core import env
 from twostroke.core.errors import UsageError
-from twostroke.fetch.names import look_up
-from twostroke.planner.models import planned_model
-from twostroke.simulate.traces import read_trace
+from twostroke.lab.planner.models import planned_model
+from twostroke.lab.simulator.traces import read_trace
+from twostroke.model.hub.names import look_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable

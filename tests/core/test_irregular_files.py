@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from twostroke.cache.disk import entry_of, read_page
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.files import IrregularFileError, open_regular_file, read_json, read_regular_file
-from twostroke.http.keys import ApiKeys
-from twostroke.http.tenants.prices import read_prices
-from twostroke.router.watch import _listed
-from twostroke.serve.batches.lines import read_lines
-from twostroke.simulate.traces import read_trace
+from twostroke.engine.kv_offload.disk import entry_of, read_page
+from twostroke.fleet.router.health_checker import _listed
+from twostroke.lab.simulator.traces import read_trace
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.auth.prices import read_prices
+from twostroke.server.batch.lines import read_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable

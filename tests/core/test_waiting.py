@@ -11,15 +11,15 @@ import pytest
 from support.remote import faked
 from support.tiny import write_tiny_gguf
 from twostroke.core.constraint import Constraint
-from twostroke.core.waiting import wait_until_set
-from twostroke.engine.roster import Roster
-from twostroke.http.errors import ServerStoppingError
-from twostroke.http.waiting import Returns
-from twostroke.schedule.residence import Residence, ResidentView
-from twostroke.serve.batches.room import Room
-from twostroke.serve.batches.valve import Valve
-from twostroke.serve.compiler import Compiler
-from twostroke.serve.running import Accepting
+from twostroke.core.event_wait import wait_until_set
+from twostroke.server.batch.adaptive_limit import Valve
+from twostroke.server.batch.slots import Room
+from twostroke.server.generation.running import Accepting
+from twostroke.server.http.errors import ServerStoppingError
+from twostroke.server.http.retry_after import Returns
+from twostroke.server.models.grammar_compiler import Compiler
+from twostroke.server.models.model_pool import Roster
+from twostroke.server.models.residency import Residence, ResidentView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

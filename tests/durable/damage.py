@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from support.servers import live_server
-from twostroke.records import Records, RecordsError
+from twostroke.server.storage import Records, RecordsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,36 +26,38 @@ from file_damages import DAMAGES
 from support.heads import write_random_heads
 from support.stored_pages import WORTH, content_of, kind
 from support.tiny import write_tiny_folder, write_tiny_gguf
-from twostroke.cache.disk import DiskTier
-from twostroke.cache.folder import read_folder, verify
-from twostroke.compress import sensitivity
-from twostroke.compress.kept import Kept, Matrices
-from twostroke.compress.sensitivity import Sensitivity
+from twostroke.backends import machine_limits as limits
+from twostroke.backends.activation_bits import resolve as activations
+from twostroke.core.activation_bits import ActivationBits
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.files import write_checked_json
 from twostroke.core.frozen import Frozen
-from twostroke.core.precision import ActivationBits
-from twostroke.engine import activations, limits, tiers
 from twostroke.engine.canary import REPORT_FILE, read_report
-from twostroke.engine.loading import build_tokenizer
-from twostroke.fetch.records import ModelRecord, StoredFile, stored_records
-from twostroke.fleet.own_ray import OwnRay
-from twostroke.fleet.spec import read_spec
-from twostroke.http.inside import Answer
-from twostroke.http.keys import ApiKeys
-from twostroke.http.limits import Limits
-from twostroke.http.tenants.prices import read_prices
-from twostroke.planner import calibration, devices
-from twostroke.planner.fleet_file import read_fleet
-from twostroke.planner.prices import known_prices
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.router import watch
-from twostroke.serve.batches.offline import Files, Results
-from twostroke.simulate.traces import read_trace
-from twostroke.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from twostroke.train.record import Answer as RecordedAnswer
-from twostroke.train.record import Store, kept_answers
-from twostroke.weights import load_heads, load_path
+from twostroke.engine.kv_offload import build as tiers
+from twostroke.engine.kv_offload.disk import DiskTier
+from twostroke.engine.kv_offload.folder import read_folder, verify
+from twostroke.fleet.cluster.own_ray import OwnRay
+from twostroke.fleet.cluster.spec import read_spec
+from twostroke.fleet.router import health_checker as watch
+from twostroke.lab.compress import sensitivity
+from twostroke.lab.compress.saved_work import Kept, Matrices
+from twostroke.lab.compress.sensitivity import Sensitivity
+from twostroke.lab.planner import calibration, devices
+from twostroke.lab.planner.fleet_file import read_fleet
+from twostroke.lab.planner.prices import known_prices
+from twostroke.lab.simulator.traces import read_trace
+from twostroke.lab.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from twostroke.lab.train.record import Answer as RecordedAnswer
+from twostroke.lab.train.record import Store, kept_answers
+from twostroke.model.hub.records import ModelRecord, StoredFile, stored_records
+from twostroke.model.load import build_tokenizer
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights import load_heads, load_path
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.auth.prices import read_prices
+from twostroke.server.batch.offline import Files, Results
+from twostroke.server.http.internal_requests import Answer
+from twostroke.server.http.limits import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,10 +15,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from twostroke.http.limits import Limits
-from twostroke.records import Records, RecordsError
-from twostroke.serve.batches import batch as kept
-from twostroke.serve.batches import files, openai, runner
+from twostroke.server.batch import batch as kept
+from twostroke.server.batch import files, openai, runner
+from twostroke.server.http.limits import Limits
+from twostroke.server.storage import Records, RecordsError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 from support.tiny import Tiny, write_tiny_gguf
-from twostroke.core.config import ComputeOptions
-from twostroke.core.precision import ActivationBits
-from twostroke.engine import activations
-from twostroke.engine.activations import with_known_bits
-from twostroke.models import build_program
-from twostroke.precision import METHOD
-from twostroke.weights import load_path
+from twostroke.backends.activation_bits import METHOD
+from twostroke.backends.activation_bits import resolve as activations
+from twostroke.backends.activation_bits.resolve import with_known_bits
+from twostroke.core.activation_bits import ActivationBits
+from twostroke.core.options import ComputeOptions
+from twostroke.model.families import build_program
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +67,7 @@ def test_equal_choices_have_the_same_name():
 
 
 def test_choices_in_the_package_are_of_this_method():
-    file = resources.files("twostroke.precision").joinpath("shipped.json")
+    file = resources.files("twostroke.backends.activation_bits").joinpath("shipped.json")
     shipped = msgspec.json.decode(file.read_bytes(), type=list[ActivationBits])
     assert {choice.version for choice in shipped} == {METHOD}
     for choice in shipped:

@@ -11,10 +11,10 @@ from twostroke.core.embedding import EmbeddingParams
 from twostroke.core.errors import DeadlineError, OverloadedError
 from twostroke.core.request import NO_HINTS
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine import wire
-from twostroke.engine.asked import Book, RemoteOutputs
 from twostroke.engine.client import Caller
-from twostroke.schedule.config import SchedulerConfig
+from twostroke.engine.process import messages as wire
+from twostroke.engine.process.pending import Book, RemoteOutputs
+from twostroke.engine.scheduler.config import SchedulerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable

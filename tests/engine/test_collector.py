@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from twostroke.engine.collector import ease_collector
+from twostroke.core.process_tuning import ease_collector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,21 +14,16 @@ from msgspec.structs import replace
 from support.native import native_dir
 from support.tiny import write_tiny_gguf
 from twostroke import LLM, AsyncLLM, SamplingParams
-from twostroke.core.config import (
-    CacheOptions,
-    ComputeOptions,
-    EngineOptions,
-    SpeculationOptions,
-)
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
+from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.core.request import FinishReason
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.engine.output import Completion
-    from twostroke.sample.grammar import GrammarMatcher
+    from twostroke.engine.structured_output.grammar import GrammarMatcher
 
 SCHEMA = {
     "type": "object",

@@ -30,19 +30,17 @@ from support.remote import (
 )
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.core.constraint import Constraint
-from twostroke.core.errors import (
-    EngineDiedError,
-    EngineStoppedError,
-)
+from twostroke.core.errors import EngineDiedError, EngineStoppedError
 from twostroke.core.request import NO_HINTS, FinishReason
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine import launch, supervisor, wire
 from twostroke.engine.build import build
 from twostroke.engine.generation import Outputs
 from twostroke.engine.health import Health
 from twostroke.engine.output import Output
-from twostroke.engine.process import Desk, Wire
-from twostroke.engine.remote import RemoteEngine
+from twostroke.engine.process import launch, supervisor
+from twostroke.engine.process import messages as wire
+from twostroke.engine.process.main import Desk, Wire
+from twostroke.engine.process.remote import RemoteEngine
 
 
 @pytest.fixture(scope="module")

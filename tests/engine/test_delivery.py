@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.engines import tiny_client
-from twostroke.core.config import BatchOptions
+from twostroke.core.options import BatchOptions
 from twostroke.core.request import FinishReason, Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.choice import Choice
 from twostroke.engine.delivery import Mailbox
+from twostroke.engine.output_processor import Choice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

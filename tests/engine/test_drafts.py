@@ -10,18 +10,13 @@ from support.guessing import engine_of
 from support.native import native_dir
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, SamplingParams
-from twostroke.core.config import (
+from twostroke.core.errors import MemoryLimitError, ModelFormatError, ModelNotFoundError, UsageError
+from twostroke.core.options import (
     BatchOptions,
     CacheOptions,
     ComputeOptions,
     EngineOptions,
     SpeculationOptions,
-)
-from twostroke.core.errors import (
-    MemoryLimitError,
-    ModelFormatError,
-    ModelNotFoundError,
-    UsageError,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +39,7 @@ def test_a_damaged_draft_from_the_catalogue_is_left_out(
 ) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(path.read_bytes()[:2000])
-    monkeypatch.setattr("twostroke.engine.guessers.known_draft", lambda _: str(damaged))
+    monkeypatch.setattr("twostroke.engine.drafters.known_draft", lambda _: str(damaged))
     with engine_of(path, draft="auto") as llm:
         assert llm.engine.draft is None
     assert "is not used as a draft (--draft none: no draft): " in caplog.text
@@ -56,7 +51,7 @@ def test_the_catalogues_draft_is_used_if_it_is_asked_for(
     path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known: list[str | None] = [str(other)]
-    monkeypatch.setattr("twostroke.engine.guessers.known_draft", lambda _: known[0])
+    monkeypatch.setattr("twostroke.engine.drafters.known_draft", lambda _: known[0])
 
     def drafts(**given: Any) -> tuple[str | None, tuple[str, ...]]:
         with engine_of(path, **given) as llm:
@@ -68,7 +63,7 @@ def test_the_catalogues_draft_is_used_if_it_is_asked_for(
     assert drafts(draft="auto", method="ngram") == (None, ("ngram",))
     assert drafts(draft="auto", method="off") == (None, ())
     with monkeypatch.context() as poor:
-        poor.setattr("twostroke.engine.guessers.memory_free", lambda *_: 100_000_000)
+        poor.setattr("twostroke.engine.drafters.memory_free", lambda *_: 100_000_000)
         assert drafts(draft="auto") == (None, ("ngram", "lookahead"))
         with pytest.raises(MemoryLimitError, match="The draft does not fit into memory with tiny"):
             drafts(draft="auto", method="draft")
@@ -79,7 +74,7 @@ def test_the_catalogues_draft_is_used_if_it_is_asked_for(
 
 
 def test_a_draft_that_does_not_fit_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.engine.guessers.memory_free", lambda *_: 100_000_000)
+    monkeypatch.setattr("twostroke.engine.drafters.memory_free", lambda *_: 100_000_000)
     with pytest.raises(MemoryLimitError, match="The draft does not fit into memory with tiny"):
         engine_of(path, draft=str(path))
 
@@ -90,7 +85,7 @@ def test_the_error_names_a_draft_without_memory_for_weights(
     def no_room(*_: Any, **__: Any) -> None:
         raise MemoryLimitError("No memory for 1.1 GB of weights; use a smaller model.")
 
-    monkeypatch.setattr("twostroke.engine.guessers.make_backend", no_room)
+    monkeypatch.setattr("twostroke.engine.drafters.make_backend", no_room)
     with pytest.raises(
         MemoryLimitError, match=r"does not fit into memory with tiny\. No memory for"
     ):

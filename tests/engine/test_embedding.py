@@ -16,7 +16,6 @@ from support.servers import wait_for
 from support.tiny import write_tiny_folder, write_tiny_gguf
 from support.vectors import twin
 from twostroke import LLM, AsyncLLM, EngineOptions
-from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions
 from twostroke.core.embedding import EmbeddingParams
 from twostroke.core.errors import (
     ContextLengthError,
@@ -25,8 +24,9 @@ from twostroke.core.errors import (
     RequestError,
     TwostrokeError,
 )
+from twostroke.core.options import BatchOptions, CacheOptions, ComputeOptions
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.service import DEFAULT_SERVICE
+from twostroke.core.service_tier import DEFAULT_SERVICE
 from twostroke.engine import embedding
 from twostroke.engine.client import Caller
 from twostroke.engine.embedding import Embedding

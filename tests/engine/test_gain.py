@@ -9,16 +9,16 @@ from msgspec.structs import replace
 
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke.backends import RankFacts
+from twostroke.backends.parallel.backend import ParallelBackend
+from twostroke.backends.parallel.predicted_gain import Divided, describe_gain, part_of_machine
+from twostroke.backends.parallel.speeds import LinkSpeed, measure_link, rates_of
 from twostroke.core.hardware import Hardware
-from twostroke.engine.gain import Divided, describe_gain, part_of_machine
-from twostroke.engine.loading import load
-from twostroke.engine.speeds import LinkSpeed, measure_link, rates_of
-from twostroke.models import build_program
-from twostroke.parallel.backend import ParallelBackend
-from twostroke.program import BatchShape
-from twostroke.program.cost import CostModel
-from twostroke.program.mesh import Mesh
-from twostroke.program.shard import shard
+from twostroke.model.families import build_program
+from twostroke.model.load import load
+from twostroke.model.program import BatchShape
+from twostroke.model.program.cost import CostModel
+from twostroke.model.program.mesh import Mesh
+from twostroke.model.program.shard import shard
 
 MACHINE = Hardware("a machine", 2, 0, 1e6, 1e9, "any", "made up")
 AT_ONCE = LinkSpeed(0.0, 1e30)

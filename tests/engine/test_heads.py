@@ -16,13 +16,6 @@ from support.native import load_level
 from support.prices import cheap_up_to
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, SamplingParams
-from twostroke.core.config import (
-    BatchOptions,
-    CacheOptions,
-    ComputeOptions,
-    EngineOptions,
-    SpeculationOptions,
-)
 from twostroke.core.errors import (
     MemoryLimitError,
     ModelFormatError,
@@ -30,11 +23,18 @@ from twostroke.core.errors import (
     RequestError,
     UsageError,
 )
-from twostroke.engine import guessers
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights import load_heads
-from twostroke.weights.heads import save_heads
-from twostroke.weights.safetensors import write_safetensors
+from twostroke.core.options import (
+    BatchOptions,
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+    SpeculationOptions,
+)
+from twostroke.engine import drafters as guessers
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights import load_heads
+from twostroke.model.weights.heads import save_heads
+from twostroke.model.weights.safetensors import write_safetensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,9 +159,9 @@ def test_a_slow_first_step_does_not_count(
 
         monkeypatch.setattr(proposer._runner.runner, "run", slow_at_first)
         clock = SimpleNamespace(monotonic=lambda: now_s)
-        monkeypatch.setattr("twostroke.spec.followers.time", clock)
+        monkeypatch.setattr("twostroke.engine.speculation.draft_sequences.time", clock)
         monkeypatch.setattr(proposer, "propose", with_price)
-        monkeypatch.setattr("twostroke.spec.worth.Account.may_ask", lambda _: True)
+        monkeypatch.setattr("twostroke.engine.speculation.payoff.Account.may_ask", lambda _: True)
         llm.generate(PROMPTS[:1], GREEDY)
     assert sum(guessed) > 10
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from twostroke.backends import machine_limits as limits_module
+from twostroke.backends.machine_limits import Limits
 from twostroke.core.errors import BackendError
 from twostroke.core.hardware import Hardware
-from twostroke.engine import limits as limits_module
 from twostroke.engine.counters import Stroke, Strokes
-from twostroke.engine.limits import Limits
 
 if TYPE_CHECKING:
     import pytest

@@ -14,13 +14,6 @@ from support.tiny import infill_metadata, write_base_gguf, write_tiny_folder, wr
 from support.vocabulary_kinds import GGUF_KINDS, kind_metadata
 from twostroke import LLM, AsyncLLM, SamplingParams
 from twostroke.backends.cpu import CpuBackend
-from twostroke.core.config import (
-    BatchOptions,
-    CacheOptions,
-    ComputeOptions,
-    EngineOptions,
-    ParallelOptions,
-)
 from twostroke.core.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -28,11 +21,18 @@ from twostroke.core.errors import (
     RequestError,
     UsageError,
 )
+from twostroke.core.options import (
+    BatchOptions,
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+    ParallelOptions,
+)
 from twostroke.core.request import FinishReason
 from twostroke.engine import build as build_module
 from twostroke.engine.build import build
-from twostroke.engine.loading import load
-from twostroke.weights import weights_identity
+from twostroke.model.load import load
+from twostroke.model.weights import weights_identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

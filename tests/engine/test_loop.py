@@ -14,19 +14,19 @@ from support.cpu import greedy_request
 from support.engines import tiny_client
 from support.servers import wait_for
 from support.tiny import write_tiny_gguf
-from twostroke.core.config import (
-    BatchOptions,
-    CacheOptions,
-    ComputeOptions,
-    EngineOptions,
-    SpeculationOptions,
-)
 from twostroke.core.errors import (
     DeviceLostError,
     EngineStoppedError,
     MemoryLimitError,
     TwostrokeError,
     UsageError,
+)
+from twostroke.core.options import (
+    BatchOptions,
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+    SpeculationOptions,
 )
 from twostroke.core.request import FinishReason, Hints
 from twostroke.core.sampling import SamplingParams

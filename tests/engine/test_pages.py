@@ -11,12 +11,12 @@ from support.invariants import check_scheduler
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.models import build_program
-from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
-from twostroke.weights import load_path
+from twostroke.engine.kv_cache import PagePool, PrefixIndex
+from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
+from twostroke.model.families import build_program
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,30 +15,30 @@ from support.servers import wait_for
 from support.stored_pages import kind
 from support.stores import SECRET, missing, store
 from support.tiny import write_tiny_gguf
-from twostroke.cache.disk import DiskTier, entry_of, stored_pages
-from twostroke.cache.groups import PageGroups
-from twostroke.cache.ledger import Ledger
-from twostroke.cache.store import StoreTier
-from twostroke.core.config import CacheOptions, EngineOptions, ParallelOptions, SpeculationOptions
 from twostroke.core.errors import UsageError
+from twostroke.core.options import CacheOptions, EngineOptions, ParallelOptions, SpeculationOptions
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.tier_options import TierOptions
 from twostroke.engine.build import build
 from twostroke.engine.client import Caller
-from twostroke.engine.loading import load
-from twostroke.engine.paging import Paging
-from twostroke.models import build_program
+from twostroke.engine.kv_offload.disk import DiskTier, entry_of, stored_pages
+from twostroke.engine.kv_offload.disk_index import Ledger
+from twostroke.engine.kv_offload.manager import Paging
+from twostroke.engine.kv_offload.redis import StoreTier
+from twostroke.model.families import build_program
+from twostroke.model.load import load
+from twostroke.model.program.kv_groups import PageGroups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from twostroke.cache.tiers import Tier
     from twostroke.engine.client import Client
     from twostroke.engine.counters import TierTotals
-    from twostroke.schedule.ticket import Ticket
-    from twostroke.schedule.transfers import Transfer
+    from twostroke.engine.kv_offload.tier import Tier
+    from twostroke.engine.scheduler.request_state import Ticket
+    from twostroke.engine.scheduler.transfers import Transfer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = [3 + i * i % 200 for i in range(100)]  # 6 pages, and 4 tokens

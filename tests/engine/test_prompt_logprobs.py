@@ -16,7 +16,7 @@ from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.errors import ContextLengthError, TwostrokeError
 from twostroke.core.request import FinishReason
 from twostroke.core.sampling import SamplingParams
-from twostroke.schedule import Continuous
+from twostroke.engine.scheduler import Continuous
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,8 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from twostroke.engine.rank_check import RankReport, interface_of, mismatches
-from twostroke.parallel.links.choice import KINDS
+from twostroke.backends.parallel.check import RankReport, interface_of, mismatches
+from twostroke.backends.parallel.links.link_type import KINDS
 
 TIMEOUT_S = 120
 REPORT = RankReport(

@@ -16,15 +16,15 @@ from support.servers import wait_for
 from support.tiny import write_tiny_gguf
 from support.unreliable import Ranks
 from twostroke import LLM, SamplingParams
-from twostroke.core.config import (
+from twostroke.core.constraint import Constraint
+from twostroke.core.errors import EngineStoppedError, TwostrokeError
+from twostroke.core.options import (
     BatchOptions,
     CacheOptions,
     ComputeOptions,
     EngineOptions,
     SpeculationOptions,
 )
-from twostroke.core.constraint import Constraint
-from twostroke.core.errors import EngineStoppedError, TwostrokeError
 from twostroke.core.request import FinishReason
 from twostroke.engine import build as build_module
 from twostroke.engine.health import Health

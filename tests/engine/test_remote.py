@@ -40,18 +40,19 @@ from twostroke.core.errors import (
 )
 from twostroke.core.request import NO_HINTS, FinishReason
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine import launch, supervisor, watch, wire
 from twostroke.engine.build import build
 from twostroke.engine.client import Caller
 from twostroke.engine.health import Health
 from twostroke.engine.output import Output, Usage
-from twostroke.engine.remote import RemoteEngine
-from twostroke.engine.served import LocalEngine
+from twostroke.engine.process import launch, supervisor, watch
+from twostroke.engine.process import messages as wire
+from twostroke.engine.process.remote import RemoteEngine
+from twostroke.engine.process.served import LocalEngine
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.engine.served import ServedEngine
+    from twostroke.engine.process.served import ServedEngine
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from support.tiny import Tiny, tiny_of, write_tiny_gguf
 from support.tiny_families import FAMILIES
 from twostroke.backends.cpu import CpuBackend
 from twostroke.core.frozen import Frozen
-from twostroke.models import build_program
-from twostroke.schedule import Continuous
-from twostroke.weights import load_path
+from twostroke.engine.scheduler import Continuous
+from twostroke.model.families import build_program
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

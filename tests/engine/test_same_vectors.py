@@ -17,14 +17,14 @@ from support.tiny_families import FAMILIES
 from support.vectors import embedder_of, twin
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.cache import PagePool
 from twostroke.core.embedding import Pooling
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.models import build_program
-from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
-from twostroke.weights import load_path
+from twostroke.engine.kv_cache import PagePool
+from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
+from twostroke.model.families import build_program
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

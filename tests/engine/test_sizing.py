@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from support.programs import program_of_layers
-from twostroke.cache.groups import PageGroups
-from twostroke.core.config import PAGE_SIZES, CacheOptions
+from twostroke.backends.kv_size import CacheSize, size_cache
 from twostroke.core.control_groups import MemoryLimit
 from twostroke.core.errors import MemoryLimitError, UsageError
-from twostroke.engine.sizing import CacheSize, size_cache
-from twostroke.program.mesh import Mesh
-from twostroke.program.shard import shard
+from twostroke.core.options import PAGE_SIZES, CacheOptions
+from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.mesh import Mesh
+from twostroke.model.program.shard import shard
 
 if TYPE_CHECKING:
-    from twostroke.program import Program
+    from twostroke.model.program import Program
 
 MB = 10**6
 CONTEXT = 8192

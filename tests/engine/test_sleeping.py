@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from support.remote import FakeProcess, options, until
 from support.tiny import write_tiny_gguf
-from twostroke.engine import supervisor
 from twostroke.engine.build import build
-from twostroke.engine.process import _ready
-from twostroke.engine.sleeping import SleepingEngine
-from twostroke.schedule.residence import Residence
+from twostroke.engine.process import supervisor
+from twostroke.engine.process.main import _ready
+from twostroke.server.models.on_demand import SleepingEngine
+from twostroke.server.models.residency import Residence
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,18 +15,10 @@ from support.native import native_dir
 from support.prices import cheap_up_to
 from support.tiny import Tiny, tiny_metadata, tiny_tensors, write_tiny_gguf
 from twostroke import LLM, AsyncLLM, SamplingParams
-from twostroke.core.config import (
-    CacheOptions,
-    ComputeOptions,
-    EngineOptions,
-    SpeculationOptions,
-)
-from twostroke.core.errors import (
-    RequestError,
-    UsageError,
-)
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.spec import DraftModel
+from twostroke.core.errors import RequestError, UsageError
+from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
+from twostroke.engine.speculation import DraftModel
+from twostroke.model.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,14 +14,15 @@ from support.tiny import Tiny, write_tiny_gguf
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import EngineDiedError, EngineKillerError
 from twostroke.core.request import NO_HINTS
-from twostroke.engine import supervisor, wire
-from twostroke.engine.asked import Book, RemoteOutputs
-from twostroke.engine.suspects import Suspects
+from twostroke.engine.process import messages as wire
+from twostroke.engine.process import supervisor
+from twostroke.engine.process.pending import Book, RemoteOutputs
+from twostroke.engine.process.suspects import Suspects
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from twostroke.engine.remote import RemoteEngine
+    from twostroke.engine.process.remote import RemoteEngine
 
 DEATH = EngineDiedError("It died.")
 

@@ -9,8 +9,8 @@ import pytest
 
 from support.tiny import Tiny, write_tiny_folder
 from twostroke.core.errors import ModelFormatError
-from twostroke.engine.loading import build_tokenizer
-from twostroke.weights import load_path
+from twostroke.model.load import build_tokenizer
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,11 +15,12 @@ from support.native import native_dir
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.reference import ReferenceBackend
+from twostroke.core.draft_tree import ROOT
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.tree import ROOT
-from twostroke.program.work import Cost, StepCost, each_row, once
-from twostroke.schedule import Continuous, drafting
-from twostroke.spec import Always, Outcome, Price, Proposal, Speculator, StepTime
+from twostroke.engine.scheduler import Continuous
+from twostroke.engine.scheduler import draft_pages as drafting
+from twostroke.engine.speculation import Always, Outcome, Price, Proposal, Speculator, StepTime
+from twostroke.model.program.work import Cost, StepCost, each_row, once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +76,7 @@ def test_wrong_pages_of_branches_would_change_tokens(
     backend = CpuBackend(*tiny_model(**MODEL), NUM_PAGES, 16, 2, kv_format=kv_format)
     plain = run(backend, SETTING.alone(NUM_PAGES), requests_of(1))
     if fault is not None:
-        monkeypatch.setattr("twostroke.schedule.scheduler.Drafting", fault)
+        monkeypatch.setattr("twostroke.engine.scheduler.scheduler.Drafting", fault)
     again = requests_of(1)
     assert (run(backend, SETTING, again, plain) == plain) == (fault is None)
     if fault is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from twostroke.engine.health import Progress
-from twostroke.engine.watch import Watch
+from twostroke.engine.process.watch import Watch
 
 
 def pulses(watch: Watch, seconds: float, *, step_s: float = 0.0, steps: int = 0) -> str | None:

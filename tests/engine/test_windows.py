@@ -12,15 +12,15 @@ from support.programs import program_of_layers
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.cache import PagePool, PrefixIndex
-from twostroke.cache.groups import PageGroups
 from twostroke.core.request import NO_PAGE, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan, StepResult
-from twostroke.models import WindowSpec, build_program
-from twostroke.program import FLOAT16
-from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
-from twostroke.weights import load_path
+from twostroke.engine.kv_cache import PagePool, PrefixIndex
+from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
+from twostroke.model.families import WindowSpec, build_program
+from twostroke.model.program import FLOAT16
+from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,18 +8,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from twostroke.core.config import EngineOptions
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import ContextLengthError, Field, OverloadedError, TwostrokeError
+from twostroke.core.options import EngineOptions
 from twostroke.core.preface import Preface
 from twostroke.core.request import FinishReason, Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import TokenLogprobs
-from twostroke.engine import wire
+from twostroke.core.transport.frames import MAX_FRAME, Frames, WireError
 from twostroke.engine.client import Caller
-from twostroke.engine.frames import MAX_FRAME, Frames, WireError
 from twostroke.engine.output import Output, Timings, Usage
-from twostroke.http.errors import ServerStoppingError
+from twostroke.engine.process import messages as wire
+from twostroke.server.http.errors import ServerStoppingError
 
 PARAMS = SamplingParams(
     max_tokens=5,

@@ -14,10 +14,10 @@ from collections import Counter
 from typing import Any, Final
 
 from twostroke import LLM, SamplingParams
-from twostroke.chat.call_reader import CallBegin, TextPiece
-from twostroke.core.config import CacheOptions, EngineOptions
+from twostroke.core.options import CacheOptions, EngineOptions
+from twostroke.engine.chat.call_reader import CallBegin, TextPiece
 from twostroke.engine.prompts import chat_of
-from twostroke.serve.tools import FunctionBody, to_tools
+from twostroke.server.protocols.common.tools import FunctionBody, to_tools
 
 _SYSTEM: Final = "You are a helpful assistant of a travel office. Answer briefly."
 # By function: its description, its arguments, and prompts that it answers.

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 from support.floods import FORMS, KEYS, NEEDED, Flood
 from support.replicas import FakeReplica, Loop, live_router
 from support.servers import live_server, wait_for
-from twostroke.http.keys import ApiKeys
-from twostroke.records import Records
-from twostroke.router.paths import COMPUTED
-from twostroke.serve.options import ServeOptions
+from twostroke.fleet.router.paths import COMPUTED
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.options import ServeOptions
+from twostroke.server.storage import Records
 
 if TYPE_CHECKING:
     from support.replicas import Exchange

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twostroke import SamplingParams
-from twostroke.measure.compare import held_out_text
+from twostroke.lab.measure.compare import held_out_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from processes import Traces, exists, ranks
 
 from twostroke import LLM
-from twostroke.cache.groups import PageGroups
 from twostroke.core.errors import TwostrokeError
+from twostroke.model.program.kv_groups import PageGroups
 
 if TYPE_CHECKING:
     import argparse

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from support.tiny import tiny_of, write_tiny_gguf
 from support.tiny_families import FAMILIES
-from twostroke.core.config import (
+from twostroke.core.options import (
     BatchOptions,
     CacheOptions,
     ComputeOptions,
@@ -16,16 +16,16 @@ from twostroke.core.config import (
     ParallelOptions,
     SpeculationOptions,
 )
-from twostroke.program.mesh import mesh_of
-from twostroke.program.pages import PIECE_TOKENS
-from twostroke.program.shard import shard
+from twostroke.model.program.kv_format import PIECE_TOKENS
+from twostroke.model.program.mesh import mesh_of
+from twostroke.model.program.shard import shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from twostroke.program import Program
-    from twostroke.program.cost import CostModel
+    from twostroke.model.program import Program
+    from twostroke.model.program.cost import CostModel
 
 PAGE_SIZE = 16
 _by_heads = partial(ParallelOptions, kv_shares="heads")

@@ -27,8 +27,8 @@ from meshes import MESHES, TINY, crowded, models, page_bytes, page_size, plain, 
 from processes import Traces, ranks
 
 from twostroke import LLM
-from twostroke.cache.groups import PageGroups
 from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.model.program.kv_groups import PageGroups
 
 if TYPE_CHECKING:
     from jobs import Answer, Job

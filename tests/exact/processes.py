@@ -10,7 +10,7 @@ from quiet import descendants
 
 _GONE_WITHIN_S = 2.0
 _LISTENING = "0A"
-_RANK = "twostroke.engine.rank"
+_RANK = "twostroke.backends.parallel.worker"
 
 
 class Traces:

@@ -121,7 +121,7 @@ class Campaign:
 
     def _load_s(self) -> float:
         """Return how long a server takes to load the model, alone."""
-        from twostroke.fleet.process import ServerProcess
+        from twostroke.fleet.cluster.process import ServerProcess
 
         began_s = time.monotonic()
         server = ServerProcess(("serve", "smollm2", "--threads", "1"), "127.0.0.1")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from jobs import all_of, make_job
 
 from twostroke import LLM
-from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
+from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
 
 if TYPE_CHECKING:
     from jobs import Answer, Job

@@ -62,7 +62,7 @@ class Campaign:
         """The engine's process."""
         for pid in descendants(self.server.pid):
             with contextlib.suppress(OSError):
-                if b"twostroke.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"twostroke.engine.process.main" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return pid
         return 0
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from quiet import descendants
 from servers import Server, our_command
-from twostroke.http.limits import Limits
+from twostroke.server.http.limits import Limits
 
 _SETTLE_S = 300.0  # in which caches fill, before memory is judged; at most a third of the time
 _LOOK_S = 10.0

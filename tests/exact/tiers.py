@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from support.engines import tiny_client
 from support.stored_pages import DAMAGES, OTHER_KINDS, PAGE_BYTES, WORTH, content_of, kind
 from support.stores import SECRET, Store, missing, store
-from twostroke.cache.disk import DiskTier, stored_pages
-from twostroke.cache.groups import PageGroups
-from twostroke.cache.store import StoreTier
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.paging import Paging
+from twostroke.engine.kv_offload.disk import DiskTier, stored_pages
+from twostroke.engine.kv_offload.manager import Paging
+from twostroke.engine.kv_offload.redis import StoreTier
+from twostroke.model.program.kv_groups import PageGroups
 
 if TYPE_CHECKING:
-    from twostroke.cache.tiers import PageKind, Tier
+    from twostroke.engine.kv_offload.tier import PageKind, Tier
 
 _NUM_PAGES = 40
 _GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -8,7 +8,7 @@ import pytest
 
 from support.hub import Hub, hub_at
 from support.tiny import write_tiny_folder, write_tiny_gguf
-from twostroke.fetch import hub as hub_module
+from twostroke.model.hub import hub as hub_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

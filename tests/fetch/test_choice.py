@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.fetch.choice import Choice, RepoFile, add_weights, choose, quantization
-from twostroke.fetch.names import HubName
+from twostroke.model.hub.file_selection import Choice, RepoFile, add_weights, choose, quantization
+from twostroke.model.hub.names import HubName
 
 SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 NOISE = ("README.md", ".gitattributes", "modeling_x.py", "pytorch_model.bin", "model.pth", "a.onnx")

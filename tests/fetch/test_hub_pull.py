@@ -9,9 +9,9 @@ import huggingface_hub
 import pytest
 
 from support.hub import COMMIT, Hub, Repo, partials, refusal, stored
-from twostroke import fetch
-from twostroke.engine import loading
-from twostroke.fetch.progress import Progress
+from twostroke.model import hub as fetch
+from twostroke.model import load as loading
+from twostroke.model.hub.progress import Progress
 
 if TYPE_CHECKING:
     from pathlib import Path

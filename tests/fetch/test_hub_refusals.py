@@ -12,14 +12,14 @@ import pytest
 
 from support.gguf_writer import gguf_bytes
 from support.hub import TOKEN, Hub, Repo, git_sha1, refusal, stored
-from twostroke import fetch
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.engine import loading
+from twostroke.model import hub as fetch
+from twostroke.model import load as loading
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.fetch.progress import Progress
+    from twostroke.model.hub.progress import Progress
 
 NAME = "hf:o/r"
 

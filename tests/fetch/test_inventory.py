@@ -11,12 +11,12 @@ import pytest
 
 from support.commands import started
 from support.hub import COMMIT, Hub, Repo, partials, stored
-from twostroke import fetch
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.engine import loading
-from twostroke.fetch.disk import locked
-from twostroke.fetch.progress import ignore
-from twostroke.fetch.records import stored_records
+from twostroke.model import hub as fetch
+from twostroke.model import load as loading
+from twostroke.model.hub.disk import locked
+from twostroke.model.hub.progress import ignore
+from twostroke.model.hub.records import stored_records
 
 if TYPE_CHECKING:
     import subprocess

@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 from support.tiny import write_tiny_gguf
-from twostroke import fetch
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, UsageError
-from twostroke.engine import loading
-from twostroke.fetch import catalogue
-from twostroke.fetch.progress import Progress
-from twostroke.fetch.records import ModelRecord, StoredFile
-from twostroke.models import ARCHITECTURES
+from twostroke.model import hub as fetch
+from twostroke.model import load as loading
+from twostroke.model.families import ARCHITECTURES
+from twostroke.model.hub import catalogue
+from twostroke.model.hub.progress import Progress
+from twostroke.model.hub.records import ModelRecord, StoredFile
 
 if TYPE_CHECKING:
     from pathlib import Path

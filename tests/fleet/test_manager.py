@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from twostroke.fleet.manager import ROUTER, Manager, RouterView
-from twostroke.fleet.process import ServerState
-from twostroke.fleet.spec import FleetSpec, Pool
+from twostroke.fleet.cluster.manager import ROUTER, Manager, RouterView
+from twostroke.fleet.cluster.process import ServerState
+from twostroke.fleet.cluster.spec import FleetSpec, Pool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

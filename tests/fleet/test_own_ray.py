@@ -12,7 +12,7 @@ import pytest
 
 from support.servers import wait_for
 from twostroke.core.errors import BackendError
-from twostroke.fleet import own_ray
+from twostroke.fleet.cluster import own_ray
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,15 +17,15 @@ import pytest
 from support.commands import SOURCE
 from support.servers import wait_for
 from support.tiny import write_tiny_gguf
-from twostroke.fleet import process as fleet_process
-from twostroke.fleet.process import ServerProcess
+from twostroke.fleet.cluster import process as fleet_process
+from twostroke.fleet.cluster.process import ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _ORPHAN = """
 import os, sys, time
-from twostroke.fleet.process import ServerProcess
+from twostroke.fleet.cluster.process import ServerProcess
 server = ServerProcess(("serve", sys.argv[1], "--in-process"), "127.0.0.1")
 while not server.state.is_ready:
     time.sleep(0.05)

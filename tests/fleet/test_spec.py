@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from twostroke.core.errors import ModelFormatError, UsageError
-from twostroke.fleet.spec import Pool, flags, read_spec
+from twostroke.fleet.cluster.spec import Pool, flags, read_spec
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,10 +20,10 @@ from judge import REPEATED, fault
 from schemas import Schemas
 
 from twostroke import LLM, SamplingParams
-from twostroke.core.config import CacheOptions, EngineOptions
 from twostroke.core.constraint import Constraint
+from twostroke.core.options import CacheOptions, EngineOptions
 from twostroke.core.request import FinishReason
-from twostroke.sample.grammar import GrammarMatcher
+from twostroke.engine.structured_output.grammar import GrammarMatcher
 
 if TYPE_CHECKING:
     import argparse
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from twostroke.engine.client import Client
     from twostroke.engine.output import Completion
-    from twostroke.sample.grammar import Grammars
+    from twostroke.engine.structured_output.grammar import Grammars
 
 _TOGETHER = 16
 _WORDS = ("name", "age", "kind", "tags", "city", "note", "size", "price", "is_open", "items")

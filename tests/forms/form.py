@@ -10,13 +10,13 @@ import numpy as np
 
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
-from twostroke.engine.loading import build_tokenizer, load
-from twostroke.sample.grammar import Grammars
-from twostroke.schema.verify import UncheckedError
+from twostroke.engine.structured_output.grammar import Grammars
+from twostroke.engine.structured_output.schema.verify import UncheckedError
+from twostroke.model.load import build_tokenizer, load
 
 if TYPE_CHECKING:
-    from twostroke.sample.grammar import GrammarMatcher
-    from twostroke.tokenize import Tokenizer
+    from twostroke.engine.structured_output.grammar import GrammarMatcher
+    from twostroke.model.tokenizer import Tokenizer
 
 _DETAIL = re.compile(r" \([^()]*\)|(?<=')\w+:[^']*(?=')|(?<=/)[^/ ]+(?=/)|(?<=: )\[.*|\d+| Did .*")
 

@@ -22,8 +22,8 @@ from form import Forms, reason
 from judge import REPEATED, fault
 from schemas import Schemas
 
+from twostroke.backends.sampling.masks import as_flags
 from twostroke.core.errors import RequestError
-from twostroke.sample.masks import as_flags
 
 if TYPE_CHECKING:
     import argparse

@@ -31,7 +31,7 @@ SHARES = {
     "tokenizer_json": 0.05,
 }
 MEMORY_BYTES = 256 << 20  # of address space, above what the process has when it starts
-INSTRUMENTED = ["twostroke.weights", "twostroke.models", "twostroke.tokenize"]
+INSTRUMENTED = ["twostroke.model.weights", "twostroke.model.families", "twostroke.model.tokenizer"]
 MEASURE_EVERY = 16  # inputs whose memory is traced, which is slow
 
 

@@ -23,9 +23,9 @@ from support.tiny import (
     write_tiny_folder,
 )
 from support.tiny_families import FAMILIES
-from twostroke.models import ARCHITECTURES
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights.safetensors import read_safetensors
+from twostroke.model.families import ARCHITECTURES
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights.safetensors import read_safetensors
 
 CORPUS = Path(__file__).parent / "corpus"
 SIZES = {"num_layers": 1, "hidden_size": 2, "ffn_size": 2, "num_heads": 1, "num_kv_heads": 1}

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.tokenize import from_gguf, from_tokenizer_json
-from twostroke.weights import load_path
-from twostroke.weights.gguf import read_gguf
-from twostroke.weights.safetensors import read_safetensors
+from twostroke.model.tokenizer import from_gguf, from_tokenizer_json
+from twostroke.model.weights import load_path
+from twostroke.model.weights.gguf import read_gguf
+from twostroke.model.weights.safetensors import read_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from twostroke.quant import QuantTensor
-    from twostroke.tokenize import Tokenizer
+    from twostroke.model.quant import QuantTensor
+    from twostroke.model.tokenizer import Tokenizer
 
 REFUSALS = (ModelFormatError, ModelNotFoundError)
 MAX_LENGTH = 16384  # bytes of an input

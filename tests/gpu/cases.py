@@ -34,17 +34,17 @@ from twostroke.backends.gpu.mixtures import ExpertWeights, Values
 from twostroke.backends.gpu.plan import Plan
 from twostroke.backends.gpu.stored import layout_of
 from twostroke.core.frozen import Frozen
-from twostroke.models import build_program
-from twostroke.program import Program
-from twostroke.program.experts import Expert, MixtureOfExperts
-from twostroke.program.ops import Attention, ExternalInput, HeadLinear, RMSNorm
-from twostroke.quant import FORMATS, e4m3, grouped
+from twostroke.model.families import build_program
+from twostroke.model.program import Program
+from twostroke.model.program.experts import Expert, MixtureOfExperts
+from twostroke.model.program.ops import Attention, ExternalInput, HeadLinear, RMSNorm
+from twostroke.model.quant import FORMATS, e4m3, grouped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from twostroke.backends.gpu.launch import Gpu, Launch
-    from twostroke.quant import Format
+    from twostroke.model.quant import Format
 
 WIDTH: Final = 4096
 DEPTH: Final = 4096

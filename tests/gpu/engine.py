@@ -30,12 +30,12 @@ from twostroke.backends.gpu.device import Device
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan
-from twostroke.quant import QuantTensor, e4m3
+from twostroke.model.quant import QuantTensor, e4m3
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from twostroke.program import Program
+    from twostroke.model.program import Program
 
 CUDA: Final = torch.device("cuda:0")
 # Program, format of its matrices, that of keys and values, architecture

@@ -6,15 +6,15 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from twostroke.models import ModelSpec, RopeSpec
-from twostroke.models.spec import (
+from twostroke.model.families import ModelSpec, RopeSpec
+from twostroke.model.families.spec import (
     BorrowingSpec,
     ExpertSpec,
     LatentSpec,
     RoutingSpec,
     WindowSpec,
 )
-from twostroke.program import Activation
+from twostroke.model.program import Activation
 
 VOCAB: Final = 128_256
 _LLAMA: Final = ModelSpec(

@@ -1,4 +1,4 @@
-"""Malformed frames for both ends of `engine/wire.py`: the engine's desk, and the server's side.
+"""Malformed frames for both ends of `engine/process/messages.py`: the engine's, and the server's.
 
 Neither a frame nor a message with odd values may do more than end the connection: no other
 exception, no task that waits for ever, no page that is held.
@@ -22,12 +22,12 @@ from twostroke.core.embedding import EmbeddingParams
 from twostroke.core.errors import OverloadedError, TwostrokeError
 from twostroke.core.request import NO_HINTS, FinishReason
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine import wire
-from twostroke.engine.frames import Frames, WireError
+from twostroke.core.transport.frames import Frames, WireError
 from twostroke.engine.health import Progress
 from twostroke.engine.output import Output, Usage
-from twostroke.engine.process import Desk, Wire
-from twostroke.engine.remote import RemoteEngine
+from twostroke.engine.process import messages as wire
+from twostroke.engine.process.main import Desk, Wire
+from twostroke.engine.process.remote import RemoteEngine
 
 if TYPE_CHECKING:
     import random

@@ -32,7 +32,7 @@ from servers import Server, our_command
 from support.remote import options
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.engine.build import build
-from twostroke.engine.process import _ready
+from twostroke.engine.process.main import _ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -197,7 +197,7 @@ class Campaign:
         found = []
         for pid in descendants(self.server.pid):
             with contextlib.suppress(OSError):  # it has ended
-                if b"twostroke.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"twostroke.engine.process.main" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
         return found
 

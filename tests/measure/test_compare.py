@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from support.tiny import Tiny, write_tiny_gguf
-from twostroke.core.config import CacheOptions, ComputeOptions, ParallelOptions
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.engine.loading import build_tokenizer, load
-from twostroke.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
+from twostroke.core.options import CacheOptions, ComputeOptions, ParallelOptions
+from twostroke.lab.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
+from twostroke.model.load import build_tokenizer, load
 
 
 @pytest.fixture(autouse=True)

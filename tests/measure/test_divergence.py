@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from twostroke.measure import divergence as module
-from twostroke.measure.divergence import compare
+from twostroke.lab.measure import divergence as module
+from twostroke.lab.measure.divergence import compare
 
 
 def random_pieces(seed: int) -> list[tuple[np.ndarray, np.ndarray, list[int]]]:

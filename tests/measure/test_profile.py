@@ -9,20 +9,20 @@ import pytest
 from support.native import native_dir
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke.backends.cpu import CpuBackend
-from twostroke.cache.formats import FORMATS
-from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.hardware import Hardware
+from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.core.request import NO_PAGE
-from twostroke.measure import profile as module
-from twostroke.measure import single_step
-from twostroke.measure.labels import labels
-from twostroke.measure.profile import StepProfile, Wanted, profile
-from twostroke.measure.single_step import Shape, SingleStep
-from twostroke.models import build_program
-from twostroke.program import BatchShape
-from twostroke.program.cost import Cost, CostModel
-from twostroke.weights import load_path
+from twostroke.lab.measure import profile as module
+from twostroke.lab.measure import single_step
+from twostroke.lab.measure.labels import labels
+from twostroke.lab.measure.profile import StepProfile, Wanted, profile
+from twostroke.lab.measure.single_step import Shape, SingleStep
+from twostroke.model.families import build_program
+from twostroke.model.program import BatchShape
+from twostroke.model.program.cost import Cost, CostModel
+from twostroke.model.program.formats import FORMATS
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from twostroke.measure.questions import Flips, choices, questions
+from twostroke.lab.measure.questions import Flips, choices, questions
 
 
 def test_each_question_has_four_different_answers():

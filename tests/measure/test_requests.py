@@ -6,7 +6,7 @@ import pytest
 
 from twostroke.core.errors import UsageError
 from twostroke.engine.output import Timings
-from twostroke.measure.requests import (
+from twostroke.lab.measure.requests import (
     REFUSED,
     Objectives,
     RequestLog,

@@ -11,10 +11,10 @@ import pytest
 from support.tiny import tiny_of, write_tiny_gguf
 from support.tiny_families import FAMILIES
 from support.vocabulary_kinds import GGUF_KINDS, kind_metadata
-from twostroke.engine.loading import build_tokenizer, load
-from twostroke.models import ARCHITECTURES, MODEL_TYPES
-from twostroke.quant import FORMATS
-from twostroke.tokenize.pretokenizers import PIECES, PRE_TOKENIZERS
+from twostroke.model.families import ARCHITECTURES, MODEL_TYPES
+from twostroke.model.load import build_tokenizer, load
+from twostroke.model.quant import FORMATS
+from twostroke.model.tokenizer.pretokenizers import PIECES, PRE_TOKENIZERS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 TEXT = "Hello, it's 12345 words:\n\n  日本語 café e\u0301 \U0001f44d\u3000한국어 ALLCaps/x"

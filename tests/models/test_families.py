@@ -12,11 +12,11 @@ import pytest
 from support.tiny import tiny_of, write_tiny_folder, write_tiny_gguf
 from support.tiny_families import FAMILIES
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.models import ARCHITECTURES, MODEL_TYPES, build_program
-from twostroke.weights import load_path
+from twostroke.model.families import ARCHITECTURES, MODEL_TYPES, build_program
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
-    from twostroke.weights import LoadedModel
+    from twostroke.model.weights import LoadedModel
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden/families.json").read_bytes())
 TOKENS: list[int] = GOLDEN["tokens"]

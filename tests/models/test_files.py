@@ -22,15 +22,15 @@ from support.tiny import (
 from support.tiny_families import WINDOW
 from support.tiny_weights import folder_weights, gguf_weights, interleave_rows
 from twostroke.core.errors import ModelFormatError
-from twostroke.models import MODEL_TYPES, ExpertSpec, RopeSpec, WindowSpec
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights import load_path
-from twostroke.weights.hf_model import hf_fields, hf_spec
+from twostroke.model.families import MODEL_TYPES, ExpertSpec, RopeSpec, WindowSpec
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights import load_path
+from twostroke.model.weights.hf_model import hf_fields, hf_spec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.models import ModelSpec
+    from twostroke.model.families import ModelSpec
 
 
 def from_config(folder: Path, family: str, **changes: Any) -> ModelSpec:

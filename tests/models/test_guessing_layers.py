@@ -20,8 +20,8 @@ from support.tiny import (
 )
 from support.tiny_weights import folder_weights
 from twostroke.core.errors import ModelFormatError
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights import load_path
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,11 +10,11 @@ import pytest
 from support.gguf_writer import write_gguf
 from support.tiny import tiny_config, tiny_metadata, tiny_of, tiny_tensors, tiny_weights
 from twostroke.core.errors import ModelFormatError
-from twostroke.models import ARCHITECTURES
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights import load_path
-from twostroke.weights.hf_model import hf_fields, hf_spec
-from twostroke.weights.tensor_names import canonical_name, published_name
+from twostroke.model.families import ARCHITECTURES
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights import load_path
+from twostroke.model.weights.hf_model import hf_fields, hf_spec
+from twostroke.model.weights.tensor_names import canonical_name, published_name
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from twostroke.models import RopeSpec
-from twostroke.program import Activation
-from twostroke.weights import load_path
+from twostroke.model.families import RopeSpec
+from twostroke.model.program import Activation
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable

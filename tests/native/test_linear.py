@@ -45,7 +45,7 @@ from support.native_linear import (
     same_bits,
     whole_blocks,
 )
-from twostroke.quant import QuantTensor, grouped
+from twostroke.model.quant import QuantTensor, grouped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,10 +21,10 @@ from support.sampling import (
     run_rows,
     sample_native,
 )
+from twostroke.backends.sampling.reference import draw, score, weights
+from twostroke.backends.sampling.rows import RESULT, ROW, RowTable, read_scores
 from twostroke.core.sampling import BOUNDS, SamplingParams
 from twostroke.core.step import NO_TOKEN
-from twostroke.sample.reference import draw, score, weights
-from twostroke.sample.rows import RESULT, ROW, RowTable, read_scores
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -16,8 +16,8 @@ import transformers
 from support.tokenizer_texts import CHATS, texts
 from support.transformers_tokenizer import chat_ids, plain_ids, transformers_tokenizer
 from twostroke.core.errors import ModelNotFoundError
-from twostroke.fetch import resolve
-from twostroke.weights.gguf import read_gguf
+from twostroke.model.hub import resolve
+from twostroke.model.weights.gguf import read_gguf
 
 GOLDEN = Path(__file__).parent.parent / "tokenize" / "golden"
 # By the catalogue's names: how many texts at random beside the written ones.

@@ -17,10 +17,10 @@ import pytest
 from support.chats import TEMPLATES, TOOL_CHATS, TOOLS
 from support.tiny import write_tiny_folder
 from support.tokenizer_texts import CHATS
-from twostroke.chat.conversation import Chat
-from twostroke.chat.template import ChatTemplate
 from twostroke.core.errors import TwostrokeError
-from twostroke.tokenize import from_tokenizer_json
+from twostroke.engine.chat.conversation import Chat
+from twostroke.engine.chat.template import ChatTemplate
+from twostroke.model.tokenizer import from_tokenizer_json
 
 _FOLDER = Path(os.environ.get("LLAMA_CPP", "llama.cpp")) / "models/templates"
 _PUBLISHED = {path.name: path for path in sorted(_FOLDER.glob("*.jinja"))}

@@ -13,13 +13,13 @@ from msgspec.structs import replace
 
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM, SamplingParams
-from twostroke.compress.unfinished import alone
 from twostroke.core.errors import QualityError, TwostrokeError, UsageError
-from twostroke.engine.loading import load
-from twostroke.models import build_program
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.quant.halves import HALVES
-from twostroke.train.options import DistillOptions, StudentShape
+from twostroke.core.unfinished import alone
+from twostroke.lab.train.options import DistillOptions, StudentShape
+from twostroke.model.families import build_program
+from twostroke.model.load import load
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.quant.halves import HALVES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each look at the clock take a tenth of a second, on any machine."""
     ticks = count()
     ours = SimpleNamespace(monotonic=lambda: next(ticks) / 10)
-    monkeypatch.setattr("twostroke.train.descent.time", ours)
+    monkeypatch.setattr("twostroke.lab.train.descent.time", ours)
 
 
 def told(line: str) -> float:
@@ -50,7 +50,7 @@ def told(line: str) -> float:
 
 
 def test_a_shorter_model_learns_from_the_whole(teacher: Path, tmp_path: Path) -> None:
-    from twostroke.compress.distill import distill
+    from twostroke.lab.compress.distill import distill
 
     lines: list[str] = []
     path = distill(str(teacher), StudentShape(4), tmp_path, SHORT, lines.append)
@@ -65,7 +65,7 @@ def test_a_shorter_model_learns_from_the_whole(teacher: Path, tmp_path: Path) ->
 
 
 def test_layers_that_do_nothing_are_left_out(tmp_path: Path) -> None:
-    from twostroke.train.shorten import choose_layers, kept_names, shortened
+    from twostroke.lab.train.shorten import choose_layers, kept_names, shortened
 
     path = write_tiny_gguf(tmp_path / "teacher.gguf", tiny_of("llama", num_layers=6, fmt="F32"))
     loaded = load(str(path))
@@ -85,7 +85,7 @@ def test_layers_that_do_nothing_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2"])
 def test_what_stands_before_a_layer_need_not_be_computed_again(tmp_path: Path, family: str) -> None:
     from twostroke.backends.torch import TorchModel
-    from twostroke.train.shorten import _Cut
+    from twostroke.lab.train.shorten import _Cut
 
     loaded = load(str(write_tiny_gguf(tmp_path / "whole.gguf", tiny_of(family, num_layers=4))))
     model = TorchModel(build_program(loaded.spec), loaded.tensors)
@@ -100,7 +100,7 @@ def test_what_stands_before_a_layer_need_not_be_computed_again(tmp_path: Path, f
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_what_adds_nothing_is_cut_and_nothing_changes(tmp_path: Path, family: str) -> None:
     from twostroke.backends.torch import TorchModel
-    from twostroke.train.narrow import choose_widths
+    from twostroke.lab.train.narrow import choose_widths
 
     tiny = tiny_of(family, num_heads=6, num_kv_heads=3, ffn_size=96, fmt="F32")
     loaded = load(str(write_tiny_gguf(tmp_path / "whole.gguf", tiny)))
@@ -134,7 +134,7 @@ def test_what_adds_nothing_is_cut_and_nothing_changes(tmp_path: Path, family: st
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "olmo2"])
 def test_a_narrower_model_learns_from_the_whole(tmp_path: Path, family: str) -> None:
-    from twostroke.compress.distill import distill
+    from twostroke.lab.compress.distill import distill
 
     tiny = tiny_of(family, num_layers=4, num_heads=4, num_kv_heads=2)
     teacher = write_tiny_gguf(tmp_path / "teacher.gguf", tiny)
@@ -157,7 +157,7 @@ def test_a_narrower_model_learns_from_the_whole(tmp_path: Path, family: str) -> 
 
 
 def test_a_student_with_other_tokens_learns_the_text(tmp_path: Path) -> None:
-    from twostroke.compress.distill import distill
+    from twostroke.lab.compress.distill import distill
 
     teacher = write_tiny_gguf(tmp_path / "teacher.gguf", tiny_of("llama", num_layers=6))
     student = write_tiny_gguf(tmp_path / "own.gguf", tiny_of("qwen2", num_layers=2))
@@ -169,7 +169,7 @@ def test_a_student_with_other_tokens_learns_the_text(tmp_path: Path) -> None:
 
 def stopping_after(*counts: int, steps: list[int] | None = None) -> Callable[..., None]:
     """Return a step of training that is interrupted after each of so many calls."""
-    from twostroke.train import imitate
+    from twostroke.lab.train import imitate
 
     taken = [] if steps is None else steps
     step = imitate.Imitator._step
@@ -186,8 +186,8 @@ def stopping_after(*counts: int, steps: list[int] | None = None) -> Callable[...
 def test_it_goes_on_where_it_was_stopped(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from twostroke.compress.distill import distill
-    from twostroke.train import imitate
+    from twostroke.lab.compress.distill import distill
+    from twostroke.lab.train import imitate
 
     steps: list[int] = []
     monkeypatch.setattr(imitate.Imitator, "_step", stopping_after(3, 6, steps=steps))
@@ -207,9 +207,9 @@ def test_it_goes_on_where_it_was_stopped(
 def test_a_student_is_not_named_while_it_writes_garbage(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from twostroke.compress.distill import distill
     from twostroke.engine.canary import FirstLoad
-    from twostroke.train import imitate
+    from twostroke.lab.compress.distill import distill
+    from twostroke.lab.train import imitate
 
     def ask() -> Path:
         return distill(str(teacher), StudentShape(3), tmp_path, replace(SHORT, minutes=9.0), print)
@@ -220,7 +220,7 @@ def test_a_student_is_not_named_while_it_writes_garbage(
         patch.setattr(FirstLoad, "fault", fault)
         with pytest.raises(KeyboardInterrupt, match=r"kept .*no student yet: .* it stammers"):
             ask()
-        monkeypatch.setattr("twostroke.compress.distill.train", lambda *_: None)
+        monkeypatch.setattr("twostroke.lab.compress.distill.train", lambda *_: None)
         with pytest.raises(QualityError, match="it stammers"):
             ask()
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".gguf"]
@@ -228,7 +228,7 @@ def test_a_student_is_not_named_while_it_writes_garbage(
 
 
 def test_a_folder_is_for_what_was_made_in_it(teacher: Path, tmp_path: Path) -> None:
-    from twostroke.compress.distill import distill
+    from twostroke.lab.compress.distill import distill
 
     folder = tmp_path / "student"
     lock = folder / ".lock"
@@ -248,7 +248,7 @@ def test_a_folder_is_for_what_was_made_in_it(teacher: Path, tmp_path: Path) -> N
 
 
 def test_impossible_students_are_refused(teacher: Path, tmp_path: Path) -> None:
-    from twostroke.compress.distill import distill
+    from twostroke.lab.compress.distill import distill
 
     for shape, said in {
         StudentShape(7): "layers must be from 1 to 6, as many as",
@@ -267,7 +267,7 @@ def test_impossible_students_are_refused(teacher: Path, tmp_path: Path) -> None:
 
 
 def test_too_few_answers_are_refused(teacher: Path, tmp_path: Path) -> None:
-    from twostroke.compress.distill import distill
+    from twostroke.lab.compress.distill import distill
 
     (data := tmp_path / "one.txt").write_text("the world\n")
     one = replace(SHORT, data=str(data), num_tokens=3)
@@ -279,10 +279,10 @@ def test_too_few_answers_are_refused(teacher: Path, tmp_path: Path) -> None:
 def test_tuning_brings_a_rounded_model_nearer(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from twostroke.train import imitate
-    from twostroke.train.answers import collect
-    from twostroke.train.checkpoint import load_checkpoint
-    from twostroke.train.tune import tune
+    from twostroke.lab.train import imitate
+    from twostroke.lab.train.answers import collect
+    from twostroke.lab.train.checkpoint import load_checkpoint
+    from twostroke.lab.train.tune import tune
 
     path = write_tiny_gguf(tmp_path / "whole.gguf", tiny_of("llama", fmt="F32"))
     source = load(str(path))

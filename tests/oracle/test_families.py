@@ -14,10 +14,10 @@ from support.tiny import tiny_config, tiny_of, tokenizer_json
 from support.tiny_families import FAMILIES, WINDOW
 from support.transformers_models import logits
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.measure.divergence import compare
-from twostroke.models import MODEL_TYPES, build_program
-from twostroke.weights import load_path
-from twostroke.weights.hf_model import hf_fields, hf_spec
+from twostroke.lab.measure.divergence import compare
+from twostroke.model.families import MODEL_TYPES, build_program
+from twostroke.model.weights import load_path
+from twostroke.model.weights.hf_model import hf_fields, hf_spec
 
 if TYPE_CHECKING:
     from pathlib import Path

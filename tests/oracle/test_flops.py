@@ -16,16 +16,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from support.tiny import tiny_of, write_tiny_gguf
 from support.tiny_families import FAMILIES
 from twostroke.backends.torch import TorchModel
-from twostroke.models import build_program
-from twostroke.program import ops
-from twostroke.program.batch import BatchShape
-from twostroke.program.cost import CostModel
-from twostroke.weights import load_path
+from twostroke.model.families import build_program
+from twostroke.model.program import ops
+from twostroke.model.program.batch import BatchShape
+from twostroke.model.program.cost import CostModel
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.program import Op
+    from twostroke.model.program import Op
 
 SIZES = {"hidden_size": 512, "ffn_size": 1024, "num_heads": 8, "num_kv_heads": 4}
 NUM_TOKENS = 40  # more than the windows of those that have one

@@ -11,15 +11,15 @@ from support.heldout import heldout_pieces
 from support.tiny import Tiny, tiny_of, write_tiny_gguf
 from support.transformers_models import logits, transformers_model
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.measure.divergence import compare
-from twostroke.models import build_program
-from twostroke.weights import load_path
+from twostroke.lab.measure.divergence import compare
+from twostroke.model.families import build_program
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from twostroke.weights import LoadedModel
+    from twostroke.model.weights import LoadedModel
 
 
 @pytest.mark.parametrize(

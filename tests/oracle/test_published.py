@@ -11,9 +11,9 @@ import torch
 
 from support.published import MATRIX_NAMES, awq, compressed_config, write_published
 from support.tiny import write_tiny_folder
-from twostroke.compress.quantize import quantize
-from twostroke.weights import load_path
-from twostroke.weights.tensor_names import canonical_name
+from twostroke.lab.compress.quantize import quantize
+from twostroke.model.weights import load_path
+from twostroke.model.weights.tensor_names import canonical_name
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ import pytest
 from support.byte_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN
 from support.ranked_tokenizer import ranked_tokenizer
 from support.tokenizer_texts import old_texts
-from twostroke.tokenize import from_gguf
+from twostroke.model.tokenizer import from_gguf
 
 pytest.importorskip("mistral_common", reason="it is in tests/oracle/requirements.txt")
 DENSE = "abcABC'sSdDlLeE  \n\r/!?.-_0123456789éÉßñ日本ก\u0301€👍\u00a0\u3000\t"

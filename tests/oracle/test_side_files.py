@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from support.vocabulary_kinds import FOLDER_KINDS, kind_json
-from twostroke.tokenize import from_tokenizer_json
+from twostroke.model.tokenizer import from_tokenizer_json
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,11 +16,11 @@ from tokenizers import AddedToken
 
 from support.tokenizer_texts import CHATS, old_texts
 from support.transformers_tokenizer import chat_ids, plain_ids, transformers_tokenizer
-from twostroke.chat.template import ChatTemplate
 from twostroke.core import env
-from twostroke.fetch.catalogue import CATALOGUE
-from twostroke.tokenize import StreamDecoder, Tokenizer, from_gguf, from_tokenizer_json
-from twostroke.weights.gguf import read_gguf
+from twostroke.engine.chat.template import ChatTemplate
+from twostroke.model.hub.catalogue import CATALOGUE
+from twostroke.model.tokenizer import StreamDecoder, Tokenizer, from_gguf, from_tokenizer_json
+from twostroke.model.weights.gguf import read_gguf
 
 _MODELS = ["smollm2", "gemma3-270m", "qwen2.5-coder-0.5b"]
 _VOCABULARIES = ["llama-spm", "llama-bpe", "qwen2", "starcoder"]

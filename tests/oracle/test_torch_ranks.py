@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.tiny import tiny_of, write_tiny_gguf
-from twostroke.core.config import (
+from twostroke.core.options import (
     BatchOptions,
     CacheOptions,
     ComputeOptions,

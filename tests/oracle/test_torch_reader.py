@@ -13,21 +13,21 @@ from support.tiny import Tiny, tiny_of, write_tiny_gguf
 from support.tiny_families import FAMILIES
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.backends.torch import TorchBackend, TorchModel, choose_device
-from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions, EngineOptions
 from twostroke.core.errors import BackendError
+from twostroke.core.options import BatchOptions, CacheOptions, ComputeOptions, EngineOptions
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.llm import LLM
-from twostroke.measure.divergence import compare
-from twostroke.models import build_program
-from twostroke.models.spec import ExpertSpec, WindowSpec
-from twostroke.program import Activation
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights import load_path
+from twostroke.lab.measure.divergence import compare
+from twostroke.model.families import build_program
+from twostroke.model.families.spec import ExpertSpec, WindowSpec
+from twostroke.model.program import Activation
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.models import ModelSpec
+    from twostroke.model.families import ModelSpec
 
 torch.set_num_threads(1)  # the models are tiny
 

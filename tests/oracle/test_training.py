@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from support.native import native_dir
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, SamplingParams
-from twostroke.core.config import EngineOptions, SpeculationOptions
 from twostroke.core.errors import UsageError
-from twostroke.train import TrainOptions
-from twostroke.weights import load_heads, load_path
+from twostroke.core.options import EngineOptions, SpeculationOptions
+from twostroke.lab.train import TrainOptions
+from twostroke.model.weights import load_heads, load_path
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_trained_heads_guess_and_change_nothing(model: Path, tmp_path: Path, kind: str) -> None:
-    from twostroke.train.run import train_heads
+    from twostroke.lab.train.run import train_heads
 
     lines: list[str] = []
     train_heads(str(model), tmp_path, replace(SHORT, kind=kind), lines.append)
@@ -62,7 +62,7 @@ def test_trained_heads_guess_and_change_nothing(model: Path, tmp_path: Path, kin
 def test_training_goes_on_where_it_was_stopped(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from twostroke.train import learn, run
+    from twostroke.lab.train import learn, run
 
     steps: list[int] = []
     step = learn.Learner._step
@@ -90,7 +90,7 @@ def test_training_goes_on_where_it_was_stopped(
 
 
 def test_a_folder_of_other_heads_is_refused(model: Path, tmp_path: Path) -> None:
-    from twostroke.train.run import train_heads
+    from twostroke.lab.train.run import train_heads
 
     options = replace(SHORT, minutes=0.001)
     train_heads(str(model), tmp_path / "heads", options, lambda _: None)
@@ -105,7 +105,7 @@ def test_a_folder_of_other_heads_is_refused(model: Path, tmp_path: Path) -> None
 
 
 def test_prompts_come_from_a_file(model: Path, tmp_path: Path) -> None:
-    from twostroke.train.run import train_heads
+    from twostroke.lab.train.run import train_heads
 
     file = tmp_path / "prompts.txt"
     options = replace(SHORT, minutes=0.001, data=str(file))
@@ -127,10 +127,10 @@ def test_unrolled_heads_are_what_the_engine_runs(model: Path, kind: str) -> None
     from twostroke.backends.reference import ReferenceBackend
     from twostroke.core.request import Request
     from twostroke.core.step import Slice, StepPlan
-    from twostroke.models.heads import NUMBERS, TABLE, build_heads, heads_for, last_hidden
-    from twostroke.quant import FORMATS, QuantTensor
-    from twostroke.train.unroll import Batch, unroll
-    from twostroke.weights.heads import numbers_table
+    from twostroke.lab.train.unroll import Batch, unroll
+    from twostroke.model.families.heads import NUMBERS, TABLE, build_heads, heads_for, last_hidden
+    from twostroke.model.quant import FORMATS, QuantTensor
+    from twostroke.model.weights.heads import numbers_table
 
     loaded, length, depth = load_path(model), 7, 3
     spec = heads_for(loaded.spec, kind, num_tokens=50, depth=depth, ffn_size=64, window=32)

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from twostroke.backends.parallel.rank_messages import Failed, Ready, pack, unpack
 from twostroke.core.errors import BackendError, PortInUseError
-from twostroke.parallel.channel import Channel, ChannelClosedError, Kind, Listener, connect
-from twostroke.parallel.job import Failed, Ready, pack, unpack
+from twostroke.core.transport.channel import Channel, ChannelClosedError, Kind, Listener, connect
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ from contextlib import closing
 import pytest
 
 import namespaces
+from twostroke.backends.parallel import remote
+from twostroke.backends.parallel.launched import Launched, launched, unwise
+from twostroke.backends.parallel.links.link_type import KINDS
+from twostroke.backends.parallel.rank_messages import pack
+from twostroke.backends.parallel.remote import Arrival, RemoteRanks
+from twostroke.backends.parallel.start import asked_of, place_among
 from twostroke.core import env
-from twostroke.core.config import ParallelOptions
 from twostroke.core.errors import BackendError, RanksLostError, UsageError
-from twostroke.parallel import remote
-from twostroke.parallel.channel import Kind, connect
-from twostroke.parallel.job import pack
-from twostroke.parallel.launched import Launched, launched, unwise
-from twostroke.parallel.links.choice import KINDS
-from twostroke.parallel.remote import Arrival, RemoteRanks
-from twostroke.parallel.start import asked_of, place_among
+from twostroke.core.options import ParallelOptions
+from twostroke.core.transport.channel import Kind, connect
 
 TIMEOUT_S = 120
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")

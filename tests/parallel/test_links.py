@@ -15,9 +15,10 @@ import pytest
 
 import namespaces
 from twostroke.backends.cpu.library import choose_level
+from twostroke.backends.parallel.links import host_link
+from twostroke.backends.parallel.links import rendezvous as meeting
+from twostroke.backends.parallel.links.link_type import KINDS, choose_kind, open_link
 from twostroke.core.errors import BackendError, RanksLostError, UsageError
-from twostroke.parallel.links import host_link, meeting
-from twostroke.parallel.links.choice import KINDS, choose_kind, open_link
 
 USABLE = [kind for kind in ("ucx", "gloo") if KINDS[kind].obstacle() is None]
 LOOPBACK = "127.0.0.1"
@@ -189,7 +190,7 @@ def start_rank(kind, rank, hosts):
 import sys, numpy as np
 from test_links import gather
 from twostroke.backends.cpu.library import choose_level
-from twostroke.parallel.links.choice import open_link
+from twostroke.backends.parallel.links.link_type import open_link
 kind, rank, host = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 link = open_link(kind, rank, 2, choose_level(None).level, host)
 if rank == 0:

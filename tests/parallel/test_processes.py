@@ -17,12 +17,12 @@ from support.cpu import greedy_request
 from support.native import native_dir
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, SamplingParams
-from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, ParallelOptions
+from twostroke.backends.parallel.rank_group import on_cores
+from twostroke.backends.parallel.worker import _failed
 from twostroke.core.errors import BackendError, RanksLostError, UsageError
 from twostroke.core.hardware import resolve_num_threads
+from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions, ParallelOptions
 from twostroke.core.step import Slice, StepPlan
-from twostroke.engine.rank import _failed
-from twostroke.engine.ranks import on_cores
 
 SMALL = CacheOptions(memory_bytes=4_000_000)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
@@ -31,7 +31,7 @@ PROMPTS = [
     "the world is round",
     "a b c d e f g h i j k l m n o p q r s t u v w x y z " * 4,
 ]
-ENTRY = "twostroke.engine.rank"
+ENTRY = "twostroke.backends.parallel.worker"
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,9 @@ def test_a_rank_without_memory_says_so():
 
 
 def test_another_file_on_a_rank_is_refused(path, tmp_path, monkeypatch):
-    monkeypatch.setattr("twostroke.engine.ranks.weights_identity", lambda tensors: "another")
+    monkeypatch.setattr(
+        "twostroke.backends.parallel.rank_group.weights_identity", lambda tensors: "another"
+    )
     with pytest.raises(BackendError, match=r"Rank 1: .* is not the file that rank 0 has"):
         engine(path, tensor=2)
     assert not rank_pids(os.getpid())

@@ -8,11 +8,19 @@ import time
 
 import pytest
 
+from twostroke.backends.parallel import ranks as module
+from twostroke.backends.parallel.rank_messages import (
+    Beat,
+    Failed,
+    Hello,
+    Ready,
+    Reset,
+    pack,
+    version,
+)
+from twostroke.backends.parallel.ranks import BEAT_S, Ranks
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
-from twostroke.parallel import ranks as module
-from twostroke.parallel.channel import Channel, ChannelClosedError, Kind
-from twostroke.parallel.job import Beat, Failed, Hello, Ready, Reset, pack, version
-from twostroke.parallel.ranks import BEAT_S, Ranks
+from twostroke.core.transport.channel import Channel, ChannelClosedError, Kind
 
 
 class FakeRank:

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from support.configs import write_config
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.planner import Question, find_device, planned_model
-from twostroke.planner.buy import DAYS, HOURS, Case, Hosting, Traffic, compare
-from twostroke.planner.prices import ApiPrice, find_price, known_prices
+from twostroke.lab.planner import Question, find_device, planned_model
+from twostroke.lab.planner.buy import DAYS, HOURS, Case, Hosting, Traffic, compare
+from twostroke.lab.planner.prices import ApiPrice, find_price, known_prices
 
 PRICE = ApiPrice(
     model="one", input_usd_per_1m=2.0, output_usd_per_1m=8.0, source_date="2026-01",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.configs import write_config
-from twostroke.planner import Question, find_device, make_plan, planned_model
+from twostroke.lab.planner import Question, find_device, make_plan, planned_model
 
 LAYERS, WIDTH, HEADS, KV_HEADS, DIM, WIDE, VOCAB = 80, 8192, 64, 8, 128, 28672, 128256
 MATRICES = (

@@ -6,10 +6,10 @@ import pytest
 
 from support.native import native_dir
 from support.tiny import write_tiny_gguf
+from twostroke.backends import machine_limits as limits
 from twostroke.core.errors import UsageError
-from twostroke.engine import limits
-from twostroke.measure.single_step import Shape
-from twostroke.planner import (
+from twostroke.lab.measure.single_step import Shape
+from twostroke.lab.planner import (
     Calibration,
     Question,
     calibrate,
@@ -19,8 +19,8 @@ from twostroke.planner import (
     planned_model,
     this_machine,
 )
-from twostroke.planner.calibration import Point, measure
-from twostroke.planner.roofline import Roofline
+from twostroke.lab.planner.calibration import Point, measure
+from twostroke.lab.planner.roofline import Roofline
 
 SHAPES = (Shape.decode(1, 30), Shape.decode(4, 30), Shape.decode(4, 60), Shape.prefill(40))
 

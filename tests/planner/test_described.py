@@ -8,10 +8,10 @@ import pytest
 
 from support.configs import UNKNOWN_HERE as CONFIGS
 from twostroke.core.errors import ModelFormatError
-from twostroke.planner import Question, find_device, make_plan, planned_model
-from twostroke.planner.planner import Planner
-from twostroke.planner.roofline import Roofline, kv_bytes
-from twostroke.program.batch import BatchShape, DecodeRun
+from twostroke.lab.planner import Question, find_device, make_plan, planned_model
+from twostroke.lab.planner.planner import Planner
+from twostroke.lab.planner.roofline import Roofline, kv_bytes
+from twostroke.model.program.batch import BatchShape, DecodeRun
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import pytest
 
 from support.configs import write_config
 from twostroke.core.errors import ModelNotFoundError, UsageError
-from twostroke.planner import find_device, planned_model
-from twostroke.planner.fleet import make_fleet
-from twostroke.planner.fleet_file import at_line, read_fleet
-from twostroke.planner.planner import Planner
-from twostroke.planner.replicas import Place, Replicas
+from twostroke.lab.planner import find_device, planned_model
+from twostroke.lab.planner.fleet import make_fleet
+from twostroke.lab.planner.fleet_file import at_line, read_fleet
+from twostroke.lab.planner.planner import Planner
+from twostroke.lab.planner.replicas import Place, Replicas
 
 pytest.importorskip("highspy", reason="the extra [plan] is not installed")
 yaml = pytest.importorskip("yaml", reason="the extra [plan] is not installed")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.planner import formulas
-from twostroke.program.batch import BatchShape
-from twostroke.program.work import ShareOfExperts
+from twostroke.lab.planner import formulas
+from twostroke.model.program.batch import BatchShape
+from twostroke.model.program.work import ShareOfExperts
 
 
 def test_tokens_of_a_round_are_those_of_the_paper():

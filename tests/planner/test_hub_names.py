@@ -10,8 +10,8 @@ from support.configs import UNKNOWN_HERE
 from support.hub import Repo, hub_at, stored
 from support.tiny import write_tiny_folder, write_tiny_gguf
 from twostroke.core.errors import DownloadError, ModelFormatError, ModelNotFoundError
-from twostroke.fetch import hub as hub_module
-from twostroke.planner import Question, find_device, make_plan, planned_model
+from twostroke.lab.planner import Question, find_device, make_plan, planned_model
+from twostroke.model.hub import hub as hub_module
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from twostroke.planner import find_device
-from twostroke.planner.packing import Demand, Packer
-from twostroke.planner.replicas import UNITS, Place, Replica
+from twostroke.lab.planner import find_device
+from twostroke.lab.planner.packing import Demand, Packer
+from twostroke.lab.planner.replicas import UNITS, Place, Replica
 
 pytest.importorskip("highspy", reason="the extra [plan] is not installed")
 

@@ -13,10 +13,10 @@ from support.configs import write_config
 from twostroke.core.errors import UsageError
 from twostroke.core.hardware import Hardware
 from twostroke.engine.counters import Stroke
-from twostroke.planner import Question, find_device, make_plan, planned_model
-from twostroke.planner.planner import Planner
-from twostroke.planner.roofline import kv_bytes
-from twostroke.program.batch import BatchShape
+from twostroke.lab.planner import Question, find_device, make_plan, planned_model
+from twostroke.lab.planner.planner import Planner
+from twostroke.lab.planner.roofline import kv_bytes
+from twostroke.model.program.batch import BatchShape
 
 
 @pytest.fixture

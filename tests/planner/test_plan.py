@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from support.configs import write_config
 from twostroke.core.errors import ModelFormatError, UsageError
-from twostroke.planner import (
+from twostroke.lab.planner import (
     Device,
     Question,
     find_device,
@@ -17,11 +17,11 @@ from twostroke.planner import (
     make_plan,
     planned_model,
 )
-from twostroke.planner.planner import Planner
-from twostroke.planner.queueing import loads, user_load
-from twostroke.planner.roofline import kv_bytes
-from twostroke.planner.words import answer, facts
-from twostroke.program.batch import BatchShape
+from twostroke.lab.planner.planner import Planner
+from twostroke.lab.planner.queueing import loads, user_load
+from twostroke.lab.planner.roofline import kv_bytes
+from twostroke.lab.planner.words import answer, facts
+from twostroke.model.program.batch import BatchShape
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_means_stay_near_where_prompts_cost_nothing_among_others(model):
 
 
 def test_a_request_that_comes_alone_sees_the_times_of_one_stream(model, monkeypatch):
-    monkeypatch.setattr("twostroke.planner.queueing.SHARES", (1e-9,))
+    monkeypatch.setattr("twostroke.lab.planner.queueing.SHARES", (1e-9,))
     for question in (
         Question(),
         Question(output=2),

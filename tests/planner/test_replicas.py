@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from support.configs import write_config
-from twostroke.planner import Question, find_device, make_plan, planned_model
-from twostroke.planner.planner import Planner
-from twostroke.planner.replicas import UNITS, Place, Replicas
+from twostroke.lab.planner import Question, find_device, make_plan, planned_model
+from twostroke.lab.planner.planner import Planner
+from twostroke.lab.planner.replicas import UNITS, Place, Replicas
 
 _MIXTURE = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 

@@ -10,8 +10,8 @@ import pytest
 from support.servers import live_server, wait_for
 from support.tiny import write_tiny_gguf
 from twostroke.core.errors import EngineStoppedError, UsageError
-from twostroke.measure.single_step import Shape
-from twostroke.planner import (
+from twostroke.lab.measure.single_step import Shape
+from twostroke.lab.planner import (
     Calibration,
     Question,
     calibrated_threads,
@@ -20,11 +20,11 @@ from twostroke.planner import (
     make_plan,
     planned_model,
 )
-from twostroke.planner.calibration import Point, calibrate_from
-from twostroke.planner.models import PlannedModel
-from twostroke.planner.roofline import Roofline
-from twostroke.planner.served import ServedStep, grouped, look, merged, on_threads, threads_of
-from twostroke.planner.words import facts
+from twostroke.lab.planner.calibration import Point, calibrate_from
+from twostroke.lab.planner.models import PlannedModel
+from twostroke.lab.planner.roofline import Roofline
+from twostroke.lab.planner.served import ServedStep, grouped, look, merged, on_threads, threads_of
+from twostroke.lab.planner.words import facts
 
 
 @pytest.mark.parametrize(
@@ -98,16 +98,16 @@ def test_a_server_that_does_not_say_its_threads_is_refused(tmp_path, monkeypatch
     older = {"model": {"name": "tiny", "identity": planned.identity}, "steps": []}
     known = older | {"ranks": [], "engine": {"threads": 2}}
     for state in (older, known | {"engine": {}}, known | {"ranks": [{}]}):
-        monkeypatch.setattr("twostroke.planner.served._state", lambda *_, state=state: state)
+        monkeypatch.setattr("twostroke.lab.planner.served._state", lambda *_, state=state: state)
         with pytest.raises(UsageError, match="how many threads it computes: it is an older ver"):
             threads_of("http://a", None, planned)
-    monkeypatch.setattr("twostroke.planner.served._state", lambda *_: known)
+    monkeypatch.setattr("twostroke.lab.planner.served._state", lambda *_: known)
     assert threads_of("http://a", None, planned) == 2
 
 
 def test_steps_of_a_running_server_are_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("twostroke.planner.calibration.WATCH_S", 0.0)
+    monkeypatch.setattr("twostroke.lab.planner.calibration.WATCH_S", 0.0)
     with live_server(tmp_path) as server:
         model = planned_model(str(next(tmp_path.glob("*.gguf"))))
         said = []
@@ -120,7 +120,7 @@ def test_steps_of_a_running_server_are_kept(tmp_path, monkeypatch):
         assert all(turn_s >= step_s > 0 for *_, step_s, _, turn_s in steps[1:])
         with pytest.raises(UsageError, match="was not busy"):  # steps before do not count
             calibrate_from(server.url, None, model, said.append)
-        monkeypatch.setattr("twostroke.planner.calibration.WATCH_S", 3.0)
+        monkeypatch.setattr("twostroke.lab.planner.calibration.WATCH_S", 3.0)
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(server.complete, max_tokens=60, ignore_eos=True)
             calibrate_from(f"{server.url}/v1", None, model, said.append)

@@ -8,10 +8,18 @@ import pytest
 from msgspec.structs import replace
 
 from support.configs import write_config
-from twostroke.measure.single_step import Shape
-from twostroke.planner import Question, find_device, make_plan, planned_model, usual
-from twostroke.planner.roofline import Roofline
-from twostroke.planner.words import facts
+from twostroke.lab.measure.single_step import Shape
+from twostroke.lab.planner import (
+    Question,
+    find_device,
+    make_plan,
+    planned_model,
+)
+from twostroke.lab.planner import (
+    reference_calibration as usual,
+)
+from twostroke.lab.planner.roofline import Roofline
+from twostroke.lab.planner.words import facts
 
 DEVICE = replace(find_device("L4"), peaks={"int8 VNNI": 9e11}, bandwidth=4e10)
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from twostroke.precision.allocate import Item, allocate
+from twostroke.backends.activation_bits.allocate import Item, allocate
 
 
 @pytest.mark.seeds(20)

@@ -8,8 +8,8 @@ from itertools import combinations
 import numpy as np
 
 from support.cpu import tiny_model
-from twostroke.measure.compare import held_out_text
-from twostroke.precision import checking_text, choose, choosing_text, products_of
+from twostroke.backends.activation_bits import checking_text, choose, choosing_text, products_of
+from twostroke.lab.measure.compare import held_out_text
 
 _BUDGET = 7e-4
 _ROWS, _WIDTH = 8, 400

@@ -8,9 +8,9 @@ import numpy as np
 
 from support.programs import random_tensors
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.program import Op, Program
-from twostroke.program.mesh import Mesh
-from twostroke.program.ops import (
+from twostroke.model.program import Op, Program
+from twostroke.model.program.mesh import Mesh
+from twostroke.model.program.ops import (
     Add,
     Attention,
     Embed,

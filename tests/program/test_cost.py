@@ -8,17 +8,17 @@ import pytest
 from msgspec.structs import replace
 
 from support.programs import PROGRAMS
+from twostroke.core.draft_tree import ROOT, Branch
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan
-from twostroke.core.tree import ROOT, Branch
-from twostroke.models import ModelSpec, RopeSpec, build_program
-from twostroke.program import BatchShape
-from twostroke.program.cost import Cost, CostModel, StepCost
-from twostroke.program.mesh import Mesh
-from twostroke.program.ops import BorrowingAttention, Expert, MixtureOfExperts
-from twostroke.program.pages import FLOAT16, CacheFormat, CacheLayer
-from twostroke.program.shard import shard
+from twostroke.model.families import ModelSpec, RopeSpec, build_program
+from twostroke.model.program import BatchShape
+from twostroke.model.program.cost import Cost, CostModel, StepCost
+from twostroke.model.program.kv_format import FLOAT16, CacheFormat, CacheLayer
+from twostroke.model.program.mesh import Mesh
+from twostroke.model.program.ops import BorrowingAttention, Expert, MixtureOfExperts
+from twostroke.model.program.shard import shard
 
 ROPE = RopeSpec(base=10000.0, dim=128, interleaved=True)
 SIZES = {

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.programs import program_of_layers
-from twostroke.program import CacheFormat, CacheGroup, CacheLayer, Program
-from twostroke.program.ops import Attention, ExternalInput
-from twostroke.program.pages import group_layers
+from twostroke.model.program import CacheFormat, CacheGroup, CacheLayer, Program
+from twostroke.model.program.kv_format import group_layers
+from twostroke.model.program.ops import Attention, ExternalInput
 
 
 def program(*windows: int | None, num_kv_heads: int = 1, head_dim: int = 256) -> Program:

@@ -6,10 +6,10 @@ import pytest
 
 from support.cpu import tiny_model
 from support.programs import PROGRAMS
-from twostroke.core.config import ParallelOptions
 from twostroke.core.errors import UsageError
-from twostroke.program.mesh import Mesh, mesh_of, stores_twice
-from twostroke.program.sharding import cuts
+from twostroke.core.options import ParallelOptions
+from twostroke.model.program.mesh import Mesh, mesh_of, stores_twice
+from twostroke.model.program.sharding import cuts
 
 
 def test_cuts_are_near_the_shares() -> None:

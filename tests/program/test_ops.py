@@ -10,12 +10,12 @@ import numpy as np
 from support.operations import NUM_IDS, OPS, input_width
 from twostroke.backends.reference.operations import PagedCache, StepState, apply
 from twostroke.backends.spans import Span
-from twostroke.program import Program
-from twostroke.program.ops import BorrowingAttention, ExternalInput, TakeColumns
-from twostroke.program.sharding import ColumnParts, Sharding
+from twostroke.model.program import Program
+from twostroke.model.program.ops import BorrowingAttention, ExternalInput, TakeColumns
+from twostroke.model.program.sharding import ColumnParts, Sharding
 
 if TYPE_CHECKING:
-    from twostroke.program.ops import LocalOp
+    from twostroke.model.program.ops import LocalOp
 
     Values = dict[str, np.ndarray]
 

@@ -13,19 +13,19 @@ from support.tiny import tiny_of, write_tiny_gguf
 from support.tiny_families import FAMILIES
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.frozen import Frozen
-from twostroke.models import build_program
-from twostroke.program.mesh import Mesh
-from twostroke.program.ops import AllGather, Receive, Send
-from twostroke.program.pages import PIECE_TOKENS
-from twostroke.program.shard import shard
-from twostroke.program.stages import stage_ends
-from twostroke.weights import load_path
+from twostroke.model.families import build_program
+from twostroke.model.program.kv_format import PIECE_TOKENS
+from twostroke.model.program.mesh import Mesh
+from twostroke.model.program.ops import AllGather, Receive, Send
+from twostroke.model.program.shard import shard
+from twostroke.model.program.stages import stage_ends
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from twostroke.program import Program
-    from twostroke.quant import QuantTensor
+    from twostroke.model.program import Program
+    from twostroke.model.quant import QuantTensor
 
 NUM_PAGES, CONTEXT = 256, 120
 

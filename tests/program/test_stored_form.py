@@ -1,8 +1,8 @@
 """Texts that are stored: renaming a class or a field must not change them.
 
 If a test fails because a class or a field was renamed, add the old name to the tables of
-`program/stored_form.py`. If the tiny models of the tests or the arithmetic changed, write the new
-values here.
+`model/program/stored_form.py`. If the tiny models of the tests or the arithmetic changed, write
+the new values here.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.tiny import FAMILIES, tiny_of, write_tiny_folder
-from twostroke.cache.groups import PageGroups
-from twostroke.cache.tiers import PageKind
-from twostroke.engine.loading import load
-from twostroke.models import build_program
-from twostroke.program.stored_form import stored_form
+from twostroke.engine.kv_offload.tier import PageKind
+from twostroke.model.families import build_program
+from twostroke.model.load import load
+from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.stored_form import stored_form
 
 if TYPE_CHECKING:
     from pathlib import Path

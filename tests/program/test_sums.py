@@ -7,9 +7,9 @@ import pytest
 
 from support.programs import PROGRAMS, random_tensors
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.program.mesh import Mesh
-from twostroke.program.ops import AllGather, AllReduce
-from twostroke.program.shard import shard
+from twostroke.model.program.mesh import Mesh
+from twostroke.model.program.ops import AllGather, AllReduce
+from twostroke.model.program.shard import shard
 
 MESHES = [
     Mesh(column_parts=(1, 1)),

@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from twostroke.quant import FORMATS_BY_KERNEL_ID, Format, QuantTensor, assemble, grouped
-from twostroke.quant.grouped import KERNEL, NO_KERNEL, SCALE_BYTES
-from twostroke.quant.small_floats import (
+from twostroke.model.quant import FORMATS_BY_KERNEL_ID, Format, QuantTensor, assemble, grouped
+from twostroke.model.quant.grouped import KERNEL, NO_KERNEL, SCALE_BYTES
+from twostroke.model.quant.small_floats import (
     E2M1,
     E4M3,
     E8M0,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.quant.halves import HALVES, parts_by_half, with_halves
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.quant.halves import HALVES, parts_by_half, with_halves
 
 
 @pytest.mark.parametrize("name", HALVES)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from twostroke.weights.gguf import read_gguf
+from twostroke.model.weights.gguf import read_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from twostroke.quant import QuantTensor
+    from twostroke.model.quant import QuantTensor
 
 gguf = pytest.importorskip("gguf", reason="the gguf package (test extra) is the second opinion")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from support.random_blocks import in_format
-from twostroke.quant import FORMATS, Format, QuantTensor
+from twostroke.model.quant import FORMATS, Format, QuantTensor
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from twostroke.records import Folder, Records, RecordsError, beside
-from twostroke.records.schema import MIGRATIONS
+from twostroke.server.storage import Folder, Records, RecordsError, beside
+from twostroke.server.storage.schema import MIGRATIONS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,7 +128,7 @@ def test_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_locked_database_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.records.database._BUSY_S", 0.05)
+    monkeypatch.setattr("twostroke.server.storage.database._BUSY_S", 0.05)
     with closing(Records(tmp_path)) as records:
         with closing(sqlite3.connect(tmp_path / "records.db", isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
@@ -168,7 +168,7 @@ def test_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         raise error
 
     Records(tmp_path).close()
-    monkeypatch.setattr("twostroke.records.database._connect", fail)
+    monkeypatch.setattr("twostroke.server.storage.database._connect", fail)
     with pytest.raises(RecordsError, match="cannot be opened"):
         Records(tmp_path)
     monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
@@ -235,7 +235,7 @@ def test_path_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_changes_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.records.database._MOST_WAITING", 3)
+    monkeypatch.setattr("twostroke.server.storage.database._MOST_WAITING", 3)
     with closing(Records(tmp_path)) as records:
         has_begun, may_end = Event(), Event()
 

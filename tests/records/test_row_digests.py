@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from twostroke.http import key as keys
-from twostroke.http.tenants import usage
-from twostroke.http.tenants.usage import Owner
-from twostroke.records import Records, beside
-from twostroke.records.row_digests import COLUMNS, damaged_rows, is_intact_in_sql, row_digest
-from twostroke.records.schema import MIGRATIONS
-from twostroke.serve.batches import batch as batches
-from twostroke.serve.batches import files
-from twostroke.serve.batches.batch import Batch
-from twostroke.serve.store import Journal, Kept, Store, Tenant
+from twostroke.server.auth import key as keys
+from twostroke.server.auth import usage
+from twostroke.server.auth.usage import Owner
+from twostroke.server.batch import batch as batches
+from twostroke.server.batch import files
+from twostroke.server.batch.batch import Batch
+from twostroke.server.generation.response_store import Journal, Kept, Store, Tenant
+from twostroke.server.storage import Records, beside
+from twostroke.server.storage.row_digests import COLUMNS, damaged_rows, is_intact_in_sql, row_digest
+from twostroke.server.storage.schema import MIGRATIONS
 
 if TYPE_CHECKING:
     from pathlib import Path

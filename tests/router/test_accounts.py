@@ -17,10 +17,10 @@ from support.accounts import BODY, CHAT, SECRET, USAGE, accounting, post, used, 
 from support.keys import add, revoke
 from support.replicas import Exchange, FakeReplica, Loop
 from support.servers import wait_for
-from twostroke.http import key as kept
-from twostroke.http.api_key import KeyLimits
-from twostroke.records import beside
-from twostroke.router.prompt import read_prompt
+from twostroke.fleet.routing.prompt import read_prompt
+from twostroke.server.auth import key as kept
+from twostroke.server.http.api_key import KeyLimits
+from twostroke.server.storage import beside
 
 if TYPE_CHECKING:
     from pathlib import Path

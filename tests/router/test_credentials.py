@@ -10,11 +10,11 @@ import pytest
 from support.replicas import FakeReplica, Loop, live_router
 from support.servers import LiveServer, live_server, wait_for
 from twostroke.core.errors import UsageError
-from twostroke.http.keys import ApiKeys
-from twostroke.router.fleet import Fleet, State
-from twostroke.router.options import RouteOptions
-from twostroke.router.upstream import Address
-from twostroke.serve.options import ServeOptions
+from twostroke.fleet.router.options import RouteOptions
+from twostroke.fleet.router.replica_registry import Fleet, State
+from twostroke.fleet.router.upstream import Address
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,11 +9,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from twostroke.router.dispatch import Asked, Dispatcher
-from twostroke.router.known import Known
-from twostroke.router.policy import POLICIES, View, mix
-from twostroke.router.prompt import block_keys, extent, read_prompt
-from twostroke.router.ring import Ring
+from twostroke.fleet.routing.dispatch import Asked, Dispatcher
+from twostroke.fleet.routing.hash_ring import Ring
+from twostroke.fleet.routing.policy import POLICIES, View, mix
+from twostroke.fleet.routing.prefix_tree import Known
+from twostroke.fleet.routing.prompt import block_keys, extent, read_prompt
 
 _SIZE = 10  # units of a block
 

@@ -10,12 +10,12 @@ import pytest
 from support.replicas import LOAD, Exchange, FakeReplica, Loop, live_router
 from support.servers import wait_for
 from twostroke.core.errors import UsageError
-from twostroke.router.fleet import Fleet, State
-from twostroke.router.meter import asking
-from twostroke.router.options import RouteOptions
-from twostroke.router.prompt import read_prompt
-from twostroke.router.upstream import Address
-from twostroke.router.watch import Watch
+from twostroke.fleet.router.health_checker import Watch
+from twostroke.fleet.router.options import RouteOptions
+from twostroke.fleet.router.replica_registry import Fleet, State
+from twostroke.fleet.router.upstream import Address
+from twostroke.fleet.router.usage_meter import asking
+from twostroke.fleet.routing.prompt import read_prompt
 
 _DEEP = b'{"data":' + b"[" * 100_000
 

@@ -12,10 +12,15 @@ import pytest
 
 from support.replicas import Exchange, FakeReplica, Loop, live_router
 from twostroke.core.errors import EngineDiedError, EngineKillerError
-from twostroke.http.error_forms import error_form
-from twostroke.router import content
-from twostroke.router.content import content_hash
-from twostroke.router.killers import FORGET_DEATHS_S, FORGET_LOSSES_S, MAX_TRIES, Killers
+from twostroke.fleet.router import content_hash as content
+from twostroke.fleet.router.content_hash import content_hash
+from twostroke.fleet.router.engine_killers import (
+    FORGET_DEATHS_S,
+    FORGET_LOSSES_S,
+    MAX_TRIES,
+    Killers,
+)
+from twostroke.server.http.error_forms import error_form
 
 if TYPE_CHECKING:
     from collections.abc import Callable

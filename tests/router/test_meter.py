@@ -14,9 +14,9 @@ from support.accounts import BODY, CHAT, SECRET, USAGE, accounting, asleep, post
 from support.keys import add
 from support.replicas import Exchange, FakeReplica, Loop
 from support.servers import live_server, wait_for
-from twostroke.http.keys import ApiKeys
-from twostroke.router.meter import asking
-from twostroke.serve.options import ServeOptions
+from twostroke.fleet.router.usage_meter import asking
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

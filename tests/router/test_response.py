@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.router.response import ReplicaError, ResponseReader
+from twostroke.fleet.router.response import ReplicaError, ResponseReader
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
 _WHOLE = {

@@ -16,9 +16,9 @@ import pytest
 
 from support.keys import add
 from support.servers import wait_for
-from twostroke.http.api_key import KeyLimits
-from twostroke.http.tenants.usage import amounts
-from twostroke.records import beside
+from twostroke.server.auth.usage import amounts
+from twostroke.server.http.api_key import KeyLimits
+from twostroke.server.storage import beside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,8 +15,8 @@ import httpx
 
 from support.replicas import Exchange, FakeReplica, Loop, live_router
 from support.servers import wait_for
-from twostroke.http.limits import Limits
-from twostroke.router.upstream import Address, Connection, Pool
+from twostroke.fleet.router.upstream import Address, Connection, Pool
+from twostroke.server.http.limits import Limits
 
 _CHAT = "/v1/chat/completions"
 _BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}

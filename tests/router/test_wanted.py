@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from twostroke.router.dispatch import Asked
-from twostroke.router.fleet import Facts, Fleet, State
-from twostroke.router.metrics import Metrics
-from twostroke.router.options import RouteOptions
-from twostroke.router.state import wanted
-from twostroke.router.upstream import Address
+from twostroke.fleet.router.metrics import Metrics
+from twostroke.fleet.router.options import RouteOptions
+from twostroke.fleet.router.replica_registry import Facts, Fleet, State
+from twostroke.fleet.router.state import wanted
+from twostroke.fleet.router.upstream import Address
+from twostroke.fleet.routing.dispatch import Asked
 
 
 def _fleet(*models: str) -> Fleet:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from support.chi_square import AGREES, DIFFERS, brute_force, deviate
+from twostroke.backends.sampling import philox
+from twostroke.backends.sampling.reference import distribution, pick
 from twostroke.core.sampling import SamplingParams
-from twostroke.sample import philox
-from twostroke.sample.reference import distribution, pick
 
 random_bits = cache(philox.random_bits)
 NUM_DRAWS = 20_000

@@ -11,14 +11,14 @@ import pytest
 
 from support.byte_tokenizer import byte_tokenizer
 from twostroke.core.constraint import Constraint, Excluded
+from twostroke.core.draft_tree import ROOT
 from twostroke.core.errors import RequestError
-from twostroke.core.tree import ROOT
-from twostroke.sample import exclusion
-from twostroke.sample.grammar import Grammars
-from twostroke.schema.size import MOST_FORCED
+from twostroke.engine.structured_output import exclusion
+from twostroke.engine.structured_output.grammar import Grammars
+from twostroke.engine.structured_output.schema.size import MOST_FORCED
 
 if TYPE_CHECKING:
-    from twostroke.tokenize import Tokenizer
+    from twostroke.model.tokenizer import Tokenizer
 
 NAMES = {"type": "array", "items": {"enum": ["one", "two", "onetwo"]}, "minItems": 2, "maxItems": 2}
 CASES: list[tuple[dict[str, Any], list[Excluded], list[str]]] = [

@@ -10,8 +10,8 @@ import pytest
 from support.byte_tokenizer import byte_tokenizer
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
-from twostroke.sample.grammar import Grammars
-from twostroke.schema.size import forces_little
+from twostroke.engine.structured_output.grammar import Grammars
+from twostroke.engine.structured_output.schema.size import forces_little
 
 PERSON = {
     "type": "object",

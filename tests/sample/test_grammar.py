@@ -13,21 +13,21 @@ import pytest
 import regex
 
 from support.byte_tokenizer import END, byte_tokenizer
+from twostroke.backends.sampling.masks import allows_only, as_flags
 from twostroke.core.constraint import MAX_CONSTRAINT, NOTATIONS, Constraint
+from twostroke.core.draft_tree import ROOT, path_to
 from twostroke.core.errors import RequestError
 from twostroke.core.preface import Preface
-from twostroke.core.tree import ROOT, path_to
-from twostroke.sample.grammar import Grammars
-from twostroke.sample.masks import allows_only, as_flags
+from twostroke.engine.structured_output.grammar import Grammars
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from twostroke.sample.grammar import GrammarMatcher
-    from twostroke.schema.deadline import Deadline
-    from twostroke.tokenize import Tokenizer
+    from twostroke.engine.structured_output.grammar import GrammarMatcher
+    from twostroke.engine.structured_output.schema.deadline import Deadline
+    from twostroke.model.tokenizer import Tokenizer
 
 UNUSED = 7  # rows of the model that no token has
 PATTERNS = [

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from support.chi_square import brute_force
 from support.sampling import make_request
+from twostroke.backends.sampling.reference import distribution, draw
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import NO_TOKEN
-from twostroke.sample.reference import distribution, draw
 
 finite = st.floats(-30, 30, width=32) | st.sampled_from([0.0, -0.0, 1.0, 1.5])
 logits_of = st.lists(finite, min_size=1, max_size=40).map(lambda x: np.array(x, np.float32))

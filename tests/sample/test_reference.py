@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from support.sampling import make_request, random_logits
-from twostroke.core.sampling import SamplingParams
-from twostroke.core.step import NO_TOKEN
-from twostroke.sample.reference import (
+from twostroke.backends.sampling.reference import (
     LEAST_LOGPROB,
     UNIT,
     adjust,
@@ -18,6 +16,8 @@ from twostroke.sample.reference import (
     draw,
     weights,
 )
+from twostroke.core.sampling import SamplingParams
+from twostroke.core.step import NO_TOKEN
 
 INF = math.inf
 

@@ -7,10 +7,10 @@ import ctypes
 import numpy as np
 
 from support.sampling import make_request
+from twostroke.backends.sampling.rows import RESULT, RowTable, read_results
+from twostroke.core.draft_tree import ROOT, Branch
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, TokenLogprobs
-from twostroke.core.tree import ROOT, Branch
-from twostroke.sample.rows import RESULT, RowTable, read_results
 
 
 def ints(row: np.void, pointer: str, length: str) -> list[int]:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.requests import make_request
-from twostroke.cache import PagePool
 from twostroke.core.errors import OverloadedError
 from twostroke.core.request import FinishReason
 from twostroke.core.step import StepResult
-from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
+from twostroke.engine.kv_cache import PagePool
+from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
     from typing import Any

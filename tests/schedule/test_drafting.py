@@ -8,7 +8,7 @@ import pytest
 
 from support.invariants import check_pool, check_scheduler
 from support.steps import Steps
-from twostroke.core.tree import ROOT, parents_of, path_to, right_drafts
+from twostroke.core.draft_tree import ROOT, parents_of, path_to, right_drafts
 
 TREE = ((10, 11, 12, 13, 14, 15), (ROOT, ROOT, 0, 0, 1, 2))
 # By rows: 10, 12, 15; then 13; then 11, 14.

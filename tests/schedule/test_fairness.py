@@ -11,11 +11,11 @@ import pytest
 
 from support.requests import make_request
 from support.steps import Steps
-from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.errors import OverloadedError
 from twostroke.core.request import FinishReason
 from twostroke.core.step import StepResult
-from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
+from twostroke.engine.kv_cache import PagePool, PrefixIndex
+from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
     from typing import Any

@@ -6,9 +6,9 @@ import time
 from statistics import median
 
 from support.requests import make_request
-from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.step import StepResult
-from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
+from twostroke.engine.kv_cache import PagePool, PrefixIndex
+from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
 
 NUM_STREAMS = 256
 NUM_STEPS = 200

@@ -7,17 +7,11 @@ import pytest
 from support.fake_model import FakeModel
 from support.invariants import check_scheduler
 from support.requests import make_request
-from twostroke.cache import PagePool
-from twostroke.core.config import BatchOptions
 from twostroke.core.errors import UsageError
+from twostroke.core.options import BatchOptions
 from twostroke.core.request import FinishReason
-from twostroke.schedule import (
-    Batched,
-    Continuous,
-    Scheduler,
-    SchedulerConfig,
-    make_policy,
-)
+from twostroke.engine.kv_cache import PagePool
+from twostroke.engine.scheduler import Batched, Continuous, Scheduler, SchedulerConfig, make_policy
 
 
 class Bench:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from support.invariants import check_index, check_pool, check_scheduler
 from support.requests import make_request
 from support.steps import Steps
-from twostroke.cache import PagePool, PrefixIndex
-from twostroke.cache.prefix import PrefixChain
-from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
+from twostroke.engine.kv_cache import PagePool, PrefixIndex
+from twostroke.engine.kv_cache.prefix import PrefixChain
+from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
 
 
 def test_cached_prefix_is_not_computed_again():

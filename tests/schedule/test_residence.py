@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.residence import Stage, fewest_loads, play
-from twostroke.schedule.residence import (
+from twostroke.server.models.residency import (
     DWELL,
     FORSAKEN,
     PATIENCE,

@@ -9,9 +9,9 @@ import pytest
 
 from support.fake_model import FakeModel, expected_output
 from support.requests import random_request, random_windows
-from twostroke.cache import PagePool, PrefixIndex
-from twostroke.cache.groups import PageGroups
-from twostroke.schedule import Batched, Continuous, Scheduler, SchedulerConfig
+from twostroke.engine.kv_cache import PagePool, PrefixIndex
+from twostroke.engine.scheduler import Batched, Continuous, Scheduler, SchedulerConfig
+from twostroke.model.program.kv_groups import PageGroups
 
 ROOM = 48
 NUM_SCHEDULES = 40

@@ -7,15 +7,10 @@ import pytest
 from support.invariants import check_scheduler
 from support.requests import make_request
 from support.steps import Steps
-from twostroke.core.errors import (
-    ContextLengthError,
-    OverloadedError,
-    RequestError,
-    UsageError,
-)
+from twostroke.core.errors import ContextLengthError, OverloadedError, RequestError, UsageError
 from twostroke.core.request import FinishReason
-from twostroke.core.service import BATCH_SERVICE, SERVICES
-from twostroke.schedule import SchedulerConfig
+from twostroke.core.service_tier import BATCH_SERVICE, SERVICES
+from twostroke.engine.scheduler import SchedulerConfig
 
 LINE = SERVICES[BATCH_SERVICE]
 

@@ -10,12 +10,12 @@ import pytest
 from support.invariants import check_pool
 from support.requests import make_request, random_windows
 from support.steps import Steps
-from twostroke.cache import PagePool, PrefixIndex
-from twostroke.schedule import Continuous, Scheduler
+from twostroke.engine.kv_cache import PagePool, PrefixIndex
+from twostroke.engine.scheduler import Continuous, Scheduler
 
 if TYPE_CHECKING:
     from support.fake_model import FakeModel
-    from twostroke.schedule.transfers import Transfer
+    from twostroke.engine.scheduler.transfers import Transfer
 
 
 def begin(steps: Steps, request_id: str, within_s: float = 10.0) -> Transfer:

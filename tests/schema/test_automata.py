@@ -9,7 +9,7 @@ import jsonschema_rs
 import pytest
 import regex
 
-from twostroke.schema.automata import opposite, without_look_around
+from twostroke.engine.structured_output.schema.automata import opposite, without_look_around
 
 PATTERNS = [
     *("^(?!secret).*$", "^(?=.*[A-Z])(?=.*[0-9]).{4,}$", "^(?!.*(foo|bar)).*$", "^(?:(?!foo).)*$"),

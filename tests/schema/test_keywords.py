@@ -14,14 +14,14 @@ import pytest
 from support.byte_tokenizer import byte_tokenizer
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
-from twostroke.sample.grammar import Grammars
-from twostroke.schema.formats import FORMATS
-from twostroke.schema.prepare import prepare
+from twostroke.engine.structured_output.grammar import Grammars
+from twostroke.engine.structured_output.schema.formats import FORMATS
+from twostroke.engine.structured_output.schema.prepare import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.tokenize import Tokenizer
+    from twostroke.model.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "structured-output.md"
 P = {"type": "integer"}

@@ -10,13 +10,13 @@ import pytest
 from support.byte_tokenizer import byte_tokenizer
 from twostroke.core.constraint import MAX_CONSTRAINT, Constraint
 from twostroke.core.errors import RequestError
-from twostroke.sample.grammar import MAX_CHOICES, Grammars
-from twostroke.schema.prepare import prepare
+from twostroke.engine.structured_output.grammar import MAX_CHOICES, Grammars
+from twostroke.engine.structured_output.schema.prepare import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from twostroke.schema.prepare import Prepared
+    from twostroke.engine.structured_output.schema.prepare import Prepared
 
     Schema = dict[str, Any]
 

@@ -12,8 +12,8 @@ import pytest
 
 from support.byte_tokenizer import byte_tokenizer
 from twostroke.core.constraint import Constraint
-from twostroke.sample.grammar import Grammars
-from twostroke.schema.patterns import relaxed
+from twostroke.engine.structured_output.grammar import Grammars
+from twostroke.engine.structured_output.schema.patterns import relaxed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,9 +11,14 @@ from typing import Any
 
 import pytest
 
-from twostroke.schema import verify
-from twostroke.schema.spans import wrong_span
-from twostroke.schema.verify import MAX_ANSWER, Fault, UncheckedError, Verifier
+from twostroke.engine.structured_output.schema import verify
+from twostroke.engine.structured_output.schema.spans import wrong_span
+from twostroke.engine.structured_output.schema.verify import (
+    MAX_ANSWER,
+    Fault,
+    UncheckedError,
+    Verifier,
+)
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 

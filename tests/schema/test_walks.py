@@ -13,10 +13,10 @@ import pytest
 from support.byte_tokenizer import byte_tokenizer
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
-from twostroke.sample.grammar import Grammars
+from twostroke.engine.structured_output.grammar import Grammars
 
 if TYPE_CHECKING:
-    from twostroke.tokenize import Tokenizer
+    from twostroke.model.tokenizer import Tokenizer
 
 _CLOSING = {b'"', b"]", b"}"}
 ATOMS: list[dict[str, Any]] = [

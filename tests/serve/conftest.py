@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.servers import LiveServer, live_server
-from twostroke.serve.options import ServeOptions
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,14 +19,14 @@ from support.servers import live_server, wait_for
 from support.tiny import Tiny, infill_metadata
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.mismatch import parts
-from twostroke.http.answer_limits import ANSWER_FIELDS
-from twostroke.http.paths import ALIASES
-from twostroke.records import Records
-from twostroke.router.paths import COMPUTED, FREE, READ
-from twostroke.router.prompt import Prompt, read_prompt
-from twostroke.serve.body.decode import BodyDecoder
-from twostroke.serve.protocols import DIALECTS
-from twostroke.serve.store import Store, Tenant
+from twostroke.fleet.router.paths import COMPUTED, FREE, READ
+from twostroke.fleet.routing.prompt import Prompt, read_prompt
+from twostroke.server.body.decode import BodyDecoder
+from twostroke.server.generation.response_store import Store, Tenant
+from twostroke.server.http.answer_limits import ANSWER_FIELDS
+from twostroke.server.http.paths import ALIASES
+from twostroke.server.routes import DIALECTS
+from twostroke.server.storage import Records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

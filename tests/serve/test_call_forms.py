@@ -13,12 +13,12 @@ from support import talkers
 from support.byte_tokenizer import byte_tokenizer
 from support.servers import events
 from support.talkers import say, talker
-from twostroke.chat.call_forms import FORMS
-from twostroke.chat.tool_form import ToolForm
 from twostroke.core.constraint import Constraint
 from twostroke.core.preface import Preface
-from twostroke.sample.grammar import Grammars
-from twostroke.serve.tools import FunctionBody, to_tools
+from twostroke.engine.chat.call_forms import FORMS
+from twostroke.engine.chat.tool_form import ToolForm
+from twostroke.engine.structured_output.grammar import Grammars
+from twostroke.server.protocols.common.tools import FunctionBody, to_tools
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,21 +12,21 @@ import pytest
 
 from support.byte_tokenizer import byte_tokenizer
 from support.servers import chat_body, live_server, post_bytes, wait_for
-from twostroke import serve
+from twostroke import server as serve
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import OverloadedError, RequestError
-from twostroke.http.limits import Limits
-from twostroke.sample import grammar
-from twostroke.sample.grammar import Grammars
-from twostroke.serve.compiler import MAX_WAITING, Compiler
-from twostroke.serve.options import ServeOptions
+from twostroke.engine.structured_output import grammar
+from twostroke.engine.structured_output.grammar import Grammars
+from twostroke.server.http.limits import Limits
+from twostroke.server.models.grammar_compiler import MAX_WAITING, Compiler
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from twostroke.sample.grammar import GrammarMatcher
-    from twostroke.schema.deadline import Deadline
+    from twostroke.engine.structured_output.grammar import GrammarMatcher
+    from twostroke.engine.structured_output.schema.deadline import Deadline
 
 SLOW = Constraint("regex", "slow")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.chat.reader import PLAIN, Reading
 from twostroke.core.preface import Preface
 from twostroke.core.request import FinishReason
 from twostroke.core.step import TokenLogprobs
+from twostroke.engine.chat.reader import PLAIN, Reading
 from twostroke.engine.output import Output, Timings, Usage, join
-from twostroke.serve.events import (
+from twostroke.server.generation.events import (
     Added,
     Began,
     BlockKind,
@@ -22,7 +22,7 @@ from twostroke.serve.events import (
 
 if TYPE_CHECKING:
     from support.servers import LiveServer
-    from twostroke.serve.events import Event
+    from twostroke.server.generation.events import Event
 
 ANSWER = (
     '<think>the world</think>hello<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

@@ -12,8 +12,8 @@ import pytest
 
 from support.servers import chat_body, events, live_server, wait_for
 from support.unreliable import Ranks
-from twostroke.serve.names import ModelNames
-from twostroke.serve.running import Answers
+from twostroke.server.generation.running import Answers
+from twostroke.server.models.names import ModelNames
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

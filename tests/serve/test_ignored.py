@@ -10,9 +10,9 @@ import pytest
 
 from support.refusals import refused
 from support.servers import chat_body, live_server
-from twostroke.http.ignored import MAX_IGNORED
-from twostroke.serve.body.decode import BodyDecoder
-from twostroke.serve.openai.chat import ChatRequest
+from twostroke.server.body.decode import BodyDecoder
+from twostroke.server.http.ignored import MAX_IGNORED
+from twostroke.server.protocols.openai.chat import ChatRequest
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import live_server, wait_for
-from twostroke.http.keys import ApiKeys
-from twostroke.records import Records, RecordsError
-from twostroke.serve.options import ServeOptions
-from twostroke.serve.store import Journal, Kept, Store, Tenant
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.generation.response_store import Journal, Kept, Store, Tenant
+from twostroke.server.options import ServeOptions
+from twostroke.server.storage import Records, RecordsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

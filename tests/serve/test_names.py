@@ -9,8 +9,8 @@ import pytest
 from support.refusals import refused
 from support.servers import live_server
 from twostroke.core.errors import ModelNotFoundError
-from twostroke.serve.names import ModelNames
-from twostroke.serve.options import ServeOptions
+from twostroke.server.models.names import ModelNames
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

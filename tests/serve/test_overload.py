@@ -14,12 +14,12 @@ from support.servers import chat_body, events, live_server, num_unfinished, wait
 from twostroke.core.errors import OverloadedError
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
-from twostroke.http.error_forms import error_form
-from twostroke.http.served import ServedRequest
-from twostroke.http.waiting import Returns, retry_after
-from twostroke.serve.callers import begun
-from twostroke.serve.job import Job
-from twostroke.serve.options import Objective, ServeOptions
+from twostroke.server.generation.callers import begun
+from twostroke.server.generation.job import Job
+from twostroke.server.http.error_forms import error_form
+from twostroke.server.http.request_context import ServedRequest
+from twostroke.server.http.retry_after import Returns, retry_after
+from twostroke.server.options import Objective, ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,11 +10,11 @@ import pytest
 
 from support.servers import live_server, post_bytes, wait_for
 from twostroke.core.abandoned import AbandonedError
-from twostroke.http.keys import ApiKeys
-from twostroke.serve.openai.tokens import MAX_SHORT_LENGTH
-from twostroke.serve.options import ServeOptions
-from twostroke.tokenize import Tokenizer
-from twostroke.tokenize.merges import Merges
+from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.tokenizer.merges import Merges
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.options import ServeOptions
+from twostroke.server.protocols.openai.tokens import MAX_SHORT_LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,11 +8,11 @@ import msgspec
 
 from support.servers import live_server
 from twostroke.engine.counters import TierTotals
-from twostroke.engine.pages import Pages
-from twostroke.serve.anthropic.messages import MessagesRequest, read
-from twostroke.serve.options import ServeOptions
-from twostroke.serve.pins import retained_s
-from twostroke.serve.store import Store, Tenant
+from twostroke.engine.pool_access import Pages
+from twostroke.server.generation.response_store import Store, Tenant
+from twostroke.server.options import ServeOptions
+from twostroke.server.protocols.anthropic.messages import MessagesRequest, read
+from twostroke.server.protocols.common.cache_control import retained_s
 
 if TYPE_CHECKING:
     from pathlib import Path

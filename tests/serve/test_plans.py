@@ -12,13 +12,13 @@ import pytest
 
 from support.kept_plans import check_refused, is_kept
 from support.servers import live_server
-from twostroke import planner
+from twostroke.backends.machine_limits import Limits
 from twostroke.core.errors import OverloadedError
 from twostroke.core.hardware import Hardware
-from twostroke.engine.limits import Limits
-from twostroke.planner.calibration import Calibration, Point
-from twostroke.serve import plans
-from twostroke.serve.options import ServeOptions
+from twostroke.lab import planner
+from twostroke.lab.planner import endpoint as plans
+from twostroke.lab.planner.calibration import Calibration, Point
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

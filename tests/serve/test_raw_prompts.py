@@ -8,7 +8,7 @@ import pytest
 
 from support.servers import LiveServer, live_server
 from support.tiny import BOS_ID, SPECIAL_TOKENS
-from twostroke.serve.options import ServeOptions
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

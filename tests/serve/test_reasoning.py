@@ -11,7 +11,7 @@ from support import talkers
 from support.refusals import refused
 from support.servers import events
 from support.talkers import say, talker
-from twostroke.serve.options import ServeOptions
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

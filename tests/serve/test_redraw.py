@@ -14,14 +14,14 @@ from support.servers import wait_for
 from support.talkers import say, talker
 from twostroke.core.sampling import MAX_SEED
 from twostroke.engine.settling import MAX_REDRAWS
-from twostroke.serve.checking import AnswerChecks
+from twostroke.server.generation.checks import AnswerChecks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from support.servers import LiveServer
-    from twostroke.schema.verify import Fault
+    from twostroke.engine.structured_output.schema.verify import Fault
 
     Fields = dict[str, Any]
 

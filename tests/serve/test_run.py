@@ -24,8 +24,8 @@ import pytest
 from support.server_thread import ServerThread
 from support.servers import chat_body, post_bytes, wait_for
 from twostroke.core.errors import PortInUseError, UsageError
-from twostroke.http.server import bind
-from twostroke.serve.options import ServeOptions
+from twostroke.server.http.server import bind
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,9 +9,9 @@ from msgspec.structs import asdict, force_setattr
 
 from support.gguf_writer import Typed
 from support.servers import live_server
-from twostroke.core.config import GenerationOptions
+from twostroke.core.options import GenerationOptions
 from twostroke.core.sampling import DEFAULTED, LOCAL_DEFAULTS, OPENAI_DEFAULTS
-from twostroke.serve.ollama.request import DEFAULTS as OLLAMA
+from twostroke.server.protocols.ollama.request import DEFAULTS as OLLAMA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

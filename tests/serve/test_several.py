@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from support.several import Several, serving, write_models
-from twostroke.cache.folder import read_folder
+from twostroke.engine.kv_offload.folder import read_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,7 @@ def pids(server: Several) -> list[int]:
             command = (entry / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(parent) == server.process.pid and b"twostroke.engine.process" in command:
+        if int(parent) == server.process.pid and b"twostroke.engine.process.main" in command:
             found.append(int(entry.name))
     return sorted(found)
 

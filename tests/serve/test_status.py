@@ -8,7 +8,7 @@ import pytest
 
 from support.servers import live_server
 from twostroke.core.errors import UsageError
-from twostroke.serve.options import ServeOptions
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from twostroke.serve import store as store_module
-from twostroke.serve.store import Kept, Store, Tenant
+from twostroke.server.generation import response_store as store_module
+from twostroke.server.generation.response_store import Kept, Store, Tenant
 
 
 def kept(name: str, previous: Kept | None = None, size: int = 10) -> Kept:

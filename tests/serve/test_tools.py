@@ -10,7 +10,7 @@ import pytest
 from support.refusals import refused
 from support.servers import events, live_server
 from support.tiny import Tiny
-from twostroke.serve.tools import MAX_TOOLS, FunctionBody, to_tools
+from twostroke.server.protocols.common.tools import MAX_TOOLS, FunctionBody, to_tools
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import live_server, post_bytes, read_all, wait_for
-from twostroke.http.keys import ApiKeys
-from twostroke.serve import turns
-from twostroke.serve.body.decode import BodyDecoder
-from twostroke.serve.options import ServeOptions
-from twostroke.serve.turns import Readers, Turns
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.body.decode import BodyDecoder
+from twostroke.server.http import fair_queue as turns
+from twostroke.server.http.fair_queue import Readers, Turns
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

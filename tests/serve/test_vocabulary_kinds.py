@@ -14,7 +14,7 @@ from support.vocabulary_kinds import (
     kind_metadata,
     write_kind,
 )
-from twostroke.tokenize import from_tokenizer_json
+from twostroke.model.tokenizer import from_tokenizer_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,9 +14,9 @@ import pytest
 from serve.test_run import served
 from twostroke.core import env
 from twostroke.engine.health import Health
-from twostroke.http.watchdog import Watchdog
-from twostroke.serve.health import HealthReports
-from twostroke.serve.names import ModelNames
+from twostroke.server.http.watchdog import Watchdog
+from twostroke.server.models.names import ModelNames
+from twostroke.server.observability.health import HealthReports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import wait_for
-from twostroke.serve import whole
-from twostroke.serve.openai.chat_reply import ChatEncoder
-from twostroke.serve.openai.completions_reply import CompletionEncoder
+from twostroke.server.generation import whole
+from twostroke.server.protocols.openai.chat_reply import ChatEncoder
+from twostroke.server.protocols.openai.completions_reply import CompletionEncoder
 
 if TYPE_CHECKING:
     from support.servers import LiveServer

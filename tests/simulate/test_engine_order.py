@@ -10,14 +10,14 @@ import pytest
 from support.engines import PAGE_SIZE, tiny_client
 from support.tiny import Tiny, vocabulary
 from twostroke.backends import BackendFacts
-from twostroke.core.config import BatchOptions, CacheOptions
+from twostroke.backends.kv_size import CacheSize
+from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import build_scheduler
-from twostroke.engine.sizing import CacheSize
-from twostroke.planner.roofline import Totals
-from twostroke.simulate.fleet import START_S, Fleet
-from twostroke.simulate.load import Arrival, Load
-from twostroke.simulate.replica import Clock, Replica
+from twostroke.lab.planner.roofline import Totals
+from twostroke.lab.simulator.fleet import START_S, Fleet
+from twostroke.lab.simulator.load import Arrival, Load
+from twostroke.lab.simulator.replica import Clock, Replica
 
 VOCAB_SIZE = len(vocabulary()[0])
 NUM_PAGES, MAX_RUNNING, TOKEN_BUDGET, CONTEXT = 17, 4, 24, 256

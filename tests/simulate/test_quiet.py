@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from twostroke.backends import BackendFacts
-from twostroke.core.config import BatchOptions, CacheOptions
+from twostroke.backends.kv_size import CacheSize
+from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.engine.build import build_scheduler
-from twostroke.engine.sizing import CacheSize
-from twostroke.planner.roofline import Totals
-from twostroke.program.work import Cost, StepCost, each_row
-from twostroke.router.policy import POLICIES
-from twostroke.simulate.fleet import START_S, Fleet
-from twostroke.simulate.handover import Prefill
-from twostroke.simulate.load import Arrival, Load
-from twostroke.simulate.replica import Clock, Replica
+from twostroke.fleet.routing.policy import POLICIES
+from twostroke.lab.planner.roofline import Totals
+from twostroke.lab.simulator.disaggregation import Prefill
+from twostroke.lab.simulator.fleet import START_S, Fleet
+from twostroke.lab.simulator.load import Arrival, Load
+from twostroke.lab.simulator.replica import Clock, Replica
+from twostroke.model.program.work import Cost, StepCost, each_row
 
 if TYPE_CHECKING:
-    from twostroke.schedule import Scheduler
+    from twostroke.engine.scheduler import Scheduler
 
 VOCAB_SIZE, CONTEXT = 50, 256
 

@@ -11,20 +11,20 @@ from msgspec.structs import replace
 
 from support.configs import write_config
 from twostroke.backends import BackendFacts
-from twostroke.core.config import BatchOptions, CacheOptions
+from twostroke.backends.kv_size import CacheSize
 from twostroke.core.errors import MemoryLimitError, UnreachableError, UsageError
 from twostroke.core.handover_options import DISAGGREGATE
+from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.engine.build import build_scheduler
-from twostroke.engine.sizing import CacheSize
-from twostroke.measure.requests import Objectives
-from twostroke.planner import Question, find_device, make_plan, planned_model
-from twostroke.planner.calibration import Calibration, Point
-from twostroke.planner.roofline import Roofline, Totals
-from twostroke.program.batch import BatchShape, DecodeRun
-from twostroke.router.policy import POLICIES
-from twostroke.simulate import Arrival, Load, Setup, Synthetic, simulate, sweep
-from twostroke.simulate.fleet import START_S, Fleet
-from twostroke.simulate.replica import Clock, Replica
+from twostroke.fleet.routing.policy import POLICIES
+from twostroke.lab.measure.requests import Objectives
+from twostroke.lab.planner import Question, find_device, make_plan, planned_model
+from twostroke.lab.planner.calibration import Calibration, Point
+from twostroke.lab.planner.roofline import Roofline, Totals
+from twostroke.lab.simulator import Arrival, Load, Setup, Synthetic, simulate, sweep
+from twostroke.lab.simulator.fleet import START_S, Fleet
+from twostroke.lab.simulator.replica import Clock, Replica
+from twostroke.model.program.batch import BatchShape, DecodeRun
 
 LLAMA = {
     "model_type": "llama", "max_position_embeddings": 8192, "hidden_size": 4096,

@@ -13,8 +13,8 @@ import pytest
 from msgspec.structs import replace
 
 from twostroke.core.errors import DownloadError, UsageError
-from twostroke.simulate import PUBLISHED, Arrival, Synthetic, read_trace
-from twostroke.simulate import traces as module
+from twostroke.lab.simulator import PUBLISHED, Arrival, Synthetic, read_trace
+from twostroke.lab.simulator import traces as module
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10

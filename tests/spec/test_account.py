@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twostroke.spec.worth import Account
+from twostroke.engine.speculation.payoff import Account
 
 
 def rounds_until(account: Account, wanted: bool, won: float = 0.0, spent: float = 0.0) -> int:

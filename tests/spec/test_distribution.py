@@ -18,14 +18,14 @@ from msgspec.structs import replace
 from support.chi_square import AGREES, DIFFERS, deviate
 from support.native import load_level
 from support.sampling import run_rows
-from twostroke.cache import PagePool
+from twostroke.backends.sampling.reference import adjust, distribution
+from twostroke.backends.sampling.rows import RESULT, RowTable, read_results
+from twostroke.core.draft_tree import ROOT, num_accepted, right_drafts
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import StepResult
-from twostroke.core.tree import ROOT, num_accepted, right_drafts
-from twostroke.sample.reference import adjust, distribution
-from twostroke.sample.rows import RESULT, RowTable, read_results
-from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
+from twostroke.engine.kv_cache import PagePool
+from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
     import ctypes
@@ -277,19 +277,19 @@ def trusts_a_sibling(drafts, branches, drawn):
 
 @pytest.mark.parametrize("fault", [trusts_the_first, trusts_what_is_likely])
 def test_a_wrongly_accepted_draft_changes_the_distribution(table, monkeypatch, fault):
-    monkeypatch.setattr("twostroke.core.tree.num_accepted", fault)
+    monkeypatch.setattr("twostroke.core.draft_tree.num_accepted", fault)
     params, many = CASES[0], Table(table.library, num_answers=4_000)
     assert deviate(answers(many, params, "other model"), exact(params)) > DIFFERS
 
 
 def test_a_wrongly_accepted_branch_changes_the_distribution(table, monkeypatch):
-    monkeypatch.setattr("twostroke.schedule.results.right_drafts", trusts_a_sibling)
+    monkeypatch.setattr("twostroke.engine.scheduler.results.right_drafts", trusts_a_sibling)
     params = CASES[0]
     assert deviate(answers(table, params, "any tree"), exact(params)) > DIFFERS
 
 
 def test_a_needlessly_dropped_draft_does_not_change_the_distribution(table, monkeypatch):
-    monkeypatch.setattr("twostroke.core.tree.num_accepted", never_trusts_the_second)
+    monkeypatch.setattr("twostroke.core.draft_tree.num_accepted", never_trusts_the_second)
     params = CASES[0]
     assert deviate(answers(table, params, "other model"), exact(params)) < AGREES
 

@@ -10,10 +10,10 @@ from support.byte_tokenizer import END, START, byte_characters, byte_tokenizer
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import TokenLogprobs
-from twostroke.spec import Words
-from twostroke.spec.acceptance import AcceptanceRate
-from twostroke.spec.draft import PRIOR, DraftFollower, Transcript
-from twostroke.tokenize import Translation
+from twostroke.engine.speculation import Words
+from twostroke.engine.speculation.acceptance import AcceptanceRate
+from twostroke.engine.speculation.draft_model import PRIOR, DraftFollower, Transcript
+from twostroke.model.tokenizer import Translation
 
 TARGET = byte_tokenizer(more_merges=("Ġw o", "Ġwo r", "Ġwor l", "Ġworl d", "a b", "ab c"))
 DRAFT = byte_tokenizer(more_merges=("o Ġ", "b c", "d Ċ"))

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
+from twostroke.core.draft_tree import ROOT
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import NO_TOKEN, TokenLogprobs
-from twostroke.core.tree import ROOT
-from twostroke.spec.acceptance import AcceptanceRate
-from twostroke.spec.followers import Follower
-from twostroke.spec.proposal import Outcome
+from twostroke.engine.speculation.acceptance import AcceptanceRate
+from twostroke.engine.speculation.draft_sequences import Follower
+from twostroke.engine.speculation.proposal import Outcome
 
 TOKEN_IDS = (10, 20, 30, 40)
 

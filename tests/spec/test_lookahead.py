@@ -6,11 +6,11 @@ import random
 
 import pytest
 
+from twostroke.core.draft_tree import path_to
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import NO_TOKEN
-from twostroke.core.tree import path_to
-from twostroke.spec import Lookahead, Outcome, Price
+from twostroke.engine.speculation import Lookahead, Outcome, Price
 
 FREE = Price(0.0, 100.0, 24)
 

@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from twostroke.cache import PagePool
 from twostroke.core.hardware import Hardware
 from twostroke.core.request import Hints, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import StepResult
-from twostroke.program import BatchShape
-from twostroke.program.work import Cost, StepCost, each_row, once
-from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
-from twostroke.spec import (
+from twostroke.engine.kv_cache import PagePool
+from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
+from twostroke.engine.speculation import (
     Always,
     NgramProposer,
     Proposal,
@@ -35,13 +33,15 @@ from twostroke.spec import (
     budgets,
     ngram,
 )
-from twostroke.spec.acceptance import AcceptanceRate
+from twostroke.engine.speculation.acceptance import AcceptanceRate
+from twostroke.model.program import BatchShape
+from twostroke.model.program.work import Cost, StepCost, each_row, once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from twostroke.core.step import StepPlan
-    from twostroke.spec import Outcome, Price, Proposer
+    from twostroke.engine.speculation import Outcome, Price, Proposer
 
 MACHINE = Hardware("test", 2, 1 << 34, bandwidth=18e9, peak=600e9, peak_kind="any", source="test")
 COST = StepCost(((once, Cost(0, 85_000_000)), (each_row, Cost(270_000_000, 1000))))

@@ -6,7 +6,7 @@ import pytest
 
 from twostroke.core.request import Hints, Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.spec import NgramProposer, Outcome, Price
+from twostroke.engine.speculation import NgramProposer, Outcome, Price
 
 RIGHT, WRONG, UNTRIED = Outcome([0], [0], [7, 8]), Outcome([0], [], [7, 8]), Outcome([], [], [7])
 
@@ -89,7 +89,7 @@ def test_a_guess_ends_with_the_answer_that_it_comes_from():
 
 
 def test_memory_of_all_tenants_together_is_bounded(monkeypatch):
-    monkeypatch.setattr("twostroke.spec.token_index._MOST_TOKENS", 100)
+    monkeypatch.setattr("twostroke.engine.speculation.token_index._MOST_TOKENS", 100)
     proposer = NgramProposer()
     for tenant in range(10):
         proposer.finish(make([1, 2, 3], range(30), salt=bytes([tenant])))
@@ -99,8 +99,8 @@ def test_memory_of_all_tenants_together_is_bounded(monkeypatch):
 
 
 def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr("twostroke.spec.token_index._GENERATION", 100)
-    monkeypatch.setattr("twostroke.spec.token_index._MOST_TENANTS", 3)
+    monkeypatch.setattr("twostroke.engine.speculation.token_index._GENERATION", 100)
+    monkeypatch.setattr("twostroke.engine.speculation.token_index._MOST_TENANTS", 3)
     proposer = NgramProposer()
     for number in range(100):
         proposer.finish(make([1], range(1000 + 10 * number, 1010 + 10 * number)))

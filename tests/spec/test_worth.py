@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from twostroke.core.hardware import Hardware
-from twostroke.program import BatchShape
-from twostroke.program.work import Cost, StepCost, each_row, once
-from twostroke.spec import Always, Outcome, Price, Proposal, StepTime, WhilePaying
-from twostroke.spec.worth import cheap_numbers
+from twostroke.engine.speculation import Always, Outcome, Price, Proposal, StepTime, WhilePaying
+from twostroke.engine.speculation.payoff import cheap_numbers
+from twostroke.model.program import BatchShape
+from twostroke.model.program.work import Cost, StepCost, each_row, once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from support.replicas import Exchange, LiveRouter, live_router
-from twostroke.http.keys import ApiKeys
-from twostroke.http.tenants.usage import amounts
-from twostroke.records import Records, beside
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.auth.usage import amounts
+from twostroke.server.storage import Records, beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

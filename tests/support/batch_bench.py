@@ -7,20 +7,20 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from twostroke.http.error_forms import error_form
-from twostroke.http.errors import to_response
-from twostroke.http.limits import Limits
-from twostroke.http.served import STATE_KEY, ServedRequest
-from twostroke.serve.batches import batch as kept
-from twostroke.serve.batches import files, messages, openai
-from twostroke.serve.batches.batch import Batch
-from twostroke.serve.batches.runner import Runner
+from twostroke.server.batch import batch as kept
+from twostroke.server.batch import files, messages, openai
+from twostroke.server.batch.batch import Batch
+from twostroke.server.batch.runner import Runner
+from twostroke.server.http.error_forms import error_form
+from twostroke.server.http.errors import to_response
+from twostroke.server.http.limits import Limits
+from twostroke.server.http.request_context import STATE_KEY, ServedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from twostroke.core.errors import TwostrokeError
-    from twostroke.records import Records
+    from twostroke.server.storage import Records
 
 FORMS = {openai.PROTOCOL: openai.FORM, messages.PROTOCOL: messages.FORM}
 URLS = {openai.PROTOCOL: "/v1/completions", messages.PROTOCOL: "/v1/messages"}

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.core.frozen import Frozen
-from twostroke.quant import FORMATS_BY_KERNEL_ID
-from twostroke.quant.codebooks import CODEBOOKS
-from twostroke.quant.grouped import KERNEL
-from twostroke.quant.iq4 import LEVELS
-from twostroke.quant.k_from_minimum import unpack_scales
-from twostroke.quant.planes import unpack_planes
-from twostroke.quant.small_floats import E2M1
-from twostroke.quant.steps import unpack_codes
+from twostroke.model.quant import FORMATS_BY_KERNEL_ID
+from twostroke.model.quant.codebooks import CODEBOOKS
+from twostroke.model.quant.grouped import KERNEL
+from twostroke.model.quant.iq4 import LEVELS
+from twostroke.model.quant.k_from_minimum import unpack_scales
+from twostroke.model.quant.planes import unpack_planes
+from twostroke.model.quant.small_floats import E2M1
+from twostroke.model.quant.steps import unpack_codes
 
 if TYPE_CHECKING:
-    from twostroke.quant.codebooks import Codebook
+    from twostroke.model.quant.codebooks import Codebook
 
 FORMATS = {fmt.name: fmt for fmt in FORMATS_BY_KERNEL_ID.values()}
 GROUPED = {fmt.name for fmt in KERNEL}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from twostroke.tokenize import Tokenizer, from_gguf
-from twostroke.tokenize.alphabets import byte_level_bytes
+from twostroke.model.tokenizer import Tokenizer, from_gguf
+from twostroke.model.tokenizer.alphabets import byte_level_bytes
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 START, END, DOC, TOOL = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool>"

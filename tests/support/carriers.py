@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from twostroke.engine.handover import lending, nixl, ways
-from twostroke.engine.handover.messages import Place
-from twostroke.engine.handover.nixl import CarrierError
+from twostroke.engine.disaggregation import nixl
+from twostroke.engine.disaggregation import prefill_side as lending
+from twostroke.engine.disaggregation import transfer_methods as ways
+from twostroke.engine.disaggregation.messages import Place
+from twostroke.engine.disaggregation.nixl import CarrierError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

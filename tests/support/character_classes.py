@@ -6,7 +6,7 @@ import unicodedata
 
 from tokenizers import Regex, pre_tokenizers
 
-from twostroke.tokenize.words import cut_at
+from twostroke.model.tokenizer.words import cut_at
 
 CLASSES = (
     r"\p{L}",

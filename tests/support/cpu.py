@@ -14,14 +14,14 @@ from twostroke.backends.cpu import CpuBackend
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan
-from twostroke.models import ModelSpec, RopeSpec, build_program
-from twostroke.program.ops import Attention
+from twostroke.model.families import ModelSpec, RopeSpec, build_program
+from twostroke.model.program.ops import Attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.program import Program
-    from twostroke.quant import QuantTensor
+    from twostroke.model.program import Program
+    from twostroke.model.quant import QuantTensor
 
     Model = tuple[Program, dict[str, QuantTensor]]
 

@@ -11,22 +11,22 @@ import numpy as np
 
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.cache import PagePool, PrefixIndex
-from twostroke.chat.conversation import Chat
-from twostroke.core.config import BatchOptions, SpeculationOptions
+from twostroke.backends.sampling.reference import draw
+from twostroke.core.options import BatchOptions, SpeculationOptions
 from twostroke.core.sampling import SamplingDefaults
 from twostroke.core.step import StepResult, TokenLogprobs
 from twostroke.engine.build import build_speculator
+from twostroke.engine.chat.conversation import Chat
 from twostroke.engine.client import Client
-from twostroke.engine.loading import load
+from twostroke.engine.kv_cache import PagePool, PrefixIndex
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.model_card import ModelCard
-from twostroke.models import build_program
-from twostroke.program.cost import CostModel
-from twostroke.sample.reference import draw
-from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
-from twostroke.tokenize import from_gguf
-from twostroke.weights import GgufTokenizer, weights_identity
+from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
+from twostroke.model.families import build_program
+from twostroke.model.load import load
+from twostroke.model.program.cost import CostModel
+from twostroke.model.tokenizer import from_gguf
+from twostroke.model.weights import GgufTokenizer, weights_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
-    from twostroke.program import Program
-    from twostroke.tokenize import Tokenizer
-    from twostroke.weights import LoadedModel
+    from twostroke.model.program import Program
+    from twostroke.model.tokenizer import Tokenizer
+    from twostroke.model.weights import LoadedModel
 
 PAGE_SIZE = 16
 

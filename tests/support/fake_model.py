@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from twostroke.core.draft_tree import Branch
     from twostroke.core.request import Request
     from twostroke.core.step import Slice, StepPlan
-    from twostroke.core.tree import Branch
 
     Windows = tuple[int | None, ...]
 

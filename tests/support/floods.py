@@ -20,8 +20,8 @@ import msgspec
 
 from support.flood_bodies import CostlyBodies
 from support.servers import post_bytes, wait_for
-from twostroke.http.nesting import MAX_CONTAINERS
-from twostroke.serve.plans import Plans
+from twostroke.lab.planner.endpoint import Plans
+from twostroke.server.http.nesting import MAX_CONTAINERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.core.tree import ROOT
+from twostroke.core.draft_tree import ROOT
 
 if TYPE_CHECKING:
     import random
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
-    from twostroke.schedule import Scheduler
+    from twostroke.engine.scheduler import Scheduler
 
 
 def guess(

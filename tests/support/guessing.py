@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from support.native import native_dir
 from twostroke import LLM, SamplingParams
-from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
+from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

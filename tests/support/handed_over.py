@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from servers import Server, free_port, our_command
 from support.handover import check_clean, view, wait_until
 from twostroke import LLM, SamplingParams
-from twostroke.core.config import (
+from twostroke.core.constraint import Constraint
+from twostroke.core.handover_options import HandoverOptions
+from twostroke.core.options import (
     BatchOptions,
     CacheOptions,
     ComputeOptions,
     EngineOptions,
     SpeculationOptions,
 )
-from twostroke.core.constraint import Constraint
-from twostroke.core.handover_options import HandoverOptions
-from twostroke.measure.compare import held_out_text
+from twostroke.lab.measure.compare import held_out_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

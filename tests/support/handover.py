@@ -8,17 +8,17 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from twostroke import LLM, SamplingParams
-from twostroke.core.config import (
+from twostroke.core.handover_options import HandoverOptions
+from twostroke.core.options import (
     BatchOptions,
     CacheOptions,
     ComputeOptions,
     EngineOptions,
     SpeculationOptions,
 )
-from twostroke.core.handover_options import HandoverOptions
 from twostroke.core.tier_options import TierOptions
-from twostroke.engine.handover import messages
-from twostroke.engine.handover.connection import Connection, PeerListener, PeerLostError
+from twostroke.engine.disaggregation import messages
+from twostroke.engine.disaggregation.connection import Connection, PeerListener, PeerLostError
 
 if TYPE_CHECKING:
     import random

@@ -28,7 +28,7 @@ from quiet import descendants
 from servers import MODEL_NAME, Server, free_port, our_command
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, SamplingParams
-from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
+from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

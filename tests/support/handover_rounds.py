@@ -27,7 +27,8 @@ from support.handover import (
 )
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
-from twostroke.engine.handover import lending, peer
+from twostroke.engine.disaggregation import prefill_peer as peer
+from twostroke.engine.disaggregation import prefill_side as lending
 
 if TYPE_CHECKING:
     from collections import Counter

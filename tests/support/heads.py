@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.models.heads import TABLE, heads_for
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights import HeadsFacts, load_path, target_identity
-from twostroke.weights.heads import SURENESS_KINDS, save_heads, stored_shapes
+from twostroke.model.families.heads import TABLE, heads_for
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights import HeadsFacts, load_path, target_identity
+from twostroke.model.weights.heads import SURENESS_KINDS, save_heads, stored_shapes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,7 +22,7 @@ from huggingface_hub import constants
 
 from twostroke.core.errors import DownloadError
 from twostroke.core.frozen import Frozen
-from twostroke.engine import loading
+from twostroke.model import load as loading
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

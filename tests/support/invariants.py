@@ -6,16 +6,16 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from twostroke.core.request import NO_PAGE
-from twostroke.schedule.holdings import held
-from twostroke.schedule.ticket import rank_of
+from twostroke.engine.scheduler.kv_cache_manager import held
+from twostroke.engine.scheduler.request_state import rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from twostroke.cache import PagePool, PrefixIndex
     from twostroke.core.request import Request
     from twostroke.core.step import Slice
-    from twostroke.schedule import Scheduler
+    from twostroke.engine.kv_cache import PagePool, PrefixIndex
+    from twostroke.engine.scheduler import Scheduler
 
 
 def check_pool(pool: PagePool, holders: Iterable[Sequence[int]] = ()) -> None:

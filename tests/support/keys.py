@@ -8,17 +8,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from support.servers import live_server
-from twostroke.http import key as kept
-from twostroke.http.keys import ApiKeys
-from twostroke.records import Records, beside
-from twostroke.serve.options import ServeOptions
+from twostroke.server.auth import key as kept
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.options import ServeOptions
+from twostroke.server.storage import Records, beside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from support.servers import LiveServer
-    from twostroke.http.api_key import Key
+    from twostroke.server.http.api_key import Key
 
 
 def add(folder: Path, name: str = "app", tenant: str = "anna", **facts: Any) -> tuple[Key, str]:

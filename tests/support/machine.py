@@ -24,18 +24,18 @@ from support.guesses import add_guesses
 from support.invariants import check_index, check_pool, check_scheduler
 from support.movers import Movers
 from support.requests import random_request, random_windows
-from twostroke.cache import PagePool, PrefixIndex
-from twostroke.cache.groups import PageGroups
 from twostroke.core.embedding import Pooling
 from twostroke.core.errors import OverloadedError
 from twostroke.core.request import NO_PAGE, FinishReason
-from twostroke.schedule import Batched, Continuous, Scheduler, SchedulerConfig
-from twostroke.schedule.holdings import held
+from twostroke.engine.kv_cache import PagePool, PrefixIndex
+from twostroke.engine.scheduler import Batched, Continuous, Scheduler, SchedulerConfig
+from twostroke.engine.scheduler.kv_cache_manager import held
+from twostroke.model.program.kv_groups import PageGroups
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.step import Delta, StepPlan, TokenLogprobs
-    from twostroke.schedule.ticket import Rank
+    from twostroke.engine.scheduler.request_state import Rank
 
 _SEEDS = st.integers(0, 2**32 - 1)
 _WEIGHTS = {"": 1.0, "one": 3.0, "two": 0.5}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from twostroke.core.precision import ActivationBits
-from twostroke.precision import METHOD, products_of
+from twostroke.backends.activation_bits import METHOD, products_of
+from twostroke.core.activation_bits import ActivationBits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from twostroke.program import Program
-    from twostroke.quant import QuantTensor
+    from twostroke.model.program import Program
+    from twostroke.model.quant import QuantTensor
 
 
 def mixed_bits(program: Program, tensors: Mapping[str, QuantTensor]) -> ActivationBits:

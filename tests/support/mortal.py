@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from support.fake_model import VOCAB_SIZE, FakeModel
 from twostroke.backends import BackendFacts
-from twostroke.cache import PagePool, PrefixIndex
-from twostroke.cache.groups import PageGroups
-from twostroke.core.config import BatchOptions, SpeculationOptions
-from twostroke.engine import wire
+from twostroke.core.options import BatchOptions, SpeculationOptions
+from twostroke.core.transport.frames import Frames
 from twostroke.engine.build import build_speculator
-from twostroke.engine.child import EngineProcess
 from twostroke.engine.client import Client
-from twostroke.engine.frames import Frames
+from twostroke.engine.kv_cache import PagePool, PrefixIndex
 from twostroke.engine.loop import EngineLoop
-from twostroke.engine.process import Desk
-from twostroke.engine.served import facts_of, take_reading
-from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
+from twostroke.engine.process import messages as wire
+from twostroke.engine.process.child import EngineProcess
+from twostroke.engine.process.main import Desk
+from twostroke.engine.process.served import facts_of, take_reading
+from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
+from twostroke.model.program.kv_groups import PageGroups
 
 if TYPE_CHECKING:
     import random

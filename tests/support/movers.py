@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from support.fake_model import FakePipeline
-    from twostroke.cache.prefix import PageKey
     from twostroke.core.request import Request
-    from twostroke.schedule import Scheduler
-    from twostroke.schedule.transfers import Lease, Transfer
+    from twostroke.engine.kv_cache.prefix import PageKey
+    from twostroke.engine.scheduler import Scheduler
+    from twostroke.engine.scheduler.transfers import Lease, Transfer
 
 
 class Movers:

@@ -12,7 +12,7 @@ import numpy as np
 from support.block_formats import Parts, random_source, take_apart
 from support.native import address, load_level
 from twostroke.core.frozen import Frozen
-from twostroke.quant import FORMATS_BY_KERNEL_ID
+from twostroke.model.quant import FORMATS_BY_KERNEL_ID
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
-from twostroke.program import Activation
-from twostroke.program.ops import (
+from twostroke.model.program import Activation
+from twostroke.model.program.ops import (
     Add,
     Attention,
     BorrowingAttention,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from twostroke.tokenize import Tokenizer, from_gguf
+from twostroke.model.tokenizer import Tokenizer, from_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

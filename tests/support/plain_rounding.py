@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from twostroke.compress.round import factors_of
-from twostroke.quant.fit import fit_scale, whole_codes
-from twostroke.quant.iq4 import nearest_level
+from twostroke.lab.compress.round import factors_of
+from twostroke.model.quant.fit import fit_scale, whole_codes
+from twostroke.model.quant.iq4 import nearest_level
 
 if TYPE_CHECKING:
-    from twostroke.compress.grids import Grid
-    from twostroke.compress.round import Moments
-    from twostroke.quant import Floats
+    from twostroke.lab.compress.grids import Grid
+    from twostroke.lab.compress.round import Moments
+    from twostroke.model.quant import Floats
 
 STRETCHES = np.linspace(0.7, 1.05, 15, dtype=np.float32)
 TRIALS = (-1, 0, 1)  # of a scale: steps of 4%, or shares

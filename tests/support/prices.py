@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from twostroke.spec import Price
+    from twostroke.engine.speculation import Price
 
 
 def cheap_up_to(count: int, price: Price) -> Price:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec.structs import replace
 
-from twostroke.models import ExpertSpec, ModelSpec, RopeSpec, WindowSpec
-from twostroke.models.blocks import decoder, residual_layer
-from twostroke.models.gemma4 import gemma4_layer
-from twostroke.models.spec import BorrowingSpec, LatentSpec, RoutingSpec
-from twostroke.program import Activation, Program
-from twostroke.program.ops import Attention, ExternalInput, Linear
-from twostroke.quant import FORMATS, QuantTensor
+from twostroke.model.families import ExpertSpec, ModelSpec, RopeSpec, WindowSpec
+from twostroke.model.families.blocks import decoder, residual_layer
+from twostroke.model.families.gemma4 import gemma4_layer
+from twostroke.model.families.spec import BorrowingSpec, LatentSpec, RoutingSpec
+from twostroke.model.program import Activation, Program
+from twostroke.model.program.ops import Attention, ExternalInput, Linear
+from twostroke.model.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

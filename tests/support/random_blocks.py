@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 
-from twostroke.quant import FORMATS, QuantTensor
+from twostroke.model.quant import FORMATS, QuantTensor
 
 CODED = ("TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 SCALE_AT = {"TQ1_0": 52, "TQ2_0": 64}  # others but IQ1_M: 0

@@ -11,14 +11,14 @@ from support.byte_tokenizer import CONTROL, NORMAL, byte_characters
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from twostroke.tokenize import Tokenizer
+    from twostroke.model.tokenizer import Tokenizer
 
 _CHARACTERS = byte_characters()
 
 
 def ranked_tokenizer(ranks: Mapping[bytes, int], pre: str, num_special: int = 0) -> Tokenizer:
     """Return the tokenizer of a file with that pre-tokenizer; its ids begin with control tokens."""
-    from twostroke.tokenize import from_gguf
+    from twostroke.model.tokenizer import from_gguf
 
     ordered = sorted(ranks, key=ranks.__getitem__)
     specials = [f"<SPECIAL_{id_}>" for id_ in range(num_special)]

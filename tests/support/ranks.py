@@ -27,10 +27,10 @@ from twostroke.backends.cpu.shared import lower_rank, shared_bytes
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.cpu.team import thread_pool
 from twostroke.backends.cpu.weights import PackedWeights
-from twostroke.backends.share import Share
-from twostroke.cache.groups import PageGroups
+from twostroke.backends.weight_shard import Share
 from twostroke.core.step import StepResult
-from twostroke.program.pages import PIECE_TOKENS
+from twostroke.model.program.kv_format import PIECE_TOKENS
+from twostroke.model.program.kv_groups import PageGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
     from support.cpu import Model
     from twostroke.backends.cpu.lowered import Lowered
-    from twostroke.core.precision import Bits
+    from twostroke.core.activation_bits import Bits
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
-    from twostroke.program.mesh import Mesh
+    from twostroke.model.program.mesh import Mesh
 
 
 class Post:

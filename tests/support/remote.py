@@ -7,7 +7,7 @@ import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from twostroke.core.config import (
+from twostroke.core.options import (
     BatchOptions,
     CacheOptions,
     ComputeOptions,
@@ -16,18 +16,18 @@ from twostroke.core.config import (
 )
 from twostroke.core.request import NO_HINTS
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine import wire
+from twostroke.core.transport.frames import Frames
 from twostroke.engine.build import build
 from twostroke.engine.client import Caller
-from twostroke.engine.frames import Frames
-from twostroke.engine.process import _ready
-from twostroke.engine.remote import RemoteEngine
+from twostroke.engine.process import messages as wire
+from twostroke.engine.process.main import _ready
+from twostroke.engine.process.remote import RemoteEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from twostroke.engine.output import Output
-    from twostroke.engine.served import Reading, ServedEngine, ServedOutputs
+    from twostroke.engine.process.served import Reading, ServedEngine, ServedOutputs
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)

@@ -9,13 +9,13 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from support.server_thread import ServerThread
-from twostroke.router.app import Router, build_app
-from twostroke.router.options import RouteOptions
+from twostroke.fleet.router.app import Router, build_app
+from twostroke.fleet.router.options import RouteOptions
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from twostroke.records import Records
+    from twostroke.server.storage import Records
 
     Behaviour = Callable[["Exchange"], Awaitable[None]]
 

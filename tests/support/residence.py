@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from twostroke.schedule.residence import Residence, ResidentView, decide, worth_of
+from twostroke.server.models.residency import Residence, ResidentView, decide, worth_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

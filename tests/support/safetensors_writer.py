@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from twostroke.quant import QuantTensor
+    from twostroke.model.quant import QuantTensor
 
 
 def safetensors_bytes(tensors: Mapping[str, QuantTensor]) -> bytes:

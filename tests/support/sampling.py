@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from twostroke.backends.sampling.rows import RESULT, RowTable, read_results
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.sample.rows import RESULT, RowTable, read_results
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from twostroke.backends.sampling.rows import Rows
     from twostroke.core.step import TokenLogprobs
-    from twostroke.sample.rows import Rows
 
 KINDS = ("normal", "peaked", "flat", "ties", "equal", "holes", "nan", "infinite", "huge", "nothing")
 

@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from support.guesses import add_guesses
 from support.invariants import check_scheduler
 from support.vectors import embedder_of
-from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import FinishReason, Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.schedule import Batched, Continuous, Policy, Scheduler, SchedulerConfig
+from twostroke.engine.kv_cache import PagePool, PrefixIndex
+from twostroke.engine.scheduler import Batched, Continuous, Policy, Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

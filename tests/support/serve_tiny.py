@@ -11,13 +11,13 @@ from typing import Any
 from support.engines import tiny_client
 from support.tiny import Tiny
 from twostroke.core import env
-from twostroke.core.config import BatchOptions
 from twostroke.core.errors import TwostrokeError
-from twostroke.engine.served import LocalEngine
-from twostroke.http.keys import ApiKeys
-from twostroke.records import Records
-from twostroke.serve.options import ServeOptions
-from twostroke.serve.run import run_server
+from twostroke.core.options import BatchOptions
+from twostroke.engine.process.served import LocalEngine
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.options import ServeOptions
+from twostroke.server.run import run_server
+from twostroke.server.storage import Records
 
 
 class Away(LocalEngine):

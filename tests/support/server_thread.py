@@ -8,7 +8,7 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.http.server import Server, bind
+from twostroke.server.http.server import Server, bind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-    from twostroke.http.server import Application
+    from twostroke.server.http.server import Application
 
 _DEPTH: Final = 8  # the most frames of a stack that are shown
 

@@ -12,11 +12,11 @@ from support.described import CheckedClient, Description
 from support.engines import tiny_client
 from support.server_thread import ServerThread
 from twostroke.core.frozen import Frozen
-from twostroke.engine.served import LocalEngine
-from twostroke.serve.app import Api
-from twostroke.serve.layers import build_app
-from twostroke.serve.options import ServeOptions
-from twostroke.serve.plans import Plans
+from twostroke.engine.process.served import LocalEngine
+from twostroke.lab.planner.endpoint import Plans
+from twostroke.server.app import Api
+from twostroke.server.middleware import build_app
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from support.engines import Backend
     from twostroke.engine.client import Client
     from twostroke.engine.loop import EngineLoop
-    from twostroke.records import Records
+    from twostroke.server.storage import Records
 
 
 class LiveServer(Frozen):

@@ -18,26 +18,27 @@ from support.invariants import check_index, check_scheduler
 from support.mortal import CONTEXT, KILLER, POISON, Process
 from support.requests import make_request
 from support.tiny import write_tiny_gguf
-from twostroke.core.config import EngineOptions
 from twostroke.core.errors import (
     EngineDiedError,
     EngineKillerError,
     OverloadedError,
     TwostrokeError,
 )
+from twostroke.core.options import EngineOptions
 from twostroke.core.request import FinishReason, Hints
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine import supervisor, wire
 from twostroke.engine.client import Caller
-from twostroke.engine.loading import load
-from twostroke.engine.remote import RemoteEngine
-from twostroke.models import build_program
+from twostroke.engine.process import messages as wire
+from twostroke.engine.process import supervisor
+from twostroke.engine.process.remote import RemoteEngine
+from twostroke.model.families import build_program
+from twostroke.model.load import load
 
 if TYPE_CHECKING:
     import random
     from pathlib import Path
 
-    from twostroke.engine.asked import RemoteOutputs
+    from twostroke.engine.process.pending import RemoteOutputs
 
 _LOAD = wire.Load(wire.VERSION, "tiny", EngineOptions(), "warning")
 _HINTS = (Hints(), Hints(speculate="off"), Hints(shows_progress=True))

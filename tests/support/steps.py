@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from support.fake_model import FakeModel
 from support.invariants import check_pool, check_scheduler
 from support.requests import make_request
-from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.request import FinishReason
-from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
+from twostroke.engine.kv_cache import PagePool, PrefixIndex
+from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
     from typing import Any

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from twostroke.cache.groups import PageGroups
-from twostroke.cache.tiers import PageKind, Worth
+from twostroke.engine.kv_offload.tier import PageKind, Worth
+from twostroke.model.program.kv_groups import PageGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

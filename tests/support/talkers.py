@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from support.servers import LiveServer
-    from twostroke.serve.options import ServeOptions
+    from twostroke.server.options import ServeOptions
 
 _TURN: Final = "{{ '<|im_start|>' + m.role + '\\n' }}{{ m.content or '' }}{{ '<|im_end|>\\n' }}"
 _NEXT: Final = "{% if add_generation_prompt %}<|im_start|>assistant\n"

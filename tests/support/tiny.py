@@ -11,7 +11,7 @@ from support.safetensors_writer import write_safetensors
 from support.tiny_families import FAMILIES
 from support.tiny_weights import folder_weights, gguf_weights, random_weights
 from twostroke.core.frozen import Frozen
-from twostroke.quant import FORMATS, QuantTensor
+from twostroke.model.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.tiny_weights import LAYER_NAMES, WHOLE_MODEL
-from twostroke.models import ARCHITECTURES
+from twostroke.model.families import ARCHITECTURES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from twostroke.models import ModelSpec, RopeSpec
-    from twostroke.weights import LoadedModel
+    from twostroke.model.families import ModelSpec, RopeSpec
+    from twostroke.model.weights import LoadedModel
 
 
 def transformers_model(loaded: LoadedModel) -> Any:

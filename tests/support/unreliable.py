@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from twostroke.backends import RankFacts, RankState
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.errors import BackendError, RanksLostError
-from twostroke.program.mesh import Place
+from twostroke.model.program.mesh import Place
 
 if TYPE_CHECKING:
     from twostroke.backends import Backend

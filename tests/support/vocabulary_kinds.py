@@ -14,8 +14,8 @@ from support.character_map import CHARACTER_MAP
 from support.gguf_writer import F32, I32, Typed
 from support.tiny import CHAT_TEMPLATE, byte_alphabet
 from twostroke.core.frozen import Frozen
-from twostroke.tokenize import Tokenizer, from_gguf, from_tokenizer_json
-from twostroke.tokenize.alphabets import SPACE, byte_level_text
+from twostroke.model.tokenizer import Tokenizer, from_gguf, from_tokenizer_json
+from twostroke.model.tokenizer.alphabets import SPACE, byte_level_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

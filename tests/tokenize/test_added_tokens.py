@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from support.vocabulary_kinds import FOLDER_KINDS, kind_json
-from twostroke.tokenize import Piece, Prompt, Tokenizer, from_tokenizer_json
+from twostroke.model.tokenizer import Piece, Prompt, Tokenizer, from_tokenizer_json
 
 if TYPE_CHECKING:
     from pathlib import Path

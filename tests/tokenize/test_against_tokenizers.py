@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from support.byte_tokenizer import byte_characters
 from support.character_classes import CLASSES, VARIED, here, there
 from support.character_map import CHARACTER_MAP
-from twostroke.tokenize import Tokenizer, from_tokenizer_json, merges
-from twostroke.tokenize.pretokenizers import PRE_TOKENIZERS
-from twostroke.tokenize.words import (
+from twostroke.model.tokenizer import Tokenizer, from_tokenizer_json, merges
+from twostroke.model.tokenizer.pretokenizers import PRE_TOKENIZERS
+from twostroke.model.tokenizer.words import (
     BEFORE_THOUSANDS,
     DIGIT,
     NUMBER_THOUSANDS,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from twostroke.tokenize.words import Cut
+    from twostroke.model.tokenizer.words import Cut
 
 LETTERS = "aabbccdABC' 'sS12 .,-<|>_\t\n\r\x00\x1c\x85\xa0\u2003\u3000\u2581\u200d"
 LETTERS += "²٣Ⅷ½éñſßﬁαж日本ก👍e\u0301"

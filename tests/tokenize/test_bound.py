@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from support.byte_tokenizer import byte_tokenizer
 from support.piece_tokenizer import piece_tokenizer
-from twostroke.tokenize import Piece, Prompt, TooManyTokensError
+from twostroke.model.tokenizer import Piece, Prompt, TooManyTokensError
 
 TOKENIZERS = {"bytes": byte_tokenizer(), "qwen2": byte_tokenizer(pre="qwen2")}
 TOKENIZERS["pieces"] = piece_tokenizer()

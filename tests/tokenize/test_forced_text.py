@@ -14,8 +14,8 @@ from support.piece_tokenizer import piece_metadata
 from support.vocabulary_kinds import FOLDER_KINDS, GGUF_KINDS, gguf_tokenizer, write_kind
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
-from twostroke.sample.grammar import Grammars
-from twostroke.tokenize import Tokenizer, from_gguf, from_tokenizer_json
+from twostroke.engine.structured_output.grammar import Grammars
+from twostroke.model.tokenizer import Tokenizer, from_gguf, from_tokenizer_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

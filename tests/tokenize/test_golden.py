@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from twostroke.chat.template import ChatTemplate
-from twostroke.tokenize import StreamDecoder, Tokenizer, from_gguf
-from twostroke.weights.gguf import read_gguf
+from twostroke.engine.chat.template import ChatTemplate
+from twostroke.model.tokenizer import StreamDecoder, Tokenizer, from_gguf
+from twostroke.model.weights.gguf import read_gguf
 
 pytestmark = pytest.mark.model
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden/smollm2.json").read_bytes())

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from twostroke.chat.template import ChatTemplate
 from twostroke.core.errors import ModelNotFoundError
-from twostroke.fetch import resolve
-from twostroke.tokenize import StreamDecoder, Tokenizer, from_gguf
-from twostroke.weights.gguf import read_gguf
+from twostroke.engine.chat.template import ChatTemplate
+from twostroke.model.hub import resolve
+from twostroke.model.tokenizer import StreamDecoder, Tokenizer, from_gguf
+from twostroke.model.weights.gguf import read_gguf
 
 pytestmark = pytest.mark.models
 _FOLDER = Path(__file__).parent / "golden"

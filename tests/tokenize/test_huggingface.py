@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from support.byte_tokenizer import CHATML, DOC, END, START, TOOL, byte_metadata, byte_tokenizer
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.tokenize import Tokenizer, from_gguf, from_tokenizer_json
+from twostroke.model.tokenizer import Tokenizer, from_gguf, from_tokenizer_json
 
 if TYPE_CHECKING:
     from pathlib import Path

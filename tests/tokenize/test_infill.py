@@ -9,12 +9,12 @@ import pytest
 from support.byte_tokenizer import CONTROL, USER_DEFINED, byte_tokenizer
 from support.piece_tokenizer import piece_metadata, piece_tokenizer, spelled
 from support.tiny import tokenizer_json
-from twostroke.tokenize import encode_infill, from_gguf, from_tokenizer_json
+from twostroke.model.tokenizer import encode_infill, from_gguf, from_tokenizer_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.tokenize import Tokenizer
+    from twostroke.model.tokenizer import Tokenizer
 
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 DEEPSEEK = ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")

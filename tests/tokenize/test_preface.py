@@ -9,7 +9,7 @@ import pytest
 
 from support.byte_tokenizer import byte_tokenizer
 from twostroke.core.preface import Preface
-from twostroke.tokenize.preface import Part, PrefaceCounter, PrefaceCutter
+from twostroke.model.tokenizer.preface import Part, PrefaceCounter, PrefaceCutter
 
 ANEW, INSIDE = Preface("<think>", "</think>"), Preface("", "</think>")
 

@@ -21,7 +21,7 @@ from support.piece_tokenizer import (
 )
 from support.vocabulary_kinds import GGUF_KINDS, kind_metadata
 from twostroke.core.errors import ModelFormatError
-from twostroke.tokenize import Piece, Prompt, StreamDecoder, from_gguf, merges
+from twostroke.model.tokenizer import Piece, Prompt, StreamDecoder, from_gguf, merges
 
 TOKENIZER = piece_tokenizer()
 BARE = piece_tokenizer(add_space_prefix=False)

@@ -18,9 +18,9 @@ from support.vocabulary_kinds import (
     kind_json,
     kind_metadata,
 )
-from twostroke.chat.template import ChatTemplate
 from twostroke.core.errors import ModelFormatError
-from twostroke.tokenize import Piece, Tokenizer, from_gguf, from_tokenizer_json
+from twostroke.engine.chat.template import ChatTemplate
+from twostroke.model.tokenizer import Piece, Tokenizer, from_gguf, from_tokenizer_json
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostroke.tokenize.specials import AddedToken, Splitter
+from twostroke.model.tokenizer.specials import AddedToken, Splitter
 
 
 def _splitter(*texts: str, **flags: bool) -> Splitter:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from support.byte_tokenizer import END, byte_tokenizer
 from twostroke.core.preface import Preface
-from twostroke.tokenize import StreamDecoder
+from twostroke.model.tokenizer import StreamDecoder
 
 TOKENIZER = byte_tokenizer()
 IDS = st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=60)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from twostroke.tokenize.template_files import read_chat_templates
+from twostroke.model.tokenizer.template_files import read_chat_templates
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,8 +21,8 @@ from support.byte_tokenizer import (
     byte_tokenizer,
 )
 from twostroke.core.errors import ModelFormatError, RequestError
-from twostroke.tokenize import from_gguf
-from twostroke.tokenize.pretokenizers import PRE_TOKENIZERS
+from twostroke.model.tokenizer import from_gguf
+from twostroke.model.tokenizer.pretokenizers import PRE_TOKENIZERS
 
 TOKENIZER = byte_tokenizer()
 QWEN = byte_tokenizer(pre="qwen2")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.byte_tokenizer import DOC, END, START, byte_metadata, byte_tokenizer
-from twostroke.tokenize import Translation, from_gguf
+from twostroke.model.tokenizer import Translation, from_gguf
 
 FINE = byte_tokenizer()
 COARSE = byte_tokenizer(more_merges=("Ġw o", "Ġwo r", "Ġwor l", "Ġworl d", "a b", "ab c"))

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from twostroke.tokenize.vocabulary import Vocabulary
+from twostroke.model.tokenizer.vocabulary import Vocabulary
 
 
 def _random_texts(seed: int) -> list[bytes]:

@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from support.native import native_dir
 from support.tiny import write_tiny_gguf
 from twostroke import SamplingParams
-from twostroke.core.config import ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.core.options import ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.engine.build import build
-from twostroke.train import TrainOptions
-from twostroke.train.answers import collect
-from twostroke.train.prompts import prompts
-from twostroke.train.record import Answer, Recorder, Store, kept_answers
-from twostroke.weights import load_path
+from twostroke.lab.train import TrainOptions
+from twostroke.lab.train.answers import collect
+from twostroke.lab.train.prompts import prompts
+from twostroke.lab.train.record import Answer, Recorder, Store, kept_answers
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,8 +14,8 @@ import pytest
 from support.safetensors_writer import with_header
 from support.tiny import Tiny, write_tiny_folder, write_tiny_gguf
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.weights import load_path
-from twostroke.weights.gguf import read_gguf
+from twostroke.model.weights import load_path
+from twostroke.model.weights.gguf import read_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable

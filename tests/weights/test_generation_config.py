@@ -9,10 +9,10 @@ from msgspec.structs import asdict
 
 from support.gguf_writer import Typed
 from support.tiny import write_tiny_folder, write_tiny_gguf
-from twostroke.core.config import EngineOptions, GenerationOptions
 from twostroke.core.errors import UsageError
+from twostroke.core.options import EngineOptions, GenerationOptions
 from twostroke.core.sampling import DEFAULTED, LOCAL_DEFAULTS, OPENAI_DEFAULTS, SamplingParams
-from twostroke.weights import load_path
+from twostroke.model.weights import load_path
 
 
 def said(params: SamplingParams) -> dict[str, float]:

@@ -13,8 +13,8 @@ from support import gguf_writer
 from support.gguf_writer import Typed, gguf_bytes, write_gguf
 from support.random_blocks import in_format
 from support.resident import resident_bytes
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights.gguf import read_gguf
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights.gguf import read_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,8 +11,8 @@ import pytest
 from support.gguf_writer import ARRAY, STRING, U8, U32, header, key_value, string, tensor_info
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.weights import load_path
-from twostroke.weights.gguf import read_gguf
+from twostroke.model.weights import load_path
+from twostroke.model.weights.gguf import read_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,9 +11,9 @@ from support.gguf_writer import I32, U16, Typed, write_gguf
 from support.resident import resident_bytes
 from support.tiny import Tiny, tiny_metadata, tiny_tensors, write_tiny_gguf, write_tiny_split
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.weights import load_path
-from twostroke.weights.gguf import read_gguf
-from twostroke.weights.gguf_split import read_gguf_parts
+from twostroke.model.weights import load_path
+from twostroke.model.weights.gguf import read_gguf
+from twostroke.model.weights.gguf_split import read_gguf_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -21,21 +21,21 @@ from support.tiny import (
     write_tiny_gguf,
 )
 from support.tiny_weights import folder_weights
-from twostroke.compress.hf_files import config_of
-from twostroke.compress.quantize import stored
 from twostroke.core import notices
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.engine.loading import build_tokenizer
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.tokenize import from_gguf
-from twostroke.weights import load_path, safetensors
-from twostroke.weights.tensors import StoredArray
+from twostroke.lab.compress.hf_files import config_of
+from twostroke.lab.compress.quantize import stored
+from twostroke.model.load import build_tokenizer
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.tokenizer import from_gguf
+from twostroke.model.weights import load_path, safetensors
+from twostroke.model.weights.tensors import StoredArray
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from twostroke.weights import LoadedModel
+    from twostroke.model.weights import LoadedModel
 
 MAX_U32 = (1 << 32) - 1
 

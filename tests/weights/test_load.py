@@ -24,9 +24,15 @@ from support.tiny import (
 )
 from support.tiny_weights import interleave_rows
 from twostroke.core.errors import MemoryLimitError, ModelFormatError, ModelNotFoundError
-from twostroke.models import ModelSpec, RopeSpec, build_program
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights import GgufTokenizer, JsonTokenizer, load_path, peek_family, weights_identity
+from twostroke.model.families import ModelSpec, RopeSpec, build_program
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights import (
+    GgufTokenizer,
+    JsonTokenizer,
+    load_path,
+    peek_family,
+    weights_identity,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,8 +12,8 @@ from support.safetensors_writer import write_safetensors
 from support.tiny import Tiny, tiny_weights, write_tiny_folder, write_tiny_gguf
 from support.tiny_weights import folder_weights
 from twostroke.core.errors import ModelFormatError
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights import load_path
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,10 +21,10 @@ from support.published import (
 )
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.errors import ModelFormatError
-from twostroke.models import build_program
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights import load_path
-from twostroke.weights.model import weights_identity
+from twostroke.model.families import build_program
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights import load_path
+from twostroke.model.weights.model import weights_identity
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,8 +14,8 @@ import pytest
 from support.safetensors_writer import safetensors_bytes, with_header, write_safetensors
 from support.tiny import Tiny, write_tiny_folder
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights.safetensors import read_safetensors, read_sharded
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights.safetensors import read_safetensors, read_sharded
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from twostroke.core.frozen import Frozen
-from twostroke.program.mesh import Place
+from twostroke.model.program.mesh import Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from msgspec import field
 
+from twostroke.core.draft_tree import ends_of
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import NO_PAGE
-from twostroke.core.tree import ends_of
-from twostroke.program.pages import PIECE_TOKENS
+from twostroke.model.program.kv_format import PIECE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from twostroke.backends.frame import StepFrame
+    from twostroke.backends.step_frame import StepFrame
     from twostroke.core.step import Slice
-    from twostroke.program import Program
+    from twostroke.model.program import Program
 
     Numbers = NDArray[np.int64]
     Rows: TypeAlias = "tuple[Numbers, Numbers, tuple[Span, ...], Numbers]"

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Self
 
 from rich.text import Text
 
-from twostroke.chat.call_reader import ReasoningPiece, TextPiece
-from twostroke.chat.reader import AnswerReader, Reading
 from twostroke.cli.markdown import MarkdownStream
 from twostroke.cli.terminal import printable
+from twostroke.engine.chat.call_reader import ReasoningPiece, TextPiece
+from twostroke.engine.chat.reader import AnswerReader, Reading
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from twostroke.core.preface import Preface
     from twostroke.engine.output import Output
-    from twostroke.tokenize import Tokenizer
+    from twostroke.model.tokenizer import Tokenizer
 
 
 class AnswerStream:

@@ -30,10 +30,10 @@ from twostroke.core.errors import EngineStoppedError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.http.inside import Answer
-    from twostroke.http.limits import Limits
-    from twostroke.serve.batches.lines import Line
-    from twostroke.serve.batches.offline import Progress, Send
+    from twostroke.server.batch.lines import Line
+    from twostroke.server.batch.offline import Progress, Send
+    from twostroke.server.http.internal_requests import Answer
+    from twostroke.server.http.limits import Limits
 
 _WAITING: Final = 32  # lines that wait in the engine, so that no step waits for the next
 _FULL: Final = 429  # long prompts fill the queue sooner than many
@@ -80,8 +80,8 @@ def command(**given: Any) -> int:
     command is interrupted, the same command goes on: lines with a result are not run again. Exits
     with 1 if some lines failed; they are in the file of errors.
     """
-    from twostroke.http.limits import Limits
-    from twostroke.serve.batches.offline import Files, Progress, Results, run
+    from twostroke.server.batch.offline import Files, Progress, Results, run
+    from twostroke.server.http.limits import Limits
 
     path, output, model, url = (given.pop(name) for name in ("file", "output", "model", "url"))
     chosen = given.pop("errors")
@@ -129,8 +129,8 @@ def _check(path: Path, limits: Limits) -> int:
     Raises:
         UsageError: the file cannot be read, or has wrong lines, which are printed.
     """
-    from twostroke.serve.batches.lines import check, parse, read_lines
-    from twostroke.serve.batches.openai import ENDPOINTS
+    from twostroke.server.batch.lines import check, parse, read_lines
+    from twostroke.server.batch.openai import ENDPOINTS
 
     try:
         total, errors, num_errors = check(path, None, limits)
@@ -151,7 +151,7 @@ def _check(path: Path, limits: Limits) -> int:
 @contextmanager
 def _there(url: str, most: int) -> Iterator[tuple[Send, int]]:
     """Yield what sends lines to a server, and how many at once."""
-    from twostroke.serve.batches.remote import Remote
+    from twostroke.server.batch.remote import Remote
 
     with closing(Remote(url, env.own_api_key(), most)) as remote:
         yield remote.send, most
@@ -160,14 +160,14 @@ def _there(url: str, most: int) -> Iterator[tuple[Send, int]]:
 @contextmanager
 def _here(model: str, given: dict[str, Any], *, quiet: bool) -> Iterator[tuple[Send, int]]:
     """Yield what gives lines to an engine in this process, and how many at once."""
-    from twostroke.core.service import DEFAULT_SERVICE
-    from twostroke.engine.collector import ease_collector
+    from twostroke.core.process_tuning import ease_collector
+    from twostroke.core.service_tier import DEFAULT_SERVICE
     from twostroke.engine.health import Health
-    from twostroke.engine.served import LocalEngine
-    from twostroke.http.inside import Sender, post
-    from twostroke.serve.app import Api
-    from twostroke.serve.layers import build_app
-    from twostroke.serve.options import ServeOptions
+    from twostroke.engine.process.served import LocalEngine
+    from twostroke.server.app import Api
+    from twostroke.server.http.internal_requests import Sender, post
+    from twostroke.server.middleware import build_app
+    from twostroke.server.options import ServeOptions
 
     check_batching(given["policy"])
     with open_engine(model, engine_options(given, model), quiet=quiet) as engine:

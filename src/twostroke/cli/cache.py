@@ -43,7 +43,7 @@ def command() -> None:
 @_as_json
 def list_command(folder: Path, as_json: bool) -> None:
     """Show what is stored, by model, format and arithmetic, and what computing it would take."""
-    from twostroke.cache.folder import read_folder
+    from twostroke.engine.kv_offload.folder import read_folder
 
     kinds = read_folder(folder, time.time())
     if as_json:
@@ -69,7 +69,7 @@ def _date(time_s: float) -> str:
 @_folder
 def verify_command(folder: Path) -> int:
     """Read all pages, and remove those that are damaged."""
-    from twostroke.cache.folder import read_folder, verify
+    from twostroke.engine.kv_offload.folder import read_folder, verify
 
     num_pages = sum(kind.num_pages for kind in read_folder(folder, time.time()))
     count = 0
@@ -88,7 +88,7 @@ def verify_command(folder: Path) -> int:
 @option("--all", "is_all", is_flag=True, help="Remove all pages, also those that are kept.")
 def clean_command(folder: Path, model: str | None, days: float | None, is_all: bool) -> int:
     """Remove pages: of a model, those that were not used for some days, or all."""
-    from twostroke.cache.folder import clean
+    from twostroke.engine.kv_offload.folder import clean
 
     if not is_all and days is None and model is None:
         raise UsageError("Say what to remove: --all, --days, or --model.")

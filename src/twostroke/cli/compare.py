@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from twostroke.cli.help import Command, ListOf, OneOf, TextFile, option
 from twostroke.cli.options import PARALLEL, parallel_options
 from twostroke.cli.terminal import printable, show_table
-from twostroke.core.config import (
+from twostroke.core.errors import UsageError
+from twostroke.core.options import (
     ACTIVATION_BITS,
     AUTO_BITS,
     BACKENDS,
@@ -22,12 +23,11 @@ from twostroke.core.config import (
     CacheOptions,
     ComputeOptions,
 )
-from twostroke.core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.measure.compare import Report, Subject
+    from twostroke.lab.measure.compare import Report, Subject
 
 _READERS: Final = tuple(name for name in BACKENDS if name != "auto")
 _LAYERS_SHOWN: Final = 6
@@ -93,7 +93,7 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **given: Any) 
     the mean absolute difference of its tokens' log-probabilities (LOGPROB CHANGE, in nats), and how
     much the hidden states differ.
     """
-    from twostroke.measure import compare as measured
+    from twostroke.lab.measure import compare as measured
 
     against = model if given["against"] is None else given["against"]
     subjects = _subjects(model, given)
@@ -130,7 +130,7 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **given: Any) 
 
 def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
     """Return every combination of the settings of the cpu backend, and one for each other."""
-    from twostroke.measure.compare import Subject
+    from twostroke.lab.measure.compare import Subject
 
     readers, parallel = given["readers"], parallel_options(given)
     for name, reader, used in (

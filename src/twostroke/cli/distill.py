@@ -38,7 +38,7 @@ def command(
     Its tokens' probabilities learn from TEACHER's; with another vocabulary it learns the text.
     Ctrl-C stops and keeps the training; the same command continues it.
     """
-    from twostroke.train.options import DistillOptions, StudentShape
+    from twostroke.lab.train.options import DistillOptions, StudentShape
 
     options = DistillOptions(**given)
     if (student is None) == (layers is None):
@@ -47,7 +47,7 @@ def command(
     if student is not None and student.endswith((".yaml", ".yml")):
         wanted = StudentShape.read(Path(student))
     with needing_torch("distill"):
-        from twostroke.compress.distill import distill
+        from twostroke.lab.compress.distill import distill
     fetch(teacher)
     if isinstance(wanted, str):
         fetch(wanted)

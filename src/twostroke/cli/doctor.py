@@ -83,7 +83,7 @@ def command(as_json: bool, threads: int | None, ranks: bool, model: str | None) 
 
 def _compare_ranks(model: str | None, *, as_json: bool) -> None:
     """Show what `check_ranks` finds; other ranks than 0 say nothing."""
-    from twostroke.engine.rank_check import check_ranks
+    from twostroke.backends.parallel.check import check_ranks
 
     check = check_ranks(model)
     if check is None:
@@ -209,7 +209,7 @@ def measure(level: str, num_threads: int) -> dict[str, Any]:
     One bandwidth is for a small stream, one for a stream that no cache holds; that one is None if
     memory is too short for it.
     """
-    from twostroke.engine.limits import machine
+    from twostroke.backends.machine_limits import machine
 
     small = machine(level, num_threads, _SMALL_BYTES, again=True)
     is_short = memory_available() < 2 * _LARGE_BYTES

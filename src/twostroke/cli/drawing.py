@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 
 from twostroke.core.errors import UsageError
-from twostroke.measure.plots import new_figure
+from twostroke.lab.measure.plots import new_figure
 
 PLOTS: Final = (".svg", ".png")
 

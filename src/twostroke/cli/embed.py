@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from twostroke.cli.help import Command, OneOf, TextFile, option, read_text
 from twostroke.cli.options import MACHINE, PARALLEL, engine_options
 from twostroke.cli.pull import open_engine
-from twostroke.core.config import SpeculationOptions
 from twostroke.core.embedding import AUTO, POOLINGS, EmbeddingParams
 from twostroke.core.errors import ContextLengthError, UsageError
+from twostroke.core.options import SpeculationOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from twostroke.core.yaml_file import YamlFile
-    from twostroke.fleet.manager import FleetStatus
-    from twostroke.fleet.own_ray import OwnRay
-    from twostroke.fleet.spec import FleetSpec
+    from twostroke.fleet.cluster.manager import FleetStatus
+    from twostroke.fleet.cluster.own_ray import OwnRay
+    from twostroke.fleet.cluster.spec import FleetSpec
 
 _LOOK_S: Final = 0.25
 _HEADINGS: Final = ("MODEL", "REPLICA", "STATE", "REQUESTS", "STARTS", "URL")
@@ -60,7 +60,7 @@ def up_command(file: Path, may_grow: bool, timeout_s: float, as_json: bool) -> N
 
     Returns once all replicas answer. See docs/ray.md for the file.
     """
-    from twostroke.fleet.spec import read_spec
+    from twostroke.fleet.cluster.spec import read_spec
 
     spec, source = read_spec(file)
     _check_options(spec, source)
@@ -158,7 +158,7 @@ def _joined(*, starts: bool = False) -> Iterator[ModuleType]:
 
     if find_spec("ray") is None:
         raise UsageError(f"Fleets need Ray: run {install_command('cluster')}.")
-    from twostroke.fleet.own_ray import OwnRay
+    from twostroke.fleet.cluster.own_ray import OwnRay
 
     own: OwnRay | None = None
     address = env.ray_address()
@@ -167,7 +167,7 @@ def _joined(*, starts: bool = False) -> Iterator[ModuleType]:
         address = own.find() or (own.start() if starts else None)
     if address is None:
         raise UnreachableError("No fleet runs here. RAY_ADDRESS names the cluster of another.")
-    ray = importlib.import_module("twostroke.fleet.ray_cluster")  # after its token is known
+    ray = importlib.import_module("twostroke.fleet.cluster.ray_cluster")  # after its token is known
     is_empty = True
     try:
         ray.connect(address)

@@ -16,9 +16,9 @@ from msgspec.structs import asdict, replace
 from twostroke.cli.help import Group, WordOr, option
 from twostroke.cli.terminal import show_table
 from twostroke.core.errors import UsageError
-from twostroke.http import key as kept
-from twostroke.http.api_key import Key, KeyLimits
-from twostroke.records import beside
+from twostroke.server.auth import key as kept
+from twostroke.server.http.api_key import Key, KeyLimits
+from twostroke.server.storage import beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from twostroke.cli.help import option
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from twostroke.records import Records
+    from twostroke.server.storage import Records
 
 _logger = logging.getLogger("twostroke.serve")
 
@@ -76,7 +76,7 @@ def open_records(path: Path | None) -> Iterator[Records | None]:
     if path is None:
         yield None
         return
-    from twostroke.records import Records
+    from twostroke.server.storage import Records
 
     with closing(Records(path)) as records:
         yield records

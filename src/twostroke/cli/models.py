@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from twostroke import fetch
 from twostroke.cli import pull
 from twostroke.cli.help import Group, option
 from twostroke.cli.terminal import Bar, printable, show_table
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
 from twostroke.core.files import megabytes
 from twostroke.core.json_lines import encode_json
-from twostroke.models import ARCHITECTURES
+from twostroke.model import hub as fetch
+from twostroke.model.families import ARCHITECTURES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.fetch import Leftover, ModelRecord
+    from twostroke.model.hub import Leftover, ModelRecord
 
 _HEAD = ("NAME", "FAMILY", "FORMAT", "SIZE", "LICENCE", "LAST USED", "GOOD FOR")
 _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from twostroke.chat.built_in import BUILT_IN, check_template
 from twostroke.cli.help import (
     ByteSize,
     Counts,
@@ -18,7 +17,17 @@ from twostroke.cli.help import (
     WordOr,
     read_text,
 )
-from twostroke.core.config import (
+from twostroke.core.constraint import Constraint
+from twostroke.core.errors import Field, UsageError
+from twostroke.core.frozen import Frozen
+from twostroke.core.handover_options import (
+    DEFAULT_PEER_ADDRESS,
+    DISAGGREGATE,
+    PEER_LINKS,
+    ROLES,
+    HandoverOptions,
+)
+from twostroke.core.options import (
     AUTO_BITS,
     BACKENDS,
     DEFAULT_PAGE_SIZE,
@@ -37,18 +46,9 @@ from twostroke.core.config import (
     ParallelOptions,
     SpeculationOptions,
 )
-from twostroke.core.constraint import Constraint
-from twostroke.core.errors import Field, UsageError
-from twostroke.core.frozen import Frozen
-from twostroke.core.handover_options import (
-    DEFAULT_PEER_ADDRESS,
-    DISAGGREGATE,
-    PEER_LINKS,
-    ROLES,
-    HandoverOptions,
-)
 from twostroke.core.sampling import BOUNDS, DEFAULTED, LOCAL_DEFAULTS, SamplingParams
 from twostroke.core.tier_options import TierOptions
+from twostroke.model.tokenizer.built_in_templates import BUILT_IN, check_template
 
 T = TypeVar("T", bound=Frozen)
 _NO_DRAFT: Final = "none"
@@ -419,7 +419,7 @@ def engine_options(given: dict[str, Any], model: str) -> EngineOptions:
         _chat_template(given),
     )
     if options.parallel.num_ranks > 1 and options.parallel.launcher == "auto":
-        from twostroke.parallel.start import follow_if_launched
+        from twostroke.backends.parallel.start import follow_if_launched
 
         follow_if_launched(model, options.parallel)
     return options

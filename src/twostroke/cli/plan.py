@@ -21,15 +21,15 @@ from twostroke.cli.planning import (
     weights_option,
 )
 from twostroke.cli.terminal import printable, show_table
-from twostroke.compress.unfinished import unfinished
 from twostroke.core import env
 from twostroke.core.errors import Field, UnreachableError, UsageError
 from twostroke.core.json_lines import encode_json
+from twostroke.core.unfinished import unfinished
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.planner import Calibration, Plan, PlannedModel
+    from twostroke.lab.planner import Calibration, Plan, PlannedModel
 
 
 ALL: Final = "all"  # the devices of the table
@@ -126,8 +126,8 @@ def command(
     corrected by measured steps of MODEL (--calibrate), or else of another model, if neither is
     given. The exit code is 9 if what is asked cannot be.
     """
-    from twostroke import planner
-    from twostroke.planner.words import verdict
+    from twostroke.lab import planner
+    from twostroke.lab.planner.words import verdict
 
     check_file(plot, "plot", PLOTS)
     check_file(html, "html", (".html",))
@@ -168,7 +168,7 @@ class _PlanOptions(NamedTuple):
 
 def _device_names(names: tuple[str, ...]) -> list[str]:
     """Return each named device once; `all` names the devices of the table with a known memory."""
-    from twostroke.planner.devices import known_devices
+    from twostroke.lab.planner.devices import known_devices
 
     in_table = [name for name, device in known_devices().items() if device.memory_bytes]
     unique: dict[str, None] = {}
@@ -179,7 +179,7 @@ def _device_names(names: tuple[str, ...]) -> list[str]:
 
 def _plan(planned: PlannedModel, name: str, options: _PlanOptions) -> Plan:
     """Return the plan for one device: this machine as measured, or one of the table or a file."""
-    from twostroke import planner
+    from twostroke.lab import planner
 
     is_here = name == HERE
     defaults: dict[str, Any] = {
@@ -235,8 +235,8 @@ def _check_calibration(
 
 def _known(planned: PlannedModel, num_threads: int | None) -> Calibration | None:
     """Return the measured steps on these threads; note where there are others."""
-    from twostroke import planner
-    from twostroke.planner.served import on_threads
+    from twostroke.lab import planner
+    from twostroke.lab.planner.served import on_threads
 
     known = planner.known_calibration(planned.identity, num_threads)
     if known is None and (others := planner.calibrated_threads(planned.identity)):
@@ -249,7 +249,7 @@ def _calibrate(
     planned: PlannedModel, model: str, server: str | None, num_threads: int | None
 ) -> int | None:
     """Measure steps; return the threads on which."""
-    from twostroke import planner
+    from twostroke.lab import planner
 
     def notice(text: str) -> None:
         click.echo(text, err=True)
@@ -294,7 +294,7 @@ def _simulation(plan: Plan, model: str, device: str) -> str:
 
 def _show_ranking(plans: list[Plan], *, as_json: bool) -> None:
     """Print the plans of several devices as one table, the best first."""
-    from twostroke.planner import words
+    from twostroke.lab.planner import words
 
     ranking = words.rank(plans)
     verdict = words.rank_verdict(ranking)
@@ -310,7 +310,7 @@ def _show_ranking(plans: list[Plan], *, as_json: bool) -> None:
 
 
 def _show(plan: Plan, simulation: str, *, explained: bool) -> None:
-    from twostroke.planner import words
+    from twostroke.lab.planner import words
 
     first, *details = words.answer(plan)
     click.echo(printable(first if plan.chosen is not None else f"No: {first}"))
@@ -336,9 +336,9 @@ def _show(plan: Plan, simulation: str, *, explained: bool) -> None:
 
 
 def _draw(plan: Plan, plot: Path | None, html: Path | None) -> None:
-    from twostroke.measure.plots import save
-    from twostroke.planner.plots import draw
-    from twostroke.planner.report import report
+    from twostroke.lab.measure.plots import save
+    from twostroke.lab.planner.plots import draw
+    from twostroke.lab.planner.report import report
 
     if plot is not None:
         with unfinished(plot) as part:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from twostroke.planner.buy import Buy, Case, Comparison
+    from twostroke.lab.planner.buy import Buy, Case, Comparison
 
 
 class _Hours(click.ParamType):  # type: ignore[type-arg]
@@ -38,7 +38,7 @@ class _Hours(click.ParamType):  # type: ignore[type-arg]
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[float, ...]:
         """Return the weights of 24 hours."""
-        from twostroke.planner.buy import HOURS
+        from twostroke.lab.planner.buy import HOURS
 
         if isinstance(value, tuple):
             return value
@@ -98,9 +98,9 @@ def command(
 
     Shows the cost of a month, the load from which hosting costs less, and what moves it most.
     """
-    from twostroke import planner
-    from twostroke.planner.buy import Case, Hosting, Traffic, compare
-    from twostroke.planner.prices import find_price, known_prices
+    from twostroke.lab import planner
+    from twostroke.lab.planner.buy import Case, Hosting, Traffic, compare
+    from twostroke.lab.planner.prices import find_price, known_prices
 
     check_effect("api_ttft", "api_tpot", has_effect=api_tpot is not None)
     check_effect("api_tpot", "api_ttft", has_effect=api_ttft is not None)
@@ -139,7 +139,7 @@ def _take(given: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _costs(found: Buy, case: Case) -> Iterator[str]:
-    from twostroke.planner.words import left_out
+    from twostroke.lab.planner.words import left_out
 
     costs, replica, count = found.costs, found.replica, case.question.count
     devices = f"{count} x {found.device}" if count > 1 else found.device
@@ -185,7 +185,7 @@ def _signals(
     found: Buy, case: Case, measured: tuple[float | None, float | None, float | None]
 ) -> Iterator[str]:
     """Yield what speaks for hosting and what for the API: cost, latency, reliability."""
-    from twostroke.measure.digits import digits, milliseconds
+    from twostroke.lab.measure.digits import digits, milliseconds
 
     cheapest, (ttft, tpot, promised) = found.comparisons[0], measured
     side = "hosting" if cheapest.saving_usd > 0 else "the API"

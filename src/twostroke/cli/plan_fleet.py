@@ -14,7 +14,7 @@ from twostroke.core.json_lines import encode_json
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.planner.fleet import Fleet
+    from twostroke.lab.planner.fleet import Fleet
 
 _HEADINGS = (
     "PLACES", "MODEL", "WEIGHTS", "REPLICAS", "TIME", "GB", "STREAMS", "TTFT MS", "MS/TOKEN",
@@ -32,9 +32,9 @@ def command(file: Path, as_json: bool) -> None:
     objective is cost or performance. See docs/planning.md for the file.
     """
     from twostroke.core.errors import TwostrokeError, UnreachableError
-    from twostroke.planner.fleet import make_fleet
-    from twostroke.planner.fleet_file import at_line, read_fleet
-    from twostroke.planner.words import left_out
+    from twostroke.lab.planner.fleet import make_fleet
+    from twostroke.lab.planner.fleet_file import at_line, read_fleet
+    from twostroke.lab.planner.words import left_out
 
     question = read_fleet(file)
     try:
@@ -71,7 +71,7 @@ def _price(fleet: Fleet) -> str:
 
 
 def _groups(fleet: Fleet) -> Iterator[tuple[str, ...]]:
-    from twostroke.measure.digits import digits, milliseconds
+    from twostroke.lab.measure.digits import digits, milliseconds
 
     for group in fleet.groups:
         each = f"{group.count} x {group.device}" if group.count > 1 else group.device

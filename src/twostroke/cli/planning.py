@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from twostroke.cache.formats import FORMATS
 from twostroke.cli.given import check_effect
 from twostroke.cli.help import OneOf, option
 from twostroke.core.ranges import check_number
-from twostroke.program.storage import WEIGHTS
+from twostroke.model.program.formats import FORMATS
+from twostroke.model.program.storage import WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,14 +14,14 @@ from twostroke.cli.help import Command, Counts, option
 from twostroke.cli.options import MACHINE, PARALLEL, engine_options
 from twostroke.cli.pull import fetch
 from twostroke.cli.terminal import printable, show_table
-from twostroke.compress.unfinished import unfinished
 from twostroke.core.errors import UsageError
-from twostroke.measure import plots
+from twostroke.core.unfinished import unfinished
+from twostroke.lab.measure import plots
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.measure.profile import StepProfile
+    from twostroke.lab.measure.profile import StepProfile
 
 _QUIET: Final = 0.03  # share of the processors that other programs may take without a note
 _HEADINGS: Final = (
@@ -68,8 +68,8 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     On several ranks (--tensor-parallel and others) the times are those of each rank, with what it
     waits for others, and the time in collectives is compared with what the engine predicts.
     """
-    from twostroke.measure.profile import Wanted, profile
-    from twostroke.measure.single_step import Shape
+    from twostroke.lab.measure.profile import Wanted, profile
+    from twostroke.lab.measure.single_step import Shape
 
     check_file(plot, "plot", PLOTS)
     streams, prompts = given["streams"], given["prefill"]

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from twostroke.backends.parallel.launched import unwise
 from twostroke.cli.terminal import Bar, printable
-from twostroke.core.config import PARTNER
 from twostroke.core.errors import ModelNotFoundError, TwostrokeError, UsageError
-from twostroke.parallel.launched import unwise
+from twostroke.core.options import PARTNER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from twostroke.core.config import EngineOptions
+    from twostroke.core.options import EngineOptions
     from twostroke.engine.build import Engine
-    from twostroke.engine.launch import Launched
     from twostroke.engine.model_card import ModelCard
-    from twostroke.engine.remote import RemoteEngine
-    from twostroke.fetch import Progress, Watcher
+    from twostroke.engine.process.launch import Launched
+    from twostroke.engine.process.remote import RemoteEngine
+    from twostroke.model.hub import Progress, Watcher
 
 
 _logger = logging.getLogger("twostroke.ranks")
@@ -60,8 +60,8 @@ def command(models: tuple[str, ...]) -> None:
 
 
 def _pull(model: str) -> None:
-    from twostroke.engine.loading import load
-    from twostroke.fetch import find, find_draft, known_draft, resolve
+    from twostroke.model.hub import find, find_draft, known_draft, resolve
+    from twostroke.model.load import load
 
     try:
         path, state = resolve(model), "already here"
@@ -82,7 +82,7 @@ def _pull(model: str) -> None:
 
 def fetch(model: str, *, quiet: bool = False) -> Path:
     """Return the path of `model`, after fetching it if it is not here; errors as `pull`."""
-    from twostroke.engine.loading import pull
+    from twostroke.model.load import pull
 
     with Bar(quiet=quiet) as bar:
         return pull(model, watcher(bar, model))
@@ -105,8 +105,8 @@ def open_engine(
     `accept` may refuse the model before its weights are read. With several ranks of the
     cpu backend, `say` is called with what they should gain. Errors as `pull` and `build`.
     """
+    from twostroke.backends.create import FLOAT32_BACKENDS
     from twostroke.engine.build import build
-    from twostroke.engine.compute import FLOAT32_BACKENDS
 
     label = _fetch_all(model, options, quiet=quiet)
     with Bar(patience_s=_PATIENCE_S, quiet=quiet) as bar:
@@ -125,7 +125,7 @@ def open_remote(
     meanwhile: Callable[[], None],
 ) -> RemoteEngine:
     """Do as `open_engine`, in a launched process; what it says goes to the log."""
-    from twostroke.engine.remote import RemoteEngine
+    from twostroke.engine.process.remote import RemoteEngine
 
     label = _fetch_all(model, options)
     with Bar(patience_s=_PATIENCE_S) as bar:

@@ -71,15 +71,15 @@ def command(
     the file: twostroke report FILE.
     """
     from twostroke.cli.report import show_report
-    from twostroke.compress.allocate import Goal
-    from twostroke.compress.quantize import quantize
+    from twostroke.lab.compress.allocate import Goal
+    from twostroke.lab.compress.quantize import quantize
 
     if sum(given is not None for given in (target, bits, size, kl)) != 1:
         raise UsageError("Give one of --to, --bits, --size and --kl.")
     wanted = Goal(bits, size, kl) if target is None else _target(target)
     if tuning_minutes:
         with needing_torch("--tune"):
-            import twostroke.train.tune  # noqa: F401
+            import twostroke.lab.train.tune  # noqa: F401
     fetch(model)
     done = quantize(
         model,
@@ -96,8 +96,8 @@ def command(
 
 def _target(name: str) -> str:
     """Return a format that can be written; raises UsageError."""
-    from twostroke.compress.quantize import TARGETS
-    from twostroke.quant import FORMATS
+    from twostroke.lab.compress.quantize import TARGETS
+    from twostroke.model.quant import FORMATS
 
     if name.upper() in FORMATS and name.lower() not in TARGETS:
         known = ", ".join(TARGETS)

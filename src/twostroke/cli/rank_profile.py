@@ -10,16 +10,16 @@ import click
 import msgspec
 
 from twostroke.cli.terminal import printable, show_table
-from twostroke.measure.rank_profile import profile_ranks
+from twostroke.lab.measure.rank_profile import profile_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from twostroke.core.config import ParallelOptions
-    from twostroke.engine.gain import Shares
-    from twostroke.engine.speeds import LinkSpeed
-    from twostroke.measure.profile import Wanted
-    from twostroke.measure.rank_profile import RanksProfile, RankTime
+    from twostroke.backends.parallel.predicted_gain import Shares
+    from twostroke.backends.parallel.speeds import LinkSpeed
+    from twostroke.core.options import ParallelOptions
+    from twostroke.lab.measure.profile import Wanted
+    from twostroke.lab.measure.rank_profile import RanksProfile, RankTime
 
 
 def show_ranks(

@@ -11,8 +11,8 @@ from twostroke.cli.terminal import printable, show_table
 from twostroke.core.files import megabytes
 
 if TYPE_CHECKING:
-    from twostroke.compress.report import FileReport, TextFacts
-    from twostroke.measure.questions import Flips
+    from twostroke.lab.compress.report import FileReport, TextFacts
+    from twostroke.lab.measure.questions import Flips
 
 
 @click.command("report", cls=Command)
@@ -23,7 +23,7 @@ def command(model: str, as_json: bool) -> None:
 
     It is as old as the file: nothing is measured now.
     """
-    from twostroke.compress.report import report_of
+    from twostroke.lab.compress.report import report_of
 
     report = report_of(model)
     if as_json:

@@ -97,12 +97,12 @@ def command(**given: Any) -> int:
 
     Ctrl-C or SIGTERM stops the router after the running requests; a second one cuts them off.
     """
-    from twostroke.engine.collector import ease_collector
-    from twostroke.http.keys import ApiKeys, check_router
-    from twostroke.http.logs import logging_to
-    from twostroke.http.server import bind
-    from twostroke.router.options import RouteOptions
-    from twostroke.router.run import run_router
+    from twostroke.core.process_tuning import ease_collector
+    from twostroke.fleet.router.options import RouteOptions
+    from twostroke.fleet.router.run import run_router
+    from twostroke.server.auth.keys import ApiKeys, check_router
+    from twostroke.server.http.logs import logging_to
+    from twostroke.server.http.server import bind
 
     form, level = given.pop("log_format"), given.pop("log_level")
     folder, key = given.pop("records"), env.replica_key()

@@ -35,13 +35,13 @@ from twostroke.core.files import megabytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from twostroke.core.config import BatchOptions, EngineOptions
-    from twostroke.engine.launch import Launched
-    from twostroke.engine.limits import Limits
+    from twostroke.backends.machine_limits import Limits
+    from twostroke.core.options import BatchOptions, EngineOptions
     from twostroke.engine.model_card import ModelCard
-    from twostroke.engine.roster import Roster
-    from twostroke.engine.served import ServedEngine
-    from twostroke.serve.options import Objective, ServeOptions
+    from twostroke.engine.process.launch import Launched
+    from twostroke.engine.process.served import ServedEngine
+    from twostroke.server.models.model_pool import Roster
+    from twostroke.server.options import Objective, ServeOptions
 
     Opened = tuple[ServedEngine, Limits | None, str | None]  # the last is the draft's name
 
@@ -146,7 +146,7 @@ def command(**given: Any) -> int:
     Ctrl-C or SIGTERM stops the server after the running answers; a second one cuts them off.
     """
     from twostroke.core.open_files import allow_files
-    from twostroke.engine.launch import Launched
+    from twostroke.engine.process.launch import Launched
 
     asked = asked_models(given["model"], given["models"])
     check_batching(given["policy"], is_server=True)
@@ -194,10 +194,10 @@ def _prepare(given: dict[str, Any], stack: ExitStack) -> Callable[..., int]:
 
     It is called with the engine, its machine's limits and what announces it.
     """
-    from twostroke.http.logs import logging_to
-    from twostroke.http.server import bind
-    from twostroke.serve.observe.objectives import limits_of, parse_objective
-    from twostroke.serve.observe.traces import check_endpoint
+    from twostroke.server.http.logs import logging_to
+    from twostroke.server.http.server import bind
+    from twostroke.server.observability.objectives import limits_of, parse_objective
+    from twostroke.server.observability.traces import check_endpoint
 
     objectives, form = tuple(map(parse_objective, given["objectives"])), given["log_format"]
     limits_of(objectives)  # wrong ones are refused here, before the weights are loaded
@@ -210,9 +210,9 @@ def _prepare(given: dict[str, Any], stack: ExitStack) -> Callable[..., int]:
     stack.enter_context(logging_to(sys.stderr, form, given["log_level"]))
 
     def run(engine: ServedEngine, limits: Limits | None, announce: Callable[..., None]) -> int:
-        from twostroke.engine.collector import ease_collector
-        from twostroke.serve.plans import Plans
-        from twostroke.serve.run import run_server
+        from twostroke.core.process_tuning import ease_collector
+        from twostroke.lab.planner.endpoint import Plans
+        from twostroke.server.run import run_server
 
         def on_ready(url: str) -> None:
             ease_collector()
@@ -235,8 +235,8 @@ def _prepare(given: dict[str, Any], stack: ExitStack) -> Callable[..., int]:
 
 def _serving(given: dict[str, Any], objectives: tuple[Objective, ...]) -> ServeOptions:
     """Return the server's options; its records are open."""
-    from twostroke.http.keys import ApiKeys
-    from twostroke.serve.options import ServeOptions
+    from twostroke.server.auth.keys import ApiKeys
+    from twostroke.server.options import ServeOptions
 
     return ServeOptions(
         host=given["host"],
@@ -277,7 +277,7 @@ def _open(
         ) as remote:
             yield remote, remote.limits, remote.draft
         return
-    from twostroke.engine.served import LocalEngine
+    from twostroke.engine.process.served import LocalEngine
 
     with open_engine(given["model"], options, say=_logger.info) as engine:
         engine.client.grammars.prepare()  # now, before a stream would have to wait for it
@@ -286,7 +286,7 @@ def _open(
 
 
 def _import_server() -> None:
-    import twostroke.serve.run  # noqa: F401 - it takes a while
+    import twostroke.server.run  # noqa: F401 - it takes a while
 
 
 def _announce(

@@ -13,9 +13,9 @@ from twostroke.core.hardware import memory_available
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.core.config import EngineOptions
-    from twostroke.engine.roster import Roster
-    from twostroke.engine.sleeping import SleepingEngine
+    from twostroke.core.options import EngineOptions
+    from twostroke.server.models.model_pool import Roster
+    from twostroke.server.models.on_demand import SleepingEngine
 
 _SHARE_OF_FREE: Final = 0.9  # of the memory that is free when the server starts
 
@@ -58,7 +58,7 @@ def check_alone(given: dict[str, Any], options: EngineOptions) -> None:
 
 def _memory(options: EngineOptions) -> int:
     """Return the bytes that are free; all of a GPU's, as to ask for the free ones takes some."""
-    from twostroke.engine.compute import gpu_device
+    from twostroke.backends.create import gpu_device
 
     is_on_gpu = options.compute.backend == "gpu"
     return gpu_device(options.compute).memory_total if is_on_gpu else memory_available()
@@ -75,9 +75,9 @@ def open_roster(
         MemoryLimitError: a model does not fit into the memory of all.
         TwostrokeError: a model is not there, or damaged, as `build` says.
     """
-    from twostroke.engine.roster import Roster
-    from twostroke.engine.sleeping import SleepingEngine
-    from twostroke.serve.names import ModelNames
+    from twostroke.server.models.model_pool import Roster
+    from twostroke.server.models.names import ModelNames
+    from twostroke.server.models.on_demand import SleepingEngine
 
     keep_s = given["idle_timeout_s"] or math.inf
     budget_bytes = given["budget_bytes"] or int(_SHARE_OF_FREE * _memory(options))

@@ -30,10 +30,10 @@ from twostroke.core.json_lines import encode_json
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.measure.requests import Objectives
-    from twostroke.planner import Calibration, Device, PlannedModel
-    from twostroke.planner.usual import Usual
-    from twostroke.simulate import Load, Probe, Setup, Simulation
+    from twostroke.lab.measure.requests import Objectives
+    from twostroke.lab.planner import Calibration, Device, PlannedModel
+    from twostroke.lab.planner.reference_calibration import Usual
+    from twostroke.lab.simulator import Load, Probe, Setup, Simulation
 
 _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "shared")
 
@@ -118,10 +118,10 @@ def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> 
     The engine's own scheduler, pages, prefix cache and speculation run; only steps are not
     computed: each takes what its operations need on the device. MODEL is what plan takes.
     """
-    from twostroke.compress.unfinished import unfinished
-    from twostroke.measure.requests import Objectives
-    from twostroke.simulate import simulate, sweep
-    from twostroke.simulate.sweep import check_objectives
+    from twostroke.core.unfinished import unfinished
+    from twostroke.lab.measure.requests import Objectives
+    from twostroke.lab.simulator import simulate, sweep
+    from twostroke.lab.simulator.sweep import check_objectives
 
     objectives = Objectives(given.pop("ttft_s"), given.pop("tpot_s"))
     is_sweep, share = given.pop("sweep"), given.pop("share")
@@ -174,7 +174,7 @@ def _check_effects(given: dict[str, Any]) -> None:
 
 def _load(given: dict[str, Any]) -> Load:
     """Take the options of the load out of `given` and return it."""
-    from twostroke.simulate import Synthetic, read_trace
+    from twostroke.lab.simulator import Synthetic, read_trace
 
     trace, rate, seed = given.pop("trace"), given.pop("rate"), given.pop("seed")
     count, speed, scale = given.pop("requests"), given.pop("speed"), given.pop("scale")
@@ -192,8 +192,8 @@ def _load(given: dict[str, Any]) -> Load:
 
 def _setup(model: str, given: dict[str, Any]) -> Setup:
     """Return what serves, from the other options."""
-    from twostroke import planner
-    from twostroke.simulate import Setup
+    from twostroke.lab import planner
+    from twostroke.lab.simulator import Setup
 
     device, weights, threads = (given.pop(name) for name in ("device", "weights", "num_threads"))
     check_threads(device)
@@ -222,7 +222,7 @@ def _setup(model: str, given: dict[str, Any]) -> Setup:
 def _correction(
     planned: PlannedModel, device: Device, threads: int | None
 ) -> Calibration | Usual | None:
-    from twostroke import planner
+    from twostroke.lab import planner
 
     return planner.known_calibration(planned.identity, threads) or planner.usual(device)
 
@@ -234,9 +234,9 @@ def _progress(probe: Probe) -> None:
 
 
 def _facts(setup: Setup, load: Load) -> Iterator[str]:
-    from twostroke.planner.served import on_threads
-    from twostroke.planner.usual import MEASURED, Usual
-    from twostroke.planner.words import about_usual, left_out
+    from twostroke.lab.planner.reference_calibration import MEASURED, Usual
+    from twostroke.lab.planner.served import on_threads
+    from twostroke.lab.planner.words import about_usual, left_out
 
     asked, count = setup.question, len(load.arrivals)
     devices = f"{asked.count} x {setup.device.name}" if asked.count > 1 else setup.device.name
@@ -268,7 +268,7 @@ def _facts(setup: Setup, load: Load) -> Iterator[str]:
 
 
 def _show_sweep(probes: tuple[Probe, ...]) -> None:
-    from twostroke.measure.digits import milliseconds
+    from twostroke.lab.measure.digits import milliseconds
 
     rows: list[tuple[str, ...]] = [("REQUESTS/S", "GOOD", "TTFT P90 MS", "TPOT P90 MS", "QUEUE")]
     for one in probes:
@@ -281,7 +281,7 @@ def _show_sweep(probes: tuple[Probe, ...]) -> None:
 
 
 def _show(simulation: Simulation, objectives: Objectives) -> None:
-    from twostroke.measure.requests import latency_rows
+    from twostroke.lab.measure.requests import latency_rows
 
     show_table(latency_rows(simulation.report))
     for line in _answer(simulation, objectives):

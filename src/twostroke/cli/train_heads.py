@@ -10,7 +10,7 @@ import click
 from twostroke.cli.extras import needing_torch
 from twostroke.cli.help import Command, OneOf, option
 from twostroke.cli.pull import fetch
-from twostroke.models.heads import KINDS
+from twostroke.model.families.heads import KINDS
 
 
 @click.command("train-heads", cls=Command)
@@ -37,11 +37,11 @@ def command(model: str, output: Path, **given: Any) -> None:
 
     Ctrl-C stops the training and saves usable heads; the same command continues it.
     """
-    from twostroke.train.options import TrainOptions
+    from twostroke.lab.train.options import TrainOptions
 
     options = TrainOptions(**given)
     with needing_torch("train-heads"):
-        from twostroke.train.run import train_heads
+        from twostroke.lab.train.run import train_heads
     fetch(model)
     train_heads(model, output, options, lambda line: click.echo(line, err=True))
     click.echo(f"The heads are in {output}: use them with --heads {output}.")

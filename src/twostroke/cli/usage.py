@@ -14,16 +14,16 @@ import click
 from twostroke.cli.help import Command, OneOf, option
 from twostroke.cli.terminal import show_table
 from twostroke.core.errors import UsageError
-from twostroke.http.key import all_keys
-from twostroke.http.tenants.prices import read_prices
-from twostroke.http.tenants.usage import amounts, damaged_owners
-from twostroke.records import beside
+from twostroke.server.auth.key import all_keys
+from twostroke.server.auth.prices import read_prices
+from twostroke.server.auth.usage import amounts, damaged_owners
+from twostroke.server.storage import beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from twostroke.http.tenants.prices import Prices
-    from twostroke.http.tenants.usage import Amount
+    from twostroke.server.auth.prices import Prices
+    from twostroke.server.auth.usage import Amount
 
 _BY: Final = ("key", "tenant", "day", "model")
 _FIRST: Final = "0000-01-01"

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct, field
 from msgspec.structs import force_setattr
 
+from twostroke.core.draft_tree import Branch
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import Request
-from twostroke.core.tree import Branch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

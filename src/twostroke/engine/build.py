@@ -9,17 +9,9 @@ from typing import TYPE_CHECKING, Self
 
 from msgspec.structs import replace
 
+from twostroke.backends.activation_bits.resolve import MOST_UNASKED, note, with_known_bits
 from twostroke.backends.cpu.library import choose_level
-from twostroke.cache import PagePool, PrefixIndex
-from twostroke.chat.conversation import Chat
-from twostroke.core.config import DEFAULT_ACTIVATION_BITS, EngineOptions
-from twostroke.core.errors import MemoryLimitError
-from twostroke.core.frozen import Frozen
-from twostroke.core.hardware import give_back_memory, resolve_num_threads, scarcest_memory
-from twostroke.engine.activations import MOST_UNASKED, note, with_known_bits
-from twostroke.engine.canary import FirstLoad
-from twostroke.engine.client import Client
-from twostroke.engine.compute import (
+from twostroke.backends.create import (
     auto_kv_format,
     check_backend,
     cost_model,
@@ -29,39 +21,47 @@ from twostroke.engine.compute import (
     memory_free,
     weight_bytes,
 )
-from twostroke.engine.division import mesh_for
-from twostroke.engine.guessers import Draft, Heads
-from twostroke.engine.kinds import page_kind
-from twostroke.engine.limits import Limits
-from twostroke.engine.loading import build_tokenizer, load
+from twostroke.backends.kv_size import size_cache
+from twostroke.backends.machine_limits import Limits
+from twostroke.backends.parallel.mesh_for import mesh_for
+from twostroke.core.errors import MemoryLimitError
+from twostroke.core.frozen import Frozen
+from twostroke.core.hardware import give_back_memory, resolve_num_threads, scarcest_memory
+from twostroke.core.options import DEFAULT_ACTIVATION_BITS, EngineOptions
+from twostroke.engine.canary import FirstLoad
+from twostroke.engine.chat.conversation import Chat
+from twostroke.engine.client import Client
+from twostroke.engine.drafters import Draft, Heads
+from twostroke.engine.kv_cache import PagePool, PrefixIndex
+from twostroke.engine.kv_offload.build import begin_paging, check_tiers, weights_digest
+from twostroke.engine.kv_offload.kv_cache_spec import page_kind
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.model_card import ModelCard
-from twostroke.engine.sizing import size_cache
-from twostroke.engine.tiers import begin_paging, check_tiers, weights_digest
-from twostroke.models import build_program
-from twostroke.models.heads import last_hidden
-from twostroke.program.mesh import ONE_RANK, Mesh
-from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
-from twostroke.spec import Lookahead, NgramProposer, Speculator, StepTime, budgets
-from twostroke.weights import GgufTokenizer, LoadedModel, release_tensors, weights_identity
+from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
+from twostroke.engine.speculation import Lookahead, NgramProposer, Speculator, StepTime, budgets
+from twostroke.model.families import build_program
+from twostroke.model.families.heads import last_hidden
+from twostroke.model.load import build_tokenizer, load
+from twostroke.model.program.mesh import ONE_RANK, Mesh
+from twostroke.model.weights import GgufTokenizer, LoadedModel, release_tensors, weights_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from twostroke.backends import Backend, BackendFacts
-    from twostroke.core.config import (
+    from twostroke.backends.kv_size import CacheSize
+    from twostroke.backends.parallel.rank_group import RankGroup
+    from twostroke.core.options import (
         BatchOptions,
         CacheOptions,
         ComputeOptions,
         SpeculationOptions,
     )
     from twostroke.core.sampling import SamplingDefaults
-    from twostroke.engine.ranks import RankGroup
-    from twostroke.engine.sizing import CacheSize
-    from twostroke.program import Program
-    from twostroke.program.cost import CostModel, StepCost
-    from twostroke.spec import Proposer, Watcher
-    from twostroke.tokenize import Tokenizer
+    from twostroke.engine.speculation import Proposer, Watcher
+    from twostroke.model.program import Program
+    from twostroke.model.program.cost import CostModel, StepCost
+    from twostroke.model.tokenizer import Tokenizer
 
     Progress = Callable[[int, int], None]
 
@@ -87,7 +87,9 @@ class Engine(Frozen):
 
     def describe_gain(self) -> str:
         """Return in a sentence what this engine's ranks should gain over one process."""
-        from twostroke.engine.gain import describe_gain  # one process needs nothing of it
+        from twostroke.backends.parallel.predicted_gain import (
+            describe_gain,  # one process needs nothing of it
+        )
 
         return describe_gain(
             facts=self.facts,
@@ -242,7 +244,7 @@ def _other_ranks(
     """Start the ranks in other processes, if there are any."""
     if mesh.num_ranks == 1 or options.compute.backend == "reference":
         return None
-    from twostroke.engine.ranks import RankGroup  # one process needs nothing of it
+    from twostroke.backends.parallel.rank_group import RankGroup  # one process needs nothing of it
 
     return RankGroup(model, loaded, program, mesh, options)
 
@@ -257,7 +259,9 @@ def _begin_moving(
     try:
         kind = page_kind(client.card, options, size, backend)
         if not is_alone:
-            from twostroke.engine.handover.begin import begin  # most engines need nothing of it
+            from twostroke.engine.disaggregation.build import (
+                begin,  # most engines need nothing of it
+            )
 
             begin(options.handover, client, backend, kind)
         if options.tiers.is_used:

@@ -16,12 +16,12 @@ import msgspec
 import numpy as np
 
 from twostroke.core import env
-from twostroke.core.config import ACTIVATION_BITS
+from twostroke.core.activation_bits import ActivationBits
 from twostroke.core.errors import Field, ModelFormatError, QualityError, TwostrokeError
 from twostroke.core.files import is_there, read_json, write_json
 from twostroke.core.frozen import Frozen
-from twostroke.core.precision import ActivationBits
-from twostroke.weights import GgufTokenizer
+from twostroke.core.options import ACTIVATION_BITS
+from twostroke.model.weights import GgufTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.backends import Backend
-    from twostroke.core.config import EngineOptions
-    from twostroke.program import Program
-    from twostroke.tokenize import Tokenizer
-    from twostroke.weights import LoadedModel
+    from twostroke.core.options import EngineOptions
+    from twostroke.model.program import Program
+    from twostroke.model.tokenizer import Tokenizer
+    from twostroke.model.weights import LoadedModel
 
 VERSION: Final = 1  # of text and limits: raise it when either changes
 REPORT_KEY: Final = "twostroke.report"  # metadata of a GGUF file

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 
 from msgspec.structs import replace
 
-from twostroke.chat.call_reader import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
-from twostroke.chat.messages import plain
-from twostroke.chat.reasoning import AS_IT_IS, Thinking
-from twostroke.chat.tools import Function, Tools
 from twostroke.core.errors import RequestError, UsageError, nearest
+from twostroke.engine.chat.call_reader import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
+from twostroke.engine.chat.messages import plain
+from twostroke.engine.chat.reasoning import AS_IT_IS, Thinking
+from twostroke.engine.chat.tools import Function, Tools
 from twostroke.engine.output import AnswerCall, AnswerChunk
 from twostroke.engine.prompts import chat_of, encode_rendered, to_hints
 
 if TYPE_CHECKING:
-    from twostroke.chat.call_reader import Piece
-    from twostroke.chat.reader import AnswerReader, Reading
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.chat.call_reader import Piece
+    from twostroke.engine.chat.reader import AnswerReader, Reading
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import Completion, Output
-    from twostroke.tokenize import Tokenizer
+    from twostroke.model.tokenizer import Tokenizer
 
 _CHOICES: Final = ("auto", "none", "required")
 _CALL_ID_BYTES: Final = 12

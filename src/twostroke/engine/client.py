@@ -13,21 +13,21 @@ from twostroke.core.errors import RequestError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import NO_HINTS, Hints, Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.service import DEFAULT_SERVICE
-from twostroke.engine.choice import Choice
+from twostroke.core.service_tier import DEFAULT_SERVICE
 from twostroke.engine.embedding import Embedder, check_token_values, choose_pooling, in_order
 from twostroke.engine.generation import AsyncGeneration, Generation
+from twostroke.engine.output_processor import Choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from twostroke.core.embedding import EmbeddingParams
+    from twostroke.engine.disaggregation_stats import HandoverView
     from twostroke.engine.embedding import Embedding
     from twostroke.engine.generation import Outputs
-    from twostroke.engine.handover_view import HandoverView
     from twostroke.engine.loop import EngineLoop
     from twostroke.engine.model_card import ModelCard
-    from twostroke.sample.grammar import GrammarMatcher, Grammars
+    from twostroke.engine.structured_output.grammar import GrammarMatcher, Grammars
 
 _MAX_SHOWN: Final = 40  # characters of a wrong word that an error repeats
 
@@ -72,7 +72,7 @@ class Client:
     @cached_property
     def grammars(self) -> Grammars:
         """The compiled constraints of this model; imported with the first constraint."""
-        from twostroke.sample.grammar import Grammars
+        from twostroke.engine.structured_output.grammar import Grammars
 
         return Grammars(self.card.tokenizer, self._vocab_size)
 

@@ -11,10 +11,10 @@ from msgspec.structs import astuple
 
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import FinishReason
-from twostroke.core.service import SERVICES
+from twostroke.core.service_tier import SERVICES
 from twostroke.engine.histogram import Distribution, Histogram
+from twostroke.engine.scheduler import SchedulerStats  # noqa: TC001 - read when a message is decoded
 from twostroke.engine.seconds import Seconds
-from twostroke.schedule import SchedulerStats  # noqa: TC001 - read when a message is decoded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from twostroke.core.step import StepPlan, StepResult
     from twostroke.engine.faults import StepLimit
     from twostroke.engine.output import Output
-    from twostroke.program import BatchShape
-    from twostroke.program.cost import StepCost
-    from twostroke.spec import SpeculationStats
+    from twostroke.engine.speculation import SpeculationStats
+    from twostroke.model.program import BatchShape
+    from twostroke.model.program.cost import StepCost
 
 LATENCIES: Final = ("queue", "ttft", "tpot", "itl", "e2e")
 COMPLETED: Final = (FinishReason.STOP, FinishReason.LENGTH)

@@ -10,9 +10,9 @@ from twostroke.core.embedding import AUTO, EmbeddingParams, Pooling
 from twostroke.core.errors import EngineStoppedError, RequestError
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import FinishReason
-from twostroke.core.service import DEFAULT_SERVICE
-from twostroke.engine.listener import Listener
+from twostroke.core.service_tier import DEFAULT_SERVICE
 from twostroke.engine.output import Output
+from twostroke.engine.request_listener import Listener
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from twostroke.backends.sampling.masks import allows_only
+from twostroke.core.draft_tree import right_drafts
 from twostroke.core.errors import (
     DeviceLostError,
     MemoryLimitError,
@@ -16,8 +18,6 @@ from twostroke.core.errors import (
     TwostrokeError,
 )
 from twostroke.core.step import NO_TOKEN, StepPlan, StepResult
-from twostroke.core.tree import right_drafts
-from twostroke.sample.masks import allows_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

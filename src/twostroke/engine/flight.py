@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends import StartRunner
     from twostroke.core.step import StepPlan
-    from twostroke.spec import Guesses
+    from twostroke.engine.speculation import Guesses
 
 _logger = logging.getLogger("twostroke.engine")
 

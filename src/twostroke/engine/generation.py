@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
-    from twostroke.engine.listener import Listener
     from twostroke.engine.loop import EngineLoop
+    from twostroke.engine.request_listener import Listener
 
 _MAX_OPEN: Final = 256  # submitted gradually: they fill steps, and leave room to other callers
 _RETRY_S: Final = 0.02

@@ -9,9 +9,9 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclo
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from twostroke.core.config import PARTNER, options_of
 from twostroke.core.embedding import AUTO, EmbeddingParams
 from twostroke.core.errors import OverloadedError, UsageError
+from twostroke.core.options import PARTNER, options_of
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import Engine, build
 from twostroke.engine.chat_answer import (
@@ -23,16 +23,16 @@ from twostroke.engine.chat_answer import (
 )
 from twostroke.engine.client import Caller
 from twostroke.engine.embedding import Embedding
-from twostroke.engine.loading import pull
 from twostroke.engine.progress_bar import ProgressBar
 from twostroke.engine.prompts import encode_gap, encode_text, ending_gaps, to_hints
 from twostroke.engine.redraw import EncodedPrompt, SettledStream, with_seed
+from twostroke.model.load import pull
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator
     from typing import Unpack
 
-    from twostroke.core.config import EngineOptions
+    from twostroke.core.options import EngineOptions
     from twostroke.core.request import Hints
     from twostroke.engine.generation import Generation
     from twostroke.engine.model_card import ModelCard

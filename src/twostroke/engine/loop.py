@@ -15,9 +15,9 @@ from twostroke.engine.delivery import deliver
 from twostroke.engine.faults import FATAL, StepLimit, find_unusable, run_each
 from twostroke.engine.flight import StepInFlight, drop_later
 from twostroke.engine.health import Health, Vitals
-from twostroke.engine.pages import Pages
+from twostroke.engine.pool_access import Pages
 from twostroke.engine.view import View, take_view
-from twostroke.program import BatchShape
+from twostroke.model.program import BatchShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from twostroke.engine.counters import Snapshot
     from twostroke.engine.delivery import Mailbox
     from twostroke.engine.health import Progress
-    from twostroke.engine.listener import Listener
     from twostroke.engine.output import Output
+    from twostroke.engine.request_listener import Listener
+    from twostroke.engine.scheduler import Scheduler, SchedulerConfig
     from twostroke.engine.seconds import Span
-    from twostroke.program.cost import StepCost
-    from twostroke.schedule import Scheduler, SchedulerConfig
-    from twostroke.spec import Speculator
+    from twostroke.engine.speculation import Speculator
+    from twostroke.model.program.cost import StepCost
 
 _logger = logging.getLogger("twostroke.engine")
 

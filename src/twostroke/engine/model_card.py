@@ -9,9 +9,9 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
-    from twostroke.chat.conversation import Chat
-    from twostroke.program.cost import CostModel
-    from twostroke.tokenize import Tokenizer
+    from twostroke.engine.chat.conversation import Chat
+    from twostroke.model.program.cost import CostModel
+    from twostroke.model.tokenizer import Tokenizer
 
 
 class ModelCard(Frozen):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Self
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from twostroke.fetch import Progress as FetchProgress
+    from twostroke.model.hub import Progress as FetchProgress
 
 _PATIENCE_S: Final = 0.5  # shorter work needs no bar
 

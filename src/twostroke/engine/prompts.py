@@ -10,16 +10,16 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError
 from twostroke.core.request import Hints
-from twostroke.schedule.config import too_long
-from twostroke.tokenize import TooManyTokensError, encode_infill
+from twostroke.engine.scheduler.config import too_long
+from twostroke.model.tokenizer import TooManyTokensError, encode_infill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from twostroke.chat.conversation import Chat
     from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.chat.conversation import Chat
     from twostroke.engine.model_card import ModelCard
-    from twostroke.tokenize import InfillTokens, Prompt
+    from twostroke.model.tokenizer import InfillTokens, Prompt
 
 _MAX_TOKEN_LENGTH: Final = 64  # characters; a longer text is cut before it is encoded
 _MAX_SHOWN: Final = 60  # characters of a wrong prompt that an error repeats

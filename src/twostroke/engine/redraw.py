@@ -1,7 +1,8 @@
 """Generates an answer again if it breaks its JSON schema, for Python and the command line.
 
 An answer is checked if the grammar does not hold all of its schema. `engine/settling.py` has the
-rules, which the server shares; the server works with events instead of outputs (serve/redraw.py).
+rules, which the server shares. The server works with events instead of outputs
+(`server/generation/redraw.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from twostroke.chat.reader import PLAIN
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.frozen import Frozen
+from twostroke.engine.chat.reader import PLAIN
 from twostroke.engine.chat_answer import CallCollector
 from twostroke.engine.output import Completion, Output, join
 from twostroke.engine.settling import (
@@ -27,24 +28,24 @@ from twostroke.engine.settling import (
     redrawn_params,
     settling,
 )
-from twostroke.schema.spans import HeldBack, checked_places
-from twostroke.schema.verify import UncheckedError
-from twostroke.tokenize.preface import Part, PrefaceCutter
+from twostroke.engine.structured_output.schema.spans import HeldBack, checked_places
+from twostroke.engine.structured_output.schema.verify import UncheckedError
+from twostroke.model.tokenizer.preface import Part, PrefaceCutter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from twostroke.chat.reader import Reading
-    from twostroke.chat.tools import Function
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.chat.reader import Reading
+    from twostroke.engine.chat.tools import Function
     from twostroke.engine.chat_answer import WrittenCall
     from twostroke.engine.client import Caller, Client
     from twostroke.engine.generation import Generation
     from twostroke.engine.settling import Miss, Settled
-    from twostroke.sample.grammar import GrammarMatcher
-    from twostroke.schema.spans import PathPattern
-    from twostroke.schema.verify import Fault
+    from twostroke.engine.structured_output.grammar import GrammarMatcher
+    from twostroke.engine.structured_output.schema.spans import PathPattern
+    from twostroke.engine.structured_output.schema.verify import Fault
 
 _SEED_BITS: Final = 62
 _logger = logging.getLogger("twostroke.engine")

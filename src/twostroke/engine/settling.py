@@ -5,7 +5,8 @@ value does not change. If new answers break the schema at the same offset severa
 shorter prefixes of the value are excluded.
 
 `settling` does no work itself. It yields each check and each new answer that it needs, and its
-caller sends the result: `engine/redraw.py` blocks meanwhile, `serve/redraw.py` does not.
+caller sends the result: `engine/redraw.py` blocks meanwhile, `server/generation/redraw.py` does
+not.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from twostroke.core.errors import DeadlineError, OverloadedError, RequestError, 
 from twostroke.core.request import FinishReason
 from twostroke.core.sampling import MAX_SEED
 from twostroke.engine.output import Timings
-from twostroke.schema.spans import wrong_span
+from twostroke.engine.structured_output.schema.spans import wrong_span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.output import Completion
-    from twostroke.schema.verify import Fault
-    from twostroke.tokenize import Tokenizer
+    from twostroke.engine.structured_output.schema.verify import Fault
+    from twostroke.model.tokenizer import Tokenizer
 
 MAX_REDRAWS: Final = 8  # new answers in place of one answer
 # The new answers may have this many tokens together, or this many times the first answer's tokens

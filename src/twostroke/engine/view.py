@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twostroke.core.frozen import Frozen
-from twostroke.core.service import DEFAULT_SERVICE
-from twostroke.schedule import SchedulerStats  # noqa: TC001 - read when a message is decoded
+from twostroke.core.service_tier import DEFAULT_SERVICE
+from twostroke.engine.scheduler import SchedulerStats  # noqa: TC001 - read when a message is decoded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from twostroke.core.request import Request
-    from twostroke.engine.listener import Listener
-    from twostroke.schedule import SchedulerView
+    from twostroke.engine.request_listener import Listener
+    from twostroke.engine.scheduler import SchedulerView
 
 Pages = tuple[tuple[int, ...], ...]
 

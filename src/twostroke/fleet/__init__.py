@@ -1,1 +1,1 @@
-"""Servers and a router on the machines of a cluster: started, watched, replaced, scaled."""
+"""Many servers: routing, the router, and servers on a cluster."""

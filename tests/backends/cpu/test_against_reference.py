@@ -16,9 +16,9 @@ from support.programs import PROGRAMS, random_tensors
 from support.tiny import tiny_of, write_tiny_gguf
 from support.tiny_families import FAMILIES
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.models import build_program
-from twostroke.program import Activation, Program
-from twostroke.program.ops import (
+from twostroke.model.families import build_program
+from twostroke.model.program import Activation, Program
+from twostroke.model.program.ops import (
     Add,
     Attention,
     BorrowingAttention,
@@ -34,8 +34,8 @@ from twostroke.program.ops import (
     SumTerms,
     TakeColumns,
 )
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights import load_path
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights import load_path
 
 
 def log_softmax(logits):

@@ -13,11 +13,11 @@ from support.native import load_level
 from support.random_blocks import CODED, random_blocks
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.backends.cpu.weights import kernel_rows
+from twostroke.backends.create import cost_model, weight_bytes
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.core.config import ComputeOptions
-from twostroke.engine.compute import cost_model, weight_bytes
-from twostroke.models import build_program
-from twostroke.weights import load_path
+from twostroke.core.options import ComputeOptions
+from twostroke.model.families import build_program
+from twostroke.model.weights import load_path
 
 TINY = Tiny(hidden_size=256, ffn_size=512, num_heads=4, num_kv_heads=4, head_dim=64)
 TOKENS = list(range(3, 103))

@@ -9,7 +9,7 @@ from support.cpu import LEVELS, cpu_backend, greedy_request, page_lists
 from support.programs import PROGRAMS, random_tensors
 from twostroke.backends.cpu import CpuBackend
 from twostroke.core.step import Slice, StepPlan
-from twostroke.program.ops import TakeColumns
+from twostroke.model.program.ops import TakeColumns
 
 NUM_PAGES = 40
 

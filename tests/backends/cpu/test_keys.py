@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from support.cpu import LEVELS, cpu_backend
 from support.programs import PROGRAMS, SPEC, random_tensors
 from twostroke.backends.cpu.keys import balances
-from twostroke.models import RopeSpec, build_program
-from twostroke.program.ops import Attention
-from twostroke.quant import QuantTensor
+from twostroke.model.families import RopeSpec, build_program
+from twostroke.model.program.ops import Attention
+from twostroke.model.quant import QuantTensor
 
 TURNED = {
     "halves": RopeSpec(10000.0, 32, interleaved=False),

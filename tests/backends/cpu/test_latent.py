@@ -11,11 +11,11 @@ from support.programs import SPEC, random_tensors
 from support.ranks import ThreadRanks
 from twostroke.backends.cpu.library import choose_level
 from twostroke.core.step import Slice, StepPlan
-from twostroke.models import RopeSpec
-from twostroke.models.blocks import decoder, residual_layer
-from twostroke.models.spec import LatentSpec
-from twostroke.program.mesh import Mesh
-from twostroke.quant import QuantTensor
+from twostroke.model.families import RopeSpec
+from twostroke.model.families.blocks import decoder, residual_layer
+from twostroke.model.families.spec import LatentSpec
+from twostroke.model.program.mesh import Mesh
+from twostroke.model.quant import QuantTensor
 
 
 def latent_model(num_heads=4, num_layers=2, **widths):

@@ -12,8 +12,8 @@ from twostroke.backends.cpu.lower import lower
 from twostroke.backends.cpu.lowered import Vector
 from twostroke.backends.cpu.records import NONE, OpKind, Precision, Store
 from twostroke.core.errors import BackendError
-from twostroke.program import Program
-from twostroke.program.ops import Embed, Linear, Logits, RMSNorm, TakeColumns
+from twostroke.model.program import Program
+from twostroke.model.program.ops import Embed, Linear, Logits, RMSNorm, TakeColumns
 
 
 def test_a_llama_layer_is_five_operations():

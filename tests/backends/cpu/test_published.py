@@ -11,8 +11,8 @@ from support.cpu import LEVELS, cpu_backend
 from support.native import load_level
 from support.published import compressed_config, compressed_ints, fp4, fp8, gptq, write_published
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.models import build_program
-from twostroke.weights import load_path
+from twostroke.model.families import build_program
+from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,13 +24,13 @@ from twostroke.backends.cpu import layout
 from twostroke.backends.cpu.library import choose_level
 from twostroke.core.errors import RanksLostError
 from twostroke.core.step import Slice, StepPlan
-from twostroke.models import build_program
-from twostroke.models.blocks import decoder, residual_layer
-from twostroke.program.mesh import Mesh
-from twostroke.program.ops import Logits, RMSNorm
-from twostroke.program.stages import stage_ends
-from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights import load_path
+from twostroke.model.families import build_program
+from twostroke.model.families.blocks import decoder, residual_layer
+from twostroke.model.program.mesh import Mesh
+from twostroke.model.program.ops import Logits, RMSNorm
+from twostroke.model.program.stages import stage_ends
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights import load_path
 
 LEVEL = choose_level(None).level
 MESHES = [
@@ -141,9 +141,9 @@ from support.programs import SPEC, random_tensors
 from support.ranks import ThreadRanks
 from twostroke.backends.cpu.library import choose_level
 from twostroke.core.step import Slice, StepPlan
-from twostroke.models import ExpertSpec
-from twostroke.models.blocks import decoder, residual_layer
-from twostroke.program.mesh import Mesh
+from twostroke.model.families import ExpertSpec
+from twostroke.model.families.blocks import decoder, residual_layer
+from twostroke.model.program.mesh import Mesh
 for mesh, count, width, experts in (
     (Mesh(row_parts=7), 105, 64, ExpertSpec(40, 5, 32, normalize=False)),
     (Mesh(column_parts=(1, 1)), 4200, 256, ExpertSpec(16, 8, 32, normalize=False)),

@@ -16,10 +16,10 @@ from support.cpu import (
 )
 from support.native import IS_ARM, VECTOR_LEVELS
 from support.programs import PROGRAMS, random_tensors
-from twostroke.cache.groups import PageGroups
 from twostroke.core.errors import BackendError
 from twostroke.core.request import NO_PAGE
 from twostroke.core.step import Slice, StepPlan
+from twostroke.model.program.kv_groups import PageGroups
 
 NUM_PAGES = 64
 

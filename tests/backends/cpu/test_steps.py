@@ -9,9 +9,9 @@ import numpy as np
 from support.cpu import greedy_request
 from twostroke.backends.cpu.page_tables import PageTables
 from twostroke.backends.cpu.steps import StepArrays
+from twostroke.core.draft_tree import ROOT, Branch
 from twostroke.core.request import NO_PAGE
 from twostroke.core.step import Slice, StepPlan
-from twostroke.core.tree import ROOT, Branch
 
 
 def make_request(num_tokens, *pages):

@@ -16,13 +16,13 @@ from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.device import find  # noqa: E402
 from twostroke.backends.gpu.kernels import products_tiles  # noqa: E402
 from twostroke.backends.reference import ReferenceBackend  # noqa: E402
-from twostroke.measure.divergence import compare  # noqa: E402
-from twostroke.models import build_program  # noqa: E402
-from twostroke.models.spec import ExpertSpec, WindowSpec  # noqa: E402
-from twostroke.program import Activation  # noqa: E402
+from twostroke.lab.measure.divergence import compare  # noqa: E402
+from twostroke.model.families import build_program  # noqa: E402
+from twostroke.model.families.spec import ExpertSpec, WindowSpec  # noqa: E402
+from twostroke.model.program import Activation  # noqa: E402
 
 if TYPE_CHECKING:
-    from twostroke.program import Program
+    from twostroke.model.program import Program
 
 TOKENS = [(7 * i * i + 3) % VOCAB_SIZE for i in range(75)]
 

@@ -19,21 +19,21 @@ from twostroke.backends.gpu import attending  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.device import find  # noqa: E402
 from twostroke.backends.gpu.kernels import attention  # noqa: E402
-from twostroke.core.config import (  # noqa: E402
+from twostroke.core.constraint import Constraint  # noqa: E402
+from twostroke.core.errors import MemoryLimitError  # noqa: E402
+from twostroke.core.options import (  # noqa: E402
     BatchOptions,
     CacheOptions,
     ComputeOptions,
     EngineOptions,
     SpeculationOptions,
 )
-from twostroke.core.constraint import Constraint  # noqa: E402
-from twostroke.core.errors import MemoryLimitError  # noqa: E402
 from twostroke.core.request import FinishReason, Request  # noqa: E402
 from twostroke.core.sampling import SamplingParams  # noqa: E402
 from twostroke.core.step import NO_TOKEN, Slice, StepPlan  # noqa: E402
 from twostroke.engine import build as build_module  # noqa: E402
 from twostroke.engine.llm import LLM  # noqa: E402
-from twostroke.schedule.policy import Continuous  # noqa: E402
+from twostroke.engine.scheduler.policy import Continuous  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,11 +22,11 @@ from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
 from twostroke.backends.reference import ReferenceBackend, backend  # noqa: E402
 from twostroke.backends.reference.operations import PagedCache  # noqa: E402
-from twostroke.cache.formats import FORMATS  # noqa: E402
-from twostroke.models import build_program  # noqa: E402
-from twostroke.models.spec import WindowSpec  # noqa: E402
-from twostroke.program.ops import Attention  # noqa: E402
-from twostroke.quant.small_floats import E4M3  # noqa: E402
+from twostroke.model.families import build_program  # noqa: E402
+from twostroke.model.families.spec import WindowSpec  # noqa: E402
+from twostroke.model.program.formats import FORMATS  # noqa: E402
+from twostroke.model.program.ops import Attention  # noqa: E402
+from twostroke.model.quant.small_floats import E4M3  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

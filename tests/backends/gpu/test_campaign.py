@@ -20,7 +20,7 @@ import gpu_rows  # noqa: E402
 from gpu_rows import Row  # noqa: E402
 from twostroke.backends.gpu import backend as module  # noqa: E402
 from twostroke.core.errors import DeviceLostError, MemoryLimitError  # noqa: E402
-from twostroke.measure.single_step import Shape  # noqa: E402
+from twostroke.lab.measure.single_step import Shape  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,18 +24,18 @@ from support.tiny import Tiny, tiny_of, write_tiny_gguf  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.device import find  # noqa: E402
 from twostroke.backends.reference import ReferenceBackend  # noqa: E402
-from twostroke.core.config import (  # noqa: E402
+from twostroke.core.constraint import Constraint  # noqa: E402
+from twostroke.core.errors import BackendError, MemoryLimitError  # noqa: E402
+from twostroke.core.options import (  # noqa: E402
     BatchOptions,
     CacheOptions,
     ComputeOptions,
     EngineOptions,
     SpeculationOptions,
 )
-from twostroke.core.constraint import Constraint  # noqa: E402
-from twostroke.core.errors import BackendError, MemoryLimitError  # noqa: E402
 from twostroke.core.sampling import SamplingParams  # noqa: E402
 from twostroke.engine.llm import LLM  # noqa: E402
-from twostroke.schedule.policy import Continuous  # noqa: E402
+from twostroke.engine.scheduler.policy import Continuous  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -219,8 +219,8 @@ def test_embeddings_scores_and_constraints_are_the_cpu_backends(tiny: str) -> No
 
 
 def test_a_gpu_is_mentioned_and_used_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from twostroke.backends.create import check_backend
     from twostroke.backends.gpu import device
-    from twostroke.engine.compute import check_backend
 
     said: list[str] = []
     llama, wide = PROGRAMS["biases"], program_of_layers([None], head_dim=1024)

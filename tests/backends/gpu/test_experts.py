@@ -21,10 +21,10 @@ from twostroke.backends.gpu.lowered import route_ints  # noqa: E402
 from twostroke.backends.gpu.stored import device_bytes  # noqa: E402
 from twostroke.backends.gpu.weights import DeviceWeights  # noqa: E402
 from twostroke.backends.reference.operations import choose_experts  # noqa: E402
-from twostroke.models import build_program  # noqa: E402
-from twostroke.models.spec import ExpertSpec  # noqa: E402
-from twostroke.program.experts import Expert, MixtureOfExperts  # noqa: E402
-from twostroke.quant import FORMATS, QuantTensor, grouped  # noqa: E402
+from twostroke.model.families import build_program  # noqa: E402
+from twostroke.model.families.spec import ExpertSpec  # noqa: E402
+from twostroke.model.program.experts import Expert, MixtureOfExperts  # noqa: E402
+from twostroke.model.quant import FORMATS, QuantTensor, grouped  # noqa: E402
 
 CPU = torch.device("cpu")
 

@@ -22,18 +22,18 @@ from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted, listing  # noqa: E402
 from twostroke.backends.gpu.stored import layout_of  # noqa: E402
 from twostroke.backends.reference import ReferenceBackend  # noqa: E402
-from twostroke.measure.divergence import compare  # noqa: E402
-from twostroke.models import build_program  # noqa: E402
-from twostroke.quant import QuantTensor, e4m3  # noqa: E402
-from twostroke.quant.small_floats import E4M3, nearest_e4m3  # noqa: E402
-from twostroke.weights.load import load_path  # noqa: E402
+from twostroke.lab.measure.divergence import compare  # noqa: E402
+from twostroke.model.families import build_program  # noqa: E402
+from twostroke.model.quant import QuantTensor, e4m3  # noqa: E402
+from twostroke.model.quant.small_floats import E4M3, nearest_e4m3  # noqa: E402
+from twostroke.model.weights.load import load_path  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.stored import Layout
-    from twostroke.program import Program
+    from twostroke.model.program import Program
 
 TOKENS = [(7 * i * i + 3) % 60 for i in range(75)]
 HAS_LIBRARY = torch.__version__ >= (2, 14)

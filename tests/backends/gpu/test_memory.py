@@ -24,11 +24,11 @@ from twostroke.backends.gpu.launch import listing  # noqa: E402
 from twostroke.backends.gpu.lower import lower  # noqa: E402
 from twostroke.backends.gpu.plan import Plan, step_bytes  # noqa: E402
 from twostroke.backends.gpu.stored import device_bytes, together  # noqa: E402
-from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions  # noqa: E402
 from twostroke.core.errors import MemoryLimitError  # noqa: E402
-from twostroke.engine.sleeping import SleepingEngine  # noqa: E402
-from twostroke.models import build_program  # noqa: E402
-from twostroke.quant import FORMATS, QuantTensor, e4m3  # noqa: E402
+from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions  # noqa: E402
+from twostroke.model.families import build_program  # noqa: E402
+from twostroke.model.quant import FORMATS, QuantTensor, e4m3  # noqa: E402
+from twostroke.server.models.on_demand import SleepingEngine  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path

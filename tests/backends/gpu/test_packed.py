@@ -13,7 +13,7 @@ from twostroke.backends.gpu.kernels.packed import pack  # noqa: E402
 from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
 from twostroke.backends.gpu.stored import matrix_layout, packed_bytes  # noqa: E402
-from twostroke.quant import FORMATS, QuantTensor, e4m3, grouped  # noqa: E402
+from twostroke.model.quant import FORMATS, QuantTensor, e4m3, grouped  # noqa: E402
 
 CPU = torch.device("cpu")
 FORMS = (

@@ -21,8 +21,8 @@ from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.device import find  # noqa: E402
 from twostroke.core.errors import BackendError  # noqa: E402
 from twostroke.core.tier_options import TierOptions  # noqa: E402
-from twostroke.engine import paging  # noqa: E402
-from twostroke.engine.handover import peer  # noqa: E402
+from twostroke.engine.disaggregation import prefill_peer as peer  # noqa: E402
+from twostroke.engine.kv_offload import manager as paging  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,20 +23,20 @@ from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.kernels.product import num_parts  # noqa: E402
 from twostroke.backends.gpu.launch import listing  # noqa: E402
 from twostroke.backends.gpu.tiles import Tiling, divide  # noqa: E402
-from twostroke.core.config import ComputeOptions  # noqa: E402
 from twostroke.core.errors import UsageError  # noqa: E402
+from twostroke.core.options import ComputeOptions  # noqa: E402
 from twostroke.core.request import Request  # noqa: E402
 from twostroke.core.sampling import SamplingParams  # noqa: E402
 from twostroke.core.step import Slice, StepPlan  # noqa: E402
-from twostroke.models import build_program  # noqa: E402
-from twostroke.models.spec import ExpertSpec, WindowSpec  # noqa: E402
-from twostroke.quant import FORMATS, QuantTensor  # noqa: E402
-from twostroke.schedule.policy import Continuous  # noqa: E402
+from twostroke.engine.scheduler.policy import Continuous  # noqa: E402
+from twostroke.model.families import build_program  # noqa: E402
+from twostroke.model.families.spec import ExpertSpec, WindowSpec  # noqa: E402
+from twostroke.model.quant import FORMATS, QuantTensor  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.program import Program
+    from twostroke.model.program import Program
 
 EXPERTS = ExpertSpec(4, 2, 256, normalize=True)
 TOKENS = [(7 * i * i + 3) % VOCAB_SIZE for i in range(70)]

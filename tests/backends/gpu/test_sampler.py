@@ -12,11 +12,11 @@ from support.sampling import OneMask, random_logits, random_request  # noqa: E40
 from twostroke.backends.gpu import sampling  # noqa: E402
 from twostroke.backends.gpu.kernels import sampler  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
+from twostroke.backends.sampling.reference import draw, score  # noqa: E402
+from twostroke.backends.sampling.rows import RowTable  # noqa: E402
 from twostroke.core.request import Request  # noqa: E402
 from twostroke.core.sampling import SamplingParams  # noqa: E402
 from twostroke.core.step import NO_TOKEN  # noqa: E402
-from twostroke.sample.reference import draw, score  # noqa: E402
-from twostroke.sample.rows import RowTable  # noqa: E402
 
 
 def sample(rows, logits):

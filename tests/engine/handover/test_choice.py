@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.engine.handover.choice import (
+from twostroke.engine.disaggregation.prefill_cost import (
     OVERHEAD_S,
     Here,
     Overhead,

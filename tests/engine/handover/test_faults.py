@@ -27,14 +27,16 @@ from support.handover import (
 from support.handover_rounds import play_round
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
-from twostroke.engine.handover import lending, messages, peer
-from twostroke.engine.handover.connection import connect, meet
+from twostroke.engine.disaggregation import messages
+from twostroke.engine.disaggregation import prefill_peer as peer
+from twostroke.engine.disaggregation import prefill_side as lending
+from twostroke.engine.disaggregation.connection import connect, meet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from twostroke.engine.handover.connection import Connection
+    from twostroke.engine.disaggregation.connection import Connection
 
 PROMPT = [3 + n % 200 for n in range(100)]  # six full pages, and a part of one
 

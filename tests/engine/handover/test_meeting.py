@@ -17,9 +17,14 @@ from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
 from twostroke.core.errors import PortInUseError, UsageError
 from twostroke.core.handover_options import HandoverOptions
-from twostroke.engine.handover.connection import Connection, PeerListener, PeerLostError, connect
-from twostroke.engine.handover.messages import Kind
-from twostroke.parallel.greeting import introduce, receive_exactly
+from twostroke.core.transport.handshake import introduce, receive_exactly
+from twostroke.engine.disaggregation.connection import (
+    Connection,
+    PeerListener,
+    PeerLostError,
+    connect,
+)
+from twostroke.engine.disaggregation.messages import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

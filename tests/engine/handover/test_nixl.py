@@ -36,14 +36,23 @@ from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
 from twostroke.core.errors import UsageError
 from twostroke.core.handover_options import HandoverOptions
-from twostroke.engine.handover import messages, nixl, peer, ways
-from twostroke.engine.handover.nixl import Carrier, CarrierError
+from twostroke.engine.disaggregation import (
+    messages,
+    nixl,
+)
+from twostroke.engine.disaggregation import (
+    prefill_peer as peer,
+)
+from twostroke.engine.disaggregation import (
+    transfer_methods as ways,
+)
+from twostroke.engine.disaggregation.nixl import Carrier, CarrierError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from twostroke.engine.handover.connection import Connection
+    from twostroke.engine.disaggregation.connection import Connection
 
 TITLES = {"nixl-read": "NIXL, read", "nixl-write": "NIXL, written"}
 is_real = pytest.mark.skipif(nixl.obstacle() is not None, reason=nixl.INSTALL)

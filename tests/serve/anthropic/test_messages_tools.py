@@ -10,9 +10,9 @@ import pytest
 
 from support.servers import live_server
 from support.tiny import Tiny
-from twostroke.serve.anthropic.messages import AnthropicMessage, MessagesRequest, read
-from twostroke.serve.job import Conversation
-from twostroke.serve.store import Store, Tenant
+from twostroke.server.generation.job import Conversation
+from twostroke.server.generation.response_store import Store, Tenant
+from twostroke.server.protocols.anthropic.messages import AnthropicMessage, MessagesRequest, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from support.servers import live_server
-from twostroke.serve.options import ServeOptions
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

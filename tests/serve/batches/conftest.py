@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.servers import live_server, wait_for
-from twostroke.http.keys import ApiKeys
-from twostroke.http.limits import Limits
-from twostroke.records import Records
-from twostroke.serve.options import ServeOptions
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.http.limits import Limits
+from twostroke.server.options import ServeOptions
+from twostroke.server.storage import Records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from twostroke.serve.body.attached_files import with_file_texts
+from twostroke.server.body.attached_files import with_file_texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from support.servers import LiveServer
-    from twostroke.records import Records
-    from twostroke.serve.body.attached_files import AttachedFile
+    from twostroke.server.body.attached_files import AttachedFile
+    from twostroke.server.storage import Records
 
 Fields = dict[str, Any]
 

@@ -13,19 +13,19 @@ import pytest
 from support.batch_bench import App, Bench, until
 from support.servers import live_server
 from twostroke.core.errors import UsageError
-from twostroke.http.inside import Answer
-from twostroke.http.limits import Limits
-from twostroke.records import Records
-from twostroke.serve.batches import batch as kept
-from twostroke.serve.batches import files, messages, openai
-from twostroke.serve.batches.offline import Files, Progress, Results, run
+from twostroke.server.batch import batch as kept
+from twostroke.server.batch import files, messages, openai
+from twostroke.server.batch.offline import Files, Progress, Results, run
+from twostroke.server.http.internal_requests import Answer
+from twostroke.server.http.limits import Limits
+from twostroke.server.storage import Records
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from twostroke.serve.batches.batch import Batch
-    from twostroke.serve.batches.lines import Line
+    from twostroke.server.batch.batch import Batch
+    from twostroke.server.batch.lines import Line
 
 _NUM_LINES, _NUM_DONE = 200, 16
 

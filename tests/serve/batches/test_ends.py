@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.batch_bench import App, Bench, until
-from twostroke.http.errors import ServerStoppingError
-from twostroke.http.limits import Limits
-from twostroke.records import Records, RecordsError
-from twostroke.serve.batches import lines, messages, openai
+from twostroke.server.batch import lines, messages, openai
+from twostroke.server.http.errors import ServerStoppingError
+from twostroke.server.http.limits import Limits
+from twostroke.server.storage import Records, RecordsError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.core.errors import TwostrokeError
-    from twostroke.serve.batches.batch import Batch
+    from twostroke.server.batch.batch import Batch
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_batch_whose_results_cannot_be_written_ends(
     async def broken(*_: object) -> Batch:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("twostroke.serve.batches.results.finish", broken)
+    monkeypatch.setattr("twostroke.server.batch.results.finish", broken)
     bench = Bench(records, App())
 
     async def go() -> Batch:
@@ -86,7 +86,7 @@ def test_batch_whose_time_passes_while_a_failure_ends_its_lines_has_expired(
     app.is_open.clear()
     bench = Bench(records, app, lambda _: next(asked) < 2)
     ends_s = time.monotonic() + 0.2
-    name = "twostroke.serve.batches.runner.seconds_left"
+    name = "twostroke.server.batch.runner.seconds_left"
     monkeypatch.setattr(name, lambda _: ends_s - time.monotonic())
 
     async def go() -> Batch:
@@ -100,7 +100,7 @@ def test_batch_whose_time_passes_while_a_failure_ends_its_lines_has_expired(
 def test_batches_begin_once_the_records_can_be_read(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.serve.batches.runner._DISK_PAUSE_S", 0.05)
+    monkeypatch.setattr("twostroke.server.batch.runner._DISK_PAUSE_S", 0.05)
     closed, app = App(), App()
     closed.is_open.clear()
     read = records.read
@@ -143,7 +143,7 @@ def test_line_as_long_as_the_limit_is_read_with_its_end(tmp_path: Path, end: byt
 def test_batch_that_is_made_while_others_are_read_runs_once(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.serve.batches.runner._START_S", 0.0)
+    monkeypatch.setattr("twostroke.server.batch.runner._START_S", 0.0)
     app, read = App(), records.read
     may_go_on = asyncio.Event()
 

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager, closing
 from typing import TYPE_CHECKING, Any
 
 from support.servers import live_server, wait_for
-from twostroke.http.limits import Limits
-from twostroke.records import Records, RecordsError
-from twostroke.records.folder import Temporary
-from twostroke.serve.batches import files, lines, runner
-from twostroke.serve.options import ServeOptions
+from twostroke.server.batch import files, lines, runner
+from twostroke.server.http.limits import Limits
+from twostroke.server.options import ServeOptions
+from twostroke.server.storage import Records, RecordsError
+from twostroke.server.storage.folder import Temporary
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

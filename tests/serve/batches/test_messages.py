@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from support.servers import wait_for
-from twostroke.records import RecordsError
+from twostroke.server.storage import RecordsError
 
 if TYPE_CHECKING:
     import pytest
@@ -128,7 +128,7 @@ def test_cancelled_batch_keeps_what_is_done(server: LiveServer) -> None:
 def test_requests_that_are_not_run_in_time_expire(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.serve.batches.messages._WINDOW_S", 1)
+    monkeypatch.setattr("twostroke.server.batch.messages._WINDOW_S", 1)
     server.backend.gate.clear()
     batch = begin(server, one("a"))
     time.sleep(1.1)
@@ -198,7 +198,7 @@ def test_full_disk_refuses_a_batch_and_leaves_nothing(
         raise RecordsError("/records/files cannot be used: No space left on device.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("twostroke.records.folder.Temporary.keep", fail)
+        patch.setattr("twostroke.server.storage.folder.Temporary.keep", fail)
         found = server.http.post(PATH, json={"requests": [one()]})
     assert (found.status_code, found.json()["error"]["type"]) == (503, "api_error")
     assert "/records" not in found.text

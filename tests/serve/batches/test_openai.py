@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import live_server, wait_for
-from twostroke.http.limits import Limits
-from twostroke.records import Records, RecordsError
-from twostroke.serve.batches.lines import WrongLineError, parse
+from twostroke.server.batch.lines import WrongLineError, parse
+from twostroke.server.http.limits import Limits
+from twostroke.server.storage import Records, RecordsError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -326,7 +326,7 @@ def test_next_server_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
 def test_clients_are_answered_while_the_disk_is_full(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("twostroke.serve.batches.runner._DISK_PAUSE_S", 0.1)
+    monkeypatch.setattr("twostroke.server.batch.runner._DISK_PAUSE_S", 0.1)
     server.backend.gate.clear()
     batch = begin(server, *(line(f"{i}") for i in range(3)))
     wait_for(lambda: server.num_busy == 3)

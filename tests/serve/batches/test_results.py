@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from twostroke.http.limits import Limits
-from twostroke.records import Records
-from twostroke.serve.batches import batch as kept
-from twostroke.serve.batches import files, openai, results
-from twostroke.serve.batches.batch import Batch
-from twostroke.serve.batches.results import finish
-from twostroke.serve.batches.runner import Runner
-from twostroke.serve.turns import Readers
+from twostroke.server.batch import batch as kept
+from twostroke.server.batch import files, openai, results
+from twostroke.server.batch.batch import Batch
+from twostroke.server.batch.results import finish
+from twostroke.server.batch.runner import Runner
+from twostroke.server.http.fair_queue import Readers
+from twostroke.server.http.limits import Limits
+from twostroke.server.storage import Records
 
 if TYPE_CHECKING:
     from pathlib import Path

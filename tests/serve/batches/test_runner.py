@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from support.batch_bench import DAY_S, App, Bench, until
 from twostroke.core.errors import EngineDiedError, OverloadedError, TwostrokeError
-from twostroke.records import Records
-from twostroke.serve.batches import deadline, messages, openai
-from twostroke.serve.batches.batch import Batch
+from twostroke.server.batch import deadline, messages, openai
+from twostroke.server.batch.batch import Batch
+from twostroke.server.storage import Records
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +29,7 @@ def records(tmp_path: Path) -> Any:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.serve.batches.valve._MOST_PAUSE_S", 0.05)
+    monkeypatch.setattr("twostroke.server.batch.adaptive_limit._MOST_PAUSE_S", 0.05)
 
 
 @pytest.mark.parametrize("protocol", [openai.PROTOCOL, messages.PROTOCOL])
@@ -111,7 +111,7 @@ def test_refused_lines_pause_together_and_say_so_once(
 def test_a_line_that_waited_for_room_minds_a_pause(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.serve.batches.valve._MOST_PAUSE_S", 0.4)
+    monkeypatch.setattr("twostroke.server.batch.adaptive_limit._MOST_PAUSE_S", 0.4)
     times_s: list[float] = []
 
     def fail(_id: str, _times: int) -> TwostrokeError | None:
@@ -266,7 +266,7 @@ def test_clock_that_jumps_does_not_change_what_is_left(
     """Neither while a server runs, nor for the next one."""
     wall, boot_s = time.time, [1000.0]
     monkeypatch.setattr(deadline, "since_boot_s", lambda: boot_s[0])
-    monkeypatch.setattr("twostroke.serve.batches.runner._LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("twostroke.server.batch.runner._LOOK_AGAIN_S", 0.01)
 
     def closed() -> App:
         app = App()

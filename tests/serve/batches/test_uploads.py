@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import live_server
-from twostroke.http.limits import Limits
-from twostroke.records import Records
-from twostroke.serve.batches import uploads
-from twostroke.serve.batches.keeping import sweep
-from twostroke.serve.options import ServeOptions
+from twostroke.server.batch import uploads
+from twostroke.server.batch.service import sweep
+from twostroke.server.http.limits import Limits
+from twostroke.server.options import ServeOptions
+from twostroke.server.storage import Records
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,12 +22,12 @@ from support.described import Description
 from support.servers import chat_body, description_of, live_server
 from support.tiny import Tiny, infill_metadata
 from twostroke.core.errors import RequestError
-from twostroke.http.waiting import timeout_of
-from twostroke.records import Records
-from twostroke.serve.describe.document import components, described_routes
-from twostroke.serve.describe.operations import OPERATIONS as SERVER_OPERATIONS
-from twostroke.serve.plans import Plans
-from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
+from twostroke.lab.planner.endpoint import Plans
+from twostroke.server.http.retry_after import timeout_of
+from twostroke.server.openapi.document import components, described_routes
+from twostroke.server.openapi.operations import OPERATIONS as SERVER_OPERATIONS
+from twostroke.server.routes import DIALECTS, EMBEDDINGS, INQUIRIES
+from twostroke.server.storage import Records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,7 @@ EXAMPLES = [
     if "{" not in path and path != "/v1/batches"  # which need an id
 ]
 ROOT = Path(__file__).parents[3]
-OPERATIONS_FILE = "src/twostroke/serve/describe/operations.py"
+OPERATIONS_FILE = "src/twostroke/server/openapi/operations.py"
 
 
 @pytest.fixture(scope="module")

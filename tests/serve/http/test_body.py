@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all
-from twostroke.http.connection import BodyReader
-from twostroke.http.keys import ApiKeys
-from twostroke.http.limits import Limits
-from twostroke.serve.options import ServeOptions
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.http.connection import BodyReader
+from twostroke.server.http.limits import Limits
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

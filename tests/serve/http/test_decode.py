@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.core.errors import RequestError
-from twostroke.http.nesting import MAX_CONTAINERS, nesting_of
-from twostroke.serve.body.decode import BodyDecoder
-from twostroke.serve.openai.chat import ChatRequest
-from twostroke.serve.openai.completions import CompletionRequest
+from twostroke.server.body.decode import BodyDecoder
+from twostroke.server.http.nesting import MAX_CONTAINERS, nesting_of
+from twostroke.server.protocols.openai.chat import ChatRequest
+from twostroke.server.protocols.openai.completions import CompletionRequest
 
 DECODER = BodyDecoder(ChatRequest, 16)
 

@@ -14,22 +14,22 @@ from support.servers import LiveServer, chat_body, live_server, post_bytes, wait
 from support.tiny import Tiny
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.served import LocalEngine
-from twostroke.http.limits import Limits
-from twostroke.serve.catalogue import Catalogue
-from twostroke.serve.encoder import Reply
-from twostroke.serve.job import Encoded, Job
-from twostroke.serve.layers import create_app
-from twostroke.serve.observe.metrics import Metrics
-from twostroke.serve.openai.completions_reply import CompletionEncoder
-from twostroke.serve.options import ServeOptions
-from twostroke.serve.running import Answers
-from twostroke.serve.stream import EventStream
+from twostroke.engine.process.served import LocalEngine
+from twostroke.server.generation.encoder import Reply
+from twostroke.server.generation.job import Encoded, Job
+from twostroke.server.generation.running import Answers
+from twostroke.server.generation.stream import EventStream
+from twostroke.server.http.limits import Limits
+from twostroke.server.middleware import create_app
+from twostroke.server.models.registry import Catalogue
+from twostroke.server.observability.metrics import Metrics
+from twostroke.server.options import ServeOptions
+from twostroke.server.protocols.openai.completions_reply import CompletionEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.serve.stream import Started
+    from twostroke.server.generation.stream import Started
 
 PATH = "/v1/chat/completions"
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import uvicorn
 from uvicorn.server import ServerState
 
-from twostroke.http import connection
-from twostroke.http.gathering import WRITE, Gathering
-from twostroke.http.limits import Limits
+from twostroke.server.http import connection
+from twostroke.server.http.limits import Limits
+from twostroke.server.http.write_coalescer import WRITE, Gathering
 
 if TYPE_CHECKING:
     import pytest

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from typing import TYPE_CHECKING, Any
 
-from twostroke.http.gathering import Gathering, read_less
+from twostroke.server.http.write_coalescer import Gathering, read_less
 
 if TYPE_CHECKING:
     from collections.abc import Callable

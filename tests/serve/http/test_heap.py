@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import pytest
 from starlette.requests import Request
 
-from twostroke.http import heap
-from twostroke.http.error_forms import error_form
-from twostroke.http.limits import Limits, body_of
-from twostroke.http.served import STATE_KEY, ServedRequest
+from twostroke.core import heap
+from twostroke.server.http.error_forms import error_form
+from twostroke.server.http.limits import Limits, body_of
+from twostroke.server.http.request_context import STATE_KEY, ServedRequest
 
 if TYPE_CHECKING:
     from starlette.types import Message

@@ -10,9 +10,9 @@ import pytest
 from support.servers import LiveServer, live_server
 from twostroke.core import env
 from twostroke.core.errors import UsageError
-from twostroke.http.api_key import MAX_LENGTH
-from twostroke.http.keys import ApiKeys
-from twostroke.serve.options import ServeOptions
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.http.api_key import MAX_LENGTH
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

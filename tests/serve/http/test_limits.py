@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all, wait_for
-from twostroke.http.keys import ApiKeys
-from twostroke.http.limits import Limits
-from twostroke.http.server import Faults
-from twostroke.serve.options import ServeOptions
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.http.limits import Limits
+from twostroke.server.http.server import Faults
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     import socket
@@ -329,7 +329,7 @@ def test_bodies_that_arrive_are_bounded_for_a_tenant_and_in_all(tmp_path: Path) 
 def test_connections_are_bounded_and_idle_ones_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.http.server.allow_files", lambda: 6)
+    monkeypatch.setattr("twostroke.server.http.server.allow_files", lambda: 6)
     with live_server(tmp_path) as server:
         server.backend.gate.clear()
         busy = server.connect()
@@ -349,7 +349,7 @@ def test_connections_are_bounded_and_idle_ones_make_room(
 def test_longest_idle_connection_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.http.server.allow_files", lambda: 10)
+    monkeypatch.setattr("twostroke.server.http.server.allow_files", lambda: 10)
     with live_server(tmp_path) as server:
         opened = []
 

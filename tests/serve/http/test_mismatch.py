@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from twostroke.serve.body.explain import explain
-from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
+from twostroke.server.body.explain import explain
+from twostroke.server.routes import DIALECTS, EMBEDDINGS, INQUIRIES
 
 FALLBACK = "is not valid: "
 

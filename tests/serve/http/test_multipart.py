@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from twostroke.core.errors import RequestError
-from twostroke.http.errors import BodySizeError, MissingFieldError
-from twostroke.http.multipart import _Form
+from twostroke.server.http.errors import BodySizeError, MissingFieldError
+from twostroke.server.http.multipart import _Form
 
 _HEAD = b'Content-Disposition: form-data; name="'
 _TEXT = b"\r\n--b\r\n--bounda\r\n--boundar\r\n"

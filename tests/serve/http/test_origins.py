@@ -9,10 +9,10 @@ import pytest
 
 from support.servers import LiveServer, live_server
 from twostroke.core.errors import UsageError
-from twostroke.http.keys import ApiKeys
-from twostroke.http.limits import Limits
-from twostroke.http.origins import ForbiddenError, Origins
-from twostroke.serve.options import ServeOptions
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.http.limits import Limits
+from twostroke.server.http.origins import ForbiddenError, Origins
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

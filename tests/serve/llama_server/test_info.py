@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from support.servers import live_server, post_bytes, read_all, wait_for
-from twostroke.http.keys import ApiKeys
-from twostroke.serve.about import FINGERPRINT
-from twostroke.serve.llama_server.info import _Places
-from twostroke.serve.options import ServeOptions
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.models.about import FINGERPRINT
+from twostroke.server.options import ServeOptions
+from twostroke.server.protocols.llama_server.info import _Places
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import live_server, post_bytes, wait_for
-from twostroke.http.logs import logging_to
-from twostroke.serve.options import ServeOptions
+from twostroke.server.http.logs import logging_to
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,13 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.servers import live_server
 from twostroke.backends import RankFacts, RankState
-from twostroke.core.service import SERVICES
+from twostroke.backends.machine_limits import Limits
+from twostroke.core.service_tier import SERVICES
 from twostroke.engine.counters import TierTotals
-from twostroke.engine.handover_view import BorrowerView, HandoverView, LenderView, PeerView
-from twostroke.engine.limits import Limits
-from twostroke.http.ignored import IgnoredFields
-from twostroke.serve.observe.metrics import Metrics
-from twostroke.serve.options import Objective, ServeOptions
+from twostroke.engine.disaggregation_stats import BorrowerView, HandoverView, LenderView, PeerView
+from twostroke.server.http.ignored import IgnoredFields
+from twostroke.server.observability.metrics import Metrics
+from twostroke.server.options import Objective, ServeOptions
 
 if TYPE_CHECKING:
     from support.servers import LiveServer

@@ -6,8 +6,8 @@ import pytest
 
 from twostroke.core.errors import UsageError
 from twostroke.engine.output import Timings, Usage
-from twostroke.serve.observe.objectives import Goodput, limits_of, parse_objective
-from twostroke.serve.options import Objective
+from twostroke.server.observability.objectives import Goodput, limits_of, parse_objective
+from twostroke.server.options import Objective
 
 
 @pytest.mark.parametrize(

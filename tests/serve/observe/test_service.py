@@ -11,8 +11,8 @@ import pytest
 from support.refusals import refused
 from support.servers import events, live_server, wait_for
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.service import SERVICES
-from twostroke.serve.openai.fields import TIERS
+from twostroke.core.service_tier import SERVICES
+from twostroke.server.protocols.common.fields import TIERS
 
 if TYPE_CHECKING:
     from pathlib import Path

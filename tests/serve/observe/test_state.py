@@ -13,15 +13,15 @@ import pytest
 
 from support.servers import live_server, wait_for
 from support.tiny import tiny_of
+from twostroke.backends.machine_limits import Limits
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
-from twostroke.engine.limits import Limits
+from twostroke.engine.scheduler import SchedulerStats
 from twostroke.engine.view import RequestView, View
-from twostroke.schedule import SchedulerStats
-from twostroke.serve.observe.objectives import Goodput
-from twostroke.serve.observe.pages import MOST_CELLS, Pages, page_map
-from twostroke.serve.observe.state import State
-from twostroke.serve.options import Objective, ServeOptions
+from twostroke.server.observability.objectives import Goodput
+from twostroke.server.observability.pages import MOST_CELLS, Pages, page_map
+from twostroke.server.observability.state import State
+from twostroke.server.options import Objective, ServeOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

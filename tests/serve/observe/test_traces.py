@@ -17,8 +17,8 @@ import pytest
 
 from support.servers import live_server, post_bytes, wait_for
 from twostroke.core.errors import UsageError
-from twostroke.serve.observe.traces import Traces, check_endpoint
-from twostroke.serve.options import ServeOptions
+from twostroke.server.observability.traces import Traces, check_endpoint
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

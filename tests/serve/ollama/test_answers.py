@@ -10,13 +10,13 @@ import pytest
 
 from support import talkers
 from support.talkers import say, talker
-from twostroke.serve.ollama.request import (
+from twostroke.server.generation.response_store import Store, Tenant
+from twostroke.server.options import ServeOptions
+from twostroke.server.protocols.ollama.request import (
     OllamaGenerateRequest,
     OllamaOptions,
     read_generate,
 )
-from twostroke.serve.options import ServeOptions
-from twostroke.serve.store import Store, Tenant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,11 +12,11 @@ import pytest
 
 from support.response_events import events_of, kinds_of, plain
 from support.servers import live_server, wait_for
-from twostroke.http.keys import ApiKeys
-from twostroke.records import Records
-from twostroke.serve import store
-from twostroke.serve.openai.responses import background
-from twostroke.serve.options import ServeOptions
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.generation import response_store as store
+from twostroke.server.options import ServeOptions
+from twostroke.server.protocols.responses import background
+from twostroke.server.storage import Records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

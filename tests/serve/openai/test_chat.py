@@ -9,8 +9,8 @@ import pytest
 
 from support.servers import chat_body, events, live_server
 from support.tiny import EOS_ID, SPECIAL_TOKENS
-from twostroke.core.config import SpeculationOptions
-from twostroke.serve.about import FINGERPRINT
+from twostroke.core.options import SpeculationOptions
+from twostroke.server.models.about import FINGERPRINT
 
 if TYPE_CHECKING:
     from pathlib import Path

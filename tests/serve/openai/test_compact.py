@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from twostroke.serve.openai.responses.items import decode_summary, encode_summary
+from twostroke.server.protocols.responses.items import decode_summary, encode_summary
 
 if TYPE_CHECKING:
     from support.servers import LiveServer

@@ -8,7 +8,7 @@ import pytest
 
 from support.servers import events
 from support.tiny import SPECIAL_TOKENS
-from twostroke.serve.about import FINGERPRINT
+from twostroke.server.models.about import FINGERPRINT
 
 if TYPE_CHECKING:
     from support.servers import LiveServer

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import live_server
-from twostroke.http.keys import ApiKeys
-from twostroke.records import Records
-from twostroke.serve.options import ServeOptions
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.options import ServeOptions
+from twostroke.server.storage import Records
 
 if TYPE_CHECKING:
     from pathlib import Path

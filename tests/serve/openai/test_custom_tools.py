@@ -10,7 +10,7 @@ import pytest
 from support import talkers
 from support.refusals import refused
 from support.talkers import say, talker
-from twostroke.chat.call_forms import HERMES
+from twostroke.engine.chat.call_forms import HERMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

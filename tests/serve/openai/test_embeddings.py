@@ -12,8 +12,8 @@ import pytest
 
 from support.servers import live_server, post_bytes, wait_for
 from twostroke.core.errors import OverloadedError
-from twostroke.http.limits import Limits
-from twostroke.serve.options import ServeOptions
+from twostroke.server.http.limits import Limits
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ import pytest
 from support.response_events import events_of, kinds_of, plain
 from support.servers import live_server
 from support.tiny import EOS_ID
-from twostroke.core.config import SpeculationOptions
+from twostroke.core.options import SpeculationOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

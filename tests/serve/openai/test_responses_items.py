@@ -12,9 +12,9 @@ import pytest
 from support.engines import tiny_client
 from support.servers import live_server
 from support.tiny import Tiny
-from twostroke.http.keys import ApiKeys
-from twostroke.serve.layers import create_app
-from twostroke.serve.options import ServeOptions
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.middleware import create_app
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

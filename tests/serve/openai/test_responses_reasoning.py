@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from twostroke.chat.reader import Reading
 from twostroke.core.json_lines import encode_json
 from twostroke.core.preface import Preface
 from twostroke.core.request import FinishReason
 from twostroke.core.step import TokenLogprobs
+from twostroke.engine.chat.reader import Reading
 from twostroke.engine.output import Output, Timings, Usage, join
-from twostroke.serve.encoder import Reply
-from twostroke.serve.openai.listing import LOGPROBS
-from twostroke.serve.openai.responses.exchange import read
-from twostroke.serve.openai.responses.reply import ResponsesEncoder
-from twostroke.serve.openai.responses.request import ResponsesRequest
-from twostroke.serve.store import Store, Tenant
+from twostroke.server.generation.encoder import Reply
+from twostroke.server.generation.response_store import Store, Tenant
+from twostroke.server.protocols.common.listing import LOGPROBS
+from twostroke.server.protocols.responses.exchange import read
+from twostroke.server.protocols.responses.reply import ResponsesEncoder
+from twostroke.server.protocols.responses.request import ResponsesRequest
 
 if TYPE_CHECKING:
     from support.servers import LiveServer

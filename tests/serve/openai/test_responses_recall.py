@@ -10,12 +10,12 @@ import pytest
 from support.servers import live_server, wait_for
 from twostroke.core.errors import RequestError
 from twostroke.core.json_lines import encode_json
-from twostroke.serve import store as store_module
-from twostroke.serve.openai.responses import recall, routes
-from twostroke.serve.openai.responses.exchange import read
-from twostroke.serve.openai.responses.request import ResponsesRequest
-from twostroke.serve.options import ServeOptions
-from twostroke.serve.store import Kept, Store, Tenant
+from twostroke.server.generation import response_store as store_module
+from twostroke.server.generation.response_store import Kept, Store, Tenant
+from twostroke.server.options import ServeOptions
+from twostroke.server.protocols.responses import recall, routes
+from twostroke.server.protocols.responses.exchange import read
+from twostroke.server.protocols.responses.request import ResponsesRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import httpx
 
     from support.servers import LiveServer
-    from twostroke.serve.openai.responses.recall import RawItem
+    from twostroke.server.protocols.responses.recall import RawItem
 
 Fields = dict[str, Any]
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import events, live_server, wait_for
-from twostroke.http.keys import ApiKeys
-from twostroke.serve.openai import stored_chat
-from twostroke.serve.options import ServeOptions
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.options import ServeOptions
+from twostroke.server.protocols.openai import stored_chat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,8 @@ import regex
 
 from support.refusals import refused
 from support.servers import events, live_server
-from twostroke.http.limits import Limits
-from twostroke.serve.options import ServeOptions
+from twostroke.server.http.limits import Limits
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

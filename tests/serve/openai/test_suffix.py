@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from support.servers import LiveServer
-    from twostroke.tokenize import InfillTokens
+    from twostroke.model.tokenizer import InfillTokens
 
 Fields = dict[str, Any]
 GAP: Fields = {"prompt": "hello", "suffix": " world", "max_tokens": 6, "seed": 4}

@@ -14,16 +14,16 @@ import httpx
 import pytest
 
 from support.servers import post_bytes
-from twostroke.http.page import bundle
-from twostroke.http.page.bundle import IMPORT
-from twostroke.http.page.site import MEDIA_TYPES, Site
+from twostroke.server.web_ui import bundle
+from twostroke.server.web_ui.bundle import IMPORT
+from twostroke.server.web_ui.site import MEDIA_TYPES, Site
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from support.servers import LiveServer
 
-STATIC = Path(str(files("twostroke.http.page"))) / "static"
+STATIC = Path(str(files("twostroke.server.web_ui"))) / "static"
 SOURCES = sorted(path for path in STATIC.rglob("*") if path.is_file())
 SCRIPTS = [path for path in SOURCES if path.suffix == ".js"]
 PAGES = ("index.html", "fleet.html")  # of a server, and of a router

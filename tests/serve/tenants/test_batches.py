@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from support.keys import add, keyed_server
 from support.servers import wait_for
-from twostroke.http.api_key import KeyLimits
-from twostroke.http.tenants.usage import amounts
-from twostroke.records import beside
+from twostroke.server.auth.usage import amounts
+from twostroke.server.http.api_key import KeyLimits
+from twostroke.server.storage import beside
 
 if TYPE_CHECKING:
     from pathlib import Path

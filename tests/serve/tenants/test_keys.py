@@ -19,14 +19,14 @@ from support.keys import add, keyed_server, revoke
 from support.servers import wait_for
 from twostroke.cli.keys import command as keys_command
 from twostroke.core.errors import UsageError
-from twostroke.http import key as kept
-from twostroke.http.api_key import KeyLimits
-from twostroke.http.keys import ApiKeys
-from twostroke.http.logs import FIGURES
-from twostroke.http.tenants.upkeep import Upkeep
-from twostroke.http.tenants.usage import UsageBook
-from twostroke.records import DamagedRowError, Records, RecordsError, beside
-from twostroke.records.schema import MIGRATIONS
+from twostroke.server.auth import key as kept
+from twostroke.server.auth.key_refresher import Upkeep
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.auth.usage import UsageBook
+from twostroke.server.http.api_key import KeyLimits
+from twostroke.server.http.logs import FIGURES
+from twostroke.server.storage import DamagedRowError, Records, RecordsError, beside
+from twostroke.server.storage.schema import MIGRATIONS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -253,7 +253,7 @@ def test_programs_that_open_a_database_first_at_once_all_succeed(
 def test_damaged_locked_and_missing_databases_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.records.database._BUSY_S", 0.05)
+    monkeypatch.setattr("twostroke.server.storage.database._BUSY_S", 0.05)
     with pytest.raises(RecordsError, match="There is no database"), beside(tmp_path / "none"):
         pass
     folder = tmp_path / "records"

@@ -13,19 +13,19 @@ import httpx
 import pytest
 
 from support.servers import live_server, post_bytes, wait_for
-from twostroke.http.api_key import Key, KeyLimits
-from twostroke.http.key import digest
-from twostroke.http.keys import ApiKeys
-from twostroke.http.tenants.limits import Account, RateLimitError
-from twostroke.http.waiting import retry_after
-from twostroke.serve.options import ServeOptions
+from twostroke.server.auth.key import digest
+from twostroke.server.auth.keys import ApiKeys
+from twostroke.server.auth.limits import Account, RateLimitError
+from twostroke.server.http.api_key import Key, KeyLimits
+from twostroke.server.http.retry_after import retry_after
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from support.servers import LiveServer
-    from twostroke.http.tenants.limits import Spending
+    from twostroke.server.auth.limits import Spending
 
 KEY = "sk-limited"
 BODY = {"prompt": "hello", "max_tokens": 4, "ignore_eos": True}

@@ -13,10 +13,10 @@ import pytest
 
 from support.keys import add, keyed_server
 from support.servers import LiveServer, post_bytes, wait_for
-from twostroke.http.tenants import usage
-from twostroke.http.tenants.upkeep import Upkeep
-from twostroke.http.tenants.usage import Amount, Owner, UsageBook, amounts
-from twostroke.records import Records, RecordsError, beside
+from twostroke.server.auth import usage
+from twostroke.server.auth.key_refresher import Upkeep
+from twostroke.server.auth.usage import Amount, Owner, UsageBook, amounts
+from twostroke.server.storage import Records, RecordsError, beside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

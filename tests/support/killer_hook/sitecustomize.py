@@ -33,5 +33,5 @@ def _let_tokens_kill(token: int, late_token: int) -> None:
     setattr(EngineLoop, "_start", start_or_die)  # noqa: B010
 
 
-if "twostroke.engine.process" in sys.orig_argv and "KILLER_TOKEN" in os.environ:
+if "twostroke.engine.process.main" in sys.orig_argv and "KILLER_TOKEN" in os.environ:
     _let_tokens_kill(int(os.environ["KILLER_TOKEN"]), int(os.environ["LATE_KILLER_TOKEN"]))

@@ -19,13 +19,13 @@ from twostroke.backends.cpu.steps import StepArrays, record_of
 from twostroke.backends.cpu.team import ActiveThreads, thread_pool
 from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.backends.reference.operations import rms_norm
-from twostroke.cache.formats import DEFAULT_FORMAT, FORMATS
-from twostroke.cache.groups import PageGroups
-from twostroke.core.config import DEFAULT_ACTIVATION_BITS
+from twostroke.core.activation_bits import ActivationBits, bits_by_name
 from twostroke.core.errors import RanksLostError
-from twostroke.core.precision import ActivationBits, bits_by_name
+from twostroke.core.options import DEFAULT_ACTIVATION_BITS
 from twostroke.core.step import StepResult
-from twostroke.program import ops
+from twostroke.model.program import ops
+from twostroke.model.program.formats import DEFAULT_FORMAT, FORMATS
+from twostroke.model.program.kv_groups import PageGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from twostroke.backends import Meetings
     from twostroke.backends.cpu.lowered import Lowered
     from twostroke.backends.cpu.plan import OpTime
-    from twostroke.backends.frame import StepFrame
     from twostroke.backends.memory import PageMemory
-    from twostroke.backends.share import Share
-    from twostroke.core.precision import Bits
+    from twostroke.backends.step_frame import StepFrame
+    from twostroke.backends.weight_shard import Share
+    from twostroke.core.activation_bits import Bits
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
-    from twostroke.program import Op, Program
-    from twostroke.quant import QuantTensor
+    from twostroke.model.program import Op, Program
+    from twostroke.model.quant import QuantTensor
 
 
 class CpuBackend:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from twostroke.backends.cpu.records import NONE
 from twostroke.core.frozen import Frozen
-from twostroke.program.ops import AllGather, Embed, ExpertTerms
-from twostroke.program.sharding import ColumnParts, RowParts, TermParts, TokenParts
+from twostroke.model.program.ops import AllGather, Embed, ExpertTerms
+from twostroke.model.program.sharding import ColumnParts, RowParts, TermParts, TokenParts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from twostroke.backends.cpu.records import OpRecord
-    from twostroke.program import Program
+    from twostroke.model.program import Program
 
 
 class Buffer(Frozen):

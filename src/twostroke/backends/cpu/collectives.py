@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.backends.cpu.layout import Channel
 from twostroke.backends.cpu.records import PartsKind
-from twostroke.program.ops import Receive, Send
-from twostroke.program.sharding import ColumnParts, RowParts, TermParts, TokenParts
+from twostroke.model.program.ops import Receive, Send
+from twostroke.model.program.sharding import ColumnParts, RowParts, TermParts, TokenParts
 
 if TYPE_CHECKING:
     from twostroke.backends.cpu.layout import Team
-    from twostroke.program.ops import AllGather, AttentionPieces
+    from twostroke.model.program.ops import AllGather, AttentionPieces
 
 _PARTS = {
     ColumnParts: PartsKind.COLUMNS,

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.backends.cpu.records import Shares
 from twostroke.core.errors import BackendError
-from twostroke.program import ops
+from twostroke.model.program import ops
 
 if TYPE_CHECKING:
-    from twostroke.program import Program
+    from twostroke.model.program import Program
 
     Fields = dict[str, Any]
 

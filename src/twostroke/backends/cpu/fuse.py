@@ -6,12 +6,12 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from twostroke.backends.cpu.records import MAX_OUTPUTS
-from twostroke.program import ops
+from twostroke.model.program import ops
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from twostroke.program import Op, Program
+    from twostroke.model.program import Op, Program
 
 
 def fuse(program: Program, kept: Collection[str] = ()) -> list[tuple[Op, ...]]:

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from twostroke.program import ops
+from twostroke.model.program import ops
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
-    from twostroke.program import Program
-    from twostroke.program.ops import Made, Origin, Rope
-    from twostroke.quant import QuantTensor
+    from twostroke.model.program import Program
+    from twostroke.model.program.ops import Made, Origin, Rope
+    from twostroke.model.quant import QuantTensor
 
     Array = NDArray[np.float32]
     Doubles = NDArray[np.float64]

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from twostroke.backends.cpu.records import CHANNEL_SLOTS, LINK_HEAD_BYTES
 from twostroke.core.frozen import Frozen
-from twostroke.program.pages import PIECE_TOKENS
+from twostroke.model.program.kv_format import PIECE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from twostroke.program.ops import AttentionPieces
+    from twostroke.model.program.ops import AttentionPieces
 
 _PAGE = 4096  # bytes; memories and channels begin on one
 _ALIGNMENT = 64

@@ -29,16 +29,16 @@ from twostroke.backends.cpu.records import (
     OutputRecord,
     Store,
 )
-from twostroke.core.config import DEFAULT_ACTIVATION_BITS
 from twostroke.core.errors import BackendError
-from twostroke.program import ops
-from twostroke.program.sharding import RowParts, TermParts
+from twostroke.core.options import DEFAULT_ACTIVATION_BITS
+from twostroke.model.program import ops
+from twostroke.model.program.sharding import RowParts, TermParts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.core.precision import Bits
-    from twostroke.program import Op, Program
+    from twostroke.core.activation_bits import Bits
+    from twostroke.model.program import Op, Program
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from twostroke.backends.cpu.buffers import Buffer, Memory
     from twostroke.backends.cpu.layout import Channel, SharedLayout
     from twostroke.backends.cpu.records import ExpertRecord, OpRecord
-    from twostroke.program import Op, ops
-    from twostroke.quant import QuantTensor
+    from twostroke.model.program import Op, ops
+    from twostroke.model.quant import QuantTensor
 
 
 class Vector(Frozen):

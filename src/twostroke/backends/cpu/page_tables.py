@@ -9,8 +9,8 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from twostroke.core.draft_tree import Branch
     from twostroke.core.request import Request
-    from twostroke.core.tree import Branch
 
 _NEW = -1  # the `num_moves` of a request that has no row yet
 

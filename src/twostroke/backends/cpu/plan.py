@@ -28,7 +28,7 @@ from twostroke.backends.cpu.records import (
 from twostroke.backends.memory import MappedPages
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
 from twostroke.core.frozen import Frozen
-from twostroke.program.ops import AttentionPieces
+from twostroke.model.program.ops import AttentionPieces
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends.cpu.lowered import Lowered
     from twostroke.backends.cpu.weights import PackedWeights
-    from twostroke.program import Program, ops
+    from twostroke.model.program import Program, ops
 
     Array = NDArray[np.float32]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from twostroke.backends.cpu.records import OpKind, Precision
-from twostroke.core.config import ACTIVATION_BITS
+from twostroke.core.options import ACTIVATION_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.core.precision import Bits
-    from twostroke.program import Op
+    from twostroke.core.activation_bits import Bits
+    from twostroke.model.program import Op
 
 _BEFORE_ROUTERS: Final = {
     OpKind.LINEAR,

@@ -8,8 +8,8 @@ from enum import IntEnum
 
 import numpy as np
 
-from twostroke.program import Activation
-from twostroke.sample.rows import RESULT, ROW
+from twostroke.backends.sampling.rows import RESULT, ROW
+from twostroke.model.program import Activation
 
 NONE = -1
 MAX_OUTPUTS = 4

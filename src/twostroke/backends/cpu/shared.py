@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from twostroke.backends.cpu.layout import SharedLayout, Slot, Together, tile_bytes
 from twostroke.backends.cpu.lower import lower
 from twostroke.backends.cpu.records import MOST_CHANNELS, MOST_TEAMS, OpKind
-from twostroke.core.config import DEFAULT_ACTIVATION_BITS
 from twostroke.core.errors import BackendError
-from twostroke.program import ops
-from twostroke.program.sharding import ColumnParts
+from twostroke.core.options import DEFAULT_ACTIVATION_BITS
+from twostroke.model.program import ops
+from twostroke.model.program.sharding import ColumnParts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from twostroke.backends.cpu.buffers import Memory
     from twostroke.backends.cpu.layout import Key, Team
     from twostroke.backends.cpu.lowered import Lowered
-    from twostroke.core.precision import Bits
-    from twostroke.program import Op
-    from twostroke.program.shard import RankProgram
+    from twostroke.core.activation_bits import Bits
+    from twostroke.model.program import Op
+    from twostroke.model.program.shard import RankProgram
 
 
 def lower_rank(

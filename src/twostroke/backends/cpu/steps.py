@@ -10,19 +10,19 @@ import numpy as np
 
 from twostroke.backends.cpu.page_tables import PageTables
 from twostroke.backends.cpu.records import StepRecord
-from twostroke.backends.frame import StepFrame, encode
+from twostroke.backends.sampling.rows import RESULT, RowTable, only_best, read_results, read_scores
+from twostroke.backends.step_frame import StepFrame, encode
+from twostroke.core.draft_tree import ends_of
 from twostroke.core.step import Slice, StepPlan
-from twostroke.core.tree import ends_of
-from twostroke.sample.rows import RESULT, RowTable, only_best, read_results, read_scores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from twostroke.backends.sampling.rows import Rows
     from twostroke.core.request import Request
     from twostroke.core.step import TokenLogprobs
-    from twostroke.sample.rows import Rows
 
     Reports = Sequence[TokenLogprobs | None]
     Drawn = tuple[list[int], list[TokenLogprobs | None], NDArray[np.float32] | None, Reports]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.backends.cpu.lowered import Vector
-    from twostroke.quant import QuantTensor
+    from twostroke.model.quant import QuantTensor
 
     Progress = Callable[[int, int], None]
     Release = Callable[[Sequence[QuantTensor]], None]

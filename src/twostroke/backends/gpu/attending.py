@@ -13,7 +13,7 @@ from twostroke.backends.gpu.kernels.attention import Work
 from twostroke.backends.gpu.lowered import Attend, Store, StoreLatents, ropes
 from twostroke.backends.gpu.step_input import StepInput
 from twostroke.backends.gpu.tiles import FEW_ROWS, MOST_PIECES, Tiling
-from twostroke.program import ops
+from twostroke.model.program import ops
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

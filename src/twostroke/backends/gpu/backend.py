@@ -29,10 +29,10 @@ from twostroke.backends.gpu.timeline import seconds_of
 from twostroke.backends.gpu.transfers import Mark, checked, is_out_of_memory, lost, on, to_host
 from twostroke.backends.gpu.weights import DeviceWeights, element_of
 from twostroke.backends.spans import pooled_rows
-from twostroke.cache.groups import PageGroups
 from twostroke.core.errors import BackendError, MemoryLimitError, TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.core.step import StepPlan, StepResult
+from twostroke.model.program.kv_groups import PageGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from twostroke.backends.frame import StepFrame
     from twostroke.backends.gpu.device import Device
     from twostroke.backends.gpu.drawing import Drawn
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.weights import Progress, Release
+    from twostroke.backends.step_frame import StepFrame
     from twostroke.core.request import Request
-    from twostroke.program import Op, Program
-    from twostroke.quant import QuantTensor
+    from twostroke.model.program import Op, Program
+    from twostroke.model.quant import QuantTensor
 
     Array = NDArray[np.float32]
 

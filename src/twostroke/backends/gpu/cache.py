@@ -10,7 +10,7 @@ import torch
 from twostroke.backends.gpu.kernels.attention import Heads
 from twostroke.backends.gpu.transfers import on
 from twostroke.core.errors import BackendError
-from twostroke.program import ops
+from twostroke.model.program import ops
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.program import Program
+    from twostroke.model.program import Program
 
 KV_TYPES: Final = {
     "f16": torch.float16,

@@ -13,8 +13,8 @@ from twostroke.backends.gpu import sampling
 from twostroke.backends.gpu.kernels import sampler
 from twostroke.backends.gpu.step_input import LOGIT_ROWS
 from twostroke.backends.gpu.transfers import to_device, to_host
+from twostroke.backends.sampling.reference import draw_all
 from twostroke.core.step import NO_TOKEN, StepPlan
-from twostroke.sample.reference import draw_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from twostroke.backends.gpu.launch import Gpu
+    from twostroke.backends.sampling.rows import Rows
     from twostroke.core.step import Slice, TokenLogprobs
-    from twostroke.sample.rows import Rows
 
     Reports = list[TokenLogprobs | None]
     Drawn = tuple[list[int], Reports, Reports]

@@ -28,13 +28,13 @@ from twostroke.backends.gpu.lowered import (
 )
 from twostroke.core.errors import BackendError
 from twostroke.core.frozen import Frozen
-from twostroke.program import ops
+from twostroke.model.program import ops
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from twostroke.backends.gpu.lowered import Record
-    from twostroke.program import Op, Program
+    from twostroke.model.program import Op, Program
 
 _MAX_HEAD_DIM = 512
 

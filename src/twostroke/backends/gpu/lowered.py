@@ -10,7 +10,7 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from twostroke.program import Activation, Op, ops
+    from twostroke.model.program import Activation, Op, ops
 
 
 class Kind(Enum):

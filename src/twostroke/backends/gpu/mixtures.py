@@ -13,7 +13,7 @@ from twostroke.backends.gpu.kernels.products_tiles import SAME_ROWS
 from twostroke.backends.gpu.kernels.routing import Grouped
 from twostroke.backends.gpu.stored import is_stack_packed, stacks_of
 from twostroke.core.frozen import Frozen
-from twostroke.quant import QuantTensor
+from twostroke.model.quant import QuantTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends.gpu.kernels.parts import Parts
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.program import ops
+    from twostroke.model.program import ops
 
     Convert = Callable[[QuantTensor, Tensor], None]
 

@@ -35,12 +35,7 @@ from twostroke.backends.gpu.lowered import (
 )
 from twostroke.backends.gpu.memory import StepMemory, lay_out
 from twostroke.backends.gpu.sampling import RESULT_INTS
-from twostroke.backends.gpu.step_input import (
-    CHANGES,
-    COPIES,
-    LOGIT_ROWS,
-    input_ints,
-)
+from twostroke.backends.gpu.step_input import CHANGES, COPIES, LOGIT_ROWS, input_ints
 from twostroke.backends.gpu.stored import matrix_layout
 
 if TYPE_CHECKING:
@@ -56,8 +51,8 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.lowered import Lowered, Place, Record
     from twostroke.backends.gpu.step_input import Places
     from twostroke.backends.gpu.weights import DeviceWeights
-    from twostroke.program import Program, ops
-    from twostroke.quant import QuantTensor
+    from twostroke.model.program import Program, ops
+    from twostroke.model.quant import QuantTensor
 
 _LEAST_PAGE = 16  # tokens
 

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from twostroke.backends.sampling.reference import LEAST_LOGPROB, UNIT
 from twostroke.core.frozen import Frozen
 from twostroke.core.step import NO_TOKEN, TokenLogprobs
-from twostroke.sample.reference import LEAST_LOGPROB, UNIT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from twostroke.sample.rows import Rows
+    from twostroke.backends.sampling.rows import Rows
 
     Ints = NDArray[np.int32]
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from twostroke.backends.frame import StepFrame
 from twostroke.backends.gpu.cache import DevicePages
 from twostroke.backends.gpu.graphs import bucket_of
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.plan import Plan
 from twostroke.backends.gpu.step_input import LOGIT_ROWS
+from twostroke.backends.step_frame import StepFrame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.weights import DeviceWeights
-    from twostroke.program import Program
+    from twostroke.model.program import Program
 
     Array = NDArray[np.float32]
 

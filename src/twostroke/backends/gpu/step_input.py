@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from twostroke.backends.frame import StepFrame
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.tiles import Tiling
+    from twostroke.backends.step_frame import StepFrame
 
     Ints = NDArray[np.int32]
 

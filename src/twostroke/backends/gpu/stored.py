@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.frozen import Frozen
-from twostroke.program import ops
+from twostroke.model.program import ops
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from twostroke.program import Program
-    from twostroke.quant import Format, QuantTensor
+    from twostroke.model.program import Program
+    from twostroke.model.quant import Format, QuantTensor
 
     Matrix = tuple["Layout", int, int]  # that is packed: outputs and inputs
 

@@ -22,7 +22,7 @@ from twostroke.backends.gpu.lowered import (
     sources,
 )
 from twostroke.backends.gpu.stored import matrix_layout, together
-from twostroke.program import ops
+from twostroke.model.program import ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.lowered import Lowered
     from twostroke.backends.gpu.mixtures import ExpertWeights
     from twostroke.backends.gpu.stored import Matrix
-    from twostroke.quant import QuantTensor
+    from twostroke.model.quant import QuantTensor
 
     Progress = Callable[[int, int], None]
     Release = Callable[[Sequence[QuantTensor]], None]

@@ -13,13 +13,13 @@ import numpy as np
 from twostroke.backends import BackendFacts
 from twostroke.backends.reference.operations import PagedCache, StepState
 from twostroke.backends.reference.ranks import run_ranks
+from twostroke.backends.sampling.reference import draw_all
 from twostroke.backends.spans import Span, flatten, pooled_rows
-from twostroke.cache.formats import FORMATS
 from twostroke.core.hardware import num_cores
 from twostroke.core.step import StepResult
-from twostroke.program.mesh import ONE_RANK
-from twostroke.program.shard import shard
-from twostroke.sample.reference import draw_all
+from twostroke.model.program.formats import FORMATS
+from twostroke.model.program.mesh import ONE_RANK
+from twostroke.model.program.shard import shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from twostroke.backends.memory import PageMemory
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
-    from twostroke.program import Program
-    from twostroke.program.mesh import Mesh
-    from twostroke.quant import QuantTensor
+    from twostroke.model.program import Program
+    from twostroke.model.program.mesh import Mesh
+    from twostroke.model.quant import QuantTensor
 
 
 class ReferenceBackend:

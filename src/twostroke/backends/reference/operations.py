@@ -9,7 +9,7 @@ import numpy as np
 from twostroke.backends.memory import MappedPages
 from twostroke.backends.spans import PageMap
 from twostroke.core.frozen import Frozen
-from twostroke.program import Activation, ops
+from twostroke.model.program import Activation, ops
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.backends.spans import Span
-    from twostroke.program import Program
-    from twostroke.program.ops import LocalOp
+    from twostroke.model.program import Program
+    from twostroke.model.program.ops import LocalOp
 
     Array = NDArray[np.float32]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from twostroke.backends.reference.operations import attention_scores
 from twostroke.core.frozen import Frozen
-from twostroke.program.pages import PIECE_TOKENS
+from twostroke.model.program.kv_format import PIECE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends.reference.operations import StepState
     from twostroke.backends.spans import Span
-    from twostroke.program.ops import AttentionPieces
+    from twostroke.model.program.ops import AttentionPieces
 
     Array = NDArray[np.float32]
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from twostroke.backends.reference.operations import apply, choose_experts
 from twostroke.backends.reference.pieces import merged, shares_of
-from twostroke.program import ops
-from twostroke.program.sharding import ColumnParts, RowParts, TermParts, TokenParts
+from twostroke.model.program import ops
+from twostroke.model.program.sharding import ColumnParts, RowParts, TermParts, TokenParts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterator, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.backends.reference.operations import StepState
-    from twostroke.program.shard import RankProgram
+    from twostroke.model.program.shard import RankProgram
 
     Array = NDArray[np.float32]
     Values = dict[str, Array]

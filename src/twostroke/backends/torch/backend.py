@@ -10,16 +10,16 @@ import torch
 
 from twostroke.backends import BackendFacts
 from twostroke.backends.cpu.steps import StepArrays
+from twostroke.backends.sampling.reference import draw_all
 from twostroke.backends.spans import flatten, pooled_rows, unpack
 from twostroke.backends.torch.model import TorchModel
 from twostroke.backends.torch.operations import StepState
 from twostroke.backends.torch.pages import PagedStep, Pages, WholeSequences
-from twostroke.cache.groups import PageGroups
 from twostroke.core.step import StepResult
-from twostroke.models.heads import last_hidden
-from twostroke.program.mesh import ONE_RANK
-from twostroke.program.shard import shard
-from twostroke.sample.reference import draw_all
+from twostroke.model.families.heads import last_hidden
+from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.mesh import ONE_RANK
+from twostroke.model.program.shard import shard
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from twostroke.backends.frame import StepFrame
-    from twostroke.backends.share import Share
     from twostroke.backends.spans import Rows
+    from twostroke.backends.step_frame import StepFrame
     from twostroke.backends.torch.pages import Keeper
+    from twostroke.backends.weight_shard import Share
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
-    from twostroke.program import Program
-    from twostroke.program.shard import RankProgram
-    from twostroke.quant import QuantTensor
+    from twostroke.model.program import Program
+    from twostroke.model.program.shard import RankProgram
+    from twostroke.model.quant import QuantTensor
 
     Array = NDArray[np.float32]
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from twostroke.core.errors import RanksLostError
-from twostroke.program import ops
-from twostroke.program.sharding import ColumnParts, RowParts, TokenParts
+from twostroke.model.program import ops
+from twostroke.model.program.sharding import ColumnParts, RowParts, TokenParts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ _TIMEOUT: Final = timedelta(seconds=20)  # for what heartbeats do not find: they
 
 
 class TorchLink:
-    """One rank's end of a process group of all ranks; a `Link` (parallel/link.py)."""
+    """One rank's end of a process group of all ranks; a `Link` (backends/parallel/link.py)."""
 
     kind = "torch"
     files = ()

@@ -9,15 +9,15 @@ import torch
 from twostroke.backends.torch.operations import StepState, apply
 from twostroke.backends.torch.pages import WholeSequences
 from twostroke.core.errors import BackendError
-from twostroke.program import ops
+from twostroke.model.program import ops
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
-    from twostroke.program import Op, Program
-    from twostroke.quant import QuantTensor
+    from twostroke.model.program import Op, Program
+    from twostroke.model.quant import QuantTensor
 
 
 class TorchModel:

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from twostroke.core.frozen import Frozen
-from twostroke.program import Activation, ops
+from twostroke.model.program import Activation, ops
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from twostroke.backends.torch.link import TorchLink
     from twostroke.backends.torch.pages import Keeper
-    from twostroke.program import Op
+    from twostroke.model.program import Op
 
 
 class StepState(Frozen):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from twostroke.backends.spans import PageMap
-from twostroke.program.ops import BorrowingAttention
+from twostroke.model.program.ops import BorrowingAttention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from twostroke.backends.spans import Span
-    from twostroke.program import Op, Program, ops
+    from twostroke.model.program import Op, Program, ops
 
     Seen = tuple[slice, Tensor, Tensor, int]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from twostroke.quant import Bytes, Format, QuantTensor
+    from twostroke.model.quant import Bytes, Format, QuantTensor
 
     Parts = tuple[Tensor, Tensor, Tensor | None]
 

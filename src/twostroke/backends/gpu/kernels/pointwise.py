@@ -9,7 +9,7 @@ import triton.language as tl
 
 from twostroke.backends.gpu.kernels.overlap import begin
 from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
-from twostroke.program import Activation
+from twostroke.model.program import Activation
 
 if TYPE_CHECKING:
     from torch import Tensor

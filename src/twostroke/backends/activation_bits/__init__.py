@@ -1,0 +1,24 @@
+"""Which precision each part of a model needs: measured by a tree, chosen by a knapsack."""
+
+from twostroke.backends.activation_bits.allocate import allocate
+from twostroke.backends.activation_bits.choice import (
+    METHOD,
+    MIN_WEIGHTS,
+    RightAnswers,
+    checking_text,
+    choose,
+    choosing_text,
+)
+from twostroke.backends.activation_bits.products import Product, products_of
+
+__all__ = [
+    "METHOD",
+    "MIN_WEIGHTS",
+    "Product",
+    "RightAnswers",
+    "allocate",
+    "checking_text",
+    "choose",
+    "choosing_text",
+    "products_of",
+]

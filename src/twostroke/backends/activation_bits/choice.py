@@ -1,0 +1,117 @@
+"""Chooses the bits of activations of a model: as few as the limit of divergence allows."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from twostroke.backends.activation_bits.tree import bits_of, cheapest, measured_kinds, split_parts
+from twostroke.core.activation_bits import ActivationBits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from twostroke.backends.activation_bits.products import Product
+
+    Array = NDArray[np.float32]
+    Score = Callable[[Mapping[str, int]], Array]
+    Check = Callable[[Mapping[str, int]], float]
+
+METHOD: Final = 2  # raised when text, constants or kernels change what would be chosen
+MIN_WEIGHTS: Final = 1 << 24  # in products; smaller models are fast enough with 15 bits
+# Mean KL on the choosing text, and on the longer one that checks the choice, in nats; other text
+# may differ more, and the limit is 1e-3.
+_BUDGET: Final = 7e-4
+_NUM_TRIALS: Final = 4
+_CHUNK_ROWS: Final = 32
+
+
+def choosing_text() -> str:
+    """Return the text on which choices are measured; it is not the held-out text."""
+    return (
+        resources.files("twostroke.backends.activation_bits")
+        .joinpath("choosing.txt")
+        .read_text("utf-8")
+    )
+
+
+def checking_text() -> str:
+    """Return the text that checks a choice: longer, since some rows in a thousand differ most."""
+    return (
+        resources.files("twostroke.backends.activation_bits")
+        .joinpath("checking.txt")
+        .read_text("utf-8")
+    )
+
+
+def choose(
+    products: Sequence[Product], score: Score, check: Check, model_id: str
+) -> ActivationBits:
+    """Choose bits for the products of a model.
+
+    `score(bits)` returns the logits (rows, vocab_size) of the choosing text with these bits by the
+    name of the matrix, 15 where a name is missing; `check(bits)` the divergence on other text.
+    """
+    right = RightAnswers(score({}))
+
+    def measure(bits: Mapping[str, int]) -> float:
+        return right.divergence(score(bits))
+
+    def worst(bits: Mapping[str, int]) -> float:
+        error = measure(bits)
+        if error <= _BUDGET and not (other := check(bits)) <= error:
+            return other
+        return error
+
+    bits = bits_of(products, 8)
+    error = worst(bits)
+    if not error <= _BUDGET:
+        parts = split_parts(measured_kinds(products, measure), measure)
+        budget = _BUDGET
+        for _ in range(_NUM_TRIALS):
+            bits = cheapest(parts, budget)
+            error = worst(bits) if bits else 0.0
+            if error <= _BUDGET:
+                break
+            budget *= 0.9 * _BUDGET / error if error < np.inf else 0.5
+        else:
+            bits, error = {}, 0.0
+    num_products = sum(len(product.matrices) for product in products)
+    return ActivationBits(model_id, METHOD, bits, error, num_products)
+
+
+class RightAnswers:
+    """The right answers, kept as probabilities."""
+
+    def __init__(self, logits: Array) -> None:
+        """Take the logits (rows, vocab_size) of the right model."""
+        self._logits = logits
+        self._shares = np.empty_like(logits)
+        for chunk in _chunks(logits):
+            shares = np.exp(logits[chunk] - logits[chunk].max(axis=1, keepdims=True))
+            self._shares[chunk] = shares / shares.sum(axis=1, keepdims=True)
+
+    def divergence(self, logits: Array) -> float:
+        """Return the mean of KL(right || other) over rows; infinite if it is not a number.
+
+        With d = other - right it is log(sum p e^d) - sum p d, where d is small and few digits of
+        float32 are lost.
+        """
+        total = 0.0
+        for chunk in _chunks(logits):
+            difference = logits[chunk] - self._logits[chunk]
+            shares = self._shares[chunk]
+            difference -= np.einsum("rv,rv->r", shares, difference)[:, None]
+            mean = np.einsum("rv,rv->r", shares, difference, dtype=np.float64)
+            grown = np.einsum("rv,rv->r", shares, np.expm1(difference), dtype=np.float64)
+            total += float(np.sum(np.log1p(grown) - mean))
+        mean_kl = max(total / len(logits), 0.0)
+        return mean_kl if np.isfinite(mean_kl) else np.inf
+
+
+def _chunks(logits: Array) -> list[slice]:
+    return [slice(i, i + _CHUNK_ROWS) for i in range(0, len(logits), _CHUNK_ROWS)]

@@ -1,0 +1,219 @@
+"""UCX (openucx.org): messages over TCP, InfiniBand and others, by the library `libucp`.
+
+It needs no launcher, tells when a connection breaks, and can be opened again with other ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int8, c_size_t, c_uint64, c_void_p
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from twostroke.backends.parallel.links.record import UcxRecord
+from twostroke.core import env
+from twostroke.core.errors import BackendError
+from twostroke.core.extras import install_command
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_API: Final = (1, 10)  # the oldest that has all that is used here
+_ROOM: Final = 256  # bytes after the fields that are used: later versions have more
+_FEATURES: Final = 1  # bits of the masks that say which fields are used
+_TAGS_AND_WAKE_UP: Final = 1 | 16
+_THREAD_MODE: Final = 1
+_ONE_AT_A_TIME: Final = 1
+_ADDRESS_AND_ERRORS: Final = 1 | 2 | 4
+_TELL_ERRORS: Final = 1
+_FORCE: Final = 1 << 0  # ucp_ep_close_nbx: do not wait for the peer
+_FLAGS: Final = 1 << 4
+# Functions that native code calls, in the order of native/links/ucx.h.
+_CALLED: Final = (
+    "ucp_tag_send_nbx",
+    "ucp_tag_recv_nbx",
+    "ucp_worker_flush_nbx",
+    "ucp_worker_progress",
+    "ucp_request_check_status",
+    "ucp_request_free",
+    "ucp_request_cancel",
+    "ucp_worker_arm",
+)
+
+
+class _ContextParameters(Structure):  # ucp_params_t
+    _fields_: ClassVar = [("mask", c_uint64), ("features", c_uint64), ("room", c_uint64 * _ROOM)]
+
+
+class _WorkerParameters(Structure):  # ucp_worker_params_t
+    _fields_: ClassVar = [("mask", c_uint64), ("thread_mode", c_int), ("room", c_uint64 * _ROOM)]
+
+
+class _EndpointParameters(Structure):  # ucp_ep_params_t
+    _fields_: ClassVar = [
+        ("mask", c_uint64),
+        ("address", c_char_p),
+        ("error_mode", c_int),
+        ("on_error", c_void_p),
+        ("on_error_argument", c_void_p),
+        ("room", c_uint64 * _ROOM),
+    ]
+
+
+class _RequestParameters(Structure):  # ucp_request_param_t
+    _fields_: ClassVar = [
+        ("mask", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("room", c_uint64 * _ROOM),
+    ]
+
+
+def obstacle() -> str | None:
+    """Return why UCX cannot be used here, or None."""
+    try:
+        _library()
+    except BackendError as error:
+        return str(error)
+    return None
+
+
+def version() -> str:
+    """Return UCX's version."""
+    text: bytes = _library().ucp_get_version_string()
+    return f"UCX {text.decode()}"
+
+
+class UcxConnections:
+    """One rank's worker and its endpoints to the others."""
+
+    def __init__(self, rank: int, num_ranks: int, on_error: c_void_p) -> None:
+        """Open a worker; UCX calls `on_error` with the address of a rank's entry in `lost`.
+
+        Raises:
+            BackendError: UCX is not there, or refuses.
+        """
+        self._library = _library()
+        self._rank, self._num_ranks, self._on_error = rank, num_ranks, on_error
+        self._lost = (ctypes.c_int32 * num_ranks)()
+        self._endpoints = (c_void_p * num_ranks)()
+        self._context, self._worker = c_void_p(), c_void_p()
+        context = _ContextParameters(_FEATURES, _TAGS_AND_WAKE_UP)
+        worker = _WorkerParameters(_THREAD_MODE, _ONE_AT_A_TIME)
+        call = self._library
+        _check(call.ucp_init_version(*_API, byref(context), None, byref(self._context)))
+        _check(call.ucp_worker_create(self._context, byref(worker), byref(self._worker)))
+
+    def address(self) -> bytes:
+        """Return what other ranks need to connect to this one."""
+        address, length = c_void_p(), c_size_t()
+        call = self._library
+        _check(call.ucp_worker_get_address(self._worker, byref(address), byref(length)))
+        try:
+            return ctypes.string_at(address, length.value)
+        finally:
+            call.ucp_worker_release_address(self._worker, address)
+
+    def connect(self, addresses: Sequence[bytes]) -> UcxRecord:
+        """Connect to all other ranks; their messages begin with the first collective."""
+        for rank, address in enumerate(addresses):
+            if rank == self._rank:
+                continue
+            entry = ctypes.addressof(self._lost) + rank * ctypes.sizeof(ctypes.c_int32)
+            parameters = _EndpointParameters(
+                _ADDRESS_AND_ERRORS, address, _TELL_ERRORS, self._on_error, entry
+            )
+            endpoint = c_void_p()
+            _check(self._library.ucp_ep_create(self._worker, byref(parameters), byref(endpoint)))
+            self._endpoints[rank] = endpoint.value
+        event = c_int(-1)
+        _check(self._library.ucp_worker_get_efd(self._worker, byref(event)))
+        record = UcxRecord(self._rank, self._num_ranks, event.value)
+        record.worker = self._worker
+        record.endpoints = ctypes.addressof(self._endpoints)
+        record.lost = ctypes.addressof(self._lost)
+        for i, name in enumerate(_CALLED):
+            record.functions[i] = ctypes.cast(getattr(self._library, name), c_void_p)
+        return record
+
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks to which the connection broke."""
+        return [rank for rank, status in enumerate(self._lost) if status]
+
+    def close(self) -> None:
+        """Drop all connections without waiting for anybody; closing twice does no harm."""
+        call, forced = self._library, _RequestParameters(_FLAGS, _FORCE)
+        for rank, endpoint in enumerate(self._endpoints):
+            if endpoint:
+                self._finish(call.ucp_ep_close_nbx(endpoint, byref(forced)))
+                self._endpoints[rank] = None
+        if self._worker.value:
+            call.ucp_worker_destroy(self._worker)
+            self._worker = c_void_p()
+        if self._context.value:
+            call.ucp_cleanup(self._context)
+            self._context = c_void_p()
+
+    def _finish(self, request: int | None) -> None:
+        """Let UCX work until a request has ended, whose "pointer" may be an error's number."""
+        if not request or request > 2**64 - 101:
+            return
+        while self._library.ucp_request_check_status(request) == 1:
+            self._library.ucp_worker_progress(self._worker)
+        self._library.ucp_request_free(request)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """Return libucp of the package `libucx-cu12` (or -cu13), else of the system.
+
+    Raises:
+        BackendError: there is none.
+    """
+    # It must change neither what signals do nor how memory is mapped. Unused settings are no error.
+    for name, value in {"HANDLE_ERRORS": "none", "MEM_EVENTS": "n", "LOG_LEVEL": "fatal"}.items():
+        env.set_default(f"UCX_{name}", value)
+    spec = find_spec("libucx")
+    folders = [Path(folder) / "lib" for folder in (spec and spec.submodule_search_locations) or ()]
+    paths = [str(folder / "libucp.so.0") for folder in folders]
+    if installed := ctypes.util.find_library("ucp"):
+        paths.append(installed)
+    for path in paths:
+        try:
+            return _typed(ctypes.CDLL(path))
+        except (OSError, AttributeError) as error:
+            raise BackendError(f"UCX at {path} cannot be used: {error}.") from None
+    raise BackendError(f"UCX is not installed ({install_command('cluster')}).")
+
+
+def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Tell what functions return and take."""
+    status, handle = c_int8, c_void_p
+    signatures = {
+        "ucp_get_version_string": (c_char_p, ()),
+        "ucp_init_version": (status, (c_int, c_int, c_void_p, c_void_p, POINTER(handle))),
+        "ucp_worker_create": (status, (handle, c_void_p, POINTER(handle))),
+        "ucp_worker_get_address": (status, (handle, POINTER(handle), POINTER(c_size_t))),
+        "ucp_worker_release_address": (None, (handle, handle)),
+        "ucp_worker_get_efd": (status, (handle, POINTER(c_int))),
+        "ucp_ep_create": (status, (handle, c_void_p, POINTER(handle))),
+        "ucp_ep_close_nbx": (handle, (handle, c_void_p)),
+        "ucp_request_check_status": (status, (handle,)),
+        "ucp_request_free": (None, (handle,)),
+        "ucp_worker_progress": (ctypes.c_uint, (handle,)),
+        "ucp_worker_destroy": (None, (handle,)),
+        "ucp_cleanup": (None, (handle,)),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    for name in _CALLED:
+        getattr(library, name)
+    return library
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        raise BackendError(f"UCX refuses (status {status}).")

@@ -1,0 +1,286 @@
+"""`RankGroup`: an engine's other ranks, from their start until all are one backend."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from msgspec.structs import replace
+
+from twostroke.backends.cpu.library import choose_level, load_library
+from twostroke.backends.cpu.shared import shared_bytes
+from twostroke.backends.create import (
+    FLOAT32_BACKENDS,
+    auto_kv_format,
+    make_backend,
+    splits_sums,
+    torch_device,
+)
+from twostroke.backends.kv_size import size_cache
+from twostroke.backends.parallel.backend import ParallelBackend
+from twostroke.backends.parallel.launch import LocalRanks
+from twostroke.backends.parallel.links.link_type import choose_kind, open_link
+from twostroke.backends.parallel.rank_messages import Job
+from twostroke.backends.parallel.ranks import Ranks
+from twostroke.backends.parallel.ray_ranks import RayRanks
+from twostroke.backends.parallel.shared import SharedLink
+from twostroke.backends.parallel.start import (
+    asked_of,
+    follow_if_launched,
+    place_among,
+    wait_for_ranks,
+)
+from twostroke.backends.weight_shard import Share, block_sizes
+from twostroke.core import env
+from twostroke.core.errors import RanksLostError
+from twostroke.core.hardware import memory_available, resolve_num_threads, scarcest_memory
+from twostroke.model.families.heads import last_hidden
+from twostroke.model.program.shard import shard
+from twostroke.model.weights import weights_identity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+    from twostroke.backends.kv_size import CacheSize
+    from twostroke.backends.parallel.backend import RankBackend
+    from twostroke.backends.parallel.launch import Launcher
+    from twostroke.backends.parallel.link import Link
+    from twostroke.backends.parallel.remote import RemoteRanks
+    from twostroke.core.options import ComputeOptions, EngineOptions
+    from twostroke.model.program import Program
+    from twostroke.model.program.mesh import Mesh
+    from twostroke.model.program.shard import RankProgram
+    from twostroke.model.quant import QuantTensor
+    from twostroke.model.weights import LoadedModel
+
+_EVALUATED_ROWS = 512  # of a step when a whole sequence is evaluated
+_CAUSE_S = 2.0  # until it is known why ranks did not meet
+
+
+class RankGroup:
+    """Ranks that have started and wait for what they shall load."""
+
+    def __init__(
+        self,
+        model: str,
+        loaded: LoadedModel,
+        program: Program,
+        mesh: Mesh,
+        options: EngineOptions,
+    ) -> None:
+        """Divide the Program and start the other ranks.
+
+        Raises:
+            UsageError: the Program cannot be divided so.
+            BackendError: ranks cannot be started.
+        """
+        compute, batch = options.compute, options.batch
+        self._model, self._model_id = model, weights_identity(loaded.tensors)
+        self._program, self._options = program, options
+        self._mesh = mesh
+        self._splits_sums = splits_sums(options.compute, options.parallel)
+        sizes = block_sizes(loaded.tensors) if self._splits_sums else None
+        self._parts = shard(program, mesh, [last_hidden(program)], sizes)
+        self._weight_bytes = [_weight_bytes(part, loaded.tensors, compute) for part in self._parts]
+        self._max_rows = max(batch.token_budget, batch.most_running, _EVALUATED_ROWS)
+        self._level = choose_level(compute.level).level
+        self._one_arithmetic = compute.backend in FLOAT32_BACKENDS or bool(
+            load_library(self._level).ts_one_arithmetic()
+        )
+        with ExitStack() as if_it_fails:
+            self._link, launcher = self._start(if_it_fails)
+            self._ranks = Ranks(mesh.num_ranks, launcher, self._link)
+            self._undo = if_it_fails.pop_all()
+        self._hosts = {0: socket.gethostname()}
+
+    def size(self) -> CacheSize:
+        """Return the size of the cache, the same on all ranks: what the smallest host can hold.
+
+        Raises:
+            BackendError: a rank ended, or is of another version.
+            UsageError, MemoryLimitError: as `size_cache`.
+        """
+        hellos = self._ranks.meet()
+        for rank, hello in hellos.items():
+            self._hosts[rank] = hello.host
+        options, sizes = self._options, []
+        for host in set(self._hosts.values()):
+            here = [rank for rank, other in self._hosts.items() if other == host]
+            free = memory_available() if 0 in here else hellos[here[0]].memory_bytes
+            sizes.append(
+                size_cache(
+                    self._program,
+                    options.cache,
+                    options.batch.token_budget,
+                    sum(self._weight_bytes[rank] for rank in here),
+                    free,
+                    most_running=options.batch.most_running,
+                    auto_format=auto_kv_format(options.compute),
+                    parts=[self._parts[rank].program for rank in here],
+                    mesh=self._mesh,
+                    group_limit=scarcest_memory() if 0 in here else None,
+                )
+            )
+        return min(sizes, key=lambda size: size.num_pages)
+
+    def backend(
+        self,
+        tensors: Mapping[str, QuantTensor],
+        program: Program,
+        size: CacheSize,
+        *,
+        tapped_value: str | None,
+        **options: Any,
+    ) -> ParallelBackend:
+        """Let all ranks load their parts, this one too; return them as one backend.
+
+        The arguments are those of `make_backend`.
+        """
+        jobs = partial(self._jobs, size)
+        link = self._link.renew()
+        self._ranks.assign(jobs(link))
+        try:
+            self._link.join(link)
+        except RanksLostError as error:
+            raise self._ranks.cause(_CAUSE_S) from error
+        compute = own_part(self._options.compute, *self._place(0))
+        sizes = block_sizes(tensors) if self._splits_sums else None
+        with self.own_cores():
+            own = make_backend(
+                tensors,
+                program,
+                compute,
+                size,
+                tapped_value=tapped_value,
+                embeds=True,
+                share=Share(0, self._mesh, self._max_rows, self._link.record, sizes),
+                **options,
+            )
+        own = cast("RankBackend", own)  # it has a share
+        return ParallelBackend(own, self._ranks, self._link, jobs, self._mesh)
+
+    def own_cores(self) -> AbstractContextManager[None]:
+        """Let threads that start inside keep to the cores of rank 0."""
+        return on_cores(*self._place(0))
+
+    def close(self) -> None:
+        """End the ranks; does nothing if a backend has them that was closed."""
+        self._link.abort()
+        self._ranks.close()
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        """End the ranks if the block fails."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """End the ranks if the block failed."""
+        if kind is not None:
+            self.close()
+
+    def _start(self, undo: ExitStack) -> tuple[Link, Launcher]:
+        """Return rank 0's end of a link, and what brings the other ranks.
+
+        Where a launcher has made this process another rank, it is that rank until it exits.
+        """
+        count = self._mesh.num_ranks
+        remote: RayRanks | RemoteRanks
+        if self._options.parallel.launcher == "ray":
+            remote = RayRanks(count)
+        else:
+            follow_if_launched(self._model, self._options.parallel)
+            place = place_among(count)
+            if place is None:
+                link = self._new_link(None)
+                undo.callback(link.close)
+                return link, LocalRanks(*link.files)
+            remote = wait_for_ranks(place, asked_of(self._model, self._options.parallel))
+        undo.callback(remote.close)
+        link = self._new_link(remote.host)
+        undo.callback(link.close)
+        return link, remote
+
+    def _new_link(self, host: str | None) -> Link:
+        """Return this rank's end of what connects the ranks: `host` is known to other machines."""
+        count = self._mesh.num_ranks
+        if self._options.compute.backend == "torch":
+            from twostroke.backends.torch.link import TorchLink
+
+            return TorchLink(0, count, host) if host else TorchLink(0, count)
+        if host:
+            return open_link(choose_kind(env.link()), 0, count, self._level, host)
+        # Untouched memory costs nothing, so there is room for all that `compare` may ask for.
+        program = self._program
+        traced = shard(program, self._mesh, [*program.layer_outputs, last_hidden(program)])
+        num_bytes = [shared_bytes(parts, self._max_rows) for parts in (self._parts, traced)]
+        return SharedLink.create(count, self._level, max(num_bytes))
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """Return a rank's number among those on its host, and how many these are."""
+        here = [other for other, host in self._hosts.items() if host == self._hosts[rank]]
+        return sorted(here).index(rank), len(here)
+
+    def _jobs(self, size: CacheSize, link: str) -> dict[int, Job]:
+        return {
+            rank: Job(
+                rank=rank,
+                mesh=self._mesh,
+                model=self._model,
+                model_id=self._model_id,
+                compute=self._options.compute,
+                place=self._place(rank),
+                level=self._level,
+                one_arithmetic=self._one_arithmetic,
+                num_pages=size.num_pages,
+                page_size=size.page_size,
+                kv_format=size.kv_format,
+                max_rows=self._max_rows,
+                tapped_value=last_hidden(self._program),
+                splits_sums=self._splits_sums,
+                link_kind=self._link.kind,
+                link=link,
+            )
+            for rank in range(1, self._mesh.num_ranks)
+        }
+
+
+def _weight_bytes(
+    part: RankProgram, tensors: Mapping[str, QuantTensor], compute: ComputeOptions
+) -> int:
+    if compute.backend in FLOAT32_BACKENDS:
+        return sum(4 * prod(shape) for shape in part.program.weight_shapes.values())
+    return sum(tensors[name].part(*rows).packed_bytes for name, rows in part.weight_rows.items())
+
+
+def own_part(compute: ComputeOptions, index: int, count: int) -> ComputeOptions:
+    """Return the options of rank `index` of `count` on a machine: its threads, or its GPU.
+
+    Must be called before the rank keeps to its own cores (`on_cores`), since it counts them all.
+    """
+    total = resolve_num_threads(compute.num_threads)
+    num_threads = max(1, (index + 1) * total // count - index * total // count)
+    device = torch_device(compute, index) if compute.backend == "torch" else compute.device
+    return replace(compute, num_threads=num_threads, device=device)
+
+
+@contextmanager
+def on_cores(index: int, count: int) -> Iterator[None]:
+    """Let threads that start inside keep to the cores of rank `index` of `count` on a machine.
+
+    Two ranks that spin on one core would take turns, each for milliseconds.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        yield
+        return
+    allowed = sorted(os.sched_getaffinity(0))
+    first, end = index * len(allowed) // count, (index + 1) * len(allowed) // count
+    os.sched_setaffinity(0, allowed[first:end] or allowed)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)

@@ -1,0 +1,394 @@
+"""`Ranks`: the other ranks as rank 0 sees them: who is ready, who failed, and who is lost."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from twostroke.backends import RankState
+from twostroke.backends.parallel.rank_messages import (
+    Beat,
+    Failed,
+    Hello,
+    RankTimes,
+    Ready,
+    pack,
+    unpack,
+    version,
+)
+from twostroke.core import errors
+from twostroke.core.errors import BackendError, RanksLostError, TwostrokeError
+from twostroke.core.transport.channel import ChannelClosedError, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from twostroke.backends import RankFacts
+    from twostroke.backends.parallel.launch import Launcher, RankProcess
+    from twostroke.backends.parallel.link import Link
+    from twostroke.backends.parallel.rank_messages import Job, Reset
+    from twostroke.core.transport.channel import Message
+
+BEAT_S: Final = 0.2  # between two heartbeats
+_LOOK_S: Final = 0.1
+_FROZEN_S: Final = 0.8  # without a heartbeat
+_STALLED_S: Final = 0.9  # of a link; a frozen rank is noticed before
+_FROZEN_LOADING_S: Final = 30.0  # a rank that loads from a slow disk may be unable to beat
+_END_S: Final = 5.0  # for all ranks to give their memory back
+_START_S: Final = 20.0  # until the first message of a process that runs
+
+
+class Ranks:
+    """Starts the other ranks, sends to them, and notices when one is dead or frozen.
+
+    A thread reads all that they send. If one is lost or fails, or if nothing arrives over the link
+    though all wait, it aborts the link, so that nobody waits any more.
+    """
+
+    def __init__(self, num_ranks: int, launch: Launcher, link: Link) -> None:
+        """Start ranks 1 to `num_ranks` - 1."""
+        self._launch, self._link = launch, link
+        self._changed = threading.Condition()
+        self._processes: dict[int, RankProcess] = {}
+        self._silent_s: dict[int, float] = {}
+        self._closing = self._is_given_up = False
+        self.hellos: dict[int, Hello] = {}
+        self.ready: dict[int, Ready] = {}
+        self.failed: dict[int, Failed] = {}
+        self._times: dict[int, RankTimes] = {}
+        self.lost: dict[int, str] = {}
+        self._beats: dict[int, Beat] = {}
+        self._stall = Stall()
+        self._resetting: set[int] = set()  # what they say until they are ready is out of date
+        self._left: set[int] = set()  # for good
+        self._num_starts: Counter[int] = Counter()
+        try:
+            for rank in range(1, num_ranks):
+                self._start(rank)
+        except BaseException:
+            self._kill_all()
+            raise
+        self._monitor = threading.Thread(target=self._watch, name="twostroke-ranks", daemon=True)
+        self._monitor.start()
+
+    def meet(self) -> dict[int, Hello]:
+        """Return the first message of each rank.
+
+        Raises:
+            RanksLostError: one ended before it said anything, or takes too long.
+            BackendError: one is of another version.
+        """
+        self._wait_for(self.hellos, _START_S)
+        for rank, hello in self.hellos.items():
+            if hello.version != version():
+                raise BackendError(
+                    f"Rank {rank} on {hello.host} has twostroke {hello.version}, rank 0 has "
+                    f"{version()}: install the same version on all machines."
+                )
+        return self.hellos
+
+    def send(self, kind: Kind, body: bytes = b"", to: Iterable[int] | None = None) -> None:
+        """Send a message to all that live, or to some ranks.
+
+        Raises:
+            RanksLostError: one of them is lost.
+        """
+        for rank in list(self._processes) if to is None else to:
+            process = self._processes[rank]
+            try:
+                process.channel.send(kind, body)
+            except ChannelClosedError as error:
+                self._lose(rank, process, process.ended() or _gone(error))
+                raise self._lost_error() from None
+
+    def assign(self, jobs: Mapping[int, Job]) -> None:
+        """Tell ranks what to load."""
+        for rank, job in jobs.items():
+            self.send(Kind.JOB, pack(job), [rank])
+
+    def wait_until_ready(self, timeout_s: float | None = None) -> None:
+        """Wait until all ranks are ready.
+
+        Raises:
+            RanksLostError: one is lost.
+            BackendError: one has failed; the sentence names it.
+        """
+        self._wait_for(self.ready, timeout_s)
+
+    def times(self) -> dict[int, RankTimes]:
+        """Return what the steps of each rank took since the last call.
+
+        Raises:
+            RanksLostError: one is lost.
+            BackendError: one cannot tell.
+        """
+        with self._changed:
+            self._times.clear()
+        self.send(Kind.TIMES)
+        self._wait_for(self._times, None)
+        return dict(self._times)
+
+    def check(self) -> None:
+        """Abort once more if a rank was lost; what was begun since had made that undone.
+
+        Raises:
+            RanksLostError: one is lost.
+        """
+        with self._changed:
+            if self.lost:
+                self._link.abort()
+                raise self._lost_error()
+
+    def reset(self, body: Reset, new: Collection[int]) -> None:
+        """Let all ranks but `new` ones begin again after a failed step."""
+        with self._changed:
+            old = [rank for rank in self._processes if rank not in new]
+            self.failed.clear()
+            self._stall = Stall()
+            self._resetting = set(old)
+            for rank in old:
+                self.ready.pop(rank, None)
+        self.send(Kind.RESET, pack(body), old)
+
+    def restart(self) -> list[int]:
+        """Start the lost ranks again and wait for their first messages; returns which they are.
+
+        Ranks that were started before and have not loaded their part begin once more, too.
+
+        Raises:
+            RanksLostError: one ended before it said anything.
+            BackendError: one cannot be started, does not come, or has left.
+        """
+        with self._changed:
+            if self._left:
+                raise BackendError(f"{self._lost_error()} It is not started again.")
+            self.failed.clear()
+            loaded = self._resetting.union(self.ready)
+            lost = [r for r in sorted(self._processes) if r in self.lost or r not in loaded]
+            for rank in lost:
+                self._processes.pop(rank).kill()
+                self._resetting.discard(rank)
+                for known in (self.hellos, self.ready, self.lost, self._beats):
+                    known.pop(rank, None)
+        for rank in lost:
+            if self._is_given_up:
+                break
+            try:
+                self._start(rank)
+            except RanksLostError as error:  # it does not come; to try again would not help
+                raise BackendError(str(error)) from None
+        self.meet()
+        return lost
+
+    def cause(self, timeout_s: float) -> TwostrokeError:
+        """Return why a step failed: a rank was lost, or failed; else that the link broke."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.lost or self._real_failures() or self._stall.is_found, timeout_s
+            )
+            for rank, failed in self._real_failures().items():
+                if self.lost.keys() <= {rank}:  # one that cannot load says why, and ends
+                    return _error_of(rank, failed)
+            if self.lost:
+                return self._lost_error()
+        if self._stall.is_found:
+            return RanksLostError("Nothing arrives over the link, though all ranks wait for it.")
+        return RanksLostError("The connection between the ranks broke.")
+
+    def states(self, ranks: Iterable[RankFacts]) -> list[RankState]:
+        """Return how these ranks are now."""
+        with self._changed:
+            return [self._state_of(facts) for facts in ranks]
+
+    def give_up(self) -> None:
+        """Let nobody wait for ranks any more, now and from now on. Any thread may call it."""
+        with self._changed:
+            self._is_given_up = True
+            self._changed.notify_all()
+        self._launch.close()
+
+    def close(self) -> None:
+        """End all ranks in order; twice does no harm."""
+        self._closing = True
+        self._monitor.join()
+        for process in self._processes.values():
+            with suppress(ChannelClosedError):
+                process.channel.send(Kind.END)
+        deadline = time.monotonic() + _END_S
+        for process in self._processes.values():
+            process.wait(max(0.0, deadline - time.monotonic()))
+        self._processes.clear()
+        self._launch.close()
+
+    def _state_of(self, facts: RankFacts) -> RankState:
+        rank, hello = facts.rank, self.hellos.get(facts.rank)
+        state = "starting"
+        if rank in self.lost:
+            state = "lost"
+        elif rank in self.hellos:
+            state = "ready" if rank in self.ready else "loading"
+        collective_s = self._beats[rank].collective_s if rank in self._beats else 0.0
+        facts = replace(facts, host=hello.host) if hello else facts  # it may start elsewhere
+        return RankState(facts, state, collective_s, max(0, self._num_starts[rank] - 1))
+
+    def _start(self, rank: int) -> None:
+        process = self._launch(rank)
+        with self._changed:
+            self._num_starts[rank] += 1
+            self._silent_s[rank] = 0.0
+            self._processes[rank] = process
+
+    def _kill_all(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+
+    def _wait_for(
+        self,
+        known: dict[int, Hello] | dict[int, Ready] | dict[int, RankTimes],
+        timeout_s: float | None,
+    ) -> None:
+        def is_over() -> bool:
+            has_failed = self._is_given_up or self.lost or self._real_failures()
+            return bool(has_failed or len(known) == len(self._processes))
+
+        with self._changed:
+            in_time = self._changed.wait_for(is_over, timeout_s)
+            if self._is_given_up:
+                raise BackendError("The engine closes: its ranks are not started again.")
+            if not in_time:
+                for rank in sorted(set(self._processes) - set(known)):
+                    why = f"did not answer within {timeout_s:.0f} s"
+                    self._lose(rank, self._processes[rank], why)
+            # A rank that cannot load says why, and ends.
+            for rank, failed in self._real_failures().items():
+                raise _error_of(rank, failed)
+            if self.lost:
+                raise self._lost_error()
+
+    def _real_failures(self) -> dict[int, Failed]:
+        return {rank: failed for rank, failed in self.failed.items() if not failed.lost}
+
+    def _lost_error(self) -> RanksLostError:
+        facts = [f"rank {rank} {why}" for rank, why in sorted(self.lost.items())]
+        text = "; ".join(facts)
+        return RanksLostError(f"{text[0].upper()}{text[1:]}.")
+
+    def _watch(self) -> None:
+        """Read what ranks send, and notice those that send nothing."""
+        before = beaten = time.monotonic()
+        while not self._closing:
+            poll = select.poll()
+            with self._changed:
+                alive = {r: p for r, p in self._processes.items() if r not in self.lost}
+                for process in alive.values():  # now, as lost ones are closed at any time
+                    poll.register(process.channel, select.POLLIN)
+            poll.poll(_LOOK_S * 1000)
+            now = time.monotonic()
+            # A thread that was not scheduled itself must not blame the others.
+            passed_s, before = min(now - before, 2 * _LOOK_S), now
+            for rank, process in alive.items():
+                self._listen(rank, process, passed_s)
+            self._notice_stall(passed_s)
+            if now - beaten >= BEAT_S:
+                beaten = now
+                for process in alive.values():
+                    with suppress(ChannelClosedError):
+                        process.channel.beat()
+
+    def _listen(self, rank: int, process: RankProcess, passed_s: float) -> None:
+        """Take a rank's messages."""
+        try:
+            while message := process.channel.receive(0):
+                self._silent_s[rank] = -passed_s
+                self._take(rank, process, message)
+        except BackendError as error:
+            self._lose(rank, process, process.ended() or _gone(error))
+            return
+        self._silent_s[rank] += passed_s
+        is_loaded = rank in self.ready or rank in self._resetting
+        most_s = _FROZEN_S if is_loaded else _FROZEN_LOADING_S
+        if rank in self.hellos and self._silent_s[rank] > most_s:
+            self._lose(rank, process, f"has not responded for {self._silent_s[rank]:.1f} s")
+
+    def _notice_stall(self, passed_s: float) -> None:
+        """End all waits if nothing arrives over the link."""
+        with self._changed:
+            beats = [self._beats[rank] for rank in self.ready if rank in self._beats]
+            if self.lost or self._stall.is_found or len(beats) < len(self._processes):
+                return
+            self._stall.look(self._link.progress(), beats, passed_s)
+            if self._stall.is_found:
+                self._link.abort()
+                self._changed.notify_all()
+
+    def _take(self, rank: int, process: RankProcess, message: Message) -> None:
+        with self._changed:
+            if self._processes.get(rank) is not process:  # it was replaced meanwhile
+                return
+            match message.kind:
+                case Kind.HELLO:
+                    self.hellos[rank] = unpack(message.body, Hello)
+                case Kind.READY:
+                    self.ready[rank] = unpack(message.body, Ready)
+                    self._resetting.discard(rank)
+                case Kind.TIMES:
+                    self._times[rank] = unpack(message.body, RankTimes)
+                case Kind.FAILED if rank not in self._resetting:
+                    self.failed[rank] = unpack(message.body, Failed)
+                    self._link.abort()
+                case Kind.LEAVE:
+                    self._left.add(rank)
+                    self._lose(rank, process, "was ended by Ctrl-C")
+                case Kind.BEAT if message.body:
+                    self._beats[rank] = unpack(message.body, Beat)
+                    return
+                case _:
+                    return
+            self._changed.notify_all()
+
+    def _lose(self, rank: int, process: RankProcess, reason: str) -> None:
+        """Note that a rank is lost, and let nobody wait for it."""
+        with self._changed:
+            if self._processes.get(rank) is not process:  # it was replaced meanwhile
+                return
+            self.lost.setdefault(rank, reason)
+            self._link.abort()
+            process.kill()
+            self._changed.notify_all()
+
+
+class Stall:
+    """Finds that a link moves nothing, though rank 0 is in a collective and no rank computes."""
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._progress: list[int] = []
+        self._lasts_s = 0.0
+
+    @property
+    def is_found(self) -> bool:
+        """Whether it has lasted long enough."""
+        return self._lasts_s > _STALLED_S
+
+    def look(self, own_progress: int, beats: Sequence[Beat], passed_s: float) -> None:
+        """Compare what ranks say now with what they said before."""
+        progress = [own_progress, *(beat.progress for beat in beats)]
+        waits = own_progress % 2 == 1 and all(beat.waits for beat in beats)
+        is_still = waits and progress == self._progress
+        self._lasts_s = self._lasts_s + passed_s if is_still else 0.0
+        self._progress = progress
+
+
+def _gone(error: Exception) -> str:
+    return f"is gone ({str(error).rstrip('.')})"
+
+
+def _error_of(rank: int, failed: Failed) -> TwostrokeError:
+    kind = getattr(errors, failed.kind, BackendError)
+    return kind(f"Rank {rank}: {failed.reason}")

@@ -1,0 +1,90 @@
+"""Ranks that Ray starts on the machines of its cluster; the only module that imports Ray."""
+
+from __future__ import annotations
+
+import secrets
+from importlib.util import find_spec
+from typing import Any, Final
+
+from twostroke.backends.parallel.remote import Arrival, RemoteRank, RemoteRanks, serve_rank
+from twostroke.core.errors import BackendError, RanksLostError
+from twostroke.core.extras import install_command
+
+_PLACE_S: Final = 60.0
+_END_S: Final = 5.0
+
+
+class RayRanks:
+    """A `Launcher`: an actor on each machine that Ray chooses; rank 0 stays in this process."""
+
+    def __init__(self, num_ranks: int) -> None:
+        """Join the cluster that `RAY_ADDRESS` names, or one on this machine, and ask for places.
+
+        Raises:
+            BackendError: Ray is not installed.
+            RanksLostError: the cluster has no room for so many ranks.
+        """
+        if find_spec("ray") is None:
+            raise BackendError(f"--ray needs Ray: {install_command('cluster')}.")
+        import ray
+        from ray.util.placement_group import placement_group
+
+        self._joined = not ray.is_initialized()
+        if self._joined:
+            ray.init(log_to_driver=False, include_dashboard=False, logging_level="error")
+        self._ray, self._num_ranks = ray, num_ranks
+        self._secret = secrets.token_bytes(16)
+        self._actors: list[Any] = []
+        self._tasks: list[Any] = []
+        self._remote = RemoteRanks(ray.util.get_node_ip_address(), 0, self._secret, num_ranks)
+        self._group = placement_group([{"CPU": 1}] * (num_ranks - 1), strategy="SPREAD")
+        if not self._group.wait(_PLACE_S):
+            resources = ray.cluster_resources().get("CPU", 0)
+            self.close()
+            raise RanksLostError(
+                f"Ray has no room for {num_ranks - 1} more ranks: its cluster has {resources:.0f} "
+                "cores in all."
+            )
+        for rank in range(1, num_ranks):
+            self._start(rank)
+
+    @property
+    def host(self) -> str:
+        """The address of rank 0."""
+        return self._remote.host
+
+    def __call__(self, rank: int) -> RemoteRank:
+        """Return a rank's process, once it has come."""
+        return self._remote(rank)
+
+    def close(self) -> None:
+        """End the actors, give the places back, and leave the cluster."""
+        from ray.util.placement_group import remove_placement_group
+
+        self._remote.close()
+        if self._tasks:  # they end with rank 0
+            self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=_END_S)
+        for actor in self._actors:
+            self._ray.kill(actor)
+        remove_placement_group(self._group)
+        if self._joined:
+            self._ray.shutdown()
+
+    def _start(self, rank: int) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self._group, rank - 1)
+        # If its machine is lost, Ray starts the actor elsewhere.
+        kind = self._ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)(_Rank)
+        actor = kind.options(scheduling_strategy=strategy).remote()
+        where = self._remote.host, self._remote.port, self._secret
+        self._tasks.append(actor.serve.remote(*where, rank, self._num_ranks))
+        self._actors.append(actor)
+
+
+class _Rank:
+    """An actor: a process of Ray that runs a rank."""
+
+    def serve(self, host: str, port: int, secret: bytes, rank: int, num_ranks: int) -> None:
+        """Be a rank until rank 0 ends."""
+        serve_rank(host, port, secret, Arrival(rank, num_ranks))

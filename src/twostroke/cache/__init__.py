@@ -1,8 +1,0 @@
-"""Key-value pages: their references, how many a request needs, and the prefixes they hold."""
-
-from __future__ import annotations
-
-from twostroke.cache.pool import PagePool
-from twostroke.cache.prefix import PrefixChain, PrefixHit, PrefixIndex
-
-__all__ = ["PagePool", "PrefixChain", "PrefixHit", "PrefixIndex"]

@@ -1,0 +1,1 @@
+"""Frames over sockets, which processes of one version exchange."""

@@ -1,0 +1,167 @@
+"""Whether a chat template supports tools, calls and results: found by rendering small chats."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from os.path import commonprefix
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.core.frozen import Frozen
+from twostroke.engine.chat.call_forms import FORMS, HERMES, CallForm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from twostroke.engine.chat.template import ChatTemplate
+    from twostroke.model.tokenizer import Tokenizer
+
+_TOOL, _CALL, _OTHER, _SAID = "probed_tool", "probed_call", "other_call", "probed answer"
+_IDS: Final = ("call_0123456789abcdef01234567", "abcdef123")
+_ARGUMENTS: Final = {"probed_key": "value"}
+_USER: Final = {"role": "user", "content": "Hello"}
+_SHOWN: Final[dict[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": _TOOL,
+        "description": "It probes.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
+    },
+}
+
+
+class TemplateCapabilities(Frozen):
+    """What a chat template supports; the rest is written as text.
+
+    Attributes:
+        form: how the model writes calls.
+        shows_tools: whether the prompt shows the variable `tools`.
+        shows_tools_of_system: whether it shows tools as JSON in the system message.
+        writes_calls: whether it shows the calls of earlier answers.
+        writes_results: whether it shows messages of the role tool.
+        takes_several: whether an answer may have more than one call.
+        has_short_ids: whether ids of calls must be nine letters or digits.
+        has_null_content: whether an answer with calls and no text needs null content.
+        has_text_arguments: whether arguments are a string of JSON, not an object.
+    """
+
+    form: CallForm = HERMES
+    shows_tools: bool = False
+    shows_tools_of_system: bool = False
+    writes_calls: bool = False
+    writes_results: bool = False
+    takes_several: bool = True
+    has_short_ids: bool = False
+    has_null_content: bool = False
+    has_text_arguments: bool = False
+
+
+def find_capabilities(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateCapabilities:
+    """Return what a template supports of tools, calls and results."""
+    probe = _Probe(template)
+    shown = probe.render([_USER])
+    shows_tools = _TOOL in shown
+    for call_id, content, is_text in product(_IDS, ("", None), (False, True)):
+        probe = _Probe(template, call_id, content, is_text=is_text)
+        if form := probe.written():
+            break
+    else:
+        return _without_calls(probe, shown, tokenizer)
+    null = replace(probe, content=None)
+    if null.written() and null.size() < probe.size():  # an empty text would be a separate turn
+        probe = null
+    return TemplateCapabilities(
+        form,
+        shows_tools=shows_tools,
+        writes_calls=True,
+        writes_results=probe.writes_results(),
+        takes_several=probe.takes_several(),
+        has_short_ids=call_id != _IDS[0],
+        has_null_content=probe.content is None,
+        has_text_arguments=is_text,
+    )
+
+
+def _without_calls(probe: _Probe, shown: str, tokenizer: Tokenizer) -> TemplateCapabilities:
+    """Return the capabilities of a template that does not write calls; `shown` has tools."""
+    forms = FORMS.values()
+    if _TOOL in shown:
+        form = next((form for form in forms if form.is_shown(shown)), None)
+        results = probe.writes_results(has_calls=False)
+        return (
+            TemplateCapabilities(form, shows_tools=True, writes_results=results) if form else _NONE
+        )
+    form = next((form for form in forms if form.is_known_to(tokenizer)), None)
+    return (
+        TemplateCapabilities(form, shows_tools_of_system=True)
+        if form and probe.reads_system()
+        else _NONE
+    )
+
+
+_NONE: Final = TemplateCapabilities()
+
+
+class _Probe(Frozen):
+    """Renders chats in which calls are given in one of several ways."""
+
+    template: ChatTemplate
+    call_id: str = _IDS[0]
+    content: str | None = ""
+    is_text: bool = False
+
+    def render(self, messages: Sequence[dict[str, Any]], *, has_tools: bool = True) -> str:
+        """Return the rendered messages, or no text if the template refuses them."""
+        try:
+            return self.template.render(
+                messages,
+                add_generation_prompt=False,
+                tools=[_SHOWN] if has_tools else None,
+                has_text_arguments=self.is_text,
+            ).text
+        except TwostrokeError:
+            return ""
+
+    def reads_system(self) -> bool:
+        """Whether tools are shown from the system message."""
+        system = {"role": "system", "content": "", "tools": json.dumps([_SHOWN])}
+        return _TOOL in self.render([system, _USER], has_tools=False)
+
+    def written(self) -> CallForm | None:
+        """Return the form in which an answer's calls are written."""
+        plain = self.render([_USER, {"role": "assistant", "content": _SAID}]).partition(_SAID)[0]
+        text = self.render([_USER, self._answer(_CALL)])
+        answer = text[len(commonprefix([text, plain])) :]  # noqa: RUF071 (they are not paths)
+        before, found, after = answer.partition(_CALL)
+        if not found or json.dumps(_ARGUMENTS) not in after:
+            return None
+        return next((form for form in FORMS.values() if form.fits(before, after)), None)
+
+    def writes_results(self, *, has_calls: bool = True) -> bool:
+        """Whether messages of the role tool are shown."""
+        answer = self._answer(_CALL) if has_calls else {"role": "assistant", "content": "Let me"}
+        result = {"role": "tool", "content": _SAID, "tool_call_id": self.call_id, "name": _CALL}
+        return _SAID in self.render([_USER, answer, result])
+
+    def size(self) -> int:
+        """Return the length of an answer with a call."""
+        return len(self.render([_USER, self._answer(_CALL)]))
+
+    def takes_several(self) -> bool:
+        """Whether an answer may have two calls."""
+        return _OTHER in self.render([_USER, self._answer(_CALL, _OTHER)])
+
+    def _answer(self, *names: str) -> dict[str, Any]:
+        arguments = json.dumps(_ARGUMENTS)  # parsed where the template wants objects
+        calls = [
+            {
+                "id": self.call_id,
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for name in names
+        ]
+        return {"role": "assistant", "content": self.content, "tool_calls": calls}

@@ -1,0 +1,399 @@
+"""A model's conversations: messages and tools in; a prompt and how to read its answer out."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
+from twostroke.core.frozen import Frozen
+from twostroke.engine.chat.capabilities import find_capabilities
+from twostroke.engine.chat.messages import (
+    RefusedByTemplateError,
+    check_are_messages,
+    checked_messages,
+)
+from twostroke.engine.chat.reader import Reading
+from twostroke.engine.chat.reasoning import (
+    AS_IT_IS,
+    closed,
+    find_marks,
+    followed,
+    is_switched_off,
+    preface_of,
+    variables_of,
+    with_reasoning,
+)
+from twostroke.engine.chat.template_source import DEFAULT, FOR_TOOLS, find_source
+from twostroke.engine.chat.tool_form import ToolForm
+from twostroke.engine.chat.tool_prompt import fitted
+from twostroke.engine.chat.turn_order import (
+    ALTERNATING,
+    STRICTEST,
+    arranged,
+    find_turn_order,
+    is_shown,
+    with_system_role,
+)
+from twostroke.engine.structured_output.lark import special_marks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from twostroke.core.constraint import Constraint
+    from twostroke.core.preface import Preface
+    from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.chat.capabilities import TemplateCapabilities
+    from twostroke.engine.chat.reasoning import ReasoningMarks, Thinking
+    from twostroke.engine.chat.template import ChatTemplate
+    from twostroke.engine.chat.tools import Tools
+    from twostroke.engine.chat.turn_order import TurnOrder
+    from twostroke.model.tokenizer import Prompt, Tokenizer
+
+
+class Turn(Frozen):
+    """The assistant's turn: its prompt, how the answer is constrained, and how it is read.
+
+    `preface` is the reasoning that may come first, `calls` the tools that may be called.
+    With `continues` the prompt has begun the answer's text.
+    """
+
+    prompt: Prompt
+    preface: Preface | None
+    calls: ToolForm | None
+    tokenizer: Tokenizer
+    continues: bool = False
+
+    def constrained(self, params: SamplingParams) -> SamplingParams:
+        """Return `params` with the form of calls, which begins after the reasoning.
+
+        The marks of both are shown, although they may be special tokens.
+        """
+        if self._drops_space(params):
+            params = replace(params, drops_space=True)
+        constraint = params.constraint if self.calls is None else self.calls.constraint()
+        marks = () if self.calls is None else self.calls.form.all_marks
+        if self.preface is not None:
+            marks = (self.preface.begin, self.preface.end, *marks)
+            constraint = constraint and constraint.after(self.preface)
+        if not marks:
+            return params
+        shown_ids = frozenset(special_marks(marks, self.tokenizer).values())
+        return replace(params, constraint=constraint, preface=self.preface, shown_ids=shown_ids)
+
+    def _drops_space(self, params: SamplingParams) -> bool:
+        """Whether to drop a space at the start of the answer, since the tokenizer added it.
+
+        If the client gives a constraint, the answer has exactly the text that it allows.
+        """
+        if self.continues or not self.tokenizer.strip_space:
+            return False
+        begins_inside = self.preface is not None and not self.preface.begin
+        return params.constraint is None or begins_inside
+
+    def reading(self, *, splits_reasoning: bool = True) -> Reading:
+        """Return how to read answers; reasoning may stay part of their text."""
+        reading = Reading(preface=self.preface if splits_reasoning else None)
+        if self.calls is None:
+            return reading
+        calls = self.calls
+        return replace(
+            reading,
+            functions=calls.tools.names,
+            form=calls.form,
+            is_forced=calls.tools.is_forced,
+            is_pure=calls.answer is not None,
+            unmarked=calls.unmarked,
+            customs=frozenset(one.name for one in calls.tools.functions if one.is_custom),
+        )
+
+
+class TriedTemplate:
+    """A compiled chat template and its properties, found by trial renderings on first use."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self.template = template
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def capabilities(self) -> TemplateCapabilities:
+        """The template's support for tools and calls."""
+        return find_capabilities(self.template, self._tokenizer)
+
+    @cached_property
+    def marks(self) -> ReasoningMarks | None:
+        """The texts around the model's reasoning, and whether each prompt opens it."""
+        marks = find_marks(self.template, self._tokenizer)
+        if marks is None:
+            return None
+        user = [{"role": "user", "content": "Hello"}]
+        try:
+            text = self.template.render(self._in_parts(user), tools=self._without_tools).text
+        except TwostrokeError:
+            return marks
+        return replace(marks, is_opened=text.rstrip().endswith(marks.begin))
+
+    @cached_property
+    def turn_order(self) -> TurnOrder:
+        """The message orders that the template accepts."""
+        capabilities = self.capabilities
+        return find_turn_order(
+            self._shows,
+            names_developer=self.template.names_developer,
+            writes_tools=capabilities.writes_calls and capabilities.writes_results,
+        )
+
+    @cached_property
+    def _without_tools(self) -> list[Any] | None:
+        """The value of the variable `tools` for no tools: some templates fail without a list."""
+        user = [{"role": "user", "content": "Hello"}]
+        choices: tuple[list[Any] | None, ...] = (None, [])
+        for tools in choices:
+            try:
+                self.template.render(user, tools=tools)
+            except TwostrokeError:
+                continue
+            return tools
+        return None
+
+    @cached_property
+    def _needs_parts(self) -> bool:
+        """Whether message content must be a list of parts, since the template fails on a text."""
+        text = "probed text"
+        parts = [{"type": "text", "text": text}]
+        return not self._shows_content(text) and self._shows_content(parts)
+
+    def _shows_content(self, content: object) -> bool:
+        user = [{"role": "user", "content": content}]
+        try:
+            return "probed text" in self.template.render(user, tools=self._without_tools).text
+        except TwostrokeError:
+            return False
+
+    def _shows(self, messages: list[dict[str, Any]]) -> bool:
+        """Whether the template accepts a conversation and writes all of its texts."""
+        try:
+            rendered = self.template.render(
+                self._in_parts(fitted(messages, (), self.capabilities)),
+                add_generation_prompt=False,
+                tools=self._without_tools,
+                has_text_arguments=self.capabilities.has_text_arguments,
+            )
+        except TwostrokeError:
+            return False
+        return is_shown(messages, rendered.text)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]],
+        thinking: Thinking,
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+    ) -> Prompt:
+        """Return the prompt of a conversation, as `Chat.render` describes."""
+        template, tools_to_show = self.template, self._without_tools
+        has_tools = bool(tools) or any(
+            message.get("tool_calls") or message.get("role") == "tool" for message in messages
+        )
+        checked = checked_messages(
+            messages, keep_parts=template.reads_parts and not has_tools, has_text_arguments=True
+        )
+        if not self.turn_order.developer:
+            checked = with_system_role(checked)
+        if has_tools:
+            checked = fitted(checked, tools, self.capabilities)
+            tools_to_show = [*tools] if tools and self.capabilities.shows_tools else tools_to_show
+        for message in checked:
+            if message["content"] is None and not message.get("tool_calls"):
+                message["content"] = ""
+        prompt = self._render_in_order(
+            checked,
+            continues=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools_to_show,
+            has_text_arguments=has_tools and self.capabilities.has_text_arguments,
+            **variables_of(thinking, template.variables, self.marks),
+        )
+        if add_generation_prompt and self.marks is not None and is_switched_off(thinking):
+            return closed(prompt, self.marks, self._tokenizer)
+        return prompt
+
+    def _in_parts(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages whose content is a list of parts, if the template needs such lists."""
+        if not self._needs_parts:
+            return messages
+        return [
+            message | {"content": [{"type": "text", "text": message["content"]}]}
+            if isinstance(message["content"], str)
+            else message
+            for message in messages
+        ]
+
+    def _render_in_order(
+        self, messages: list[dict[str, Any]], *, continues: bool, **options: Any
+    ) -> Prompt:
+        """Render messages in an order that the template accepts.
+
+        If the template refuses that order, too, stricter orders are tried.
+        """
+        refusal = None
+        for order in (self.turn_order, ALTERNATING, STRICTEST):
+            turns = arranged(messages, order, continues=continues)
+            try:
+                return self.template.render(
+                    with_reasoning(self._in_parts(turns), self.template.keys),
+                    continue_final_message=continues,
+                    **options,
+                )
+            except RefusedByTemplateError as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+
+class Chat:
+    """A model's chat templates, compiled on first use because the compiler is slow to import.
+
+    If the model has a separate template for tools, requests with tools use that template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Chat | None:
+        """Return the chat templates of a model; None if it has none."""
+        return None if find_source(tokenizer) is None else cls(tokenizer)
+
+    @cached_property
+    def refusal(self) -> str | None:
+        """Why the model's chat template cannot be compiled; None if the model can chat."""
+        try:
+            self._plain  # noqa: B018 - compiles the template
+        except ModelFormatError as error:
+            return _sentence(error)
+        return None
+
+    @cached_property
+    def tool_refusal(self) -> str | None:
+        """Why the model's template for tools cannot be compiled; None if it can, or is missing."""
+        return self._for_tools[1]
+
+    def prepare(self) -> None:
+        """Compile and try the templates now, so that the first request does not wait for that."""
+        if self.refusal is None:
+            for tried in (self._plain, self._for_tools[0]):
+                tried.turn_order  # noqa: B018 - found when first used
+
+    @cached_property
+    def _plain(self) -> TriedTemplate:
+        return self._tried(DEFAULT)
+
+    @cached_property
+    def _for_tools(self) -> tuple[TriedTemplate, str | None]:
+        """The template for conversations with tools, and why it is not the model's tool template.
+
+        The reason is None if the tool template is used, or if the model has none.
+        """
+        if find_source(self._tokenizer, FOR_TOOLS) is None:
+            return self._plain, None
+        try:
+            return self._tried(FOR_TOOLS), None
+        except ModelFormatError as error:
+            return self._plain, _sentence(error)
+
+    def _tried(self, name: str) -> TriedTemplate:
+        from twostroke.engine.chat.template import ChatTemplate
+
+        return TriedTemplate(
+            ChatTemplate.for_tokenizer(self._tokenizer, name=name), self._tokenizer
+        )
+
+    def _tried_for(self, *, has_tools: bool) -> TriedTemplate:
+        """Return the template for a request with or without tools.
+
+        Raises:
+            RequestError: the template cannot be compiled.
+        """
+        if self.refusal is not None:
+            reason = "cannot be answered: {why} Use plain completions instead."
+            raise RequestError(reason, field="messages", why=self.refusal)
+        return self._for_tools[0] if has_tools else self._plain
+
+    @property
+    def capabilities(self) -> TemplateCapabilities:
+        """The support for tools and calls of the template that shows tools."""
+        return self._tried_for(has_tools=True).capabilities
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the template writes reasoning."""
+        marks = self._tried_for(has_tools=False).marks
+        return marks is not None and marks.is_of_template
+
+    def turn(
+        self,
+        prompt: Prompt,
+        tools: Tools | None = None,
+        answer: Constraint | None = None,
+        *,
+        continued: str = "",
+        has_result: bool = False,
+    ) -> Turn:
+        """Return how to answer a rendered prompt, in which `tools` may be called.
+
+        `answer` is the form of answers that do not call; `continued` is the text of the last
+        message, where the answer continues it. Otherwise that may be a tool's (`has_result`).
+        """
+        tried = self._tried_for(has_tools=tools is not None)
+        preface = None if tried.marks is None else preface_of(tried.marks, prompt, continued)
+        calls = None
+        if tools is not None:
+            form = tried.capabilities.form
+            calls = ToolForm(tools, form, self._tokenizer, preface, answer, has_result)
+        return Turn(prompt, preface, calls, self._tokenizer, continues=bool(continued))
+
+    def follow(
+        self, thinking: Thinking, *, has_tools: bool = False
+    ) -> tuple[Thinking, list[RequestError]]:
+        """Return what the template can follow of a request, and the errors about the rest."""
+        tried = self._tried_for(has_tools=has_tools)
+        return followed(thinking, tried.template.variables, tried.marks)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        thinking: Thinking = AS_IT_IS,
+    ) -> Prompt:
+        """Return the prompt of a conversation, in which `tools` may be called.
+
+        If the template does not support tools, the prompt describes tools and calls as text.
+        Messages that the template refuses or drops are rearranged (`turn_order.py`). With
+        `continue_final_message` the answer continues the last message. `thinking` says how much
+        the model is to reason.
+
+        Raises:
+            RequestError: the messages are malformed; or the template refuses them, lacks a
+                feature that the request needs, or cannot be compiled.
+        """
+        check_are_messages(messages)
+        return self._tried_for(has_tools=bool(tools)).render(
+            messages,
+            tools,
+            thinking,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+
+
+def _sentence(error: Exception) -> str:
+    """Return an error's text as a sentence that ends with a full stop."""
+    return f"{str(error).rstrip('.')}."

@@ -1,0 +1,178 @@
+"""Marks for the special tokens in a chat template's literals, which keep them apart from text."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import TYPE_CHECKING, Any, Self
+
+from jinja2 import nodes
+
+from twostroke.engine.chat.messages import ROLES
+from twostroke.model.tokenizer import Piece, Prompt
+from twostroke.model.tokenizer.specials import AddedToken, Splitter
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+# Methods that look for their arguments in a text (`replace` only for the first).
+_SEARCHES = {"split", "rsplit", "strip", "lstrip", "rstrip", "partition", "rpartition"}
+_SEARCHES |= {"startswith", "endswith", "removeprefix", "removesuffix"}
+_SEARCHES |= {"find", "rfind", "index", "rindex", "count", "replace"}
+
+
+class Marker:
+    """Marks special tokens in a template's literals, and finds the marks in rendered text.
+
+    A mark holds 64 random bits, made when the template is compiled, so text from outside cannot
+    contain one.
+    """
+
+    def __init__(self, specials: Collection[str], tree: nodes.Template) -> None:
+        self._texts = list(dict.fromkeys(specials))
+        self._splitter = Splitter(
+            AddedToken(place, text, special=True) for place, text in enumerate(self._texts)
+        )
+        # Noncharacters around it, so that trimming or changing case leaves a mark whole.
+        self._nonce = f"\ufdd0{secrets.randbits(64):020}"
+        self.end = f"{self._nonce}!\ufdd1"  # marks the end of a message's text
+        self._searched = {id(node) for node in _searched(tree)}
+        glued = dict(self._glued(self._written(tree)))
+        self._marks_roles = bool(glued)
+        self._glued_by_spelling = glued
+        spellings = sorted(map(re.escape, glued), key=len, reverse=True)
+        role_marks = [f"{self._nonce}[<>]\ufdd1"] if glued else []
+        own = [rf"{self._nonce}(?P<place>\d+)\ufdd1"]
+        self._found = re.compile("|".join(own + spellings + role_marks))
+
+    def mark(self, text: str) -> str:
+        """Return `text` with each special token in it replaced by that token's mark."""
+        return "".join(
+            part if isinstance(part, str) else f"{self._nonce}{part.id}\ufdd1"
+            for part in self._splitter.split(text, parse_special=True)
+        )
+
+    def mark_literal(self, node: nodes.Node) -> None:
+        """Mark the special tokens in a literal, unless the template only looks for it."""
+        if isinstance(node, nodes.TemplateData):
+            node.data = self.mark(node.data)
+        elif isinstance(node, nodes.Const) and id(node) not in self._searched:
+            node.value = self.mark(node.value) if isinstance(node.value, str) else node.value
+
+    def with_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Mark the roles of `messages`, if the template makes tokens from roles."""
+        if self._marks_roles:
+            for message in messages:
+                message["role"] = _Role(message["role"], self._spell_role(message["role"]))
+        return messages
+
+    def prompt(self, text: str) -> Prompt:
+        """Return rendered `text` as a prompt, its marks as special pieces."""
+        pieces: list[Piece] = []
+        plain: list[str] = []
+        done = 0
+        for found in self._found.finditer(text):
+            plain.append(text[done : found.start()])
+            done = found.end()
+            place = found["place"]
+            special = self._texts[int(place)] if place else self._glued_by_spelling.get(found[0])
+            if special is not None:
+                _flush(pieces, plain)
+                pieces.append(Piece(special, special=True))
+        plain.append(text[done:])
+        _flush(pieces, plain)
+        return Prompt(tuple(pieces))
+
+    def _written(self, tree: nodes.Template) -> list[str]:
+        """Return the literal texts that the template writes."""
+        texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+        consts = (node for node in tree.find_all(nodes.Const) if id(node) not in self._searched)
+        return texts + [node.value for node in consts if isinstance(node.value, str)]
+
+    def _glued(self, written: list[str]) -> Iterable[tuple[str, str]]:
+        """Yield spelling and text of the special tokens that the template makes from a role."""
+        for text in self._texts:
+            for role in ROLES:
+                before, found, after = text.partition(role)
+                if not found or not (before or after) or any(text in part for part in written):
+                    continue
+                if all(any(side in part for part in written) for side in (before, after)):
+                    yield before + self._spell_role(role) + after, text
+
+    def _spell_role(self, role: str) -> str:
+        return f"{self._nonce}<\ufdd1{role}{self._nonce}>\ufdd1"
+
+
+class _Role(str):  # noqa: SLOT000 (a string cannot have slots with values)
+    """A role that reads as itself and is written with its mark."""
+
+    _spelling: str
+
+    def __new__(cls, role: str, spelling: str) -> Self:
+        made = super().__new__(cls, role)
+        made._spelling = spelling
+        return made
+
+    def __str__(self) -> str:
+        return self._spelling
+
+    def __add__(self, other: str) -> str:
+        return self._spelling + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._spelling
+
+
+def _flush(pieces: list[Piece], plain: list[str]) -> None:
+    if text := "".join(plain):
+        pieces.append(Piece(text))
+    plain.clear()
+
+
+def reads_parts(tree: nodes.Template) -> bool:
+    """Whether the template loops over the parts of a message's content, or takes only strings."""
+    return any(
+        _key(node) == "content"
+        for loop in tree.find_all(nodes.For)
+        for node in (loop.iter, *loop.iter.find_all((nodes.Getattr, nodes.Getitem)))
+    )
+
+
+def names_text(tree: nodes.Template, text: str) -> bool:
+    """Whether a literal of the template's expressions is this text."""
+    return any(node.value == text for node in tree.find_all(nodes.Const))
+
+
+def read_keys(tree: nodes.Template) -> frozenset[str]:
+    """Return the keys that the template looks up in objects such as messages."""
+    keys = [_key(node) for node in tree.find_all((nodes.Getattr, nodes.Getitem))]
+    arguments = (arg for call in tree.find_all(nodes.Call) for arg in call.args[:1])
+    keys += [arg.value for arg in arguments if isinstance(arg, nodes.Const)]
+    return frozenset(key for key in keys if isinstance(key, str))
+
+
+def _key(node: nodes.Node) -> object:
+    if isinstance(node, nodes.Getattr):
+        return node.attr
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        return node.arg.value
+    return None
+
+
+def _searched(tree: nodes.Template) -> Iterator[nodes.Node]:
+    """Yield the literals that the template only compares with or looks for."""
+    for compare in tree.find_all(nodes.Compare):
+        for node in (compare.expr, *(operand.expr for operand in compare.ops)):
+            yield from node.items if isinstance(node, (nodes.List, nodes.Tuple)) else [node]
+    for test in tree.find_all(nodes.Test):
+        yield from test.args
+    for item in tree.find_all(nodes.Getitem):
+        yield item.arg
+    for pair in tree.find_all(nodes.Pair):
+        yield pair.key
+    for apply in tree.find_all(nodes.Filter):
+        yield from apply.args[:1] if apply.name == "replace" else ()
+    for call in tree.find_all(nodes.Call):
+        method = call.node.attr if isinstance(call.node, nodes.Getattr) else ""
+        if method in _SEARCHES:
+            yield from call.args[:1] if method == "replace" else call.args

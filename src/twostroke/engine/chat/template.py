@@ -1,0 +1,188 @@
+"""Chat templates: messages in, a prompt out whose special tokens are the template's own."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
+
+from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
+from twostroke.engine.chat.literals import Marker, names_text, read_keys, reads_parts
+from twostroke.engine.chat.messages import RefusedByTemplateError, checked_messages, plain
+from twostroke.engine.chat.sandbox import METER, Meter, RenderBudget, TemplateEnvironment
+from twostroke.engine.chat.template_source import find_source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from twostroke.model.tokenizer import Prompt, Tokenizer
+
+_MAX_SOURCE_CHARS = 64 * 1024
+
+
+class ChatTemplate:
+    """A compiled chat template (a Jinja source as Hugging Face defines it).
+
+    Special tokens and text are told apart by their origin. When the template is compiled, special
+    tokens in the literals that it writes become marks that clients cannot guess; after rendering,
+    marks become the special pieces of the `Prompt`, and all other text is plain, whatever the
+    template did to it (trimmed, split, joined). Literals that the template only looks for stay as
+    they are, so its questions about a message get the usual answers. A special token made from a
+    role (`'<|' + message['role'] + '|>'`) works too: roles have marks of their own.
+
+    `variables` are the names of variables that the template reads, `keys` the names that it looks
+    up in objects such as messages. `reads_parts` says whether the template reads content that is
+    a list of parts, `names_developer` whether it has a case for the role developer.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer | None = None,
+        *,
+        budget: RenderBudget | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """Compile `source`; ModelFormatError if it is not a template.
+
+        `tokenizer` has the special tokens, `bos_token` and the like; without one, nothing is
+        special. `now` is the clock of `strftime_now`.
+        """
+        if len(source) > _MAX_SOURCE_CHARS:
+            raise ModelFormatError(
+                f"The chat template has {len(source):,} characters; "
+                f"{_MAX_SOURCE_CHARS:,} are allowed."
+            )
+        self.source = source
+        self._budget = budget or RenderBudget()
+        self._now = now
+        self._environment = TemplateEnvironment(
+            {"raise_exception": _refuse, "strftime_now": self._strftime_now}
+        )
+        try:
+            tree = self._environment.parse(source)
+            self.reads_parts = reads_parts(tree)
+            self.names_developer = names_text(tree, "developer")
+            self.variables = frozenset(find_undeclared_variables(tree))
+            self.keys = read_keys(tree)
+            self._marker = Marker(tokenizer.special_texts() if tokenizer else (), tree)
+            self._template = self._environment.guarded(tree, self._marker.mark_literal)
+        except TemplateSyntaxError as error:
+            raise ModelFormatError(
+                f"The chat template is not valid (line {error.lineno}): {error.message}"
+            ) from error
+        except (TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
+            raise ModelFormatError(
+                f"The chat template cannot be compiled ({type(error).__name__})."
+            ) from error
+        named = tokenizer.named_texts if tokenizer else {}
+        self._variables: dict[str, Any] = {
+            name: self._marker.mark(text) for name, text in named.items()
+        }
+        if tokenizer and tokenizer.additional_texts:
+            additional = [self._marker.mark(text) for text in tokenizer.additional_texts]
+            self._variables["additional_special_tokens"] = additional
+
+    @classmethod
+    def for_tokenizer(
+        cls, tokenizer: Tokenizer, *, name: str = "default", budget: RenderBudget | None = None
+    ) -> ChatTemplate:
+        """Return the template of that name out of the model's files.
+
+        A model without one gets ChatML if its vocabulary has the markers of ChatML; else a
+        RequestError says to use completions.
+        """
+        source = find_source(tokenizer, name)
+        if source is None:
+            raise RequestError(
+                "This model has no chat template, so it cannot chat; "
+                "use completions with a plain prompt."
+            )
+        return cls(source, tokenizer, budget=budget)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        has_text_arguments: bool = False,
+        **extra: object,
+    ) -> Prompt:
+        """Return the prompt for `messages`; encode it with `Tokenizer.encode_prompt`.
+
+        With `continue_final_message` the prompt ends where the last message's text does, to be
+        continued; there is no generation prompt then. `tools` are JSON schemas of functions,
+        `extra` further variables of the template such as `enable_thinking`. Arguments of calls are
+        objects, or with `has_text_arguments` as they were given. Raises RequestError
+        for messages that are not well formed or that the template refuses, BudgetError when it
+        takes too much time or space.
+        """
+        variables: dict[str, Any] = {**self._variables}
+        taken = {*variables, "messages", "tools", "add_generation_prompt", "continue_final_message"}
+        for name, value in extra.items():
+            if name in taken or name in self._environment.globals:
+                raise RequestError("is a name that the chat template itself uses.", field=name)
+            variables[name] = plain(value, name)
+        variables.setdefault("documents", None)  # as transformers has it: defined, and none
+        checked = checked_messages(
+            messages, keep_parts=self.reads_parts, has_text_arguments=has_text_arguments
+        )
+        if continue_final_message:
+            self._mark_end(checked[-1])
+        variables["messages"] = self._marker.with_roles(checked)
+        variables["tools"] = None if tools is None else plain(list(tools), "tools")
+        variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
+        meter = Meter(self._budget)
+        text = self._run({**variables, METER: meter})
+        meter.weigh(text)
+        return self._marker.prompt(self._until_end(text) if continue_final_message else text)
+
+    def _mark_end(self, message: dict[str, Any]) -> None:
+        parts = message["content"]
+        if isinstance(parts, list) and parts and not message.get("tool_calls"):
+            parts[-1]["text"] += self._marker.end
+            return
+        if not isinstance(parts, str) or message.get("tool_calls"):
+            reason = "must end with a message of text without tool calls, if it is to be continued."
+            raise RequestError(reason, field="messages")
+        message["content"] += self._marker.end
+
+    def _until_end(self, text: str) -> str:
+        before, found, after = text.partition(self._marker.end)
+        if not found or self._marker.end in after:
+            raise RequestError(
+                "The last message cannot be continued, because the chat template changes it: end "
+                "with a user message.",
+                field="messages",
+            )
+        return before
+
+    def _run(self, variables: dict[str, Any]) -> str:
+        try:
+            return "".join(self._template.root_render_func(self._template.new_context(variables)))
+        except TwostrokeError:
+            raise
+        except RecursionError as error:
+            raise RequestError("The chat template calls itself too deeply.") from error
+        except Exception as error:  # a template is foreign code: it can fail in any way
+            raise RefusedByTemplateError(self._complaint(error), field="messages") from error
+
+    def _complaint(self, error: Exception) -> str:
+        text = " ".join(self._marker.prompt(str(error)).text.split())[:300]
+        if isinstance(error, TemplateError):
+            return f"The chat template refuses these messages: {text}"
+        return f"The chat template failed on these messages: {type(error).__name__}: {text}"
+
+    def _strftime_now(self, form: str) -> str:
+        if len(form) > 100 or re.search(r"\d{3}", form):
+            raise RequestError("The chat template's date format is too long.")
+        return self._now().strftime(form)
+
+
+def _refuse(message: object = "") -> None:
+    raise TemplateError(str(message))

@@ -1,0 +1,175 @@
+"""Tools, calls and results in the form that a chat template supports, else as plain text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.engine.chat.turn_order import TOOL_RESULT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from twostroke.engine.chat.capabilities import TemplateCapabilities
+
+_SHORT_ID: Final = 9  # characters
+_INSTRUCTIONS: Final = """\
+You can call these functions, each described on a line of its own as JSON:
+{tools}
+To call one, write its name and its arguments as JSON, in this form and nothing else:
+{form}
+The result comes in the next message. Without need of a function, answer as usual."""
+
+
+def fitted(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    capabilities: TemplateCapabilities,
+) -> list[dict[str, Any]]:
+    """Return the messages in a form that a template with these capabilities can show.
+
+    The system message describes `tools` where the template does not show them.
+    """
+    fitted_messages = [*_with_ids(messages)]
+    if capabilities.writes_calls and not capabilities.takes_several:
+        fitted_messages = list(_one_by_one(fitted_messages))
+    fitted_messages = [_fitted(message, capabilities) for message in fitted_messages]
+    if capabilities.shows_tools_of_system and tools:
+        if fitted_messages[0]["role"] != "system":
+            fitted_messages.insert(0, {"role": "system", "content": ""})
+        fitted_messages[0]["tools"] = json.dumps(
+            [tool["function"] for tool in tools], ensure_ascii=False
+        )
+    elif tools and not capabilities.shows_tools:
+        _instruct(fitted_messages, tools, capabilities)
+    return fitted_messages if capabilities.writes_results else _joined(fitted_messages)
+
+
+def _with_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield messages in which every call and every result has an id.
+
+    A result without an id gets the id of the first unanswered call with its name in the last
+    answer, or else of the first unanswered call.
+    """
+    num_calls = 0
+    open_ids: dict[str, deque[str]] = {}  # by name; an id may be answered already
+    order: deque[str] = deque()
+    answered = set[str]()
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            open_ids, order = {}, deque()
+            calls_with_ids = []
+            for call in calls:
+                num_calls += 1
+                id_ = call.get("id") or f"call{num_calls:05}"
+                calls_with_ids.append(call | {"id": id_})
+                open_ids.setdefault(call["function"]["name"], deque()).append(id_)
+                order.append(id_)
+            yield {**message, "tool_calls": calls_with_ids}
+            continue
+        id_ = message.get("tool_call_id")
+        if message["role"] == "tool" and id_ is None:
+            for ids in (open_ids.get(str(message.get("name")), order), order):
+                while id_ is None and ids:
+                    candidate = ids.popleft()
+                    id_ = None if candidate in answered else candidate
+        if id_ is None:
+            yield dict(message)
+            continue
+        answered.add(id_)
+        yield {**message, "tool_call_id": id_}
+
+
+def _instruct(
+    shown: list[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    capabilities: TemplateCapabilities,
+) -> None:
+    """Describe in the system message which functions can be called, and how."""
+    described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    instructions = _INSTRUCTIONS.format(tools=described, form=capabilities.form.example())
+    if shown and shown[0]["role"] == "system":
+        shown[0] = shown[0] | {"content": f"{shown[0]['content']}\n\n{instructions}"}
+    else:
+        shown.insert(0, {"role": "system", "content": instructions})
+
+
+def _fitted(message: dict[str, Any], capabilities: TemplateCapabilities) -> dict[str, Any]:
+    content, calls = message.get("content") or "", message.get("tool_calls")
+    if message["role"] == "tool":
+        if not capabilities.writes_results:
+            return {"role": "user", "content": TOOL_RESULT.format(content)}
+        if capabilities.has_short_ids and "tool_call_id" in message:
+            message["tool_call_id"] = _short(message["tool_call_id"])
+        return message
+    if not calls:
+        return message | {"content": content}
+    if not capabilities.writes_calls:
+        functions = [call["function"] for call in calls]
+        written = capabilities.form.write((f["name"], _arguments(f)) for f in functions)
+        del message["tool_calls"]
+        return message | {"content": "\n".join(filter(None, [content, written]))}
+    if capabilities.has_text_arguments:
+        calls = [_with_text(call) for call in calls]
+    if capabilities.has_short_ids:
+        calls = [call | {"id": _short(str(call.get("id")))} for call in calls]
+    without = None if capabilities.has_null_content else ""
+    return message | {"content": content or without, "tool_calls": calls}
+
+
+def _arguments(function: Mapping[str, Any]) -> str:
+    """Return a call's arguments as JSON; they may be JSON already."""
+    given = function.get("arguments") or {}
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return call | {"function": function | {"arguments": _arguments(function)}}
+
+
+def _short(call_id: str) -> str:
+    """Return an id of nine letters or digits, always the same for one id."""
+    if len(call_id) == _SHORT_ID and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:_SHORT_ID]
+
+
+def _one_by_one(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the messages; an answer with several calls becomes one for each, before its result."""
+    place = 0
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            yield message
+            continue
+        end = place
+        while end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        results: dict[object, list[dict[str, Any]]] = {}
+        for result in messages[place:end]:
+            results.setdefault(result.get("tool_call_id"), []).append(result)
+        place = end
+        for call in calls:
+            yield message | {"tool_calls": [call]}
+            message = message | {"content": ""}  # only the first has the text
+            yield from results.pop(call.get("id"), ())
+        for rest in results.values():
+            yield from rest
+
+
+def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with user messages in a row joined, as roles must alternate."""
+    joined: list[dict[str, Any]] = []
+    for role, group in groupby(messages, key=itemgetter("role")):
+        run = [*group]
+        if role == "user":
+            run = [run[0] | {"content": "\n".join(message["content"] for message in run)}]
+        joined += run
+    return joined

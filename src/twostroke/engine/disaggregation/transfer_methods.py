@@ -1,0 +1,188 @@
+"""The ways by which pages come from a prefill engine, and which of them to take."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.core.frozen import Frozen
+from twostroke.engine.disaggregation import messages
+from twostroke.engine.disaggregation.connection import PeerLostError, RefusedError
+from twostroke.engine.disaggregation.messages import COPIED, SENT, WRITTEN
+from twostroke.engine.disaggregation.nixl import PROBE_BYTES, Carrier, CarrierError, obstacle
+from twostroke.engine.disaggregation.shared_pages import SharedPages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from twostroke.backends.memory import PageMemory
+    from twostroke.engine.disaggregation.connection import Connection
+
+_logger = logging.getLogger("twostroke.handover")
+
+# What each word of `PEER_LINKS` lets engines choose from that share no memory.
+_CHOICES: Final = {
+    "auto": (SENT, COPIED, WRITTEN),
+    "socket": (SENT,),
+    "nixl": (COPIED, WRITTEN),
+    "nixl-read": (COPIED,),
+    "nixl-write": (WRITTEN,),
+}
+_TITLES: Final = {SENT: "socket", COPIED: "NIXL, read", WRITTEN: "NIXL, written"}
+MOVE_S: Final = 2.0  # in which a move by NIXL must end
+_MOST_BYTES: Final = 8 << 20  # of one
+_WORTH: Final = 0.8  # of the socket's seconds, which NIXL must do with: carriers use cores, too
+_NUM_PROBES: Final = 4
+_PROBES_S: Final = 0.25  # after which a way is not measured again
+
+
+class OwnPages(Frozen):
+    """A decode engine's pages, as NIXL may write to them: an open file, None if there is none."""
+
+    file: int | None
+    num_pages: int
+    page_bytes: int
+
+
+class Way:
+    """How pages come: `how` is a word of `messages`, `title` one for people."""
+
+    def __init__(
+        self, how: str, shared: SharedPages | None = None, carrier: Carrier | None = None
+    ) -> None:
+        """Use shared memory, a carrier, or neither: pages are sent."""
+        self.how, self._shared, self._carrier = how, shared, carrier
+        self.title = "shared memory" if shared is not None else _TITLES[how]
+        self.is_nixl = carrier is not None
+
+    def most_pages(self, page_bytes: int) -> int | None:
+        """Return how many pages may be asked for at once; None for any number."""
+        return max(1, _MOST_BYTES // page_bytes) if self.is_nixl else None
+
+    def copy(self, pages: Sequence[int], memory: PageMemory, targets: Sequence[int]) -> None:
+        """Copy pages that are `COPIED` into those of this engine.
+
+        Raises:
+            CarrierError: NIXL did not, and nothing writes to the targets any more.
+        """
+        if self._shared is not None:
+            self._shared.copy(pages, memory, targets)
+        elif self._carrier is not None and self.how == COPIED and pages:
+            self._carrier.move(targets, pages, MOVE_S, is_write=False)
+
+    def end(self) -> None:
+        """Let a copy end with an error; any thread may."""
+        if self._carrier is not None:
+            self._carrier.end()
+
+    def close(self) -> None:
+        """Let nothing write to this engine's pages any more."""
+        if self._shared is not None:
+            self._shared.close()
+        if self._carrier is not None:
+            self._carrier.close()
+
+
+def choose_way(
+    connection: Connection, file: int | None, num_pages: int, own: OwnPages, link: str
+) -> Way:
+    """Return the fastest way that `link` allows, as measured.
+
+    A prefill engine that shares its `num_pages` has sent an open `file`: no other way is looked at.
+
+    Raises:
+        RefusedError: `link` asks for NIXL, which does not work here or there.
+        PeerLostError: as `Connection.receive`.
+    """
+    if file is not None:
+        try:
+            return Way(COPIED, SharedPages(file, num_pages, own.page_bytes))
+        except OSError as error:
+            raise PeerLostError(f"The pages cannot be mapped: {error}.") from None
+    choices = _CHOICES[link]
+    carrier = None
+    try:
+        if choices != (SENT,):
+            carrier = _join(connection, own)
+        return _fastest(connection, carrier, choices)
+    except CarrierError as error:
+        if carrier is not None:
+            carrier.close()
+        if SENT not in choices:
+            raise RefusedError(str(error)) from None
+        _logger.info("Pages are sent by the socket: %s", error)
+        return Way(SENT)
+    except PeerLostError:
+        if carrier is not None:
+            carrier.close()
+        raise
+
+
+def _join(connection: Connection, own: OwnPages) -> Carrier:
+    """Open a carrier, and let it meet that of the prefill engine."""
+    if (reason := obstacle()) is not None:
+        raise CarrierError(reason)
+    if own.file is None:
+        raise CarrierError("NIXL cannot reach this engine's pages.")
+    carrier = Carrier(own.file, own.num_pages, own.page_bytes)
+    try:
+        connection.send(messages.Join(carrier.place))
+        joined = _await(connection, messages.Joined)
+        if joined.place is None:
+            raise CarrierError(f"The prefill engine does not move pages by NIXL: {joined.reason}")
+        carrier.meet(joined.place, MOVE_S)
+    except PeerLostError:
+        carrier.close()
+        raise
+    return carrier
+
+
+def _fastest(connection: Connection, carrier: Carrier | None, choices: Sequence[str]) -> Way:
+    if carrier is None:
+        return Way(SENT)
+    scratch, numbers = memoryview(bytearray(PROBE_BYTES)), itertools.count(1)
+
+    def ask(how: str) -> None:
+        connection.send(messages.Probe(next(numbers), how))
+        content = _await(connection, messages.Content)
+        if not content.is_valid:
+            raise CarrierError("NIXL failed there.")
+        if content.num_bytes:
+            connection.receive_into(scratch[: content.num_bytes])
+
+    probes = {
+        SENT: lambda: ask(SENT),
+        COPIED: lambda: carrier.probe(MOVE_S, is_write=False),
+        WRITTEN: lambda: ask(WRITTEN),
+    }
+    seconds = {how: _seconds(probes[how]) for how in choices}
+    if SENT in seconds:
+        seconds[SENT] *= _WORTH
+    how = min(seconds, key=seconds.__getitem__)
+    if how != SENT:
+        return Way(how, carrier=carrier)
+    carrier.close()
+    return Way(SENT)
+
+
+def _seconds(probe: Callable[[], None]) -> float:
+    """Return the least time that a probe takes; the first one may have to connect."""
+    least = float("inf")
+    began_s = time.monotonic()
+    for _ in range(_NUM_PROBES):
+        start_s = time.monotonic()
+        probe()
+        end_s = time.monotonic()
+        least = min(least, end_s - start_s)
+        if end_s - began_s > _PROBES_S:
+            break
+    return least
+
+
+def _await(connection: Connection, kind: type[Any]) -> Any:
+    """Return the next message of a kind; others that come while engines meet tell of the load."""
+    while not isinstance(answer := connection.receive(), kind):
+        pass
+    return answer

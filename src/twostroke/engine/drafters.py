@@ -1,0 +1,290 @@
+"""Models that guess tokens for the target: a smaller draft model, or trained heads."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from msgspec.structs import replace
+
+from twostroke.backends.create import (
+    auto_kv_format,
+    cost_model,
+    for_guesses,
+    is_native,
+    make_backend,
+    memory_free,
+    unused_bytes,
+    weight_bytes,
+)
+from twostroke.backends.kv_size import CacheSize, size_cache
+from twostroke.core.errors import MemoryLimitError, TwostrokeError, UsageError
+from twostroke.core.frozen import Frozen
+from twostroke.core.options import PARTNER
+from twostroke.engine.speculation import (
+    AcceptanceRate,
+    DraftModel,
+    EagleHeads,
+    MedusaHeads,
+    StepTime,
+    Words,
+)
+from twostroke.engine.speculation.heads import MOST_WAITING
+from twostroke.model.families import build_program
+from twostroke.model.families.heads import EAGLE, NUMBERS, TABLE, build_heads, last_hidden
+from twostroke.model.hub import known_draft
+from twostroke.model.load import build_tokenizer, load
+from twostroke.model.program.formats import FORMATS as CACHE_FORMATS
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.tokenizer import Translation
+from twostroke.model.weights import load_heads, numbers_table, release_tensors, target_identity
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from twostroke.backends import Backend
+    from twostroke.core.hardware import Hardware
+    from twostroke.core.options import EngineOptions, SpeculationOptions
+    from twostroke.engine.model_card import ModelCard
+    from twostroke.model.program import Program
+    from twostroke.model.tokenizer import Tokenizer
+    from twostroke.model.weights import LoadedHeads, LoadedModel
+
+_MANY_ROWS = 256  # of a step of heads, unless requests have more guesses
+_SPARE_TOKENS = 128  # of a request, besides its window, for waiting states and guesses
+_PACKED = FORMATS["Q8_0"]
+_logger = logging.getLogger("twostroke.engine")
+
+
+class Draft(Frozen):
+    """A draft that fits its target; its files are mapped and its weights not read yet.
+
+    `words` are None if both models have the same vocabulary. An optional draft, which the user
+    did not name, is left out if it cannot be read or does not fit into memory.
+    """
+
+    loaded: LoadedModel
+    words: Words | None
+    is_optional: bool = False
+
+    @classmethod
+    def wanted(cls, options: SpeculationOptions, model: str, target: ModelCard) -> Self | None:
+        """Open the draft that the options ask for, by name or as the catalogue's for `model`.
+
+        Raises:
+            UsageError: the catalogue has no draft, and `method` needs one; and as `of`.
+        """
+        is_required = options.method == "draft"
+        if options.draft not in {None, PARTNER}:
+            return cls.of(options.draft, target)
+        is_welcome = is_required or (options.method == "auto" and not options.heads)
+        if options.draft is None or not is_welcome:
+            return None
+        known = known_draft(model)
+        if known is None:
+            if not is_required:
+                return None
+            raise UsageError(
+                f"The catalogue has no draft for {target.name} that is in the cache: name one with "
+                "--draft MODEL."
+            )
+        try:
+            return replace(cls.of(known, target), is_optional=not is_required)
+        except TwostrokeError as error:
+            if is_required:
+                raise
+            _leave_out(known, error)
+            return None
+
+    @classmethod
+    def of(cls, model: str, target: ModelCard) -> Self:
+        """Open `model`, any name that `loading.load` takes.
+
+        Raises:
+            UsageError: its tokens cannot express the target's text.
+            ModelNotFoundError, ModelFormatError: as `loading.load`.
+        """
+        loaded = load(model)
+        tokenizer = build_tokenizer(loaded)
+        if has_same_tokens(tokenizer, target.tokenizer):
+            return cls(loaded, None)
+        to_target = Translation(tokenizer, target.tokenizer)
+        to_draft = Translation(target.tokenizer, tokenizer)
+        if not to_target.is_able() or not to_draft.is_able():
+            raise UsageError(
+                f"{loaded.name} cannot be a draft of {target.name}: one vocabulary cannot express "
+                "the other's text. Take a smaller model of the same family."
+            )
+        return cls(loaded, Words(to_draft, to_target))
+
+    def build(
+        self, options: EngineOptions, target: ModelCard, backend: Backend, hardware: Hardware | None
+    ) -> DraftModel | None:
+        """Read the weights; the draft shares the threads of `backend`, which is closed later.
+
+        Returns None if the draft is optional and cannot be built.
+
+        Raises:
+            MemoryLimitError: the draft does not fit into memory with its target.
+        """
+        program = build_program(self.loaded.spec)
+        length = min(program.context_length, target.context_length)
+        try:
+            size = self._size(program, length, options, backend)
+            runner = make_backend(
+                self.loaded.tensors,
+                program,
+                for_guesses(options.compute),
+                size,
+                release=partial(release_tensors, self.loaded.mappings),
+                share_threads_with=backend,
+                max_rows=options.batch.token_budget,
+            )
+        except TwostrokeError as error:
+            if isinstance(error, MemoryLimitError):
+                error = MemoryLimitError(
+                    f"The draft does not fit into memory with {target.name}. {error}"
+                )
+            if not self.is_optional:
+                raise error from None
+            _leave_out(self.loaded.name, error)
+            return None
+        cost = cost_model(program, self.loaded.tensors, size.kv_format, options.compute.backend)
+        return DraftModel(
+            runner,
+            StepTime(cost.per_step(), hardware, runner.facts.rows_together),
+            vocab_size=target.cost.program.vocab_size,
+            own_vocab_size=program.vocab_size,
+            context_length=length,
+            token_budget=options.batch.token_budget,
+            words=self.words,
+        )
+
+    def _size(
+        self, program: Program, length: int, options: EngineOptions, backend: Backend
+    ) -> CacheSize:
+        """Return the size of the draft's cache, for no more tokens than the target's."""
+        size = size_cache(
+            program,
+            replace(options.cache, context_length=length, memory_bytes=None),
+            options.batch.token_budget,
+            weight_bytes(self.loaded, options.compute),
+            memory_free(options.compute, program, self.loaded.tensors, options.batch.token_budget)
+            - unused_bytes(options.compute, backend),
+            most_running=options.batch.most_running,
+            auto_format=auto_kv_format(options.compute),
+        )
+        for_one = -(-size.context_length // size.page_size) * len(program.cache_groups)
+        facts = backend.facts
+        num_target = facts.num_pages * facts.page_size // size.page_size
+        num_pages = min(size.num_pages, max(num_target, for_one))
+        cache_bytes = size.cache_bytes // size.num_pages * num_pages
+        return replace(size, num_pages=num_pages, cache_bytes=cache_bytes)
+
+
+class Heads(Frozen):
+    """Heads that fit their target; their files are mapped and their weights not read yet.
+
+    `table` is the target's embedding, which an EAGLE head reads.
+    """
+
+    loaded: LoadedHeads
+    table: QuantTensor
+
+    @classmethod
+    def wanted(cls, options: SpeculationOptions, target: LoadedModel) -> Self | None:
+        """Open the heads that the options name, if they do; raises as `of`."""
+        return cls.of(options.heads, options.method, target) if options.heads else None
+
+    @classmethod
+    def of(cls, folder: str, method: str, target: LoadedModel) -> Self:
+        """Open the heads in `folder` for `method`, which may be "auto".
+
+        Raises:
+            UsageError: they are of another kind, or of another model.
+            ModelNotFoundError, ModelFormatError: there are none, or they are damaged.
+        """
+        loaded = load_heads(Path(folder))
+        facts = loaded.facts
+        kind, shape = facts.spec.kind, facts.spec.layer
+        if method not in {"auto", kind}:
+            raise UsageError(
+                f"{folder} holds {kind} heads: use --speculate {kind}, or auto, not {method}."
+            )
+        sizes = target.spec.vocab_size, target.spec.hidden_size
+        fits = (shape.vocab_size, shape.hidden_size) == sizes
+        if not fits or facts.target_id != target_identity(target.tensors):
+            raise UsageError(
+                f"{folder} holds heads of {facts.target}, which cannot guess for "
+                f"{target.name}: train its own with `twostroke train-heads {target.name}`."
+            )
+        return cls(loaded, target.tensors[TABLE])
+
+    def build(
+        self, options: EngineOptions, max_running: int, backend: Backend, hardware: Hardware | None
+    ) -> EagleHeads | MedusaHeads:
+        """Read the weights; heads share the threads of `backend`, which is closed later.
+
+        Raises:
+            MemoryLimitError: their pages do not fit into memory with the target's.
+        """
+        facts = self.loaded.facts
+        is_eagle, layer = facts.spec.kind == EAGLE, facts.spec.layer
+        program = build_heads(facts.spec)
+        compute = for_guesses(options.compute)
+        tensors = self._tensors(packed=is_native(compute))
+        page_size, kv_format = backend.facts.page_size, auto_kv_format(compute)
+        num_tokens = _SPARE_TOKENS + (layer.window.size if layer.window else 0)
+        num_pages = (-(-num_tokens // page_size) + 1) * max_running if is_eagle else 1
+        cache_bytes = num_pages * program.page_bytes(page_size, CACHE_FORMATS[kv_format])
+        rows = min(MOST_WAITING * max_running, max(_MANY_ROWS, facts.spec.depth * max_running))
+        free_bytes = memory_free(compute, program, tensors, rows) - unused_bytes(compute, backend)
+        if cache_bytes > free_bytes:
+            raise MemoryLimitError(
+                f"{self.loaded.path} need {cache_bytes / 1e6:,.0f} MB for keys and values of "
+                f"{max_running} requests, and {free_bytes / 1e6:,.0f} MB of memory are free: "
+                "lower --max-running, or train heads with a smaller --window."
+            )
+        length = layer.context_length
+        size = CacheSize(length, num_pages, page_size, cache_bytes, kv_format)
+        runner = make_backend(
+            tensors,
+            program,
+            compute,
+            size,
+            share_threads_with=backend,
+            tapped_value=last_hidden(program),
+            max_rows=rows,
+        )
+        cost = cost_model(program, tensors, kv_format, compute.backend).per_step()
+        step_time = StepTime(cost, hardware, runner.facts.rows_together)
+        rate = AcceptanceRate(facts.right_if_sure, facts.accepted[0])
+        given = runner, step_time, rate, facts.token_ids
+        if not is_eagle:
+            return MedusaHeads(*given, len(facts.accepted))
+        return EagleHeads(*given, context_length=length, token_budget=rows)
+
+    def _tensors(self, *, packed: bool) -> Mapping[str, QuantTensor]:
+        """Return all weights; with `packed`, matrices in blocks of 8 bits."""
+        tensors = {TABLE: self.table, NUMBERS: numbers_table(self.loaded.facts.spec.depth)}
+        for name, tensor in self.loaded.tensors.items():
+            fits = len(tensor.shape) == 2 and tensor.shape[1] % _PACKED.block_size == 0
+            if packed and fits:
+                tensors[name] = QuantTensor.from_floats(tensor.dequantize(), _PACKED)
+            else:
+                tensors[name] = tensor
+        return tensors
+
+
+def _leave_out(name: str, error: TwostrokeError) -> None:
+    _logger.warning("%s is not used as a draft (--draft none: no draft): %s", name, error)
+
+
+def has_same_tokens(ours: Tokenizer, theirs: Tokenizer) -> bool:
+    """Return whether each id means the same text to both; either may have rows without a text."""
+    size = min(ours.vocab_size, theirs.vocab_size)
+    return max(ours.num_text_ids, theirs.num_text_ids) <= size and all(
+        ours.token_text(token_id) == theirs.token_text(token_id) for token_id in range(size)
+    )

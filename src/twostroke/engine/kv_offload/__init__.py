@@ -1,0 +1,1 @@
+"""KV pages outside of the page pool: on disk and in Redis."""

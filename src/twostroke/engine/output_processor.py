@@ -1,0 +1,105 @@
+"""One answer: tokens become text, stop strings end it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from twostroke.core.request import FinishReason
+from twostroke.core.service_tier import DEFAULT_SERVICE
+from twostroke.engine.output import Output
+from twostroke.engine.request_listener import Listener
+from twostroke.model.tokenizer import StreamDecoder
+
+if TYPE_CHECKING:
+    from twostroke.core.request import Request
+    from twostroke.core.step import Delta
+    from twostroke.engine.delivery import Mailbox
+    from twostroke.model.tokenizer import Tokenizer
+
+
+class Choice(Listener):
+    """Turns a request's tokens into text."""
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        mailbox: Mailbox,
+        tokenizer: Tokenizer,
+        service: str = DEFAULT_SERVICE,
+    ) -> None:
+        """Decode with `tokenizer`; the other arguments as in `Listener`."""
+        super().__init__(request, index, mailbox, service)
+        params = request.params
+        self._decoder = StreamDecoder(
+            tokenizer,
+            params.stop,
+            include_stop=params.include_stop,
+            shown_ids=params.shown_ids,
+            min_tokens=params.min_tokens,
+            preface=params.preface,
+            drops_space=params.drops_space,
+        )
+
+    def take(self, delta: Delta, now_s: float) -> Output:
+        """Return a step's tokens and their text.
+
+        The output is the last one if a stop string is found, although the request has not ended;
+        the loop ends it then.
+        """
+        tokens, reason, counter = delta.tokens, self.request.finish_reason, self.counter
+        if not tokens and reason is None:
+            return self._progress(Output(self.index, "", (), prompt_logprobs=delta.scores))
+        is_first = not self.first_token_s
+        if is_first:
+            self.first_token_s = now_s
+            counter.begin(self.request, now_s)
+        else:
+            counter.gaps.append(self.last_token_s)
+        self.last_token_s = now_s
+        if reason is None and len(tokens) == 1 and not is_first:
+            text = self._decoder.known.get(tokens[0])
+            if text is not None:  # the most frequent case, which must be fast
+                self.num_output += 1
+                counter.num_tokens += 1
+                return Output(self.index, text, tokens, delta.logprobs, delta.scores)
+
+        stop: str | int | None = None
+        text, num_read = self._read(tokens[:-1] if reason is FinishReason.STOP else tokens)
+        if self._decoder.stop is not None:
+            self.num_unused = max(0, len(tokens) - 1 - num_read)  # the last token was no guess
+            tokens = tokens[:num_read]
+            reason, stop = FinishReason.STOP, self._decoder.stop
+        elif reason is not None:
+            text += self._rest()
+            stop = tokens[-1] if reason is FinishReason.STOP else self._decoder.stop
+        self.num_output += len(tokens)
+        counter.num_tokens += len(tokens)
+        output = Output(self.index, text, tokens, delta.logprobs[: len(tokens)], delta.scores)
+        if is_first and self.request.hints.shows_progress:
+            output.num_read = self.request.num_prompt
+        if reason is not None:
+            return self._ended(output, reason, stop)
+        if is_first:
+            output.usage = self._usage()
+        return output
+
+    def _progress(self, output: Output) -> Output:
+        """Complete an output without tokens; after the first token no progress is shown."""
+        request = self.request
+        if request.hints.shows_progress and not self.first_token_s:
+            output.usage = self._usage()
+            output.num_read = min(request.num_computed, request.num_prompt)
+        return output
+
+    def _read(self, tokens: tuple[int, ...]) -> tuple[str, int]:
+        """Return the text of tokens up to a stop string, and how many tokens were read."""
+        text = ""
+        for count, token in enumerate(tokens, 1):
+            text += self._decoder.feed(token)
+            if self._decoder.stop is not None:
+                return text, count
+        return text, len(tokens)
+
+    def _rest(self) -> str:
+        return self._decoder.finish()

@@ -1,0 +1,1 @@
+"""An engine in its own process: messages, supervisor, recovery."""

@@ -1,0 +1,1 @@
+"""Grammars and JSON Schema, token by token."""

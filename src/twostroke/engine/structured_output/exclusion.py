@@ -1,0 +1,186 @@
+"""Masks out texts that an answer must not begin with, such as a value that failed its check.
+
+A grammar cannot say "anything but this prefix" about the middle of an answer, but a mask can. While
+the answer so far is a prefix of an excluded text, two kinds of tokens are cleared: tokens that
+complete the excluded text, and tokens after which the answer could only continue to it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from llguidance import LLMatcher
+    from numpy.typing import NDArray
+
+    from twostroke.core.constraint import Excluded
+    from twostroke.model.tokenizer import Tokenizer
+
+_MAX_LOOKAHEAD: Final = 256  # texts that a step looks at
+
+
+class TokenTexts:
+    """The bytes of each token in a vocabulary, and searches for tokens by their bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        special_ids = frozenset(tokenizer.special_ids)
+        self._texts = [
+            b"" if token in special_ids else tokenizer.token_bytes(token)
+            for token in range(tokenizer.vocab_size)
+        ]
+        order = sorted(range(len(self._texts)), key=self._texts.__getitem__)
+        self._sorted = [(self._texts[token], token) for token in order if self._texts[token]]
+        self.longest = max(map(len, self._texts))
+
+    def text(self, token: int) -> bytes:
+        """Return a token's bytes; empty for a special token."""
+        return self._texts[token] if token < len(self._texts) else b""
+
+    def tokens_starting_with(self, text: bytes) -> Iterator[int]:
+        """Yield the tokens that are equal to a text or longer and begin with it."""
+        index = bisect_left(self._sorted, (text, -1))
+        while index < len(self._sorted) and self._sorted[index][0].startswith(text):
+            yield self._sorted[index][1]
+            index += 1
+
+    def tokens_equal_to(self, text: bytes) -> Iterator[int]:
+        """Yield the tokens with exactly these bytes."""
+        index = bisect_left(self._sorted, (text, -1))
+        while index < len(self._sorted) and self._sorted[index][0] == text:
+            yield self._sorted[index][1]
+            index += 1
+
+    def proper_prefixes_of(self, text: bytes) -> Iterator[int]:
+        """Yield the tokens that are shorter than a text and with which the text begins."""
+        for length in range(1, min(len(text), self.longest + 1)):
+            yield from self.tokens_equal_to(text[:length])
+
+
+class _Rest(NamedTuple):
+    """The end of an excluded text that the answer does not have yet.
+
+    `num_before` of its bytes come before the wrong value. `is_whole` is as in `Excluded`.
+    """
+
+    text: bytes
+    num_before: int
+    is_whole: bool
+
+
+class Exclusions:
+    """The excluded texts that an answer can still become."""
+
+    def __init__(self, rests: Sequence[_Rest], texts: TokenTexts, ends: Collection[int]) -> None:
+        self._rests = rests
+        self._texts = texts
+        self._ends = ends
+
+    @classmethod
+    def of(
+        cls, excluded: Iterable[Excluded], texts: TokenTexts, ends: Collection[int]
+    ) -> Exclusions:
+        """Return the exclusions of an answer without tokens."""
+        rests = [_Rest(value.text.encode(), value.start, value.is_whole) for value in excluded]
+        return cls(rests, texts, ends)
+
+    def after(self, tokens: Iterable[int]) -> Exclusions:
+        """Return the exclusions that still apply after more tokens of the answer."""
+        rests = self._rests
+        for token in tokens:
+            if not rests:
+                return self
+            text = self._texts.text(token)
+            rests = [
+                _Rest(rest.text[len(text) :], rest.num_before - len(text), rest.is_whole)
+                for rest in rests
+                if rest.text.startswith(text)
+            ]
+        return Exclusions(rests, self._texts, self._ends)
+
+    def clear(self, matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
+        """Clear the tokens in a mask that complete an excluded text or inevitably lead to one."""
+        self._clear_complete(row)
+        dead_ends: set[bytes] = set()
+        for token in self._partial_tokens(row, is_near=True):
+            if not self._has_alternative(matcher, token, len(row), dead_ends):
+                row[token // 32] &= ~np.uint32(1 << (token % 32))
+
+    def _clear_complete(self, row: NDArray[np.uint32]) -> None:
+        for rest in self._rests:
+            tokens: Iterable[int] = ()
+            if not rest.text:
+                tokens = self._ends if rest.is_whole else ()
+            elif not rest.is_whole:
+                tokens = self._texts.tokens_starting_with(rest.text)
+            for token in tokens:
+                row[token // 32] &= ~np.uint32(1 << (token % 32))
+
+    def _partial_tokens(self, row: NDArray[np.uint32], *, is_near: bool = False) -> dict[int, None]:
+        """Return the allowed tokens after which the answer is still a prefix of an excluded text.
+
+        With `is_near`, texts whose wrong value is further away than one token are left out.
+        """
+        tokens: dict[int, None] = {}
+        for rest in self._rests:
+            is_far = is_near and rest.num_before > self._texts.longest
+            if rest.text and not is_far:
+                tokens |= dict.fromkeys(self._texts.proper_prefixes_of(rest.text))
+                if rest.is_whole:
+                    tokens |= dict.fromkeys(self._texts.tokens_equal_to(rest.text))
+        return {token: None for token in tokens if row[token // 32] >> (token % 32) & 1}
+
+    def _has_alternative(
+        self, matcher: LLMatcher, token: int, num_words: int, dead_ends: set[bytes]
+    ) -> bool:
+        """Return whether the answer can become anything other than an excluded text after a token.
+
+        Many sequences of tokens spell the same text, which can continue in the same ways: each
+        text is looked at once. `dead_ends` are texts that inevitably lead to an excluded text; the
+        method adds the dead ends that it finds.
+        """
+        seen = set(dead_ends)
+        waiting = [(self, matcher, b"", token)]
+        while waiting:
+            exclusions, matcher, text, token = waiting.pop()
+            text += self._texts.text(token)
+            if text in seen:
+                continue
+            seen.add(text)
+            exclusions, matcher = exclusions.after([token]), _copy_after(matcher, token)
+            if not exclusions or len(seen) > _MAX_LOOKAHEAD:
+                return True
+            row = np.zeros(num_words, np.uint32)
+            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            partial_tokens = exclusions.take_partial_tokens(row)
+            if row.any():
+                return True
+            waiting += [(exclusions, matcher, text, token) for token in partial_tokens]
+        dead_ends |= seen
+        return False
+
+    def take_partial_tokens(self, row: NDArray[np.uint32]) -> list[int]:
+        """Clear the tokens in a mask that complete an excluded text or may lead to one.
+
+        Returns the tokens that may lead to one.
+        """
+        self._clear_complete(row)
+        tokens = [*self._partial_tokens(row)]
+        for token in tokens:
+            row[token // 32] &= ~np.uint32(1 << (token % 32))
+        return tokens
+
+    def __bool__(self) -> bool:
+        """Whether the answer can still become an excluded text."""
+        return bool(self._rests)
+
+
+def _copy_after(matcher: LLMatcher, token: int) -> LLMatcher:
+    """Return a copy of a matcher, with one more token consumed."""
+    copy = matcher.deep_copy()
+    copy.consume_token(token)
+    return copy

@@ -1,0 +1,75 @@
+r"""Allows escaped control characters, such as `\u0007`, only in strings whose schema needs them.
+
+llguidance has one switch for a whole grammar: escapes of control characters are allowed in all
+strings, or in none. They are allowed if the schema of one string needs them. The other strings then
+get a pattern without control characters.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.engine.structured_output.schema.patterns import ANY_ONE, UNWRITTEN, without
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    Schema = dict[str, Any]
+
+_WITHOUT: Final = r"^[^\x00-\x07\x0b\x0e-\x1f\x7f]*$"
+# Names get no control characters at all: a tab has two spellings, which would count as two names.
+_EACH: Final = r"\x00-\x1f\x7f"
+_CONTROLS: Final = frozenset(map(chr, (*range(8), 0x0B, *range(0x0E, 0x20), 0x7F)))
+_ESCAPE: Final = re.compile(r"\\u\{[0-9a-f]+\}")  # the spelling of control characters in `patterns`
+
+
+def needs_escapes(schema: Schema) -> bool:
+    """Return whether a prepared schema has strings that need escapes of control characters."""
+    return any(map(_asks, _schemas(schema)))
+
+
+def with_plain_strings(schema: Schema) -> bool:
+    """Exclude control characters from strings and names whose schemas do not name them.
+
+    Return whether this also excludes some members whose names the schema does not list.
+    """
+    is_less = False
+    for part in _schemas(schema):
+        if part.get("type") == "string" and "pattern" not in part:
+            part["pattern"] = _WITHOUT
+        if part.get("type") == "object" and part.get("additionalProperties", False) is not False:
+            pattern = None if "patternProperties" in part else _but(part.get("properties", {}))
+            is_less = is_less or pattern is None
+            if pattern is not None:
+                part["patternProperties"] = {pattern: part["additionalProperties"]}
+            part["additionalProperties"] = False
+    return is_less
+
+
+def _but(names: Iterable[str]) -> str | None:
+    """Return a pattern for all other names, without control characters; None if too large."""
+    pattern = without(list(names))
+    return pattern and pattern.replace(ANY_ONE, f"[^{_EACH}]").replace(UNWRITTEN, _EACH)
+
+
+def _asks(schema: Schema) -> bool:
+    texts = [value for value in schema.get("enum", ()) if isinstance(value, str)]
+    if any(not _CONTROLS.isdisjoint(text) for text in texts):
+        return True
+    patterns = [schema.get("pattern", ""), *schema.get("patternProperties", ())]
+    return any(map(_ESCAPE.search, patterns))
+
+
+def _schemas(schema: Any) -> Iterator[Schema]:
+    """Yield a prepared schema and all schemas inside it."""
+    if isinstance(schema, dict):
+        yield schema
+        for keyword in ("anyOf", "allOf", "prefixItems"):
+            for inner in schema.get(keyword, ()):
+                yield from _schemas(inner)
+        for keyword in ("properties", "patternProperties", "$defs"):
+            for inner in schema.get(keyword, {}).values():
+                yield from _schemas(inner)
+        for keyword in ("items", "additionalProperties"):
+            yield from _schemas(schema.get(keyword))

@@ -1,0 +1,1 @@
+"""Servers and a router on the machines of a cluster: started, watched, replaced, scaled."""

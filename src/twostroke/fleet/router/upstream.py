@@ -1,0 +1,362 @@
+"""Connections to a replica, which are kept for the next request."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import ssl
+import time
+from typing import TYPE_CHECKING, Final, cast
+from urllib.parse import urlsplit
+
+from twostroke.core.errors import UsageError
+from twostroke.core.frozen import Frozen
+from twostroke.fleet.router.response import (
+    CutOffError,
+    FailedReplicaError,
+    ReplicaError,
+    ResponseReader,
+)
+from twostroke.server.http.write_coalescer import read_less
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from twostroke.fleet.router.response import Head
+
+    Headers = Sequence[tuple[bytes, bytes]]
+
+_CONNECT_S: Final = 1.5
+_IDLE_S: Final = 30.0  # shorter than servers wait: vLLM and llama-server close after 5 to 75 s
+_MOST_UNREAD: Final = 256 * 1024
+_UNACKNOWLEDGED_MS: Final = 800  # Linux gives up at the next retransmission, some 0.4 s later
+_CUT_OFF: Final = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
+
+
+class Address(Frozen):
+    """Where a replica is: `path` comes before that of each request."""
+
+    url: str
+    host: str
+    port: int
+    is_tls: bool
+    path: str
+    netloc: bytes  # the value of the header Host
+
+    @classmethod
+    def of(cls, url: str) -> Address:
+        """Return the parts of a URL.
+
+        Raises:
+            UsageError: it is not the URL of a server.
+        """
+        wanted = "must be a URL such as http://host:8000, got {value}."
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            netloc = parts.netloc.lower()
+            host = netloc.encode("ascii" if netloc.isascii() else "idna")
+        except ValueError:
+            raise UsageError(wanted, field="replicas", value=repr(url)) from None
+        is_plain = not (parts.query or parts.fragment or parts.username or parts.password)
+        is_there = parts.hostname is not None and is_name(parts.hostname)
+        is_there &= not netloc.endswith(":")  # as of http:/host:8000
+        if parts.scheme not in {"http", "https"} or not is_there or not is_plain:
+            raise UsageError(wanted, field="replicas", value=repr(url))
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        whole = f"{parts.scheme}://{netloc}{path}"
+        return cls(whole, parts.hostname or "", port, parts.scheme == "https", path, host)
+
+
+class Connection(asyncio.Protocol):
+    """One connection, which has at most one request at a time.
+
+    `has_answered`: a byte of the present request's response has come. `sink` gets what comes of the
+    body while `read` waits, if it returns true: no task has to wake. The end is always read.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        """Belong to a pool."""
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._reader = ResponseReader()
+        self._body: list[bytes] = []  # what was not read yet
+        self._unread, self._is_paused = 0, False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self.has_answered = False
+        self.sink: Callable[[bytes], bool] | None = None
+        self.idle_since_s = 0.0
+        self.num_requests = 0
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether another request may be sent."""
+        transport = self._transport
+        return transport is not None and not transport.is_closing() and self._error is None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the response was read to its end."""
+        return self._reader.is_whole and not self._body
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the response was read, and another can follow."""
+        return self.is_read and not self._reader.is_last
+
+    def send(self, head: bytes, body: bytes = b"", *, is_head: bool = False) -> None:
+        """Begin a request; `is_head` if its method is HEAD."""
+        assert self._transport is not None
+        self._reader, self.has_answered = ResponseReader(is_head=is_head), False
+        self.num_requests += 1
+        self._raise()
+        self._transport.writelines([head, body])
+
+    async def write(self, data: bytes) -> None:
+        """Send more of a request's body, once there is room."""
+        assert self._transport is not None
+        self._raise()
+        self._transport.write(data)
+        if self._writable is not None:
+            await self._writable
+        self._raise()
+
+    async def head(self) -> Head:
+        """Return the head of the response.
+
+        Raises:
+            ReplicaError: the connection ended before, or it is not HTTP.
+        """
+        while self._reader.head is None:
+            self._raise()
+            await self._wait()
+        return self._reader.head
+
+    async def read(self) -> bytes:
+        """Return what has come of the body; nothing at its end. Raises as `head`."""
+        while not self._body:
+            if self._reader.is_whole:
+                return b""
+            self._raise()
+            await self._wait()
+        data = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body.clear()
+        self._unread = 0
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return data
+
+    def release(self) -> None:
+        """End the request: the connection goes back to the pool, or is closed."""
+        self.sink = None
+        self._pool.take_back(self, is_reusable=self.is_over and self.is_usable)
+
+    def fail(self, error: Exception) -> None:
+        """Let the request end with an error, and close the connection."""
+        if self._error is None:
+            self._error = error
+        self.close()
+        self._wake()
+
+    def close(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        self._transport = cast("asyncio.Transport", transport)
+        read_less(transport)
+        option = getattr(socket, "TCP_USER_TIMEOUT", None)  # only Linux has it
+        if option is not None:
+            own = transport.get_extra_info("socket")
+            own.setsockopt(socket.IPPROTO_TCP, option, _UNACKNOWLEDGED_MS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End a body that has no other end; fail any other."""
+        self._pool.forget(self)
+        if (exc is not None or not self._reader.close()) and self._error is None:
+            url = self._pool.address.url
+            if isinstance(exc, OSError) and exc.errno in _CUT_OFF:
+                self._error = CutOffError(f"{url} is cut off: its machine does not answer.")
+            else:
+                self._error = FailedReplicaError(f"{url} closed the connection.")
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        self._wake()
+
+    def eof_received(self) -> bool:
+        """Close as well."""
+        return False
+
+    def pause_writing(self) -> None:
+        """Wait before more of a request's body is sent."""
+        self._writable = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        """Send on."""
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        self._writable = None
+
+    def data_received(self, data: bytes) -> None:
+        """Take in bytes of the response."""
+        self.has_answered = True
+        self._pool.has_heard()
+        reader = self._reader
+        if reader.is_whole or self._error is not None:  # more than was asked for
+            reader.is_last = True
+            self.close()
+            return
+        try:
+            body = reader.feed(data)
+        except ReplicaError as error:
+            self.fail(error)
+            return
+        if body:
+            if (
+                self.sink is not None
+                and self._is_waiting
+                and not reader.is_whole
+                and self.sink(body)
+            ):
+                return
+            self._body.append(body)
+            self._unread += len(body)
+            if self._unread > _MOST_UNREAD and not self._is_paused and self._transport is not None:
+                self._is_paused = True
+                self._transport.pause_reading()
+        self._wake()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    @property
+    def _is_waiting(self) -> bool:
+        return self._waiter is not None and not self._waiter.done()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Pool:
+    """The connections to one replica: those in use, and those that wait for the next request.
+
+    `heard_s` is when the last byte came from it, in the event loop's time.
+    """
+
+    def __init__(self, address: Address) -> None:
+        """Open none yet."""
+        self.address = address
+        self.heard_s = 0.0
+        self._busy: set[Connection] = set()
+        self._idle: list[Connection] = []
+        self._tls = ssl.create_default_context() if address.is_tls else None
+
+    async def take(self, *, is_fresh: bool = False) -> Connection:
+        """Return a connection; a new one if `is_fresh`, or if none waits.
+
+        Raises:
+            ReplicaError: it cannot be reached.
+        """
+        now_s = asyncio.get_running_loop().time()
+        while self._idle and not is_fresh:
+            connection = self._idle.pop()
+            if connection.is_usable and now_s - connection.idle_since_s < _IDLE_S:
+                self._busy.add(connection)
+                return connection
+            connection.close()
+        connection = await self._connect()
+        self._busy.add(connection)
+        return connection
+
+    def take_back(self, connection: Connection, *, is_reusable: bool) -> None:
+        """Keep a connection for the next request, or close it."""
+        self._busy.discard(connection)
+        if is_reusable:
+            connection.idle_since_s = asyncio.get_running_loop().time()
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def forget(self, connection: Connection) -> None:
+        """Drop a connection that has ended."""
+        self._busy.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def has_heard(self) -> None:
+        """Note that the replica sends."""
+        self.heard_s = time.monotonic()  # the event loop's clock
+
+    def fail(self, error: Exception) -> None:
+        """End all requests with an error."""
+        for connection in list(self._busy):
+            connection.fail(error)
+        self.close_idle()
+
+    def close_idle(self) -> None:
+        """Close the connections that no request uses."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    async def _connect(self) -> Connection:
+        address = self.address
+        loop = asyncio.get_running_loop()
+        name = address.host if address.is_tls else None
+        opening = loop.create_connection(
+            lambda: Connection(self),
+            address.host,
+            address.port,
+            ssl=self._tls,
+            server_hostname=name,
+        )
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                _, connection = await opening
+        except TimeoutError:
+            raise CutOffError(f"{address.url} does not accept a connection.") from None
+        except OSError as error:
+            is_system = error.errno is not None and not isinstance(error, socket.gaierror)
+            why = os.strerror(error.errno or 0) if is_system else error.strerror or str(error)
+            raise ReplicaError(f"{address.url} cannot be reached: {why}.") from None
+        return connection
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can be looked up as a name or an address."""
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return bool(text)
+
+
+def request_head(
+    address: Address, method: str, target: bytes, headers: Headers, length: int | None
+) -> bytes:
+    """Return the head of a request, which has a body of `length` bytes, or none."""
+    lines = [
+        b"%s %s%s HTTP/1.1" % (method.encode(), address.path.encode(), target),
+        b"host: " + address.netloc,
+        *(b"%s: %s" % pair for pair in headers),
+    ]
+    if length is not None:
+        lines.append(b"content-length: %d" % length)
+    return b"\r\n".join(lines) + b"\r\n\r\n"

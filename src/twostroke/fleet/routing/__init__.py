@@ -1,0 +1,1 @@
+"""Routing decisions without I/O: which replica gets a request."""

@@ -1,0 +1,1 @@
+"""Plans, simulates, measures, compresses and trains."""

@@ -1,0 +1,305 @@
+"""Makes a smaller model that answers like a larger one, and writes it as a GGUF file."""
+
+from __future__ import annotations
+
+import struct
+from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+
+from twostroke.backends.torch import TorchModel
+from twostroke.core.errors import ModelFormatError, QualityError, TwostrokeError, UsageError
+from twostroke.core.files import read_checked_json, write_checked_json
+from twostroke.core.frozen import Frozen
+from twostroke.core.unfinished import alone, need, unfinished
+from twostroke.engine.drafters import has_same_tokens
+from twostroke.lab.compress.quantize import stored
+from twostroke.lab.compress.report import scoring_backend, sound_canary
+from twostroke.lab.train.answers import collect
+from twostroke.lab.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from twostroke.lab.train.descent import Descent, train
+from twostroke.lab.train.imitate import Imitator, learned
+from twostroke.lab.train.narrow import Widths, choose_widths
+from twostroke.lab.train.options import StudentShape
+from twostroke.lab.train.shorten import choose_layers, kept_names, shortened
+from twostroke.lab.train.teach import Teacher, other_tokens, same_tokens
+from twostroke.model.families import build_program
+from twostroke.model.load import build_tokenizer, load
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.tokenizer.translation import Translation
+from twostroke.model.weights import target_identity
+from twostroke.model.weights.write_gguf import write_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from twostroke.lab.train.descent import Report
+    from twostroke.lab.train.imitate import Likeness
+    from twostroke.lab.train.options import DistillOptions
+    from twostroke.lab.train.teach import Example
+    from twostroke.model.families import ModelSpec
+    from twostroke.model.weights import LoadedModel
+    from twostroke.model.weights.write_gguf import Value
+
+FILE_NAME: Final = "student.gguf"
+_ABOUT_FILE, _LAYERS_FILE, _WIDTHS_FILE = "about.json", "layers.json", "widths.json"
+_MATRIX, _VECTOR = FORMATS["F16"], FORMATS["F32"]
+_CHOOSING_ANSWERS, _CHOOSING_TOKENS = 4, 128  # of each, by which layers are chosen
+T = TypeVar("T")
+_ARRAY, _BOOL = 9, 7  # types of GGUF values
+
+
+class _KeptLayers(msgspec.Struct, frozen=True):
+    layers: list[int] = msgspec.field(name="kept")
+
+
+class Student(Frozen):
+    """A model to be trained: the metadata of its file, its facts and its first weights."""
+
+    metadata: dict[str, Value]
+    fixed: dict[str, QuantTensor]
+    spec: ModelSpec
+    tensors: Mapping[str, QuantTensor]
+
+
+def distill(
+    teacher: str,
+    student: str | StudentShape,
+    folder: Path,
+    options: DistillOptions,
+    report: Report,
+) -> Path:
+    """Train `student`, a model or a part of the teacher, on the teacher's answers.
+
+    Answers, weights and the optimizer's state are kept in `folder`, and the student as it is by
+    then, once it passes the canary; the same call continues. Returns the student's file.
+
+    Raises:
+        UsageError: the student is no smaller than its teacher or has another text, the folder
+            holds other training or is in use, or the prompts cannot be read.
+        QualityError: the student writes garbage.
+        TwostrokeError: a model cannot be loaded or is no GGUF file, or the disk is full.
+    """
+    loaded = load(teacher)
+    shape = student if isinstance(student, StudentShape) else None
+    base = load(student) if isinstance(student, str) else loaded
+    if shape is None:
+        _check_smaller(base, loaded)
+    else:
+        shape.check(base.spec)
+    metadata, fixed = stored(base)
+    translation = _translation(loaded, base)
+    about = {
+        "teacher": target_identity(loaded.tensors),
+        "student": target_identity(base.tensors),
+        "layers": None if shape is None else shape.layers,
+        "length": options.length,
+        "data": options.data,
+        "seed": options.seed,
+    }
+    if shape is not None and shape.is_narrower:
+        about |= {"kv_heads": shape.kv_heads, "feed_forward": shape.feed_forward}
+    with _claimed(folder, about):
+        saved = load_checkpoint(folder, about)
+        answers = collect(teacher, loaded.spec, folder / "answers", options, report)
+        examples = list(
+            other_tokens(answers, translation, options.length)
+            if translation
+            else same_tokens(answers, options.length)
+        )
+        del answers
+        begun = Student(metadata, fixed, base.spec, base.tensors)
+        if shape is not None:
+            begun = _cut(begun, shape, examples, folder, report)
+        run = _Run.begin(
+            begun, folder, about, None if translation else Teacher(loaded), examples, options
+        )
+        if saved is None:
+            report(f"before: {_told(run.imitator.test(), is_same=translation is None)}")
+        else:
+            run.imitator.descent.restore(saved.arrays, saved.seconds, saved.num_steps)
+        what = "training so far was kept"
+        train(run.imitator.descent, run.imitator.stepper(), run.save, what, report)
+        run.write()
+        return run.path
+
+
+class _Run(Frozen):
+    """A student in training, and the folder in which it is saved."""
+
+    student: Student
+    folder: Path
+    about: dict[str, Any]
+    imitator: Imitator
+
+    @classmethod
+    def begin(
+        cls,
+        student: Student,
+        folder: Path,
+        about: dict[str, Any],
+        teacher: Teacher | None,
+        examples: list[Example],
+        options: DistillOptions,
+    ) -> _Run:
+        """Make the student's weights ready to be trained."""
+        model = TorchModel(build_program(student.spec), student.tensors)
+        for weight in model.weights.values():
+            weight.requires_grad_()
+        descent = Descent(model.weights, options.learning_rate, 60 * options.minutes)
+        imitator = Imitator(model, lambda: model.weights, descent, teacher, examples, options.seed)
+        return cls(student, folder, about, imitator)
+
+    @property
+    def path(self) -> Path:
+        """The student's file."""
+        return self.folder / FILE_NAME
+
+    def save(self) -> str:
+        """Write a checkpoint, and the student if it is sound; return how well it does."""
+        imitator, descent = self.imitator, self.imitator.descent
+        told = _told(imitator.test(), is_same=imitator.teacher is not None)
+        arrays = descent.arrays()
+        save_checkpoint(
+            self.folder, Checkpoint(self.about, (), descent.seconds, descent.num_steps, arrays)
+        )
+        try:
+            self.write()
+        except QualityError as error:
+            return f"{told}; no student yet: {error}"
+        return f"{told}; the student so far is in {self.path}"
+
+    def write(self) -> None:
+        """Write the student; QualityError if it would write garbage, and then there is no file."""
+        student = self.student
+        tensors = dict(student.fixed)
+        for name, weight in self.imitator.model.weights.items():
+            fmt = _VECTOR if weight.ndim == 1 else _MATRIX
+            tensors[name] = QuantTensor.from_floats(weight.detach().numpy(), fmt)
+        with unfinished(self.path) as part:
+            need(part, sum(tensor.num_bytes for tensor in tensors.values()))
+            write_gguf(part, student.metadata | {"general.file_type": 1}, tensors)
+            written = load(str(part))
+            with closing(scoring_backend(written)) as backend:
+                sound_canary(written, backend)
+
+
+def _check_smaller(base: LoadedModel, teacher: LoadedModel) -> None:
+    sizes = [sum(t.num_values for t in one.tensors.values()) for one in (base, teacher)]
+    if sizes[0] >= sizes[1]:
+        raise UsageError(
+            f"{base.name} has {sizes[0] / 1e6:,.0f} million weights, its teacher {teacher.name} "
+            f"{sizes[1] / 1e6:,.0f}: a student must have fewer.",
+            field="student",
+        )
+
+
+@contextmanager
+def _claimed(folder: Path, about: dict[str, Any]) -> Iterator[None]:
+    """Be the only one in a folder, and note what it is for; refuse one with other work."""
+    path, lock = folder / _ABOUT_FILE, folder / ".lock"
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(alone(lock, folder))
+            has_work = path.is_file() and any(one not in {path, lock} for one in folder.iterdir())
+            if has_work and _read(path, dict, folder) != about:
+                raise UsageError(
+                    f"{folder} holds training for another model or with other options: use the "
+                    "same options, or another --output."
+                )
+            write_checked_json(path, about)
+        except OSError as error:
+            raise TwostrokeError(f"{str(folder)!r} cannot be written: {error.strerror}.") from None
+        yield
+
+
+def _translation(teacher: LoadedModel, student: LoadedModel) -> Translation | None:
+    """Return how the teacher's tokens become the student's, None if they are the same."""
+    theirs, own = build_tokenizer(teacher), build_tokenizer(student)
+    if has_same_tokens(own, theirs):
+        return None
+    found = Translation(theirs, own)
+    if not found.is_able():
+        raise UsageError(
+            f"the vocabulary of {student.name} cannot express the text of {teacher.name}.",
+            field="student",
+        )
+    return found
+
+
+def _cut(
+    student: Student, shape: StudentShape, examples: list[Example], folder: Path, report: Report
+) -> Student:
+    """Return the part of a teacher that has a shape; what it keeps is chosen once."""
+    texts = [
+        [int(token) for token in example.tokens[-_CHOOSING_TOKENS:]]
+        for example in learned(examples)[:_CHOOSING_ANSWERS]
+    ]
+    spec = student.spec
+    if shape.layers is not None and shape.layers < spec.num_layers:
+        path = folder / _LAYERS_FILE
+        if path.is_file():
+            layers = _read(path, _KeptLayers, folder).layers
+        else:
+            layers = choose_layers(spec, student.tensors, texts, shape.layers, report)
+            write_checked_json(path, {"kept": layers})
+        student = _shorter(student, layers)
+    if not shape.is_narrower:
+        return student
+    path = folder / _WIDTHS_FILE
+    if path.is_file():
+        widths = _read(path, Widths, folder)
+    else:
+        counts = shape.kv_heads or spec.num_kv_heads, shape.feed_forward or spec.ffn_size
+        widths = choose_widths(student.spec, student.tensors, texts, counts[0], counts[1])
+        write_checked_json(path, msgspec.to_builtins(widths))
+        report(
+            f"widths: {counts[0]} of {spec.num_kv_heads} heads of keys and values, "
+            f"{counts[1]:,} of {spec.ffn_size:,} channels of each feed-forward remain"
+        )
+    return _narrower(student, widths)
+
+
+def _read(path: Path, kind: type[T], folder: Path) -> T:
+    """Return the choice of an earlier run; raises UsageError if its file is damaged."""
+    try:
+        return msgspec.convert(read_checked_json(path), kind)
+    except (ModelFormatError, msgspec.ValidationError) as error:
+        raise UsageError(f"{path} is damaged ({error}): delete {folder} to start again.") from None
+
+
+def _shorter(whole: Student, kept: list[int]) -> Student:
+    spec = shortened(whole.spec, kept)
+    names = kept_names(list(build_program(spec).weight_shapes), kept)
+    tensors = {own: whole.tensors[name] for own, name in names}
+    prefix = whole.spec.architecture
+    changed: dict[str, Value] = {f"{prefix}.block_count": len(kept)}
+    if spec.window is not None:
+        slides = bytes(spec.window.slides)
+        changed[f"{prefix}.attention.sliding_window_pattern"] = (
+            struct.pack("<IIQ", _ARRAY, _BOOL, len(slides)) + slides
+        )
+    return Student(whole.metadata | changed, whole.fixed, spec, tensors)
+
+
+def _narrower(whole: Student, widths: Widths) -> Student:
+    spec, own = widths.narrowed(whole.spec), f"{whole.spec.architecture}."
+    changed: dict[str, Value] = {
+        f"{own}attention.head_count": spec.num_heads,
+        f"{own}attention.head_count_kv": spec.num_kv_heads,
+        f"{own}attention.key_length": spec.head_dim,  # programs would take width / heads
+        f"{own}attention.value_length": spec.head_dim,
+        f"{own}rope.dimension_count": spec.rope.dim,
+        f"{own}feed_forward_length": spec.ffn_size,
+    }
+    tensors = widths.cut(whole.spec, whole.tensors)
+    return Student(whole.metadata | changed, whole.fixed, spec, tensors)
+
+
+def _told(likeness: Likeness, *, is_same: bool) -> str:
+    figure = "KL from the teacher" if is_same else "loss"
+    share = "same top token" if is_same else "right tokens"
+    return f"held out: {figure} {likeness.loss:.3f}, {share} {likeness.right:.1%}"

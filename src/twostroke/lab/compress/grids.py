@@ -1,0 +1,181 @@
+"""Block formats as grids: levels, scales and how they are packed."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.core.frozen import Frozen
+from twostroke.model.quant.floats import encode_bfloat
+from twostroke.model.quant.format import half_bytes
+from twostroke.model.quant.iq4 import LEVELS, pack_xs
+from twostroke.model.quant.k_around_zero import pack_q3_k, pack_q6_k
+from twostroke.model.quant.k_from_minimum import pack_super_blocks
+from twostroke.model.quant.planes import pack_planes
+from twostroke.model.quant.steps import pack_codes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from twostroke.model.quant import Bytes, Floats
+
+    Packer = Callable[[Floats, Floats, Bytes], Bytes]
+
+
+class Rounded(Frozen, eq=False):
+    """Groups of a matrix: levels int8 (groups, values), scale and smallest value (groups, 1).
+
+    Levels of a format with a table are places in it. Scales are whole multiples of the tops, of
+    super-blocks (super-blocks, 1), and smallest values of the bottoms, where the format has these.
+    """
+
+    levels: NDArray[np.int8]
+    scales: Floats
+    smallest: Floats
+    tops: Floats
+    bottoms: Floats
+
+    @property
+    def shares(self) -> Floats:
+        """The scales in units of their tops, (super-blocks, groups)."""
+        return _shares(self.scales, self.tops)
+
+    @property
+    def depths(self) -> Floats:
+        """Smallest values below zero in units of their bottoms, (super-blocks, groups)."""
+        return _shares(-self.smallest, self.bottoms)
+
+
+class Grid(Frozen):
+    """A block format as steps: a value is a scale times a level, plus a smallest value if any.
+
+    Levels are the entries of `table`, or whole numbers from `low` to `high`. Trials of a scale
+    make the value farthest from zero as large as one of `peaks`; without them the format has a
+    smallest value, which with `has_whole_zeros` is a whole number of scales below zero. `group`
+    values share a scale; scales of `num_groups` groups are whole shares, from the first of `shares`
+    to the last, of a float16. `pack` maps what was rounded to bytes
+    (blocks, block_bytes).
+    """
+
+    pack: Callable[[Rounded], Bytes]
+    low: int
+    high: int
+    peaks: tuple[float, ...] = ()
+    table: tuple[float, ...] = ()
+    group: int = 32
+    num_groups: int = 1
+    shares: tuple[int, int] = (0, 0)
+    has_bfloat_scales: bool = False
+    has_whole_zeros: bool = False
+
+
+def _shares(values: Floats, units: Floats) -> Floats:
+    rows = values.reshape(len(units), -1)
+    return np.rint(np.divide(rows, units, out=np.zeros_like(rows), where=units != 0))
+
+
+def _pack_around_zero(rounded: Rounded, bits: int) -> Bytes:
+    codes = rounded.levels.astype(np.float32) + np.float32(1 << (bits - 1))
+    return np.concatenate([half_bytes(rounded.scales), pack_codes(codes, bits)], axis=1)
+
+
+def _pack_from_smallest(rounded: Rounded, bits: int) -> Bytes:
+    codes = pack_codes(rounded.levels.astype(np.float32), bits)
+    return np.concatenate([half_bytes(rounded.scales), half_bytes(rounded.smallest), codes], axis=1)
+
+
+def _pack_bytes(rounded: Rounded) -> Bytes:
+    return np.concatenate([half_bytes(rounded.scales), rounded.levels.view(np.uint8)], axis=1)
+
+
+def _pack_nl(rounded: Rounded) -> Bytes:
+    codes = pack_planes(rounded.levels.view(np.uint8), 4, run=16)
+    return np.concatenate([half_bytes(rounded.scales), codes], axis=1)
+
+
+def _pack_xs(rounded: Rounded) -> Bytes:
+    return pack_xs(rounded.tops, rounded.shares, rounded.levels.view(np.uint8).reshape(-1, 256))
+
+
+def _pack_k(rounded: Rounded, bits: int) -> Bytes:
+    shares = rounded.shares.astype(np.uint8), rounded.depths.astype(np.uint8)
+    codes = rounded.levels.view(np.uint8).reshape(-1, 256)
+    return pack_super_blocks((rounded.tops, rounded.bottoms), shares, codes, bits)
+
+
+def _pack_groups_of_16(rounded: Rounded, half: int, pack: Packer) -> Bytes:
+    codes = (rounded.levels + np.int8(half)).view(np.uint8).reshape(-1, 256)
+    return pack(rounded.tops, rounded.shares, codes)
+
+
+def _groups_of_16(half: int, pack: Packer, peaks: tuple[float, ...], most: int) -> Grid:
+    shares = -most, most - 1
+    pack_levels = partial(_pack_groups_of_16, half=half, pack=pack)
+    return Grid(pack_levels, -half, half - 1, peaks, group=16, num_groups=16, shares=shares)
+
+
+def group_grid(bits: int, group: int, dtype: str) -> Grid:
+    """Return the grid of published groups, whose scales are F16 or BF16.
+
+    Those of 4 bits have zero points, those of 8 bits none.
+    """
+    is_bfloat = dtype == "BF16"
+    pack_scale = encode_bfloat if is_bfloat else half_bytes
+    pack = partial(_pack_group, pack_scale=pack_scale, has_zeros=bits == 4)
+    if bits == 4:
+        return Grid(pack, 0, 15, group=group, has_bfloat_scales=is_bfloat, has_whole_zeros=True)
+    peaks = 127.0, 126.0, -128.0, -127.0
+    return Grid(pack, -128, 127, peaks, group=group, has_bfloat_scales=is_bfloat)
+
+
+def _pack_group(
+    rounded: Rounded, pack_scale: Callable[[Floats], Bytes], *, has_zeros: bool
+) -> Bytes:
+    scales = pack_scale(rounded.scales)
+    if not has_zeros:
+        return np.concatenate([scales, rounded.levels.view(np.uint8) ^ np.uint8(0x80)], axis=1)
+    zeros = _shares(-rounded.smallest, rounded.scales).astype(np.uint8)
+    codes = pack_planes(rounded.levels.view(np.uint8), 4, run=1)
+    return np.concatenate([scales, zeros, codes], axis=1)
+
+
+def _peaks(half: int) -> tuple[float, ...]:
+    peaks = tuple(-half * factor for factor in np.linspace(0.8, 1.25, 13).tolist())
+    return peaks + tuple(half * factor for factor in np.linspace(0.8, 1.1, 7).tolist())
+
+
+def _around_zero(bits: int) -> Grid:
+    half = 1 << (bits - 1)
+    return Grid(partial(_pack_around_zero, bits=bits), -half, half - 1, _peaks(half))
+
+
+def _from_smallest(bits: int) -> Grid:
+    return Grid(partial(_pack_from_smallest, bits=bits), 0, (1 << bits) - 1)
+
+
+def _super_blocks(bits: int) -> Grid:
+    high = (1 << bits) - 1
+    return Grid(partial(_pack_k, bits=bits), 0, high, num_groups=8, shares=(0, 63))
+
+
+_TABLE = tuple(LEVELS.tolist())
+_IQ4_PEAKS = tuple(np.linspace(-165, -95, 15).tolist() + np.linspace(95, 145, 9).tolist())
+_Q6_PEAKS = (-33.0, -32.5, -32.0, -31.5, -31.0, -30.5, -30.0, 31.0)
+
+GRIDS = {
+    "Q4_0": _around_zero(4),
+    "Q4_1": _from_smallest(4),
+    "Q5_0": _around_zero(5),
+    "Q5_1": _from_smallest(5),
+    "Q8_0": Grid(_pack_bytes, -127, 127, (127.0, 126.0, 125.0)),
+    "IQ4_NL": Grid(_pack_nl, -127, 113, _IQ4_PEAKS, _TABLE),
+    "IQ4_XS": Grid(_pack_xs, -127, 113, _IQ4_PEAKS, _TABLE, num_groups=8, shares=(-32, 31)),
+    "Q3_K": _groups_of_16(4, pack_q3_k, _peaks(4), 32),
+    "Q4_K": _super_blocks(4),
+    "Q5_K": _super_blocks(5),
+    "Q6_K": _groups_of_16(32, pack_q6_k, _Q6_PEAKS, 128),
+}

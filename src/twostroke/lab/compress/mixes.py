@@ -1,0 +1,153 @@
+"""What `--to` names: the format of each matrix, as programs that read GGUF files expect it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.core.frozen import Frozen
+from twostroke.lab.compress.grids import GRIDS
+from twostroke.model.program import ops
+from twostroke.model.quant import FORMATS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from twostroke.model.program import Program
+    from twostroke.model.quant import QuantTensor
+
+
+class Mix(Frozen):
+    """Formats by kind of matrix; `file_type` is the mix's number in GGUF files.
+
+    Matrices of a kind in `finer` have its format in layers that `is_finer(layer, num_layers)`
+    chooses, all other matrices of layers have `layers`, embeddings and logits `tables`.
+    """
+
+    file_type: int
+    layers: str
+    tables: str = "Q8_0"
+    finer: Mapping[str, str] = {}
+    is_finer: Callable[[int, int], bool] = lambda layer, count: False  # noqa: ARG005
+
+
+def _first_eighth(layer: int, count: int) -> bool:
+    return layer < count // 8
+
+
+def _ends_and_each_third(layer: int, count: int) -> bool:
+    """The first and the last eighth of the layers, and each third one between them."""
+    eighth = count // 8
+    return layer < eighth or layer >= 7 * count // 8 or (layer - eighth) % 3 == 2
+
+
+def _medium(file_type: int, layers: str) -> Mix:
+    finer = {"attn_v": "Q6_K", "ffn_down": "Q6_K"}
+    return Mix(file_type, layers, "Q6_K", finer, _ends_and_each_third)
+
+
+# File types: `llama_ftype` in llama.cpp's include/llama.h. Which layers are finer in the mixes of
+# K formats, and FALLBACKS, follow its src/llama-quant.cpp (both as of 2025-11).
+MIXES = {
+    "f32": Mix(0, "F32", "F32"),
+    "f16": Mix(1, "F16", "F16"),
+    "bf16": Mix(32, "BF16", "BF16"),
+    "q4_0": Mix(2, "Q4_0"),
+    "q4_1": Mix(3, "Q4_1"),
+    "q5_0": Mix(8, "Q5_0"),
+    "q5_1": Mix(9, "Q5_1"),
+    "q8_0": Mix(7, "Q8_0"),
+    "iq4_nl": Mix(25, "IQ4_NL"),
+    "iq4_xs": Mix(30, "IQ4_XS", "Q6_K"),
+    "q4_k_s": Mix(14, "Q4_K", "Q6_K", {"attn_v": "Q5_K", "ffn_down": "Q5_K"}, _first_eighth),
+    "q4_k_m": _medium(15, "Q4_K"),
+    "q5_k_s": Mix(16, "Q5_K", "Q6_K"),
+    "q5_k_m": _medium(17, "Q5_K"),
+    "q6_k": Mix(18, "Q6_K", "Q6_K"),
+}
+
+FLOATS = frozenset({"F32", "F16", "BF16"})
+
+# What takes the place of a format whose super-blocks do not fill a row.
+FALLBACKS = {"Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+
+
+def formats_of(program: Program, tensors: Mapping[str, QuantTensor], mix: Mix) -> dict[str, str]:
+    """Return the format of each matrix: floats if its rows fill no whole blocks."""
+    num_layers = 1 + max((layer_of(key) for key in tensors if key.startswith("blk.")), default=0)
+    formats: dict[str, str] = {}
+    for op in program.ops:
+        is_table = isinstance(op, ops.Embed | ops.Logits)
+        for weight in op.weights:
+            if len(weight.shape) != 2:
+                continue
+            name, width = mix.tables if is_table else mix.layers, weight.shape[-1]
+            kind = weight.name.split(".")[-2]
+            if kind in mix.finer and mix.is_finer(layer_of(weight.name), num_layers):
+                name = mix.finer[kind]
+            name = fitting(name, width)
+            if width % FORMATS[name].block_size:
+                name = float_format(tensors[weight.name])
+            formats[weight.name] = name
+    return formats
+
+
+def float_format(tensor: QuantTensor) -> str:
+    """Return the format of a matrix that is not rounded: of 16 bits, unless values overflow."""
+    if tensor.format.name in {"F16", "BF16"}:
+        return tensor.format.name
+    return "F16" if np.abs(tensor.dequantize()).max() <= np.finfo(np.float16).max else "F32"
+
+
+def left_in_floats(
+    formats: Mapping[str, str], tensors: Mapping[str, QuantTensor], mix: Mix
+) -> dict[str, int]:
+    """Return the matrices that have no format of the mix, with the widths of their rows."""
+    if mix.layers in FLOATS:
+        return {}
+    return {key: tensors[key].shape[-1] for key, name in formats.items() if name in FLOATS}
+
+
+def tell_left_in_floats(
+    widths: Mapping[str, int], num_matrices: int, name: str, notice: Callable[[str], None]
+) -> None:
+    """Say which matrices keep 16 or more bits, as their rows do not fill blocks.
+
+    Raises:
+        TwostrokeError: these are all the matrices, so that nothing would get smaller.
+    """
+    if not widths:
+        return
+    example, width = next(iter(widths.items()))
+    others = f" and {len(widths) - 1} more" if len(widths) > 1 else ""
+    verb = "have" if others else "has"
+    facts = f"{example}{others} {verb} rows that fill no blocks of {name}, such as {width} values"
+    if len(widths) == num_matrices:
+        raise TwostrokeError(f"{facts}: no matrix could get smaller.")
+    notice(f"{facts}: kept in floats of 16 bits.")
+
+
+def fitting(name: str, width: int) -> str:
+    """Return a format, or what takes its place where rows of `width` do not fill its blocks."""
+    return FALLBACKS.get(name, name) if width % FORMATS[name].block_size else name
+
+
+def layer_of(key: str) -> int:
+    """Return the number of the layer that a matrix belongs to."""
+    return int(key.split(".")[1])
+
+
+def is_rounded(key: str, name: str) -> bool:
+    """Whether a matrix is rounded for its inputs: those of layers, in a format of GRIDS."""
+    return key.startswith("blk.") and name in GRIDS
+
+
+def file_type_of(tensors: Iterable[QuantTensor]) -> int:
+    """Return the number of the mix that is named after the format of most values."""
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        counts[tensor.format.name] = counts.get(tensor.format.name, 0) + tensor.num_values
+    most = max(counts, key=counts.__getitem__)
+    return next((mix.file_type for mix in MIXES.values() if mix.layers == most), 0)

@@ -1,0 +1,267 @@
+"""The report in a written model: how it differs from its source, its sizes, speed and canary."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from twostroke.backends.cpu import CpuBackend
+from twostroke.core.errors import ModelFormatError, QualityError
+from twostroke.core.frozen import Frozen
+from twostroke.core.hardware import resolve_num_threads
+from twostroke.core.json_lines import encode_json
+from twostroke.core.options import (
+    DEFAULT_ACTIVATION_BITS,
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+)
+from twostroke.engine.canary import Canary, FirstLoad, read_report, score_canary
+from twostroke.lab.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
+from twostroke.lab.measure.divergence import Comparison  # noqa: TC001 - msgspec needs it
+from twostroke.lab.measure.questions import Flips, choices
+from twostroke.lab.measure.single_step import NUM_CYCLES, Shape, SingleStep
+from twostroke.model.families import build_program
+from twostroke.model.load import build_tokenizer, load
+from twostroke.model.program.formats import DEFAULT_FORMAT, FORMATS
+from twostroke.model.program.kv_groups import PageGroups
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from twostroke.model.program import Program
+    from twostroke.model.quant import QuantTensor
+    from twostroke.model.weights import LoadedModel
+
+_PAGE_SIZE = 16
+_CONTEXT = 64  # tokens before the one whose time is measured
+_NUM_STEPS = 5
+_REMOVED = "The new file would write garbage: {fault}. It was removed."
+_STORED_TOKENS = 1024  # whose keys and values count as memory
+
+
+class TextFacts(Frozen):
+    """A text that took part: the SHA-256 of its UTF-8, and the tokens of it that were used."""
+
+    sha256: str
+    num_tokens: int
+
+    @classmethod
+    def of(cls, text: str, pieces: list[list[int]]) -> TextFacts:
+        """Describe a text of which these pieces were used."""
+        return cls(hashlib.sha256(text.encode()).hexdigest(), sum(map(len, pieces)))
+
+
+class Kind(Frozen):
+    """The matrices of one kind, such as `ffn_down`: their formats, and the bits of a value."""
+
+    name: str
+    formats: str
+    bits: float
+    num_bytes: int
+
+
+class _Measured(Frozen):
+    """What a file showed when it was read back.
+
+    `memory_bytes` are those of the weights, and of the keys and values of 1,024 tokens. `machine`
+    is what computed `tokens_per_s`, one stream's.
+    """
+
+    canary: Canary
+    memory_bytes: int
+    tokens_per_s: float
+    machine: str
+    choices: list[int]
+
+
+class FileReport(Frozen):
+    """All about a written model. Bits are those of a weight of a layer, with its scales.
+
+    `rows_per_s` is the speed of prompts.
+    """
+
+    source: str
+    source_sha256: str
+    source_bits: float
+    target: str
+    bits: float
+    kinds: tuple[Kind, ...]
+    num_bytes: int
+    memory_bytes: int
+    comparison: Comparison
+    held_out: TextFacts
+    calibration: TextFacts | None
+    rows_per_s: float
+    tokens_per_s: float
+    machine: str
+    canary: Canary
+    flips: Flips | None = None
+    version: int = 1
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the comparison says nothing about the original model, None if it does."""
+        if self.source_bits > self.bits:
+            return None
+        return (
+            f"The source already had {self.source_bits:.2f} bits for each weight, this file has "
+            f"{self.bits:.2f}: figures against it say nothing about the original model."
+        )
+
+    def encode(self) -> str:
+        """Return the report as JSON."""
+        return encode_json(self).decode()
+
+
+def make_report(
+    source: LoadedModel, path: Path, target: str, calibration: TextFacts | None
+) -> FileReport:
+    """Read the file at `path` back and score it against its source on held-out text.
+
+    Raises:
+        QualityError: it writes garbage.
+    """
+    written, text = load(str(path)), held_out_text()
+    source.release(source.tensors.values())  # what rounding read
+    measured = _measure(written)
+    pieces = pieces_of(text, [str(source.path)])
+    compute = ComputeOptions(backend="cpu", activation_bits=DEFAULT_ACTIVATION_BITS)
+    right, other = (Subject(str(one), compute, CacheOptions()) for one in (source.path, path))
+    (scored, *_) = compare_subjects(right, [other], pieces, lambda _: None)
+    with closing(scoring_backend(source)) as backend:
+        asked = choices(backend, build_tokenizer(source))
+    return FileReport(
+        source=source.name,
+        source_sha256=_files_sha256(source),
+        source_bits=bits_of(_layers(source.tensors)),
+        target=target,
+        bits=bits_of(_layers(written.tensors)),
+        kinds=_kinds(written.tensors),
+        num_bytes=sum(tensor.num_bytes for tensor in written.tensors.values()),
+        memory_bytes=measured.memory_bytes,
+        comparison=scored.comparison,
+        held_out=TextFacts.of(text, pieces),
+        calibration=calibration,
+        rows_per_s=scored.rows_per_s,
+        tokens_per_s=measured.tokens_per_s,
+        machine=measured.machine,
+        canary=measured.canary,
+        flips=Flips.between(asked, measured.choices),
+    )
+
+
+def sound_canary(loaded: LoadedModel, backend: CpuBackend, told: str = _REMOVED) -> Canary:
+    """Return the canary of a model, which is new unless `told` says otherwise.
+
+    Raises:
+        QualityError: it writes garbage.
+    """
+    program, tokenizer = build_program(loaded.spec), build_tokenizer(loaded)
+    first_load = FirstLoad.of(loaded, tokenizer, program, EngineOptions())
+    canary = score_canary(backend, first_load.tokens)
+    if fault := first_load.fault(canary):
+        raise QualityError(told, model=loaded.name, fault=fault)
+    return canary
+
+
+def report_of(model: str) -> FileReport:
+    """Return the report in a model's files.
+
+    Raises:
+        ModelFormatError: they have none, or it is damaged.
+        TwostrokeError: as `loading.load`.
+    """
+    loaded = load(model)
+    text = read_report(loaded)
+    if text is None:
+        raise ModelFormatError(f"{loaded.name} has no report: 'twostroke quantize' writes them.")
+    try:
+        return msgspec.json.decode(text, type=FileReport)
+    except msgspec.DecodeError as error:
+        raise ModelFormatError(f"{loaded.name}: its report is damaged: {error}.") from None
+
+
+def bits_of(tensors: Mapping[str, QuantTensor]) -> float:
+    """Return the bits that a value takes, on average."""
+    values = sum(tensor.num_values for tensor in tensors.values())
+    return 8 * sum(tensor.num_bytes for tensor in tensors.values()) / values
+
+
+def _measure(loaded: LoadedModel) -> _Measured:
+    program, tokenizer = build_program(loaded.spec), build_tokenizer(loaded)
+    with closing(scoring_backend(loaded)) as backend:
+        return _Measured(
+            sound_canary(loaded, backend),
+            backend.facts.weight_bytes + _stored_bytes(program),
+            1 / _step_s(backend, program, _shape(program)),
+            backend.facts.full_detail,
+            choices(backend, tokenizer),
+        )
+
+
+def scoring_backend(loaded: LoadedModel) -> CpuBackend:
+    """Return the backend that scores a model, with pages for one short stream."""
+    program = build_program(loaded.spec)
+    groups = PageGroups(_PAGE_SIZE, tuple(group.window for group in program.cache_groups))
+    num_pages = _shape(program).num_pages(groups)
+    threads = resolve_num_threads(None)
+    return CpuBackend(
+        program, loaded.tensors, num_pages, _PAGE_SIZE, threads, release=loaded.release
+    )
+
+
+def _shape(program: Program) -> Shape:
+    """Return the step whose time is measured."""
+    return Shape.decode(1, min(_CONTEXT, program.context_length - NUM_CYCLES - 2))
+
+
+def _stored_bytes(program: Program) -> int:
+    page_bytes = program.page_bytes(_STORED_TOKENS, FORMATS[DEFAULT_FORMAT])
+    return page_bytes * len(program.cache_groups)
+
+
+def _step_s(backend: CpuBackend, program: Program, shape: Shape) -> float:
+    single = SingleStep(backend, program, shape)
+    try:
+        single.run()  # the first one fills caches
+        return statistics.median(single.run().elapsed_s for _ in range(_NUM_STEPS))
+    finally:
+        single.close()
+
+
+def _kinds(tensors: Mapping[str, QuantTensor]) -> tuple[Kind, ...]:
+    """Return the kinds of matrices, in the order of `tensors`."""
+    groups: dict[str, dict[str, QuantTensor]] = {}
+    for key, tensor in tensors.items():
+        if len(tensor.shape) == 2:
+            name = key.removesuffix(".weight").split(".")[-1]
+            groups.setdefault(name, {})[key] = tensor
+    return tuple(
+        Kind(
+            name,
+            ", ".join(sorted({tensor.format.name for tensor in group.values()})),
+            bits_of(group),
+            sum(tensor.num_bytes for tensor in group.values()),
+        )
+        for name, group in groups.items()
+    )
+
+
+def _layers(tensors: Mapping[str, QuantTensor]) -> dict[str, QuantTensor]:
+    """Return the matrices of layers."""
+    return {k: t for k, t in tensors.items() if k.startswith("blk.") and len(t.shape) == 2}
+
+
+def _files_sha256(loaded: LoadedModel) -> str:
+    """Return the SHA-256 of a model's weight files, one after another."""
+    digest = hashlib.sha256()
+    for mapping in loaded.mappings:
+        with mapping.path.open("rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()

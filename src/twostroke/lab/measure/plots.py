@@ -1,0 +1,124 @@
+"""Plots as SVG or PNG, drawn with matplotlib (extra `plots`), and the roofline of a machine."""
+
+from __future__ import annotations
+
+import re
+from io import StringIO
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.core.errors import UsageError
+from twostroke.core.extras import install_command
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from matplotlib.figure import Figure
+
+    from twostroke.lab.measure.profile import StepProfile
+
+    Point = tuple[str, float, float, float]
+
+# Text stays text, and ids do not change from run to run.
+_AS_TEXT: Final[dict[Any, Any]] = {"svg.fonttype": "none", "svg.hashsalt": "twostroke"}
+_LABEL_ROWS: Final = 44  # labels that fit above each other
+_LEAST_FLOPS: Final = 1e-4  # of the step's: operations below it are not drawn
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of this size in inches.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("matplotlib"):
+            raise
+        raise UsageError(f"Plots need matplotlib: {install_command('plots')}.") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as SVG or PNG, by the path's suffix; the same figure gives the same file."""
+    import matplotlib as mpl
+
+    kind = path.suffix[1:].lower()
+    metadata = {"Date": None} if kind == "svg" else None
+    with mpl.rc_context(_AS_TEXT):
+        figure.savefig(path, format=kind, metadata=metadata, dpi=150)
+
+
+def svg_element(figure: Figure, name: str) -> str:
+    """Return a figure as an SVG element for a page, whose ids begin with `name`."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(_AS_TEXT | {"svg.hashsalt": name}), StringIO() as file:
+        figure.savefig(file, format="svg", metadata={"Date": None})
+        text = file.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    return re.sub(r'(\bid="|="#|url\(#)', rf"\1{name}-", text)
+
+
+def roofline(title: str, profiles: Sequence[StepProfile]) -> Figure:
+    """Return the machine's roofline with the operations under it (Williams et al., 2009).
+
+    Both axes are logarithmic: FLOPs a byte, and FLOPs a second. Each step has a colour; the area
+    of a circle is the operation's share of its step.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    figure = new_figure(10, 6.4)
+    axes = figure.subplots()
+    axes.set(
+        title=title,
+        xscale="log",
+        yscale="log",
+        xlabel="FLOP a byte of memory traffic (the area of a circle is its share of the step)",
+        ylabel="FLOP/s",
+    )
+    hardware = profiles[0].hardware
+    drawn = [_points(profile) for profile in profiles]
+    points = [point for step in drawn for point in step]
+    ridge = hardware.peak / hardware.bandwidth
+    low = min([ridge / 30, *(intensity for _, intensity, *_ in points)]) / 1.5
+    high = max([ridge * 10, *(intensity for _, intensity, *_ in points)]) * 4
+    bandwidth = f"{hardware.bandwidth / 1e9:.1f} GB/s, measured"
+    peak = f"{hardware.peak / 1e12:.2f} T operations/s, measured: {hardware.peak_kind}"
+    roof = [low * hardware.bandwidth, hardware.peak, hardware.peak]
+    axes.plot([low, ridge, high], roof, color="#333333", label=f"{bandwidth}; {peak}")
+    for profile, step in zip(profiles, drawn, strict=True):
+        _, intensities, rates, shares = zip(*step, strict=True) if step else ((),) * 4
+        sizes = [20 + 600 * share for share in shares]
+        name = f"{profile.shape.name}: {profile.step_s * 1e3:,.2f} ms"
+        axes.scatter(intensities, rates, sizes, alpha=0.75, label=name)
+    bottom, top = axes.get_ylim()
+    row = (top / bottom) ** (1 / _LABEL_ROWS)
+    height = 0.0
+    for label, intensity, flops_per_s, _ in sorted(points, key=lambda point: point[2]):
+        height = max(flops_per_s, height * row)
+        axes.annotate(
+            label,
+            (intensity, flops_per_s),
+            (intensity * 1.15, height),
+            fontsize=8,
+            va="center",
+            arrowprops={"arrowstyle": "-", "linewidth": 0.5, "relpos": (0, 0.5)},
+        )
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", fontsize=8, ncols=2)
+    return figure
+
+
+def _points(profile: StepProfile) -> list[Point]:
+    """Return label, FLOPs a byte, FLOPs a second and share of each operation that computes."""
+    points = []
+    for one in profile.operations:
+        figures = profile.figures(one)
+        intensity, flops_per_s = figures["flops_per_byte"], figures["flops_per_s"]
+        is_drawn = one.cost.flops > _LEAST_FLOPS * profile.cost.flops
+        if is_drawn and intensity and flops_per_s:
+            points.append((str(one.label), intensity, flops_per_s, figures["share"] or 0.0))
+    return points

@@ -1,0 +1,201 @@
+"""A single step of a chosen shape: planned by the real scheduler, computed repeatedly."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING, Final
+
+from twostroke.core.errors import UsageError
+from twostroke.core.frozen import Frozen
+from twostroke.core.options import BatchOptions
+from twostroke.core.request import NO_PAGE, Request
+from twostroke.core.sampling import SamplingParams
+from twostroke.core.step import Slice, StepPlan, StepResult
+from twostroke.engine.kv_cache import PagePool
+from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
+from twostroke.model.program import BatchShape
+
+if TYPE_CHECKING:
+    from twostroke.backends.cpu import CpuBackend
+    from twostroke.backends.gpu.backend import GpuBackend
+    from twostroke.backends.parallel.backend import ParallelBackend
+    from twostroke.model.program import Program
+    from twostroke.model.program.kv_groups import PageGroups
+
+    PagedBackend = CpuBackend | GpuBackend | ParallelBackend
+
+NUM_CYCLES: Final = 3  # further steps, for the scheduler's time
+
+FILL_ROWS: Final = 256  # computed at once while contexts are filled
+_FILLED: Final = 512  # tokens of a context that are computed
+
+
+class Shape(Frozen):
+    """A step: `num_streams` requests with one generated row each after `context` tokens.
+
+    Or, with `num_prompt` above 0, the first `num_prompt` tokens of one request.
+    """
+
+    num_streams: int = 1
+    context: int = 0
+    num_prompt: int = 0
+
+    @classmethod
+    def decode(cls, num_streams: int, context: int) -> Shape:
+        """Each stream generates a token."""
+        return cls(num_streams, context)
+
+    @classmethod
+    def prefill(cls, num_tokens: int) -> Shape:
+        """One prompt is computed at once."""
+        return cls(num_prompt=num_tokens)
+
+    @property
+    def batch(self) -> BatchShape:
+        """The shape from which the cost of the step is counted."""
+        if self.num_prompt:
+            return BatchShape.prefill(self.num_prompt)
+        return BatchShape.decode((self.context,) * self.num_streams)
+
+    @property
+    def name(self) -> str:
+        """A readable name, such as "decode, 16 streams after 512 tokens"."""
+        if self.num_prompt:
+            return f"prefill, {self.num_prompt:,} tokens"
+        streams = "1 stream" if self.num_streams == 1 else f"{self.num_streams} streams"
+        return f"decode, {streams} after {self.context:,} tokens"
+
+    def check(self, program: Program) -> None:
+        """Raise UsageError where a request would be longer than the model's context."""
+        if self.num_tokens > program.context_length:
+            asked, knob = (
+                (f"a prompt of {self.num_prompt:,}", "--prefill")
+                if self.num_prompt
+                else (f"steps after {self.context:,} tokens", "--context")
+            )
+            most = max(0, program.context_length - self.num_written)
+            raise UsageError(
+                f"The context of {program.name} has {program.context_length:,} tokens, too few for "
+                f"{asked}: {knob} may be up to {most}."
+            )
+
+    def num_pages(self, groups: PageGroups) -> int:
+        """Return how many pages its requests need, with those that the scheduler reserves.
+
+        A window frees no page before the step that fills the contexts ends.
+        """
+        places = -(-self.num_tokens // groups.page_size) + 1
+        return self.num_streams * len(groups.windows) * places
+
+    @property
+    def num_written(self) -> int:
+        """How many tokens each request generates: the first, and one a step."""
+        return 1 if self.num_prompt else 2 + NUM_CYCLES
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of each request at its end."""
+        return (self.num_prompt or self.context) + self.num_written
+
+
+class SingleStep:
+    """A step of a shape on a backend, which serves nothing else until `close`.
+
+    The beginning of the context is computed for one stream, and copied for what follows and for the
+    others: times do not depend on these values. New tokens differ, and so do the experts used.
+    """
+
+    def __init__(self, backend: PagedBackend, program: Program, shape: Shape) -> None:
+        """Fill the contexts and plan the step; the backend must have enough pages."""
+        facts = backend.facts
+        pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
+        num_tokens = shape.num_prompt or shape.context
+        config = SchedulerConfig(
+            context_length=program.context_length,
+            max_running=shape.num_streams,
+            token_budget=shape.num_streams * num_tokens,
+            max_waiting_requests=shape.num_streams,
+            max_waiting_tokens=shape.num_streams * num_tokens,
+        )
+        self._backend, self._shape = backend, shape
+        self._scheduler = Scheduler(config, pool, None, make_policy(BatchOptions()))
+        self._chance = random.Random(0)
+        self._vocab_size = program.vocab_size
+        self._prompt = self._tokens(num_tokens)
+        self._requests: list[Request] = []
+        for _ in range(shape.num_streams):
+            self._add()
+        plan = self._plan()
+        if not shape.num_prompt:
+            self._fill(plan)
+            self._scheduler.commit(plan, self._result(shape.num_streams))
+            plan = self._plan()
+        self.plan = plan
+        assert BatchShape.of(plan) == shape.batch
+
+    def run(self) -> StepResult:
+        """Compute the step; it can be computed again with the same result."""
+        return self._backend.run(self.plan)
+
+    def scheduler_times(self) -> list[float]:
+        """Commit the step, and return the scheduler's seconds for each of a few further steps.
+
+        The steps are computed too, so that the scheduler finds caches as kernels leave them.
+        """
+        self._scheduler.commit(self.plan, self._result(self._shape.num_streams))
+        times_s = []
+        for _ in range(NUM_CYCLES):
+            if self._shape.num_prompt:
+                self._add()
+            began = time.perf_counter()
+            plan = self._plan()
+            planned = time.perf_counter()
+            self._backend.run(plan)
+            result = self._result(self._shape.num_streams)
+            ran = time.perf_counter()
+            self._scheduler.commit(plan, result)
+            times_s.append(planned - began + time.perf_counter() - ran)
+        return times_s
+
+    def close(self) -> None:
+        """Let the backend forget the requests."""
+        for request in self._requests:
+            self._backend.forget(request)
+
+    def _add(self) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=self._shape.num_written)
+        name = f"stream {len(self._requests)}"
+        request = Request(name, list(self._prompt), len(self._prompt), params, seed=0)
+        self._requests.append(request)
+        self._scheduler.add(request)
+
+    def _plan(self) -> StepPlan:
+        plan = self._scheduler.plan()
+        assert plan is not None
+        assert len(plan.slices) == self._shape.num_streams, "a stream does not fit"
+        return plan
+
+    def _fill(self, plan: StepPlan) -> None:
+        """Fill the contexts: compute the beginning of the first request, copy its pages."""
+        first, page_size = plan.slices[0], self._backend.facts.page_size
+        num_rows = min(first.count, max(_FILLED, page_size))
+        for start in range(first.start, num_rows, FILL_ROWS):
+            count = min(FILL_ROWS, num_rows - start)
+            self._backend.run(StepPlan((Slice(first.request, start, count, samples=False),)))
+        num_filled = None if num_rows == first.count else num_rows // page_size
+        for part in plan.slices:
+            for pages, targets in zip(first.request.pages, part.request.pages, strict=True):
+                sources = pages[:num_filled]
+                for place, target in enumerate(targets):
+                    source = sources[place % len(sources)]
+                    assert NO_PAGE not in {source, target}
+                    if source != target:
+                        self._backend.copy_page(source, target)
+
+    def _result(self, num_tokens: int) -> StepResult:
+        """Return random tokens as drawn ones, since greedy answers repeat themselves."""
+        return StepResult(self._tokens(num_tokens), [None] * num_tokens)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._chance.randrange(self._vocab_size) for _ in range(count)]

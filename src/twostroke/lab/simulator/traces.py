@@ -1,0 +1,234 @@
+"""Reads traces of requests: published ones by name, CSV, JSON lines, and recorded runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import urllib.request
+from datetime import UTC, datetime
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from twostroke.core import env
+from twostroke.core.errors import DownloadError, UsageError, nearest
+from twostroke.core.files import open_regular_file, place_file, read_regular_file
+from twostroke.core.frozen import Frozen
+from twostroke.lab.measure.requests import RequestLog  # noqa: TC001 - msgspec reads it
+from twostroke.lab.simulator.load import MOST_REQUESTS, Arrival, Load, in_order
+from twostroke.model.hub.disk import file_sha256
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_AZURE: Final = (
+    "https://raw.githubusercontent.com/Azure/AzurePublicDataset/"
+    "b469a113cedca53ddc3bdea71a143dc4b7d8700c/data"
+)
+_MOONCAKE: Final = (
+    "https://raw.githubusercontent.com/kvcache-ai/Mooncake/"
+    "3b5a594133958449a1feaf1c9e0fc1b553e34a28/FAST25-release/traces"
+)
+_MOST_BYTES: Final = 1 << 30
+_BLOCK: Final = 512  # tokens that a hash id stands for
+_TIMES: Final = ("arrival_s", "at_s", "timestamp")
+_PROMPTS: Final = ("prompt_tokens", "input_length", "contexttokens", "input_tokens", "num_prompt")
+_OUTPUTS: Final = ("output_tokens", "output_length", "generatedtokens", "num_output")
+
+
+class Published(Frozen):
+    """A public trace: where its file is, and the checksum."""
+
+    url: str
+    sha256: str
+
+
+# Azure Public Dataset, 2023 (CC-BY 4.0); Mooncake, FAST'25 (Apache-2.0). Read on 2026-11-25.
+PUBLISHED: Final = {
+    "azure-conv": Published(
+        f"{_AZURE}/AzureLLMInferenceTrace_conv.csv",
+        "2f1e5b666d4e3055fdbba98598ce2ec307767b9064e03e2fa46676dbcc7d0bf8",
+    ),
+    "azure-code": Published(
+        f"{_AZURE}/AzureLLMInferenceTrace_code.csv",
+        "54e9a6d2a4bd06ba1e060304b900abbc74cbea53de96506e60fe5bb4f2277fb6",
+    ),
+    "mooncake-conversation": Published(
+        f"{_MOONCAKE}/conversation_trace.jsonl",
+        "b8cbb061a85206d729d91cdc2981f43c9e0d99209dce588d3af5f7934408b9df",
+    ),
+    "mooncake-synthetic": Published(
+        f"{_MOONCAKE}/synthetic_trace.jsonl",
+        "bd070915a98fc0ed264d7cfef2ce746002eb3076a695ec31ba2674c0111ec131",
+    ),
+}
+_READERS: Final = (".csv", ".jsonl", ".json")
+
+
+def read_trace(name: str) -> Load:
+    """Return the load of a published trace or of a file.
+
+    A CSV file names its columns in the first line, a JSON line its values: a time (`arrival_s` in
+    seconds, `timestamp` as a date or, in JSON, in milliseconds), the tokens of prompt and answer,
+    and perhaps `hash_ids` of the prompt's blocks. A `.json` file is a recorded run.
+
+    Raises:
+        UsageError: there is no such trace, or a line is not a request; says which.
+        DownloadError: it cannot be fetched, or is damaged.
+    """
+    known = PUBLISHED.get(name)
+    if known is not None:
+        path = _published(name, known)
+    else:
+        path = env.with_home(name)
+        if path.suffix not in _READERS:
+            raise UsageError(
+                f"must be {', '.join(PUBLISHED)}, or a file .csv, .jsonl or .json, got '{{value}}'."
+                f"{nearest(name, PUBLISHED)}",
+                field="trace",
+                value=name,
+            )
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise UsageError(f"{path.name} is larger than 1 GiB: cut it.")
+        arrivals = _recorded(path) if path.suffix == ".json" else list(_lines(path))
+    except OSError as error:
+        raise UsageError(f"{path.name} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path.name} is not UTF-8 text.") from None
+    if not arrivals:
+        raise UsageError(f"{path.name} has no requests.")
+    return in_order(name if known else path.name, arrivals)
+
+
+def _lines(path: Path) -> Iterator[Arrival]:
+    rows = _csv_rows(path) if path.suffix == ".csv" else _json_rows(path)
+    for count, (line, row) in enumerate(rows):
+        if count == MOST_REQUESTS:
+            raise UsageError(f"{path.name} has more than {MOST_REQUESTS:,} requests: cut it.")
+        try:
+            yield _arrival(row, is_json=path.suffix == ".jsonl")
+        except ValueError as error:
+            raise UsageError(f"{path.name}, line {line}: {error}.") from None
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    with TextIOWrapper(open_regular_file(path), "utf-8-sig", newline="") as file:
+        reader = csv.reader(file)
+        try:
+            names = [name.strip().lower() for name in next(reader, [])]
+            for wanted in (_TIMES, _PROMPTS, _OUTPUTS):
+                if not set(wanted) & set(names):
+                    reason = f"its first line must name a column {' or '.join(wanted)}"
+                    raise UsageError(f"{path.name}, line 1: {reason}.")
+            for row in reader:
+                if row:
+                    yield reader.line_num, dict(zip(names, row, strict=False))
+        except csv.Error as error:
+            raise UsageError(f"{path.name}, line {reader.line_num}: {error}.") from None
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    with TextIOWrapper(open_regular_file(path), "utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise UsageError(f"{path.name}, line {number}: it is not a JSON object.")
+            yield number, {str(name).lower(): value for name, value in row.items()}
+
+
+def _arrival(row: Mapping[str, Any], *, is_json: bool) -> Arrival:
+    """Return the request of a line; ValueError says what is wrong with it."""
+    prompt, output = _count(row, _PROMPTS), _count(row, _OUTPUTS)
+    ids = row.get("hash_ids", ()) if is_json else ()
+    if not isinstance(ids, list | tuple) or not all(_is_id(one) for one in ids):
+        raise ValueError("hash_ids must be a list of whole numbers from 0 on")
+    return Arrival(_seconds(row, is_json=is_json), prompt, output, tuple(ids), _BLOCK if ids else 0)
+
+
+def _count(row: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    name, value = _value(row, names)
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 1 <= number <= 1 << 24 or number != int(number):
+        raise ValueError(f"{name} must be a whole number from 1 to {1 << 24}, got {value!r}")
+    return int(number)
+
+
+def _seconds(row: Mapping[str, Any], *, is_json: bool) -> float:
+    name, value = _value(row, _TIMES)
+    try:
+        seconds = float(value)
+        if is_json and name == "timestamp":
+            seconds /= 1000
+    except (TypeError, ValueError, OverflowError):
+        try:
+            date = datetime.fromisoformat(str(value).strip())
+            seconds = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+        except ValueError:
+            seconds = math.nan
+    if not -1e12 < seconds < 1e12:
+        raise ValueError(f"{name} must be seconds or a date, got {value!r}")
+    return seconds
+
+
+def _value(row: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, Any]:
+    for name in names:
+        if row.get(name) not in (None, ""):
+            return name, row[name]
+    raise ValueError(f"{' or '.join(names)} is missing")
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
+
+
+def _recorded(path: Path) -> list[Arrival]:
+    """Return the requests of a run that was recorded, measured or simulated."""
+
+    class Recorded(Frozen):
+        requests: tuple[RequestLog, ...]
+
+    try:
+        recorded = msgspec.json.decode(read_regular_file(path), type=Recorded)
+    except msgspec.DecodeError as error:
+        reason = f"{path.name} is not a recorded run, which has a list of requests: {error}."
+        raise UsageError(reason) from None
+    arrivals = []
+    for number, request in enumerate(recorded.requests, 1):
+        counts = {"num_prompt": request.num_prompt, "num_output": max(1, request.num_output)}
+        try:
+            row = {"arrival_s": request.timings.arrival_s, **counts}
+            arrivals.append(_arrival(row, is_json=False))
+        except ValueError as error:
+            raise UsageError(f"{path.name}, request {number}: {error}.") from None
+    return arrivals
+
+
+def _published(name: str, known: Published) -> Path:
+    """Return the file of a published trace, fetched if it is not in the cache."""
+    path = env.cache_dir() / "traces" / Path(known.url).name
+    other = f"Fetch {known.url} in another way, and put it there or give its path to --trace."
+    if not path.is_file():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(".part")
+            with urllib.request.urlopen(known.url, timeout=30) as answer:  # noqa: S310 https, fixed
+                part.write_bytes(answer.read(_MOST_BYTES))
+            place_file(part, path)
+        except OSError as error:  # URLError is one, too
+            reason = getattr(error, "reason", None) or error.strerror or error
+            raise DownloadError(f"{name} cannot be fetched to {path}: {reason}. {other}") from None
+    if file_sha256(path, lambda _: None) != known.sha256:
+        raise DownloadError(f"{path} is not the published file: delete it. {other}")
+    return path

@@ -1,0 +1,144 @@
+"""Collects a model's answers, with their hidden states, to learn from."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from twostroke.core.errors import UsageError
+from twostroke.core.files import read_regular_file
+from twostroke.core.options import BatchOptions, CacheOptions, EngineOptions, SpeculationOptions
+from twostroke.core.sampling import OPENAI_DEFAULTS
+from twostroke.engine.build import build
+from twostroke.engine.prompts import encode_chat, encode_text
+from twostroke.lab.train.prompts import Prompt, prompts
+from twostroke.lab.train.record import Answer, Recorder, Store, kept_answers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from twostroke.engine.build import Engine
+    from twostroke.engine.generation import Generation
+    from twostroke.engine.model_card import ModelCard
+    from twostroke.lab.train.options import LearnOptions
+    from twostroke.model.families.spec import ModelSpec
+
+    Report = Callable[[str], None]
+
+_STREAMS = 48  # in a batch
+_ANSWER_TOKENS = 200
+_PROMPT_TOKENS = 600
+_CONTEXT_LENGTH = 1024
+_NUM_REPORTS = 50
+_TEMPERATURES = (0.0, 0.0, 0.7)  # in turn
+
+
+def collect(
+    model: str, spec: ModelSpec, folder: Path, options: LearnOptions, report: Report
+) -> list[Answer]:
+    """Return answers with `options.num_tokens` in all: those in `folder`, then new ones.
+
+    New answers are written to `folder` as they come, so that an interrupted run can continue.
+    `spec` is the model's.
+
+    Raises:
+        UsageError: the file of prompts is missing, or has too few of them.
+        TwostrokeError: the model cannot be loaded, or the disk is full.
+    """
+    answers = kept_answers(folder, spec.hidden_size)
+    if sum(map(len, answers)) >= options.num_tokens:
+        return answers
+    cache = CacheOptions(context_length=min(_CONTEXT_LENGTH, spec.context_length))
+    batch = BatchOptions(max_running=_STREAMS)
+    engine_options = EngineOptions(
+        cache=cache, batch=batch, speculation=SpeculationOptions(method="off")
+    )
+    store = Store(folder, len(answers))
+    finished = deque[Answer]()  # from the engine's thread; an engine ignores its watcher's errors
+    with build(model, engine_options, watcher=Recorder(finished.append)) as engine:
+        some = _prompts(options, has_chat=engine.card.can_chat)
+        num_before = num_reported = sum(map(len, answers))
+        for _ in _answer(engine, some, len(answers)):
+            store.take(finished)
+            num_rows = num_before + store.num_rows
+            is_done = num_rows >= options.num_tokens
+            if is_done or (num_rows - num_reported) * _NUM_REPORTS >= options.num_tokens:
+                num_reported = num_rows
+                report(f"answers: {num_rows:,} of {options.num_tokens:,} tokens")
+            if is_done:
+                break
+    store.take(finished)
+    store.flush()
+    answers = kept_answers(folder, spec.hidden_size)
+    if sum(map(len, answers)) < options.num_tokens:
+        raise UsageError(
+            f"{options.data} has too few prompts for {options.num_tokens:,} tokens of answers: "
+            "add some, or lower --tokens."
+        )
+    return answers
+
+
+def _prompts(options: LearnOptions, *, has_chat: bool) -> Iterator[Prompt]:
+    """Return built-in prompts, or a file's: each line is a question, or {"prompt": "a text"}."""
+    if options.data == "self":
+        return prompts(options.seed, chat=has_chat)
+    path = Path(options.data)
+    try:
+        lines = read_regular_file(path).decode().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"--data {path} cannot be read: {reason}.") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if not line.startswith("{"):
+            found.append(Prompt(line, has_chat))
+            continue
+        try:
+            text = json.loads(line)["prompt"]
+        except (ValueError, KeyError):
+            text = None
+        if not isinstance(text, str):
+            raise UsageError(f'--data {path}: line {number} is not an object with a "prompt".')
+        found.append(Prompt(text, is_chat=False))
+    return iter(found)
+
+
+def _answer(engine: Engine, some: Iterator[Prompt], first: int) -> Iterator[None]:
+    """Answer prompts in batches, and yield after each answer; skips the first `first`."""
+    waiting: deque[Generation] = deque()
+    try:
+        for number, prompt in enumerate(some):
+            if number < first:
+                continue
+            params = replace(
+                OPENAI_DEFAULTS,  # to learn from whole distributions
+                max_tokens=_ANSWER_TOKENS,
+                temperature=_TEMPERATURES[number % len(_TEMPERATURES)],
+                seed=number,
+                ignore_eos=not prompt.is_chat,
+            )
+            tokens = encode_prompt(engine.card, prompt)
+            tokens = tokens[-min(_PROMPT_TOKENS, engine.card.context_length // 2) :]
+            waiting.append(engine.client.generate(tokens, params))
+            if len(waiting) > _STREAMS:
+                waiting.popleft().wait()
+                yield
+        while waiting:
+            waiting.popleft().wait()
+            yield
+    finally:
+        for generation in waiting:
+            generation.cancel()
+
+
+def encode_prompt(card: ModelCard, prompt: Prompt) -> list[int]:
+    """Return the token ids of a prompt, as a message of a chat if it is one."""
+    if prompt.is_chat:
+        return encode_chat(card, [{"role": "user", "content": prompt.text}])
+    return encode_text(card, prompt.text)

@@ -1,0 +1,111 @@
+"""Answers cut into batches for training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from twostroke.core.frozen import Frozen
+from twostroke.lab.train.unroll import Batch
+from twostroke.model.families.heads import TABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from twostroke.lab.train.record import Answer
+    from twostroke.model.families.spec import ModelSpec
+    from twostroke.model.quant import QuantTensor
+
+_HELD_OUT = 25  # one answer of 25 is for tests
+_LEAST_ROWS = 8  # of a piece
+
+
+class Rows(Frozen):
+    """A batch, with the next token of each row and the state at that token."""
+
+    batch: Batch
+    following: Tensor
+    states: Tensor
+
+
+class Target:
+    """The parts of the target model that heads use: embedding, last norm and output matrix."""
+
+    def __init__(
+        self, spec: ModelSpec, tensors: Mapping[str, QuantTensor], token_ids: Sequence[int]
+    ) -> None:
+        """Read the embedding, and the output rows of `token_ids`."""
+        self.spec = spec
+        self.token_ids = torch.tensor(token_ids)
+        self.table = torch.from_numpy(tensors[TABLE].dequantize())
+        name = TABLE if spec.tied_embeddings else "output.weight"
+        head = self.table if spec.tied_embeddings else torch.from_numpy(tensors[name].dequantize())
+        self.head = head[self.token_ids].clone()
+        self.norm = torch.from_numpy(tensors["output_norm.weight"].dequantize()) + spec.norm_offset
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the target's logits of the tokens that heads can guess, from its states."""
+        normed = functional.rms_norm(states, self.norm.shape, self.norm, self.spec.norm_epsilon)
+        return functional.linear(normed, self.head)
+
+
+class Lesson:
+    """Pieces of answers to train with, and pieces held out for tests."""
+
+    def __init__(self, answers: Sequence[Answer], length: int) -> None:
+        """Cut answers into pieces of `length` rows at most."""
+        self._answers = answers
+        self._length = length
+        ours = [index for index in range(len(answers)) if index % _HELD_OUT]
+        self.pieces = self._cut(ours)
+        self.held_out = self._cut([index for index in range(len(answers)) if not index % _HELD_OUT])
+
+    def learned(self) -> list[Answer]:
+        """Return the answers that are not held out."""
+        return [answer for index, answer in enumerate(self._answers) if index % _HELD_OUT]
+
+    def rows(self, pieces: Sequence[tuple[int, int]]) -> Rows:
+        """Return pieces, each the number of an answer and its first row, as a batch."""
+        width = self._answers[0].hidden.shape[1]
+        shape = (len(pieces), min(self._length, max(self._count(*piece) for piece in pieces)))
+        tokens, following = (np.zeros(shape, np.int64) for _ in range(2))
+        hidden, states = (np.zeros((*shape, width), np.float32) for _ in range(2))
+        valid = np.zeros(shape, bool)
+        for row, (index, start) in enumerate(pieces):
+            answer, count = self._answers[index], self._count(index, start)
+            tokens[row, :count] = answer.tokens[start + 1 : start + 1 + count]
+            following[row, :count] = answer.tokens[start + 2 : start + 2 + count]
+            hidden[row, :count] = answer.hidden[start : start + count]
+            states[row, :count] = answer.hidden[start + 1 : start + 1 + count]
+            valid[row, :count] = True
+        batch = Batch(*(torch.from_numpy(part) for part in (tokens, hidden, valid)))
+        return Rows(batch, torch.from_numpy(following), torch.from_numpy(states))
+
+    def _count(self, index: int, start: int) -> int:
+        """Return the number of rows of a piece: each needs the state after it, too."""
+        return min(self._length, len(self._answers[index]) - 1 - start)
+
+    def _cut(self, indices: Sequence[int]) -> list[tuple[int, int]]:
+        return [
+            (index, start)
+            for index in indices
+            for start in range(0, len(self._answers[index]), self._length)
+            if self._count(index, start) >= min(_LEAST_ROWS, len(self._answers[index]) - 1)
+        ]
+
+
+def frequent_tokens(answers: Sequence[Answer], vocab_size: int, count: int) -> tuple[int, ...]:
+    """Return the `count` most frequent tokens of the answers, in ascending order.
+
+    If fewer occur, the lowest others fill up the number.
+    """
+    tokens: NDArray[np.int32] = np.concatenate([answer.tokens[1:] for answer in answers])
+    counts = np.bincount(tokens, minlength=vocab_size)[:vocab_size]
+    order = np.argsort(-counts, kind="stable")[: min(count, vocab_size)]
+    return tuple(sorted(int(token) for token in order))

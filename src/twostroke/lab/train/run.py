@@ -1,0 +1,137 @@
+"""Trains heads for a model: answers, training, and a folder of heads, all of which can continue."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import asdict, replace
+
+from twostroke.core.errors import UsageError
+from twostroke.core.frozen import Frozen
+from twostroke.lab.train.answers import collect
+from twostroke.lab.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from twostroke.lab.train.descent import Descent, train
+from twostroke.lab.train.learn import Learner
+from twostroke.lab.train.lesson import Lesson, Target, frequent_tokens
+from twostroke.lab.train.start import first_weights
+from twostroke.model.families.heads import build_heads, heads_for
+from twostroke.model.load import load
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.weights import HeadsFacts, target_identity
+from twostroke.model.weights.heads import save_heads, stored_shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from twostroke.lab.train.learn import Score
+    from twostroke.lab.train.options import TrainOptions
+    from twostroke.lab.train.record import Answer
+    from twostroke.model.weights import LoadedModel
+
+    Report = Callable[[str], None]
+
+_LOGITS_RATE = 0.3  # of the learning rate: these weights begin as the target's
+_MATRIX, _VECTOR = FORMATS["F16"], FORMATS["F32"]
+
+
+def train_heads(model: str, output: Path, options: TrainOptions, report: Report) -> None:
+    """Train heads for `model` in the folder `output`; `report` gets lines about the progress.
+
+    Answers, weights and the optimizer's state are kept in the folder. After Ctrl-C it holds the
+    heads as they are by then, and the same call continues.
+
+    Raises:
+        UsageError: the folder holds heads of another model or with other options, or the data
+            cannot be read.
+        TwostrokeError: the model cannot be loaded, or the disk is full.
+    """
+    loaded = load(model)
+    about = _about(target_identity(loaded.tensors), options)
+    saved = load_checkpoint(output, about)
+    answers = collect(model, loaded.spec, output / "answers", options, report)
+    lesson = Lesson(answers, options.window)
+    if not lesson.pieces or not lesson.held_out:
+        raise UsageError("There are too few answers to learn from: raise --tokens.")
+    learned = lesson.learned()
+    if saved is None:
+        token_ids = frequent_tokens(learned, loaded.spec.vocab_size, options.vocab_size)
+        learner = _learner(loaded, options, lesson, token_ids, learned)
+    else:
+        token_ids = saved.token_ids
+        learner = _learner(loaded, options, lesson, token_ids, [])
+        learner.descent.restore(saved.arrays, saved.seconds, saved.num_steps)
+    run = _Run(output, about, token_ids, learner)
+    what = f"heads so far are in {output}"
+    train(learner.descent, learner.stepper(), run.save, what, report)
+
+
+class _Run(Frozen):
+    """Heads in training, and the folder in which they are saved."""
+
+    folder: Path
+    about: dict[str, Any]
+    token_ids: tuple[int, ...]
+    learner: Learner
+
+    def save(self) -> str:
+        """Write the heads and a checkpoint; return how good the heads are."""
+        learner = self.learner
+        score = learner.test()
+        facts = HeadsFacts.of(
+            learner.spec,
+            target_id=self.about["target_id"],
+            token_ids=self.token_ids,
+            accepted=score.accepted,
+            right_if_sure=score.right_if_sure,
+        )
+        tensors = {}
+        for name, shape in stored_shapes(learner.spec).items():
+            values = learner.descent.weights[name].detach().numpy()
+            tensors[name] = QuantTensor.from_floats(values, _VECTOR if len(shape) == 1 else _MATRIX)
+        save_heads(self.folder, facts, tensors)
+        checkpoint = Checkpoint(
+            self.about,
+            self.token_ids,
+            learner.descent.seconds,
+            learner.descent.num_steps,
+            learner.descent.arrays(),
+        )
+        save_checkpoint(self.folder, checkpoint)
+        return _scored(score)
+
+
+def _learner(
+    loaded: LoadedModel,
+    options: TrainOptions,
+    lesson: Lesson,
+    token_ids: tuple[int, ...],
+    answers: list[Answer],
+) -> Learner:
+    """Return heads to train; an empty `answers` leaves their first fit out."""
+    ffn_size = options.ffn_size or max(32, loaded.spec.ffn_size * 2 // 3 // 32 * 32)
+    spec = heads_for(
+        loaded.spec,
+        options.kind,
+        num_tokens=len(token_ids),
+        depth=options.depth,
+        ffn_size=ffn_size,
+        window=options.window,
+    )
+    program = build_heads(spec)
+    target = Target(loaded.spec, loaded.tensors, token_ids)
+    weights = first_weights(spec, program, target, loaded.tensors, answers, options.seed)
+    budget_s, slower = 60 * options.minutes, {"output.weight": _LOGITS_RATE}
+    descent = Descent(weights, options.learning_rate, budget_s, slower)
+    return Learner(spec, program, descent, target, lesson, options.seed)
+
+
+def _about(identity: str, options: TrainOptions) -> dict[str, Any]:
+    """Return what must stay the same from one run to the next."""
+    free = replace(options, data="self", num_tokens=1, minutes=1.0, learning_rate=1.0)
+    return {"target_id": identity, **asdict(free)}
+
+
+def _scored(score: Score) -> str:
+    shares = ", ".join(f"{share:.0%}" for share in score.accepted)
+    return f"held out: {shares} right by depth, {score.per_pass:.2f} tokens a pass"

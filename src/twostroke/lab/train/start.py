@@ -1,0 +1,92 @@
+"""Initial weights of heads, close to the target, so that they guess right from the start."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from twostroke.model.families.heads import EAGLE, NUMBERS, TABLE
+from twostroke.model.weights.heads import numbers_table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from twostroke.lab.train.lesson import Target
+    from twostroke.lab.train.record import Answer
+    from twostroke.model.families.heads import HeadsSpec
+    from twostroke.model.program import Program
+    from twostroke.model.quant import QuantTensor
+
+_RIDGE = 50.0
+_SMALL = 0.1  # scale of attention and feed-forward at first
+
+
+def first_weights(
+    spec: HeadsSpec,
+    program: Program,
+    target: Target,
+    tensors: Mapping[str, QuantTensor],
+    answers: Sequence[Answer],
+    seed: int,
+) -> dict[str, Tensor]:
+    """Return the weights of untrained heads; those to be trained require gradients.
+
+    Logits are the target's. The two projections of an EAGLE head are fitted by least squares to
+    predict the next state; its layer is a copy of the target's last one, where shapes agree,
+    scaled down. Medusa blocks add little.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    last = f"blk.{target.spec.num_layers - 1}."
+    weights: dict[str, Tensor] = {}
+    for name, shape in program.weight_shapes.items():
+        twin = tensors.get(last + name.removeprefix("blk.0."))
+        if name == TABLE:
+            weights[name] = target.table
+            continue
+        if name == NUMBERS:
+            weights[name] = torch.from_numpy(numbers_table(spec.depth).dequantize())
+            continue
+        if len(shape) == 1:
+            value = target.norm.clone() if name == "output_norm.weight" else torch.ones(shape)
+        elif name == "output.weight":
+            value = target.head.clone()
+        elif spec.kind == EAGLE and twin is not None and twin.shape == shape:
+            value = torch.from_numpy(twin.dequantize())
+        else:
+            value = torch.randn(shape, generator=generator) / (2 * math.sqrt(shape[1]))
+        if name.endswith(("attn_output.weight", "ffn_down.weight")):
+            value *= _SMALL
+        weights[name] = value
+    if spec.kind == EAGLE:
+        given, embedding = _fit(target, answers)
+        weights["fc_given.weight"], weights["fc_embd.weight"] = given, embedding
+    for name, weight in weights.items():
+        weight.requires_grad_(name not in (TABLE, NUMBERS))
+    return weights
+
+
+def _fit(target: Target, answers: Sequence[Answer]) -> tuple[Tensor, Tensor]:
+    """Return the matrices that predict the next state from a state and the token after it.
+
+    Ridge regression on normed rows.
+    """
+    width = target.table.shape[1]
+    products = torch.eye(2 * width) * _RIDGE
+    wanted = torch.zeros(2 * width, width)
+    for answer in answers:
+        states = _normed(torch.from_numpy(answer.hidden).float(), target)
+        tokens = torch.from_numpy(answer.tokens).long()[1:-1]
+        inputs = torch.cat([states[:-1], _normed(target.table[tokens], target)], dim=1)
+        products += inputs.T @ inputs
+        wanted += inputs.T @ states[1:]
+    fitted = torch.linalg.solve(products, wanted)
+    return fitted[:width].T.contiguous(), fitted[width:].T.contiguous()
+
+
+def _normed(x: Tensor, target: Target) -> Tensor:
+    return functional.rms_norm(x, (x.shape[1],), None, target.spec.norm_epsilon)

@@ -1,0 +1,91 @@
+"""What a student learns from: sequences of its own tokens, and its teacher's distributions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from twostroke.backends.torch.operations import StepState, apply
+from twostroke.backends.torch.pages import WholeSequences
+from twostroke.core.frozen import Frozen
+from twostroke.model.families import build_program
+from twostroke.model.families.heads import last_hidden
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from twostroke.lab.train.record import Answer
+    from twostroke.model.tokenizer.translation import Translation
+    from twostroke.model.weights import LoadedModel
+
+_LEAST_ROWS = 4  # from which something is learned
+
+
+class Example(Frozen):
+    """A sequence of the student's tokens. Rows from `first` on learn the tokens after them.
+
+    `states`, float16 (rows from `first` on, width), are those from which the teacher drew these
+    tokens; None if it has other tokens.
+    """
+
+    tokens: NDArray[np.int32]
+    first: int
+    states: NDArray[np.float16] | None = None
+
+
+class Teacher:
+    """The end of a teacher: from its last states to logits."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        """Read the weights of the last norm and the logits."""
+        program = build_program(loaded.spec)
+        self._states, self.vocab_size = last_hidden(program), program.vocab_size
+        begin = next(i for i, op in enumerate(program.ops) if op.output == self._states) + 1
+        self._ops = program.ops[begin:]
+        self._weights = {
+            weight.name: torch.from_numpy(loaded.tensors[weight.name].dequantize())
+            for op in self._ops
+            for weight in op.weights
+        }
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits (rows, vocabulary) of states (rows, width)."""
+        every = torch.arange(len(states))
+        keeper = WholeSequences([len(states)], self._ops)
+        step = StepState(every, every, every, self._weights, keeper)
+        values = {self._states: states}
+        for op in self._ops:
+            values[op.output] = apply(op, values, step)
+        return values[self._ops[-1].output]
+
+
+def same_tokens(answers: Iterable[Answer], length: int) -> Iterator[Example]:
+    """Yield answers as examples of at most `length` tokens; the first of a long prompt are cut."""
+    for answer in answers:
+        num_rows = min(len(answer), length - 1)
+        prompt = answer.prompt[-(length - 1 - num_rows) :] if num_rows < length - 1 else ()
+        tokens = np.array([*prompt, *answer.tokens[: num_rows + 1]], np.int32)
+        if num_rows >= _LEAST_ROWS:
+            yield Example(tokens, len(prompt), answer.hidden[:num_rows])
+
+
+def other_tokens(
+    answers: Iterable[Answer], translation: Translation, length: int
+) -> Iterator[Example]:
+    """Yield answers, with their prompts, in the tokens of a student with another vocabulary.
+
+    The student reads just what it reads as a draft of this teacher.
+    """
+    for answer in answers:
+        ids = [*answer.prompt, *map(int, answer.tokens)]
+        begin = translation.ends(ids)[len(answer.prompt)]
+        said = translation.say(ids)
+        first = max(0, sum(end <= begin for end in said.ends) - 1)
+        tokens = np.array(said.tokens[:length], np.int32)
+        if len(tokens) - 1 - first >= _LEAST_ROWS:
+            yield Example(tokens, first)

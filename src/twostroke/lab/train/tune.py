@@ -1,0 +1,129 @@
+"""Trains a quantized model's scales and vectors towards its source; its codes stay.
+
+Each block's scale, and its smallest value if it has one, gets a factor; so does each value of norms
+and biases. They learn the distributions of the source for its own answers (KL divergence).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from twostroke.backends.torch import TorchModel
+from twostroke.core.errors import MemoryLimitError
+from twostroke.core.hardware import memory_available
+from twostroke.lab.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from twostroke.lab.train.descent import Descent, train
+from twostroke.lab.train.imitate import Imitator
+from twostroke.lab.train.teach import Teacher, same_tokens
+from twostroke.model.families import build_program
+from twostroke.model.program import ops
+from twostroke.model.quant import FORMATS, QuantTensor
+from twostroke.model.quant.halves import HALVES, parts_by_half, with_halves
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from twostroke.lab.train.descent import Report
+    from twostroke.lab.train.record import Answer
+    from twostroke.model.program import Program
+    from twostroke.model.weights import LoadedModel
+
+_LENGTH: Final = 256  # most tokens of a sequence
+_RATE: Final = 1e-3
+_ABOUT: Final = {"kind": "tuning"}  # what else it is for, the folder's name says
+_COPIES: Final = 4  # of the weights in float32: parts, products with factors, their gradients
+
+
+def tune(
+    source: LoadedModel,
+    tensors: Mapping[str, QuantTensor],
+    answers: Sequence[Answer],
+    minutes: float,
+    folder: Path,
+    report: Report,
+) -> dict[str, QuantTensor]:
+    """Return the tensors that training changed; none if they got no better.
+
+    `answers` are the source's, with their states. A checkpoint in `folder` lets the same call go
+    on after an interruption.
+
+    Raises:
+        MemoryLimitError: the weights do not fit into memory as float32, several times.
+    """
+    program = build_program(source.spec)
+    needed = 4 * _COPIES * sum(tensors[name].num_values for name in program.weight_shapes)
+    if needed > memory_available():
+        raise MemoryLimitError(
+            f"Tuning {source.name} needs {needed / 1e9:.1f} GB, and {memory_available() / 1e9:.1f} "
+            "GB of memory are free."
+        )
+    tuned = _Tuned(program, tensors)
+    descent = Descent(tuned.offsets, _RATE, 60 * minutes)
+    examples = list(same_tokens(answers, _LENGTH))
+    imitator = Imitator(tuned.model, tuned.weights, descent, Teacher(source), examples, 0)
+    before = last = imitator.test().loss
+    report(f"Before tuning: KL {before:.4f} on held-out answers")
+    if (saved := load_checkpoint(folder, _ABOUT)) is not None:
+        descent.restore(saved.arrays, saved.seconds, saved.num_steps)
+
+    def look() -> str:
+        nonlocal last
+        last = imitator.test().loss
+        done = Checkpoint(_ABOUT, (), descent.seconds, descent.num_steps, descent.arrays())
+        save_checkpoint(folder, done)
+        return f"Tuned for {descent.seconds / 60:.1f} minutes: KL {last:.4f}"
+
+    train(descent, imitator.stepper(), look, "tuning so far was kept", report)
+    return tuned.stored() if last < before else {}
+
+
+class _Tuned:
+    """A model whose weights are products with trained factors, 1 + `offsets`."""
+
+    def __init__(self, program: Program, tensors: Mapping[str, QuantTensor]) -> None:
+        self.model, self._tensors = TorchModel(program, tensors), tensors
+        matrices = {op.weight for op in program.ops if isinstance(op, ops.Linear)}
+        self._parts: dict[str, tuple[Tensor, ...]] = {}
+        self.offsets: dict[str, Tensor] = {}
+        for name, weight in self.model.weights.items():
+            tensor = tensors[name]
+            if name in matrices and tensor.format.name in HALVES:
+                self._parts[name] = tuple(map(torch.from_numpy, parts_by_half(tensor)))
+            elif weight.ndim == 1:
+                self._parts[name] = (weight,)
+        for name, parts in self._parts.items():
+            for index, part in enumerate(parts):
+                self.offsets[f"{name}:{index}"] = torch.zeros(part.shape[:2], requires_grad=True)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the Program's weights with the factors of now."""
+        weights = dict(self.model.weights)
+        for name, parts in self._parts.items():
+            terms = [self._scaled(name, index, part) for index, part in enumerate(parts)]
+            weights[name] = sum(terms[1:], terms[0]).reshape(weights[name].shape)
+        return weights
+
+    def stored(self) -> dict[str, QuantTensor]:
+        """Return the changed tensors in their formats, vectors as float32."""
+        found = {}
+        for name, parts in self._parts.items():
+            tensor, offsets = self._tensors[name], self._offsets(name, parts)
+            if len(tensor.shape) == 1:
+                values = (self.model.weights[name] * (1 + offsets[0].detach())).numpy()
+                found[name] = QuantTensor.from_floats(values, FORMATS["F32"])
+            else:
+                factors = tuple((1 + offset.detach()).numpy() for offset in offsets)
+                found[name] = with_halves(tensor, factors)
+        return found
+
+    def _offsets(self, name: str, parts: tuple[Tensor, ...]) -> list[Tensor]:
+        return [self.offsets[f"{name}:{index}"] for index in range(len(parts))]
+
+    def _scaled(self, name: str, index: int, part: Tensor) -> Tensor:
+        factor = 1 + self.offsets[f"{name}:{index}"]
+        return part * (factor[..., None] if part.ndim == 3 else factor)

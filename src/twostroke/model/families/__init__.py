@@ -1,0 +1,60 @@
+"""One file a model family: `ModelSpec` in, `Program` out."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from twostroke.model.families.blocks import decoder
+from twostroke.model.families.deepseek import DEEPSEEK2
+from twostroke.model.families.family import Family
+from twostroke.model.families.gemma import GEMMA2, GEMMA3
+from twostroke.model.families.gemma4 import GEMMA4
+from twostroke.model.families.glm import GLM4_MOE
+from twostroke.model.families.llama import LLAMA
+from twostroke.model.families.olmo2 import OLMO2
+from twostroke.model.families.phi3 import PHI3
+from twostroke.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from twostroke.model.families.spec import ExpertSpec, ModelSpec, RopeSpec, WindowSpec
+
+if TYPE_CHECKING:
+    from twostroke.model.program import Program
+
+# By GGUF's `general.architecture`.
+ARCHITECTURES: dict[str, Family] = {
+    "llama": LLAMA,
+    "deepseek2": DEEPSEEK2,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "gemma4": GEMMA4,
+    "glm4moe": GLM4_MOE,
+    "olmo2": OLMO2,
+    "phi3": PHI3,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3moe": QWEN3_MOE,
+}
+
+# GGUF's name for each `model_type` of config.json.
+MODEL_TYPES: dict[str, str] = {
+    model_type: name for name, family in ARCHITECTURES.items() for model_type in family.model_types
+}
+
+
+def build_program(spec: ModelSpec) -> Program:
+    """Build the Program of a model, whose architecture must be one of `ARCHITECTURES`."""
+    family = ARCHITECTURES[spec.architecture]
+    scale = math.sqrt(spec.hidden_size) if family.scales_embedding else None
+    return decoder(spec, family.layer, embedding_scale=scale)
+
+
+__all__ = [
+    "ARCHITECTURES",
+    "MODEL_TYPES",
+    "ExpertSpec",
+    "Family",
+    "ModelSpec",
+    "RopeSpec",
+    "WindowSpec",
+    "build_program",
+]

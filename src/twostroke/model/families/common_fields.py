@@ -1,0 +1,134 @@
+"""Fields that several families share: sizes, sliding windows, experts, layers that guess."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from twostroke.model.families.fields import (
+    MAX_CONTEXT,
+    MAX_EXPERTS,
+    MAX_HEAD_DIM,
+    MAX_LAYERS,
+    MAX_WIDTH,
+)
+from twostroke.model.families.spec import ExpertSpec, WindowSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from twostroke.model.families.fields import Fields
+    from twostroke.model.families.spec import ModelSpec
+
+# In all layers together; known models have far fewer (Kimi K2 about 23,000).
+MAX_EXPERTS_IN_ALL = 1 << 16
+
+_LAYER_TYPES = {"sliding_attention": True, "full_attention": False}
+
+
+def read_sizes(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Read the sizes of a `ModelSpec`, each from the key that a file format has for it.
+
+    Without a key-value head count there are as many as heads; without a head width the heads
+    divide the model's width.
+    """
+    hidden = fields.integer(keys["hidden_size"], MAX_WIDTH)
+    heads = fields.integer(keys["num_heads"], MAX_WIDTH)
+    kv_heads = fields.integer(keys["num_kv_heads"], MAX_WIDTH, default=heads)
+    if heads % kv_heads:
+        fields.fault(f"has {heads} heads, not a multiple of its {kv_heads} key-value heads")
+    if not fields.has(keys["head_dim"]) and (hidden % heads or hidden > heads * MAX_HEAD_DIM):
+        parts = f"equal parts of at most {MAX_HEAD_DIM}"
+        fields.fault(f"has {heads} heads that do not divide its width of {hidden} into {parts}")
+    return {
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": fields.integer(keys["head_dim"], MAX_HEAD_DIM, default=hidden // heads),
+        "num_layers": fields.integer(keys["num_layers"], MAX_LAYERS),
+        "ffn_size": fields.integer(keys["ffn_size"], MAX_WIDTH),
+        "context_length": fields.integer(keys["context_length"], MAX_CONTEXT),
+    }
+
+
+def without_guessing_layers(fields: Fields) -> dict[str, Any]:
+    """Return how many layers of a GGUF file compute the next token; those after them guess more."""
+    guessing, count = "nextn_predict_layers", "block_count"
+    layers = fields.integer(count, MAX_LAYERS)
+    return {count: layers - fields.integer(guessing, layers - 1, low=0, default=0), guessing: 0}
+
+
+def all_but_every(period: int, num_layers: int) -> tuple[bool, ...]:
+    """Return which layers slide where every `period`-th layer sees everything."""
+    return tuple((layer + 1) % period != 0 for layer in range(num_layers))
+
+
+def gguf_window(
+    fields: Fields, slides: tuple[bool, ...], *, default_size: int = 0
+) -> WindowSpec | None:
+    """Read the sliding window of a GGUF file, 0 for none.
+
+    `slides` says which layers do if the file does not.
+    """
+    size = fields.integer("attention.sliding_window", MAX_CONTEXT, low=0, default=default_size)
+    pattern = "attention.sliding_window_pattern"
+    if isinstance(fields.value(pattern), list):
+        slides = fields.choices(pattern, {True: True, False: False}, len(slides))
+    elif fields.has(pattern):
+        slides = all_but_every(fields.integer(pattern, MAX_LAYERS), len(slides))
+    return WindowSpec(size, slides) if size and any(slides) else None
+
+
+def config_window(fields: Fields, slides: tuple[bool, ...]) -> WindowSpec | None:
+    """Read the sliding window of a config.json, null for none.
+
+    `slides` says which layers do if the file does not, by its `layer_types`.
+    """
+    if fields.has("layer_types"):
+        slides = fields.choices("layer_types", _LAYER_TYPES, len(slides))
+    elif not fields.has("sliding_window"):
+        return None
+    return (
+        WindowSpec(fields.integer("sliding_window", MAX_CONTEXT), slides) if any(slides) else None
+    )
+
+
+def config_window_of_all(fields: Fields, num_layers: int) -> WindowSpec | None:
+    """Read the window of a family in which either all layers slide or none; null for none.
+
+    As in transformers, `layer_types` changes nothing here.
+    """
+    if not fields.has("sliding_window"):
+        return None
+    return WindowSpec(fields.integer("sliding_window", MAX_CONTEXT), (True,) * num_layers)
+
+
+def gguf_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
+    """Read the experts of a GGUF file; None if it has none."""
+    without = "expert_shared_count", "expert_shared_feed_forward_length"
+    for key in (*without, "leading_dense_block_count"):
+        fields.expect(key, 0)
+    if fields.integer("expert_count", MAX_EXPERTS, low=0, default=0) == 0:
+        return None
+    fields.expect("expert_gating_func", 0, 1)  # 0 is unspecified, 1 softmax
+    fields.expect("expert_weights_scale", 0.0, 1.0)
+    fields.expect("expert_group_count", 0, 1)
+    width = fields.integer("expert_feed_forward_length", MAX_WIDTH, default=spec.ffn_size)
+    normalize = fields.flag("expert_weights_norm", default=True)
+    return _experts(fields, spec, ("expert_count", "expert_used_count"), width, normalize=normalize)
+
+
+def config_experts(
+    fields: Fields, spec: ModelSpec, ffn_size: int, *, normalize: bool
+) -> ExpertSpec:
+    """Read how many experts a config.json has, and how many of them a row uses."""
+    for key in ("n_shared_experts", "shared_expert_intermediate_size"):
+        fields.expect(key, 0)
+    count = "num_experts" if fields.has("num_experts") else "num_local_experts"
+    return _experts(fields, spec, (count, "num_experts_per_tok"), ffn_size, normalize=normalize)
+
+
+def _experts(
+    fields: Fields, spec: ModelSpec, keys: tuple[str, str], ffn_size: int, *, normalize: bool
+) -> ExpertSpec:
+    count = fields.integer(keys[0], min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // spec.num_layers))
+    return ExpertSpec(count, fields.integer(keys[1], count), ffn_size, normalize)

@@ -1,0 +1,43 @@
+"""OLMo 2: Llama with norms after each part, not before, and norms of queries and keys.
+
+Source: arXiv:2501.00656.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from twostroke.model.families.blocks import residual_layer
+from twostroke.model.families.family import Family
+
+if TYPE_CHECKING:
+    from twostroke.model.families.fields import Fields
+    from twostroke.model.families.spec import ModelSpec
+
+
+def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Refuse OLMo 3, which GGUF also calls olmo2: its sliding layers rotate differently."""
+    fields.expect("attention.sliding_window", 0)
+    return spec
+
+
+OLMO2 = Family(
+    model_types={
+        "olmo2": {
+            "vocab_size": 50304,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+        }
+    },
+    layer=partial(residual_layer, pre_norms=None, post_norms=True, query_key_norm="row"),
+    from_gguf=from_gguf,
+    layer_names={
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+)

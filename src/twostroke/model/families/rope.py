@@ -1,0 +1,249 @@
+"""Reads rotary positions from model files, with the scalings that stretch their context."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from twostroke.core.frozen import Frozen
+from twostroke.model.families.fields import MAX_CONTEXT, Fields
+from twostroke.model.families.spec import RopeSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    # A rope, and the context length in tokens up to which it can be used.
+    RopeAndContext = tuple[RopeSpec, int]
+
+# Tensors of a GGUF file that are facts about rope, not weights.
+ROPE_TABLES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+
+STILL = 1e30  # the divisor of a pair that does not turn
+_CONFIG_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
+_DEFAULT_BASE = 10000.0
+_LOWEST_BASE = 1.001  # the logarithm of a base of 1 is 0
+
+
+def gguf_rope(
+    fields: Fields,
+    head_dim: int,
+    context: int,
+    tables: Mapping[str, list[float]],
+    *,
+    interleaved: bool,
+) -> RopeAndContext:
+    """Read rope from a GGUF file's metadata (fields of its architecture) and its `ROPE_TABLES`.
+
+    `context` is the context length in the file; the one that is returned is what the rope allows.
+    The keys are those of the format's specification, their meaning is that of llama.cpp.
+    """
+    for key in ("rope.dimension_sections", "rope.scaling.alpha"):
+        fields.expect(key)
+    dim = fields.integer("rope.dimension_count", head_dim, low=2, default=head_dim)
+    base = fields.number("rope.freq_base", low=_LOWEST_BASE, default=_DEFAULT_BASE)
+    plain = RopeSpec(base, _even(fields, dim), interleaved)
+    kind = fields.text("rope.scaling.type", default="linear")
+    factor = fields.optional_number("rope.scaling.factor", low=1.0)
+    factor = factor or fields.optional_number("rope.scale_linear", low=1.0) or 1.0
+    original = fields.integer(
+        "rope.scaling.original_context_length", MAX_CONTEXT, low=2, default=max(2, context)
+    )
+    magnitude = fields.number("rope.scaling.attn_factor", default=1.0)
+    if tables:
+        if factor != 1.0 or kind == "yarn":
+            fields.fault(f"scales its rope twice: by {kind} and by {next(iter(tables))!r}")
+        # Llama 3's factors hold for every context, the short ones of longrope up to the original.
+        whole, short, _ = ROPE_TABLES
+        table, reach = (whole, context) if whole in tables else (short, min(context, original))
+        divisors = Fields(fields.name, tables).numbers(table, dim // 2)
+        return _divided(plain, divisors, magnitude), reach
+    if kind == "yarn":
+        fields.expect("rope.scaling.yarn_ext_factor", 1.0, -1.0)
+        fields.expect("rope.scaling.yarn_log_multiplier", 0.0)
+        # As converters write it, this is transformers' attention_factor: the whole magnitude.
+        whole_magnitude = fields.optional_number("rope.scaling.yarn_attn_factor")
+        yarn = _Yarn(
+            factor,
+            original,
+            magnitude * (whole_magnitude or _yarn_magnitude(factor)),
+            fields.number("rope.scaling.yarn_beta_fast", default=32.0),
+            fields.number("rope.scaling.yarn_beta_slow", default=1.0),
+        )
+        return yarn.scale(plain, context)
+    if kind not in {"none", "linear"}:
+        fields.refuse("rope.scaling.type", "which is not supported; none, linear and yarn are")
+    fields.expect("rope.scaling.attn_factor", 1.0)
+    return _linear(plain, 1.0 if kind == "none" else factor), context
+
+
+def config_rope(
+    fields: Fields,
+    head_dim: int,
+    context: int,
+    layer_type: str = "full_attention",
+    *,
+    share_key: str | None = None,
+) -> RopeAndContext:
+    """Read rope from a config.json, as `gguf_rope` does.
+
+    The key is `rope_parameters` (transformers 5), which may hold one object for each type of layer;
+    `layer_type` chooses one. Older files have `rope_theta` and `rope_scaling`. `share_key`
+    names the share of each head that is rotated, if the family has such a key.
+    """
+    part = fields.part("rope_scaling") or fields.part("rope_parameters")
+    if part is not None and {"full_attention", "sliding_attention"} & part.values.keys():
+        part = part.part(layer_type)
+    part = part or Fields(fields.name, {})
+    dim = head_dim
+    if share_key is not None:
+        share = _either(part, fields, share_key).number(share_key, high=1.0, default=1.0)
+        dim = int(head_dim * share)
+    base = _either(part, fields, "rope_theta").number(
+        "rope_theta", low=_LOWEST_BASE, default=_DEFAULT_BASE
+    )
+    plain = RopeSpec(base, _even(fields, dim), interleaved=False)
+    key = "original_max_position_embeddings"
+    original = _either(fields, part, key).integer(key, MAX_CONTEXT, low=2, default=max(2, context))
+    return _config_scaling(part, plain, original, context)
+
+
+def _config_scaling(part: Fields, plain: RopeSpec, original: int, context: int) -> RopeAndContext:
+    """Read a scaling, of a model that was trained on `original` tokens at first."""
+    key = "rope_type" if part.has("rope_type") else "type"
+    kind = part.text(key, default="default")
+    if part.has("short_factor") and kind in {"su", "yarn"}:
+        kind = "longrope"  # its earlier names, in the first Phi-3 files
+    if kind not in _CONFIG_SCALINGS:
+        part.refuse(key, f"which is not supported; {', '.join(_CONFIG_SCALINGS)} are")
+    if kind == "default":
+        return plain, context
+    if kind == "proportional":
+        return _proportional(plain, part), context
+    if kind == "linear":
+        return _linear(plain, part.number("factor", low=1.0)), context
+    if kind == "llama3":
+        return _llama3(plain, part, original), context
+    if kind == "yarn":
+        return _config_yarn(part, original, context).scale(plain, context)
+    return _longrope(plain, part, original, context)
+
+
+def _linear(plain: RopeSpec, factor: float) -> RopeSpec:
+    """Count positions as 1 / `factor` (arXiv:2306.15595)."""
+    return plain if factor == 1 else _divided(plain, [factor] * (plain.dim // 2))
+
+
+def _proportional(plain: RopeSpec, part: Fields) -> RopeSpec:
+    """Turn a share of the pairs, the quick ones; the others stay."""
+    share = part.number("partial_rotary_factor", high=1.0, default=1.0)
+    factor, count = part.number("factor", low=1.0, default=1.0), int(share * plain.dim // 2)
+    turned = [frequency / factor for frequency in plain.frequencies[:count]]
+    rest = [0.0] * (plain.dim // 2 - count)
+    return replace(plain, scaled_frequencies=(*turned, *rest))
+
+
+def _divided(plain: RopeSpec, divisors: Sequence[float], magnitude: float = 1.0) -> RopeSpec:
+    """Divide each pair's frequency."""
+    pairs = zip(plain.frequencies, divisors, strict=True)
+    scaled = tuple(
+        [frequency / divisor if divisor < STILL else 0.0 for frequency, divisor in pairs]
+    )
+    return replace(plain, scaled_frequencies=scaled, magnitude=magnitude)
+
+
+def _llama3(plain: RopeSpec, part: Fields, original: int) -> RopeSpec:
+    """Slow rotations are slowed by a factor, quick ones stay, those between are blended.
+
+    Quick means at least `high_freq_factor` turns within the `original` tokens of the first
+    training, slow at most `low_freq_factor` (Llama 3.1).
+    """
+    low, high = part.number("low_freq_factor"), part.number("high_freq_factor")
+    factor = part.number("factor", low=1.0)
+    if high <= low:
+        part.fault(f"has high_freq_factor = {high:g}, not above low_freq_factor = {low:g}")
+    scaled = []
+    for frequency in plain.frequencies:
+        turns = original * frequency / (2 * math.pi)
+        kept = min(1.0, max(0.0, (turns - low) / (high - low)))
+        scaled.append(frequency * (kept + (1 - kept) / factor))
+    return replace(plain, scaled_frequencies=tuple(scaled))
+
+
+def _longrope(plain: RopeSpec, part: Fields, original: int, context: int) -> RopeAndContext:
+    """Divide as for short contexts, up to the original length (arXiv:2402.13753)."""
+    factor = part.number("factor", low=1.0, default=max(1.0, context / original))
+    magnitude = part.optional_number("attention_factor")
+    if magnitude is None:
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(original))
+    divisors = part.numbers("short_factor", plain.dim // 2)
+    return _divided(plain, divisors, magnitude), min(context, original)
+
+
+class _Yarn(Frozen):
+    """Slow rotations are slowed by `factor`, quick ones stay, a ramp between (arXiv:2309.00071).
+
+    The ramp goes from the pair that makes `beta_fast` turns within `original` tokens to the one
+    that makes `beta_slow`. `truncate` rounds the ends of the ramp outward to whole pairs.
+    """
+
+    factor: float
+    original: int
+    magnitude: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool = True
+
+    def scale(self, plain: RopeSpec, context: int) -> RopeAndContext:
+        """Return the scaled rope; `context` is the length in the file, often the original one."""
+
+        def pair_of(turns: float) -> float:
+            """Return the pair that makes that many turns within the original context."""
+            ratio = self.original / (turns * 2 * math.pi)
+            return plain.dim * math.log(ratio) / (2 * math.log(plain.base))
+
+        first, last = pair_of(self.beta_fast), pair_of(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, plain.dim - 1)
+        last = last if last > first else first + 0.001
+        scaled = []
+        for pair, frequency in enumerate(plain.frequencies):
+            slowed = min(1.0, max(0.0, (pair - first) / (last - first)))
+            scaled.append(frequency / self.factor * slowed + frequency * (1 - slowed))
+        spec = replace(plain, scaled_frequencies=tuple(scaled), magnitude=self.magnitude)
+        return spec, min(MAX_CONTEXT, max(context, int(self.original * self.factor)))
+
+
+def _config_yarn(part: Fields, original: int, context: int) -> _Yarn:
+    factor = part.number("factor", low=1.0, default=max(1.0, context / original))
+    magnitude = part.optional_number("attention_factor")
+    if magnitude is None:
+        above, below = part.optional_number("mscale"), part.optional_number("mscale_all_dim")
+        magnitude = _yarn_magnitude(factor)
+        if above and below:
+            magnitude = _yarn_magnitude(factor, above) / _yarn_magnitude(factor, below)
+    return _Yarn(
+        factor,
+        original,
+        magnitude,
+        part.number("beta_fast", default=32.0),
+        part.number("beta_slow", default=1.0),
+        part.flag("truncate", default=True),
+    )
+
+
+def _yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """Return YaRN's recommended magnitude for a context stretched by `factor`."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _either(first: Fields, second: Fields, key: str) -> Fields:
+    return first if first.has(key) else second
+
+
+def _even(fields: Fields, dim: int) -> int:
+    if dim < 2 or dim % 2:
+        fields.fault(f"has a rope dimension of {dim}, which is not an even number from 2 up")
+    return dim

@@ -1,0 +1,171 @@
+"""The facts about a model: sizes and constants, independent of the file's format."""
+
+from __future__ import annotations
+
+from twostroke.core.frozen import Frozen
+from twostroke.model.program import Activation
+
+
+class RopeSpec(Frozen):
+    """Rotary position embedding (Su et al., 2021, arXiv:2104.09864).
+
+    `dim` is how many of a head's values are rotated. `interleaved` pairs neighbours
+    (2i, 2i+1), as GGUF stores the Llama family; otherwise value i is paired with i + dim/2.
+    A scaling has its own frequencies for the `dim // 2` pairs, and a `magnitude` that multiplies
+    sine and cosine.
+    """
+
+    base: float
+    dim: int
+    interleaved: bool
+    scaled_frequencies: tuple[float, ...] | None = None
+    magnitude: float = 1.0
+
+    @property
+    def frequencies(self) -> tuple[float, ...]:
+        """The angle per position of each pair, in radians."""
+        if self.scaled_frequencies is not None:
+            return self.scaled_frequencies
+        return tuple([self.base ** (-2 * pair / self.dim) for pair in range(self.dim // 2)])
+
+
+class WindowSpec(Frozen):
+    """Sliding-window attention: some layers see only the last `size` positions, their own included.
+
+    `slides[i]` says whether layer i does. `rope`, `num_kv_heads` and `head_dim` are the sliding
+    layers' own, None where they are the model's.
+    """
+
+    size: int
+    slides: tuple[bool, ...]
+    rope: RopeSpec | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+
+
+class RoutingSpec(Frozen):
+    """A choice of experts that is not by softmax alone (arXiv:2405.04434, 2412.19437).
+
+    See `program.ops.Route`. With `has_bias` each layer has one for the choice.
+    """
+
+    scale: float = 1.0
+    is_sigmoid: bool = False
+    has_bias: bool = False
+    num_groups: int = 1
+    num_used_groups: int = 1
+    group_best: int = 1
+
+
+class ExpertSpec(Frozen):
+    """A mixture of experts in place of each layer's feed-forward (arXiv:2401.04088).
+
+    A row uses `num_used` of `count` experts, each `ffn_size` wide; `normalize` makes the shares of
+    the used ones sum to one. Every row also uses a feed-forward of `shared_size`, if that is not 0.
+    Layers before `first_layer` have a feed-forward of the model's own size instead. Where experts
+    are `beside` one, both are summed (Gemma 4).
+    """
+
+    count: int
+    num_used: int
+    ffn_size: int
+    normalize: bool
+    shared_size: int = 0
+    first_layer: int = 0
+    routing: RoutingSpec | None = None
+    beside: bool = False
+
+
+class LatentSpec(Frozen):
+    """Latent attention (arXiv:2405.04434): what a token stores is `rank` + `rotated` wide.
+
+    A head's keys are `key` wide without their rotated part, its values `value`. Queries are made
+    from vectors of `query_rank`, or in one product if that is 0.
+    """
+
+    rank: int
+    rotated: int
+    key: int
+    value: int
+    query_rank: int = 0
+
+
+class BorrowingSpec(Frozen):
+    """The last `count` layers read keys and values of an earlier one (arXiv:2405.12981).
+
+    It is the last layer before them that slides as they do. Their feed-forward is `ffn_size` wide.
+    """
+
+    count: int
+    ffn_size: int
+
+
+class ModelSpec(Frozen):
+    """The facts from which `twostroke.model.families` builds a `Program`.
+
+    `architecture` is the key into `models.ARCHITECTURES` ("llama"). Sizes are counts of values;
+    `context_length` is in tokens. `norm_offset` is added to the weights of norms. The attention
+    scale is that of the scores, None for 1 / sqrt(head_dim). With `latent` attention there is one
+    key-value head, of `latent.rank + latent.rotated`.
+
+    Gemma 4 has `layer_inputs`: vectors so wide that each token brings to each layer. With
+    `layer_factors` a layer's output is multiplied by a number that was learnt. Where
+    `keys_give_values`, layers without a window have one matrix for keys and values. With
+    `norms_values` each head of values is normalized, without a weight. `norms_heads` says the same
+    of queries and keys, with weights, in families in which models differ (`may_norm_heads`).
+    """
+
+    architecture: str
+    name: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    norm_epsilon: float
+    rope: RopeSpec
+    tied_embeddings: bool
+    norm_offset: float = 0.0
+    activation: Activation = Activation.SILU
+    qkv_bias: bool = False
+    output_bias: bool = False
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    window: WindowSpec | None = None
+    experts: ExpertSpec | None = None
+    latent: LatentSpec | None = None
+    borrowing: BorrowingSpec | None = None
+    layer_inputs: int = 0
+    layer_factors: bool = False
+    keys_give_values: bool = False
+    norms_values: bool = False
+    norms_heads: bool = False
+
+    def window_of(self, layer: int) -> WindowSpec | None:
+        """Return the window of a layer, None if it sees all positions."""
+        return self.window if self.window is not None and self.window.slides[layer] else None
+
+    def kv_heads_of(self, layer: int) -> tuple[int, int]:
+        """Return how many key-value heads a layer has, and the width of its heads."""
+        own = self.window_of(layer)
+        if own is None:
+            return self.num_kv_heads, self.head_dim
+        return own.num_kv_heads or self.num_kv_heads, own.head_dim or self.head_dim
+
+    def lender_of(self, layer: int) -> int | None:
+        """Return the layer whose keys and values a layer reads, None if it has its own."""
+        first = self.num_layers - (self.borrowing.count if self.borrowing else 0)
+        if layer < first:
+            return None
+        slides = self.window_of(layer) is not None
+        return max(i for i in range(first) if (self.window_of(i) is not None) == slides)
+
+    def ffn_size_of(self, layer: int) -> int:
+        """Return the width of a layer's feed-forward."""
+        if self.borrowing is None or self.lender_of(layer) is None:
+            return self.ffn_size
+        return self.borrowing.ffn_size

@@ -1,0 +1,45 @@
+"""Finds models by name, fetches them, and keeps track of those that are here."""
+
+from __future__ import annotations
+
+from twostroke.model.hub.catalogue import CATALOGUE, PackagedModel
+from twostroke.model.hub.inventory import (
+    Leftover,
+    drop,
+    find,
+    find_draft,
+    forget_missing,
+    known_draft,
+    leftovers,
+    list_models,
+    pull,
+    remove,
+    resolve,
+    unused,
+    use,
+    verify,
+)
+from twostroke.model.hub.progress import Progress, Watcher
+from twostroke.model.hub.records import ModelRecord
+
+__all__ = [
+    "CATALOGUE",
+    "Leftover",
+    "ModelRecord",
+    "PackagedModel",
+    "Progress",
+    "Watcher",
+    "drop",
+    "find",
+    "find_draft",
+    "forget_missing",
+    "known_draft",
+    "leftovers",
+    "list_models",
+    "pull",
+    "remove",
+    "resolve",
+    "unused",
+    "use",
+    "verify",
+]

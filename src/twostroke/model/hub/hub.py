@@ -1,0 +1,348 @@
+"""The Hugging Face hub over HTTP: what a repository has, and its files in the hub's own cache.
+
+This is the only module that imports huggingface_hub, the extra `hub`, and it does so only for a
+name that asks for the hub. The client knows addresses, tokens, mirrors and proxies (HF_ENDPOINT,
+HF_TOKEN, HF_HOME, ...) and keeps the cache. Large files are transferred here: the client does not
+resume after an interruption, compares no checksums, and cannot stop at the first megabytes.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from twostroke.core.errors import DownloadError, ModelFormatError, ModelNotFoundError
+from twostroke.core.extras import install_command
+from twostroke.core.files import file_size, place_file, write_text
+from twostroke.core.frozen import Frozen
+from twostroke.model.hub.disk import CHUNK_BYTES, file_sha256
+from twostroke.model.hub.file_selection import RepoFile
+from twostroke.model.hub.names import is_safe_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from twostroke.model.hub.names import HubName
+    from twostroke.model.hub.progress import Watcher
+
+    T = TypeVar("T")
+
+PAUSES_S: tuple[float, ...] = (1.0, 2.0, 4.0)  # before a busy hub is asked again
+_BUSY: Final = {408, 429, 500, 502, 503, 504}
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_LOGIN: Final = "log in with 'hf auth login' or set HF_TOKEN"
+
+
+class UnreachableError(DownloadError):
+    """The hub could not be asked."""
+
+
+class Listing(Frozen):
+    """A repository at one commit: its files and its licence.
+
+    `is_cached` says that the hub could not be reached: these are the files in its cache.
+    """
+
+    commit: str
+    files: tuple[RepoFile, ...]
+    licence: str | None
+    is_cached: bool = False
+
+
+class Hub:
+    """One repository of the hub; every failure is a TwostrokeError."""
+
+    def __init__(self, name: HubName) -> None:
+        """Import the client; DownloadError if it is not installed."""
+        try:
+            import huggingface_hub
+            from huggingface_hub import constants, errors, utils
+        except ImportError:
+            raise DownloadError(
+                "Models of the Hugging Face hub need the package huggingface_hub: run "
+                f"{install_command('hub')}, or give the path of a model."
+            ) from None
+        self.name = name
+        self.cache = Path(constants.HF_HUB_CACHE)
+        self.endpoint: str = constants.ENDPOINT
+        self._client: Any = huggingface_hub
+        self._errors: Any = errors
+        self._utils: Any = utils
+        self._utils.disable_progress_bars("huggingface_hub.http_get")  # we show our own
+        self._timeout_s: float = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        # HTTP errors and those of sockets, of the HTTP library that this version uses.
+        self._failures: tuple[type[BaseException], ...] = errors.HfHubHTTPError.__bases__
+
+    @property
+    def page(self) -> str:
+        """The repository's web page."""
+        return f"{self.endpoint}/{self.name.repo}"
+
+    def listing(self) -> Listing:
+        """Return the files on the hub, or in its cache if the hub cannot be reached.
+
+        Raises UnreachableError if the cache has none.
+        """
+        api = self._client.HfApi(library_name="twostroke")
+        try:
+            info = self._ask(
+                lambda: api.model_info(
+                    self.name.repo,
+                    revision=self.name.revision,
+                    files_metadata=True,
+                    timeout=self._timeout_s,
+                )
+            )
+            return _listing(info)
+        except UnreachableError:
+            cached = self._cached_listing()
+            if cached is None:
+                raise
+            return cached
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise DownloadError(
+                f"{self.endpoint} did not describe the repository {self.name.repo!r}: check "
+                "HF_ENDPOINT, and whether the network wants a login."
+            ) from None
+
+    def _cached_listing(self) -> Listing | None:
+        try:
+            folder = Path(
+                self._client.snapshot_download(
+                    self.name.repo, revision=self.name.revision, local_files_only=True
+                )
+            )
+        except self._errors.LocalEntryNotFoundError:
+            return None
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        files = [
+            RepoFile(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths
+        ]
+        return Listing(folder.name, tuple(files), None, is_cached=True)
+
+    def snapshot(self, commit: str) -> Path:
+        """Return the cache's folder for a commit."""
+        return self._folder / "snapshots" / commit
+
+    def lock(self, file: RepoFile) -> Path:
+        """Return the lock of a large file, which other programs take as well."""
+        return self.cache / ".locks" / self._folder.name / f"{file.sha256}.lock"
+
+    def missing_bytes(self, file: RepoFile) -> int:
+        """Return how much of a file has not arrived."""
+        if file.sha256 is None or self._has_blob(file):
+            return 0
+        return file.num_bytes - (file_size(self._partial(file)) or 0)
+
+    def transfer(
+        self, commit: str, file: RepoFile, grew: Callable[[Path, int], None], watch: Watcher
+    ) -> None:
+        """Download a large file into the cache's blobs, from where an earlier try ended.
+
+        `grew` gets the partial file and its size, and may refuse it by an error: then it is
+        deleted. `watch` sees the check of its SHA-256.
+        """
+        if self._has_blob(file):
+            return
+        partial = self._partial(file)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._receive_all(commit, file, partial, grew)
+        except ModelFormatError:
+            partial.unlink()
+            raise
+        if file_sha256(partial, watch) != file.sha256:
+            partial.unlink()
+            raise DownloadError(
+                f"{file.path!r} arrived damaged and was deleted: try again. If it happens "
+                "again, the hub or a mirror (HF_ENDPOINT) sends damaged files."
+            )
+        place_file(partial, self._blob(file))
+
+    def link(self, commit: str, file: RepoFile) -> None:
+        """Give a file its place in the snapshot; the client downloads it if it is small."""
+        force = file.sha256 is None  # the copy in the cache is damaged
+        self._ask(
+            lambda: self._client.hf_hub_download(
+                self.name.repo, file.path, revision=commit, force_download=force
+            )
+        )
+
+    def remember(self, commit: str) -> None:
+        """Note in the cache which commit the revision is."""
+        ref = self._folder / "refs" / self.name.revision
+        if self.name.revision != commit:
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            write_text(ref, commit)
+
+    @property
+    def _folder(self) -> Path:
+        return self.cache / f"models--{self.name.repo.replace('/', '--')}"
+
+    def _blob(self, file: RepoFile) -> Path:
+        return self._folder / "blobs" / str(file.sha256)
+
+    def _has_blob(self, file: RepoFile) -> bool:
+        return file_size(self._blob(file)) == file.num_bytes
+
+    def _partial(self, file: RepoFile) -> Path:
+        return self._folder / "blobs" / f"{file.sha256}.incomplete"
+
+    def _receive_all(
+        self, commit: str, file: RepoFile, partial: Path, grew: Callable[[Path, int], None]
+    ) -> None:
+        """Ask until the whole file is here, or until several requests in a row give nothing."""
+        size, num_failures = file_size(partial) or 0, 0
+        while size < file.num_bytes:
+            before = size
+            problem = DownloadError(f"The hub ends {file.path!r} too early: try again.")
+            try:
+                for size in self._receive(commit, file, partial):
+                    grew(partial, size)
+                    if size > file.num_bytes:  # not what was announced
+                        return
+            except UnreachableError as error:
+                problem = error
+            if size < file.num_bytes:
+                num_failures = 0 if size > before else num_failures + 1
+                if num_failures > len(PAUSES_S):
+                    raise problem
+                time.sleep(PAUSES_S[0])
+
+    def read_range(self, commit: str, file: RepoFile, start: int, num_bytes: int) -> bytes:
+        """Return a part of a file, from the network alone."""
+        if not num_bytes:
+            return b""
+        response = self._ask(lambda: self._get(commit, file, f"{start}-{start + num_bytes - 1}"))
+        skipped = 0 if response.status_code == 206 else start  # a server without ranges
+        content = bytearray()
+        try:
+            for chunk in response.iter_bytes(CHUNK_BYTES):
+                content += chunk
+                if len(content) >= skipped + num_bytes:
+                    break
+        except self._failures as error:
+            raise self._explained(error) from None
+        finally:
+            response.close()
+        found = bytes(content[skipped : skipped + num_bytes])
+        if len(found) < num_bytes:
+            raise DownloadError(f"The hub ends {file.path!r} too early: try again.")
+        return found
+
+    def _receive(self, commit: str, file: RepoFile, partial: Path) -> Iterator[int]:
+        """Append what one request gives, and yield the size after each piece."""
+        response = self._ask(lambda: self._get(commit, file, f"{file_size(partial) or 0}-"))
+        try:
+            # A server without ranges starts again.
+            with partial.open("ab" if response.status_code == 206 else "wb") as out:
+                for chunk in response.iter_bytes(CHUNK_BYTES):
+                    out.write(chunk)
+                    out.flush()
+                    yield out.tell()
+        except self._failures as error:
+            raise self._explained(error) from None
+        finally:
+            response.close()
+
+    def _get(self, commit: str, file: RepoFile, span: str) -> Any:
+        """Ask for the bytes of a file in `span`."""
+        url = self._client.hf_hub_url(
+            self.name.repo, file.path, revision=commit, endpoint=self.endpoint
+        )
+        headers = self._utils.build_hf_headers(library_name="twostroke")
+        headers |= {"Accept-Encoding": "identity", "Range": f"bytes={span}"}
+        return self._open(url, headers)
+
+    def _open(self, url: str, headers: dict[str, str]) -> Any:
+        session = self._utils.get_session()
+        request = session.build_request("GET", url, headers=headers, timeout=self._timeout_s)
+        response = session.send(request, stream=True, follow_redirects=True)
+        try:
+            self._utils.hf_raise_for_status(response)
+        except self._failures:
+            response.close()
+            raise
+        return response
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        """Return what `call` returns; repeat it while the hub is busy."""
+        for pause_s in (*PAUSES_S, None):
+            try:
+                return call()
+            except self._failures as error:
+                if pause_s is None or _status(error) not in _BUSY:
+                    raise self._explained(error) from None
+            time.sleep(pause_s)
+        raise AssertionError
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """Return the error that tells a user what to do about a failure of the client."""
+        errors, repo, status = self._errors, self.name.repo, _status(error)
+        if isinstance(error, errors.OfflineModeIsEnabled):
+            return UnreachableError(f"{repo!r} cannot be fetched: HF_HUB_OFFLINE is set.")
+        if isinstance(error, errors.GatedRepoError):
+            return DownloadError(f"{repo!r} is gated: accept its licence at {self.page}; {_LOGIN}.")
+        if isinstance(error, errors.RevisionNotFoundError):
+            revision = self.name.revision
+            return ModelNotFoundError(f"{repo!r} has no revision {revision!r}: see {self.page}.")
+        if isinstance(error, errors.RepositoryNotFoundError):
+            return ModelNotFoundError(
+                f"The hub has no model {repo!r}, or not for you: check the name, or {_LOGIN}."
+            )
+        if status in {401, 403}:
+            return DownloadError(f"You may not read {repo!r} ({self.page}): {_LOGIN}.")
+        if status is not None:
+            advice = "it is busy; try again later" if status in _BUSY else f"see {self.page}"
+            return DownloadError(f"The hub answered {repo!r} with status {status}: {advice}.")
+        if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
+            return error  # of the disk, not of the network
+        return UnreachableError(
+            f"The hub at {self.endpoint} could not be reached for {repo!r}: check the network, the "
+            "proxy settings or HF_ENDPOINT."
+        )
+
+
+def unfinished_files(caches: set[Path]) -> Iterator[tuple[Path, Path]]:
+    """Yield each unfinished download in the client's cache and in `caches`, and its lock."""
+    with suppress(ImportError):
+        from huggingface_hub import constants
+
+        caches = caches | {Path(constants.HF_HUB_CACHE)}
+    for cache in sorted(caches):
+        for path in sorted(cache.glob("models--*/blobs/*.incomplete")):
+            if len(path.stem) == 64:  # the client's own files have other names
+                yield path, cache / ".locks" / path.parents[1].name / f"{path.stem}.lock"
+
+
+def _status(error: BaseException) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _listing(info: Any) -> Listing:
+    if not _COMMIT.fullmatch(info.sha):
+        raise ValueError(info.sha)
+    return Listing(info.sha, tuple(_repo_files(info.siblings)), _licence(info))
+
+
+def _repo_files(siblings: list[Any]) -> Iterator[RepoFile]:
+    """Yield the files whose size is known and whose path stays in the repository."""
+    for sibling in siblings:
+        sha256 = sibling.lfs.sha256 if sibling.lfs else None
+        size = sibling.lfs.size if sibling.lfs else sibling.size
+        known = isinstance(size, int) and (sha256 is None or _SHA256.fullmatch(sha256))
+        if known and is_safe_path(sibling.rfilename):
+            yield RepoFile(sibling.rfilename, size, sha256)
+
+
+def _licence(info: Any) -> str | None:
+    """Return the licence's name, with its address if the author wrote it."""
+    card = info.card_data
+    name = getattr(card, "license_name", None) or getattr(card, "license", None)
+    link = getattr(card, "license_link", None)
+    shown = f"{name} ({link})" if link else str(name)
+    return "".join(filter(str.isprintable, shown))[:200] if name else None

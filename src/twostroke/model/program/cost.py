@@ -1,0 +1,78 @@
+"""The cost reader: floating-point operations and bytes of a Program for any batch."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from twostroke.core.frozen import Frozen
+from twostroke.model.program.kv_format import FLOAT16, CacheFormat
+from twostroke.model.program.work import (
+    Cost,
+    Count,
+    EachCached,
+    EachRead,
+    StepCost,
+    each_row,
+    of_drawn,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from twostroke.model.program.batch import BatchShape
+    from twostroke.model.program.operation import Work
+    from twostroke.model.program.ops import Op
+    from twostroke.model.program.program import Program
+    from twostroke.model.program.shard import RankProgram
+
+__all__ = ["Cost", "CostModel", "StepCost"]
+
+
+class CostModel(Frozen):
+    """Counts the work of a Program's steps, given how its weights and its cache are stored.
+
+    `weight_bytes` gives each weight's stored size. A rank's steps have its part of the rows. With
+    `stops_rows` only rows with logits are computed after the last store (`Program.late`).
+    """
+
+    program: Program
+    weight_bytes: Mapping[str, int]
+    cache: CacheFormat = FLOAT16
+    row_part: int = 0
+    num_row_parts: int = 1
+    stops_rows: bool = False
+
+    def part(self, rank: RankProgram) -> CostModel:
+        """Return the cost of one rank's part of this Program."""
+        whole = self.program.weight_shapes
+        stored = {
+            name: self.weight_bytes[name] * prod(shape) // prod(whole[name])
+            for name, shape in rank.program.weight_shapes.items()
+        }
+        return CostModel(rank.program, stored, self.cache, rank.row_part, rank.num_row_parts)
+
+    def operation(self, op: Op, batch: BatchShape) -> Cost:
+        """Return one operation's share of a step's cost."""
+        return self._of(self.work(op)).of(batch)
+
+    def work(self, op: Op) -> Work:
+        """Yield what an operation has to do in a step."""
+        is_late = self.stops_rows and op.output in self.program.late
+        for count, cost in op.work(self.weight_bytes, self.cache):
+            if is_late and isinstance(count, EachCached):  # all rows are stored
+                yield each_row, cost
+                yield of_drawn(EachRead(count.window)), cost
+            else:
+                yield of_drawn(count) if is_late else count, cost
+
+    def per_step(self) -> StepCost:
+        """Return the cost of a step of all operations: their terms, one for each count."""
+        terms: dict[Count, Cost] = {}
+        for op in self.program.ops:
+            for count, cost in self.work(op):
+                terms[count] = terms.get(count, Cost(0)) + cost
+        return self._of(terms.items())
+
+    def _of(self, terms: Iterable[tuple[Count, Cost]]) -> StepCost:
+        return StepCost(tuple(terms), self.row_part, self.num_row_parts)

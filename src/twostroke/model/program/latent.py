@@ -1,0 +1,164 @@
+"""Attention to latent vectors, and the products and joints around it (arXiv:2405.04434).
+
+All heads share one latent vector and one rotated key of each token. A head's queries are brought
+into the space of the latent vectors, its values out of it; what lies between is attention with a
+single key-value head, whose values are its keys.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from twostroke.core.frozen import Frozen
+from twostroke.model.program.attention import Attention
+from twostroke.model.program.operation import Operation
+from twostroke.model.program.sharding import Sharding, Weight
+from twostroke.model.program.work import Cost, EachCached
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Self
+
+    from twostroke.model.program.batch import BatchShape
+    from twostroke.model.program.kv_format import CacheFormat
+    from twostroke.model.program.operation import Work
+    from twostroke.model.program.sharding import Range
+
+
+class HeadLinear(Operation):
+    """`output[h] = x[h, first : first + in_width] @ matrices[h].T`: each head has its own matrix.
+
+    A head has `x_head` values of x and `head_width` of the output; matrices are
+    (head_width, in_width).
+    """
+
+    x: str
+    matrices: tuple[str, ...]
+    in_width: int
+    head_width: int
+    x_head: int
+    first: int = 0
+
+    reads = ("x",)
+    sharding = Sharding.BY_COLUMN_PARTS
+    label = "head products"
+
+    @property
+    def num_heads(self) -> int:
+        """How many heads it has."""
+        return len(self.matrices)
+
+    @property
+    def width(self) -> int:
+        """Values in a row of the output."""
+        return self.num_heads * self.head_width
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """The matrices."""
+        shape = self.head_width, self.in_width
+        return tuple([Weight(name, shape) for name in self.matrices])
+
+    @property
+    def row_flops(self) -> int:
+        """Multiply and add."""
+        return 2 * self.width * self.in_width
+
+    @property
+    def grain(self) -> int:
+        """A head."""
+        return self.head_width
+
+    def part(self, first: int, end: int) -> Self:
+        """Return the products of some heads."""
+        return self._changed(matrices=self.matrices[first // self.grain : end // self.grain])
+
+    def part_reads(self, field: str, first: int, end: int) -> Range:
+        """Read the heads."""
+        del field
+        return first // self.grain * self.x_head, end // self.grain * self.x_head
+
+
+class Join(Operation):
+    """`output[h]` is `a[h, first : first + a_width]` followed by `b[h]`, of `b_width` values.
+
+    A head has `a_head` values of a.
+    """
+
+    a: str
+    b: str
+    num_heads: int
+    a_width: int
+    b_width: int
+    a_head: int
+    first: int = 0
+
+    reads = ("a", "b")
+    sharding = Sharding.BY_COLUMN_PARTS
+
+    @property
+    def grain(self) -> int:
+        """A head."""
+        return self.a_width + self.b_width
+
+    @property
+    def width(self) -> int:
+        """Values in a row of the output."""
+        return self.num_heads * self.grain
+
+    def part(self, first: int, end: int) -> Self:
+        """Return some heads."""
+        return self._changed(num_heads=(end - first) // self.grain)
+
+    def part_reads(self, field: str, first: int, end: int) -> Range:
+        """Read the heads."""
+        head = self.a_head if field == "a" else self.b_width
+        return first // self.grain * head, end // self.grain * head
+
+
+class LatentProducts(Frozen):
+    """Counts the products of a head of latent attention, the cheaper way for each request.
+
+    Scores and values can be computed from latent vectors as they are stored, or from keys and
+    values into which those of the context are expanded first. The first is cheaper for few rows,
+    as in decoding. A row's own expansion is counted as a matrix product.
+    """
+
+    latent: int
+    rotated: int
+    key: int
+    value: int
+
+    def __call__(self, batch: BatchShape) -> Any:
+        """Return the number of multiplications; for a `DecodeRun`, of each step."""
+        stored = 2 * self.latent + self.rotated
+        if batch.num_rows == len(batch.starts):
+            return batch.num_attended() * stored
+        expanded, each = self.key + self.rotated + self.value, self.latent * (self.key + self.value)
+        total = 0
+        for start, count in batch.spans:
+            pairs = count * start + count * (count + 1) // 2
+            total += min(pairs * stored, pairs * expanded + start * each)
+        return total
+
+
+class LatentAttention(Attention, kw_only=True):
+    """Attention whose keys are a rotated part and a latent vector, and whose values are its keys.
+
+    `k` and `v` are one value, which is stored once; of a head's output the first `rotated` values
+    mean nothing. `key` and `value` are widths of what a head's latent products stand for: its keys
+    without their rotated part, and its values.
+    """
+
+    rotated: int
+    key: int
+    value: int
+
+    values_are_keys = True
+
+    def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
+        """The products of all heads, and the traffic of the pages."""
+        del weight_bytes
+        sizes = self.head_dim - self.rotated, self.rotated, self.key, self.value
+        yield LatentProducts(*sizes), Cost(2 * self.num_heads)
+        yield EachCached(self.window), Cost(0, 0, self.stored.bytes_per_token(cache))

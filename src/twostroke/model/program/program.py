@@ -1,0 +1,115 @@
+"""A model as a list of operations over named values: the one description that all readers share."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from twostroke.core.frozen import Frozen
+from twostroke.model.program.kv_format import (
+    FLOAT16,
+    CacheFormat,
+    CacheGroup,
+    CacheLayer,
+    group_layers,
+)
+from twostroke.model.program.ops import (
+    Attention,
+    Embed,
+    ExternalInput,
+    Linear,
+    Logits,
+    RMSNorm,
+    Rope,
+)
+
+if TYPE_CHECKING:
+    from twostroke.model.program.ops import Op
+
+
+class Program(Frozen, dict=True):
+    """Operations in the order in which they run, from tokens to logits.
+
+    Each value is written once and before it is read. `context_length` is in tokens.
+    `layer_outputs` names the hidden state after each layer. A rank's part has the `groups` of the
+    whole, some of them without layers, because page ids are the same on all ranks.
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    vocab_size: int
+    context_length: int
+    layer_outputs: tuple[str, ...] = ()
+    groups: tuple[CacheGroup, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Check that each value is written once, before it is read."""
+        written: set[str] = set()
+        for op in self.ops:
+            missing = [name for name in op.inputs if name not in written]
+            assert not missing, f"{op} reads {missing} before they are written"
+            assert op.output not in written, f"{op.output} is written twice"
+            written.add(op.output)
+
+    @property
+    def value_widths(self) -> dict[str, int]:
+        """Values in a row of each value that the operations write, by name."""
+        return {op.output: op.width for op in self.ops}
+
+    @property
+    def last_states(self) -> str:
+        """The value from which the logits are computed: the last hidden states, normed."""
+        return next(op.x for op in reversed(self.ops) if isinstance(op, Logits))
+
+    @cached_property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights that the operations read, by name."""
+        return {weight.name: weight.shape for op in self.ops for weight in op.weights}
+
+    @cached_property
+    def late(self) -> frozenset[str]:
+        """Outputs of what follows the last store: only rows that get logits need them.
+
+        The last attention that stores is among them if products make its keys and values, and so
+        can store them. Nothing is if a step's inputs are read there.
+        """
+        stores = [index for index, op in enumerate(self.ops) if op.stores]
+        rest = self.ops[stores[-1] :] if stores else ()
+        if not rest or any(isinstance(op, Embed | ExternalInput) for op in rest):
+            return frozenset()
+        last = rest[0]
+        are_products = all(self._is_product(name, last) for name in last.inputs[1:])
+        is_apart = isinstance(last, Attention) and are_products
+        return frozenset(op.output for op in rest[0 if is_apart else 1 :])
+
+    def _is_product(self, name: str, attention: Op) -> bool:
+        """Whether a product makes a value, whose heads are perhaps normed and rotated after it."""
+        op = next(op for op in self.ops if op.output == name)
+        while isinstance(op, Rope) or (isinstance(op, RMSNorm) and op.grain == attention.grain):
+            op = next(other for other in self.ops if other.output == op.x)
+        return isinstance(op, Linear)
+
+    @cached_property
+    def cache_layers(self) -> tuple[CacheLayer, ...]:
+        """What the operations store for each token, by cache layer."""
+        layers = {number: layer for op in self.ops for number, layer in op.stores.items()}
+        return tuple(layers[number] for number in range(len(layers)))
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The layers that share pages; one group of all where every row sees its whole past."""
+        if self.groups is not None:
+            return self.groups
+        windows = [
+            None if layer.window is None or layer.window >= self.context_length else layer.window
+            for layer in self.cache_layers
+        ]
+        return group_layers(windows)
+
+    def page_bytes(self, page_size: int, stored: CacheFormat = FLOAT16) -> int:
+        """Bytes of one page: `page_size` tokens of one cache group, the largest if they differ."""
+        layers = self.cache_layers
+        return max(
+            sum(layers[layer].bytes_in_page(page_size, stored) for layer in group.layers)
+            for group in self.cache_groups
+        )

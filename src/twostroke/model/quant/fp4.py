@@ -1,0 +1,107 @@
+"""MXFP4 and NVFP4 of GGUF files: E2M1 numbers in groups that share a small float.
+
+Layout of a block of MXFP4 (ggml `block_mxfp4`), 32 values: the scale, E8M0; 16 bytes of codes, of
+values 0 to 15 in the low nibbles and 16 to 31 in the high ones.
+
+Layout of a block of NVFP4 (ggml `block_nvfp4`), 64 values in 4 groups: the scale of each group,
+E4M3 without a sign; 8 bytes of codes for each group, of its values 0 to 7 in the low nibbles and 8
+to 15 in the high ones.
+
+Kernels multiply the same groups with float32 scales (`grouped`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.core.frozen import Frozen
+from twostroke.model.quant.format import Bytes, Floats, Format
+from twostroke.model.quant.grouped import grouped
+from twostroke.model.quant.planes import pack_planes, unpack_planes
+from twostroke.model.quant.small_floats import E4M3, E8M0, nearest_e4m3
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_MAGNITUDES = np.array([0, 1, 2, 3, 4, 6, 8, 12], dtype=np.float32)  # doubled, as in ggml
+_MIDDLES = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
+
+
+def _nv_scales() -> Floats:
+    """Return E4M3's numbers as ggml reads them: without a sign, and 0x7F is zero."""
+    codes = np.arange(256) & 0x7F
+    scales: Floats = E4M3[codes]
+    scales[0x7F], scales[0xFF] = 0, 480
+    return scales
+
+
+class _Kind(Frozen, eq=False):
+    """A layout: `num_groups` scales, then the groups' codes."""
+
+    group: int
+    num_groups: int
+    scales: Floats  # of each code
+    nearest: Callable[[Floats], Bytes]  # codes of scales for the largest magnitudes of groups
+
+    @property
+    def kernel(self) -> Format:
+        return grouped(4, self.group, "f32", table="e2m1")
+
+    def to_kernel(self, data: Bytes) -> Bytes:
+        """Bring rows of blocks, uint8 (rows, row_bytes), into the kernels' groups."""
+        size = self.num_groups + self.num_groups * self.group // 2
+        blocks = data.reshape(-1, size)
+        scales = self.scales[blocks[:, : self.num_groups]].reshape(-1, 1)
+        packed = np.ascontiguousarray(blocks[:, self.num_groups :])
+        codes = unpack_planes(packed, 4, run=self.group // 2).reshape(-1, self.group)
+        groups = np.concatenate([scales.view(np.uint8), pack_planes(codes, 4, run=1)], axis=1)
+        return groups.reshape(len(data), -1)
+
+
+def _decode(kind: _Kind, blocks: Bytes) -> Floats:
+    return kind.kernel.dequantize(kind.to_kernel(blocks))
+
+
+def _encode(kind: _Kind, values: Floats) -> Bytes:
+    groups = values.reshape(-1, kind.group)
+    scales = kind.nearest(np.abs(groups).max(axis=1, keepdims=True))
+    halves = kind.scales[scales] * np.float32(0.5)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        doubled = np.where(halves > 0, groups / halves, np.float32(0))
+    codes = np.searchsorted(_MIDDLES, np.abs(doubled)).astype(np.uint8)
+    codes |= np.where((doubled < 0) & (codes > 0), np.uint8(8), np.uint8(0))
+    packed = pack_planes(codes, 4, run=kind.group // 2)
+    parts = [part.reshape(len(values), -1) for part in (scales, packed)]
+    return np.concatenate(parts, axis=1)
+
+
+def _nearest_mx(largest: Floats) -> Bytes:
+    """Return the power of two that makes the largest number one of 4 to 8."""
+    _, exponent = np.frexp(largest)
+    codes: Bytes = np.where(largest > 0, exponent + 124, 0).astype(np.uint8)
+    return codes
+
+
+def _nearest_nv(largest: Floats) -> Bytes:
+    return nearest_e4m3(largest / np.float32(6))
+
+
+def _format(name: str, gguf_id: int, kind: _Kind) -> Format:
+    return Format(
+        name,
+        kind.kernel.kernel_id,
+        kind.group,
+        kind.group * kind.num_groups,
+        kind.num_groups + kind.group * kind.num_groups // 2,
+        partial(_decode, kind),
+        partial(_encode, kind),
+        gguf_id=gguf_id,
+        to_kernel=kind.to_kernel,
+    )
+
+
+MXFP4 = _format("MXFP4", 39, _Kind(32, 1, E8M0, _nearest_mx))
+NVFP4 = _format("NVFP4", 40, _Kind(16, 4, _nv_scales(), _nearest_nv))

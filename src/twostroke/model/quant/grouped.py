@@ -1,0 +1,243 @@
+"""Integers or table entries in groups of a row: the formats of published quantized folders.
+
+A block is a group. Its layout is ours: the scale, in its own type; a byte, the zero point, if the
+format has one; the codes, which are bytes, or nibbles with even values in the low ones.
+
+A value is (code - zero point) * scale; without a zero point, (code - half) * scale, with half = 8
+or 128. With the table E2M1 the code is a number of 4 bits, a sign and 0 to 6, times the scale.
+
+Kernels read a few of these formats, in groups of 16, 32 or 128 with float32 scales (`KERNEL`).
+`to_kernel` brings the blocks of any other into that form, which changes no value.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from twostroke.core.frozen import Frozen
+from twostroke.model.quant.fit import fit_scale, whole_codes
+from twostroke.model.quant.floats import decode_bfloat, encode_bfloat
+from twostroke.model.quant.format import Bytes, Floats, Format, half_bytes
+from twostroke.model.quant.planes import pack_planes, unpack_planes
+from twostroke.model.quant.small_floats import (
+    E2M1,
+    E4M3,
+    E8M0,
+    nearest_e2m1,
+    nearest_e4m3,
+    nearest_e8m0,
+)
+from twostroke.model.quant.tensor import QuantTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SCALE_BYTES: Final = {"f16": 2, "bf16": 2, "f32": 4, "e8m0": 1, "e4m3": 1}
+
+# The numbers of `WeightType` in native/linear/linear.h, by bits, zero point, table, and group.
+KERNEL_IDS: Final = {
+    (4, False, None, 32): 256,
+    (4, False, None, 128): 257,
+    (4, True, None, 32): 258,
+    (4, True, None, 128): 259,
+    (8, False, None, 32): 260,
+    (8, False, None, 128): 261,
+    (4, False, "e2m1", 16): 262,
+    (4, False, "e2m1", 32): 263,
+}
+NO_KERNEL: Final = -1
+
+_DECODE_SCALE: Final[dict[str, Callable[[Bytes], Floats]]] = {
+    "f16": lambda raw: raw.view(np.float16).astype(np.float32),
+    "bf16": decode_bfloat,
+    "f32": lambda raw: raw.view(np.float32),
+    "e8m0": lambda raw: E8M0[raw],
+    "e4m3": lambda raw: E4M3[raw],
+}
+_ENCODE_SCALE: Final[dict[str, Callable[[Floats], Bytes]]] = {
+    "f16": half_bytes,
+    "bf16": encode_bfloat,
+    "f32": lambda scales: scales.view(np.uint8),
+    "e8m0": nearest_e8m0,
+    "e4m3": nearest_e4m3,
+}
+_DOUBLED: Final = E2M1 * np.float32(2)  # whole numbers
+_PEAKS: Final = {
+    4: (-8.5, -8.0, -7.5, -7.0, 7.0, 7.5),
+    8: (-128.0, -127.5, 127.0, 127.5),
+}
+
+
+@cache
+def grouped(
+    bits: int, group: int, scale: str, *, zero: bool = False, table: str | None = None
+) -> Format:
+    """Return the format of groups of `group` values, which may be whole rows.
+
+    `bits` is 4 or 8; `scale` a name in `SCALE_BYTES`; `table` None or "e2m1", without a zero point.
+
+    Raises:
+        ValueError: groups that are not of 16 times some number of values, or another combination.
+    """
+    if bits not in (4, 8) or group < 16 or group % 16 or scale not in SCALE_BYTES:
+        raise ValueError(f"there is no format of {bits} bits in groups of {group} with {scale}")
+    if table not in (None, "e2m1") or (table and (bits != 4 or zero)):
+        raise ValueError(f"there is no format of {bits} bits with table {table}")
+    kind = _Kind(bits, group, scale, zero, table)
+    return Format(
+        kind.name,
+        KERNEL_IDS.get((bits, zero, table, kind.kernel_group), NO_KERNEL),
+        group,
+        group,
+        kind.head_bytes + kind.code_bytes,
+        partial(_decode, kind),
+        partial(_encode, kind),
+        to_kernel=None if scale == "f32" and kind.kernel_group == group else kind.to_kernel,
+    )
+
+
+def assemble(fmt: Format, codes: Bytes, scales: Bytes, zeros: Bytes | None = None) -> QuantTensor:
+    """Make a tensor of codes (rows, inputs), a byte each, and what their groups share.
+
+    `scales` are their bytes as stored, uint8 (rows, groups, bytes of one); `zeros` uint8 (rows,
+    groups), for a format with zero points. `fmt` comes from `grouped`.
+    """
+    rows, inputs = codes.shape
+    groups = inputs // fmt.block_size
+    parts = [np.ascontiguousarray(scales).reshape(rows * groups, -1)]
+    if zeros is not None:
+        parts.append(zeros.reshape(-1, 1))
+    blocks = np.ascontiguousarray(codes).reshape(rows * groups, -1)
+    rest = fmt.block_bytes - sum(part.shape[1] for part in parts)
+    parts.append(blocks if rest == fmt.block_size else pack_planes(blocks, 4, run=1))
+    data = np.concatenate(parts, axis=1).reshape(rows, -1)
+    return QuantTensor(fmt, (rows, inputs), data)
+
+
+def scale_rows(tensor: QuantTensor, factors: Floats) -> QuantTensor:
+    """Return a matrix whose rows are multiplied with powers of two; codes stay as they are."""
+    scale = tensor.format.name.split("_")[2].lower()
+    blocks = tensor.data.reshape(len(factors), -1, tensor.format.block_bytes).copy()
+    size = SCALE_BYTES[scale]
+    raw = np.ascontiguousarray(blocks[:, :, :size]).reshape(-1, size)
+    scales = _DECODE_SCALE[scale](raw) * np.repeat(factors, blocks.shape[1])[:, None]
+    blocks[:, :, :size] = _ENCODE_SCALE[scale](scales).reshape(*blocks.shape[:2], size)
+    return QuantTensor(tensor.format, tensor.shape, blocks.reshape(tensor.data.shape))
+
+
+class _Kind(Frozen):
+    """What `grouped` was asked for."""
+
+    bits: int
+    group: int
+    scale: str
+    zero: bool
+    table: str | None
+
+    @property
+    def name(self) -> str:
+        kind = (self.table or f"int{self.bits}").upper()
+        return f"{kind}_G{self.group}_{self.scale.upper()}{'_Z' if self.zero else ''}"
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of scale and zero point."""
+        return SCALE_BYTES[self.scale] + self.zero
+
+    @property
+    def code_bytes(self) -> int:
+        return self.group * self.bits // 8
+
+    @property
+    def kernel_group(self) -> int:
+        """The group of the kernel: groups of other sizes above 128 are whole rows."""
+        if self.table is not None:
+            return 32 if self.group % 32 == 0 else 16
+        return 128 if self.group >= 128 else 32
+
+    def scales_of(self, blocks: Bytes) -> Floats:
+        """Return the scales, float32 (n, 1)."""
+        raw = np.ascontiguousarray(blocks[:, : SCALE_BYTES[self.scale]])
+        return _DECODE_SCALE[self.scale](raw)
+
+    def codes_of(self, blocks: Bytes) -> Bytes:
+        """Return the codes, uint8 (n, group)."""
+        packed = blocks[:, self.head_bytes :]
+        return packed if self.bits == 8 else unpack_planes(packed, 4, run=1)
+
+    def to_kernel(self, data: Bytes) -> Bytes:
+        """Bring rows of blocks, uint8 (rows, row_bytes), into the kernel's form."""
+        rows = len(data)
+        head, size = self.head_bytes, self.kernel_group * self.bits // 8
+        blocks = np.ascontiguousarray(data).reshape(-1, head + self.code_bytes)
+        count = -(-self.code_bytes // size)
+        if self.group % self.kernel_group:
+            assert len(blocks) == rows, f"{self.name} has groups that are not whole rows"
+            blocks = np.pad(blocks, ((0, 0), (0, count * size - self.code_bytes)))
+        out = np.empty((len(blocks), count, 4 + self.zero + size), np.uint8)
+        out[:, :, :4] = self.scales_of(blocks).view(np.uint8)[:, None]
+        if self.zero:
+            out[:, :, 4] = blocks[:, head - 1, None]
+        out[:, :, 4 + self.zero :] = blocks[:, head:].reshape(-1, count, size)
+        return out.reshape(rows, -1)
+
+
+def _decode(kind: _Kind, blocks: Bytes) -> Floats:
+    scales = kind.scales_of(blocks)
+    codes = kind.codes_of(blocks)
+    if kind.table:
+        # As the kernels do it; halves of scales are exact but for the very smallest.
+        return _DOUBLED[codes] * (scales * np.float32(0.5))
+    values = codes.astype(np.float32)
+    if kind.zero:
+        values -= blocks[:, kind.head_bytes - 1, None].astype(np.float32)
+    else:
+        values -= np.float32(1 << (kind.bits - 1))
+    values *= scales
+    return values
+
+
+def _encode(kind: _Kind, values: Floats) -> Bytes:
+    """Round: the scale first, to its own type, then the codes with that scale."""
+    most = np.float32((1 << kind.bits) - 1)
+    half = np.float32(1 << (kind.bits - 1))
+    parts = []
+    if kind.zero:
+        low = np.minimum(values.min(axis=1, keepdims=True), np.float32(0))
+        high = np.maximum(values.max(axis=1, keepdims=True), np.float32(0))
+        parts.append(_ENCODE_SCALE[kind.scale]((high - low) / most))
+        inverse = _inverse(_DECODE_SCALE[kind.scale](parts[0]))
+        zeros = np.clip(np.rint(-low * inverse), np.float32(0), most)
+        parts.append(zeros.astype(np.uint8))
+        codes = np.clip(np.rint(values * inverse) + zeros, np.float32(0), most).astype(np.uint8)
+    elif kind.table:
+        largest = np.abs(values).max(axis=1, keepdims=True)
+        share = np.float32(4 if kind.scale == "e8m0" else 6)  # 4: the largest power of two in E2M1
+        parts.append(_ENCODE_SCALE[kind.scale](largest / share))
+        codes = nearest_e2m1(values * _inverse(_DECODE_SCALE[kind.scale](parts[0])))
+    else:
+        nearest = whole_codes(-int(half), int(half) - 1)
+        peaks = _PEAKS[kind.bits]
+        fitted = fit_scale(values, nearest, peaks)
+        if kind.scale == "e8m0":
+            fitted = np.abs(fitted)
+        parts.append(_ENCODE_SCALE[kind.scale](fitted))
+        codes = (nearest(values * _inverse(_DECODE_SCALE[kind.scale](parts[0]))) + half).astype(
+            np.uint8
+        )
+    parts.append(codes if kind.bits == 8 else pack_planes(codes, 4, run=1))
+    return np.concatenate(parts, axis=1)
+
+
+def _inverse(scales: Floats) -> Floats:
+    """Return 1 / scales, and 0 where a scale is 0."""
+    with np.errstate(divide="ignore", over="ignore"):
+        return np.where(scales == 0, np.float32(0), np.float32(1) / scales)
+
+
+KERNEL: Final = tuple(
+    grouped(bits, group, "f32", zero=zero, table=table) for bits, zero, table, group in KERNEL_IDS
+)

@@ -1,0 +1,95 @@
+"""A weight as its file stores it: bytes, their format, and their shape."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+from msgspec.structs import replace
+
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from twostroke.model.quant.format import Bytes, Floats, Format
+
+_CHUNK_VALUES = 1 << 18  # decoded at once: intermediate arrays stay within the cache
+
+
+class QuantTensor(Frozen, eq=False):
+    """A stored tensor.
+
+    `shape` is row-major: (outputs, inputs) for a matrix, (values,) for a vector, (experts,
+    outputs, inputs) for a stack. `data` is uint8 (rows, row_bytes), usually a read-only view
+    into a memory-mapped file; rows are all dimensions but the last, one for a vector.
+
+    With an `order` (inputs,) column i of `data` belongs to the input `order[i]`: such a matrix was
+    quantized with its inputs sorted ("act-order"), and its groups are runs of sorted ones.
+    """
+
+    format: Format
+    shape: tuple[int, ...]
+    data: Bytes
+    order: NDArray[np.int32] | None = None
+
+    def __post_init__(self) -> None:
+        expected = (self.num_rows, self.format.num_bytes(self.shape[-1]))
+        if self.data.dtype != np.uint8 or self.data.shape != expected:
+            raise ValueError(
+                f"{self.format.name} {self.shape} needs uint8 {expected}, "
+                f"not {self.data.dtype} {self.data.shape}"
+            )
+
+    @classmethod
+    def from_floats(cls, values: Floats, fmt: Format) -> QuantTensor:
+        """Quantize `values` (any shape whose last dimension fills whole blocks)."""
+        data = fmt.quantize(values).reshape(prod(values.shape[:-1]), -1)
+        return cls(fmt, values.shape, data)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows `data` has."""
+        return prod(self.shape[:-1])
+
+    @property
+    def num_values(self) -> int:
+        """How many values the tensor has."""
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes `data` has."""
+        return self.data.nbytes
+
+    @property
+    def packed_bytes(self) -> int:
+        """About how many bytes the cpu backend's kernels read: those of `data`, or more."""
+        bits = self.format.packed_bits
+        return self.num_bytes if bits is None else int(self.num_values * bits / 8)
+
+    def part(self, first: int, end: int) -> QuantTensor:
+        """Return some of the outputs of a matrix, or values of a vector, without a copy."""
+        if len(self.shape) == 1:
+            return self.columns(first, end)
+        rows = self.num_rows // self.shape[0]
+        data = self.data[first * rows : end * rows]
+        return replace(self, shape=(end - first, *self.shape[1:]), data=data)
+
+    def columns(self, first: int, end: int) -> QuantTensor:
+        """Return some of the inputs, whole blocks of them, without a copy; they have no order."""
+        assert self.order is None
+        data = self.data[:, self.format.num_bytes(first) : self.format.num_bytes(end)]
+        return QuantTensor(self.format, (*self.shape[:-1], end - first), data)
+
+    def dequantize(self, rows: slice | None = None) -> Floats:
+        """Return the values as float32: all in `shape`, or the chosen rows as (rows, inputs)."""
+        chosen = self.data if rows is None else self.data[rows]
+        out = np.empty((chosen.shape[0], self.shape[-1]), dtype=np.float32)
+        columns = slice(None) if self.order is None else self.order
+        step = max(1, _CHUNK_VALUES // self.shape[-1])
+        for start in range(0, chosen.shape[0], step):
+            values = self.format.dequantize(chosen[start : start + step])
+            out[start : start + step, columns] = values
+        return out.reshape(self.shape) if rows is None else out

@@ -1,0 +1,72 @@
+"""How a vocabulary spells bytes and spaces: byte-level (GPT-2) and SentencePiece."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from twostroke.model.tokenizer.vocabulary import Vocabulary
+    from twostroke.model.tokenizer.words import Cut
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+SPACE = "\u2581"  # how SentencePiece spells a space
+
+
+def _byte_characters() -> list[str]:
+    """Return the character that spells each byte value.
+
+    GPT-2's table (encoder.py of openai/gpt-2): the printable Latin-1 characters spell
+    themselves, the other byte values for U+0100 onwards in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (chr(code) for code in range(0x100, 0x200))
+    return [chr(value) if value in printable else next(others) for value in range(256)]
+
+
+_CHARACTERS = _byte_characters()
+_BYTES = {char: bytes([value]) for value, char in enumerate(_CHARACTERS)}
+
+
+def byte_level_text(word: str) -> str:
+    """Return a word's UTF-8 bytes, each as the character that byte-level tokens have for it."""
+    return word.encode().decode("latin-1").translate(_CHARACTERS)
+
+
+def byte_level_bytes(text: str) -> bytes:
+    """Return the bytes of a byte-level token's text.
+
+    A character outside the alphabet (a damaged vocabulary) is read as its own UTF-8.
+    """
+    return b"".join(_BYTES.get(char) or char.encode("utf-8", "replace") for char in text)
+
+
+def sentencepiece_bytes(text: str) -> bytes:
+    """Return the bytes of a SentencePiece token: U+2581 is a space, `<0xAB>` the byte 0xAB."""
+    value = byte_token(text)
+    return value if value is not None else text.replace(SPACE, " ").encode("utf-8", "replace")
+
+
+def byte_token(text: str) -> bytes | None:
+    """Return the one byte that a text of the form `<0xAB>` spells, or None."""
+    match = _BYTE_TOKEN.fullmatch(text)
+    return bytes([int(match[1], 16)]) if match else None
+
+
+def marking(*, prefix: bool) -> Cut:
+    """Return a cut that keeps a text whole, its spaces as U+2581; `prefix` puts one first."""
+    start = SPACE if prefix else ""
+    return lambda text: [start + text.replace(" ", SPACE)]
+
+
+def cut_before_spaces(vocabulary: Vocabulary) -> Cut:
+    """Return a cut of marked text before spaces, except where a token reaches across.
+
+    Merging the words one by one then gives what merging the whole text would, and words come
+    again where whole texts do not.
+    """
+    across = re.escape(vocabulary.before(SPACE))
+    joined = f"(?:(?<=[{across}]){SPACE}+[^{SPACE}]*)*" if across else ""
+    words = re.compile(f"{SPACE}*[^{SPACE}]+{joined}|{SPACE}+")
+    return words.findall

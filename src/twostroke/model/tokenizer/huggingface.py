@@ -1,0 +1,281 @@
+"""A tokenizer out of a Hugging Face folder: `tokenizer.json` and the small files next to it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.core.files import BYTE_ORDER_MARK, is_there, open_regular_file
+from twostroke.core.notices import first_names, notice
+from twostroke.model.tokenizer.added_tokens import read_added_tokens
+from twostroke.model.tokenizer.alphabets import (
+    SPACE,
+    byte_level_bytes,
+    byte_token,
+    sentencepiece_bytes,
+)
+from twostroke.model.tokenizer.descriptions import flat, pattern_of, read_words
+from twostroke.model.tokenizer.infill import infill_tokens
+from twostroke.model.tokenizer.merges import ListedPairs, MergeOptions, Merges
+from twostroke.model.tokenizer.specials import end_ids
+from twostroke.model.tokenizer.template_files import read_chat_templates
+from twostroke.model.tokenizer.tokenizer import Tokenizer, TokenizerParts
+from twostroke.model.tokenizer.vocabulary import Vocabulary
+from twostroke.model.tokenizer.words import normalizing, replacing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from twostroke.model.tokenizer.specials import AddedToken
+
+_MAX_FILE_BYTES = 256 * 1024**2
+_MAX_UNUSED_IDS = 1 << 14  # an id without a text takes memory too
+_AROUND_BY_NAME = ("RobertaProcessing", "BertProcessing")  # with one token on each side
+_DECODERS = ("ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")
+# Options of the format that no language model sets, and that would change the ids.
+_NOT_KNOWN = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+
+
+def from_tokenizer_json(path: Path, num_rows: int | None = None) -> Tokenizer:
+    """Return the tokenizer of a Hugging Face folder, or of a `tokenizer.json` in one.
+
+    If the model's embedding table has `num_rows`, added tokens without a row are left out.
+
+    Reads BPE models: byte-level ones, and SentencePiece's as converted by Hugging Face. Also reads
+    these files if they exist: `tokenizer_config.json`, the other files with added tokens
+    (`added_tokens.py`), `generation_config.json`, `config.json` and the chat templates
+    (`template_files.py`). Raises ModelNotFoundError or ModelFormatError.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ModelNotFoundError(f"There is no tokenizer.json at {path}.")
+    folder = file.parent
+    description = _read(file)
+    model = description.get("model")
+    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
+        kind = model.get("type") if isinstance(model, dict) else None
+        raise ModelFormatError(
+            f"{file.name} holds a tokenizer of type {kind}, which this version cannot read; "
+            "it reads type BPE."
+        )
+    config = _read(folder / "tokenizer_config.json")
+    try:
+        return _build(description, model, config, folder, num_rows)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise ModelFormatError(
+            f"{file.name} is damaged: a part is missing or of another type ({error})."
+        ) from error
+
+
+def _build(
+    description: dict[str, Any],
+    model: dict[str, Any],
+    config: dict[str, Any],
+    folder: Path,
+    num_rows: int | None,
+) -> Tokenizer:
+    tokens = read_added_tokens(
+        description,
+        config,
+        special_map=_read(folder / "special_tokens_map.json"),
+        added_json=_read(folder / "added_tokens.json"),
+    )
+    named, added = tokens.named_texts, _with_rows(tokens.added, num_rows)
+    by_text = {token.text: token.id for token in added}
+    try:
+        words = read_words(description)
+        byte_level = words.has_bytes and not words.spells_bytes
+        merges, num_texts = _merger(model, added, byte_level=byte_level)
+        strip_space = _strips_space(description)
+        prefix, suffix = _around(description.get("post_processor"))
+    except ModelFormatError as error:
+        raise ModelFormatError(f"tokenizer.json cannot be used: {error}") from error
+    vocab_size = max(num_texts, *(token.id + 1 for token in added), 0)
+    ends = [by_text[named["eos_token"]]] if named.get("eos_token") in by_text else []
+    ends += _configured_ends(folder)
+    return Tokenizer(
+        TokenizerParts(
+            merges=merges,
+            normalize=words.normalize,
+            cut=words.cut,
+            cut_rest=words.cut_rest,
+            cut_exact=words.cut_exact,
+            vocab_size=vocab_size,
+            to_bytes=byte_level_bytes if words.has_bytes else _piece_bytes(description),
+            spells_added=True,
+            added=added,
+            bos_id=by_text.get(named.get("bos_token", "")),
+            eos_ids=end_ids(ends, added),
+            prefix_ids=prefix,
+            suffix_ids=suffix,
+            strip_space=strip_space,
+            named_texts=named,
+            additional_texts=tokens.additional_texts,
+            chat_templates=read_chat_templates(folder, config),
+            infill=infill_tokens((), (), (), added),
+        )
+    )
+
+
+def _with_rows(added: tuple[AddedToken, ...], num_rows: int | None) -> tuple[AddedToken, ...]:
+    """Return the added tokens that have a row in the embedding table; log the others."""
+    rowless = [token.text for token in added if num_rows is not None and token.id >= num_rows]
+    if not rowless:
+        return added
+    notice(
+        f"The added tokens {first_names(rowless)} of tokenizer.json are left out: their ids are "
+        f"beyond the {num_rows} rows of the embedding table."
+    )
+    return tuple(token for token in added if token.text not in rowless)
+
+
+def _texts(vocab: dict[str, int]) -> list[str]:
+    """Return the texts by id; an id that the file leaves out has an empty one."""
+    ids, limit = vocab.values(), len(vocab) + _MAX_UNUSED_IDS
+    if any(type(id_) is not int or not 0 <= id_ < limit for id_ in ids):
+        raise ModelFormatError(f"its {len(vocab)} token ids are not whole numbers below {limit}.")
+    texts = [""] * (max(ids, default=-1) + 1)
+    for text, id_ in vocab.items():
+        texts[id_] = text
+    return texts
+
+
+def _merger(
+    model: dict[str, Any], added: tuple[AddedToken, ...], *, byte_level: bool
+) -> tuple[Merges, int]:
+    """Return the merges and how many ids they have; no merge leads to a special token."""
+    for name in _NOT_KNOWN:
+        if model.get(name):
+            raise ModelFormatError(f"its option {name} is not known.")
+    texts = _texts(model["vocab"])
+    # The merger itself writes the unknown token; merges may lead to what is not special.
+    hidden = [t for t in added if t.special and t.text != model.get("unk_token")]
+    vocabulary = Vocabulary(texts, [token.id for token in hidden if token.id < len(texts)])
+    merges = _merge_lines(model)
+    bytes_of = [vocabulary.find(f"<0x{value:02X}>".encode()) for value in range(256)]
+    options = MergeOptions(
+        byte_level=byte_level,
+        ignore_merges=bool(model.get("ignore_merges")),
+        byte_ids=tuple(bytes_of) if model.get("byte_fallback") else (),
+        unknown=_unknown(model, vocabulary),
+        fuse_unknown=bool(model.get("fuse_unk")),
+    )
+    return Merges(vocabulary, ListedPairs(merges, vocabulary), options), len(texts)
+
+
+def _merge_lines(model: dict[str, Any]) -> Iterator[str]:
+    """Yield each merge as a line; its two texts and what they make must be tokens."""
+    vocab = model["vocab"]
+    for merge in model["merges"]:
+        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise ModelFormatError(f"its merge of '{left}' and '{right}' does not fit its tokens.")
+        yield f"{left} {right}"
+
+
+def _unknown(model: dict[str, Any], vocabulary: Vocabulary) -> int | None:
+    text = model.get("unk_token")
+    found = None if text is None else vocabulary.find(str(text).encode())
+    if text is not None and found is None:
+        raise ModelFormatError(f"the tokenizer's unknown token '{text}' is not in its vocabulary.")
+    return found
+
+
+def _around(processor: dict[str, Any] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that a post-processor puts before and after a single text."""
+    before: list[int] = []
+    after: list[int] = []
+    for step in flat(processor, "processors"):
+        kind = step.get("type")
+        if kind == "ByteLevel":  # it moves offsets, which nothing here has
+            continue
+        if kind in _AROUND_BY_NAME:
+            before, after = [int(step["cls"][1]), *before], [*after, int(step["sep"][1])]
+            continue
+        if kind != "TemplateProcessing":
+            raise ModelFormatError(
+                f"its post-processor '{kind}' is not known; known are TemplateProcessing, "
+                f"ByteLevel, {', '.join(_AROUND_BY_NAME)}, Sequence."
+            )
+        first, last = _around_template(step)
+        before, after = [*first, *before], [*after, *last]
+    return tuple(before), tuple(after)
+
+
+def _around_template(step: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Return the ids that a template puts before and after a single text."""
+    before: list[int] = []
+    after: list[int] = []
+    side = before
+    for item in step["single"]:
+        if "Sequence" in item:
+            side = after
+        else:
+            side.extend(step["special_tokens"][item["SpecialToken"]["id"]]["ids"])
+    return before, after
+
+
+def _strips_space(description: dict[str, Any]) -> bool:
+    """Return whether decoding removes the first space of a text; refuse unknown decoders."""
+    strips = False
+    for step in flat(description.get("decoder"), "decoders"):
+        kind = step.get("type")
+        if kind not in _DECODERS:
+            raise ModelFormatError(
+                f"its decoder '{kind}' is not known; known are {', '.join(_DECODERS)}, Sequence."
+            )
+        prefixed = step.get("prepend_scheme", "always") != "never"
+        from_start = bool(step.get("start")) and step.get("content", " ") == " "
+        strips |= (kind == "Strip" and from_start) or (kind == "Metaspace" and prefixed)
+    return strips
+
+
+def _piece_bytes(description: dict[str, Any]) -> Callable[[str], bytes]:
+    """Return a function from a token of characters to its bytes, by the steps of the decoder."""
+    replacements = []
+    for step in flat(description.get("decoder"), "decoders"):
+        if step.get("type") == "Replace":
+            replacements.append(replacing(pattern_of(step), str(step["content"])))
+        elif step.get("type") == "Metaspace":
+            replacements.append(replacing(re.escape(str(step.get("replacement", SPACE))), " "))
+    if not replacements:
+        return sentencepiece_bytes
+    replaced = normalizing(replacements)
+
+    def to_bytes(text: str) -> bytes:
+        value = byte_token(text)
+        return replaced(text).encode("utf-8", "replace") if value is None else value
+
+    return to_bytes
+
+
+def _configured_ends(folder: Path) -> Iterator[int]:
+    for name in ("generation_config.json", "config.json"):
+        value = _read(folder / name).get("eos_token_id")
+        for id_ in value if isinstance(value, list) else [value]:
+            if isinstance(id_, int) and not isinstance(id_, bool):
+                yield id_
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return a JSON object from a file; an empty one where there is no such file."""
+    if not is_there(file):
+        return {}
+    try:
+        with open_regular_file(file) as opened:
+            # A read reserves memory for its limit: the file's size keeps that small.
+            data = opened.read(min(file.stat().st_size, _MAX_FILE_BYTES) + 1)
+    except OSError as error:
+        raise ModelFormatError(f"{file.name} cannot be read: {error.strerror}.") from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise ModelFormatError(f"{file.name} is larger than {_MAX_FILE_BYTES // 1024**2} MiB.")
+    try:
+        value = json.loads(data.removeprefix(BYTE_ORDER_MARK))
+    except (ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{file.name} is not valid JSON ({error}).") from error
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{file.name} does not hold a JSON object.")
+    return value

@@ -1,0 +1,390 @@
+"""Text to token ids and back, exact to the byte."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from msgspec import field
+
+from twostroke.core.abandoned import check_wanted
+from twostroke.core.errors import RequestError
+from twostroke.core.frozen import Frozen
+from twostroke.model.tokenizer.alphabets import SPACE
+from twostroke.model.tokenizer.merges import TooManyTokensError
+from twostroke.model.tokenizer.specials import WHITE_SPACE, AddedToken, Splitter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from twostroke.model.tokenizer.merges import Merges
+    from twostroke.model.tokenizer.words import Cut, Normalize
+
+_SHORT_TEXT = 1 << 16  # characters; it is encoded to its end, so that errors say how many tokens
+# A text with more characters per allowed token than this is first measured in pieces, since cutting
+# all of it into words takes much time and memory.
+_MAX_CHARS_PER_TOKEN = 16
+_PIECE_CHARS = 1 << 16
+_CUT_WORDS = 2  # extra words that appear where a text is cut into pieces
+
+# SentencePiece writes a space as U+2581. If a text has this character, it is encoded as bytes.
+_AROUND_SPACE_MARKS = re.compile(f"({SPACE})")
+
+
+class Piece(Frozen):
+    """A stretch of a prompt; `special` when it is exactly one special token of the template."""
+
+    text: str
+    special: bool = False
+
+
+class Prompt(Frozen):
+    """A rendered chat prompt: its pieces in order.
+
+    Special pieces become single ids, all others plain text; so text in a user's message that looks
+    like a special token never becomes one.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def text(self) -> str:
+        """The whole prompt as one string, as other engines would show it."""
+        return "".join(piece.text for piece in self.pieces)
+
+
+class InfillTokens(Frozen):
+    """The tokens for filling in the middle, by id: those before prefix, suffix and answer.
+
+    `repository` and `file` stand before the names of these, where the vocabulary has them.
+    `end_ids` end an answer; `texts` are the texts of all.
+    """
+
+    prefix: int
+    suffix: int
+    middle: int
+    repository: int | None
+    file: int | None
+    end_ids: frozenset[int]
+    texts: tuple[str, ...]
+
+
+class TokenizerParts(Frozen):
+    """The parts of a `Tokenizer`, as the reader of a model's files makes them.
+
+    `normalize` prepares plain text, `cut` makes words of it and `merges` tokens of words. `merges`
+    knows no added token; control tokens are not in its vocabulary, so no text reaches them by
+    merging. `cut_rest`, where it differs, does the stretches after the first (SentencePiece puts a
+    space before the first word only). `cut_exact`, where it differs, puts no space anywhere.
+    `to_bytes` gives the bytes of an ordinary token's text; `odd_bytes` overrides it by id. With
+    `spells_added` it does so for added tokens that are not special, too.
+    `add_special` puts `prefix_ids` and `suffix_ids` around a text. `space_prefix` adds a space
+    before a text that does not begin with one, and `strip_space` removes the first space of decoded
+    text again (SentencePiece). `named_texts` are the texts of tokens such as `bos_token`, under the
+    names that templates use; `additional_texts` are the texts of special tokens without names,
+    where the files list them. `infill` are the tokens for filling in the middle, if the vocabulary
+    has them.
+    """
+
+    merges: Merges
+    cut: Cut
+    vocab_size: int
+    to_bytes: Callable[[str], bytes]
+    normalize: Normalize = str
+    added: tuple[AddedToken, ...] = ()
+    cut_rest: Cut | None = None
+    cut_exact: Cut | None = None
+    odd_bytes: Mapping[int, bytes] = field(default_factory=dict)
+    bos_id: int | None = None
+    eos_ids: frozenset[int] = frozenset()
+    prefix_ids: tuple[int, ...] = ()
+    suffix_ids: tuple[int, ...] = ()
+    space_prefix: bool = False
+    strip_space: bool = False
+    named_texts: Mapping[str, str] = field(default_factory=dict)
+    additional_texts: tuple[str, ...] = ()
+    spells_added: bool = False
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    infill: InfillTokens | None = None
+
+
+class Tokenizer:
+    """Encodes text, decodes ids, and knows every token's exact bytes.
+
+    Special (control) tokens and text are kept apart: `encode` reads plain text unless
+    `parse_special` is asked for, and `encode_prompt` makes special tokens only of the pieces that
+    the chat template itself wrote. Safe to share between threads.
+    """
+
+    def __init__(self, parts: TokenizerParts) -> None:
+        self._parts = parts
+        self._merges = parts.merges
+        self._added_by_id = {token.id: token for token in parts.added}
+        self._added_by_text = {token.text: token for token in parts.added}
+        self._bytes: dict[int, bytes] = dict(parts.odd_bytes)
+        self.ascii_texts: dict[int, str] = {}  # of ordinary tokens, those that were streamed
+        in_raw, in_normalized = (
+            [token for token in self._added_by_text.values() if token.normalized is normalized]
+            for normalized in (False, True)
+        )
+        self._raw_splitter = Splitter(in_raw)
+        self._normalized_splitter = Splitter(in_normalized, parts.normalize)
+        self.strip_space = parts.strip_space
+        self.vocab_size = parts.vocab_size
+        self.bos_id = parts.bos_id
+        self.eos_ids = parts.eos_ids
+        self.infill = parts.infill
+        self.special_ids = frozenset(token.id for token in parts.added if token.special)
+        self.named_texts = MappingProxyType(dict(parts.named_texts))
+        self.additional_texts = parts.additional_texts
+        self.chat_templates = MappingProxyType(dict(parts.chat_templates))
+
+    @property
+    def prefix_ids(self) -> list[int]:
+        """What `add_special` puts before a text."""
+        return list(self._parts.prefix_ids)
+
+    @cached_property
+    def adds_space(self) -> bool:
+        """Whether a space is put before a text."""
+        return self.encode("a") != self.encode_exact("a")
+
+    @property
+    def num_text_ids(self) -> int:
+        """One above the largest token id that plain text can become."""
+        size = self.vocab_size
+        while size - 1 in self.special_ids:
+            size -= 1
+        return size
+
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special: bool = False,
+        parse_special: bool = False,
+        most: int | None = None,
+    ) -> list[int]:
+        """Return the token ids of `text`.
+
+        `add_special` adds the begin and end of sequence that the model expects, unless the text has
+        them already. `parse_special` turns the texts of control tokens into these tokens: this is
+        for raw prompts, never for chat messages. A lone surrogate, which UTF-8 cannot encode, is
+        read as U+FFFD.
+
+        Raises:
+            TooManyTokensError: a long text has more than `most` tokens; the rest is not encoded.
+        """
+        bound = _bound(most, len(text))
+        self._check_size((text,), parse_special=parse_special, max_tokens=bound)
+        pieces = self._raw_splitter.split(_mended(text), parse_special=parse_special)
+        ids = self._encode_pieces(pieces, parse_special=parse_special, most=bound)
+        return self._with_ends(ids) if add_special else ids
+
+    def _with_ends(self, ids: list[int]) -> list[int]:
+        """Add the begin and end of sequence to the ids of a text that does not have them yet."""
+        before, after = list(self._parts.prefix_ids), list(self._parts.suffix_ids)
+        if before and ids[: len(before)] == before:
+            before = []
+        if after and ids[-len(after) :] == after:
+            after = []
+        return [*before, *ids, *after]
+
+    def encode_exact(self, text: str) -> list[int]:
+        """Return tokens that spell `text` byte for byte, made by the model's merges.
+
+        This is for text that an answer is forced to have: the text is not normalized, no space is
+        added before it, and no added tokens are searched in it. If the vocabulary cannot spell a
+        character, the tokens of the text before that character are returned.
+        """
+        merged = self._merge_exact(text)
+        if merged is not None:
+            return merged
+        ids: list[int] = []
+        for part in _AROUND_SPACE_MARKS.split(text):
+            merged = self._merge_exact(part)
+            if merged is not None:
+                ids += merged
+                continue
+            for char in part:
+                spelled = self._spell_character(char)
+                if not spelled:
+                    return ids
+                ids += spelled
+        return ids
+
+    def _merge_exact(self, text: str) -> list[int] | None:
+        """Return the merged tokens of a text; None if their bytes differ from the text."""
+        cut = self._parts.cut_exact or self._parts.cut
+        ids = self._merges.encode(cut(text))
+        return ids if b"".join(map(self.token_bytes, ids)) == text.encode() else None
+
+    def _spell_character(self, char: str) -> list[int]:
+        """Return the token of a character, else the tokens of its bytes; empty without either."""
+        data = char.encode()
+        token = self._ids_of_characters.get(data)
+        if token is not None:
+            return [token]
+        byte_tokens = [self._ids_of_characters.get(bytes([value])) for value in data]
+        if None in byte_tokens:
+            return []
+        return [token for token in byte_tokens if token is not None]
+
+    @cached_property
+    def _ids_of_characters(self) -> dict[bytes, int]:
+        """Ordinary tokens of one character or one byte, by their bytes."""
+        ids: dict[bytes, int] = {}
+        for token in range(self.vocab_size):
+            data = self.token_bytes(token)
+            is_character = len(data) == 1 or len(data.decode("utf-8", "ignore")) == 1
+            if is_character and token not in self._added_by_id:
+                ids.setdefault(data, token)
+        return ids
+
+    def encode_prompt(self, prompt: Prompt, *, most: int | None = None) -> list[int]:
+        """Return the token ids of a rendered chat prompt; its special pieces are one id each.
+
+        `most` as in `encode`; raises as that does.
+        """
+        texts = [piece.text for piece in prompt.pieces]
+        bound = _bound(most, sum(map(len, texts)))
+        pieces: list[str | AddedToken] = []
+        strip_next = False
+        for piece in prompt.pieces:
+            token = self._added_by_text.get(piece.text) if piece.special else None
+            if token is not None:
+                if token.lstrip and pieces and isinstance(pieces[-1], str):
+                    pieces[-1] = pieces[-1].rstrip(WHITE_SPACE)
+                pieces.append(token)
+                strip_next = token.rstrip
+                continue
+            text = piece.text.lstrip(WHITE_SPACE) if strip_next else piece.text
+            pieces.extend(self._raw_splitter.split(_mended(text), parse_special=False))
+            strip_next = False
+        self._check_size(texts, parse_special=False, max_tokens=bound)
+        return self._encode_pieces(pieces, parse_special=False, most=bound)
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
+
+        Control tokens are left out unless `skip_special` is false. Bytes are joined before they
+        are decoded, so a character cut across tokens comes out whole.
+        """
+        skipped = self.special_ids if skip_special else frozenset()
+        joined = b"".join([self.token_bytes(id_) for id_ in ids if id_ not in skipped])
+        text = joined.decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.strip_space else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the exact bytes of one token; empty for an id that the vocabulary lacks."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._spell(token_id)
+        return found
+
+    def token_text(self, token_id: int) -> str | None:
+        """Return the token as the vocabulary spells it, or None for an id that it lacks."""
+        added = self._added_by_id.get(token_id)
+        if added is not None:
+            return added.text
+        if not 0 <= token_id < 1 << 31:
+            raise RequestError(f"Token id {token_id} is out of the vocabulary's range.")
+        return self._merges.vocabulary.text(token_id)
+
+    def find(self, token_text: str) -> int | None:
+        """Return the id of the token that the vocabulary spells `token_text`, or None."""
+        added = self._added_by_text.get(token_text)
+        if added is not None:
+            return added.id
+        return self._merges.vocabulary.find(token_text.encode("utf-8", "surrogateescape"))
+
+    def special_texts(self) -> list[str]:
+        """Return the texts of the control tokens."""
+        return [token.text for token in self._added_by_id.values() if token.special]
+
+    def _spell(self, token_id: int) -> bytes:
+        text = self.token_text(token_id)
+        if text is None:
+            return b""
+        added = self._added_by_id.get(token_id)
+        if added is None:
+            return self._parts.to_bytes(text)
+        plain = text.encode("utf-8", "replace")
+        if added.special or not self._parts.spells_added:
+            return plain
+        spelled = self._parts.to_bytes(text)
+        # A text such as "é" spells bytes that are not UTF-8, so it stands for itself.
+        return plain if "\ufffd" in spelled.decode("utf-8", "replace") else spelled
+
+    def _check_size(self, texts: Sequence[str], *, parse_special: bool, max_tokens: int) -> None:
+        """Raise TooManyTokensError if long texts certainly have more than `max_tokens` tokens.
+
+        Two lower bounds are tried: one from the characters of all texts, and the number of words,
+        which are counted in one piece of text after another, without merging.
+        """
+        if sum(map(len, texts)) <= max_tokens * _MAX_CHARS_PER_TOKEN:
+            return
+        added = [token for token in self._parts.added if parse_special or not token.special]
+        if any(token.lstrip or token.rstrip for token in added):  # these take any number of spaces
+            return
+        longest_added = max((len(token.text.encode()) for token in added), default=1)
+        text = self._parts.normalize(_mended("".join(texts)))
+        if (fewest := self._merges.fewest(text, longest_added)) > max_tokens:
+            raise TooManyTokensError(fewest)
+        num_words = 0
+        for text in texts:
+            for start in range(0, len(text), _PIECE_CHARS):
+                check_wanted()
+                piece = _mended(text[start : start + _PIECE_CHARS])
+                for part in self._raw_splitter.split(piece, parse_special=parse_special):
+                    if isinstance(part, AddedToken):
+                        num_words += 1
+                    else:
+                        words = self._parts.cut(self._parts.normalize(part))
+                        num_words += max(0, self._merges.fewest_of(words) - _CUT_WORDS)
+                if num_words > max_tokens:
+                    raise TooManyTokensError(num_words)
+
+    def _encode_pieces(
+        self, pieces: Iterable[str | AddedToken], *, parse_special: bool, most: int
+    ) -> list[int]:
+        """Return the ids of pieces of text and of tokens found before the text is normalized."""
+        ids: list[int] = []
+        parts = self._parts
+        cut, prefix = parts.cut, parts.space_prefix
+        rest = parts.cut_rest or parts.cut
+        for piece in pieces:
+            if isinstance(piece, AddedToken):
+                ids.append(piece.id)
+            else:
+                normal = parts.normalize(piece)
+                for part in self._normalized_splitter.split(normal, parse_special=parse_special):
+                    if isinstance(part, AddedToken):
+                        ids.append(part.id)
+                    else:
+                        spaced = prefix and not part[0].isspace()
+                        words = cut(" " + part if spaced else part)
+                        ids += self._merges.encode(words, most, len(ids))
+                    cut, prefix = rest, False
+            cut, prefix = rest, False
+        return ids
+
+
+def _bound(most: int | None, num_chars: int) -> int:
+    """Return how many tokens a text may have; a short one may have any number."""
+    return sys.maxsize if most is None or num_chars <= _SHORT_TEXT else most
+
+
+def _mended(text: str) -> str:
+    """Return `text` without halves of surrogate pairs, which JSON can carry.
+
+    Two halves that meet are one character; a half alone becomes U+FFFD.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -1,0 +1,171 @@
+"""Text into words: normalize it, and cut it at patterns as `tokenizers` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from itertools import chain, pairwise
+from typing import Literal
+from unicodedata import normalize
+
+import regex
+
+from twostroke.core.errors import ModelFormatError
+from twostroke.model.tokenizer import oniguruma
+
+Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
+Normalize = Callable[[str], str]
+Cut = Callable[[str], list[str]]
+Join = Callable[[Sequence[str], Sequence[str]], Iterable[str]]
+
+# The pattern of GPT-2 (encoder.py of openai/gpt-2).
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGIT = r"\p{N}"
+WHITE_SPACE = r"\p{White_Space}"
+PUNCTUATION = r"[\p{P}!-/:-@\[-`{-~]"
+_OF_A_WORD = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\u200c\u200d"
+WORDS = rf"[{_OF_A_WORD}]+|[^{_OF_A_WORD}\p{{White_Space}}]+"
+# Patterns that group digits by three from the right (tokenizer.json of Tiny Aya, SuperBPE,
+# Trinity). A regular expression engine takes quadratic time for them on long numbers, so `cut_at`
+# recognizes them and calls `_grouping`.
+THOUSANDS = r"\d{1,3}(?=(?:\d{3})*\b)"
+BEFORE_THOUSANDS = r"(?=(\d{3})+(?!\d))"
+NUMBER_THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+
+
+def normalizing(steps: Sequence[Normalize]) -> Normalize:
+    """Return a function that applies all `steps` to a text."""
+    return lambda text: reduce(lambda done, step: step(done), steps, text)
+
+
+def words_by(cuts: Sequence[Cut]) -> Cut:
+    """Return a function that cuts a text into words; each cut works on the pieces of the last."""
+
+    def words_of(text: str) -> list[str]:
+        words = [text] if text else []
+        for cut in cuts:
+            words = list(chain.from_iterable(map(cut, words)))
+        return words
+
+    return words_of
+
+
+def unicode_form(form: Form) -> Normalize:
+    """Return a function that brings a text into a normal form of Unicode."""
+    return lambda text: text if text.isascii() else normalize(form, text)
+
+
+def replacing(pattern: str, content: str) -> Normalize:
+    """Return a function that replaces every match of `pattern` by `content`."""
+    compiled = _compile(pattern)
+    return lambda text: compiled.sub(lambda _match: content, text)
+
+
+def cut_at(pattern: str, behavior: str = "Isolated", *, invert: bool = False) -> Cut:
+    """Return a function that cuts a text at every match of `pattern`.
+
+    `behavior` says what happens to matches; `invert` swaps matches and the stretches between them
+    (tokenizer.json, `Split`). No word is empty. Raises ModelFormatError for a pattern that is not
+    valid, KeyError for an unknown behavior.
+    """
+    if behavior == "Isolated" and not invert and pattern in _GROUPINGS:
+        return _GROUPINGS[pattern]
+    if behavior == "Contiguous":
+        pattern = f"(?:{pattern})+"
+    join = _JOINS[_INVERTED.get(behavior, behavior) if invert else behavior]
+    compiled = _compile(pattern)
+    if join is _isolated and compiled.groups == 0:
+        # One call for the whole text: a pattern in parentheses stays among what it splits.
+        split = _compile(f"({pattern})").split
+
+        return lambda text: [word for word in split(text) if word]
+
+    def cut(text: str) -> list[str]:
+        gaps: list[str] = []
+        matches: list[str] = []
+        done = 0
+        for match in compiled.finditer(text):
+            start, end = match.span()
+            gaps.append(text[done:start])
+            matches.append(text[start:end])
+            done = end
+        gaps.append(text[done:])
+        return [word for word in join(gaps, matches) if word]
+
+    return cut
+
+
+def cut_by_length(length: int) -> Cut:
+    """Return a cut of a text into words of `length` characters; the last may be shorter."""
+    if length < 1:
+        raise ModelFormatError(f"its pre-tokenizer makes words of {length} characters.")
+    return lambda text: [text[start : start + length] for start in range(0, len(text), length)]
+
+
+def _grouping(run: str, *, isolates: bool = True, before_word: bool = True) -> Cut:
+    """Return a cut of long numbers into groups of three digits, counted from the right.
+
+    `run` is the pattern of a number. With `isolates`, text is also cut before and after a number.
+    Without `before_word`, a number directly before a word character is not cut.
+    """
+    find_runs = regex.compile(run).finditer
+    is_word = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}²³¹¼½¾]").match  # as Oniguruma has it
+
+    def cut(text: str) -> list[str]:
+        offsets = [0]
+        for match in find_runs(text):
+            start, end = match.span()
+            if not before_word and is_word(text, end):
+                continue
+            offsets += [start] if isolates else []
+            first = start + ((end - start) % 3 or (3 if isolates else 0))
+            offsets += range(first, end, 3)
+            offsets += [end] if isolates else []
+        offsets.append(len(text))
+        return [text[start:end] for start, end in pairwise(offsets) if start < end]
+
+    return cut
+
+
+_GROUPINGS: dict[str, Cut] = {
+    THOUSANDS: _grouping(r"\d++", before_word=False),
+    BEFORE_THOUSANDS: _grouping(r"\d++", isolates=False),
+    NUMBER_THOUSANDS: _grouping(r"\p{N}++"),
+}
+
+
+def _isolated(gaps: Sequence[str], matches: Sequence[str]) -> Iterable[str]:
+    return chain(chain.from_iterable(zip(gaps, matches, strict=False)), gaps[-1:])
+
+
+def _with_previous(gaps: Sequence[str], matches: Sequence[str]) -> Iterable[str]:
+    return [*map("".join, zip(gaps, matches, strict=False)), gaps[-1]]
+
+
+def _with_next(gaps: Sequence[str], matches: Sequence[str]) -> Iterable[str]:
+    return [gaps[0], *map("".join, zip(matches, gaps[1:], strict=True))]
+
+
+# What happens to the n matches between n + 1 gaps.
+_JOINS: dict[str, Join] = {
+    "Isolated": _isolated,
+    "Contiguous": _isolated,
+    "Removed": lambda gaps, _matches: gaps,
+    "Kept": lambda _gaps, matches: matches,
+    "MergedWithPrevious": _with_previous,
+    "MergedWithNext": _with_next,
+}
+_INVERTED = {
+    "Removed": "Kept",
+    "MergedWithPrevious": "MergedWithNext",
+    "MergedWithNext": "MergedWithPrevious",
+}
+
+
+def _compile(pattern: str) -> regex.Pattern[str]:
+    try:
+        return oniguruma.compiled(pattern)
+    except regex.error as error:
+        raise ModelFormatError(
+            f"The tokenizer's pattern {pattern[:80]!r} is not valid: {error}."
+        ) from error

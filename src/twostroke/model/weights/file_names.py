@@ -1,0 +1,124 @@
+"""The names that a file gives its tensors, for errors, and its tensors that are not needed."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import field
+
+from twostroke.core.errors import ModelFormatError
+from twostroke.core.frozen import Frozen
+from twostroke.core.notices import MAX_NAME_LENGTH, first_names, notice
+from twostroke.model.weights.tensor_names import (
+    canonical_name,
+    is_derived,
+    is_of_adapter,
+    is_of_text,
+    published_name,
+    without_prefix,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from twostroke.model.families import Family
+
+    T = TypeVar("T")
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+class FileNames(Frozen):
+    """The names that a file has for tensors, by canonical name; empty where both are the same."""
+
+    published: Mapping[str, str] = field(default_factory=dict)
+    layer_names: Mapping[str, str] = field(default_factory=dict)
+
+    def quoted(self, canonical: str) -> str:
+        """Return the name that a tensor has in the file, or would have there, in quotes."""
+        return repr(self._name(canonical)[:MAX_NAME_LENGTH])
+
+    def _name(self, canonical: str) -> str:
+        if not self.published or canonical in self.published:
+            return self.published.get(canonical, canonical)
+        if similar := self._similar(canonical):
+            return similar
+        try:
+            name = published_name(canonical, self.layer_names)
+        except (KeyError, ValueError):
+            return canonical
+        return self._prefix() + name
+
+    def _similar(self, canonical: str) -> str | None:
+        """Return a name like the one of the same weight in another layer or expert, if any."""
+        numbers = _NUMBER.findall(canonical)
+        pattern = _NUMBER.sub("N", canonical)
+        for other, published in self.published.items():
+            parts = _NUMBER.split(published)
+            if _NUMBER.sub("N", other) == pattern and len(parts) == len(numbers) + 1:
+                return "".join(map("".join, zip(parts, [*numbers, ""], strict=True)))
+        return None
+
+    def _prefix(self) -> str:
+        """Return the prefix of the usual names in this file."""
+        for published in self.published.values():
+            usual = without_prefix(published)
+            if published.endswith(usual):
+                return published.removesuffix(usual)
+        return ""
+
+
+def by_canonical_name(
+    file: str, tensors: Mapping[str, T], family: Family
+) -> tuple[dict[str, T], FileNames]:
+    """Return the tensors that may be needed, by canonical name, and their names in the file.
+
+    Raises:
+        ModelFormatError: two tensors are the same weight, or one belongs to an adapter.
+    """
+    by_name: dict[str, T] = {}
+    published: dict[str, str] = {}
+    for own_name, tensor in tensors.items():
+        if is_of_adapter(own_name):
+            raise ModelFormatError(
+                f"{file!r} has tensor {own_name[:MAX_NAME_LENGTH]!r} of an adapter (LoRA): merge "
+                "the adapter into its model first, as peft's merge_and_unload does."
+            )
+        name = canonical_name(own_name, family.layer_names)
+        if name is None:
+            continue
+        if name in by_name and not _are_equal(by_name[name], tensor):
+            raise ModelFormatError(
+                f"{file!r} has the tensors {published[name][:MAX_NAME_LENGTH]!r} and "
+                f"{own_name[:MAX_NAME_LENGTH]!r}, which differ and are the same weight."
+            )
+        if name not in by_name:
+            by_name[name], published[name] = tensor, own_name
+    return by_name, FileNames(published, family.layer_names)
+
+
+def is_needed(canonical: str) -> bool:
+    """Whether answers could be wrong without a tensor, whether or not the family reads it."""
+    return is_of_text(canonical) and not is_derived(canonical)
+
+
+def tell_left_out(file: str, names: Iterable[str], family: str) -> None:
+    """Log the tensors of a file that do not belong to its text model."""
+    left_out = sorted(names)
+    if not left_out:
+        return
+    notice(f"{file!r} has {first_names(left_out)}, which {family!r} does not read: left out.")
+
+
+def _are_equal(first: object, second: object) -> bool:
+    """Whether two tensors have the same bytes, or two types are the same."""
+    data, other = getattr(first, "data", None), getattr(second, "data", None)
+    if data is None or other is None:
+        return first == second
+    return (
+        getattr(first, "shape", None) == getattr(second, "shape", None)
+        and data.dtype == other.dtype
+        and data.shape == other.shape
+        and bool((data == other).all())
+    )

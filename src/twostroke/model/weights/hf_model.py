@@ -1,0 +1,127 @@
+"""Translates a Hugging Face folder's `config.json` into a `ModelSpec`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from twostroke.core.files import MAX_JSON_BYTES
+from twostroke.model.families import ARCHITECTURES, MODEL_TYPES, ModelSpec
+from twostroke.model.families.common_fields import read_sizes
+from twostroke.model.families.fields import MAX_VOCAB, Fields
+from twostroke.model.families.rope import config_rope
+from twostroke.model.program import Activation
+from twostroke.model.weights.published import published_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
+
+_ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+
+# Features that no family here has, with the value that turns each off.
+_UNUSUAL: dict[str, Any] = {
+    "clip_qkv": None,
+    "is_encoder_decoder": False,
+    "mlp_bias": False,
+    "position_embedding_type": "rope",
+    "use_bidirectional_attention": False,
+}
+
+
+SIZE_KEYS = {
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "num_layers": "num_hidden_layers",
+    "ffn_size": "intermediate_size",
+    "context_length": "max_position_embeddings",
+}
+
+
+def hf_fields(name: str, config: Mapping[str, Any]) -> Fields:
+    """Return a configuration as fields, with transformers' defaults for those that are left out.
+
+    Raises ModelFormatError for an unknown model type.
+    """
+    fields = text_fields(name, config)
+    model_type = fields.text("model_type")
+    if model_type not in MODEL_TYPES:
+        refuse_architecture(fields, model_type, MODEL_TYPES)
+    defaults = ARCHITECTURES[MODEL_TYPES[model_type]].model_types[model_type]
+    return Fields(name, {**defaults, **fields.values})
+
+
+def text_fields(name: str, config: Mapping[str, Any]) -> Fields:
+    """Return a configuration as fields; those of a text model may be in `text_config`.
+
+    A text model's type may differ, as gemma3_text does from gemma3.
+    """
+    text = Fields(name, config).part("text_config")
+    return Fields(name, config if text is None else {**config, **text.values})
+
+
+def refuse_architecture(fields: Fields, architecture: str, known: Collection[str]) -> NoReturn:
+    """Raise ModelFormatError for an unknown family."""
+    fields.fault(
+        f"has the architecture {architecture[:40]!r}, which is not supported yet; "
+        f"supported: {', '.join(sorted(known))}"
+    )
+
+
+def hf_spec(fields: Fields, name: str) -> ModelSpec:
+    """Translate `hf_fields` into a ModelSpec; ModelFormatError for a missing or wrong value."""
+    published_layout(fields)  # refuses what is not supported
+    architecture = MODEL_TYPES[fields.text("model_type")]
+    family = ARCHITECTURES[architecture]
+    own = fields.changed(family.config_values(fields))
+    sizes = read_sizes(own, SIZE_KEYS)
+    for key, only in _UNUSUAL.items():
+        own.expect(key, only)
+    norms_heads = fields.flag("use_qk_norm", default=False)
+    if norms_heads and not family.may_norm_heads:
+        fields.refuse("use_qk_norm", "which is not supported yet")
+    rotated = sizes["head_dim"]
+    if family.rotated is not None:
+        rotated = fields.integer(family.rotated, rotated)
+    rope, sizes["context_length"] = config_rope(
+        own, rotated, sizes["context_length"], share_key=family.partial_rotary
+    )
+    biased = fields.flag("attention_bias", default=False)
+    spec = ModelSpec(
+        **sizes,
+        architecture=architecture,
+        name=name,
+        vocab_size=fields.integer("vocab_size", MAX_VOCAB),
+        norm_epsilon=fields.number("rms_norm_eps", default=1e-6),
+        rope=rope,
+        tied_embeddings=fields.flag("tie_word_embeddings", default=False),
+        activation=_activation(fields),
+        qkv_bias=biased,
+        output_bias=biased,
+        norms_heads=norms_heads,
+    )
+    return family.from_config(fields, spec)
+
+
+def hf_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Return the folder's chat template: its own file, or the tokenizer configuration's."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        with path.open("rb") as file:
+            size = min(path.stat().st_size, MAX_JSON_BYTES)
+            return file.read(size).decode("utf-8", "replace")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _activation(fields: Fields) -> Activation:
+    """Return the activation; old files of Gemma are right in Gemma's own key only."""
+    key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
+    activation = _ACTIVATIONS.get(fields.text(key, default="silu"))
+    if activation is None:
+        fields.refuse(key, f"which is not supported yet; supported: {', '.join(_ACTIVATIONS)}")
+    return activation

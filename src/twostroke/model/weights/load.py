@@ -1,0 +1,337 @@
+"""Loads a model from a path, or looks whether it can run here.
+
+A loaded model has the weights that its Program reads, all of them and no others.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.core.files import is_there, read_json
+from twostroke.core.notices import notice
+from twostroke.model.families import ARCHITECTURES, MODEL_TYPES, build_program
+from twostroke.model.families.fields import MAX_LAYERS, Fields
+from twostroke.model.families.rope import ROPE_TABLES
+from twostroke.model.weights.file_names import (
+    FileNames,
+    by_canonical_name,
+    is_needed,
+    tell_left_out,
+)
+from twostroke.model.weights.generation_config import folder_sampling, gguf_sampling
+from twostroke.model.weights.gguf import TruncatedError, read_header
+from twostroke.model.weights.gguf_model import gguf_eos_ids, gguf_spec
+from twostroke.model.weights.gguf_split import first_part, model_stem, read_gguf_parts
+from twostroke.model.weights.hf_model import (
+    hf_chat_template,
+    hf_fields,
+    hf_spec,
+    refuse_architecture,
+)
+from twostroke.model.weights.latent import cut_latent
+from twostroke.model.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel
+from twostroke.model.weights.pooling import folder_pooling, gguf_pooling
+from twostroke.model.weights.published import assemble_published, published_layout
+from twostroke.model.weights.safetensors import read_safetensors, read_sharded
+from twostroke.model.weights.stacks import cut_stacks, uncut_stack
+from twostroke.model.weights.tensor_names import is_derived
+from twostroke.model.weights.tensors import check_shapes, join_files, refuse_unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from twostroke.model.families import Family, ModelSpec
+    from twostroke.model.quant import QuantTensor
+    from twostroke.model.weights.tensors import WeightFiles
+
+_INDEX = "model.safetensors.index.json"
+_GENERATION = "generation_config.json"
+_SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
+_KEY_OR_VALUE = re.compile(r"blk\.(\d{1,4})\.attn_(?:k|v|k_norm)\.weight")
+_LAYER = re.compile(r"(?:blk|model\.layers)\.(\d{1,4})\.")
+
+
+def load_path(path: Path, name: str | None = None, licence: str | None = None) -> LoadedModel:
+    """Map and check the model at `path`: a .gguf or .safetensors file, or a folder with either.
+
+    `name` is the model's name (default: the name of the file or folder).
+
+    Raises:
+        ModelNotFoundError: there is no such file, or a file of the model is missing.
+        ModelFormatError: the model is damaged, its architecture or a number format is not
+            supported, or its weights are not those of its architecture.
+    """
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return _load_folder(path, None, name, licence)
+        path = _only_gguf(path)
+    if not path.exists():
+        raise ModelNotFoundError(f"There is no file or folder {str(path)!r}.")
+    if path.suffix == ".safetensors":
+        weights = None if _SHARD.fullmatch(path.name) else path
+        return _load_folder(path.parent, weights, name or path.stem, licence)
+    return _load_gguf(path, name, licence)
+
+
+def peek_family(path: Path, name: str) -> str | None:
+    """Return the family of the model whose GGUF file or config.json begins as `path` does.
+
+    None if the file is too short to say. Errors call the file `name`.
+
+    Raises:
+        ModelFormatError: its family or a number format is not supported, or it is damaged.
+    """
+    if not name.endswith(".gguf"):
+        return hf_spec(hf_fields(name, read_json(path)), name).architecture
+    try:
+        header = read_header(path, name)
+    except TruncatedError:
+        return None
+    unsupported = {entry.name: entry.dtype for entry in header.entries if not entry.format}
+    return _gguf_family(Fields(name, header.metadata), unsupported)
+
+
+def _only_gguf(folder: Path) -> Path:
+    found = sorted({first_part(path) for path in folder.glob("*.gguf")})
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(path.name for path in found[:5])
+        raise ModelNotFoundError(
+            f"{str(folder)!r} has {len(found)} GGUF files ({names}): name one of them."
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise ModelNotFoundError(
+            f"{str(folder)!r} is an adapter (LoRA), not a model: merge it into its model first, as "
+            "peft's merge_and_unload does."
+        )
+    raise ModelNotFoundError(f"{str(folder)!r} has neither a config.json nor a .gguf file.")
+
+
+def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel:
+    files = read_gguf_parts(path)
+    fields = Fields(path.name, files.metadata)
+    _gguf_family(fields, files.unsupported)
+    spec = gguf_spec(fields, name or model_stem(path), files.tensors)
+    blocks = range(fields.integer(f"{spec.architecture}.block_count", MAX_LAYERS))
+    weights = {
+        key: tensor
+        for key, tensor in files.tensors.items()
+        if key not in ROPE_TABLES
+        and not _is_of_layers(key, blocks[spec.num_layers :])
+        and not is_derived(key)
+    }
+    bos = fields.token_ids("tokenizer.ggml.bos_token_id", spec.vocab_size)
+    return LoadedModel(
+        name=spec.name,
+        path=path,
+        spec=spec,
+        tensors=_program_weights(path.name, spec, weights),
+        tokenizer_source=GgufTokenizer(files.metadata),
+        chat_template=fields.optional_text("tokenizer.chat_template"),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=gguf_eos_ids(fields, spec.vocab_size),
+        licence=licence or fields.optional_text("general.license"),
+        mappings=files.mappings,
+        pooling=gguf_pooling(fields),
+        sampling=gguf_sampling(fields),
+    )
+
+
+def _gguf_family(fields: Fields, unsupported: Mapping[str, str]) -> str:
+    """Return the architecture of a GGUF file; refuse one that is not supported."""
+    architecture = fields.text("general.architecture")
+    if architecture not in ARCHITECTURES:
+        refuse_architecture(fields, architecture, ARCHITECTURES)
+    needed = {name: dtype for name, dtype in unsupported.items() if is_needed(name)}
+    refuse_unsupported(fields.name, needed)
+    return architecture
+
+
+def _load_folder(
+    folder: Path, weights: Path | None, name: str | None, licence: str | None
+) -> LoadedModel:
+    """Load a Hugging Face folder, from the file `weights`, or from all weight files."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelNotFoundError(f"{str(folder)!r} has no config.json next to the weights.")
+    fields = hf_fields(config.name, read_json(config))
+    family = ARCHITECTURES[MODEL_TYPES[fields.text("model_type")]]
+    source, files = _folder_weights(folder, weights)
+    spec = hf_spec(fields, name or folder.resolve().name)
+    layout = published_layout(fields)
+    if layout is not None:
+        files = assemble_published(source, files, layout)
+    extra = range(spec.num_layers, spec.num_layers + _num_extra_layers(fields, family))
+    tensors, names = _canonical(source, files.tensors, family, extra)
+    unsupported, unsupported_names = _canonical(source, files.unsupported, family, extra)
+    unsupported = {
+        unsupported_names.published[name]: dtype
+        for name, dtype in unsupported.items()
+        if is_needed(name)
+    }
+    spec = _with_rows_of(spec, source, tensors, names)
+    if spec.tied_embeddings:
+        tensors.pop("output.weight", None)
+    elif "output.weight" not in tensors and "token_embd.weight" in tensors and not unsupported:
+        spec = replace(spec, tied_embeddings=True)
+        notice(
+            f"{source!r} has no {names.quoted('output.weight')}: "
+            f"{names.quoted('token_embd.weight')} is used in its place."
+        )
+    if layout is None and unsupported and files.arrays:
+        raise ModelFormatError(
+            f"{source!r} has parts of quantized weights, such as {min(files.arrays)[:80]!r}, and "
+            "config.json has no quantization_config that says how they are stored."
+        )
+    refuse_unsupported(source, unsupported)
+    tokenizer = folder / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise ModelNotFoundError(f"{str(folder)!r} has no tokenizer.json.")
+    tokenizer_config = _optional_json(folder / "tokenizer_config.json")
+    generation_config = Fields(_GENERATION, _optional_json(folder / _GENERATION))
+    bos = fields.token_ids("bos_token_id", spec.vocab_size)
+    return LoadedModel(
+        name=spec.name,
+        path=folder,
+        spec=spec,
+        tensors=_program_weights(source, spec, tensors, names),
+        tokenizer_source=JsonTokenizer(tokenizer, tokenizer_config),
+        chat_template=hf_chat_template(folder, tokenizer_config),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=_folder_eos_ids(fields, generation_config, spec.vocab_size),
+        licence=licence,
+        mappings=files.mappings,
+        pooling=folder_pooling(folder),
+        sampling=folder_sampling(generation_config),
+    )
+
+
+def _folder_weights(folder: Path, weights: Path | None) -> tuple[str, WeightFiles]:
+    """Return a name for a folder's weight files, for errors, and their tensors.
+
+    Without an index they are the only file, or all shards of one model.
+    """
+    if weights is None and is_there(folder / _INDEX):
+        return _INDEX, read_sharded(folder / _INDEX)
+    weights = weights or folder / "model.safetensors"
+    candidates = sorted(path for path in folder.glob("*.safetensors") if "adapter" not in path.name)
+    if weights.exists() or not candidates:
+        if not weights.exists() and any(folder.glob("*.bin")):
+            raise ModelNotFoundError(
+                f"{str(folder)!r} has its weights in PyTorch's files (.bin), and only safetensors "
+                "and GGUF are read: convert them, or fetch the model's safetensors."
+            )
+        return weights.name, read_safetensors(weights)
+    shards = [path for path in candidates if _SHARD.fullmatch(path.name)]
+    if len(candidates) == 1 and not shards:
+        return candidates[0].name, read_safetensors(candidates[0])
+    expected = {int(path.stem.rsplit("-", 1)[1]) for path in shards}
+    if len(shards) < len(candidates) or expected != {len(shards)}:
+        names = ", ".join(path.name for path in candidates[:5])
+        raise ModelNotFoundError(
+            f"{str(folder)!r} has no {_INDEX}, and its weight files are not all the shards of one "
+            f"model: {names}."
+        )
+    return shards[0].name, join_files([read_safetensors(path) for path in shards])
+
+
+def _with_rows_of(
+    spec: ModelSpec, file: str, tensors: Mapping[str, QuantTensor], names: FileNames
+) -> ModelSpec:
+    """Return a spec with the embedding's number of rows, which may be padded."""
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or embedding.shape[0] == spec.vocab_size or len(embedding.shape) != 2:
+        return spec
+    notice(
+        f"{file!r} has tensor {names.quoted('token_embd.weight')} with {embedding.shape[0]} rows, "
+        f"config.json a vocab_size of {spec.vocab_size}: the rows count."
+    )
+    return replace(spec, vocab_size=embedding.shape[0])
+
+
+def _folder_eos_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
+    """Return the ids that end an answer: config.json often lacks those that end a turn."""
+    ids = [fields.token_ids("eos_token_id", vocab_size) for fields in (config, generation)]
+    return tuple(dict.fromkeys(ids[0] + ids[1]))
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if is_there(path) else {}
+
+
+def _num_extra_layers(fields: Fields, family: Family) -> int:
+    key = family.extra_layers
+    return 0 if key is None else fields.integer(key, MAX_LAYERS, low=0, default=0)
+
+
+def _canonical(
+    file: str, tensors: Mapping[str, Any], family: Family, extra: range
+) -> tuple[dict[str, Any], FileNames]:
+    """Return the tensors of other than `extra` layers by canonical name, and their own names."""
+    by_name, names = by_canonical_name(file, tensors, family)
+    read = {name: tensor for name, tensor in by_name.items() if not _is_of_layers(name, extra)}
+    return read, names
+
+
+def _is_of_layers(name: str, layers: range) -> bool:
+    """Whether a weight belongs to one of these layers."""
+    found = _LAYER.match(name)
+    return found is not None and int(found[1]) in layers
+
+
+def _program_weights(
+    file: str,
+    spec: ModelSpec,
+    tensors: Mapping[str, QuantTensor],
+    names: FileNames = FileNames(),  # noqa: B008 - frozen
+) -> dict[str, QuantTensor]:
+    """Return the weights that the model's Program reads.
+
+    A missing weight is refused, and so is a part of the text model that the Program does not read.
+    Other tensors are left out.
+    """
+    if spec.num_layers > len(tensors):
+        # Before the Program is built: a damaged number of layers must not cost memory.
+        raise ModelFormatError(
+            f"{file!r} has {len(tensors)} tensors, too few for {spec.num_layers} layers."
+        )
+    shapes = build_program(spec).weight_shapes
+    fused = ARCHITECTURES[spec.architecture].fused
+    cut = cut_stacks(tensors, shapes, fused)
+    if uncut := uncut_stack(cut, shapes, fused):
+        name, shape = uncut
+        raise ModelFormatError(
+            f"{file!r} has tensor {names.quoted(name)} with shape {cut[name].shape}; the family "
+            f"{spec.architecture!r} reads {shape}."
+        )
+    if spec.latent is not None:
+        cut = cut_latent(file, cut, shapes, names.quoted)
+    cut = {
+        name: tensor
+        for name, tensor in cut.items()
+        if name in shapes or not (_is_empty_bias(name, tensor) or _is_of_borrower(name, spec))
+    }
+    left_out = {name for name in cut.keys() - shapes.keys() if not is_needed(name)}
+    needed = {name: tensor for name, tensor in cut.items() if name not in left_out}
+    check_shapes(file, needed, shapes, f"the family {spec.architecture!r}", names.quoted)
+    own_names = (names.published.get(name, name) for name in left_out)
+    tell_left_out(file, own_names, spec.architecture)
+    return needed
+
+
+def _is_empty_bias(name: str, tensor: QuantTensor) -> bool:
+    """Whether a tensor is a bias of zeros, which quantized folders have without a need."""
+    return name.endswith(".bias") and not tensor.data.any()
+
+
+def _is_of_borrower(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor makes keys or values of a layer that reads another's."""
+    found = _KEY_OR_VALUE.fullmatch(name)
+    layer = spec.num_layers if found is None else int(found[1])
+    return layer < spec.num_layers and spec.lender_of(layer) is not None

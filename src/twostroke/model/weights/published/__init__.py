@@ -1,0 +1,145 @@
+"""Assembles published quantized folders: the tensors of each quantized module become one weight.
+
+`quant_method` of config.json's `quantization_config` names the layout. Which modules are quantized
+is told by their tensors. Scales and zero points of activations, keys and values are left out: the
+backends quantize these in their own way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from msgspec.structs import replace
+
+from twostroke.core.errors import ModelFormatError
+from twostroke.model.weights.published.act_order import place_columns
+from twostroke.model.weights.published.awq import awq_layout
+from twostroke.model.weights.published.compressed import compressed_layout
+from twostroke.model.weights.published.fp8 import fp8_layout, modelopt_layout
+from twostroke.model.weights.published.gptq import auto_round_layout, gptq_layout
+from twostroke.model.weights.published.groups import Coded, assemble_groups
+from twostroke.model.weights.published.module import Module
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from collections.abc import Set as AbstractSet
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    from twostroke.model.families.fields import Fields
+    from twostroke.model.quant import QuantTensor
+    from twostroke.model.weights.tensors import WeightFiles
+
+    T = TypeVar("T")
+
+
+class Layout(Protocol):
+    """How a quantized module is stored: its `parts` besides `weight`, and how they are read."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The last names of tensors that only a quantized module has."""
+
+    def read(self, module: Module) -> Coded | QuantTensor:
+        """Return a module's matrix; ModelFormatError if its tensors contradict each other."""
+
+
+_LAYOUTS: dict[str, Callable[[Fields], Layout]] = {
+    "gptq": gptq_layout,
+    "auto-round": auto_round_layout,
+    "intel/auto-round": auto_round_layout,
+    "awq": awq_layout,
+    "compressed-tensors": compressed_layout,
+    "fp8": fp8_layout,
+    "fbgemm_fp8": fp8_layout,
+    "modelopt": modelopt_layout,
+}
+
+# Of activations, keys and values; `weight_scale_inv` and its kin are parts of layouts.
+_LEFT_OUT = frozenset(
+    {
+        "input_scale",
+        "input_scale_ub",
+        "input_zero_point",
+        "input_global_scale",
+        "output_scale",
+        "output_zero_point",
+        "k_scale",
+        "v_scale",
+        "q_scale",
+        "activation_scale",
+    }
+)
+
+
+def published_layout(config: Fields) -> Layout | None:
+    """Return the layout that a config.json names, None for a folder that is not quantized.
+
+    Raises ModelFormatError for one that is not supported.
+    """
+    quantization = config.part("quantization_config")
+    if quantization is None:
+        return None
+    method = quantization.text("quant_method")
+    if method not in _LAYOUTS:
+        quantization.refuse(
+            "quant_method", f"which is not supported; supported: {', '.join(_LAYOUTS)}"
+        )
+    return _LAYOUTS[method](quantization)
+
+
+def assemble_published(file: str, files: WeightFiles, layout: Layout) -> WeightFiles:
+    """Return weight files in which every quantized module has one tensor, `NAME.weight`.
+
+    Raises ModelFormatError about `file` if the tensors of a module contradict each other or the
+    configuration.
+    """
+    modules = _modules(file, files, layout)
+    if not modules:
+        raise ModelFormatError(
+            f"{file!r} has no quantized weights, which its quantization_config asks for."
+        )
+    used = {f"{name}.{part}" for name, module in modules.items() for part in module.parts}
+    tensors = {name: tensor for name, tensor in files.tensors.items() if _is_kept(name, used)}
+    unsupported = {name: dtype for name, dtype in files.unsupported.items() if _is_kept(name, used)}
+    orders: dict[str, NDArray[Any]] = {}
+    for name, module in modules.items():
+        matrix = layout.read(module)
+        if isinstance(matrix, Coded):
+            assembled = assemble_groups(matrix)
+            matrix = assembled.tensor
+            if assembled.order is not None:
+                orders[f"{name}.weight"] = assembled.order
+        tensors[f"{name}.weight"] = matrix
+    placed = place_columns(tensors, orders)
+    return replace(files, tensors=placed, unsupported=unsupported, arrays={})
+
+
+def _modules(file: str, files: WeightFiles, layout: Layout) -> dict[str, Module]:
+    """Return the quantized modules by name: their parts, or the type of `weight`, tell them."""
+    parts = (*layout.parts, "weight")
+
+    def by_module(found: Mapping[str, T]) -> dict[str, dict[str, T]]:
+        grouped: dict[str, dict[str, T]] = {}
+        for name, tensor in found.items():
+            module, _, part = name.rpartition(".")
+            if part in parts:
+                grouped.setdefault(module, {})[part] = tensor
+        return grouped
+
+    tensors, arrays = by_module(files.tensors), by_module(files.arrays)
+    modules = [
+        Module(file, name, tensors.get(name, {}), arrays.get(name, {}))
+        for name in {**tensors, **arrays}
+    ]
+    return {
+        module.name: module
+        for module in modules
+        if module.parts - {"weight"} or "weight" in module.arrays
+    }
+
+
+def _is_kept(name: str, used: AbstractSet[str]) -> bool:
+    """Whether a tensor is neither part of a quantized module nor a scale of activations."""
+    return name not in used and name.rpartition(".")[2] not in _LEFT_OUT

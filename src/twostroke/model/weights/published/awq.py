@@ -1,0 +1,68 @@
+"""AWQ folders, as AutoAWQ writes them in its version `gemm`.
+
+A module has `qweight` int32 (inputs, outputs / 8), `qzeros` int32 (groups, outputs / 8) and
+`scales` (groups, outputs). A word holds 8 outputs in the order 0, 2, 4, 6, 1, 3, 5, 7 from its
+lowest four bits on. A value is `scale * (code - zero)`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.core.frozen import Frozen
+from twostroke.model.weights.published.groups import Coded
+from twostroke.model.weights.published.words import unpack_words
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    from twostroke.model.families.fields import Fields
+    from twostroke.model.quant import Bytes
+    from twostroke.model.weights.published.module import Module
+
+# Where in a word each of its 8 outputs lies.
+_PLACES = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
+
+
+class AwqLayout(Frozen):
+    """The size of a group of inputs."""
+
+    group_size: int
+
+    parts = ("qweight", "qzeros", "scales")
+
+    def read(self, module: Module) -> Coded:
+        """Return the codes of a module; ModelFormatError if its tensors contradict each other."""
+        words = module.array("qweight", ("I32",))
+        inputs, outputs = words.shape[0], words.shape[1] * 8
+        num_groups = -(-inputs // self.group_size)
+        packed = module.array("qzeros", ("I32",))
+        if packed.shape != (num_groups, words.shape[1]):
+            raise module.wrong_shape("qzeros", (num_groups, words.shape[1]))
+        return Coded(
+            codes=_unpack(words).T,
+            bits=4,
+            scales=module.scales("scales", (num_groups, outputs)).transposed(),
+            zeros=_unpack(packed).T,
+            group_of=np.arange(inputs) // self.group_size,
+        )
+
+
+def awq_layout(config: Fields) -> AwqLayout:
+    """Read the configuration of AWQ; ModelFormatError for what is not supported."""
+    version = config.text("version", default="gemm")
+    if version.lower() != "gemm":
+        config.refuse("version", "which is not supported; supported: gemm")
+    for key, only in (("bits", 4), ("zero_point", True)):
+        config.expect(key, only)
+    size = config.integer("group_size", 1 << 20, low=-1, default=128)
+    return AwqLayout(size if size > 0 else 1 << 20)
+
+
+def _unpack(words: NDArray[Any]) -> Bytes:
+    codes = unpack_words(words, 4, words.shape[1] * 8)
+    return codes.reshape(len(words), -1, 8)[:, :, _PLACES].reshape(len(words), -1)

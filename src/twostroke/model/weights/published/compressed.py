@@ -1,0 +1,266 @@
+"""compressed-tensors folders, as LLM Compressor writes them.
+
+A module has `weight_packed` int32 (outputs, words of inputs) with codes of 2 to 8 bits, `weight`
+int8 or E4M3, or `weight_packed` uint8 with two E2M1 in a byte; `weight_scale` for the matrix, each
+output, each group of inputs or each block; and where it is not symmetric `weight_zero_point`,
+packed along the outputs beside packed codes. Integers are packed with half of their range added.
+A group of `config_groups` says the same, and need not be found by its targets: the tensors say
+what they are, and one group must agree.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.core.frozen import Frozen
+from twostroke.model.families.fields import MAX_WIDTH
+from twostroke.model.quant.small_floats import E4M3, E8M0
+from twostroke.model.weights.published.groups import Coded, Scales, scale_values
+from twostroke.model.weights.published.small_floats import (
+    e4m3_codes,
+    float32_scales,
+    fp4_codes,
+    fp8_matrix,
+)
+from twostroke.model.weights.published.words import num_words, unpack_padded_words, unpack_words
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    from twostroke.model.families.fields import Fields
+    from twostroke.model.quant import Bytes, QuantTensor
+    from twostroke.model.weights.published.module import Module
+
+_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+    "mixed-precision",
+    "dense",
+)
+_STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
+_BITS = {"int": range(2, 9), "float": (4, 8)}
+_E8M0 = ("U8", "F8_E8M0")
+_ALL = 1 << 20  # more outputs or inputs than a matrix has
+
+
+class Scheme(Frozen):
+    """How a group of modules is quantized; `size` is that of a block, (outputs, inputs)."""
+
+    kind: str
+    bits: int
+    size: tuple[int, int]
+
+    def scale_shape(self, outputs: int, inputs: int) -> tuple[int, int]:
+        """Return the shape of the scales of a matrix."""
+        return -(-outputs // self.size[0]), -(-inputs // self.size[1])
+
+
+class CompressedLayout(Frozen):
+    """The schemes that the configuration names."""
+
+    schemes: tuple[Scheme, ...]
+
+    parts = (
+        "weight_packed",
+        "weight_scale",
+        "weight_zero_point",
+        "weight_shape",
+        "weight_global_scale",
+        "weight_g_idx",
+    )
+
+    def read(self, module: Module) -> Coded | QuantTensor:
+        """Return a module's matrix; ModelFormatError if its tensors contradict each other."""
+        match module.dtype("weight_packed"), module.dtype("weight"):
+            case "I32", None:
+                return self._packed(module)
+            case "U8", None:
+                return self._fp4(module)
+            case None, "I8":
+                return self._int8(module)
+            case None, "F8_E4M3":
+                return self._fp8(module)
+            case None, None:
+                raise module.lacks("weight_packed")
+        part = "weight" if module.has("weight") else "weight_packed"
+        raise module.fault(part, f"has the type {module.dtype(part)}, which no scales are for")
+
+    def _packed(self, module: Module) -> Coded:
+        words = module.array("weight_packed", ("I32",))
+        shape = module.array("weight_shape", ("I64", "I32"), 1)
+        if shape.size != 2 or shape.min() < 1 or shape.max() > MAX_WIDTH:
+            raise module.fault("weight_shape", "does not say outputs and inputs")
+        outputs, inputs = map(int, shape)
+        width = words.shape[1]
+        widths = {
+            bits: (num_words(inputs, bits), -(-inputs // (32 // bits))) for bits in _BITS["int"]
+        }
+        fitting = [s.bits for s in self.schemes if s.kind == "int" and width in widths[s.bits]]
+        if words.shape[0] != outputs or not fitting:
+            raise module.fault(
+                "weight_packed",
+                f"has the shape {[*words.shape]}, which no group of its quantization_config has "
+                f"for {outputs} x {inputs} values",
+            )
+        scheme = self._scheme(module, "int", fitting[0], (outputs, inputs))
+        bits = scheme.bits
+        # Older files leave bits of a word unused, where codes do not fill it.
+        unpack = unpack_words if width == widths[bits][0] else unpack_padded_words
+        zeros = None
+        if module.has("weight_zero_point"):
+            zeros = _zero_points(module, scheme, (outputs, inputs))
+        return _coded(module, scheme, unpack(words, bits, inputs), zeros)
+
+    def _int8(self, module: Module) -> Coded:
+        values = module.array("weight", ("I8",))
+        scheme = self._scheme(module, "int", 8, values.shape)
+        zeros = None
+        if module.has("weight_zero_point"):
+            zeros = _zero_points(module, scheme, values.shape)
+        return _coded(module, scheme, _unsigned(values, 8), zeros)
+
+    def _fp4(self, module: Module) -> Coded:
+        packed = module.array("weight_packed", ("U8",))
+        shape = packed.shape[0], packed.shape[1] * 2
+        scheme = self._scheme(module, "float", 4, shape)
+        if module.has("weight_global_scale"):
+            stored = e4m3_codes(module, "weight_scale")
+            scales = float32_scales(E4M3[stored] / module.scale("weight_global_scale"))
+        else:
+            scales = Scales("e8m0", module.array("weight_scale", _E8M0))
+        return fp4_codes(packed, scales, scheme.size[1])
+
+    def _fp8(self, module: Module) -> QuantTensor:
+        codes = e4m3_codes(module, "weight")
+        scheme = self._scheme(module, "float", 8, codes.shape)
+        if module.dtype("weight_scale") in _E8M0:
+            scales = E8M0[module.array("weight_scale", _E8M0)]
+        else:
+            shape = scheme.scale_shape(*codes.shape)
+            scales = scale_values(module.scales("weight_scale", shape))
+        return fp8_matrix(codes, scales, scheme.size)
+
+    def _scheme(self, module: Module, kind: str, bits: int, shape: tuple[int, ...]) -> Scheme:
+        """Return the scheme that has this kind of values and the module's number of scales."""
+        outputs, inputs = shape
+        fitting = [s for s in self.schemes if (s.kind, s.bits) == (kind, bits)]
+        if not fitting:
+            part = "weight" if module.has("weight") else "weight_packed"
+            raise module.fault(
+                part, f"has {kind} values of {bits} bits, its quantization_config has not"
+            )
+        found = module.shape("weight_scale")
+        for scheme in fitting:
+            wanted = scheme.scale_shape(outputs, inputs)
+            if found == wanted or (wanted[1] == 1 and found == wanted[:1]):
+                return scheme
+        raise module.wrong_shape("weight_scale", fitting[0].scale_shape(outputs, inputs))
+
+
+def compressed_layout(config: Fields) -> CompressedLayout:
+    """Read the configuration of compressed-tensors; ModelFormatError for what is not supported."""
+    _check_format(config)
+    transforms = config.part("transform_config")
+    if transforms is not None and transforms.values.get("config_groups"):
+        config.fault("has a transform_config, whose rotations are not supported")
+    groups = config.part("config_groups")
+    if groups is None or not groups.values:
+        config.fault("does not say config_groups")
+    schemes = []
+    for name in groups.values:
+        group = groups.part(name)
+        weights = group.part("weights") if group is not None else None
+        if group is None or weights is None:
+            continue
+        _check_format(group)
+        schemes.append(_read_scheme(weights))
+    return CompressedLayout(tuple(dict.fromkeys(schemes)))
+
+
+def _check_format(config: Fields) -> None:
+    if config.has("format") and config.text("format") not in _FORMATS:
+        config.refuse("format", f"which is not supported; supported: {', '.join(_FORMATS)}")
+
+
+def _read_scheme(weights: Fields) -> Scheme:
+    kind = weights.text("type", default="int")
+    bits = weights.integer("num_bits", 16, default=8)
+    if bits not in _BITS.get(kind, ()):
+        weights.fault(
+            f"has weights of the type {kind[:40]!r} and {bits} bits, which is not supported"
+        )
+    strategy = weights.text("strategy", default="group" if weights.has("group_size") else "tensor")
+    if strategy not in _STRATEGIES:
+        weights.refuse("strategy", f"which is not supported; supported: {', '.join(_STRATEGIES)}")
+    match strategy:
+        case "tensor":
+            size = _ALL, _ALL
+        case "channel":
+            size = 1, _ALL
+        case "block":
+            size = block_size(weights, "block_structure")
+        case _:
+            size = 1, weights.integer("group_size", _ALL)
+    return Scheme(kind, bits, size)
+
+
+def block_size(fields: Fields, key: str) -> tuple[int, int]:
+    """Return the two sizes of a block at `key`, [128, 128] or "128x128"."""
+    value = fields.value(key)
+    if isinstance(value, str):
+        value = [int(part) if part.isdecimal() else part for part in value[:20].split("x")]
+    sizes = value if isinstance(value, list) and len(value) == 2 else [0, 0]
+    if not all(type(size) is int and 0 < size <= _ALL for size in sizes):
+        fields.refuse(key, "not two sizes of a block")
+    return sizes[0], sizes[1]
+
+
+def _coded(module: Module, scheme: Scheme, codes: Bytes, zeros: Bytes | None) -> Coded:
+    outputs, inputs = codes.shape
+    shape = scheme.scale_shape(outputs, inputs)
+    scales = module.scales("weight_scale", shape)
+    if 1 < shape[0] < outputs:
+        rows = np.arange(outputs) // scheme.size[0]
+        scales = Scales(scales.kind, scales.raw[rows])
+        zeros = None if zeros is None else zeros[rows]
+    groups = np.arange(inputs) // scheme.size[1]
+    if module.has("weight_g_idx"):
+        stored = module.array("weight_g_idx", ("I32",), 1)
+        if stored.size != inputs or stored.max() >= shape[1]:
+            raise module.fault(
+                "weight_g_idx", f"does not name one of {shape[1]} groups for each input"
+            )
+        if stored.min() >= 0:  # -1: it was never set
+            groups = stored
+    return Coded(codes, scheme.bits, scales, zeros, groups)
+
+
+def _zero_points(module: Module, scheme: Scheme, shape: tuple[int, ...]) -> Bytes:
+    """Return zero points, uint8 (rows, groups): packed along the rows, or one in a byte."""
+    part, (rows, columns) = "weight_zero_point", scheme.scale_shape(*shape)
+    if module.dtype(part) == "I32":
+        words = module.array(part, ("I32",))
+        dense, padded = num_words(rows, scheme.bits), -(-rows // (32 // scheme.bits))
+        if words.shape not in {(dense, columns), (padded, columns)}:
+            raise module.wrong_shape(part, (dense, columns))
+        unpack = unpack_words if words.shape[0] == dense else unpack_padded_words
+        return unpack(words.T, scheme.bits, rows).T
+    dimensions = len(module.shape(part))
+    points = _unsigned(module.array(part, ("I8",), dimensions), scheme.bits)
+    if points.size != rows * columns:
+        raise module.wrong_shape(part, (rows, columns))
+    return points.reshape(rows, columns)
+
+
+def _unsigned(values: NDArray[Any], bits: int) -> Bytes:
+    """Return int8 with half of the range of the codes added."""
+    return values.view(np.uint8) + np.uint8(1 << (bits - 1))

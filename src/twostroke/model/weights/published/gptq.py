@@ -1,0 +1,159 @@
+"""GPTQ folders, as AutoGPTQ and GPTQModel write them, and AutoRound's in the same layout.
+
+A module has `qweight` int32 (words of inputs, outputs) with the codes of 32 / bits inputs in a
+word, `qzeros` int32 (groups, words of outputs), `scales` (groups, outputs) and `g_idx` int32
+(inputs): the group of each input. A value is `scale * (code - zero)`. The first version of the
+layout stores each zero point less one, `gptq_v2` as it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.core.frozen import Frozen
+from twostroke.model.weights.published.awq import AwqLayout, awq_layout
+from twostroke.model.weights.published.groups import Coded
+from twostroke.model.weights.published.words import num_words, unpack_words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    from twostroke.model.families.fields import Fields
+    from twostroke.model.quant import Bytes
+    from twostroke.model.weights.published.module import Module
+
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+
+_BITS = range(2, 9)
+_ONES = {2: 0x5555_5555, 4: 0x1111_1111, 8: 0x0101_0101}  # one in each code of a word
+# AutoRound's words for the layouts of others; None: that of AWQ.
+_PACKING_VERSIONS = {
+    "auto": 1,
+    "auto_round:gptq": 1,
+    "auto_round:auto_gptq": 1,
+    "auto_round": 2,
+    "auto_round:gptqmodel": 2,
+    "auto_round:awq": None,
+    "auto_round:auto_awq": None,
+}
+
+
+class GptqLayout(Frozen):
+    """The bits and group sizes that the configuration names, the usual ones first."""
+
+    bits: tuple[int, ...]
+    group_sizes: tuple[int, ...]
+    version: int
+
+    parts = PARTS
+
+    def read(self, module: Module) -> Coded:
+        """Return the codes of a module; ModelFormatError if its tensors contradict each other."""
+        words = module.array("qweight", ("I32",))
+        shape = module.shape("scales")
+        if len(shape) != 2:
+            raise module.fault("scales", f"has the shape {[*shape]}, not 2 dimensions")
+        num_groups, outputs = shape
+        bits = self._bits(module, words.shape[0], outputs)
+        inputs = words.shape[0] * 32 // bits
+        if words.shape[1] != outputs:
+            raise module.wrong_shape("qweight", (words.shape[0], outputs))
+        packed = module.array("qzeros", ("I32",))
+        if packed.shape != (num_groups, num_words(outputs, bits)):
+            raise module.wrong_shape("qzeros", (num_groups, num_words(outputs, bits)))
+        return Coded(
+            codes=unpack_words(words.T, bits, inputs),
+            bits=bits,
+            scales=module.scales("scales", (num_groups, outputs)).transposed(),
+            zeros=self._zeros(packed, bits, outputs).T,
+            group_of=self._group_of(module, inputs, num_groups),
+        )
+
+    def _bits(self, module: Module, num_rows: int, outputs: int) -> int:
+        """Return the bits of a code: those named for which inputs and zero points fit."""
+        packed = module.array("qzeros", ("I32",))
+        inputs = module.array("g_idx", ("I32",), 1).size if module.has("g_idx") else None
+        for bits in self.bits:
+            fits = num_rows * 32 % bits == 0 and inputs in {None, num_rows * 32 // bits}
+            if fits and packed.shape[1] == num_words(outputs, bits):
+                return bits
+        named = " or ".join(map(str, self.bits))
+        raise module.fault(
+            "qweight", f"has not the shape of the {named} bits in its quantization_config"
+        )
+
+    def _zeros(self, packed: NDArray[Any], bits: int, outputs: int) -> Bytes:
+        if self.version == 2:
+            return unpack_words(packed, bits, outputs)
+        if bits in _ONES:
+            # Writers take one from whole words, so that codes lend to each other.
+            raised = packed.view(np.uint32) + np.uint32(_ONES[bits])
+            return unpack_words(raised.view(np.int32), bits, outputs)
+        return unpack_words(packed, bits, outputs) + np.uint8(1) & np.uint8((1 << bits) - 1)
+
+    def _group_of(self, module: Module, inputs: int, num_groups: int) -> NDArray[Any]:
+        sizes = [size for size in self.group_sizes if -(-inputs // size) == num_groups]
+        if not sizes:
+            wanted = -(-inputs // self.group_sizes[0])
+            raise module.wrong_shape("scales", (wanted, module.shape("scales")[1]))
+        if not module.has("g_idx"):
+            return np.arange(inputs) // sizes[0]
+        groups = module.array("g_idx", ("I32",), 1)
+        if not 0 <= groups.min() <= groups.max() < num_groups:
+            raise module.fault("g_idx", f"names a group that is not one of 0 to {num_groups - 1}")
+        return groups
+
+
+def gptq_layout(config: Fields) -> GptqLayout:
+    """Read the configuration of GPTQ; ModelFormatError for what is not supported."""
+    version = config.text("checkpoint_format", default="gptq")
+    if version not in {"gptq", "gptq_v2"}:
+        config.refuse("checkpoint_format", "which is not supported; supported: gptq, gptq_v2")
+    return _layout(config, 2 if version == "gptq_v2" else 1, "dynamic")
+
+
+def auto_round_layout(config: Fields) -> GptqLayout | AwqLayout:
+    """Read the configuration of AutoRound, whose folders have the layouts of GPTQ or AWQ."""
+    key = "packing_format"
+    packing = config.text(key, default="auto")
+    if packing not in _PACKING_VERSIONS:
+        config.refuse(key, f"which is not supported; supported: {', '.join(_PACKING_VERSIONS)}")
+    version = _PACKING_VERSIONS[packing]
+    return _layout(config, version, "extra_config") if version else awq_layout(config)
+
+
+def _layout(config: Fields, version: int, key: str) -> GptqLayout:
+    named = [*_sizes(config, key)]
+    bits = tuple(dict.fromkeys(bits for bits, _ in named))
+    return GptqLayout(bits, tuple(dict.fromkeys(size for _, size in named)), version)
+
+
+def _sizes(config: Fields, key: str) -> Iterator[tuple[int, int]]:
+    """Yield bits and group size of the model, then those of the modules that differ."""
+    bits, size = _bits(config, None), _group_size(config, None)
+    yield bits, size
+    others = config.part(key)
+    for name in [] if others is None else others.values:
+        part = others and others.part(name)
+        if part is not None:
+            changed = _bits(part, bits)
+            if changed <= 8:  # 16 bits: such a module is not quantized
+                yield changed, _group_size(part, size)
+
+
+def _bits(config: Fields, default: int | None) -> int:
+    bits = config.integer("bits", 16, default=default) if default else config.integer("bits", 16)
+    if bits not in {*_BITS, 16}:
+        config.refuse("bits", "which is not supported; supported: 2 to 8")
+    return bits
+
+
+def _group_size(config: Fields, default: int | None) -> int:
+    """Return the inputs of a group; -1 in the file means all."""
+    size = config.integer("group_size", 1 << 20, low=-1, default=default or 128)
+    return size if size > 0 else 1 << 20

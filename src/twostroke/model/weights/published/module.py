@@ -1,0 +1,116 @@
+"""A quantized module of a published folder: the tensors under one name that make one matrix."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.core.errors import ModelFormatError
+from twostroke.core.frozen import Frozen
+from twostroke.model.weights.published.groups import Scales
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from collections.abc import Set as AbstractSet
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    from twostroke.model.quant import QuantTensor
+    from twostroke.model.weights.tensors import StoredArray
+
+_SCALES = {"F16": ("f16", np.uint16), "BF16": ("bf16", np.uint16), "F32": ("f32", np.uint32)}
+_MAX_SHOWN = 120  # characters of a tensor's name in an error
+
+
+class Module(Frozen):
+    """The tensors of a module by their last name, such as `qweight` and `scales`."""
+
+    file: str
+    name: str
+    tensors: Mapping[str, QuantTensor]
+    arrays: Mapping[str, StoredArray]
+
+    @property
+    def parts(self) -> AbstractSet[str]:
+        """The last names of its tensors."""
+        return self.tensors.keys() | self.arrays.keys()
+
+    def dtype(self, part: str) -> str | None:
+        """Return the file's word for a tensor's type, None if there is no such tensor."""
+        if part in self.arrays:
+            return self.arrays[part].dtype
+        return self.tensors[part].format.name if part in self.tensors else None
+
+    def has(self, part: str) -> bool:
+        """Whether the module has this tensor, in any type."""
+        return self.dtype(part) is not None
+
+    def array(self, part: str, dtypes: Sequence[str], dimensions: int = 2) -> NDArray[Any]:
+        """Return a tensor of one of these types; ModelFormatError if there is none."""
+        dtype = self.dtype(part)
+        if dtype is None:
+            raise self.lacks(part)
+        if dtype not in dtypes:
+            raise self.fault(part, f"has the type {dtype}, not {' or '.join(dtypes)}")
+        values = self.arrays[part].values
+        if values.ndim != dimensions:
+            raise self.fault(part, f"has the shape {[*values.shape]}, not {dimensions} dimensions")
+        return values
+
+    def scales(self, part: str, shape: tuple[int, int]) -> Scales:
+        """Return float scales of this shape; dimensions of 1 may be left out."""
+        tensor = self._floats(part)
+        if prod(tensor.shape) != prod(shape) or tensor.shape not in _same(shape):
+            raise self.wrong_shape(part, shape)
+        kind, raw = _SCALES[tensor.format.name]
+        return Scales(kind, np.ascontiguousarray(tensor.data).view(raw).reshape(shape))
+
+    def scale(self, part: str) -> np.float32:
+        """Return the only value of a tensor of floats; ModelFormatError if it cannot be one."""
+        tensor = self._floats(part)
+        if tensor.num_values != 1:
+            raise self.wrong_shape(part, (1, 1))
+        value = np.float32(tensor.dequantize().reshape(())[()])
+        if not 0 < value < np.inf:
+            raise self.fault(part, "is not a number above zero")
+        return value
+
+    def shape(self, part: str) -> tuple[int, ...]:
+        """Return a tensor's shape; ModelFormatError if there is none."""
+        if part in self.arrays:
+            return self.arrays[part].values.shape
+        return self._floats(part).shape
+
+    def lacks(self, part: str) -> ModelFormatError:
+        """Return the error about a tensor that is not there."""
+        shown = f"{self.name}.{part}"[:_MAX_SHOWN]
+        return ModelFormatError(
+            f"{self.file!r} lacks tensor {shown!r}, which its quantization_config asks for."
+        )
+
+    def wrong_shape(self, part: str, shape: tuple[int, ...]) -> ModelFormatError:
+        """Return the error about a shape that contradicts the configuration."""
+        found = [*self.shape(part)]
+        return self.fault(
+            part, f"has the shape {found}, its quantization_config asks for {[*shape]}"
+        )
+
+    def fault(self, part: str, text: str) -> ModelFormatError:
+        """Return the error that says `text` about a tensor."""
+        shown = f"{self.name}.{part}"[:_MAX_SHOWN]
+        return ModelFormatError(f"{self.file!r} contradicts itself: tensor {shown!r} {text}.")
+
+    def _floats(self, part: str) -> QuantTensor:
+        if not self.has(part):
+            raise self.lacks(part)
+        if part not in self.tensors:
+            raise self.fault(part, f"has the type {self.dtype(part)}, not F16, BF16 or F32")
+        return self.tensors[part]
+
+
+def _same(shape: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Return the ways to write a shape: (n, 1) is also (n,), and (1, 1) one value."""
+    return [shape, (shape[0],)] if shape[1] == 1 else [shape]

@@ -1,0 +1,198 @@
+"""Reads safetensors files, single or sharded, as hostile input; writes single ones.
+
+Source: the safetensors format description (safetensors repository, README "Format"): 8 bytes of
+header length, a JSON header of name to dtype, shape and offsets, then the data without holes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from twostroke.core.errors import ModelFormatError
+from twostroke.core.files import read_small_file
+from twostroke.model.quant import FORMATS
+from twostroke.model.weights.mapping import MappedFile
+from twostroke.model.weights.tensors import (
+    StoredArray,
+    TensorEntry,
+    WeightFiles,
+    join_files,
+    map_tensors,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from twostroke.model.quant import QuantTensor
+
+    T = TypeVar("T")
+
+MAX_HEADER_BYTES = 1 << 24
+MAX_TENSORS = 1 << 16
+MAX_DIMENSIONS = 4
+_ALIGNMENT = 8  # bytes of a header that is written
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+# An index must not lead out of its folder.
+_ShardName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[^/\\\0]+\.safetensors\Z")]
+
+_DTYPES = {name: FORMATS[name] for name in ("F32", "F16", "BF16")}
+# Parts of quantized weights, as NumPy reads them.
+_ARRAYS: dict[str, type[np.generic]] = {
+    "F8_E4M3": np.uint8,
+    "F8_E8M0": np.uint8,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "I32": np.int32,
+    "I64": np.int64,
+}
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """An entry of a header; msgspec checks its types and bounds."""
+
+    dtype: Annotated[str, msgspec.Meta(max_length=16)]
+    shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[_Count, _Count]
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """The file of a sharded model that says which file has each tensor."""
+
+    weight_map: Annotated[dict[str, _ShardName], msgspec.Meta(min_length=1)]
+
+
+def read_safetensors(path: Path) -> WeightFiles:
+    """Map one file and read its header.
+
+    Raises:
+        ModelNotFoundError: there is no such file.
+        ModelFormatError: it is not a whole and sound safetensors file.
+    """
+    mapping = MappedFile(path)
+    header, start = _read_header(mapping)
+    _check_cover(mapping, header, mapping.size - start)
+    entries = []
+    for name, listed in header.items():
+        begin, end = listed.data_offsets
+        shape = listed.shape or (1,)  # a single value
+        entry = TensorEntry(name, listed.dtype, _DTYPES.get(listed.dtype), shape, start + begin)
+        if entry.num_bytes not in {None, end - begin}:
+            raise mapping.fault(
+                f"is damaged: {entry.shown} has the shape {[*entry.shape]} and {end - begin} bytes"
+            )
+        entries.append(entry)
+    files = map_tensors(mapping, entries, {})
+    arrays = {
+        entry.name: _stored_array(mapping, entry, header[entry.name])
+        for entry in entries
+        if entry.dtype in _ARRAYS
+    }
+    return replace(files, arrays=arrays)
+
+
+def read_sharded(index: Path) -> WeightFiles:
+    """Read all files that a `model.safetensors.index.json` names; errors as `read_safetensors`."""
+    weight_map = decode_json(read_small_file(index), _Index, index.name).weight_map
+    names = sorted(set(weight_map.values()))
+    files = join_files([read_safetensors(index.with_name(name)) for name in names])
+    if missing := sorted(weight_map.keys() - files.tensors.keys() - files.unsupported.keys()):
+        raise ModelFormatError(
+            f"{weight_map[missing[0]]!r} lacks tensor {missing[0][:80]!r}, which {index.name!r} "
+            "says it has."
+        )
+    return files
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, QuantTensor | StoredArray]) -> None:
+    """Write tensors in float32, float16 or bfloat16, and integers; OSError if it fails."""
+    entries: dict[str, Any] = {}
+    begin = 0
+    for name, tensor in tensors.items():
+        stored, dtype, shape = _stored(tensor)
+        end = begin + stored.nbytes
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % _ALIGNMENT)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            for tensor in tensors.values():
+                file.write(_stored(tensor)[0].tobytes())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _stored(tensor: QuantTensor | StoredArray) -> tuple[NDArray[Any], str, list[int]]:
+    """Return a tensor's values or bytes, its type, and its shape."""
+    if isinstance(tensor, StoredArray):
+        return tensor.values, tensor.dtype, list(tensor.values.shape)
+    return tensor.data, tensor.format.name, list(tensor.shape)
+
+
+def decode_json(raw: bytes | msgspec.Raw, kind: type[T], name: str) -> T:
+    """Return JSON as a value of the type `kind`; ModelFormatError about file `name` if it is not.
+
+    Types declare their bounds with `msgspec.Meta`.
+    """
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelFormatError(f"{name!r} is damaged: its JSON is wrong ({reason}).") from None
+
+
+def _stored_array(mapping: MappedFile, entry: TensorEntry, listed: _Entry) -> StoredArray:
+    """Return a view of integers, or of floats of 8 bits."""
+    begin, end = listed.data_offsets
+    dtype = np.dtype(_ARRAYS[entry.dtype])
+    if prod(entry.shape) * dtype.itemsize != end - begin:
+        raise mapping.fault(
+            f"is damaged: {entry.shown} has the shape {[*listed.shape]} and {end - begin} bytes"
+        )
+    view = mapping.view(entry.start, end - begin)
+    if entry.start % dtype.itemsize:  # a file may begin its data anywhere
+        view = view.copy()
+    return StoredArray(entry.dtype, view.view(dtype).reshape(entry.shape))
+
+
+def _read_header(mapping: MappedFile) -> tuple[dict[str, _Entry], int]:
+    """Return the entries of the header, and where the data starts."""
+    start = 8 + int.from_bytes(mapping.buffer[:8], "little")
+    if start > mapping.size and start - 8 <= MAX_HEADER_BYTES:
+        raise mapping.fault(f"is truncated: its header ends at {start}, the file at {mapping.size}")
+    if start > mapping.size:
+        reason = f"its header would end at {start}, the file ends at {mapping.size}"
+        raise mapping.not_a("safetensors", reason)
+    if start - 8 > MAX_HEADER_BYTES:
+        raise mapping.fault(f"has a header of {start - 8} bytes, the limit is {MAX_HEADER_BYTES}")
+    header = decode_json(mapping.buffer[8:start], dict[str, msgspec.Raw], mapping.name)
+    header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise mapping.fault(f"has {len(header)} tensors, the limit is {MAX_TENSORS}")
+    return {key: decode_json(raw, _Entry, mapping.name) for key, raw in header.items()}, start
+
+
+def _check_cover(mapping: MappedFile, header: Mapping[str, _Entry], num_bytes: int) -> None:
+    """Check that tensors cover the data once: a gap could hide data, an overlap share it."""
+    covered = 0
+    for begin, end in sorted(entry.data_offsets for entry in header.values()):
+        if begin != covered or end < begin:
+            raise mapping.fault(f"is damaged: its tensors overlap or leave a gap at {covered}")
+        covered = end
+    if covered != num_bytes:
+        kind = "truncated" if covered > num_bytes else "damaged"
+        raise mapping.fault(f"is {kind}: its tensors have {covered} bytes, its data {num_bytes}")

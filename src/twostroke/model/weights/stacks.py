@@ -1,0 +1,95 @@
+"""Cuts stacked weights of a file into those that a Program reads, as views."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from twostroke.model.families.fields import MAX_EXPERTS
+from twostroke.model.quant import QuantTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_LAYER_WEIGHT = re.compile(r"(blk\.\d{1,4}\.)(\w+)\.(weight|bias)")
+
+# Stacks of all experts of a layer, (experts, outputs, inputs), and the matrices of each expert.
+_EXPERTS = {
+    "ffn_gate_exps": ("ffn_gate",),
+    "ffn_up_exps": ("ffn_up",),
+    "ffn_gate_up_exps": ("ffn_gate", "ffn_up"),
+    "ffn_down_exps": ("ffn_down",),
+}
+
+
+def cut_stacks(
+    tensors: Mapping[str, QuantTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    fused: Mapping[str, tuple[str, ...]],
+) -> dict[str, QuantTensor]:
+    """Return `tensors` with every stack replaced by its parts.
+
+    `shapes` are the shapes that the Program reads, by canonical name. `fused` maps a stacked weight
+    of a layer to its parts ({"attn_qkv": ("attn_q", "attn_k", "attn_v")}); stacks of experts are
+    known by name. A tensor that does not fit stays as it is.
+    """
+    cut: dict[str, QuantTensor] = {}
+    for name, tensor in tensors.items():
+        parts = _parts(name, tensor, fused)
+        heights = [shapes[part][0] for part in parts if part in shapes]
+        if not parts or len(heights) < len(parts) or sum(heights) != _height(tensor):
+            cut[name] = tensor
+            continue
+        start = 0
+        for part, height in zip(parts, heights, strict=True):
+            cut[part] = rows_of(tensor, start, start + height)
+            start += height
+    return cut
+
+
+def uncut_stack(
+    tensors: Mapping[str, QuantTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    fused: Mapping[str, tuple[str, ...]],
+) -> tuple[str, tuple[int, ...]] | None:
+    """Return the first stack whose rows do not fit its parts, and the shape it should have.
+
+    `cut_stacks` leaves such a stack uncut. None if there is none.
+    """
+    for name, tensor in tensors.items():
+        parts = _parts(name, tensor, fused)
+        if parts and name not in shapes and all(part in shapes for part in parts):
+            height = sum(shapes[part][0] for part in parts)
+            return name, (height, *shapes[parts[0]][1:])
+    return None
+
+
+def _parts(name: str, tensor: QuantTensor, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return the names of the parts of `tensor`, from its first row to its last."""
+    weight = _LAYER_WEIGHT.fullmatch(name)
+    if weight is None:
+        return []
+    layer, stack, kind = weight.groups()
+    if stack in _EXPERTS and len(tensor.shape) == 3 and tensor.shape[0] <= MAX_EXPERTS:
+        experts = range(tensor.shape[0])
+        return [f"{layer}{part}.{expert}.{kind}" for expert in experts for part in _EXPERTS[stack]]
+    is_vector = len(tensor.shape) == 1 and tensor.format.block_size == 1
+    if stack in fused and (is_vector or len(tensor.shape) == 2):
+        return [f"{layer}{part}.{kind}" for part in fused[stack]]
+    return []
+
+
+def _height(tensor: QuantTensor) -> int:
+    """Return the number of output rows; each value of a vector counts as a row."""
+    return tensor.shape[0] if len(tensor.shape) == 1 else tensor.num_rows
+
+
+def rows_of(tensor: QuantTensor, start: int, end: int) -> QuantTensor:
+    """Return some rows of a stack or a matrix as a matrix, or values of a vector, as views."""
+    if len(tensor.shape) > 1:
+        shape = (end - start, tensor.shape[-1])
+        return replace(tensor, shape=shape, data=tensor.data[start:end])
+    size = tensor.format.block_bytes
+    return QuantTensor(tensor.format, (end - start,), tensor.data[:, start * size : end * size])

@@ -1,0 +1,173 @@
+"""The tensors of weight files: from a file's table of them to checked views."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from msgspec import field
+
+from twostroke.core.errors import ModelFormatError
+from twostroke.core.frozen import Frozen
+from twostroke.model.quant import FORMATS, QuantTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from twostroke.model.quant import Format
+    from twostroke.model.weights.mapping import MappedFile
+
+_MAX_VALUES = 1 << 63
+
+
+class TensorEntry(Frozen):
+    """An entry of a file's table: the tensor's values begin at byte `start` of the file.
+
+    `dtype` is the file's word for the number format, and `format` is None if it is not supported.
+    The shape is row-major.
+    """
+
+    name: str
+    dtype: str
+    format: Format | None
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int | None:
+        """How many bytes its values take, None if its format is not supported."""
+        if self.format is None:
+            return None
+        return self.format.block_bytes * prod(self.shape) // self.format.block_size
+
+    @property
+    def shown(self) -> str:
+        """The name as errors show it."""
+        return f"tensor {self.name[:80]!r}"
+
+
+class StoredArray(Frozen, eq=False):
+    """A tensor of integers, or of floats of 8 bits as uint8; `dtype` is the file's word."""
+
+    dtype: str
+    values: NDArray[Any]
+
+
+class WeightFiles(Frozen):
+    """The tensors of one file, or of several that belong together, under their own names.
+
+    Tensors are views into `mappings`. `unsupported` names the type of each tensor whose format is
+    not supported; those of safetensors that are parts of quantized weights are also in `arrays`.
+    `metadata` is that of a GGUF file, and empty for safetensors.
+    """
+
+    mappings: tuple[MappedFile, ...]
+    tensors: Mapping[str, QuantTensor]
+    unsupported: Mapping[str, str]
+    metadata: Mapping[str, Any]
+    arrays: Mapping[str, StoredArray] = field(default_factory=dict)
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors the files have, readable or not."""
+        return len(self.tensors) + len(self.unsupported)
+
+
+def map_tensors(
+    mapping: MappedFile, entries: Sequence[TensorEntry], metadata: Mapping[str, Any]
+) -> WeightFiles:
+    """Return the tensors of a file.
+
+    Raises ModelFormatError if one is not whole blocks, leads out of the file or overlaps another.
+    """
+    tensors: dict[str, QuantTensor] = {}
+    spans = []
+    for entry in entries:
+        num_bytes = entry.num_bytes
+        if entry.format is None or num_bytes is None:
+            continue
+        if not entry.shape or not 0 < prod(entry.shape) < _MAX_VALUES:
+            raise mapping.fault(f"is damaged: {entry.shown} has the shape {list(entry.shape)}")
+        if entry.shape[-1] % entry.format.block_size:
+            raise mapping.fault(
+                f"is damaged: {entry.shown} has rows of {entry.shape[-1]} values, "
+                f"not a multiple of {entry.format.name}'s {entry.format.block_size}"
+            )
+        if num_bytes > mapping.size - entry.start:
+            raise mapping.fault(
+                f"is truncated: {entry.shown} needs {num_bytes} bytes at offset {entry.start}, "
+                f"the file has {mapping.size}"
+            )
+        data = mapping.view(entry.start, num_bytes).reshape(prod(entry.shape[:-1]), -1)
+        tensors[entry.name] = QuantTensor(entry.format, entry.shape, data)
+        spans.append((entry.start, entry.start + num_bytes, entry.shown))
+    for (_, end, before), (start, _, after) in pairwise(sorted(spans)):
+        if start < end:
+            raise mapping.fault(f"is damaged: {before} and {after} overlap")
+    unsupported = {entry.name: entry.dtype for entry in entries if entry.format is None}
+    return WeightFiles((mapping,), tensors, unsupported, metadata)
+
+
+def join_files(parts: Sequence[WeightFiles]) -> WeightFiles:
+    """Return all tensors of files that belong together, with the metadata of the first.
+
+    Raises ModelFormatError if two files have the same tensor.
+    """
+    tensors: dict[str, QuantTensor] = {}
+    unsupported: dict[str, str] = {}
+    arrays: dict[str, StoredArray] = {}
+    for part in parts:
+        for name in (*part.tensors, *part.unsupported):
+            if name in tensors or name in unsupported:
+                raise part.mappings[0].fault(
+                    f"is damaged: tensor {name[:80]!r} is in another file, too"
+                )
+        tensors |= part.tensors
+        unsupported |= part.unsupported
+        arrays |= part.arrays
+    mappings = tuple(mapping for part in parts for mapping in part.mappings)
+    return WeightFiles(mappings, tensors, unsupported, parts[0].metadata, arrays)
+
+
+def check_shapes(
+    file: str,
+    tensors: Mapping[str, QuantTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    reader: str,
+    quote: Callable[[str], str] = repr,
+) -> None:
+    """Raise ModelFormatError unless `tensors` are exactly those that `reader` reads.
+
+    An unknown one is refused because answers without it would be wrong. `quote` is how errors call
+    a tensor.
+    """
+    unknown = sorted(tensors.keys() - shapes.keys())
+    for name, shape in shapes.items():
+        if name not in tensors:
+            others = f"; it has {quote(unknown[0])}, which is not one of them" if unknown else ""
+            raise ModelFormatError(
+                f"{file!r} lacks tensor {quote(name)} with shape {shape}, which {reader} "
+                f"reads{others}."
+            )
+        if tensors[name].shape != shape:
+            raise ModelFormatError(
+                f"{file!r} has tensor {quote(name)} with shape {tensors[name].shape}; {reader} "
+                f"reads {shape}."
+            )
+    if unknown:
+        raise ModelFormatError(
+            f"{file!r} has tensor {quote(unknown[0])}, which is not one that {reader} "
+            "reads: answers without it would be wrong."
+        )
+
+
+def refuse_unsupported(file: str, unsupported: Mapping[str, str]) -> None:
+    """Raise ModelFormatError if a tensor has a number format that is not supported."""
+    for name, dtype in unsupported.items():
+        raise ModelFormatError(
+            f"{file!r} has tensor {name[:80]!r} of type {dtype}, which is not supported yet; "
+            f"supported: {', '.join(FORMATS)}."
+        )

@@ -1,5 +1,0 @@
-"""The HTTP face: OpenAI's and Anthropic's protocols, streaming, health, metrics.
-
-`run_server` is what the command line uses, `create_app` an ASGI application for other servers.
-They are imported from `twostroke.serve.run` and `twostroke.serve.layers`.
-"""

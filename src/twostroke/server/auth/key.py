@@ -1,0 +1,138 @@
+"""API keys as records hold them: made, listed, changed and revoked; none is ever deleted."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec.structs import replace
+
+from twostroke.core.errors import UsageError, nearest
+from twostroke.server.http.api_key import FORM, MAX_LENGTH, WORD, Key
+from twostroke.server.storage import DamagedRowError, Mark
+from twostroke.server.storage.row_digests import is_intact_in_sql, row_digest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from sqlite3 import Connection
+
+_INSERT: Final = """
+    INSERT INTO keys (id, name, is_revoked, change, body, row_digest)
+    VALUES (?, ?, 0, (SELECT coalesce(max(change), 0) + 1 FROM keys), ?, ?)
+"""
+_INTACT: Final = is_intact_in_sql("keys")
+_UPDATE: Final = """
+    UPDATE keys SET is_revoked = ?, body = ?, row_digest = ?,
+        change = (SELECT max(change) + 1 FROM keys)
+    WHERE id = ?
+"""
+_logger = logging.getLogger("twostroke.serve")
+_decoder: Final = msgspec.json.Decoder(Key)  # made before threads use it
+
+
+def digest(key: bytes) -> str:
+    """Return what is kept of a key."""
+    return hashlib.sha256(key).hexdigest()
+
+
+def add(db: Connection, name: str, tenant: str, **facts: Any) -> tuple[Key, str]:
+    """Keep a new key, and return it with its text, which nobody can find out later.
+
+    Raises:
+        UsageError: a key of this name is there, or a word has another form.
+    """
+    for word in (name, tenant):
+        if not WORD.fullmatch(word):
+            raise UsageError(f"The name of a key or a tenant is {FORM}.")
+    if db.execute("SELECT 1 FROM keys WHERE name = ? AND NOT is_revoked", (name,)).fetchone():
+        raise UsageError(f"There is a key '{name}': choose another name, or revoke that one first.")
+    id_ = secrets.token_hex(4)
+    while db.execute("SELECT 1 FROM keys WHERE id = ?", (id_,)).fetchone():
+        id_ = secrets.token_hex(4)
+    text = f"ts-{id_}-{secrets.token_hex(32)}"
+    now_s = time.time()
+    key = Key(
+        id=id_, name=name, tenant=tenant, digest=digest(text.encode()), created_at=now_s, **facts
+    )
+    body = msgspec.json.encode(key)
+    db.execute(_INSERT, (id_, name, body, row_digest((id_, name, body))))
+    return key, text
+
+
+def had_keys(folder: Path) -> Mark:
+    """Return the mark of a records folder that has had keys, which a lost database cannot take."""
+    return Mark(folder, "has-keys")
+
+
+def find(db: Connection, word: str) -> Key:
+    """Return the key with this id or name; of several, the key that is not revoked.
+
+    Raises:
+        UsageError: there is none.
+        DamagedRowError: its record is damaged.
+    """
+    query = (
+        f"SELECT id, body, {_INTACT} FROM keys WHERE id = ? OR name = ? "  # noqa: S608 constants
+        "ORDER BY id != ?, is_revoked, rowid DESC"
+    )
+    found = db.execute(query, (word, word, word)).fetchone()
+    if found is not None:
+        return _decode(*found)
+    known = [one for pair in db.execute("SELECT id, name FROM keys") for one in pair]
+    raise UsageError(f"There is no key '{word[:MAX_LENGTH]}'.{nearest(word, known)}")
+
+
+def change(db: Connection, key: Key, **facts: Any) -> Key:
+    """Keep new facts of a key, and return it.
+
+    Raises:
+        UsageError: it is revoked.
+    """
+    if key.revoked_at is not None:
+        raise UsageError(f"The key {key.id} is revoked, which is for good: add another.")
+    key = replace(key, **facts)
+    body = msgspec.json.encode(key)
+    digest_of_row = row_digest((key.id, key.name, body))
+    db.execute(_UPDATE, (key.revoked_at is not None, body, digest_of_row, key.id))
+    return key
+
+
+def newest_change(db: Connection) -> int:
+    """Return a number that grows with each change; 0 without keys."""
+    [number] = db.execute("SELECT coalesce(max(change), 0) FROM keys").fetchone()
+    return int(number)
+
+
+def all_keys(db: Connection) -> list[tuple[Key, int | None]]:
+    """Return all keys, the oldest first, each with the minute of its last use as Unix time.
+
+    A key whose record is damaged is left out: the log names it, and it is refused.
+    """
+    keys = []
+    for *record, last_used in db.execute(
+        f"SELECT id, body, {_INTACT}, last_used FROM keys ORDER BY rowid"  # noqa: S608 constants
+    ):
+        try:
+            keys.append((_decode(*record), last_used))
+        except DamagedRowError as error:
+            _logger.error("%s", error)  # noqa: TRY400 the sentence is enough
+    return keys
+
+
+def note_use(db: Connection, id_: str, minute: int) -> None:
+    """Keep the minute of a key's last use."""
+    db.execute("UPDATE keys SET last_used = ? WHERE id = ?", (minute, id_))
+
+
+def _decode(id_: str, body: bytes, is_intact: int) -> Key:
+    try:
+        if not is_intact:
+            raise msgspec.DecodeError("its digest is another")
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, TypeError, UsageError):
+        reason = "is damaged, and the key is refused: restore a backup, or add another key."
+        raise DamagedRowError(f"The record of key {id_} {reason}") from None

@@ -1,0 +1,232 @@
+"""The lines of a batch's input: read one at a time, and checked all before any is run."""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from twostroke.core.files import open_regular_file
+from twostroke.core.frozen import Frozen
+from twostroke.server.batch.batch import LineError
+from twostroke.server.body.decode import not_json
+from twostroke.server.http.errors import one_line
+from twostroke.server.http.nesting import MAX_CONTAINERS, nesting_of
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator
+    from pathlib import Path
+
+    from twostroke.server.http.limits import Limits
+
+_MAX_ID_LENGTH: Final = 512
+_MAX_ERRORS: Final = 100  # that a batch lists
+_MOST_LINES: Final = 64  # that are read at a time
+_MOST_BYTES: Final = 1 << 20
+
+
+class Place(Frozen):
+    """A position in an input file.
+
+    Before it there are `number` lines, `num_requests` lines that are not blank, and `num_bytes`.
+    """
+
+    number: int = 0
+    num_bytes: int = 0
+    num_requests: int = 0
+
+
+class Line(Frozen):
+    """A request of a batch. `number` counts all lines of the file from 1."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: bytes
+
+
+class _Fields(msgspec.Struct):
+    custom_id: Any = None
+    method: Any = None
+    url: Any = None
+    body: msgspec.Raw = msgspec.Raw()
+
+
+class _Body(msgspec.Struct):
+    stream: Any = None
+
+
+# Made before threads use them.
+_fields: Final = msgspec.json.Decoder(_Fields)
+_body: Final = msgspec.json.Decoder(_Body)
+
+
+class WrongLineError(Exception):
+    """A line is wrong; its argument is a `LineError`."""
+
+
+class InputChangedError(Exception):
+    """The input of a batch has changed since it was checked."""
+
+
+def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the number and the text of each line that is not blank.
+
+    A line is cut after `max_bytes`, so that it does not fill the memory. Raises OSError.
+    """
+    for place, text in _read(path, max_bytes, Place()):
+        yield place.number, text
+
+
+def next_lines(
+    path: Path,
+    start: Place,
+    done: Container[int],
+    limits: Limits,
+    digests: array[int] | None = None,
+) -> tuple[list[Line], Place | None]:
+    """Return the next lines of a checked file whose numbers are not in `done`, some at a time.
+
+    Also returns the position of the next lines; None at the end. With `digests` of the lines that
+    were checked, lines that were appended later are left out.
+
+    Raises:
+        InputChangedError: a line differs from its digest, or is missing.
+        WrongLineError: a line is wrong.
+        OSError: the file cannot be read.
+    """
+    lines: list[Line] = []
+    num_bytes, num_requests = 0, start.num_requests
+    for end, text in _read(path, limits.max_body_bytes, start):
+        num_requests = end.num_requests
+        if digests is not None and num_requests > len(digests):
+            return lines, None
+        if end.number in done:
+            continue
+        if digests is not None and _line_digest(text) != digests[num_requests - 1]:
+            raise InputChangedError
+        lines.append(parse(end.number, text, limits))
+        num_bytes += len(text)
+        if num_bytes > _MOST_BYTES or len(lines) == _MOST_LINES:
+            return lines, end
+    if digests is not None and num_requests < len(digests):
+        raise InputChangedError
+    return lines, None
+
+
+def line_digests(path: Path, max_bytes: int, num_requests: int) -> array[int]:
+    """Return the digests of the first `num_requests` lines that are not blank; raises OSError."""
+    digests = array("Q")
+    if num_requests:
+        for _, text in read_lines(path, max_bytes):
+            digests.append(_line_digest(text))
+            if len(digests) == num_requests:
+                break
+    return digests
+
+
+def whole_digest(digests: array[int]) -> str:
+    """Return one digest for all lines, from the digests of the lines."""
+    return blake2b(digests.tobytes(), digest_size=16).hexdigest()
+
+
+def _line_digest(text: bytes) -> int:
+    return int.from_bytes(blake2b(text.strip(), digest_size=8).digest())
+
+
+def _read(path: Path, max_bytes: int, start: Place) -> Iterator[tuple[Place, bytes]]:
+    """Yield each line that is not blank, and where it ends."""
+    with open_regular_file(path) as file:
+        file.seek(start.num_bytes)
+        number, num_requests, is_rest = start.number, start.num_requests, False
+        while text := file.readline(max_bytes + 2):
+            number += not is_rest
+            if not is_rest and text.strip():
+                num_requests += 1
+                yield Place(number, file.tell(), num_requests), text
+            is_rest = not text.endswith(b"\n")
+
+
+def parse(number: int, text: bytes, limits: Limits) -> Line:
+    """Return a line; raises WrongLineError."""
+
+    def wrong(code: str, message: str, param: str | None = None) -> WrongLineError:
+        return WrongLineError(LineError(code, message, number, param))
+
+    if len(text.rstrip(b"\r\n")) > limits.max_body_bytes:
+        raise wrong("line_too_large", f"The line is larger than {limits.max_body_bytes} bytes.")
+    nesting = nesting_of(text, limits.max_json_depth)
+    if nesting.depth > limits.max_json_depth:
+        raise wrong("invalid_json_line", "The line is nested too deeply.")
+    if nesting.num_containers > MAX_CONTAINERS:
+        message = f"The line has more than {MAX_CONTAINERS:,} lists and objects."
+        raise wrong("invalid_json_line", message)
+    try:
+        fields = _fields.decode(text.removeprefix(b"\xef\xbb\xbf"))
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        is_json = isinstance(error, msgspec.ValidationError)  # but no object
+        message = (
+            "The line is not a JSON object." if is_json else str(not_json(error, text, "line"))
+        )
+        raise wrong("invalid_json_line", message) from None
+    id_, raw = fields.custom_id, bytes(fields.body)
+    if not isinstance(id_, str) or not 0 < len(id_) <= _MAX_ID_LENGTH:
+        code = "missing_required_parameter" if id_ is None else "invalid_value"
+        message = f"'custom_id' must be a text of 1 to {_MAX_ID_LENGTH} characters."
+        raise wrong(code, message, "custom_id")
+    if fields.method != "POST":
+        raise wrong("invalid_method", "'method' must be 'POST'.", "method")
+    if not isinstance(fields.url, str):
+        raise wrong("invalid_url", "'url' must be a path such as '/v1/chat/completions'.", "url")
+    if not raw:
+        raise wrong("missing_required_parameter", "'body' is missing.", "body")
+    try:
+        body = _body.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise wrong("invalid_value", "'body' is not a JSON object.", "body") from None
+    if body.stream:
+        raise wrong("invalid_value", "'stream' is not possible in a batch.", "body.stream")
+    return Line(number, id_, fields.url, raw)
+
+
+def check(path: Path, endpoint: str | None, limits: Limits) -> tuple[int, list[LineError], int]:
+    """Return the number of lines, the first errors, and the number of all errors.
+
+    `endpoint` is the path that all lines must have; None for that of the first line.
+    """
+    first_lines: dict[str, int] = {}  # by custom_id
+    errors: list[LineError] = []
+    num_lines = num_errors = 0
+    for number, text in read_lines(path, limits.max_body_bytes):
+        num_lines += 1
+        if num_lines > limits.max_batch_lines:
+            message = f"The file has more than {limits.max_batch_lines} lines."
+            return num_lines, [LineError("too_many_tasks", message), *errors], num_errors + 1
+        try:
+            line = parse(number, text, limits)
+        except WrongLineError as wrong:
+            error: LineError | None = wrong.args[0]
+        else:
+            endpoint = endpoint or line.url
+            first = first_lines.setdefault(line.custom_id, number)
+            error = _misfit(line, endpoint, first)
+        if error is not None:
+            num_errors += 1
+            errors += [error] if len(errors) < _MAX_ERRORS else []
+    if not num_lines:
+        return 0, [LineError("empty_file", "The file has no lines.")], 1
+    return num_lines, errors, num_errors
+
+
+def _misfit(line: Line, endpoint: str, first: int) -> LineError | None:
+    """Return why a line does not go with those before it; `first` is that with its custom_id."""
+    if line.url != endpoint:
+        message = f"'url' must be '{endpoint}', as in the whole batch."
+        return LineError("mismatched_url", message, line.number, "url")
+    if first != line.number:
+        shown = one_line(line.custom_id[:40])
+        message = f"The custom_id '{shown}' is in line {first}, too."
+        return LineError("duplicate_custom_id", message, line.number, "custom_id")
+    return None

@@ -1,0 +1,344 @@
+"""Anthropic's message batches: /v1/messages/batches, and the form of their results."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.routing import Route
+
+from twostroke.core.errors import RequestError
+from twostroke.core.json_lines import encode_json
+from twostroke.server.batch import batch as kept
+from twostroke.server.batch import files
+from twostroke.server.batch.batch import Batch
+from twostroke.server.batch.files import page_size
+from twostroke.server.batch.lines import WrongLineError, parse
+from twostroke.server.batch.openai import find
+from twostroke.server.batch.results import Form
+from twostroke.server.body.decode import not_json
+from twostroke.server.body.explain import explain
+from twostroke.server.http.errors import BodySyntaxError
+from twostroke.server.http.json_responses import to_json
+from twostroke.server.http.limits import Spool, receive_json
+from twostroke.server.http.request_context import served_of
+from twostroke.server.protocols.common.listing import query_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from mmap import mmap
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from twostroke.server.batch.pace import Pace
+    from twostroke.server.batch.runner import Runner
+    from twostroke.server.http.internal_requests import Answer
+    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.request_context import ServedRequest
+    from twostroke.server.storage import Records, Temporary
+
+ENDPOINT: Final = "/v1/messages"
+PATH: Final = f"{ENDPOINT}/batches"
+ONE: Final = f"{PATH}/{{batch_id}}"
+PROTOCOL: Final = "anthropic"
+MAX_LISTED: Final = 1000
+LISTED: Final = 20
+_WINDOW: Final = "24h"
+_WINDOW_S: Final = 86_400
+
+
+class BatchedMessage(msgspec.Struct, frozen=True):
+    """A request of a batch."""
+
+    custom_id: Annotated[str, Meta(description="Names the request among its batch's.")]
+    params: Annotated[
+        msgspec.Raw,
+        Meta(
+            description=f"A body for `{ENDPOINT}`, without `stream`.",
+            extra_json_schema={"type": "object"},
+        ),
+    ]
+
+
+class MessageBatchRequest(msgspec.Struct, frozen=True):
+    """Requests to run."""
+
+    requests: Annotated[list[BatchedMessage], Meta(min_length=1)]
+
+
+class MessageCounts(msgspec.Struct, frozen=True):
+    """How many requests have ended, and how; their sum is that of all."""
+
+    processing: int = 0
+    succeeded: int = 0
+    errored: int = 0
+    canceled: int = 0
+    expired: int = 0
+
+
+class MessageBatch(msgspec.Struct, kw_only=True, frozen=True):
+    """A batch. Times are in RFC 3339's form; `seconds_left` is Twostroke's own."""
+
+    id: str
+    type: Literal["message_batch"] = "message_batch"
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: MessageCounts
+    created_at: datetime
+    expires_at: datetime
+    ended_at: datetime | None
+    cancel_initiated_at: datetime | None
+    archived_at: None = None
+    results_url: str | None
+    seconds_left: float | None
+
+
+class MessageBatchList(msgspec.Struct, frozen=True):
+    """A page of batches, the newest first."""
+
+    data: list[MessageBatch]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class DeletedMessageBatch(msgspec.Struct, kw_only=True, frozen=True):
+    """A batch was deleted."""
+
+    id: str
+    type: Literal["message_batch_deleted"] = "message_batch_deleted"
+
+
+BODIES: Final[dict[str, type[msgspec.Struct]]] = {PATH: MessageBatchRequest}
+
+
+class _Requests(msgspec.Struct):
+    """A body whose requests are not decoded: a single step that long would hold up all threads."""
+
+    requests: Annotated[list[msgspec.Raw], Meta(min_length=1)]
+
+
+T = TypeVar("T")
+_requests: Final = msgspec.json.Decoder(_Requests)
+_one: Final = msgspec.json.Decoder(BatchedMessage)
+
+
+class MessageBatches:
+    """Answers requests about message batches."""
+
+    def __init__(
+        self, records: Callable[[], tuple[Records, Runner]], rooms: files.Rooms, limits: Limits
+    ) -> None:
+        """Keep them in `records`, which raises if the server keeps none."""
+        self._records = records
+        self._rooms = rooms
+        self._limits = limits
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route(PATH, self.create, methods=["POST"], name=f"POST {PATH}"),
+            Route(PATH, self.several, methods=["GET"], name=PATH),
+            Route(ONE, self.one, methods=["GET", "DELETE"], name=ONE),
+            Route(f"{ONE}/cancel", self.cancel, methods=["POST"], name=f"{ONE}/cancel"),
+            Route(f"{ONE}/results", self.results, methods=["GET"], name=f"{ONE}/results"),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        """Keep the requests of a body, and run them."""
+        (db, runner), limits = self._records(), self._limits
+        served = served_of(request.scope)
+        async with self._rooms.take(db, request, limits.max_batch_bytes) as most:
+            with db.files.begin() as body, db.files.begin() as lines:
+                spool = Spool(body.write)
+                await receive_json(request, spool.take, most, limits.file_timeout_s)
+                await spool.end()
+                if not body.num_bytes:
+                    raise BodySyntaxError("The body is empty: send a JSON object of fields.")
+                decoding = (_write_lines, body.read(), lines, limits)
+                total = await runner.readers.run(served.tenant, *decoding)
+                id_, file_id = f"msgbatch_{secrets.token_hex(12)}", files.new_id()
+                file = files.new_file(file_id, lines.num_bytes, f"{id_}.jsonl", files.HIDDEN)
+                batch = _new(id_, served, file_id, total)
+                await files.keep(db, lines, file_id, lambda: runner.add(batch, file, lines.digest))
+        return to_json(body_of(batch, None, request))
+
+    async def several(self, request: Request) -> Response:
+        """Return a page of the tenant's batches."""
+        db, runner = self._records()
+        asked = query_of(request, ("after_id", "before_id", "limit", "beta"))
+        limit, tenant = page_size(asked, LISTED, MAX_LISTED), served_of(request.scope).tenant
+        field = "before_id" if asked.get("before_id") else "after_id"
+        page = partial(
+            kept.page,
+            tenant=tenant,
+            protocol=PROTOCOL,
+            cursor=asked.get(field) or None,
+            count=limit + 1,
+            is_older=field == "after_id",
+        )
+        found = await db.read(page)
+        if found is None:
+            raise RequestError("must be the id of a batch.", field=field)
+        shown = found[:limit] if field == "after_id" else found[-limit:]
+        data = [body_of(one, runner.pace(one), request) for one in shown]
+        ends = (data[0].id, data[-1].id) if data else (None, None)
+        return to_json(MessageBatchList(data, len(found) > limit, *ends))
+
+    async def one(self, request: Request) -> Response:
+        """Return a batch, or delete one that has ended."""
+        db, runner = self._records()
+        batch = await find(db, request, PROTOCOL)
+        if request.method != "DELETE":
+            return to_json(body_of(batch, runner.pace(batch), request))
+        if batch.is_open:
+            raise RequestError("has not ended: cancel it first.", field="batch_id")
+        await db.write(partial(kept.delete, batch=batch))
+        for id_ in filter(None, (batch.input_file, batch.output_file)):
+            await asyncio.to_thread(db.files.remove, id_)
+        return to_json(DeletedMessageBatch(id=batch.id))
+
+    async def cancel(self, request: Request) -> Response:
+        """Stop a batch."""
+        db, runner = self._records()
+        batch = await runner.cancel(await find(db, request, PROTOCOL))
+        if batch.status not in {"cancelling", "cancelled"}:
+            raise RequestError("cannot be cancelled any more.", field="batch_id")
+        return to_json(body_of(batch, runner.pace(batch), request))
+
+    async def results(self, request: Request) -> Response:
+        """Return the results of a batch that has ended."""
+        db, _ = self._records()
+        batch = await find(db, request, PROTOCOL)
+        if batch.output_file is None and batch.errors:
+            raise RequestError(batch.errors[0].message)
+        if batch.output_file is None or batch.is_open:
+            reason = "has not ended: there are results once its processing_status is ended."
+            raise RequestError(reason, field="batch_id")
+        name = f"{batch.id}.jsonl"
+        return await files.content_of(db, batch.output_file, "application/x-jsonl", name)
+
+
+def body_of(batch: Batch, pace: Pace | None, request: Request) -> MessageBatch:
+    """Return a batch in Anthropic's form; `pace` is how far it is while its lines run."""
+    since = {name: datetime.fromtimestamp(time_s, UTC) for name, time_s in batch.since.items()}
+    status: Literal["in_progress", "canceling", "ended"] = "in_progress"
+    if batch.status == "cancelling":
+        status = "canceling"
+    url = None
+    if not batch.is_open:
+        status = "ended"
+        is_behind_tls = request.headers.get("x-forwarded-proto") == "https"
+        scheme = "https" if is_behind_tls else request.url.scheme
+        url = str(request.url.replace(scheme=scheme, path=f"{PATH}/{batch.id}/results", query=""))
+    return MessageBatch(
+        id=batch.id,
+        processing_status=status,
+        request_counts=_counts(batch, pace),
+        created_at=since["validating"],
+        expires_at=datetime.fromtimestamp(batch.expires_at, UTC),
+        ended_at=None if batch.is_open else since[batch.status],
+        cancel_initiated_at=since.get("cancelling"),
+        results_url=url,
+        seconds_left=pace.seconds_left if pace is not None else None,
+    )
+
+
+def _counts(batch: Batch, pace: Pace | None) -> MessageCounts:
+    if batch.is_open:
+        done, failed = (pace.num_done, pace.num_failed) if pace is not None else (0, 0)
+        return MessageCounts(batch.total - done, done - failed, failed)
+    return MessageCounts(
+        succeeded=batch.completed,
+        errored=batch.failed - (batch.unrun if batch.status != "failed" else 0),
+        canceled=batch.unrun if batch.status == "cancelled" else 0,
+        expired=batch.unrun if batch.status == "expired" else 0,
+    )
+
+
+def _write_lines(body: mmap, file: Temporary, limits: Limits) -> int:
+    """Write each request as a line of a batch's input, and return their number.
+
+    Raises:
+        RequestError: the body is not a list of requests, or one of them is wrong.
+        RecordsError: the disk fails.
+    """
+    asked = _decoded(_requests, body).requests
+    if len(asked) > limits.max_batch_lines:
+        raise RequestError(f"has more than {limits.max_batch_lines} items.", field="requests")
+    places: dict[str, int] = {}  # by custom_id
+    for place, raw in enumerate(asked):
+        where = f"requests[{place}]"
+        one = _decoded(_one, raw, where)
+        params = msgspec.json.format(one.params, indent=-1)
+        if not params.startswith(b"{"):
+            raise RequestError("must be an object.", field=f"{where}.params")
+        if (first := places.setdefault(one.custom_id, place)) != place:
+            reason = f"is the custom_id of requests[{first}], too."
+            raise RequestError(reason, field=f"{where}.custom_id")
+        body_of_line = msgspec.Raw(params)
+        fields = {"custom_id": one.custom_id, "method": "POST", "url": ENDPOINT}
+        line = encode_json({**fields, "body": body_of_line})
+        try:
+            parse(place + 1, line, limits)
+        except WrongLineError as wrong:
+            raise RequestError(f"In {where}: {wrong.args[0].message}", field=where) from None
+        file.write(line + b"\n")
+    return len(asked)
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], text: mmap | msgspec.Raw, where: str = "") -> T:
+    try:
+        return decoder.decode(text)
+    except msgspec.ValidationError as error:
+        raise explain(str(error), decoder.type, text, where) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise not_json(error, text) from None
+
+
+def _new(id_: str, served: ServedRequest, input_file: str, total: int) -> Batch:
+    now_s = time.time()
+    return Batch(
+        id=id_,
+        tenant=served.tenant,
+        key=served.key.id if served.key is not None else "",
+        protocol=PROTOCOL,
+        endpoint=ENDPOINT,
+        input_file=input_file,
+        window=_WINDOW,
+        expires_at=now_s + _WINDOW_S,
+        status="in_progress",
+        since={"validating": now_s, "in_progress": now_s},
+        total=total,
+    )
+
+
+def _result(custom_id: str, answer: Answer) -> bytes:
+    kind, name = ("succeeded", "message") if answer.status < 400 else ("errored", "error")
+    return _line(custom_id, {"type": kind, name: msgspec.Raw(answer.body)})
+
+
+def _unrun(custom_id: str, batch: Batch) -> bytes:
+    if batch.ends_as == "cancelled":
+        return _line(custom_id, {"type": "canceled"})
+    if batch.ends_as == "expired":
+        return _line(custom_id, {"type": "expired"})
+    kind = "request_too_large" if batch.errors == (kept.NO_ROOM,) else "api_error"
+    why = f"Not run: {batch.errors[0].message}" if batch.errors else "Not run."
+    if batch.ends_as == "completed":
+        why = "The request's result was damaged on the server's disk: send it again."
+    error = {"type": "error", "error": {"type": kind, "message": why}}
+    return _line(custom_id, {"type": "errored", "error": error})
+
+
+def _line(custom_id: str, result: dict[str, object]) -> bytes:
+    return encode_json({"custom_id": custom_id, "result": result})
+
+
+FORM: Final = Form(result=_result, unrun=_unrun, has_error_file=False, purpose=files.HIDDEN)

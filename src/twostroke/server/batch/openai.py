@@ -1,0 +1,301 @@
+"""OpenAI's batches: /v1/batches, and the form of their results."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import msgspec
+from starlette.routing import Route
+
+from twostroke.core.errors import RequestError, TwostrokeError
+from twostroke.core.json_lines import encode_json
+from twostroke.server.batch import batch as kept
+from twostroke.server.batch import files
+from twostroke.server.batch.batch import Batch, Status
+from twostroke.server.batch.files import page_size
+from twostroke.server.batch.results import Form
+from twostroke.server.batch.uploads import ExpiresAfter
+from twostroke.server.body import field
+from twostroke.server.body.decode import BodyDecoder
+from twostroke.server.body.explain import MAX_NAME_LENGTH
+from twostroke.server.body.receive import receive_fields
+from twostroke.server.http.json_responses import to_json
+from twostroke.server.http.request_context import served_of
+from twostroke.server.protocols.common.fields import Pairs
+from twostroke.server.protocols.common.listing import query_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from twostroke.server.batch.pace import Pace
+    from twostroke.server.batch.runner import Runner
+    from twostroke.server.http.fair_queue import Readers
+    from twostroke.server.http.ignored import Ignored
+    from twostroke.server.http.internal_requests import Answer
+    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.request_context import ServedRequest
+    from twostroke.server.storage import Records
+
+PATH: Final = "/v1/batches"
+ONE: Final = f"{PATH}/{{batch_id}}"
+ENDPOINTS: Final = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+)
+PROTOCOL: Final = "openai"
+ID: Final = "batch_req_"  # of results
+MAX_LISTED: Final = 100
+LISTED: Final = 20
+_WINDOW: Final = re.compile(r"([1-9]\d{0,5})([smhd])")
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_MAX_WINDOW_S: Final = 30 * 86_400
+
+
+class NoSuchBatchError(TwostrokeError):
+    """The tenant has no batch with this id."""
+
+    http_status = 404
+    code = "batch_not_found"
+
+
+class BatchRequest(field.RequestObject):
+    """A file of requests to run."""
+
+    input_file_id: Annotated[str, field.doc("The id of an uploaded file.")]
+    endpoint: Annotated[str, field.doc("The `url` of all lines.", enum=list(ENDPOINTS))]
+    completion_window: Annotated[
+        str,
+        field.doc(
+            "The time after which the rest is not run, such as `24h`, up to 30 days.",
+            pattern=r"^[1-9]\d{0,5}[smhd]$",
+        ),
+    ]
+    metadata: Annotated[Pairs | None, field.doc("Labels, returned with the batch.")] = None
+    output_expires_after: Annotated[
+        ExpiresAfter | None,
+        field.doc("When to delete the files with results, counted from their creation."),
+    ] = None
+
+
+class RequestCounts(msgspec.Struct, frozen=True):
+    """How many lines there are, and how many have ended."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class LineErrorBody(msgspec.Struct, frozen=True):
+    """What is wrong with a line of the input."""
+
+    code: str
+    message: str
+    line: int | None
+    param: str | None
+
+
+class ErrorList(msgspec.Struct, kw_only=True, frozen=True):
+    """The first errors of the input."""
+
+    object: Literal["list"] = "list"
+    data: list[LineErrorBody]
+
+
+class BatchBody(msgspec.Struct, kw_only=True, frozen=True):
+    """A batch. Times are Unix times; `seconds_left` is Twostroke's own, at the present pace."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    errors: ErrorList | None
+    input_file_id: str
+    completion_window: str
+    status: Status
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+    seconds_left: float | None
+
+
+class BatchList(msgspec.Struct, kw_only=True, frozen=True):
+    """A page of batches, the newest first."""
+
+    object: Literal["list"] = "list"
+    data: list[BatchBody]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+BODIES: Final[dict[str, type[msgspec.Struct]]] = {PATH: BatchRequest}
+
+
+def routes(
+    records: Callable[[], tuple[Records, Runner]],
+    limits: Limits,
+    note: Callable[[Iterable[Ignored], ServedRequest], None],
+    readers: Readers,
+) -> list[Route]:
+    """Return the routes of batches; `records` raises if the server keeps none.
+
+    `note` takes a request's ignored fields; `readers` read long bodies.
+    """
+    decoder = BodyDecoder(BatchRequest, limits.max_json_depth)
+
+    async def create(request: Request) -> Response:
+        _, runner = records()
+        fields, ignored = await receive_fields(request, decoder, limits, readers)
+        note(ignored, served_of(request.scope))
+        batch = _new(fields, served_of(request.scope))
+        await runner.add(batch)
+        return to_json(body_of(batch, None))
+
+    async def several(request: Request) -> Response:
+        db, runner = records()
+        asked = query_of(request, ("after", "limit"))
+        limit, tenant = page_size(asked, LISTED, MAX_LISTED), served_of(request.scope).tenant
+        after = asked.get("after") or None
+        found = await db.read(lambda db: kept.page(db, tenant, PROTOCOL, after, limit + 1))
+        if found is None:
+            raise RequestError("must be the id of a batch.", field="after")
+        data = [body_of(one, runner.pace(one)) for one in found[:limit]]
+        ends = (data[0].id, data[-1].id) if data else (None, None)
+        page = BatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(found) > limit)
+        return to_json(page)
+
+    async def one(request: Request) -> Response:
+        db, runner = records()
+        batch = await find(db, request, PROTOCOL)
+        return to_json(body_of(batch, runner.pace(batch)))
+
+    async def cancel(request: Request) -> Response:
+        db, runner = records()
+        batch = await runner.cancel(await find(db, request, PROTOCOL))
+        if batch.status not in {"cancelling", "cancelled"}:
+            raise RequestError(
+                "cannot be cancelled any more: its status is {status}.",
+                field="batch_id",
+                status=batch.status,
+            )
+        return to_json(body_of(batch, runner.pace(batch)))
+
+    return [
+        Route(PATH, create, methods=["POST"], name=f"POST {PATH}"),
+        Route(PATH, several, methods=["GET"], name=f"GET {PATH}"),
+        Route(ONE, one, methods=["GET"], name=ONE),
+        Route(f"{ONE}/cancel", cancel, methods=["POST"], name=f"{ONE}/cancel"),
+    ]
+
+
+async def find(records: Records, request: Request, protocol: str) -> Batch:
+    """Return the batch that a request names; raises NoSuchBatchError."""
+    id_, tenant = request.path_params["batch_id"], served_of(request.scope).tenant
+    found = await records.read(partial(kept.find, id_=id_, tenant=tenant, protocol=protocol))
+    if found is None:
+        raise NoSuchBatchError(f"No batch with the id '{id_[:MAX_NAME_LENGTH]}'.")
+    return found
+
+
+def body_of(batch: Batch, pace: Pace | None) -> BatchBody:
+    """Return a batch in OpenAI's form; `pace` is how far it is while its lines run."""
+    since = {status: int(time_s) for status, time_s in batch.since.items()}
+    counts = RequestCounts(batch.total, batch.completed, batch.failed)
+    if pace is not None:
+        counts = RequestCounts(batch.total, pace.num_done - pace.num_failed, pace.num_failed)
+    errors = [LineErrorBody(one.code, one.message, one.line, one.param) for one in batch.errors]
+    return BatchBody(
+        id=batch.id,
+        endpoint=batch.endpoint,
+        errors=ErrorList(data=errors) if errors else None,
+        input_file_id=batch.input_file,
+        completion_window=batch.window,
+        status=batch.status,
+        output_file_id=batch.output_file if not batch.is_open else None,
+        error_file_id=batch.error_file if not batch.is_open else None,
+        created_at=since["validating"],
+        in_progress_at=since.get("in_progress"),
+        expires_at=int(batch.expires_at),
+        finalizing_at=since.get("finalizing"),
+        completed_at=since.get("completed"),
+        failed_at=since.get("failed"),
+        expired_at=since.get("expired"),
+        cancelling_at=since.get("cancelling"),
+        cancelled_at=since.get("cancelled"),
+        request_counts=counts,
+        metadata=batch.metadata,
+        seconds_left=pace.seconds_left if pace is not None else None,
+    )
+
+
+def _new(asked: BatchRequest, served: ServedRequest) -> Batch:
+    """Return a new batch; raises RequestError."""
+    if asked.endpoint not in ENDPOINTS:
+        raise RequestError(f"must be one of {', '.join(ENDPOINTS)}.", field="endpoint")
+    window = _WINDOW.fullmatch(asked.completion_window)
+    window_s = int(window[1]) * _SECONDS[window[2]] if window is not None else 0
+    if not 0 < window_s <= _MAX_WINDOW_S:
+        reason = "must be a time such as 24h, up to 30d."
+        raise RequestError(reason, field="completion_window")
+    now_s, expiry = time.time(), asked.output_expires_after
+    return Batch(
+        id=f"batch_{secrets.token_hex(12)}",
+        tenant=served.tenant,
+        key=served.key.id if served.key is not None else "",
+        protocol=PROTOCOL,
+        endpoint=asked.endpoint,
+        input_file=asked.input_file_id,
+        window=asked.completion_window,
+        expires_at=now_s + window_s,
+        metadata=asked.metadata,
+        output_expires_after_s=expiry.seconds if expiry is not None else None,
+        since={"validating": now_s},
+    )
+
+
+def result(custom_id: str, answer: Answer, id_: str | None = None) -> bytes:
+    """Return the line of a result; without `id_`, its id is random."""
+    body = msgspec.Raw(answer.body)
+    response = {
+        "status_code": answer.status,
+        "request_id": answer.headers["x-request-id"],
+        "body": body,
+    }
+    return _line(custom_id, response=response, id_=id_)
+
+
+def _unrun(custom_id: str, batch: Batch) -> bytes:
+    message = {
+        "expired": "This request could not be executed before the completion window expired.",
+        "cancelled": "This batch was cancelled before the request was executed.",
+        "completed": "The request's result was damaged on the server's disk: send it again.",
+    }.get(batch.ends_as or "", "This batch failed before the request was executed: see its errors.")
+    return _line(custom_id, error={"code": f"batch_{batch.ends_as}", "message": message})
+
+
+def _line(
+    custom_id: str, response: object = None, error: object = None, id_: str | None = None
+) -> bytes:
+    id_ = id_ or f"{ID}{secrets.token_hex(12)}"
+    return encode_json({"id": id_, "custom_id": custom_id, "response": response, "error": error})
+
+
+FORM: Final = Form(result=result, unrun=_unrun, has_error_file=True, purpose=files.OUTPUT)

@@ -1,0 +1,151 @@
+"""What a server keeps: its records, the runner of its batches, and their routes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from twostroke.server.batch import files, messages, openai, uploads
+from twostroke.server.batch.file_routes import FileRoutes
+from twostroke.server.batch.runner import Runner
+from twostroke.server.batch.uploads import Uploads
+from twostroke.server.body.attached_files import AttachedFile
+from twostroke.server.body.explain import MAX_NAME_LENGTH
+from twostroke.server.http.errors import BodySizeError, UnknownPathError
+from twostroke.server.storage import RecordsError
+from twostroke.server.storage.folder import new_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from sqlite3 import Connection
+
+    from starlette.routing import Route
+    from starlette.types import ASGIApp
+
+    from twostroke.server.auth.keys import ApiKeys
+    from twostroke.server.body.attached_files import ReadFile
+    from twostroke.server.http.fair_queue import Readers
+    from twostroke.server.http.ignored import Ignored
+    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.request_context import ServedRequest
+    from twostroke.server.storage import Records
+
+_SWEEP_S: Final = 60.0
+FORMS = {openai.PROTOCOL: openai.FORM, messages.PROTOCOL: messages.FORM}
+
+
+class Keeping:
+    """The files and batches of one server; without records, their routes say how to get them."""
+
+    def __init__(
+        self,
+        records: Records | None,
+        limits: Limits,
+        room: Callable[[], int],
+        keys: ApiKeys | None = None,
+    ) -> None:
+        """Keep in `records`.
+
+        `room` is how many lines of batches may be in the engine. Before each line `keys` are asked
+        whether its tenant still has a valid one.
+        """
+        self._records = records
+        self._limits = limits
+        self._runner = None
+        if records is not None:
+            may_run = keys.has_valid if keys is not None else lambda _tenant: True
+            self._runner = Runner(records, FORMS, limits, room, may_run)
+        self._stopping: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Task[None] | None = None
+
+    def routes(
+        self, note: Callable[[Iterable[Ignored], ServedRequest], None], readers: Readers
+    ) -> list[Route]:
+        """Return the routes; `note` takes ignored fields, `readers` read long bodies."""
+
+        def both() -> tuple[Records, Runner]:
+            if self._records is None or self._runner is None:
+                message = "This server keeps no files or batches: start it with --records DIR."
+                raise UnknownPathError(message)
+            return self._records, self._runner
+
+        rooms = self._runner.rooms if self._runner is not None else files.Rooms(self._limits)
+        return [
+            *FileRoutes(lambda: both()[0], rooms, self._limits).routes(),
+            *Uploads(lambda: both()[0], rooms, self._limits, note, readers).routes(),
+            *openai.routes(both, self._limits, note, readers),
+            *messages.MessageBatches(both, rooms, self._limits).routes(),
+        ]
+
+    def file_reader(self, tenant: str) -> ReadFile:
+        """Return a function that reads a tenant's stored files for one request.
+
+        The function blocks, so it is called in a thread. It raises NoSuchFileError, and
+        BodySizeError if the files of the request are too large together.
+        """
+        max_bytes = num_left = self._limits.max_body_bytes
+
+        def read(file_id: str) -> AttachedFile:
+            nonlocal num_left
+            if self._records is None:
+                reason = "This server stores no files: start it with --records DIR."
+                raise files.NoSuchFileError(
+                    f"No such file: '{file_id[:MAX_NAME_LENGTH]}'. {reason}"
+                )
+            with self._records.alone() as db:
+                file = files.find(db, file_id, tenant)
+                _, digest = files.size_and_digest(db, file_id)
+            if file.bytes > num_left:
+                raise BodySizeError(f"The files of a request may have at most {max_bytes} bytes.")
+            num_left -= file.bytes
+            path = self._records.files.path(file.id)
+            try:
+                content = path.read_bytes() if path.is_file() else b""
+            except OSError:  # also where another request has just deleted it
+                content = b""
+            is_whole = digest in {"", new_hash(content).hexdigest()}
+            if len(content) != file.bytes or not is_whole:
+                reason = f"The content of '{file.id}' is missing or damaged: upload it again."
+                raise files.DamagedFileError(reason)
+            return AttachedFile(file.filename, content)
+
+        return read
+
+    async def start(self, app: ASGIApp) -> None:
+        """Go on with the batches that have not ended."""
+        if self._runner is not None and self._records is not None:
+            self._sweeping = asyncio.create_task(_sweep_regularly(self._records))
+            await self._runner.start(app)
+
+    def drain(self) -> None:
+        """Stop the lines of batches, which the next server runs."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        if self._runner is not None and self._stopping is None:
+            self._stopping = asyncio.create_task(self._runner.stop())
+
+    async def stop(self) -> None:
+        """Wait until no line runs."""
+        self.drain()
+        if self._stopping is not None:
+            await self._stopping
+
+
+async def _sweep_regularly(records: Records) -> None:
+    """Delete expired files and uploads, now and every minute."""
+    while True:
+        with suppress(RecordsError):  # the disk may work again in a minute
+            await sweep(records, time.time())
+        await asyncio.sleep(_SWEEP_S)
+
+
+async def sweep(records: Records, now_s: float) -> None:
+    """Delete the files and uploads that have expired; raises RecordsError."""
+
+    def work(db: Connection) -> list[str]:
+        return [*files.delete_expired(db, now_s), *uploads.delete_expired(db, now_s)]
+
+    ids = await records.write(work)
+    await asyncio.to_thread(uploads.remove_files, records, ids)

@@ -1,0 +1,431 @@
+"""OpenAI's uploads: a client sends a large file in parts, which are then joined."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+from starlette.routing import Route
+
+from twostroke.core.errors import RequestError, TwostrokeError
+from twostroke.core.json_lines import encode_json
+from twostroke.server.batch import files
+from twostroke.server.batch.files import (
+    MAX_EXPIRY_S,
+    MIN_EXPIRY_S,
+    PART,
+    PURPOSES,
+    DamagedFileError,
+    FileBody,
+    Rooms,
+)
+from twostroke.server.body import field
+from twostroke.server.body.decode import BodyDecoder
+from twostroke.server.body.explain import MAX_NAME_LENGTH
+from twostroke.server.body.receive import receive_fields
+from twostroke.server.http.errors import BodySizeError
+from twostroke.server.http.json_responses import to_json
+from twostroke.server.http.multipart import read_form
+from twostroke.server.http.request_context import served_of
+from twostroke.server.storage import DamagedRowError, RecordsError
+from twostroke.server.storage.folder import new_hash
+from twostroke.server.storage.row_digests import is_intact_in_sql, row_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from sqlite3 import Connection
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from twostroke.server.http.fair_queue import Readers
+    from twostroke.server.http.ignored import Ignored
+    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.request_context import ServedRequest
+    from twostroke.server.storage import Records, Temporary
+
+PATH: Final = "/v1/uploads"
+UPLOAD_PATH: Final = f"{PATH}/{{upload_id}}"
+PARTS_PATH: Final = f"{UPLOAD_PATH}/parts"
+COMPLETE_PATH: Final = f"{UPLOAD_PATH}/complete"
+CANCEL_PATH: Final = f"{UPLOAD_PATH}/cancel"
+MAX_UPLOAD_S: Final = 3600  # from the first request to the last part
+MAX_PART_BYTES: Final = 64 * 1024 * 1024
+MAX_PARTS: Final = 10_000
+_COPY_BYTES: Final = 1 << 20
+
+Status = Literal["pending", "completed", "cancelled", "expired"]
+
+
+class NoSuchUploadError(TwostrokeError):
+    """The tenant has no upload with this id."""
+
+    http_status = 404
+    code = "upload_not_found"
+
+
+class ExpiresAfter(field.RequestObject):
+    """When a file is deleted."""
+
+    seconds: Annotated[int, Meta(ge=MIN_EXPIRY_S, le=MAX_EXPIRY_S)]
+    anchor: Literal["created_at"] = "created_at"
+
+
+class UploadRequest(field.RequestObject):
+    """A file that the client will send in parts."""
+
+    filename: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
+    purpose: Annotated[str, field.doc("What the file is for.", enum=list(PURPOSES))]
+    bytes: Annotated[int, Meta(ge=0, description="The number of bytes of all parts together.")]
+    mime_type: Annotated[str | None, field.doc("Its media type.")] = None
+    expires_after: Annotated[
+        ExpiresAfter | None, field.doc("When to delete the file, counted from its completion.")
+    ] = None
+
+
+class CompleteRequest(field.RequestObject):
+    """The parts of a file, in their order."""
+
+    part_ids: Annotated[list[str], Meta(max_length=MAX_PARTS)]
+    md5: Annotated[
+        str | None, field.doc("The MD5 of the file in hexadecimal digits, to be checked.")
+    ] = None
+
+
+class UploadBody(msgspec.Struct, kw_only=True, frozen=True):
+    """An upload; times are Unix times."""
+
+    id: str
+    object: Literal["upload"] = "upload"
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    mime_type: str | None = None
+    status: Status = "pending"
+    file: FileBody | None = None
+
+
+class UploadPartBody(msgspec.Struct, kw_only=True, frozen=True):
+    """A part of an upload."""
+
+    id: str
+    object: Literal["upload.part"] = "upload.part"
+    created_at: int
+    upload_id: str
+
+
+class StoredUpload(msgspec.Struct, kw_only=True, frozen=True):
+    """An upload in the form in which it is stored, with the lifetime of its file."""
+
+    body: UploadBody
+    expires_after_s: int | None = None
+
+
+_INTACT: Final = is_intact_in_sql("uploads")
+_upload_decoder: Final = msgspec.json.Decoder(StoredUpload)
+BODIES: Final[dict[str, type[msgspec.Struct]]] = {
+    PATH: UploadRequest,
+    COMPLETE_PATH: CompleteRequest,
+}
+
+
+class Uploads:
+    """Answers requests about uploads. The parts of an upload count as files of its tenant."""
+
+    def __init__(
+        self,
+        records: Callable[[], Records],
+        rooms: Rooms,
+        limits: Limits,
+        note: Callable[[Iterable[Ignored], ServedRequest], None],
+        readers: Readers,
+    ) -> None:
+        """Store uploads in the result of `records`, which raises if the server stores no files.
+
+        `note` takes a request's ignored fields; `readers` read long bodies.
+        """
+        self._records, self._rooms, self._limits, self._note = records, rooms, limits, note
+        self._readers = readers
+        self._joining_ids: set[str] = set()  # uploads whose parts are being written into a file
+        self._decoders: dict[str, BodyDecoder[Any]] = {
+            path: BodyDecoder(kind, limits.max_json_depth) for path, kind in BODIES.items()
+        }
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route(PATH, self.create, methods=["POST"], name=PATH),
+            Route(UPLOAD_PATH, self.upload, methods=["GET"], name=UPLOAD_PATH),
+            Route(PARTS_PATH, self.add_part, methods=["POST"], name=PARTS_PATH),
+            Route(COMPLETE_PATH, self.complete, methods=["POST"], name=COMPLETE_PATH),
+            Route(CANCEL_PATH, self.cancel, methods=["POST"], name=CANCEL_PATH),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        """Begin an upload."""
+        records, tenant = self._records(), served_of(request.scope).tenant
+        fields = await self._decode(PATH, request)
+        if fields.bytes > self._limits.max_file_bytes:
+            reason = f"must be at most {self._limits.max_file_bytes}, got {fields.bytes}."
+            raise RequestError(reason, field="bytes")
+        files.check_purpose(fields.purpose)
+        now_s = int(time.time())
+        upload = UploadBody(
+            id=f"upload_{secrets.token_hex(12)}",
+            bytes=fields.bytes,
+            created_at=now_s,
+            expires_at=now_s + MAX_UPLOAD_S,
+            filename=fields.filename,
+            purpose=fields.purpose,
+            mime_type=fields.mime_type,
+        )
+        expiry = fields.expires_after
+        stored = StoredUpload(body=upload, expires_after_s=expiry.seconds if expiry else None)
+        values = (upload.id, tenant, upload.expires_at, encode_json(stored))
+
+        def insert(db: Connection) -> None:
+            files.check_room(db, tenant, self._limits)
+            check_count(db, tenant, self._limits)
+            db.execute(
+                "INSERT INTO uploads (id, tenant, expires_at, body, row_digest) "
+                "VALUES (?, ?, ?, ?, ?)",
+                (*values, row_digest(values)),
+            )
+
+        await records.write(insert)
+        return to_json(upload)
+
+    async def upload(self, request: Request) -> Response:
+        """Return an upload."""
+        records, tenant = self._records(), served_of(request.scope).tenant
+        id_ = request.path_params["upload_id"]
+        return to_json((await records.read(partial(find, id_=id_, tenant=tenant))).body)
+
+    async def add_part(self, request: Request) -> Response:
+        """Store a part of an upload."""
+        records, tenant = self._records(), served_of(request.scope).tenant
+        id_ = request.path_params["upload_id"]
+        await records.read(partial(find_pending, id_=id_, tenant=tenant))
+        async with self._rooms.take(records, request, MAX_PART_BYTES) as max_bytes:
+            with records.files.begin() as file:
+                timeout_s = self._limits.file_timeout_s
+                fields = await read_form(
+                    request, file.write, max_bytes, timeout_s, file_field="data"
+                )
+                files.refuse_fields(fields, ("data",))
+                part_id = f"part_{secrets.token_hex(12)}"
+                part = files.new_file(part_id, file.num_bytes, filename=id_, purpose=PART)
+
+                def insert(db: Connection) -> None:
+                    find_pending(db, id_, tenant)
+                    files.insert_new(db, part, tenant, self._limits, file.digest)
+
+                await files.keep(records, file, part_id, lambda: records.write(insert))
+        body = UploadPartBody(id=part_id, created_at=part.created_at, upload_id=id_)
+        return to_json(body)
+
+    async def complete(self, request: Request) -> Response:
+        """Join the parts into a file."""
+        records, tenant = self._records(), served_of(request.scope).tenant
+        id_ = request.path_params["upload_id"]
+        fields = await self._decode(COMPLETE_PATH, request)
+        stored = await records.read(partial(find_pending, id_=id_, tenant=tenant))
+        parts = await records.read(partial(parts_of, id_=id_, tenant=tenant))
+        check_parts(fields.part_ids, parts, stored.body)
+        if id_ in self._joining_ids:  # a copy for each request could fill the disk
+            reason = "is being completed by another request: wait for its answer."
+            raise RequestError(reason, field="upload_id")
+        self._joining_ids.add(id_)
+        try:
+            completed = await self._join(records, tenant, fields, stored)
+        finally:
+            self._joining_ids.discard(id_)
+        return to_json(completed)
+
+    async def _join(
+        self, records: Records, tenant: str, fields: CompleteRequest, stored: StoredUpload
+    ) -> UploadBody:
+        """Make a file of the parts that a request names, and return the completed upload."""
+        id_ = stored.body.id
+        file_id, now_s = files.new_id(), int(time.time())
+        expiry_s = stored.expires_after_s
+        with records.files.begin() as file:
+            digest = await asyncio.to_thread(join, records, fields.part_ids, file)
+            if file.num_bytes != stored.body.bytes:
+                reason = "were damaged on the server's disk: begin another upload."
+                raise RequestError(reason, field="part_ids")
+            if fields.md5 is not None and fields.md5.lower() != digest:
+                reason = f"differs from the MD5 of the parts, {digest}: send the parts again."
+                raise RequestError(reason, field="md5")
+            body = FileBody(
+                id=file_id,
+                bytes=file.num_bytes,
+                created_at=now_s,
+                filename=stored.body.filename,
+                purpose=stored.body.purpose,
+                expires_at=now_s + expiry_s if expiry_s is not None else None,
+            )
+            completed = replace(stored.body, status="completed", file=body)
+
+            part_ids: list[str] = []  # with parts that came meanwhile
+
+            def insert(db: Connection) -> None:
+                find_pending(db, id_, tenant)
+                part_ids[:] = remove_parts(db, id_, tenant)
+                files.insert_new(db, body, tenant, self._limits, file.digest)
+                update(db, replace(stored, body=completed))
+
+            await files.keep(records, file, file_id, lambda: records.write(insert))
+        await asyncio.to_thread(remove_files, records, part_ids)
+        return completed
+
+    async def cancel(self, request: Request) -> Response:
+        """Cancel an upload, and delete its parts."""
+        records, tenant = self._records(), served_of(request.scope).tenant
+        id_ = request.path_params["upload_id"]
+
+        def work(db: Connection) -> tuple[UploadBody, list[str]]:
+            stored = find(db, id_, tenant)
+            if stored.body.status == "cancelled":
+                return stored.body, []
+            stored = find_pending(db, id_, tenant)
+            cancelled = replace(stored, body=replace(stored.body, status="cancelled"))
+            update(db, cancelled)
+            return cancelled.body, remove_parts(db, id_, tenant)
+
+        body, part_ids = await records.write(work)
+        await asyncio.to_thread(remove_files, records, part_ids)
+        return to_json(body)
+
+    async def _decode(self, path: str, request: Request) -> Any:
+        decoding = receive_fields(request, self._decoders[path], self._limits, self._readers)
+        fields, ignored = await decoding
+        self._note(ignored, served_of(request.scope))
+        return fields
+
+
+def find(db: Connection, id_: str, tenant: str) -> StoredUpload:
+    """Return a tenant's upload; raises NoSuchUploadError."""
+    query = f"SELECT body, {_INTACT} FROM uploads WHERE id = ? AND tenant = ?"  # noqa: S608 constants
+    row = db.execute(query, (id_, tenant)).fetchone()
+    if row is None:
+        raise NoSuchUploadError("No such upload: '{id}'.", id=id_[:MAX_NAME_LENGTH])
+    body, is_intact = row
+    try:
+        if not is_intact:
+            raise msgspec.DecodeError("its digest is another")
+        stored = _upload_decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, TypeError):
+        reason = f"The record of upload '{id_}' is damaged: begin another upload."
+        raise DamagedRowError(reason) from None
+    if stored.body.status == "pending" and stored.body.expires_at <= time.time():
+        return replace(stored, body=replace(stored.body, status="expired"))
+    return stored
+
+
+def find_pending(db: Connection, id_: str, tenant: str) -> StoredUpload:
+    """Return a tenant's upload that is not complete; raises NoSuchUploadError, RequestError."""
+    stored = find(db, id_, tenant)
+    if stored.body.status != "pending":
+        reason = "cannot change any more: its status is {status}."
+        raise RequestError(reason, field="upload_id", status=stored.body.status)
+    return stored
+
+
+def check_count(db: Connection, tenant: str, limits: Limits) -> None:
+    """Raise BodySizeError if a tenant has as many uploads as it may have files."""
+    [count] = db.execute("SELECT count(*) FROM uploads WHERE tenant = ?", (tenant,)).fetchone()
+    if count >= limits.max_files:
+        raise BodySizeError(f"You began {count} uploads in the last two hours, the limit.")
+
+
+def parts_of(db: Connection, id_: str, tenant: str) -> dict[str, int]:
+    """Return the sizes of the parts of an upload, by their ids."""
+    query = "SELECT id, bytes FROM files WHERE tenant = ? AND purpose = ? AND filename = ?"
+    return dict(db.execute(query, (tenant, PART, id_)).fetchall())
+
+
+def check_parts(part_ids: Sequence[str], parts: dict[str, int], upload: UploadBody) -> None:
+    """Raise a RequestError unless these parts make up the whole file."""
+    seen_ids: set[str] = set()
+    for index, part_id in enumerate(part_ids):
+        if part_id not in parts:
+            raise RequestError("is not a part of this upload.", field=f"part_ids[{index}]")
+        if part_id in seen_ids:
+            raise RequestError("occurs twice.", field=f"part_ids[{index}]")
+        seen_ids.add(part_id)
+    total = sum(parts[part_id] for part_id in part_ids)
+    if total != upload.bytes:
+        reason = f"have {total} bytes together, but the upload was created with {upload.bytes}."
+        raise RequestError(reason, field="part_ids")
+
+
+def join(records: Records, part_ids: Sequence[str], file: Temporary) -> str:
+    """Write the parts into a file, and return its MD5.
+
+    Raises:
+        DamagedFileError: the content of a part is missing, is not a file any more, or is damaged.
+        RecordsError: the disk fails.
+    """
+    digest = hashlib.md5(usedforsecurity=False)
+    with records.alone() as db:
+        digests = {id_: files.size_and_digest(db, id_)[1] for id_ in part_ids}
+    for part_id in part_ids:
+        part_hash = new_hash()
+        path = records.files.path(part_id)
+        if not path.is_file():
+            raise DamagedFileError(f"The content of '{part_id}' is missing: upload it again.")
+        try:
+            with path.open("rb") as part:
+                while data := part.read(_COPY_BYTES):
+                    digest.update(data)
+                    part_hash.update(data)
+                    file.write(data)
+        except OSError as error:
+            raise RecordsError(f"{path} cannot be read: {error.strerror}.") from None
+        if digests[part_id] not in {"", part_hash.hexdigest()}:
+            raise DamagedFileError(f"The content of '{part_id}' is damaged: upload it again.")
+    return digest.hexdigest()
+
+
+def remove_parts(db: Connection, id_: str, tenant: str) -> list[str]:
+    """Delete the records of the parts of an upload, and return their ids."""
+    part_ids = list(parts_of(db, id_, tenant))
+    db.executemany("DELETE FROM files WHERE id = ?", [(part_id,) for part_id in part_ids])
+    return part_ids
+
+
+def remove_files(records: Records, ids: Iterable[str]) -> None:
+    """Delete the contents of files."""
+    for id_ in ids:
+        records.files.remove(id_)
+
+
+def update(db: Connection, stored: StoredUpload) -> None:
+    """Replace the record of an upload."""
+    body, id_ = encode_json(stored), stored.body.id
+    [tenant] = db.execute("SELECT tenant FROM uploads WHERE id = ?", (id_,)).fetchone()
+    query = "UPDATE uploads SET body = ?, row_digest = ? WHERE id = ?"
+    db.execute(query, (body, row_digest((id_, tenant, stored.body.expires_at, body)), id_))
+
+
+def delete_expired(db: Connection, now_s: float) -> list[str]:
+    """Delete the records of old uploads and of their parts; return the ids of the parts.
+
+    Parts can be sent until an upload expires. Its record stays for the same time once more.
+    """
+    query = "SELECT id, tenant FROM uploads WHERE expires_at <= ?"
+    part_ids: list[str] = []
+    for id_, tenant in db.execute(query, (int(now_s),)).fetchall():
+        part_ids += remove_parts(db, id_, tenant)
+    db.execute("DELETE FROM uploads WHERE expires_at <= ?", (int(now_s) - MAX_UPLOAD_S,))
+    return part_ids

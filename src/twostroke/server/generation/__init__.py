@@ -1,0 +1,1 @@
+"""One request from job to response: events, streams, checks, stored responses."""

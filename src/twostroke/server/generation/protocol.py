@@ -1,0 +1,77 @@
+"""The parts of a protocol: how to read its requests, and how to write its responses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec
+
+from twostroke.core.frozen import Frozen
+from twostroke.server.generation.stream import SSE, Framing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from twostroke.server.generation.encoder import Encoder, Reply
+    from twostroke.server.generation.job import EmbeddingJob, Job
+    from twostroke.server.generation.response_store import Tenant
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Dialect(Frozen, Generic[T]):
+    """A protocol for answers.
+
+    Attributes:
+        prefix: the beginning of its response ids.
+        request: the struct of its request bodies.
+        read: translates a checked request of a tenant to a job; raises RequestError.
+        encoder: makes the encoder of one response.
+        names: the protocol's names of the engine's fields, for errors (see `ServedRequest`).
+        recalls: whether a prompt may be longer than its body, because it continues a stored one.
+        framing: how its streams are framed.
+        empty: returns the response to a request that asks for no answer, from the request and the
+            model's name; None for other requests.
+        keep_s: returns how long the model shall stay loaded after the request; None if it does not
+            say; raises RequestError.
+        read_as_llama_server: takes the place of `read` where the client asks by one of
+            llama-server's paths, which have no /v1; None for `read`.
+    """
+
+    prefix: str
+    request: type[T]
+    read: Callable[[T, Tenant], Job]
+    encoder: Callable[[Reply], Encoder]
+    names: Callable[[T], Mapping[str, str]] = lambda _asked: {}
+    recalls: bool = False
+    framing: Framing = SSE
+    empty: Callable[[T, str], msgspec.Struct | None] = lambda _asked, _name: None
+    keep_s: Callable[[T], float | None] = lambda _asked: None
+    read_as_llama_server: Callable[[T, Tenant], Job] | None = None
+
+
+class EmbeddingDialect(Frozen, Generic[T]):
+    """A protocol for embeddings; `request`, `read`, `empty` and `keep_s` as in `Dialect`.
+
+    `whole` makes the response, from the model's name, a part for each text, the number of tokens
+    in all texts, and the seconds since the request came.
+    """
+
+    request: type[T]
+    read: Callable[[T, Tenant], EmbeddingJob]
+    whole: Callable[[str, list[msgspec.Raw], int, float], Any]
+    empty: Callable[[T, str], msgspec.Struct | None] = lambda _asked, _name: None
+    keep_s: Callable[[T], float | None] = lambda _asked: None
+
+
+class Inquiry(Frozen, Generic[T]):
+    """A request that needs no engine; `request`, with a field `model`, and `names` as in `Dialect`.
+
+    `answer` turns a checked request into the response; raises RequestError. If it `recalls` stored
+    answers, its last argument is the sender.
+    """
+
+    request: type[T]
+    answer: Callable[..., msgspec.Struct]
+    names: Callable[[T], Mapping[str, str]] = lambda _asked: {}
+    recalls: bool = False

@@ -1,0 +1,323 @@
+"""Generates an answer again if it breaks its JSON schema, without its wrong value.
+
+`engine/settling.py` has the rules, which Python shares. A stream holds back events that may still
+change, until the answer is final.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.engine.output import join
+from twostroke.engine.settling import (
+    CheckedPart,
+    CheckPart,
+    DrawAgain,
+    miss_error,
+    redrawn_params,
+    settling,
+)
+from twostroke.engine.structured_output.schema.spans import HeldBack, checked_places
+from twostroke.engine.structured_output.schema.verify import UncheckedError
+from twostroke.server.generation.callers import begun
+from twostroke.server.generation.events import (
+    Added,
+    Began,
+    BlockKind,
+    Closed,
+    Ended,
+    Finished,
+    Opened,
+    PromptScored,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterable, Iterator
+
+    from twostroke.engine.output import Completion, Output
+    from twostroke.engine.settling import Miss, Settled
+    from twostroke.engine.structured_output.schema.spans import PathPattern
+    from twostroke.engine.structured_output.schema.verify import Fault
+    from twostroke.server.generation.checks import AnswerChecks
+    from twostroke.server.generation.encoder import Reply
+    from twostroke.server.generation.events import ContentBlock, Event, EventReader
+    from twostroke.server.generation.job import Encoded
+    from twostroke.server.generation.running import Answers
+    from twostroke.server.http.request_context import ServedRequest
+
+HEADER: Final = "twostroke-schema-miss"
+_MAX_HEADER: Final = 1000  # characters
+
+
+@dataclasses.dataclass(slots=True)
+class _Rule:
+    """The schema of a block, and the paths whose values only the final check can judge."""
+
+    schema: str
+    is_strict: bool
+    paths: tuple[PathPattern, ...]
+
+
+class AnswerGuard:
+    """Checks the answers of one job against their schemas, and generates wrong ones again.
+
+    An answer that is still wrong after that is an error if its schema is strict; otherwise the
+    response names the rule that it breaks.
+    """
+
+    def __init__(
+        self, checks: AnswerChecks, reply: Reply, encoded: Encoded, request: ServedRequest
+    ) -> None:
+        self.faults: dict[int, Fault] = {}  # rules that the final answers break, by choice
+        self._checks = checks
+        self._reply = reply
+        self._encoded = encoded
+        self._request = request
+        job, gaps = reply.job, encoded.gaps
+        self._calls = {}
+        for tool in job.tools.functions if job.tools is not None else ():
+            schema = json.dumps(tool.schema)
+            self._calls[tool.name] = _Rule(schema, tool.is_strict, checked_places(gaps, schema))
+        form = job.params.constraint
+        self._text: _Rule | None = None
+        if form is not None and form.notation == "json_schema":
+            paths = checked_places(gaps, form.text)
+            self._text = _Rule(form.text, form.is_strict, paths)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The response header that names the rules that the answers break; empty if none."""
+        faults = "; ".join(map(str, self.faults.values())).encode("ascii", "replace").decode()
+        return {HEADER: faults[:_MAX_HEADER]} if faults else {}
+
+    async def settled(self, answers: Answers) -> list[Completion]:
+        """Return all answers when they are final; raises as `settle` and `Answers.whole`."""
+        return [await self.settle(answers, answer) for answer in await answers.whole()]
+
+    async def stream(self, answers: Answers, reader: EventReader) -> AsyncGenerator[list[Event]]:
+        """Yield the events of answers as they arrive; events that may change wait for the check.
+
+        Raises as `settle` and iterating over answers do.
+        """
+        sent: dict[int, _Sent] = {}
+        num_reasoning = 0
+        async for output in answers:
+            choice = sent.setdefault(output.index, _Sent(self))
+            choice.outputs.append(output)
+            if not choice.is_held:
+                yield choice.release(reader.read(output), is_last=output.finish_reason is not None)
+        for choice in sent.values():
+            settled = await self.settle(answers, join(choice.outputs), choice)
+            rereader = self._reply.reader()
+            yield list(self.marked(choice.rest(rereader.read(settled), settled)))
+            num_reasoning += rereader.finish(answers.usage).num_reasoning
+        yield [Finished(answers.usage, num_reasoning)]
+
+    async def settle(
+        self, answers: Answers, answer: Completion, sent: _Sent | None = None
+    ) -> Completion:
+        """Return the final answer: the given one if it matches its schema, else a new one.
+
+        If all new answers break the schema, too, `faults` has the rule that the last one breaks.
+        `sent` is the part of the answer that the stream has sent: a new answer begins with it.
+
+        Raises:
+            SchemaMissError: the answer and all new answers break a strict schema.
+        """
+        work = settling(answer, self._parts, self._reply.tokenizer, sent)
+        result: Fault | Completion | None = None
+        error: TwostrokeError | None = None
+        while True:
+            try:
+                step = work.send(result) if error is None else work.throw(error)
+            except StopIteration as end:
+                settled: Settled = end.value
+                break
+            result = error = None
+            try:
+                if isinstance(step, CheckPart):
+                    result = await self._check(step.part)
+                else:
+                    result = await self._draw(answers, step)
+            except TwostrokeError as its_own:
+                error = its_own
+        if settled.answer is not answer:
+            answers.accept(settled.answer)
+        if (miss := settled.miss) is not None:
+            self._checks.report(miss.fault, miss.part.kind, self._request.request_id)
+            if miss.part.is_strict:
+                raise miss_error(miss.fault)
+            self.faults[answer.index] = miss.fault
+        return settled.answer
+
+    def marked(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Yield the events, with the broken rule added to each event that ends a wrong answer."""
+        for event in events:
+            if isinstance(event, Ended) and (fault := self.faults.get(event.choice)):
+                yield replace(event, schema_miss=str(fault))
+            else:
+                yield event
+
+    def read(self, answer: Completion) -> list[Event]:
+        """Return the events of a whole answer."""
+        return self._reply.reader().read(answer)
+
+    def rule(self, block: ContentBlock) -> _Rule | None:
+        """Return the schema of a block with its checked paths; None for a block without one."""
+        if block.kind is BlockKind.CALL:
+            return None if block.is_custom else self._calls.get(block.name)
+        return self._text if block.kind is BlockKind.TEXT else None
+
+    def _parts(self, answer: Completion) -> list[CheckedPart]:
+        """Return the parts of an answer that have rules: its calls, or else its text."""
+        blocks = [event.block for event in self.read(answer) if isinstance(event, Closed)]
+        has_calls = any(block.kind is BlockKind.CALL for block in blocks)
+        parts: list[CheckedPart] = []
+        for block in blocks:
+            rule = self.rule(block)
+            if rule is not None and not (has_calls and block.kind is BlockKind.TEXT):
+                kind, index = block.kind.value, block.index
+                parts.append(CheckedPart(block.text, rule.schema, rule.is_strict, kind, index))
+        return parts
+
+    async def _check(self, part: CheckedPart) -> Fault | None:
+        """Return the rule that a part breaks; None if it breaks none, or cannot be checked."""
+        try:
+            return await self._checks.fault(part.schema, part.text)
+        except UncheckedError as error:
+            self._checks.report_unchecked(str(error), part.kind, self._request.request_id)
+            return None
+
+    async def _draw(self, answers: Answers, work: DrawAgain) -> Completion:
+        """Generate an answer again, without the excluded texts."""
+        params = redrawn_params(self._encoded.params, work)
+        self._checks.count_redraw()
+        hints = replace(self._encoded.hints, prediction=work.answer.token_ids, shows_progress=False)
+        caller = begun(self._reply.job, self._request).caller
+        return await answers.draw_again(work.answer, params, caller, hints)
+
+
+class _Sent:
+    """The part of one answer that a stream has sent."""
+
+    def __init__(self, guard: AnswerGuard) -> None:
+        self.outputs: list[Output] = []
+        self.is_held = False
+        self._guard = guard
+        self._begin_event: Began | None = None
+        self._num_scored = 0
+        self._has_prompt_scores = False
+        self._blocks: list[ContentBlock] = []
+        self._num_closed = 0
+        self._num_sent: list[int] = []  # characters sent of each block
+        self._readers: list[HeldBack | None] = []
+        self._waiting: list[Event] = []  # their text may be a name that occurs twice
+
+    def release(self, events: list[Event], *, is_last: bool) -> list[Event]:
+        """Return the events that can be sent now.
+
+        After the first event that may change, all events are held back.
+        """
+        ready: list[Event] = []
+        for event in events:
+            match event:
+                case Began():
+                    self._begin_event = event
+                case PromptScored():
+                    self._has_prompt_scores = True
+                case Opened():
+                    self._open(event.block)
+                case Added():
+                    reader = self._readers[event.block.index]
+                    if reader is not None:
+                        reader.feed(event.text)
+                        if reader.is_held:
+                            self._hold()
+                            return ready
+                        if reader.is_in_name:
+                            self._waiting.append(event)
+                            continue
+                case Closed() | Ended() if is_last:
+                    self._hold()
+                    return ready
+            ready += [*self._waiting, event]
+            self._waiting = []
+        for event in ready:
+            self._note(event)
+        return ready
+
+    def _hold(self) -> None:
+        self.is_held = True
+
+    def _open(self, block: ContentBlock) -> None:
+        rule = self._guard.rule(block)
+        self._blocks.append(block)
+        self._num_sent.append(0)
+        self._readers.append(None if rule is None else HeldBack(rule.paths))
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Added):
+            self._num_sent[event.block.index] += len(event.text)
+            self._num_scored += len(event.scored)
+        elif isinstance(event, Closed):
+            self._num_closed += 1
+
+    def may_change(self, part: CheckedPart, start: int) -> bool:
+        """Return whether the text of a part after an offset, and all later blocks, are unsent."""
+        if part.index >= len(self._num_sent):
+            return True
+        is_open = part.index == len(self._num_sent) - 1
+        return is_open and start >= self._num_sent[part.index]
+
+    def num_shown(self, miss: Miss) -> int:
+        """Return how many characters of the written answer have been sent."""
+        index = miss.part.index
+        return miss.num_before + (self._num_sent[index] if index < len(self._num_sent) else 0)
+
+    def is_continued_by(self, answer: Completion) -> bool:
+        """Return whether a new answer begins with the text that the stream has sent."""
+        events = self._guard.read(answer)
+        blocks = [event.block for event in events if isinstance(event, Opened)]
+        if len(blocks) < len(self._blocks):
+            return False
+        return all(
+            (other.kind, other.name) == (block.kind, block.name)
+            and other.text.startswith(block.text[:num_sent])
+            for other, block, num_sent in zip(blocks, self._blocks, self._num_sent, strict=False)
+        )
+
+    def rest(self, events: list[Event], answer: Completion) -> Iterator[Event]:
+        """Yield the events of the final answer that the stream has not sent."""
+        num_scored = self._num_scored
+        num_closed = self._num_closed
+        left = list(self._num_sent)
+        for event in events:
+            match event:
+                case Began() if self._begin_event is not None:
+                    self._begin_event.tokens[:] = answer.token_ids
+                    continue
+                case PromptScored() if self._has_prompt_scores:
+                    continue
+                case Opened() if event.block.index < len(left):
+                    event.block.id = self._blocks[event.block.index].id
+                    continue
+                case Closed() if event.block.index < num_closed:
+                    continue
+                case Added():
+                    index = event.block.index
+                    num_skipped = left[index] if index < len(left) else 0
+                    if index < len(left):
+                        left[index] = max(0, num_skipped - len(event.text))
+                    scored = event.scored[num_scored:]
+                    num_reasoning = max(0, event.num_reasoning - num_scored)
+                    num_scored = max(0, num_scored - len(event.scored))
+                    text = event.text[num_skipped:]
+                    if text or scored:
+                        yield Added(event.block, text, scored, num_reasoning)
+                    continue
+            yield event

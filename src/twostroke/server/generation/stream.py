@@ -1,0 +1,168 @@
+"""Streams answers as they come, and notices at once when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from twostroke.core.frozen import Frozen
+from twostroke.server.generation.events import Failed
+from twostroke.server.http.disconnect import drop, until_gone
+from twostroke.server.http.errors import report
+from twostroke.server.http.request_context import served_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable
+
+    from starlette.types import Receive, Scope, Send
+
+    from twostroke.server.generation.encoder import Encoder
+    from twostroke.server.generation.events import Event, EventReader
+    from twostroke.server.generation.redraw import AnswerGuard
+    from twostroke.server.generation.running import Answers
+    from twostroke.server.options import ServeOptions
+
+Started: TypeAlias = "tuple[Answers, EventReader, AnswerGuard | None]"
+_HEADERS = [
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # asks a proxy to pass events on as they come
+]
+
+
+class Framing(Frozen):
+    """How a protocol frames its streams; a silent stream sends the bytes of `keep_alive`."""
+
+    content_type: str
+    keep_alive: bytes
+
+
+SSE: Final = Framing("text/event-stream; charset=utf-8", b": keep-alive\n\n")
+# A space may stand before the JSON of the next line; an empty line is an error to most clients.
+NDJSON: Final = Framing("application/x-ndjson", b" ")
+
+
+async def read_events(started: Started) -> AsyncGenerator[list[Event]]:
+    """Yield the events of answers as they come; a guard holds back events that may change.
+
+    Raises what iterating over the answers does, and SchemaMissError.
+    """
+    answers, reader, guard = started
+    if guard is None:
+        async for output in answers:
+            yield reader.read(output)
+        yield [reader.finish(answers.usage)]
+        return
+    async with aclosing(guard.stream(answers, reader)) as groups:
+        async for events in groups:
+            yield events
+
+
+class EventStream:
+    """A response of events in the framing of its protocol.
+
+    The headers wait for the first event, so that an early failure has an ordinary status; if the
+    event takes long, they are sent with a sign of life. A later failure is an event. A stream that
+    ends early (the client left or does not read, or the server failed) cancels its job.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Awaitable[Started]],
+        encoder: Encoder | None,
+        options: ServeOptions,
+        framing: Framing = SSE,
+    ) -> None:
+        """Stream the answers that `start` begins; its reader makes events for `encoder`.
+
+        A guard holds back the events that may change. A subclass with other events has no encoder.
+        """
+        self._start = start
+        self._answers: Answers | None = None
+        self._encoder = encoder
+        self._options = options
+        self._framing = framing
+        self._has_begun = False
+        self._sending_since_s: float | None = None
+        self._last_sent_s = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond. Raises errors that happen before the first byte, or while sending."""
+        pump = asyncio.create_task(self._pump(scope, send))
+        gone = asyncio.create_task(until_gone(receive))
+        tasks = [pump, gone]
+        limits = self._options.limits
+        tick_s = min(self._options.keep_alive_s, limits.reader_timeout_s) / 2
+        try:
+            while not pump.done() and not gone.done():
+                await asyncio.wait(
+                    (pump, gone), timeout=tick_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if self._is_stuck():
+                    await drop(scope)
+                    break
+                if self._is_silent():  # a task, since sending may block
+                    tasks[2:] = [asyncio.create_task(self._send(send, self._framing.keep_alive))]
+                    await asyncio.sleep(0)
+            if pump.done():
+                await pump
+        finally:
+            if self._answers is not None:
+                self._answers.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(self, scope: Scope, send: Send) -> None:
+        """Send all events, then the end."""
+        async with aclosing(self._events(scope)) as events:
+            async for data in events:
+                await self._send(send, data)
+        await self._begin(send)  # there may be no events
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self, scope: Scope) -> AsyncGenerator[bytes]:
+        """Yield the bytes of all events; the last one may be an error."""
+        assert self._encoder is not None
+        write = self._encoder.write
+        try:
+            started = await self._start()
+            self._answers = started[0]
+            async with aclosing(read_events(started)) as groups:
+                async for events in groups:
+                    if data := b"".join([write(event) for event in events]):
+                        yield data
+        except Exception as error:  # a response that has begun can only end with an error event
+            if not self._has_begun:
+                raise
+            yield write(Failed(report(error, scope), served_of(scope).request_id))
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        self._sending_since_s = time.monotonic()
+        await self._begin(send)
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._sending_since_s = None
+        self._last_sent_s = time.monotonic()
+
+    async def _begin(self, send: Send) -> None:
+        """Send the head of the response, if it was not sent."""
+        if not self._has_begun:
+            self._has_begun = True
+            content_type = (b"content-type", self._framing.content_type.encode())
+            headers = [content_type, *_HEADERS]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def _is_stuck(self) -> bool:
+        """Whether the client reads too slowly."""
+        since_s, limits = self._sending_since_s, self._options.limits
+        if since_s is None:
+            return False
+        is_late = time.monotonic() - since_s > limits.reader_timeout_s
+        return is_late or (
+            self._answers is not None and self._answers.num_unread > limits.max_unread
+        )
+
+    def _is_silent(self) -> bool:
+        elapsed_s = time.monotonic() - self._last_sent_s
+        return self._sending_since_s is None and elapsed_s >= self._options.keep_alive_s

@@ -1,0 +1,259 @@
+"""The errors of requests, and OpenAI's form of them; `ErrorForm` is for all protocols."""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from starlette.responses import Response
+
+from twostroke.core.errors import (
+    ContextLengthError,
+    DeadlineError,
+    EngineDiedError,
+    EngineStoppedError,
+    ModelNotLoadedError,
+    RequestError,
+    SchemaMissError,
+    TwostrokeError,
+)
+from twostroke.core.json_lines import encode_json
+from twostroke.server.http.body_memory import BodiesError
+from twostroke.server.http.request_context import ErrorForm, served_of
+from twostroke.server.http.retry_after import retry_after
+from twostroke.server.storage import RecordsError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from starlette.types import Scope
+
+    from twostroke.core.errors import Naming
+
+MAX_MESSAGE_LENGTH = 1000
+RETRY_STATUSES: Final = frozenset((429, 503, 529))
+ErrorType = Literal[
+    "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
+]
+_TYPES: Final[dict[int, ErrorType]] = {401: "authentication_error", 429: "rate_limit_error"}
+_PLACE: Final = re.compile(r"\[\d+\]")
+_logger = logging.getLogger("twostroke.serve")
+
+
+class BodySyntaxError(RequestError):
+    """The body is not JSON, or is nested too deeply."""
+
+    code = "invalid_json"
+
+
+class UnknownFieldError(RequestError):
+    """The protocol does not have this field."""
+
+    code = "unknown_parameter"
+
+
+class MissingFieldError(RequestError):
+    """A required field is missing."""
+
+    code = "missing_required_parameter"
+
+
+class UnsupportedFieldError(RequestError):
+    """The protocol has this field or value, and it is not supported."""
+
+    code = "unsupported_parameter"
+
+
+class UnknownPathError(TwostrokeError):
+    """No route has this path."""
+
+    http_status = 404
+    code = "unknown_url"
+
+
+class MethodError(TwostrokeError):
+    """The route does not accept this method."""
+
+    http_status = 405
+    code = "method_not_allowed"
+
+
+class BodySizeError(TwostrokeError):
+    """The body is over the limit."""
+
+    http_status = 413
+    code = "request_too_large"
+
+
+class HeaderSizeError(TwostrokeError):
+    """The path and the headers are over the limit."""
+
+    http_status = 431
+    code = "headers_too_large"
+
+
+class FramingError(TwostrokeError):
+    """The headers give two ends of the body: a proxy may take the rest for another request."""
+
+    http_status = 400
+    code = "ambiguous_length"
+
+
+class BodyTimeoutError(TwostrokeError):
+    """The body came too slowly."""
+
+    http_status = 408
+    code = "request_timeout"
+
+
+class ContentTypeError(TwostrokeError):
+    """The headers do not say that the body is JSON, or say that it is compressed."""
+
+    http_status = 415
+    code = "unsupported_media_type"
+
+
+class ClientGoneError(TwostrokeError):
+    """The client left before its response began; nobody reads this."""
+
+    http_status = 499
+    code = "client_gone"
+
+
+class ServerStoppingError(EngineStoppedError):
+    """The server was told to stop: it takes no new requests, and in the end cuts off the rest."""
+
+
+class GatewayError(TwostrokeError):
+    """Another server, which this one asks, cannot answer; clients may read the sentence."""
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """The inside of OpenAI's error object."""
+
+    message: Annotated[str, Meta(description="One sentence: what was wrong, and the limit.")]
+    type: ErrorType
+    param: Annotated[str | None, Meta(description="The field with the wrong value.")]
+    code: Annotated[str | None, Meta(description="A word for programs.")]
+    n_prompt_tokens: Annotated[
+        int | UnsetType, Meta(description="The tokens of a prompt that is too long.")
+    ] = UNSET
+    n_ctx: Annotated[
+        int | UnsetType, Meta(description="The tokens that prompt and answer may have.")
+    ] = UNSET
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """OpenAI's error object, as a response body or as the data of a stream's event."""
+
+    error: ErrorDetail
+
+
+def to_message(error: TwostrokeError, naming: Naming = str) -> str:
+    """Return the message for a client; `naming` gives the protocol's names of fields.
+
+    The message of a failed engine may have paths and addresses; only the server's log has it.
+    """
+    if error.http_status < 500:
+        return one_line(error.sentence(naming))
+    if isinstance(error, (BodiesError, DeadlineError, GatewayError)):
+        return str(error)
+    if isinstance(error, SchemaMissError):
+        return one_line(str(error))
+    if isinstance(error, RecordsError):
+        return "The server's records are not available. Try again later."
+    if isinstance(error, EngineStoppedError):
+        is_ours = isinstance(error, (ServerStoppingError, EngineDiedError, ModelNotLoadedError))
+        return str(error) if is_ours else "The engine is not running. Try again later."
+    return "The engine failed on this request."
+
+
+def to_response(error: TwostrokeError, scope: Scope) -> Response:
+    """Return the response for an error, in the form of the protocol of `scope`'s path."""
+    served = served_of(scope)
+    served.error = error.code or "server_error"
+    form = served.error_form
+    headers, status = {}, form.status(error)
+    if status in RETRY_STATUSES:
+        headers["retry-after"] = retry_after(error)
+    is_unread = status in {408, 413, 431} or isinstance(error, (BodiesError, FramingError))
+    if is_unread:  # the rest may be long
+        headers["connection"] = "close"
+    naming = partial(_rename, names=served.field_names)
+    body = form.body(error, served.request_id, naming)
+    return Response(body, status, headers, media_type="application/json")
+
+
+def _rename(field: str, names: Mapping[str, str]) -> str:
+    places = _PLACE.findall(field)
+    named = names.get(_PLACE.sub("[]", field))
+    return field if named is None else named.replace("[]", "{}").format(*places)
+
+
+def report(error: Exception, scope: Scope) -> TwostrokeError:
+    """Log an error and note it in the served request; return the error that the client may read.
+
+    The traceback of an unexpected error is logged at level DEBUG only.
+    """
+    served, text, trace = served_of(scope), str(error), None
+    known = error if isinstance(error, TwostrokeError) else None
+    if known is None:
+        known, text = TwostrokeError("An unforeseen failure."), f"{type(error).__name__}: {text}"
+        trace = error if _logger.isEnabledFor(logging.DEBUG) else None
+    level = logging.ERROR if known.http_status >= 500 else logging.WARNING
+    if isinstance(known, SchemaMissError):
+        level = logging.WARNING
+    if isinstance(known, (DeadlineError, ServerStoppingError)):
+        level = logging.DEBUG  # not a fault: the request's own line says it
+    message, id_ = "Request %s failed: %s", served.request_id
+    _logger.log(level, message, id_, one_line(text), exc_info=trace)
+    served.error = known.code or "server_error"
+    return known
+
+
+def one_line(text: str) -> str:
+    """Return `text` with control characters escaped, and not too long."""
+    text = text[: MAX_MESSAGE_LENGTH + 1]
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return text if len(text) <= MAX_MESSAGE_LENGTH else text[: MAX_MESSAGE_LENGTH - 1] + "…"
+
+
+def _openai_body(error: TwostrokeError, _request_id: str, naming: Naming) -> bytes:
+    param = error.field and naming(error.field)
+    message, kind = to_message(error, naming), _kind(error.http_status)
+    num_prompt, num_context = context_counts(error)
+    detail = ErrorDetail(
+        message=message,
+        type=kind,
+        param=param,
+        code=error.code,
+        n_prompt_tokens=num_prompt,
+        n_ctx=num_context,
+    )
+    return encode_json(ErrorBody(detail))
+
+
+def context_counts(error: TwostrokeError) -> tuple[int | UnsetType, int | UnsetType]:
+    """Return the lengths of a prompt and of the context into which it does not fit."""
+    facts = dict[str, Any](error.facts)
+    if not isinstance(error, ContextLengthError) or "context_length" not in facts:
+        return UNSET, UNSET
+    return facts["num_prompt"], facts["context_length"]
+
+
+def _kind(status: int) -> ErrorType:
+    if status >= 500:
+        return "server_error"
+    return _TYPES.get(status, "invalid_request_error")
+
+
+OPENAI: Final = ErrorForm(
+    status=lambda error: error.http_status,
+    body=_openai_body,
+    struct=ErrorBody,
+)

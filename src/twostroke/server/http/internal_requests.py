@@ -1,0 +1,86 @@
+"""Requests that the server sends itself, through the same layers as a client's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from twostroke.core.frozen import Frozen
+from twostroke.server.http.error_forms import error_form
+from twostroke.server.http.request_context import STATE_KEY
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Scope
+
+    from twostroke.core.errors import TwostrokeError
+    from twostroke.server.http.request_context import ServedRequest
+
+_INSIDE: Final = "twostroke.inside"  # in `scope["extensions"]`, which no client can set
+
+
+class Sender(Frozen):
+    """On whose behalf a request is sent, in which class of service, and the id of their key."""
+
+    tenant: str
+    service: str
+    key: str = ""
+
+
+class Answer(Frozen):
+    """A whole response; names of headers are in lower case. `error` is the code of its error."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    error: str | None = None
+
+
+def sender_of(scope: Scope) -> Sender | None:
+    """Return the sender of a request from inside; None for one that came over HTTP."""
+    found: Sender | None = scope.get("extensions", {}).get(_INSIDE)
+    return found
+
+
+async def post(app: ASGIApp, path: str, body: bytes, sender: Sender) -> Answer:
+    """Return the response to a body of JSON; if this is cancelled, the work is cancelled, too."""
+    scope: Scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        "client": None,
+        "server": None,
+        "extensions": {_INSIDE: sender},
+    }
+    unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    received: list[Message] = []
+
+    async def receive() -> Message:
+        if unread:
+            return unread.pop()
+        await asyncio.Event().wait()  # this client never leaves
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        received.append(message)
+
+    await app(scope, receive, send)
+    start, *parts = received
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in start["headers"]}
+    served: ServedRequest | None = scope.get("state", {}).get(STATE_KEY)
+    error = served.error if served is not None else None
+    body = b"".join(part.get("body", b"") for part in parts)
+    return Answer(start["status"], headers, body, error)
+
+
+def refused(path: str, error: TwostrokeError, request_id: str) -> Answer:
+    """Return the response to a request that is not sent because of an error."""
+    form = error_form({"path": path, "headers": []})
+    body = form.body(error, request_id, str)
+    return Answer(form.status(error), {"x-request-id": request_id}, body, error.code)

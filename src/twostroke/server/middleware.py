@@ -1,0 +1,128 @@
+"""The ASGI application: the API, and the layers around it."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.engine.process.served import LocalEngine
+from twostroke.server.app import Api
+from twostroke.server.auth.keys import KeyCheck
+from twostroke.server.auth.limits import LimitCheck
+from twostroke.server.auth.usage_header import UsageTeller
+from twostroke.server.http import errors
+from twostroke.server.http.boundary import Boundary
+from twostroke.server.http.origins import OriginCheck, Origins
+from twostroke.server.http.request_context import LATER, served_of
+from twostroke.server.options import ServeOptions
+from twostroke.server.other_apis import unknown_path
+from twostroke.server.protocols.responses.background import ended_by_restart
+from twostroke.server.routes import DIALECTS, EMBEDDINGS, INQUIRIES
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+    from starlette.types import ASGIApp, Scope
+
+    from twostroke.backends.machine_limits import Limits
+    from twostroke.engine.client import Client
+    from twostroke.server.extension import ExtensionFactory
+    from twostroke.server.storage import Records
+
+
+def create_app(
+    client: Client,
+    options: ServeOptions | None = None,
+    limits: Limits | None = None,
+    records: Records | None = None,
+    extensions: Sequence[ExtensionFactory] = (),
+) -> ASGIApp:
+    """Return the ASGI application that serves `client`'s model; the caller closes the client.
+
+    `records` keep files and batches, which run between the events of ASGI's lifespan protocol.
+    `extensions` add paths.
+    """
+    options = options or ServeOptions()
+    return build_app(Api(LocalEngine(client), options, limits, records, extensions))
+
+
+def build_app(api: Api) -> ASGIApp:
+    """Return the ASGI application of `api`."""
+    routes = api.routes()
+    paths = [route.path_format for route in routes]
+
+    async def respond(request: Request, error: Exception) -> Response:
+        """Return the error in the protocol's form; the outermost layer logs unexpected ones."""
+        if not isinstance(error, TwostrokeError):
+            return errors.to_response(TwostrokeError("An unforeseen failure."), request.scope)
+        is_from_client = served_of(request.scope).service is None
+        if error.http_status >= 500 and (is_from_client or error.http_status not in LATER):
+            errors.report(error, request.scope)
+        return errors.to_response(error, request.scope)
+
+    async def unrouted(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        method, path = request.method, request.url.path
+        if error.status_code == 405:
+            allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+            message = f"{path} does not accept {method}, only {allowed}."
+            if method == "DELETE" and path.startswith("/v1/models/"):
+                message += " Models are removed with `twostroke rm`, not over HTTP."
+            response = await respond(request, errors.MethodError(message))
+            response.headers["allow"] = allowed
+            return response
+        return await respond(request, errors.UnknownPathError(unknown_path(path, paths)))
+
+    handlers: dict[Any, Any] = {
+        TwostrokeError: respond,
+        HTTPException: unrouted,
+        Exception: respond,
+    }
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        await api.upkeep.start()
+        await api.answers.load(ended_by_restart)
+        await api.keeping.start(boundary)
+        try:
+            yield
+        finally:
+            await api.keeping.stop()
+            await api.upkeep.stop()
+
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    keys, origins = api.options.api_keys, Origins(api.options)
+    telling = UsageTeller(app)
+    limited = LimitCheck(telling, {*DIALECTS, *EMBEDDINGS, *INQUIRIES}.__contains__)
+    guarded = OriginCheck(telling if keys is None else KeyCheck(limited, keys), origins)
+    boundary = Boundary(
+        guarded,
+        api.metrics.responses,
+        api.options.limits,
+        origins,
+        api.observers,
+        find_endpoint=_endpoint_finder(routes),
+    )
+    return boundary
+
+
+def _endpoint_finder(routes: Sequence[Route]) -> Callable[[Scope], str]:
+    """Return a function that finds the path of the route for a request."""
+    literal_paths = {route.path for route in routes}
+
+    def find(scope: Scope) -> str:
+        if scope["path"] in literal_paths:
+            return str(scope["path"])
+        matching = (route.path for route in routes if route.matches(scope)[0] is not Match.NONE)
+        return next(matching, "unknown")
+
+    return find

@@ -1,0 +1,346 @@
+"""An engine that runs only while somebody wants its model: requests for it wait until it loads."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import TYPE_CHECKING, Final, Self
+
+from msgspec.structs import replace
+
+from twostroke.backends import BackendFacts
+from twostroke.backends.create import auto_kv_format, cost_model, weight_bytes, working_bytes
+from twostroke.backends.kv_size import WORKING_BYTES, size_cache
+from twostroke.backends.machine_limits import Limits
+from twostroke.core.embedding import Pooling
+from twostroke.core.errors import (
+    MemoryLimitError,
+    ModelFormatError,
+    ModelNotLoadedError,
+    OverloadedError,
+    TwostrokeError,
+)
+from twostroke.core.files import megabytes
+from twostroke.engine.build import make_card
+from twostroke.engine.client import UNDRAWN, new_request
+from twostroke.engine.counters import Counters
+from twostroke.engine.process import messages as wire
+from twostroke.engine.process.remote import RemoteEngine
+from twostroke.engine.process.served import EngineFacts, Reading
+from twostroke.engine.scheduler import SchedulerConfig, SchedulerStats
+from twostroke.engine.scheduler.config import max_len
+from twostroke.engine.speculation import SpeculationStats
+from twostroke.engine.view import View
+from twostroke.model.families import build_program
+from twostroke.model.load import build_tokenizer, load
+from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.weights import weights_identity
+from twostroke.server.models.residency import Residence, ResidentView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from twostroke.core.options import EngineOptions
+    from twostroke.engine.model_card import ModelCard
+    from twostroke.engine.process.pending import RemoteOutputs
+
+_START_S: Final = 0.5  # of loading, before a first load was timed
+_BYTES_PER_S: Final = 1e9
+_REFUSED_S: Final = 5.0  # after a load that failed
+_logger = logging.getLogger("twostroke.serve")
+
+
+class SleepingEngine(RemoteEngine):
+    """A `RemoteEngine` without a process until `wake`, and after `rest`.
+
+    Attributes:
+        num_bytes: what it takes in memory.
+        default_keep_s, keep_s: how long it stays loaded without a request, if nobody says
+            otherwise, and as somebody said last.
+        is_closed: it has to go, so requests wait.
+        num_loads, num_unloads, num_failed_loads, loading_s: counts since the server's start.
+        worth: see `schedule.residence`; the roster keeps it.
+        changed: called when there is something to decide.
+    """
+
+    def __init__(
+        self, load_: wire.Load, card: ModelCard, ready: wire.Ready, num_bytes: int, keep_s: float
+    ) -> None:
+        """Serve the model of `card`, once it is loaded; `ready` is what is known before that."""
+        super().__init__(load_, card, None, ready)
+        self.num_bytes = num_bytes
+        self._is_on_gpu = load_.options.compute.backend == "gpu"
+        self.default_keep_s = self.keep_s = keep_s
+        self.is_closed = False
+        self.num_loads = self.num_unloads = self.num_failed_loads = 0
+        self.loading_s = self.worth = 0.0
+        self.changed: Callable[[], None] = lambda: None
+        self._book.is_up = False
+        self._began_s = self._used_s = self._loaded_s = time.monotonic()
+        self._wanted_since_s: float | None = None  # by what is no request
+        self._is_leaving = False
+        self._refusal: tuple[float, ModelNotLoadedError] | None = None
+
+    @classmethod
+    def find(
+        cls,
+        name: str | None,
+        model: str,
+        options: EngineOptions,
+        log_level: str,
+        budget_bytes: int,
+        keep_s: float,
+    ) -> Self:
+        """Read the header of `model`, to be served as `name`, or as its own.
+
+        Errors as those of `build`.
+
+        Raises:
+            MemoryLimitError: it does not fit into `budget_bytes`.
+        """
+        loaded = load(model)
+        program, batch = build_program(loaded.spec), options.batch
+        num_weight_bytes, num_working = weight_bytes(loaded, options.compute), WORKING_BYTES
+        if options.compute.backend == "gpu":
+            given = options.compute, program, loaded.tensors, batch.token_budget
+            num_working += working_bytes(*given)
+        try:
+            size = size_cache(
+                program,
+                options.cache,
+                batch.token_budget,
+                num_weight_bytes,
+                budget_bytes + WORKING_BYTES - num_working,
+                most_running=batch.most_running,
+                auto_format=auto_kv_format(options.compute),
+            )
+        except MemoryLimitError as error:
+            limit = f"With {megabytes(budget_bytes)} of memory for all models (--memory), "
+            raise MemoryLimitError(limit + str(error)) from None
+        options = replace(options, cache=replace(options.cache, memory_bytes=size.cache_bytes))
+        cost = cost_model(program, loaded.tensors, size.kv_format, options.compute.backend)
+        identity = weights_identity(loaded.tensors)
+        card = make_card(
+            loaded,
+            build_tokenizer(loaded, options.chat_template),
+            context_length=size.context_length,
+            cost=cost,
+            identity=identity,
+            sampling=options.generation.defaults(loaded.sampling),
+        )
+        windows = tuple(group.window for group in program.cache_groups)
+        config = SchedulerConfig(
+            context_length=size.context_length,
+            max_running=batch.most_running,
+            token_budget=batch.token_budget,
+            max_waiting_requests=batch.max_waiting_requests,
+            max_waiting_tokens=batch.max_waiting_tokens,
+        )
+        sizes = size.num_pages, size.page_size, windows, num_weight_bytes, size.cache_bytes
+        backend = BackendFacts("none", "not loaded", 0, *sizes)
+        facts = EngineFacts(backend, config, (), keeps_pages=options.tiers.is_used)
+        about = wire.EngineCard(size.context_length, identity, cost.cache, None, None, 0.0)
+        ready = wire.Ready(about, facts, _nothing_read(card, size.num_pages))
+        num_bytes = num_weight_bytes + size.cache_bytes + num_working
+        message = wire.Load(wire.VERSION, model, options, log_level)
+        return cls(message, replace(card, name=name or card.name), ready, num_bytes, keep_s)
+
+    @property
+    def residence(self) -> Residence:
+        """Where the model is."""
+        if self._is_leaving:
+            return Residence.LEAVING
+        if self._life.rests:
+            return Residence.OUT
+        return Residence.IN if self._life.is_up else Residence.LOADING
+
+    @property
+    def load_s(self) -> float:
+        """How long it loads: as it did last, or by its size."""
+        return self._life.load_s or self.expected_load_s
+
+    @property
+    def expected_load_s(self) -> float:
+        """How long it should load, by its size alone."""
+        return _START_S + self.num_bytes / _BYTES_PER_S
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait until it is loaded."""
+        return len(self._book.unsent)
+
+    @property
+    def expires_s(self) -> float:
+        """Seconds until it is unloaded if nobody asks for it."""
+        return max(0.0, self._used_s + self.keep_s - time.monotonic())
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the engine's process used when it was last asked; 0 without one."""
+        return 0 if self._life.rests else self._last.memory_bytes
+
+    def view(self, now_s: float) -> ResidentView:
+        """Return what `decide` needs to know of it."""
+        compiling = any(isinstance(asked, wire.Compile) for asked, _ in self._asked.values())
+        state, is_in = self.residence, self._life.is_up
+        num_running = len(self._book.open) - len(self._book.unsent) + (compiling and is_in)
+        if num_running and is_in:
+            self._used_s = now_s
+        if compiling and not is_in and self._wanted_since_s is None:
+            self._wanted_since_s = now_s
+        since = [outputs.asked_s for outputs in self._book.unsent.values()]
+        if self._wanted_since_s is not None:
+            since.append(self._wanted_since_s)
+        return ResidentView(
+            self.card.name,
+            self.num_bytes,
+            self.load_s,
+            state,
+            min(since, default=None),
+            self._used_s,
+            self._loaded_s,
+            num_running,
+            self.keep_s,
+            self.worth,
+            self.is_closed,
+        )
+
+    def want(self) -> None:
+        """Have it loaded in its turn, though nobody sends a request yet."""
+        if self._life.rests and self._wanted_since_s is None:
+            self._wanted_since_s = time.monotonic()
+        self._used_s = time.monotonic()
+        self.changed()
+
+    def keep(self, keep_s: float) -> None:
+        """Let it stay loaded for so long without a request."""
+        self.keep_s = keep_s
+        self.changed()
+
+    def close_door(self, *, is_closed: bool) -> None:
+        """Let requests wait, as its memory is promised; or let them in again."""
+        if is_closed != self.is_closed:
+            self.is_closed = is_closed
+            self._book.is_up = self._life.is_up and not is_closed
+            self._book.send_waiting()
+
+    def wake(self) -> None:
+        """Load it."""
+        _logger.info("Loading %s.", self.card.name)
+        self._used_s = time.monotonic()
+        try:
+            self._life.wake()
+        except TwostrokeError as error:
+            self.failed_to_load(error)
+
+    def leave(self) -> Coroutine[None, None, None]:
+        """Return what unloads it, as it has nothing to do; from now on it is not there."""
+        self._book.is_up = self.is_closed = False
+        self._is_leaving, self.keep_s = True, self.default_keep_s
+        self._life.retire()  # now: should it die before it is ended, no other is to start
+        return self._rest()
+
+    async def _rest(self) -> None:
+        began_s = time.monotonic()
+        try:
+            await self._life.rest()
+        finally:
+            self._is_leaving = False
+        self.num_unloads += 1
+        _logger.info("Unloaded %s in %.1f s.", self.card.name, time.monotonic() - began_s)
+        self.changed()
+
+    async def _ask(self, message: wire.Generate | wire.Embed, num_answers: int) -> RemoteOutputs:
+        self._used_s = time.monotonic()
+        if self._life.is_up and not self.is_closed:
+            return await super()._ask(message, num_answers)
+        self._check_fits(message)
+        self._check_may_load()
+        # An objective for the first token is for a model that is there.
+        caller = replace(message.caller, start_within_s=math.inf)
+        outputs = self._open(replace(message, caller=caller), num_answers)
+        if not outputs.accepted.done():
+            outputs.accepted.set_result(None)  # so that a stream can show that it is alive
+        self.changed()
+        return outputs
+
+    async def _inquire(self, message: wire.Compile | wire.Read) -> object:
+        if isinstance(message, wire.Compile) and not self._life.is_up:
+            self._check_may_load()
+            if len(self._asked) >= self.facts.config.max_waiting_requests:
+                raise OverloadedError(f"{len(self._asked)} requests wait for the model.")
+        self.changed()
+        return await super()._inquire(message)
+
+    def _check_fits(self, message: wire.Generate | wire.Embed) -> None:
+        """Refuse what can never run, rather than load the model for it.
+
+        Raises:
+            RequestError: a prompt is empty.
+            ContextLengthError: one is too long.
+        """
+        backend, context_length = self.facts.backend, self.facts.config.context_length
+        groups = PageGroups(backend.page_size, backend.windows)
+        most_tokens = groups.most_tokens(backend.num_pages, context_length)
+        caller = message.caller
+        if isinstance(message, wire.Embed):
+            requests = [new_request(one, UNDRAWN, caller, Pooling.LAST) for one in message.texts]
+        else:
+            requests = [new_request(one, message.params, caller) for one in message.prompts]
+        for request in requests:
+            max_len(request, context_length, most_tokens)
+
+    def _check_may_load(self) -> None:
+        if self._refusal is not None and time.monotonic() < self._refusal[0]:
+            raise self._refusal[1]
+
+    def runs_again(self, ready: wire.Ready) -> None:
+        """Give the process what waits."""
+        if ready.card.identity != self.card.identity:
+            reason = "Its files are not those with which the server was started: start it again."
+            self._life.refuse(ModelFormatError(reason))
+            return
+        self._refusal, self._wanted_since_s = None, None
+        self._used_s = self._loaded_s = time.monotonic()
+        self.num_loads += 1
+        self.loading_s += self._life.load_s
+        if not self._is_on_gpu:  # whose memory a process does not see
+            self.num_bytes = max(self.num_bytes, ready.reading.memory_bytes)
+        self.facts, self._last, self.draft = ready.facts, ready.reading, ready.card.draft
+        self.limits = Limits.known(ready.card.hardware) if ready.card.hardware else None
+        name, load_s, count = self.card.name, self._life.load_s, len(self._book.open)
+        noun = "request" if count == 1 else "requests"
+        _logger.info("Loaded %s in %.1f s; %d %s had waited.", name, load_s, count, noun)
+        self._book.is_up = not self.is_closed
+        self._book.send_waiting()
+        for message, _ in self._asked.values():
+            self._life.send(message)
+        self.changed()
+
+    def died(self) -> bool:
+        """Tell those whose requests the process was computing."""
+        is_to_blame = super().died()
+        self.changed()
+        return is_to_blame
+
+    def failed_to_load(self, error: TwostrokeError) -> bool:
+        """Tell those who wait, and leave it at that for some seconds."""
+        name = self.card.name
+        _logger.error("%s cannot be loaded: %s", name, error)
+        self.num_failed_loads += 1
+        why = f" {error}" if isinstance(error, MemoryLimitError) else ""
+        text = f"The model {name!r} cannot be loaded now; the server's log says why.{why}"
+        refusal = ModelNotLoadedError(text, room_s=_REFUSED_S)
+        self._refusal, self._wanted_since_s = (time.monotonic() + _REFUSED_S, refusal), None
+        self._fail_all(refusal)
+        self.changed()
+        return True
+
+
+def _nothing_read(card: ModelCard, num_pages: int) -> Reading:
+    """Return what is known of an engine that has not run."""
+    stats = SchedulerStats(0, 0, 0, num_pages, *[0] * 6)
+    counters = Counters(card.cost.per_step(), lambda: stats, SpeculationStats())
+    view = View(stats, (), (0,) * num_pages, (), None)
+    return Reading(counters.snapshot(), view, (), (), 0)

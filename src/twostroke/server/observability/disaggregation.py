@@ -1,0 +1,105 @@
+"""What is shown of prefill and decode engines: prompts handed over, and what became of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec import to_builtins
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from twostroke.engine.disaggregation.kv_transfer import OUTCOMES
+from twostroke.engine.disaggregation.prefill_cost import REASONS
+from twostroke.model.program import BatchShape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from prometheus_client.core import Metric
+
+    from twostroke.engine.disaggregation_stats import BorrowerView, LenderView
+    from twostroke.engine.model_card import ModelCard
+    from twostroke.engine.process.served import Reading
+
+_TYPICAL: Final = 1024  # tokens of a prompt
+_BORROWED: Final = (
+    ("num_bytes", "bytes", "Bytes of pages that came."),
+    ("seconds", "seconds", "Seconds of transfers, the reading of prompts included."),
+    ("expected_s", "expected_seconds", "Seconds that these were expected to take."),
+    ("fetch_s", "fetch_seconds", "Seconds of these in which offered pages were fetched."),
+)
+_LENT: Final = (
+    ("num_prompts", "prompts_read", "Prompts that were read for decode engines."),
+    ("num_pages_lent", "pages_lent", "Pages that were offered to decode engines."),
+    ("num_leases_late", "leases_late", "Offers that were not fetched in time."),
+)
+
+
+def describe_handover(reading: Reading, card: ModelCard) -> dict[str, Any] | None:
+    """Return an engine's part in a hand-over for /api/state; None without a role."""
+    if reading.handover is None:
+        return None
+    ratio = prefill_per_decode(reading, card)
+    described: dict[str, Any] = to_builtins(reading.handover)
+    return described | ({} if ratio is None else {"prefill_per_decode": ratio})
+
+
+def handover_metrics(reading: Reading, card: ModelCard) -> Iterator[Metric]:
+    """Yield what an engine lent or borrowed; nothing without a role."""
+    view = reading.handover
+    if view is not None and view.borrower is not None:
+        yield from _borrowed(view.borrower)
+        if (ratio := prefill_per_decode(reading, card)) is not None:
+            text = "Prefill engines that one such decode engine can use, by measured rates."
+            yield GaugeMetricFamily("twostroke_handover_prefill_per_decode", text, ratio)
+    if view is not None and view.lender is not None:
+        yield from _lent(view.lender)
+
+
+def prefill_per_decode(reading: Reading, card: ModelCard) -> float | None:
+    """Return how many prefill engines a decode engine like this one can use, once that is known.
+
+    That is the time to read all prompts so far, at the best pace of a prefill engine, over the time
+    of their answers' steps.
+    """
+    borrower, decode = (
+        reading.handover and reading.handover.borrower,
+        reading.snapshot.strokes.decode,
+    )
+    services = reading.snapshot.services.values()
+    pace = max((peer.flops_per_s for peer in borrower.peers), default=0.0) if borrower else 0.0
+    num_drawn = sum(one.completion_tokens for one in services)
+    if not pace or not decode.rows or not num_drawn:
+        return None
+    flops = card.cost.per_step().of(BatchShape.prefill(_TYPICAL)).flops / _TYPICAL
+    prefill_s = sum(one.prompt_tokens for one in services) * flops / pace
+    return prefill_s / (num_drawn * decode.time_s / decode.rows)
+
+
+def _borrowed(view: BorrowerView) -> Iterator[Metric]:
+    text = "Prompts by where they were read, or why they were read here."
+    yield _counts("prompts", text, "where", REASONS, view.decisions)
+    text = "Transfers by how they ended; all but done left something to compute here."
+    yield _counts("transfers", text, "outcome", OUTCOMES, view.transfers)
+    for key, name, text in _BORROWED:
+        yield CounterMetricFamily(f"twostroke_handover_{name}", text, getattr(view, key))
+    text = "Whether a prefill engine is connected."
+    peers = GaugeMetricFamily("twostroke_handover_peer_up", text, labels=("peer",))
+    for peer in view.peers:
+        peers.add_metric((peer.address,), peer.state == "up")
+    yield peers
+
+
+def _lent(view: LenderView) -> Iterator[Metric]:
+    for key, name, text in _LENT:
+        yield CounterMetricFamily(f"twostroke_handover_{name}", text, getattr(view, key))
+    text = "Decode engines that are connected."
+    yield GaugeMetricFamily("twostroke_handover_decode_engines", text, view.num_peers)
+
+
+def _counts(
+    name: str, text: str, label: str, words: Iterable[str], counts: dict[str, int]
+) -> Metric:
+    family = CounterMetricFamily(f"twostroke_handover_{name}", text, labels=(label,))
+    for word in words:
+        family.add_metric((word,), counts.get(word, 0))
+    return family

@@ -1,0 +1,419 @@
+"""GET /metrics: the engine's counts, HTTP responses and goodput, for Prometheus."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import asdict
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from twostroke.core.request import FinishReason
+from twostroke.engine.health import Health
+from twostroke.server.models.about import VERSION
+from twostroke.server.models.residency import Residence
+from twostroke.server.observability.disaggregation import handover_metrics
+from twostroke.server.observability.llama_metrics import llama_metrics
+from twostroke.server.observability.objectives import ALL, GOOD_TOKENS, MET, MISSED, Goodput
+from twostroke.server.observability.state import WINDOWS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from prometheus_client.core import Metric
+
+    from twostroke.backends import RankState
+    from twostroke.backends.machine_limits import Limits
+    from twostroke.engine.counters import ServiceTotals, Snapshot, SpeculationTotals, TierTotals
+    from twostroke.engine.histogram import Distribution
+    from twostroke.engine.process.served import Reading, ServedEngine
+    from twostroke.engine.seconds import Span
+    from twostroke.server.models.model_pool import Roster
+    from twostroke.server.models.registry import Catalogue
+    from twostroke.server.options import Objective
+
+    Samples = Iterable[tuple[tuple[str, ...], float]]
+
+Family = CounterMetricFamily | GaugeMetricFamily
+
+_TOKEN_S: Final = (
+    *(0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
+)
+_REQUEST_S: Final = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0),
+)
+_LATENCIES: Final = (
+    ("queue", "queue", "From arrival to the first computed row.", _REQUEST_S),
+    ("ttft", "time_to_first_token", "From arrival to the first token.", _REQUEST_S),
+    ("e2e", "request", "From arrival to the last token.", _REQUEST_S),
+    ("tpot", "time_per_output_token", "Mean time between the tokens of one answer.", _TOKEN_S),
+    ("itl", "inter_token_latency", "Time between two steps of an answer.", _TOKEN_S),
+)
+_SERVICES: Final = (
+    ("prompt_tokens", "Prompt tokens of answers that have begun."),
+    ("cached_tokens", "Prompt tokens found in the prefix cache, of answers that have begun."),
+    ("completion_tokens", "Generated tokens."),
+    ("embedded_texts", "Texts that were embedded."),
+    ("embedded_tokens", "Tokens of the texts that were embedded."),
+)
+_STROKES: Final = (
+    ("steps", "steps", "Steps, by what most of their rows were."),
+    ("rows", "rows", "Tokens computed."),
+    ("flops", "flops", "Floating-point operations."),
+    ("bytes", "bytes", "Bytes of memory traffic that the steps require."),
+    ("time_s", "time_seconds", "Seconds in steps."),
+    ("kernel_s", "kernel_seconds", "Seconds inside kernels."),
+    ("collective_s", "collective_seconds", "Seconds of these in which rank 0 met other ranks."),
+    ("crowded_s", "crowded_seconds", "Seconds in steps with fewer threads, beside other programs."),
+)
+_SCHEDULER: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
+    ("num_running", GaugeMetricFamily, "requests_running", "Answers that hold pages."),
+    ("num_waiting", GaugeMetricFamily, "requests_waiting", "Answers in the queue."),
+    ("num_waiting_tokens", GaugeMetricFamily, "waiting_tokens", "Tokens of answers in the queue."),
+    ("num_free_pages", GaugeMetricFamily, "free_pages", "Empty pages."),
+    ("num_cached_pages", GaugeMetricFamily, "cached_pages", "Pages that only the cache holds."),
+    ("num_referenced_pages", GaugeMetricFamily, "referenced_pages", "Pages that requests hold."),
+    ("num_preemptions", CounterMetricFamily, "preemptions", "Times a request lost its pages."),
+    ("num_recoveries", CounterMetricFamily, "recoveries", "Times that lost ranks were replaced."),
+    (
+        "num_prompt_tokens",
+        CounterMetricFamily,
+        "prefix_cache_asked_tokens",
+        "Prompt tokens looked up in the prefix cache.",
+    ),
+    ("num_hit_tokens", CounterMetricFamily, "prefix_cache_hit_tokens", "Prompt tokens it had."),
+)
+_ENGINE: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
+    ("num_compiled", CounterMetricFamily, "late_compilations", "Kernels made after the start."),
+    ("num_shortages", CounterMetricFamily, "memory_shortages", "Steps too large for the memory."),
+    ("most_tokens", GaugeMetricFamily, "step_token_limit", "Tokens that a step may compute."),
+)
+
+_TIERS: Final[tuple[tuple[type[Family], str, str, str], ...]] = (
+    (CounterMetricFamily, "lookups", "lookups", "Prompts that a tier of pages was asked for."),
+    (CounterMetricFamily, "hits", "hits", "Prompts for which pages were read."),
+    (CounterMetricFamily, "slow", "slow", "Prompts that were computed because that was faster."),
+    (CounterMetricFamily, "pages_read", "pages_read", "Pages that were read."),
+    (CounterMetricFamily, "pages_written", "pages_written", "Pages that were written."),
+    (CounterMetricFamily, "bytes_read", "bytes_read", "Bytes of pages that were read."),
+    (CounterMetricFamily, "bytes_written", "bytes_written", "Bytes of pages that were written."),
+    (CounterMetricFamily, "read_s", "read_seconds", "Seconds in which pages were read."),
+    (CounterMetricFamily, "write_s", "write_seconds", "Seconds in which pages were written."),
+    (GaugeMetricFamily, "saved_s", "saved_seconds", "Computing saved, less the time for pages."),
+    (GaugeMetricFamily, "pages_stored", "pages", "Pages that a tier holds."),
+    (GaugeMetricFamily, "bytes_stored", "bytes", "Bytes that a tier holds."),
+)
+
+
+_RESIDENT_GAUGES: Final = (
+    ("num_bytes", "model_bytes", "Memory that a model takes while it is loaded."),
+    ("num_waiting", "model_waiting", "Requests that wait until a model is loaded."),
+)
+_RESIDENT_COUNTS: Final = (
+    ("num_loads", "model_loads", "Times that a model was loaded."),
+    ("num_unloads", "model_unloads", "Times that a model was unloaded."),
+    ("num_failed_loads", "model_failed_loads", "Times that a model could not be loaded."),
+    ("loading_s", "model_load_seconds", "Seconds in which a model loaded."),
+)
+
+
+class Metrics(Collector):
+    """Counts HTTP responses; reads everything else when Prometheus asks."""
+
+    def __init__(
+        self,
+        models: Catalogue,
+        limits: Limits | None = None,
+        objectives: Iterable[Objective] = (),
+        *,
+        has_llama_metrics: bool = False,
+    ) -> None:
+        """Measure the engines of `models`; utilization is left out where `limits` are unknown.
+
+        If they are of a roster, what each engine counts has the label `model`.
+        `has_llama_metrics` adds llama-server's names of counts.
+
+        Raises:
+            UsageError: the objectives contradict each other.
+        """
+        self.goodput = Goodput(objectives)
+        self._models, self._limits = models, limits
+        self._has_llama_metrics = has_llama_metrics
+        self._readings: dict[str, Reading] = {}
+        self.registry = CollectorRegistry()
+        self.responses = Counter(
+            "twostroke_http_responses",
+            "HTTP responses by endpoint and status.",
+            ("endpoint", "status"),
+            registry=self.registry,
+        )
+        self.failures = Counter(
+            "twostroke_failed_requests",
+            "Requests that the engine began and could not finish.",
+            registry=self.registry,
+        )
+        self.checks = Counter(
+            "twostroke_constraint_checks",
+            "Finished answers, or calls in them, whose grammar does not hold all of their schema.",
+            ("result",),
+            registry=self.registry,
+        )
+        self.misses = Counter(
+            "twostroke_constraint_misses",
+            "Answers and calls that do not keep to their schema, by the keyword that they miss.",
+            ("keyword",),
+            registry=self.registry,
+        )
+        self.redraws = Counter(
+            "twostroke_constraint_redraws",
+            "Answers that were drawn again because they did not keep to their schema.",
+            registry=self.registry,
+        )
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    async def expose(self, accept: str) -> tuple[bytes, str]:
+        """Return all metrics and their content type, in the format that `accept` prefers."""
+        engines = {served.name: served.engine for _, served in self._models}
+        self._readings = {name: await one.read([(WINDOWS[0], 0)]) for name, one in engines.items()}
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of the engines, as `expose` read them, and of goodput."""
+        engine, roster = self._models.default.engine, self._models.roster
+        health = engine.health if roster is None else roster.health
+        yield _gauge("ready", "Whether the server can answer.", value=health is Health.READY)
+        if roster is None:
+            yield from self._of(engine, self._readings[self._models.default.name])
+        else:
+            yield from _residents(roster)
+            merged: dict[str, Metric] = {}
+            for name, one in roster.engines.items():
+                for metric in self._of(one, self._readings[name]):
+                    samples = [
+                        sample._replace(labels={**sample.labels, "model": name})
+                        for sample in metric.samples
+                    ]
+                    if metric.name in merged:
+                        merged[metric.name].samples += samples
+                    else:
+                        metric.samples, merged[metric.name] = samples, metric
+            yield from merged.values()
+        if self.goodput.has_objectives:
+            yield from _goodput(self.goodput)
+
+    def _of(self, engine: ServedEngine, reading: Reading) -> Iterator[Metric]:
+        """Yield the metrics of one engine."""
+        facts, snapshot = engine.facts.backend, reading.snapshot
+        deaths = [((), engine.num_deaths)]
+        yield _counter("engine_deaths", "Times that the engine's process died.", samples=deaths)
+        yield _model(engine)
+        yield from _services(snapshot.services)
+        for table, counts in ((_SCHEDULER, snapshot.scheduler), (_ENGINE, snapshot)):
+            for key, family, name, text in table:
+                yield family(f"twostroke_{name}", text, getattr(counts, key))
+        yield _gauge("pages", "Pages of keys and values, full or empty.", value=facts.num_pages)
+        yield _gauge("page_tokens", "Tokens in a page.", value=facts.page_size)
+        yield from _strokes(snapshot)
+        yield from _ranks(reading.ranks, facts.link)
+        limits = self._limits or getattr(engine, "limits", None)
+        yield from _utilization(limits, *reading.spans)
+        yield from _tiers(snapshot.tiers)
+        yield from handover_metrics(reading, engine.card)
+        yield from _speculation(snapshot.speculation)
+        if self._has_llama_metrics:
+            yield from llama_metrics(snapshot)
+
+
+def _model(engine: ServedEngine) -> Metric:
+    card = engine.card
+    facts = {
+        "version": VERSION,
+        "name": card.name,
+        "architecture": card.architecture,
+        "format": card.format,
+        "backend": engine.facts.backend.detail,
+    }
+    return InfoMetricFamily("twostroke_model", "The model that is served.", facts)
+
+
+def _residents(roster: Roster) -> Iterator[Metric]:
+    """Yield where models are, how often they were loaded, and who waits for them."""
+    engines = roster.engines.items()
+    yield _gauge("memory_budget_bytes", "Memory for all models.", value=roster.budget_bytes)
+    loaded = [((model,), one.residence is Residence.IN) for model, one in engines]
+    yield _gauge("model_loaded", "Whether a model is loaded.", "model", samples=loaded)
+    for key, name, text in _RESIDENT_GAUGES:
+        samples = [((model,), getattr(one, key)) for model, one in engines]
+        yield _gauge(name, text, "model", samples=samples)
+    for key, name, text in _RESIDENT_COUNTS:
+        samples = [((model,), getattr(one, key)) for model, one in engines]
+        yield _counter(name, text, "model", samples=samples)
+
+
+def _utilization(limits: Limits | None, span: Span[Snapshot]) -> Iterator[Metric]:
+    """Yield the shares of the machine that the last seconds used."""
+    seconds = WINDOWS[0]
+    strokes = span.last.strokes - span.first.strokes
+    both = {("prefill",): strokes.prefill, ("decode",): strokes.decode}
+    busy = {label: stroke.time_s / max(1, span.seconds) for label, stroke in both.items()}
+    text = f"Share of the last {seconds} seconds spent in steps."
+    yield _gauge("busy_ratio", text, "stroke", samples=busy.items())
+    hardware = (
+        limits.above(
+            bytes_per_s=strokes.max_bytes_per_s,
+            flops_per_s=strokes.max_flops_per_s,
+            may_measure=False,
+        )
+        if limits
+        else None
+    )
+    if hardware is None:
+        return
+    text = "The machine's peak arithmetic."
+    yield _gauge("peak_flops_per_second", text, value=hardware.peak)
+    text = "The machine's peak bandwidth."
+    yield _gauge("peak_bytes_per_second", text, value=hardware.bandwidth)
+    when = f"while steps ran in the last {seconds} seconds."
+    mfu = {label: stroke.mfu(hardware) for label, stroke in both.items()}
+    yield _gauge("mfu", f"Share of peak FLOP/s {when}", "stroke", samples=mfu.items())
+    mbu = {label: stroke.mbu(hardware) for label, stroke in both.items()}
+    yield _gauge("mbu", f"Share of peak bandwidth {when}", "stroke", samples=mbu.items())
+
+
+def _goodput(goodput: Goodput) -> Iterator[Metric]:
+    """Yield limits, counts since the start, and goodput in the last minute."""
+    limits = {
+        (service, measure): limit_s
+        for service, measures in goodput.limits.items()
+        for measure, limit_s in measures.items()
+    }
+    text = "The limit of an objective."
+    yield _gauge("objective_limit_seconds", text, "class", "objective", samples=limits.items())
+    counts, (recent, seconds) = goodput.read(), goodput.recent()
+    services = [service for service, measures in goodput.limits.items() if measures]
+    answers = [
+        ((*key, result), counts[*key, result])
+        for key in (*limits, *((service, ALL) for service in services))
+        for result in (MET, MISSED)
+    ]
+    text = "Answers that met or missed an objective, or all of them."
+    yield _counter("objective_answers", text, "class", "objective", "result", samples=answers)
+    tokens = [((one,), counts[one, ALL, GOOD_TOKENS]) for one in services]
+    text = "Tokens of answers that met all objectives."
+    yield _counter("good_tokens", text, "class", samples=tokens)
+    for name, subject, result in (("requests", "Answers", MET), ("tokens", "Tokens", GOOD_TOKENS)):
+        rates = [((one,), recent[one, ALL, result] / max(1, seconds)) for one in services]
+        text = f"{subject} that met all objectives, over the last minute."
+        yield _gauge(f"goodput_{name}_per_second", text, "class", samples=rates)
+
+
+def _services(services: Mapping[str, ServiceTotals]) -> Iterator[Metric]:
+    ends = [
+        ((service, reason.value), totals.ends.get(reason, 0))
+        for service, totals in services.items()
+        for reason in FinishReason
+    ]
+    text = "Answers that have ended, by finish reason."
+    yield _counter("answers", text, "class", "finish_reason", samples=ends)
+    for name, text in _SERVICES:
+        counts = [((service,), getattr(totals, name)) for service, totals in services.items()]
+        yield _counter(name, text, "class", samples=counts)
+    for key, name, text, bounds in _LATENCIES:
+        latencies = {service: totals.latencies[key] for service, totals in services.items()}
+        yield _histogram(f"{name}_seconds", text, "class", latencies, bounds)
+
+
+def _strokes(snapshot: Snapshot) -> Iterator[Metric]:
+    both = (("prefill", snapshot.strokes.prefill), ("decode", snapshot.strokes.decode))
+    for key, name, text in _STROKES:
+        counts = [((label,), getattr(stroke, key)) for label, stroke in both]
+        yield _counter(f"step_{name}", text, "stroke", samples=counts)
+    text = "Rows of a step: prompt tokens, newest tokens and guesses."
+    rows = {"prefill": snapshot.prefill_rows, "decode": snapshot.decode_rows}
+    yield _histogram("rows_per_step", text, "stroke", rows, snapshot.decode_rows.bounds)
+
+
+def _ranks(ranks: Iterable[RankState], link: str) -> Iterator[Metric]:
+    """Yield what is known of each rank; nothing for one process."""
+    states = {str(rank.facts.rank): rank for rank in ranks}
+    if not states:
+        return
+    info = InfoMetricFamily("twostroke_rank", "Where a rank runs, and its part.", labels=("rank",))
+    for number, rank in states.items():
+        place = {name: str(part) for name, part in asdict(rank.facts.place).items()}
+        info.add_metric((number,), {"host": rank.facts.host, **place, "link": link})
+    yield info
+    ready = [((number,), rank.state == "ready") for number, rank in states.items()]
+    yield _gauge("rank_ready", "Whether a rank computes steps.", "rank", samples=ready)
+    seconds = [((number,), rank.collective_s) for number, rank in states.items()]
+    text = "Seconds in collectives since the rank started, waiting for other ranks included."
+    yield _counter("rank_collective_seconds", text, "rank", samples=seconds)
+    restarts = [((number,), rank.num_restarts) for number, rank in states.items()]
+    yield _counter("rank_restarts", "Times that a rank was replaced.", "rank", samples=restarts)
+
+
+def _tiers(tiers: Iterable[TierTotals]) -> Iterator[Metric]:
+    """Yield the counts of each tier; nothing without a page cache."""
+    of = {tier.tier: tier for tier in tiers}
+    for family, key, name, text in _TIERS if of else ():
+        samples = [((tier,), getattr(totals, key)) for tier, totals in of.items()]
+        samples = [sample for sample in samples if sample[1] is not None]
+        metric = family(f"twostroke_tier_{name}", text, labels=("tier",))
+        yield _filled(metric, samples)
+
+
+def _speculation(guesses: SpeculationTotals) -> Iterator[Metric]:
+    for name, text, counts in (
+        ("proposed", "Guessed tokens that were computed, by source.", guesses.proposed),
+        ("accepted", "Guessed tokens that were right, by source.", guesses.accepted),
+    ):
+        samples = [((source,), count) for source, count in counts.items()]
+        yield _counter(f"speculation_{name}_tokens", text, "source", samples=samples)
+    text = "Times that the guess at a place after the newest token was right."
+    places = [((str(place + 1),), count) for place, count in sorted(guesses.accepted_at.items())]
+    yield _counter("speculation_accepted_at", text, "place", samples=places)
+    text = "Steps of an answer with guesses; each brought one token besides the accepted ones."
+    yield CounterMetricFamily("twostroke_speculation_passes", text, guesses.passes)
+    text = "Time that guesses have saved; negative where they cost more than they brought."
+    yield _gauge("speculation_saved_seconds", text, value=guesses.saved_s)
+
+
+def _counter(name: str, text: str, *labels: str, samples: Samples) -> Metric:
+    return _filled(CounterMetricFamily(f"twostroke_{name}", text, labels=labels), samples)
+
+
+def _gauge(
+    name: str, text: str, *labels: str, samples: Samples = (), value: float | None = None
+) -> Metric:
+    """Return a gauge: one `value`, or `samples` by `labels`."""
+    family = GaugeMetricFamily(f"twostroke_{name}", text, value, labels or None)
+    return _filled(family, samples)
+
+
+def _filled(family: Family, samples: Samples) -> Metric:
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family
+
+
+def _histogram(
+    name: str,
+    text: str,
+    label: str,
+    distributions: Mapping[str, Distribution],
+    bounds: tuple[float, ...],
+) -> Metric:
+    family = HistogramMetricFamily(f"twostroke_{name}", text, labels=(label,))
+    for value, found in distributions.items():
+        below = [(repr(bound), count) for bound, count in found.cumulative(bounds)]
+        family.add_metric((value,), [*below, ("+Inf", found.count)], found.sum)
+    return family

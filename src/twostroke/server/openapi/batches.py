@@ -1,0 +1,232 @@
+"""The descriptions of the routes of files and batches."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from twostroke.core.errors import OverloadedError, RequestError
+from twostroke.server.batch import files, messages, openai, uploads
+from twostroke.server.http import errors
+from twostroke.server.openapi.operation import BODY, HELLO, TEXT, Operation, parameter
+from twostroke.server.storage import RecordsError
+
+_TAG: Final = "OpenAI"
+_ANTHROPIC: Final = "Anthropic"
+_OFF: Final = (errors.UnknownPathError, RecordsError)
+_NAME: Final = {"type": "string", "minLength": 1}
+_AFTER: Final = parameter("query", "after", "The id before the page.", **TEXT)
+_ANTHROPIC_VERSION: Final = parameter(
+    "header", "anthropic-version", "Asks for responses in Anthropic's form.", **TEXT
+)
+_OF_FILE: Final[dict[str, Any]] = {
+    "errors": (RequestError, files.NoSuchFileError, *_OFF),
+    "parameters": (parameter("path", "file_id", "Its `id`.", **_NAME), _ANTHROPIC_VERSION),
+}
+_IN_ANTHROPICS_FORM: Final = (
+    "Requests with the header `anthropic-version` get responses in Anthropic's form."
+)
+_METADATA: Final = {
+    "type": "object",
+    "properties": {"type": {"const": "file"}},
+    "required": ["id", "type", "created_at", "filename", "mime_type", "size_bytes"],
+}
+_METADATA_LIST: Final = {
+    "type": "object",
+    "properties": {"data": {"type": "array", "items": _METADATA}},
+    "required": ["data", "has_more", "first_id", "last_id"],
+}
+_FILE: Final = {"type": "string", "contentMediaType": "application/octet-stream"}
+_EXPIRY: Final = {
+    "type": "integer",
+    "minimum": files.MIN_EXPIRY_S,
+    "maximum": files.MAX_EXPIRY_S,
+}
+_OF_UPLOAD: Final[dict[str, Any]] = {
+    "errors": (RequestError, uploads.NoSuchUploadError, *_OFF),
+    "parameters": (parameter("path", "upload_id", "Its `id`.", **_NAME),),
+}
+_OF_BATCH: Final[dict[str, Any]] = {
+    "errors": (RequestError, openai.NoSuchBatchError, *_OFF),
+    "parameters": (parameter("path", "batch_id", "Its `id`.", **_NAME),),
+}
+_PLACE: Final = (
+    parameter("query", "after_id", "The id before the page.", **TEXT),
+    parameter("query", "before_id", "The id after the page.", **TEXT),
+)
+
+
+def _limit(default: int, most: int) -> dict[str, Any]:
+    bounds = {"type": "integer", "minimum": 1, "maximum": most, "default": default}
+    return parameter("query", "limit", "The size of a page.", **bounds)
+
+
+OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
+    ("POST", files.PATH): Operation(
+        "Upload a file",
+        _TAG,
+        f"Without `--records` this and the following paths answer 404. {_IN_ANTHROPICS_FORM}",
+        answer=files.FileBody,
+        media={"application/json": _METADATA},
+        errors=(*BODY, *_OFF),
+        parameters=(_ANTHROPIC_VERSION,),
+        form={
+            "type": "object",
+            "properties": {
+                "purpose": {"enum": list(files.PURPOSES)},
+                "file": _FILE,
+                "expires_after[anchor]": {"const": "created_at"},
+                "expires_after[seconds]": _EXPIRY,
+            },
+            "required": ["purpose", "file"],
+        },
+    ),
+    ("GET", files.PATH): Operation(
+        "List files, page by page",
+        _TAG,
+        f"{_IN_ANTHROPICS_FORM} Their pages have the fields of Anthropic's lists: `limit`, "
+        "`after_id`, `before_id`, `page` and `ids`.",
+        answer=files.FileList,
+        media={"application/json": _METADATA_LIST},
+        errors=(RequestError, *_OFF),
+        parameters=(
+            _AFTER,
+            _limit(files.MAX_LISTED, files.MAX_LISTED),
+            parameter("query", "order", "By time.", enum=["asc", "desc"], default="desc"),
+            parameter("query", "purpose", "Only files of this purpose.", **TEXT),
+            _ANTHROPIC_VERSION,
+        ),
+    ),
+    ("GET", files.FILE_PATH): Operation(
+        "Return a file's metadata",
+        _TAG,
+        _IN_ANTHROPICS_FORM,
+        answer=files.FileBody,
+        media={"application/json": _METADATA},
+        **_OF_FILE,
+    ),
+    ("DELETE", files.FILE_PATH): Operation(
+        "Delete a file",
+        _TAG,
+        _IN_ANTHROPICS_FORM,
+        answer=files.DeletedFile,
+        media={"application/json": {"type": "object", "required": ["id", "type"]}},
+        **_OF_FILE,
+    ),
+    ("GET", f"{files.FILE_PATH}/content"): Operation(
+        "Return a file's content",
+        _TAG,
+        media={"application/jsonl": TEXT, "application/octet-stream": TEXT},
+        **_OF_FILE,
+    ),
+    ("POST", uploads.PATH): Operation(
+        "Begin an upload of a file in parts",
+        _TAG,
+        "The parts can be sent within an hour.",
+        answer=uploads.UploadBody,
+        errors=(*BODY, *_OFF),
+        examples={
+            "begin": {
+                "filename": "notes.txt",
+                "purpose": "user_data",
+                "bytes": 12,
+                "mime_type": "text/plain",
+            }
+        },
+        leads_to=(
+            ("GET", uploads.UPLOAD_PATH),
+            ("POST", uploads.PARTS_PATH),
+            ("POST", uploads.COMPLETE_PATH),
+            ("POST", uploads.CANCEL_PATH),
+        ),
+    ),
+    ("GET", uploads.UPLOAD_PATH): Operation(
+        "Return an upload", _TAG, answer=uploads.UploadBody, **_OF_UPLOAD
+    ),
+    ("POST", uploads.PARTS_PATH): Operation(
+        "Send a part of a file",
+        _TAG,
+        f"A part has at most {uploads.MAX_PART_BYTES >> 20} MiB.",
+        answer=uploads.UploadPartBody,
+        errors=(*BODY, uploads.NoSuchUploadError, *_OFF),
+        parameters=_OF_UPLOAD["parameters"],
+        form={"type": "object", "properties": {"data": _FILE}, "required": ["data"]},
+    ),
+    ("POST", uploads.COMPLETE_PATH): Operation(
+        "Join the parts of an upload into a file",
+        _TAG,
+        answer=uploads.UploadBody,
+        errors=(*BODY, uploads.NoSuchUploadError, *_OFF),
+        parameters=_OF_UPLOAD["parameters"],
+        examples={"complete": {"part_ids": ["part_0"]}},
+    ),
+    ("POST", uploads.CANCEL_PATH): Operation(
+        "Cancel an upload, and delete its parts", _TAG, answer=uploads.UploadBody, **_OF_UPLOAD
+    ),
+    ("POST", openai.PATH): Operation(
+        "Run the requests of a file",
+        _TAG,
+        answer=openai.BatchBody,
+        errors=(*BODY, files.NoSuchFileError, OverloadedError, *_OFF),
+        examples={
+            "day": {
+                "input_file_id": "file-0",
+                "endpoint": "/v1/chat/completions",
+                "completion_window": "24h",
+            }
+        },
+    ),
+    ("GET", openai.PATH): Operation(
+        "List batches, the newest first",
+        _TAG,
+        answer=openai.BatchList,
+        errors=(RequestError, *_OFF),
+        parameters=(_AFTER, _limit(openai.LISTED, openai.MAX_LISTED)),
+    ),
+    ("GET", openai.ONE): Operation("Return a batch", _TAG, answer=openai.BatchBody, **_OF_BATCH),
+    ("POST", f"{openai.ONE}/cancel"): Operation(
+        "Stop a batch; the results so far are kept", _TAG, answer=openai.BatchBody, **_OF_BATCH
+    ),
+    ("POST", messages.PATH): Operation(
+        "Answer many conversations, for which nobody waits",
+        _ANTHROPIC,
+        "Without `--records` this and the following paths answer 404.",
+        answer=messages.MessageBatch,
+        errors=(*BODY, OverloadedError, *_OFF),
+        examples={
+            "two": {
+                "requests": [
+                    {"custom_id": id_, "params": {"max_tokens": 20, "messages": HELLO}}
+                    for id_ in ("a", "b")
+                ]
+            }
+        },
+    ),
+    ("GET", messages.PATH): Operation(
+        "List message batches, the newest first",
+        _ANTHROPIC,
+        answer=messages.MessageBatchList,
+        errors=(RequestError, *_OFF),
+        parameters=(*_PLACE, _limit(messages.LISTED, messages.MAX_LISTED)),
+    ),
+    ("GET", messages.ONE): Operation(
+        "Return a message batch", _ANTHROPIC, answer=messages.MessageBatch, **_OF_BATCH
+    ),
+    ("DELETE", messages.ONE): Operation(
+        "Delete a message batch that has ended, and its results",
+        _ANTHROPIC,
+        answer=messages.DeletedMessageBatch,
+        **_OF_BATCH,
+    ),
+    ("POST", f"{messages.ONE}/cancel"): Operation(
+        "Stop a message batch; the results so far are kept",
+        _ANTHROPIC,
+        answer=messages.MessageBatch,
+        **_OF_BATCH,
+    ),
+    ("GET", f"{messages.ONE}/results"): Operation(
+        "Return the results of a message batch, a line each",
+        _ANTHROPIC,
+        media={"application/x-jsonl": TEXT},
+        **_OF_BATCH,
+    ),
+}

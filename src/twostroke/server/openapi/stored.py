@@ -1,0 +1,213 @@
+"""The descriptions of the routes of stored answers."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from twostroke.core.errors import RequestError
+from twostroke.server.openapi.operation import BODY, TEXT, Operation, parameter
+from twostroke.server.protocols.common.listing import INCLUDABLE, LISTED, MAX_LISTED, ItemList
+from twostroke.server.protocols.openai import stored_chat
+from twostroke.server.protocols.responses import conversation_routes as conversations
+from twostroke.server.protocols.responses import stream_events
+from twostroke.server.protocols.responses.body import ResponseBody
+from twostroke.server.protocols.responses.conversations import (
+    ConversationBody,
+    ConversationNotFoundError,
+)
+from twostroke.server.protocols.responses.routes import (
+    MAX_NUMBER_LENGTH,
+    Deleted,
+    ResponseNotFoundError,
+)
+from twostroke.server.storage import RecordsError
+
+_NAME: Final = {"type": "string", "minLength": 1}
+_RESPONSE_ID: Final = parameter("path", "response_id", "The `id` of a stored answer.", **_NAME)
+_INCLUDE: Final = parameter(
+    "query",
+    "include[]",
+    "Accepted; an answer is stored with what its request included.",
+    type="array",
+    items={"enum": list(INCLUDABLE)},
+)
+_EVENTS: Final = (
+    parameter("query", "stream", "Whether to send the events.", enum=["true", "false"]),
+    parameter(
+        "query",
+        "starting_after",
+        "With `stream`: begin after the event with this number.",
+        type="integer",
+        minimum=0,
+        maximum=10**MAX_NUMBER_LENGTH - 1,
+    ),
+    parameter("query", "include_obfuscation", "No effect.", enum=["true", "false"]),
+)
+_PAGE: Final = (
+    parameter("query", "after", "The id of the item before the page.", **TEXT),
+    parameter(
+        "query",
+        "limit",
+        "The number of items of a page.",
+        type="integer",
+        minimum=1,
+        maximum=MAX_LISTED,
+        default=LISTED,
+    ),
+    parameter(
+        "query",
+        "order",
+        "Whether the oldest or the newest item comes first.",
+        enum=["asc", "desc"],
+        default="desc",
+    ),
+)
+_PAGE_FROM_OLDEST: Final = (
+    *_PAGE[:2],
+    _PAGE[2] | {"schema": {"enum": ["asc", "desc"], "default": "asc"}},
+)
+_COMPLETION_ID: Final = parameter("path", "completion_id", "Its `id`.", **_NAME)
+_OF_CHAT: Final[dict[str, Any]] = {
+    "errors": (stored_chat.CompletionNotFoundError, RecordsError),
+    "parameters": (_COMPLETION_ID,),
+}
+_CONVERSATION_ID: Final = parameter("path", "conversation_id", "Its `id`.", **_NAME)
+_OF_CONVERSATION: Final[dict[str, Any]] = {
+    "errors": (RequestError, ConversationNotFoundError),
+    "parameters": (_CONVERSATION_ID,),
+}
+_OF_ITEM: Final[dict[str, Any]] = {
+    "errors": (RequestError, ConversationNotFoundError, conversations.ItemNotFoundError),
+    "parameters": (
+        _CONVERSATION_ID,
+        parameter("path", "item_id", "The `id` of an item.", **_NAME),
+        _INCLUDE,
+    ),
+}
+_GREETING: Final = {"role": "user", "content": "Why is the sky blue?"}
+
+OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
+    ("GET", "/v1/responses/{response_id}"): Operation(
+        "Return a stored answer, or stream its events again",
+        "OpenAI",
+        "The events of a background answer can be streamed from any number on. If they are not "
+        "stored any more, the last event has the whole answer.",
+        answer=ResponseBody,
+        events=stream_events.EVENTS,
+        errors=(RequestError, ResponseNotFoundError),
+        parameters=(_RESPONSE_ID, _INCLUDE, *_EVENTS),
+    ),
+    ("DELETE", "/v1/responses/{response_id}"): Operation(
+        "Delete a stored answer",
+        "OpenAI",
+        answer=Deleted,
+        errors=(RequestError, ResponseNotFoundError, RecordsError),
+        parameters=(_RESPONSE_ID,),
+    ),
+    ("GET", "/v1/responses/{response_id}/input_items"): Operation(
+        "List the input of a stored answer, page by page",
+        "OpenAI",
+        "Includes the items of the earlier answers that it continues.",
+        answer=ItemList,
+        errors=(RequestError, ResponseNotFoundError),
+        parameters=(_RESPONSE_ID, _INCLUDE, *_PAGE),
+    ),
+    ("POST", "/v1/responses/{response_id}/cancel"): Operation(
+        "Stop a background answer",
+        "OpenAI",
+        "An answer that has ended does not change. To stop an answer that is not in the "
+        "background, close its connection.",
+        answer=ResponseBody,
+        errors=(RequestError, ResponseNotFoundError),
+        parameters=(_RESPONSE_ID,),
+    ),
+    ("POST", conversations.LIST_PATH): Operation(
+        "Begin a conversation, which responses may continue",
+        "OpenAI",
+        answer=ConversationBody,
+        errors=BODY,
+        examples={"begin": {"items": [_GREETING], "metadata": {"project": "a"}}},
+        leads_to=(
+            ("GET", conversations.PATH),
+            ("POST", conversations.PATH),
+            ("GET", conversations.ITEMS_PATH),
+            ("POST", conversations.ITEMS_PATH),
+        ),
+    ),
+    ("GET", conversations.PATH): Operation(
+        "Return a conversation", "OpenAI", answer=ConversationBody, **_OF_CONVERSATION
+    ),
+    ("POST", conversations.PATH): Operation(
+        "Replace the metadata of a conversation",
+        "OpenAI",
+        answer=ConversationBody,
+        errors=(*BODY, ConversationNotFoundError),
+        parameters=(_CONVERSATION_ID,),
+        examples={"label": {"metadata": {"project": "a"}}},
+    ),
+    ("DELETE", conversations.PATH): Operation(
+        "Delete a conversation; its responses stay",
+        "OpenAI",
+        answer=conversations.DeletedConversation,
+        errors=(RequestError, ConversationNotFoundError, RecordsError),
+        parameters=(_CONVERSATION_ID,),
+    ),
+    ("GET", conversations.ITEMS_PATH): Operation(
+        "List the items of a conversation, page by page",
+        "OpenAI",
+        answer=ItemList,
+        errors=(RequestError, ConversationNotFoundError),
+        parameters=(_CONVERSATION_ID, _INCLUDE, *_PAGE),
+    ),
+    ("POST", conversations.ITEMS_PATH): Operation(
+        "Add items at the end of a conversation",
+        "OpenAI",
+        answer=ItemList,
+        errors=(*BODY, ConversationNotFoundError),
+        parameters=(_CONVERSATION_ID, _INCLUDE),
+        examples={"add": {"items": [_GREETING]}},
+    ),
+    ("GET", conversations.ITEM_PATH): Operation(
+        "Return an item of a conversation", "OpenAI", answer=dict[str, Any], **_OF_ITEM
+    ),
+    ("DELETE", conversations.ITEM_PATH): Operation(
+        "Delete an item of a conversation", "OpenAI", answer=ConversationBody, **_OF_ITEM
+    ),
+    ("GET", "/v1/chat/completions"): Operation(
+        "List stored completions, page by page",
+        "OpenAI",
+        "Those of requests with `store`, the oldest first unless `order` is `desc`.",
+        answer=stored_chat.StoredCompletions,
+        errors=(RequestError,),
+        parameters=(
+            *_PAGE_FROM_OLDEST,
+            parameter("query", "model", "The model of the completions.", **TEXT),
+            {
+                **parameter("query", "metadata", "Labels that the completions have."),
+                "style": "deepObject",
+                "schema": {"type": "object", "additionalProperties": TEXT},
+            },
+        ),
+    ),
+    ("GET", "/v1/chat/completions/{completion_id}"): Operation(
+        "Return a stored completion", "OpenAI", answer=stored_chat.StoredCompletion, **_OF_CHAT
+    ),
+    ("POST", "/v1/chat/completions/{completion_id}"): Operation(
+        "Replace the metadata of a stored completion",
+        "OpenAI",
+        answer=stored_chat.StoredCompletion,
+        errors=(*BODY, stored_chat.CompletionNotFoundError),
+        parameters=(_COMPLETION_ID,),
+        examples={"label": {"metadata": {"project": "a"}}},
+    ),
+    ("DELETE", "/v1/chat/completions/{completion_id}"): Operation(
+        "Delete a stored completion", "OpenAI", answer=stored_chat.DeletedCompletion, **_OF_CHAT
+    ),
+    ("GET", "/v1/chat/completions/{completion_id}/messages"): Operation(
+        "List the messages that a stored completion answers, page by page",
+        "OpenAI",
+        answer=ItemList,
+        errors=(RequestError, stored_chat.CompletionNotFoundError),
+        parameters=(_COMPLETION_ID, *_PAGE_FROM_OLDEST),
+    ),
+}

@@ -1,0 +1,1 @@
+"""The protocols of the server: OpenAI, Responses, Anthropic, llama-server, Ollama."""

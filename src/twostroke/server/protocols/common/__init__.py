@@ -1,0 +1,1 @@
+"""Parts that several protocols share: fields, usage, tools, lists, cache control."""

@@ -1,0 +1,87 @@
+"""POST /embeddings: llama-server's own form of embeddings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import numpy as np
+
+from twostroke.core.embedding import AUTO, POOLINGS, EmbeddingParams
+from twostroke.core.json_lines import encode_json
+from twostroke.engine.client import Caller
+from twostroke.server.body import field
+from twostroke.server.generation.job import EmbeddingJob
+from twostroke.server.http.errors import MissingFieldError
+from twostroke.server.protocols.common.inputs import split_inputs
+
+if TYPE_CHECKING:
+    from twostroke.engine.embedding import Embedding
+    from twostroke.server.generation.response_store import Tenant
+
+Texts = str | list[str | int | list[int | str]]
+
+
+class LlamaEmbeddingRequest(field.RequestObject):
+    """The body of a request; one of `content` and `input`."""
+
+    content: Annotated[
+        Texts | None,
+        field.inputs(field.Fact.MAX_INPUTS, may_be_null=True),
+    ] = None
+    input: Annotated[Texts | None, field.doc("The same as `content`.")] = None
+    model: field.ModelName = None
+    pooling: Annotated[
+        str | None,
+        field.doc(
+            "The tokens whose hidden states make a vector; `none` returns a vector of each token.",
+            enum=[*POOLINGS, None],
+        ),
+    ] = None
+    parse_special: field.ParseSpecial = None
+    encoding_format: Annotated[Any, field.unsupported("float")] = None
+    embd_normalize: Annotated[Any, field.unsupported(2)] = None
+
+
+class LlamaEmbedding(msgspec.Struct, frozen=True):
+    """The embedding of one text, of length 1, as the only vector of a list, or one of each token.
+
+    Vectors of tokens are as the model computes them.
+    """
+
+    index: int
+    embedding: list[list[float]]
+
+
+def read(asked: LlamaEmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
+    """Translate a request.
+
+    Raises:
+        RequestError: there is no text, or one is empty; `field` names it.
+    """
+    name = "content" if asked.input is None else "input"
+    given = getattr(asked, name)
+    if given is None:
+        raise MissingFieldError("is missing.", field="content")
+    texts = split_inputs(given, name)
+    caller = Caller(tenant=tenant.name, prompt_field=name)
+    return EmbeddingJob(
+        model=asked.model,
+        texts=texts,
+        params=EmbeddingParams(AUTO if asked.pooling is None else asked.pooling),
+        caller=caller,
+        write=_write,
+        parse_special=asked.parse_special,
+    )
+
+
+def whole(
+    _model: str, parts: list[msgspec.Raw], _num_tokens: int, _elapsed_s: float
+) -> list[msgspec.Raw]:
+    """Return the response."""
+    return parts
+
+
+def _write(embedding: Embedding) -> msgspec.Raw:
+    vectors = np.atleast_2d(embedding.vector).tolist()
+    return msgspec.Raw(encode_json(LlamaEmbedding(embedding.index, vectors)))

@@ -1,0 +1,60 @@
+"""`post_sampling_probs`: how likely each token was after all samplers."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from twostroke.core.sampling import MAX_LOGPROBS
+from twostroke.server.http.errors import UnsupportedFieldError
+
+if TYPE_CHECKING:
+    from twostroke.core.sampling import SamplingParams
+    from twostroke.core.step import TokenLogprobs
+
+
+def scored_for_sampling(params: SamplingParams, num_shown: int) -> SamplingParams:
+    """Return `params` with the log-probabilities that `sampled_probabilities` needs.
+
+    Raises:
+        UnsupportedFieldError: more tokens may be drawn than log-probabilities are reported.
+    """
+    if params.is_greedy:
+        return replace(params, logprobs=num_shown)
+    num_drawable = params.values.top_k
+    changes_logits = (
+        params.logit_bias or params.has_penalties or params.constraint or params.preface
+    )
+    if changes_logits or not 1 <= num_drawable <= MAX_LOGPROBS:
+        reason = (
+            f"needs temperature 0, or top_k from 1 to {MAX_LOGPROBS} without penalties, logit_bias "
+            "and a form of the answer: leave it out for probabilities before sampling."
+        )
+        raise UnsupportedFieldError(reason, field="post_sampling_probs")
+    return replace(params, logprobs=max(num_shown, num_drawable))
+
+
+def sampled_probabilities(
+    params: SamplingParams, token: int, scores: TokenLogprobs
+) -> list[tuple[int, float]]:
+    """Return the likeliest tokens and how likely each was to be drawn, the likeliest first."""
+    ids = list(scores.top_ids)
+    if params.is_greedy:
+        others = [id_ for id_ in ids if id_ != token]
+        return [(token, 1.0), *((id_, 0.0) for id_ in others)]
+    values = params.values
+    best = scores.top_logprobs[0]
+    weights = [
+        math.exp((logprob - best) / values.temperature) if rank < values.top_k else 0.0
+        for rank, logprob in enumerate(scores.top_logprobs)
+    ]
+    weights = [weight if weight >= values.min_p else 0.0 for weight in weights]
+    enough, total = values.top_p * sum(weights), 0.0
+    for rank, weight in enumerate(weights):
+        if total >= enough and rank:
+            weights[rank] = 0.0
+        total += weight
+    weight_sum = sum(weights)
+    return [(id_, weight / weight_sum) for id_, weight in zip(ids, weights, strict=True)]

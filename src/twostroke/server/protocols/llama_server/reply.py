@@ -1,0 +1,299 @@
+"""llama-server's own completions: the response, whole or as a stream of pieces."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
+
+from twostroke.core.json_lines import encode_json
+from twostroke.core.request import FinishReason
+from twostroke.server.generation import events
+from twostroke.server.generation.events import SchemaMiss
+from twostroke.server.http.forms.llama_server import LLAMA_SERVER
+from twostroke.server.http.json_responses import sse
+from twostroke.server.protocols.common.timings import (
+    LlamaTimings,
+    PromptProgress,
+    final_timings,
+    llama_timings,
+    to_progress,
+)
+from twostroke.server.protocols.llama_server.completion import LlamaJob
+from twostroke.server.protocols.llama_server.fields import num_predict
+from twostroke.server.protocols.llama_server.post_sampling import sampled_probabilities
+from twostroke.server.protocols.llama_server.settings import GenerationSettings, settings_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from twostroke.core.step import TokenLogprobs
+    from twostroke.model.tokenizer import Tokenizer
+    from twostroke.server.generation.encoder import Reply
+
+NO_SLOT = -1
+
+
+class LikelyToken(msgspec.Struct, kw_only=True, frozen=True):
+    """One of the likeliest tokens; `bytes` is exact even for a part of a character.
+
+    `prob` replaces `logprob` where the request sets `post_sampling_probs`.
+    """
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float | UnsetType = UNSET
+    prob: float | UnsetType = UNSET
+
+
+class ScoredToken(LikelyToken, kw_only=True, frozen=True):
+    """A token of the answer, and the likeliest ones at its place."""
+
+    top_logprobs: list[LikelyToken] | UnsetType = UNSET
+    top_probs: list[LikelyToken] | UnsetType = UNSET
+
+
+class LlamaPiece(msgspec.Struct, kw_only=True, frozen=True):
+    """An event of a stream: the next text and tokens, which may be ahead of their text."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    stop: Annotated[bool, Meta(extra_json_schema={"const": False})] = False
+    id_slot: int
+    tokens_predicted: int
+    tokens_evaluated: int
+    timings: LlamaTimings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
+    completion_probabilities: list[ScoredToken] | UnsetType = UNSET
+
+
+class LlamaCompletion(msgspec.Struct, kw_only=True, frozen=True):
+    """A whole answer, or the last event of a stream, which has no text.
+
+    `tokens_evaluated` are those of the prompt; `tokens_cached` are those of prompt and answer.
+    """
+
+    index: int
+    content: str
+    tokens: list[int]
+    id_slot: int
+    stop: Annotated[bool, Meta(extra_json_schema={"const": True})] = True
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    generation_settings: GenerationSettings
+    prompt: str
+    has_new_line: bool
+    truncated: bool
+    stop_type: Literal["eos", "word", "limit"]
+    stopping_word: str
+    tokens_cached: int
+    timings: LlamaTimings
+    completion_probabilities: list[ScoredToken] | UnsetType = UNSET
+    schema_miss: SchemaMiss = UNSET
+
+
+class _Progress:
+    """One answer so far: its text, and how many of its tokens were sent."""
+
+    def __init__(self, began: events.Began, began_s: float) -> None:
+        self.tokens = began.tokens
+        self.usage = began.usage
+        self.prompt_s = time.monotonic() - began_s
+        self.began_s = time.monotonic()
+        self.texts: list[str] = []
+        self.scored: list[ScoredToken] = []
+        self.num_sent = 0
+
+    def read(self, event: events.Read, elapsed_s: float) -> None:
+        """Note how much of the prompt is read."""
+        self.usage, self.prompt_s, self.began_s = event.usage, elapsed_s, time.monotonic()
+
+    def take_tokens(self) -> list[int]:
+        """Return the tokens since the last call."""
+        found = self.tokens[self.num_sent :]
+        self.num_sent += len(found)
+        return found
+
+
+class LlamaEncoder:
+    """Writes pieces of text as they come, and each answer's facts in its last event."""
+
+    def __init__(self, reply: Reply) -> None:
+        """Write `reply`."""
+        assert isinstance(reply.job, LlamaJob)
+        self._reply = reply
+        self._asked = reply.job.asked
+        self._settings = settings_of(reply.job.asked, reply.job.params)
+        self._is_unheard = num_predict(reply.job.asked) == 0  # the one token is not shown
+        self._id_slot = NO_SLOT if self._asked.id_slot is None else self._asked.id_slot
+        self._began_s = time.monotonic()
+        self._answers: dict[int, _Progress] = {}  # by choice
+
+    def write(self, event: events.Event) -> bytes:
+        """Return the server-sent events of an event."""
+        match event:
+            case events.Began():
+                self._answers[event.choice] = _Progress(event, self._began_s)
+            case events.Read():
+                elapsed_s = time.monotonic() - self._began_s
+                self._answers[event.choice].read(event, elapsed_s)
+                return self._write(event.choice, "", [], progress=to_progress(event, elapsed_s))
+            case events.Added():
+                scored = self._add(event)
+                if self._is_unheard:
+                    return b""
+                return self._write_added(event, scored)
+            case events.Ended():
+                rest = self._answers[event.choice].take_tokens()
+                unsent = b""
+                if rest and not self._is_unheard:
+                    unsent = self._write(event.choice, "", rest)
+                last = replace(self._end(event), content="", tokens=[])
+                last = replace(last, completion_probabilities=UNSET)
+                return unsent + sse(encode_json(self._chosen(last)))
+            case events.Failed():
+                return sse(LLAMA_SERVER.body(event.error, event.request_id, str))
+        return b""
+
+    def whole(self, stream: Iterable[events.Event]) -> Any:
+        """Return the response that is not streamed: an answer, or a list of several."""
+        found = []
+        for event in stream:
+            match event:
+                case events.Began():
+                    self._answers[event.choice] = _Progress(event, self._began_s)
+                case events.Added():
+                    self._add(event)
+                case events.Ended():
+                    found.append(self._chosen(self._end(event)))
+        return found if self._reply.job.num_choices > 1 else found[0]
+
+    def _add(self, event: events.Added) -> list[ScoredToken]:
+        answer = self._answers[event.block.choice]
+        answer.texts.append(event.text)
+        scored = [self._scored(token, scores) for token, scores in event.scored]
+        answer.scored += scored
+        return scored
+
+    def _scored(self, token: int, scores: TokenLogprobs) -> ScoredToken:
+        tokenizer, request = self._reply.tokenizer, self._asked
+        if request.post_sampling_probs:
+            sampled = sampled_probabilities(self._reply.job.params, token, scores)
+            likely = [
+                LikelyToken(**_spelled(tokenizer, other), prob=prob)
+                for other, prob in sampled[: request.n_probs]
+            ]
+            prob = dict(sampled).get(token, 0.0)
+            return ScoredToken(**_spelled(tokenizer, token), prob=prob, top_probs=likely)
+        likely = [
+            LikelyToken(**_spelled(tokenizer, other), logprob=logprob)
+            for other, logprob in zip(scores.top_ids, scores.top_logprobs, strict=True)
+        ]
+        spelled = _spelled(tokenizer, token)
+        return ScoredToken(**spelled, logprob=scores.logprob, top_logprobs=likely)
+
+    def _write_added(self, event: events.Added, scored: list[ScoredToken]) -> bytes:
+        """Write more text; with probabilities one piece for each token, as llama-server does."""
+        choice, text = event.block.choice, event.text
+        tokens = self._answers[choice].take_tokens()
+        pieces = b""
+        while len(scored) > 1:
+            first, *scored = scored
+            token_text = first.token if text.startswith(first.token) else ""
+            text = text.removeprefix(token_text)
+            pieces += self._write(choice, token_text, tokens[:1], [first])
+            tokens = tokens[1:]
+        return pieces + self._write(choice, text, tokens, scored)
+
+    def _write(
+        self,
+        choice: int,
+        text: str,
+        tokens: list[int],
+        scored: Sequence[ScoredToken] = (),
+        *,
+        progress: PromptProgress | UnsetType = UNSET,
+    ) -> bytes:
+        answer, num_prompt = self._answers[choice], self._num_prompt(choice)
+        piece = LlamaPiece(
+            index=choice,
+            content=text,
+            tokens=tokens,
+            id_slot=self._id_slot,
+            tokens_predicted=answer.num_sent,
+            tokens_evaluated=num_prompt,
+            timings=self._timings(answer) if self._asked.timings_per_token else UNSET,
+            prompt_progress=progress,
+            completion_probabilities=[*scored] or UNSET,
+        )
+        return sse(encode_json(piece))
+
+    def _timings(self, answer: _Progress) -> LlamaTimings | UnsetType:
+        """Return the timings so far, as measured here."""
+        if answer.usage is None:
+            return UNSET
+        usage = replace(answer.usage, completion_tokens=len(answer.tokens))
+        return llama_timings(usage, answer.prompt_s, time.monotonic() - answer.began_s)
+
+    def _end(self, event: events.Ended) -> LlamaCompletion:
+        reply, answer, usage = self._reply, self._answers[event.choice], event.usage
+        if self._is_unheard:
+            answer.texts, answer.tokens, answer.scored = [], [], []
+            usage = replace(usage, completion_tokens=0)
+        prompt = reply.prompts[event.choice // reply.job.params.n]
+        num_tokens = usage.prompt_tokens + usage.completion_tokens
+        is_cut = event.reason is FinishReason.LENGTH
+        word = event.stop if isinstance(event.stop, str) else ""
+        text = "".join(answer.texts)
+        return LlamaCompletion(
+            index=event.choice,
+            content=text,
+            tokens=answer.tokens if self._asked.return_tokens else [],
+            id_slot=self._id_slot,
+            model=reply.model,
+            tokens_predicted=usage.completion_tokens,
+            tokens_evaluated=usage.prompt_tokens,
+            generation_settings=self._settings,
+            prompt=reply.tokenizer.decode(prompt, skip_special=False),
+            has_new_line="\n" in text,
+            truncated=is_cut and usage.completion_tokens != self._settings.n_predict,
+            stop_type="limit" if is_cut or self._is_unheard else "word" if word else "eos",
+            stopping_word=word,
+            tokens_cached=num_tokens,
+            timings=final_timings(usage, event.timings),
+            completion_probabilities=answer.scored or UNSET,
+            schema_miss=event.schema_miss or UNSET,
+        )
+
+    def _chosen(self, answer: LlamaCompletion) -> LlamaCompletion | dict[str, Any]:
+        """Return the fields of an answer that were asked for."""
+        if not self._asked.response_fields:
+            return answer
+        found: dict[str, Any] = {}
+        for path in self._asked.response_fields:
+            value: Any = answer
+            for name in path.split("/", _MAX_DEPTH):
+                is_field = isinstance(value, _OPEN) and name in value.__struct_fields__
+                value = getattr(value, name) if is_field else UNSET
+            if value is not UNSET:
+                found[path] = value
+        return found
+
+    def _num_prompt(self, choice: int) -> int:
+        return len(self._reply.prompts[choice // self._reply.job.params.n])
+
+
+# The structs of an answer whose fields may be asked for one by one, and how deep these are.
+_OPEN = (LlamaCompletion, GenerationSettings, LlamaTimings)
+_MAX_DEPTH = 2
+
+
+def _spelled(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token)
+    return {"id": token, "token": data.decode(errors="ignore"), "bytes": list(data)}

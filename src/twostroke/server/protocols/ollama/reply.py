@@ -1,0 +1,222 @@
+"""Ollama's answers: lines of JSON, the last of which has the reason of the end and durations."""
+
+from __future__ import annotations
+
+import secrets
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from twostroke.core.json_lines import encode_json
+from twostroke.core.request import FinishReason
+from twostroke.server.generation import events
+from twostroke.server.generation.events import SchemaMiss
+from twostroke.server.generation.job import Conversation
+from twostroke.server.http.forms.ollama import OLLAMA
+from twostroke.server.protocols.common.logprobs import TokenLogprob, chat_logprobs
+from twostroke.server.protocols.ollama.stay import keep_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from twostroke.server.generation.encoder import Reply
+    from twostroke.server.protocols.ollama.request import (
+        OllamaChatRequest,
+        OllamaGenerateRequest,
+        OllamaRequest,
+    )
+
+    MakeLine = Callable[[str, str, str, list["OllamaCallBody"]], "OllamaLine"]
+    Calls = Sequence["OllamaCallBody"]
+
+
+class CalledBody(msgspec.Struct):
+    """The function of a call."""
+
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaCallBody(msgspec.Struct):
+    """A complete call."""
+
+    id: str
+    function: CalledBody
+
+
+class OllamaAnswer(msgspec.Struct):
+    """The message of an answer, or a piece of it."""
+
+    role: Literal["assistant"]
+    content: str
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaCallBody] | UnsetType = UNSET
+
+
+class OllamaLine(msgspec.Struct, kw_only=True):
+    """The fields of every line; durations, in nanoseconds, are those of the last line.
+
+    `load_duration` is the time in the queue, `prompt_eval_duration` ends with the first token.
+    """
+
+    model: str
+    created_at: datetime
+    done: bool = False
+    done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+    schema_miss: SchemaMiss = UNSET
+
+
+class OllamaChatLine(OllamaLine, kw_only=True):
+    """A line of an answer to a conversation, or the whole answer."""
+
+    message: OllamaAnswer
+
+
+class OllamaGenerateLine(OllamaLine, kw_only=True):
+    """A line of an answer to a prompt, or the whole answer.
+
+    `context` are the tokens of prompt and answer, for a later request that goes on from them.
+    """
+
+    response: str
+    thinking: str | UnsetType = UNSET
+    context: list[int] | UnsetType = UNSET
+
+
+Line = TypeVar("Line", bound=OllamaLine)
+
+
+def chat_line(model: str, text: str, thinking: str, calls: list[OllamaCallBody]) -> OllamaChatLine:
+    """Return a line with a piece of an answer's message."""
+    message = OllamaAnswer("assistant", text, thinking or UNSET, calls or UNSET)
+    return OllamaChatLine(model=model, created_at=datetime.now(UTC), message=message)
+
+
+def generate_line(
+    model: str, text: str, thinking: str, _calls: list[OllamaCallBody]
+) -> OllamaGenerateLine:
+    """Return a line with a piece of an answer to a prompt, which makes no calls."""
+    now = datetime.now(UTC)
+    return OllamaGenerateLine(
+        model=model, created_at=now, response=text, thinking=thinking or UNSET
+    )
+
+
+def empty_chat(asked: OllamaChatRequest, model: str) -> OllamaChatLine | None:
+    """Return the response to a request without messages, which Ollama uses to load a model."""
+    return None if asked.messages else _loaded(asked, chat_line(model, "", "", []))
+
+
+def empty_generate(asked: OllamaGenerateRequest, model: str) -> OllamaGenerateLine | None:
+    """Return the response to a request without a prompt."""
+    return None if asked.prompt else _loaded(asked, generate_line(model, "", "", []))
+
+
+class LineEncoder:
+    """Writes a line for each piece of the answer, and for each complete call."""
+
+    def __init__(self, reply: Reply, make: MakeLine) -> None:
+        """Write `reply` in lines that `make` makes of the model's name and the line's content."""
+        self._reply = reply
+        self._make = make
+        self._tokens: list[int] = []  # of the answer so far
+
+    def write(self, event: events.Event) -> bytes:
+        """Return the line of an event."""
+        match event:
+            case events.Began():
+                self._tokens = event.tokens
+                return b""
+            case events.Added(block=block):
+                if block.kind is events.BlockKind.CALL and not event.scored:
+                    return b""
+                line = self._line(**_content(block.kind, event.text))
+                if event.scored:
+                    line.logprobs = chat_logprobs(self._reply.tokenizer, event.scored)
+            case events.Closed(block=events.ContentBlock(kind=events.BlockKind.CALL)):
+                line = self._line(**_complete(event.block))
+            case events.Ended():
+                line = self._line()
+                self._end(line, event)
+            case events.Failed():
+                return OLLAMA.body(event.error, event.request_id, str) + b"\n"
+            case _:
+                return b""
+        return encode_json(line) + b"\n"
+
+    def whole(self, stream: Iterable[events.Event]) -> OllamaLine:
+        """Return the response that is not streamed."""
+        found: dict[str, Any] = {"text": "", "thinking": "", "calls": []}
+        scored: list[TokenLogprob] = []
+        for event in stream:
+            match event:
+                case events.Began():
+                    self._tokens = event.tokens
+                case events.Added():
+                    scored += chat_logprobs(self._reply.tokenizer, event.scored)
+                case events.Closed():
+                    for name, part in _complete(event.block).items():
+                        found[name] += part
+                case events.Ended():
+                    line = self._line(**found)
+                    self._end(line, event)
+        line.logprobs = scored if self._reply.has_logprobs else UNSET
+        return line
+
+    def _line(self, text: str = "", thinking: str = "", calls: Calls = ()) -> OllamaLine:
+        return self._make(self._reply.model, text, thinking, list(calls))
+
+    def _end(self, line: OllamaLine, event: events.Ended) -> None:
+        """Add the reason of the end and the durations."""
+        usage, times = event.usage, event.timings
+        line.done = True
+        line.schema_miss = event.schema_miss or UNSET
+        line.done_reason = "length" if event.reason is FinishReason.LENGTH else "stop"
+        line.total_duration = nanoseconds(times.e2e_s)
+        line.load_duration = nanoseconds(times.queue_s)
+        line.prompt_eval_count = usage.prompt_tokens
+        line.prompt_eval_duration = nanoseconds(times.first_token_s - times.started_s)
+        line.eval_count = usage.completion_tokens
+        line.eval_duration = nanoseconds(times.last_token_s - times.first_token_s)
+        is_chat = isinstance(self._reply.job.prompts[0], Conversation)
+        if isinstance(line, OllamaGenerateLine) and is_chat:
+            line.context = [*self._reply.prompts[0], *self._tokens]
+
+
+def nanoseconds(seconds: float) -> int:
+    """Return a duration in Ollama's unit."""
+    return round(seconds * 1e9)
+
+
+def _loaded(asked: OllamaRequest, line: Line) -> Line:
+    line.done, line.done_reason = True, "unload" if keep_s(asked) == 0 else "load"
+    return line
+
+
+def _content(kind: events.BlockKind, text: str) -> dict[str, Any]:
+    """Return the content of a line with a piece of a block; calls come whole."""
+    if kind is events.BlockKind.CALL:
+        return {}
+    return {"thinking" if kind is events.BlockKind.REASONING else "text": text}
+
+
+def _complete(block: events.ContentBlock) -> dict[str, Any]:
+    """Return the content of a complete block; of a call that was cut, nothing."""
+    if block.kind is not events.BlockKind.CALL:
+        return _content(block.kind, block.text)
+    try:
+        arguments = msgspec.json.decode(block.text, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {}
+    called = CalledBody(block.call_index, block.name, arguments)
+    return {"calls": [OllamaCallBody(f"call_{secrets.token_hex(4)}", called)]}

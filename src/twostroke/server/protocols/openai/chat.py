@@ -1,0 +1,417 @@
+"""POST /v1/chat/completions: OpenAI's chat protocol."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from twostroke.core.errors import RequestError
+from twostroke.engine.chat.messages import ROLES
+from twostroke.engine.chat.reasoning import AS_IT_IS, Thinking
+from twostroke.server.body import field
+from twostroke.server.body.lenient import left_out_item
+from twostroke.server.generation.job import MAX_MESSAGES, Conversation
+from twostroke.server.http.answer_limits import CHAT
+from twostroke.server.http.errors import MissingFieldError, UnsupportedFieldError
+from twostroke.server.http.ignored import Ignored
+from twostroke.server.protocols.common.fields import (
+    CommonFields,
+    Pairs,
+    ReasoningEffort,
+    RefusalPart,
+    TemplateVariables,
+    TextPart,
+    TopLogprobs,
+    check_combinations,
+    other_names,
+    to_caller,
+    to_job,
+    to_params,
+)
+from twostroke.server.protocols.common.tools import (
+    TOOL_CHOICE,
+    AllowedToolsChoice,
+    CustomToolBody,
+    NamedChoice,
+    NamedCustomChoice,
+    ParallelCalls,
+    ToolBody,
+    ToolChoice,
+    ToolsAs,
+    arguments_of,
+    arguments_text,
+    only_allowed,
+    to_tools,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from twostroke.engine.chat.tools import Tools
+    from twostroke.engine.model_card import ModelCard
+    from twostroke.server.generation.job import Job
+    from twostroke.server.generation.response_store import Tenant
+
+_EMPTY: Final[tuple[object, ...]] = (False, 0, "", [], {})
+_SPLITS_REASONING: Final = {"none": False, "deepseek": True}
+TOOL_NAMES: Final = {
+    "tool_choice.name": "tool_choice.function.name",
+    "tools[].name": "tools[].function.name",
+    "tools[].parameters": "tools[].function.parameters",
+}
+
+
+class InputTextPart(TextPart, tag="input_text"):
+    """A text as `/v1/responses` calls it."""
+
+
+class OutputTextPart(TextPart, tag="output_text"):
+    """A text of an answer as `/v1/responses` calls it."""
+
+
+class CalledFunction(msgspec.Struct):
+    """The function of a call, with its arguments as JSON or as an object; null has none."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class CalledCustom(msgspec.Struct):
+    """The custom tool of a call, with its input."""
+
+    name: str
+    input: str
+
+
+class ToolCall(msgspec.Struct):
+    """A call that an answer made; it has `function`, or `custom`.
+
+    Calls of other types, whose tools ran on another server, are left out with their results.
+    """
+
+    function: CalledFunction | None = None
+    id: str | None = None
+    type: Annotated[str, field.doc("", enum=["function", "custom"])] = "function"
+    custom: CalledCustom | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the model can see the call."""
+        return self.type in {"function", "custom"}
+
+
+class ChatMessage(field.RequestObject):
+    """A message, with the fields of our own answers that SDKs send back."""
+
+    role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
+    content: Annotated[
+        str
+        | Annotated[
+            list[TextPart | InputTextPart | OutputTextPart | RefusalPart],
+            field.PARTS,
+        ]
+        | None,
+        field.doc("Required, except in an assistant's message."),
+    ] = None
+    name: str | None = None
+    reasoning_content: Annotated[str | None, field.doc("An assistant's reasoning.")] = None
+    reasoning: Annotated[str | None, field.doc("The same as `reasoning_content`.")] = None
+    tool_calls: Annotated[list[ToolCall] | None, field.doc("An assistant's calls.")] = None
+    tool_call_id: Annotated[str | None, field.doc("In a tool's message: its call.")] = None
+    refusal: Annotated[
+        str | None, field.doc("An assistant's refusal, which is text."), field.DROPPABLE
+    ] = None
+    annotations: field.SentBack = None
+    audio: Annotated[Any, field.unsupported(*_EMPTY)] = None
+    function_call: Annotated[
+        CalledFunction | None,
+        field.doc("An assistant's call, as it was before `tool_calls`."),
+        field.DROPPABLE,
+    ] = None
+
+
+Messages = Annotated[
+    list[ChatMessage],
+    Meta(min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest first."),
+]
+OpensTurn = Annotated[
+    bool | None, field.doc("Begin the assistant's turn after the messages; true if left out.")
+]
+ContinuesLast = Annotated[bool | None, field.doc("Continue the last message.")]
+
+
+class ChatRequest(CommonFields, kw_only=True):
+    """The body of a request."""
+
+    messages: Messages
+    max_completion_tokens: Annotated[
+        int | None, field.limit("The newer name of `max_tokens`; if both are given, it holds.")
+    ] = None
+    logprobs: Annotated[bool | None, field.doc("Report how likely each token was.")] = None
+    top_logprobs: TopLogprobs = None
+    add_generation_prompt: OpensTurn = None
+    continue_final_message: ContinuesLast = None
+
+    chat_template_kwargs: TemplateVariables = None
+    reasoning_effort: ReasoningEffort = None
+    reasoning_format: Annotated[
+        Literal["none", "auto", "deepseek"] | None,
+        field.doc(
+            "llama-server's: `none` leaves reasoning in the content, `deepseek` sends it apart; "
+            "`auto` leaves that to the server."
+        ),
+        field.DROPPABLE,
+    ] = None
+
+    store: Annotated[
+        bool | None, field.doc("Keep the answer, to list and read it later."), field.DROPPABLE
+    ] = None
+    metadata: Annotated[
+        Pairs | None, field.doc("Returned with a stored answer."), field.DROPPABLE
+    ] = None
+
+    tools: ToolsAs[ToolBody | CustomToolBody] = None
+    tool_choice: Annotated[ToolChoice | None, TOOL_CHOICE] = None
+    parallel_tool_calls: ParallelCalls = None
+
+    add_special_tokens: field.AlwaysOff = None
+    audio: field.Hint = None  # asks for nothing without its modality
+    chat_template: field.Unsupported = None
+    documents: Annotated[Any, field.unsupported([])] = None
+    echo: field.AlwaysOff = None
+    function_call: Annotated[Any, field.unsupported("none", "auto")] = None
+    functions: Annotated[
+        Any, field.doc("Older than `tools`; accepted if `function_call` is `none`.")
+    ] = None
+    modalities: Annotated[Any, field.unsupported(["text"])] = None
+    verbosity: Annotated[Any, field.hint("medium")] = None
+    web_search_options: field.Hint = None
+
+
+def read(asked: ChatRequest, tenant: Tenant) -> Job:
+    """Translate a request.
+
+    Raises:
+        RequestError: a value is out of bounds or not supported; `field` names it.
+    """
+    check_combinations(asked)
+    if asked.functions and asked.function_call != "none":
+        raise UnsupportedFieldError("is not supported yet: send tools.", field="functions")
+    tools = _read_tools(asked)
+    conversation = to_conversation(
+        asked.messages,
+        tools,
+        opens_turn=asked.add_generation_prompt,
+        continues=asked.continue_final_message,
+        thinking=to_thinking(asked.chat_template_kwargs, asked.reasoning_effort),
+    )
+    ignored = list[Ignored]()
+    newer = asked.max_completion_tokens
+    if newer is not None and asked.max_tokens not in {None, newer}:
+        reason = "has no effect beside max_completion_tokens, its newer name."
+        ignored.append(Ignored.of(RequestError(reason, field="max_tokens")))
+    job = to_job(
+        asked,
+        (conversation,),
+        params=to_params(
+            asked, logprobs=_num_alternatives(asked), max_tokens=CHAT.first_limit(asked)
+        ),
+        caller=to_caller(asked, "messages", tenant),
+        tools=tools,
+    )
+    return replace(
+        job,
+        ignored=(*job.ignored, *ignored),
+        splits_reasoning=_SPLITS_REASONING.get(asked.reasoning_format or ""),
+    )
+
+
+def _read_tools(request: ChatRequest) -> Tools | None:
+    """Return the tools that the answer may call, or None if there are none.
+
+    Raises:
+        RequestError: as `to_tools` and `only_allowed`.
+    """
+    choice = request.tool_choice
+    offered = [tool.offered() for tool in request.tools or ()]
+    parallel = request.parallel_tool_calls
+    if isinstance(choice, AllowedToolsChoice):
+        allowed = choice.allowed_tools
+        tools = to_tools(offered, allowed.mode, parallel=parallel)
+        return only_allowed(
+            tools,
+            [tool.named for tool in allowed.tools],
+            mode=allowed.mode,
+            where="tool_choice.allowed_tools.tools",
+            name_field="function.name",
+        )
+    mode = choice.named if isinstance(choice, NamedChoice | NamedCustomChoice) else choice
+    return to_tools(offered, mode, parallel=parallel)
+
+
+class Conversing(Protocol):
+    """A request with a conversation."""
+
+    messages: list[ChatMessage]
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def continues_in_llama_server(request: Conversing) -> bool | None:
+    """Return whether llama-server continues the last message: if it is an assistant's text.
+
+    Raises:
+        RequestError: two assistant's messages are the last ones.
+    """
+    is_open = request.add_generation_prompt is None and request.continue_final_message is None
+    last = request.messages[-1]
+    if not is_open or last.role != "assistant":
+        return request.continue_final_message
+    if len(request.messages) > 1 and request.messages[-2].role == "assistant":
+        reason = "must not end with two messages of the role assistant: join them."
+        raise RequestError(reason, field="messages")
+    return not last.tool_calls and not last.function_call
+
+
+class ChatInputTokens(msgspec.Struct, frozen=True):
+    """The number of tokens in a conversation's prompt, cached ones included."""
+
+    input_tokens: int
+    object: Literal["chat.completion.input_tokens"] = "chat.completion.input_tokens"
+
+
+def count(request: ChatRequest, card: ModelCard, tenant: Tenant) -> ChatInputTokens:
+    """Return how many tokens a request's prompt would have; raises as `read` does."""
+    [prompt] = read(request, tenant).encode(card).prompts
+    return ChatInputTokens(len(prompt))
+
+
+def _num_alternatives(asked: ChatRequest) -> int | None:
+    """Return how many alternatives to report; None reports no log-probabilities."""
+    if asked.top_logprobs and not asked.logprobs:
+        raise RequestError("may only be set when logprobs is true.", field="top_logprobs")
+    return (asked.top_logprobs or 0) if asked.logprobs else None
+
+
+def to_conversation(
+    messages: list[ChatMessage],
+    tools: Tools | None,
+    *,
+    opens_turn: bool | None,
+    continues: bool | None,
+    thinking: Thinking = AS_IT_IS,
+) -> Conversation:
+    """Return messages for the chat template.
+
+    `opens_turn` is the field `add_generation_prompt`, `continues` is `continue_final_message`.
+
+    Raises:
+        RequestError: a message is not valid, or the two fields contradict each other.
+    """
+    if opens_turn and continues:
+        reason = "cannot be combined with add_generation_prompt: leave one of them out."
+        raise RequestError(reason, field="continue_final_message")
+    messages = [_with_newer_names(message) for message in messages]
+    _check_results(messages)
+    left_out = {
+        call.id: left_out_item(f"messages[{index}].tool_calls[{number}]", call.type)
+        for index, message in enumerate(messages)
+        for number, call in enumerate(message.tool_calls or ())
+        if not call.is_known
+    }
+    turns = tuple(
+        _message(index, message)
+        for index, message in enumerate(messages)
+        if message.role != "tool" or message.tool_call_id not in left_out
+    )
+    return Conversation(
+        turns,
+        tools.shown if tools is not None else (),
+        continues=bool(continues),
+        has_turn=opens_turn is not False,
+        thinking=thinking,
+        left_out=tuple(left_out.values()),
+    )
+
+
+def _with_newer_names(message: ChatMessage) -> ChatMessage:
+    """Return a message with `tool_calls` and the role tool in place of their older names."""
+    if message.function_call is not None and not message.tool_calls:
+        calls = [ToolCall(message.function_call)]
+        return replace(message, function_call=None, tool_calls=calls)
+    return replace(message, role="tool") if message.role == "function" else message
+
+
+def _check_results(messages: list[ChatMessage]) -> None:
+    """Refuse tools' results without an earlier call; clients without ids omit them in both.
+
+    Raises:
+        RequestError: naming the id.
+    """
+    known = set[str | None]()
+    for place, message in enumerate(messages):
+        known.update(call.id for call in message.tool_calls or ())
+        id_ = message.tool_call_id
+        if message.role == "tool" and id_ not in known and (id_ is not None or not known):
+            reason = "must be the id of an earlier call, and there is none."
+            raise RequestError(reason, field=f"messages[{place}].tool_call_id")
+
+
+def to_thinking(variables: dict[str, Any] | None, effort: str | None = None) -> Thinking:
+    """Return the request's options for the model's reasoning."""
+    if not variables and effort is None:
+        return AS_IT_IS
+    return Thinking(effort=effort, param="reasoning_effort", variables=variables or {})
+
+
+def _message(place: int, message: ChatMessage) -> dict[str, Any]:
+    where = f"messages[{place}]"
+    reasoning = message.reasoning_content or message.reasoning
+    for name, value, role in (
+        ("tool_calls", message.tool_calls, "assistant"),
+        ("tool_call_id", message.tool_call_id, "tool"),
+        ("reasoning_content", reasoning, "assistant"),
+    ):
+        if value and message.role != role:
+            reason = f"belongs to a message of the role {role}."
+            raise RequestError(reason, field=f"{where}.{name}")
+    if message.content is None and message.role not in {"assistant", "tool"}:
+        raise MissingFieldError("is missing.", field=f"{where}.content")
+    content = message.content or message.refusal or ""
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    turn: dict[str, Any] = {"role": message.role, "content": text}
+    calls = [
+        _call(call, f"{where}.tool_calls[{index}]")
+        for index, call in enumerate(message.tool_calls or ())
+        if call.is_known
+    ]
+    if calls:
+        turn["tool_calls"] = calls
+    more = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": reasoning or None,
+    }
+    return turn | {key: value for key, value in more.items() if value is not None}
+
+
+def _call(call: ToolCall, where: str) -> dict[str, Any]:
+    """Return a call as templates know it; that of a custom tool becomes a function's."""
+    function = call.function
+    if call.custom is not None:
+        function = CalledFunction(call.custom.name, arguments_of(call.custom.input))
+    if function is None:
+        raise MissingFieldError("is missing.", field=f"{where}.function")
+    arguments = arguments_text(function.arguments)
+    called = {"name": function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": called}
+
+
+def names(asked: ChatRequest) -> Mapping[str, str]:
+    """Return the protocol's names for the engine's fields, as the request uses them."""
+    has_newer = asked.max_completion_tokens is not None
+    newer = {"max_tokens": "max_completion_tokens"} if has_newer else {}
+    return TOOL_NAMES | newer | other_names(asked)

@@ -1,0 +1,345 @@
+"""OpenAI's chat completions: the response, whole or as a stream of chunks."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from twostroke.core.json_lines import encode_json
+from twostroke.server.generation import events
+from twostroke.server.generation.events import SchemaMiss
+from twostroke.server.http.json_responses import sse
+from twostroke.server.models.about import FINGERPRINT
+from twostroke.server.protocols.common.logprobs import ChatLogprobs, chat_logprobs
+from twostroke.server.protocols.common.timings import LlamaTimings, PromptProgress, to_progress
+from twostroke.server.protocols.common.usage import (
+    Finish,
+    TimingsBody,
+    UsageBody,
+    UsageSoFar,
+    asked_timings,
+    fail_stream,
+    finish_reason,
+    finish_stream,
+    timings_body,
+    usage_body,
+)
+from twostroke.server.protocols.llama_server.reply import LlamaCompletion
+from twostroke.server.protocols.llama_server.verbose import Verbose
+from twostroke.server.protocols.openai.token_ids import PromptLogprobs, TokenIds, to_prompt_logprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from twostroke.core.step import TokenLogprobs
+    from twostroke.server.generation.encoder import Reply
+
+
+class FunctionCallBody(msgspec.Struct):
+    """A call's function, or a piece of its arguments."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CustomCallBody(msgspec.Struct):
+    """A call's custom tool, or a piece of its input."""
+
+    input: str
+    name: str | UnsetType = UNSET
+
+
+class CallBody(msgspec.Struct):
+    """A call, or a piece of one: only the first piece has id, type and name."""
+
+    function: FunctionCallBody | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    custom: CustomCallBody | UnsetType = UNSET
+
+
+class AnswerMessage(msgspec.Struct):
+    """The message of an answer; clients look for reasoning under either name."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallBody] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    """One whole answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+    timings: TimingsBody | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    schema_miss: SchemaMiss = UNSET
+
+
+class ChatCompletion(msgspec.Struct):
+    """A response that is not streamed."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    service_tier: str | UnsetType = UNSET
+    system_fingerprint: str = FINGERPRINT
+    timings: LlamaTimings | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    verbose: LlamaCompletion | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+
+
+class Delta(msgspec.Struct):
+    """An addition to the message; clients look for reasoning under either name."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    refusal: UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallBody] | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct):
+    """One answer's part of a chunk."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish | None = None
+    timings: TimingsBody | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    schema_miss: SchemaMiss = UNSET
+
+
+class Chunk(msgspec.Struct):
+    """One event of a streamed response."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+    service_tier: str | UnsetType = UNSET
+    system_fingerprint: str = FINGERPRINT
+    timings: LlamaTimings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    verbose: LlamaCompletion | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+
+
+class ChatEncoder:
+    """Writes each answer's role first, then its pieces, then its finish reason alone."""
+
+    def __init__(self, reply: Reply) -> None:
+        """Write `reply`; one chunk is filled again and again."""
+        self._reply = reply
+        self._choice = ChunkChoice(0, Delta())
+        self._chunk = Chunk(
+            reply.id,
+            "chat.completion.chunk",
+            reply.created_s,
+            reply.model,
+            [self._choice],
+            None if reply.job.include_usage else UNSET,
+            reply.job.caller.service if reply.job.tier else UNSET,
+        )
+        self._began_s = time.monotonic()
+        self._usage = UsageSoFar(reply.job)
+        self._ids = TokenIds(reply.job)
+        self._prompt_scores: list[TokenLogprobs | None] = []  # of the first choice
+        self._timings: LlamaTimings | UnsetType = UNSET  # of the answer that ended last
+        self._verbose = Verbose(reply)
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by choice
+
+    def write(self, event: events.Event) -> bytes:
+        """Return the chunks of an event."""
+        match event:
+            case events.Added():
+                if event.scored:
+                    self._choice.logprobs = self._logprobs(event)
+                elif event.block.kind is events.BlockKind.TEXT and not self._is_counted:
+                    return self._write_text(event.block.choice, event.text)
+                return self._write(event.block.choice, _delta(event.block, event.text))
+            case events.Began() | events.Read():
+                return self._begin(event)
+            case events.Opened(block=events.ContentBlock(kind=events.BlockKind.CALL)):
+                return self._write(event.block.choice, Delta(tool_calls=[_call(event.block)]))
+            case events.Ended():
+                self._end(self._choice, event)
+                self._chunk.timings = self._timings
+                self._chunk.verbose = self._verbose.body(event)
+                return self._write(event.choice, Delta())
+            case events.Finished():
+                self._chunk.timings = self._timings
+                return finish_stream(self._chunk, event)
+            case events.Failed():
+                return fail_stream(event)
+        return b""
+
+    def whole(self, stream: Iterable[events.Event]) -> ChatCompletion:
+        """Return the response that is not streamed."""
+        reply = self._reply
+        choices: list[ChatChoice] = []
+        verbose: LlamaCompletion | UnsetType = UNSET  # of the first answer
+        for event in stream:
+            match event:
+                case events.Began():
+                    self._ids.begin(event)
+                    self._verbose.begin(event)
+                    logprobs = ChatLogprobs([]) if reply.has_logprobs else None
+                    message = AnswerMessage("assistant", "")
+                    choices.append(ChatChoice(event.choice, message, logprobs, "stop"))
+                case events.Added(scored=[_, *_]):
+                    if (found := choices[-1].logprobs) is not None:
+                        found.content.extend(self._logprobs(event).content)
+                case events.Closed():
+                    _add(choices[-1].message, event.block)
+                case events.PromptScored(choice=0):
+                    self._prompt_scores += event.logprobs
+                case events.Ended():
+                    message = choices[-1].message
+                    if message.tool_calls is not UNSET or reply.reading.is_forced:
+                        message.content = message.content or None
+                    self._end(choices[-1], event)
+                    verbose = verbose or self._verbose.body(event)
+                case events.Finished():
+                    usage = usage_body(event.usage, event.num_reasoning)
+        return ChatCompletion(
+            reply.id,
+            "chat.completion",
+            reply.created_s,
+            reply.model,
+            choices,
+            usage,
+            reply.job.caller.service if reply.job.tier else UNSET,
+            timings=self._timings,
+            prompt_logprobs=self._prompt_logprobs(),
+            prompt_token_ids=list(reply.prompts[0]) if self._ids.is_reported else UNSET,
+            verbose=verbose,
+        )
+
+    def _prompt_logprobs(self) -> PromptLogprobs | UnsetType:
+        reply = self._reply
+        if not reply.job.prompt_scores:
+            return UNSET
+        return to_prompt_logprobs(reply.tokenizer, reply.prompts[0], self._prompt_scores)
+
+    @property
+    def _is_counted(self) -> bool:
+        """Whether each chunk tells more of the answer's tokens than their text."""
+        return self._usage.is_reported or self._ids.is_reported
+
+    def _begin(self, event: events.Began | events.Read) -> bytes:
+        """Write the role, or how much of the prompt is read."""
+        if isinstance(event, events.Began):
+            self._usage.begin(event)
+            self._ids.begin(event)
+            self._verbose.begin(event)
+            if self._ids.is_reported:
+                self._chunk.prompt_token_ids = list(self._reply.prompts[0])
+            return self._write(event.choice, self._first_delta)
+        self._chunk.prompt_progress = to_progress(event, time.monotonic() - self._began_s)
+        return self._write(event.choice, Delta())
+
+    @property
+    def _first_delta(self) -> Delta:
+        """The role, with an empty text unless the answer may begin with a call, as OpenAI sends.
+
+        Clients such as Vercel's AI SDK show a text as soon as there is any content, even if empty.
+        """
+        reply = self._reply
+        if reply.as_llama_server:
+            return Delta("assistant", content=None)
+        may_call = reply.job.tools is not None
+        return Delta("assistant", content=None if may_call else "", refusal=None)
+
+    def _write_text(self, index: int, text: str) -> bytes:
+        """Write a chunk that only has text; the rest of it is encoded once for each choice."""
+        around = self._around_text.get(index)
+        if around is None:
+            before, key, after = self._write(index, Delta(content="")).partition(b'"content":')
+            around = before + key, after.removeprefix(b'""')
+            self._around_text[index] = around
+        return encode_json(text).join(around)
+
+    def _write(self, index: int, delta: Delta) -> bytes:
+        choice = self._choice
+        choice.index, choice.delta = index, delta
+        if self._usage.is_reported:
+            self._chunk.usage = self._usage.body(index)
+        choice.token_ids = self._ids.take(index)
+        data = sse(encode_json(self._chunk))
+        choice.logprobs, choice.finish_reason, choice.timings = None, None, UNSET
+        choice.schema_miss = UNSET
+        self._chunk.timings = self._chunk.prompt_progress = UNSET
+        self._chunk.prompt_token_ids = self._chunk.verbose = UNSET
+        return data
+
+    def _logprobs(self, event: events.Added) -> ChatLogprobs:
+        as_ids = self._reply.job.tokens_as_ids
+        return ChatLogprobs(chat_logprobs(self._reply.tokenizer, event.scored, as_ids=as_ids))
+
+    def _end(self, choice: ChatChoice | ChunkChoice, event: events.Ended) -> None:
+        choice.finish_reason = finish_reason(event.reason, has_calls=event.has_calls)
+        choice.schema_miss = event.schema_miss or UNSET
+        self._timings = asked_timings(self._reply.job, event)
+        if isinstance(choice, ChatChoice):
+            choice.token_ids = self._ids.take(event.choice)
+        if self._reply.job.timings:
+            choice.timings = timings_body(event.usage, event.timings)
+
+
+def _delta(block: events.ContentBlock, text: str) -> Delta:
+    match block.kind:
+        case events.BlockKind.TEXT:
+            return Delta(content=text)
+        case events.BlockKind.REASONING:
+            return Delta(reasoning_content=text, reasoning=text)
+        case events.BlockKind.CALL:
+            return Delta(tool_calls=[_piece(block, text)])
+
+
+def _call(block: events.ContentBlock) -> CallBody:
+    """Return the first piece of a call."""
+    call = _piece(block, "", block.name)
+    block.id = block.id or f"call_{secrets.token_hex(12)}"
+    call.id = block.id
+    call.type = "custom" if block.is_custom else "function"
+    return call
+
+
+def _piece(block: events.ContentBlock, text: str, name: str | UnsetType = UNSET) -> CallBody:
+    """Return a piece of a call: more of its arguments, or of its input."""
+    if block.is_custom:
+        return CallBody(custom=CustomCallBody(text, name), index=block.call_index)
+    return CallBody(FunctionCallBody(text, name), index=block.call_index)
+
+
+def _add(message: AnswerMessage, block: events.ContentBlock) -> None:
+    """Add a complete block to its message."""
+    match block.kind:
+        case events.BlockKind.TEXT:
+            message.content = (message.content or "") + block.text
+        case events.BlockKind.REASONING:
+            message.reasoning = (message.reasoning or "") + block.text
+            message.reasoning_content = message.reasoning
+        case events.BlockKind.CALL:
+            first, call = _call(block), _piece(block, block.text, block.name)
+            call.id, call.type, call.index = first.id, first.type, UNSET
+            message.tool_calls = [*(message.tool_calls or ()), call]

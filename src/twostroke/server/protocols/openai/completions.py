@@ -1,0 +1,86 @@
+"""POST /v1/completions: OpenAI's older protocol, which continues plain text or token ids."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from twostroke.core.errors import RequestError
+from twostroke.server.body import field
+from twostroke.server.http.answer_limits import COMPLETIONS, DEFAULT_COMPLETION_TOKENS
+from twostroke.server.http.errors import UnsupportedFieldError
+from twostroke.server.protocols.common.fields import (
+    CommonFields,
+    check_combinations,
+    to_caller,
+    to_job,
+    to_params,
+)
+from twostroke.server.protocols.common.inputs import split_prompts
+
+if TYPE_CHECKING:
+    from twostroke.server.generation.job import Job
+    from twostroke.server.generation.response_store import Tenant
+
+
+class CompletionRequest(CommonFields, kw_only=True):
+    """The body of a request. With a `suffix` each answer fills the gap before it."""
+
+    prompt: Annotated[str | list[str | int | list[int]], field.texts_or_ids(field.Fact.MAX_CHOICES)]
+    max_tokens: Annotated[
+        int | None,
+        field.doc("The most tokens to generate; 0 needs `echo`, -1: as many as fit.", minimum=-1),
+    ] = DEFAULT_COMPLETION_TOKENS
+    echo: Annotated[bool | None, field.doc("Begin the answer with its prompt.")] = None
+    logprobs: Annotated[
+        int | None,
+        field.sampling("logprobs", "How many of the likeliest tokens to report."),
+    ] = None
+    suffix: Annotated[
+        str | None,
+        field.doc("Text after the answer, for models that can fill in the middle."),
+    ] = None
+
+    add_special_tokens: field.AddSpecial = None
+    parse_special: field.ParseSpecial = None
+
+
+def read(asked: CompletionRequest, tenant: Tenant) -> Job:
+    """Translate a request.
+
+    Raises:
+        RequestError: a value is out of bounds or not supported; `field` names it.
+    """
+    check_combinations(asked)
+    if asked.max_tokens == 0 and not asked.echo and asked.prompt_logprobs is None:
+        reason = "may only be 0 where echo is true or prompt_logprobs is given."
+        raise RequestError(reason, field="max_tokens")
+    if asked.suffix and asked.echo and (asked.logprobs is not None or asked.max_tokens == 0):
+        reason = "cannot be combined with the prompt's logprobs: leave out echo or logprobs."
+        raise UnsupportedFieldError(reason, field="suffix")
+    for name in ("add_special_tokens", "parse_special"):
+        if asked.suffix and getattr(asked, name) is not None:
+            reason = (
+                "cannot be combined with suffix, around which no text is special: leave it out."
+            )
+            raise UnsupportedFieldError(reason, field=name)
+    if asked.echo and asked.prompt_logprobs is not None:
+        reason = "cannot be combined with echo: leave one of them out."
+        raise UnsupportedFieldError(reason, field="prompt_logprobs")
+    prompt_logprobs = asked.logprobs if asked.echo else asked.prompt_logprobs
+    if asked.echo and asked.max_tokens == 0:
+        prompt_logprobs = prompt_logprobs or 0
+    return to_job(
+        asked,
+        split_prompts(asked.prompt, "prompt"),
+        params=to_params(
+            asked,
+            max_tokens=COMPLETIONS.first_limit(asked),
+            logprobs=asked.logprobs,
+            prompt_logprobs=prompt_logprobs,
+        ),
+        caller=to_caller(asked, "prompt", tenant),
+        echo=bool(asked.echo),
+        suffix=asked.suffix or "",
+        add_special=asked.add_special_tokens is not False,
+        parse_special=asked.parse_special,
+    )

@@ -1,0 +1,217 @@
+"""OpenAI's text completions: the response, whole or as a stream of pieces."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from twostroke.core.json_lines import encode_json
+from twostroke.server.generation import events
+from twostroke.server.generation.events import SchemaMiss
+from twostroke.server.http.json_responses import sse
+from twostroke.server.models.about import FINGERPRINT
+from twostroke.server.protocols.common.logprobs import CompletionLogprobs, CompletionScorer
+from twostroke.server.protocols.common.timings import LlamaTimings, PromptProgress, to_progress
+from twostroke.server.protocols.common.usage import (
+    TimingsBody,
+    UsageBody,
+    UsageSoFar,
+    asked_timings,
+    fail_stream,
+    finish_reason,
+    finish_stream,
+    timings_body,
+    usage_body,
+)
+from twostroke.server.protocols.llama_server.reply import LlamaCompletion
+from twostroke.server.protocols.llama_server.verbose import Verbose
+from twostroke.server.protocols.openai.token_ids import PromptLogprobs, TokenIds, to_prompt_logprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from twostroke.core.step import TokenLogprobs
+    from twostroke.server.generation.encoder import Reply
+
+
+class CompletionChoice(msgspec.Struct):
+    """One answer, or one piece of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Annotated[
+        str | None, Meta(extra_json_schema={"enum": ["stop", "length", None]})
+    ] = None
+    timings: TimingsBody | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    schema_miss: SchemaMiss = UNSET
+
+
+class CompletionBody(msgspec.Struct):
+    """A whole response, or one event of a streamed one."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+    service_tier: str | UnsetType = UNSET
+    system_fingerprint: str = FINGERPRINT
+    timings: LlamaTimings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
+    verbose: LlamaCompletion | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+
+
+class CompletionEncoder:
+    """Writes pieces of text, and each answer's finish reason in an event without text."""
+
+    def __init__(self, reply: Reply) -> None:
+        """Write `reply`; in a stream one body is filled again and again."""
+        self._reply = reply
+        self._choice = CompletionChoice(0, "")
+        self._body = CompletionBody(
+            reply.id,
+            "text_completion",
+            reply.created_s,
+            reply.model,
+            [self._choice],
+            None if reply.job.include_usage else UNSET,
+            reply.job.caller.service if reply.job.tier else UNSET,
+        )
+        self._began_s = time.monotonic()
+        self._usage = UsageSoFar(reply.job)
+        self._ids = TokenIds(reply.job)
+        self._prompt_scores: dict[int, list[TokenLogprobs | None]] = {}  # by choice
+        self._timings: LlamaTimings | UnsetType = UNSET  # of the answer that ended last
+        self._verbose = Verbose(reply)
+        self._scorers: dict[int, CompletionScorer] = {}  # by choice, where they are asked for
+
+    def write(self, event: events.Event) -> bytes:
+        """Return the server-sent events of an event."""
+        match event:
+            case events.Added():
+                if event.scored:
+                    self._score(event)
+                return self._write(event.block.choice, event.text)
+            case events.Began():
+                self._usage.begin(event)
+                text = self._begin(event)
+                if self._ids.is_reported:
+                    self._choice.prompt_token_ids = self._prompt_tokens(event.choice)
+                data = self._write(event.choice, text) if text or self._ids.is_reported else b""
+                self._choice.prompt_token_ids = UNSET
+                return data
+            case events.Read():
+                elapsed_s = time.monotonic() - self._began_s
+                self._body.prompt_progress = to_progress(event, elapsed_s)
+                data = self._write(event.choice, "")
+                self._body.prompt_progress = UNSET
+                return data
+            case events.PromptScored():
+                self._score(event)
+            case events.Ended():
+                return self._end(event)
+            case events.Finished():
+                self._body.timings = self._timings
+                return finish_stream(self._body, event)
+            case events.Failed():
+                return fail_stream(event)
+        return b""
+
+    def whole(self, stream: Iterable[events.Event]) -> CompletionBody:
+        """Return the response that is not streamed."""
+        choices: list[CompletionChoice] = []
+        for event in stream:
+            match event:
+                case events.Began():
+                    choices.append(CompletionChoice(event.choice, self._begin(event)))
+                case events.Added():
+                    self._score(event)
+                    choices[-1].text += event.text
+                case events.PromptScored():
+                    self._score(event)
+                case events.Ended():
+                    if scorer := self._scorers.get(event.choice):
+                        choices[-1].logprobs = scorer.take()
+                    self._add_reports(choices[-1])
+                    self._finish(choices[-1], event)
+                    self._body.verbose = self._body.verbose or self._verbose.body(event)
+                case events.Finished():
+                    self._body.usage = usage_body(event.usage)
+        self._body.choices, self._body.timings = choices, self._timings
+        return self._body
+
+    def _begin(self, event: events.Began) -> str:
+        """Begin a choice; return the prompt to echo before its answer, or an empty string."""
+        reply, tokens, text, choice = self._reply, list[int](), "", event.choice
+        self._ids.begin(event)
+        self._verbose.begin(event)
+        if reply.job.echo:
+            place = choice // reply.job.params.n
+            prompt, tokens = reply.job.prompts[place], list(reply.prompts[place])
+            assert isinstance(prompt, str | list)
+            text = prompt if isinstance(prompt, str) else reply.tokenizer.decode(prompt)
+        if reply.has_logprobs:
+            as_ids = reply.job.tokens_as_ids
+            self._scorers[choice] = CompletionScorer(reply.tokenizer, tokens, text, as_ids=as_ids)
+        return text
+
+    def _prompt_tokens(self, choice: int) -> list[int]:
+        return list(self._reply.prompts[choice // self._reply.job.params.n])
+
+    def _add_reports(self, choice: CompletionChoice) -> None:
+        """Add the ids of tokens and the scores of the prompt to a whole answer."""
+        index = choice.index
+        choice.token_ids = self._ids.take(index)
+        if self._ids.is_reported:
+            choice.prompt_token_ids = self._prompt_tokens(index)
+        if self._reply.job.prompt_scores:
+            scores = self._prompt_scores.get(index, [])
+            tokens = self._prompt_tokens(index)
+            choice.prompt_logprobs = to_prompt_logprobs(self._reply.tokenizer, tokens, scores)
+
+    def _score(self, event: events.Added | events.PromptScored) -> None:
+        if isinstance(event, events.PromptScored) and self._reply.job.prompt_scores:
+            self._prompt_scores.setdefault(event.choice, []).extend(event.logprobs)
+        elif isinstance(event, events.PromptScored):
+            self._scorers[event.choice].add_prompt(event.logprobs)
+        elif event.scored:
+            self._scorers[event.block.choice].add(event.scored)
+
+    def _write(self, index: int, text: str) -> bytes:
+        choice = self._choice
+        choice.index, choice.text = index, text
+        choice.logprobs = self._scorers[index].take() if self._scorers else None
+        if self._usage.is_reported:
+            self._body.usage = self._usage.body(index)
+        choice.token_ids = self._ids.take(index)
+        return sse(encode_json(self._body))
+
+    def _end(self, event: events.Ended) -> bytes:
+        choice, scorer = self._choice, self._scorers.get(event.choice)
+        choice.index, choice.text = event.choice, ""
+        choice.logprobs = scorer.take() if scorer is not None and scorer.has_news else None
+        choice.token_ids = self._ids.take(event.choice)
+        self._finish(choice, event)
+        self._body.timings = self._timings
+        self._body.verbose = self._verbose.body(event)
+        if self._usage.is_reported:
+            self._body.usage = usage_body(event.usage)
+        last = sse(encode_json(self._body))
+        choice.finish_reason, choice.timings, self._body.timings = None, UNSET, UNSET
+        choice.schema_miss = self._body.verbose = UNSET
+        return last
+
+    def _finish(self, choice: CompletionChoice, event: events.Ended) -> None:
+        choice.finish_reason = finish_reason(event.reason)
+        choice.schema_miss = event.schema_miss or UNSET
+        self._timings = asked_timings(self._reply.job, event)
+        if self._reply.job.timings:
+            choice.timings = timings_body(event.usage, event.timings)

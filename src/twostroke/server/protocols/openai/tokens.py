@@ -1,0 +1,323 @@
+"""Tokens for clients: /tokenize, /detokenize, /apply-template, and GET /tokenizer_info.
+
+The fields are vLLM's and llama-server's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+from starlette.routing import Route
+
+from twostroke.core.errors import ContextLengthError, RequestError
+from twostroke.model.tokenizer import TooManyTokensError
+from twostroke.server.body import field
+from twostroke.server.http.json_responses import to_json
+from twostroke.server.protocols.common.fields import TemplateVariables
+from twostroke.server.protocols.common.tools import ToolBody, ToolsAs, to_tools
+from twostroke.server.protocols.openai.chat import (
+    ChatMessage,
+    ContinuesLast,
+    Messages,
+    OpensTurn,
+    continues_in_llama_server,
+    to_conversation,
+    to_thinking,
+)
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from twostroke.engine.model_card import ModelCard
+    from twostroke.model.tokenizer import Tokenizer
+    from twostroke.server.generation.job import Conversation
+    from twostroke.server.models.registry import Catalogue
+
+INFO_PATH: Final = "/tokenizer_info"
+# The ways to give a text, and the fields that suit only one of them.
+_FIELDS_OF: Final = {
+    "messages": (
+        "add_generation_prompt",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "tools",
+    ),
+    "prompt": ("add_special_tokens",),
+    "content": ("add_special", "with_pieces"),
+}
+
+
+MAX_SHORT_LENGTH: Final = 1 << 16  # characters or ids, which are read whatever the context holds
+MostTokens = Annotated[
+    Annotated[int, Meta(ge=1)] | None,
+    field.doc(
+        "The most tokens; more are refused. Left out: as many as the context holds, or any number "
+        f"in up to {MAX_SHORT_LENGTH:,} characters."
+    ),
+]
+
+
+class TemplateFields(field.RequestObject):
+    """How to make a prompt of a conversation."""
+
+    model: field.ModelName = None
+    add_generation_prompt: OpensTurn = None
+    continue_final_message: ContinuesLast = None
+    chat_template_kwargs: TemplateVariables = None
+    tools: ToolsAs[ToolBody] = None
+
+    chat_template: field.Unsupported = None
+
+
+class TokenizeRequest(TemplateFields):
+    """One of `prompt`, a text, `messages`, a conversation for the chat template, and `content`.
+
+    The last is llama-server's.
+    """
+
+    prompt: Annotated[
+        str | Messages | None,
+        field.doc("A text; lm-evaluation-harness also sends conversations here."),
+    ] = None
+    messages: Annotated[Messages | None, field.doc("A conversation.")] = None
+    content: Annotated[
+        str | list[int | str] | None, field.doc("A text, or texts and ids that follow each other.")
+    ] = None
+    add_special_tokens: field.AddSpecial = None
+    return_token_strs: Annotated[bool | None, field.doc("Return the tokens' texts, too.")] = None
+    add_special: Annotated[
+        bool | None, field.doc("Add the tokens that begin every text; false if left out.")
+    ] = None
+    parse_special: field.ParseSpecial = None
+    with_pieces: Annotated[bool | None, field.doc("Return each token with its text.")] = None
+    max_tokens: MostTokens = None
+
+    mm_processor_kwargs: Annotated[Any, field.unsupported({})] = None
+
+    def __post_init__(self) -> None:
+        """Read a conversation that is sent as a prompt."""
+        if isinstance(self.prompt, list):
+            self.messages, self.prompt, self.add_special_tokens = self.prompt, None, None
+
+
+class TokenPiece(msgspec.Struct, frozen=True):
+    """A token and its text, or its bytes if they are a part of a character."""
+
+    id: int
+    piece: str | list[int]
+
+
+class TokenizeBody(msgspec.Struct, frozen=True):
+    """The ids; `token_strs` are the tokens as the vocabulary spells them, if requested."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int | TokenPiece]
+    token_strs: list[str | None] | None
+
+
+class DetokenizeRequest(field.RequestObject):
+    """Token ids."""
+
+    tokens: Annotated[list[field.TokenId], field.doc("Token ids.")]
+    model: field.ModelName = None
+    max_tokens: MostTokens = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True):
+    """The ids' text, including special tokens, as vLLM and as llama-server name it."""
+
+    prompt: str
+    content: str
+
+
+class TokenizerInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """The tokenizer's facts, as `tokenizer_config.json` names them; tokens are their texts."""
+
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    sep_token: str | None = None
+    cls_token: str | None = None
+    mask_token: str | None = None
+    add_bos_token: bool
+    chat_template: str | None
+    model_max_length: int
+    vocab_size: int
+
+
+class TemplateRequest(TemplateFields, kw_only=True):
+    """A conversation for the chat template."""
+
+    messages: Messages
+
+
+class TemplateBody(msgspec.Struct, frozen=True):
+    """The text of the prompt."""
+
+    prompt: str
+
+
+def tokenizer_routes(models: Catalogue) -> list[Route]:
+    """Return the route of facts; `?model=NAME` asks for another model than the first."""
+
+    async def tokenizer_info(request: Request) -> Response:
+        _, model = models.find(request.query_params.get("model"))
+        return to_json(describe_tokenizer(model.card))
+
+    return [Route(INFO_PATH, tokenizer_info, name=INFO_PATH)]
+
+
+def describe_tokenizer(card: ModelCard) -> TokenizerInfo:
+    """Return the facts of a model's tokenizer."""
+    tokenizer, fields = card.tokenizer, TokenizerInfo.__struct_fields__
+    texts: dict[str, Any] = {
+        name: text for name, text in tokenizer.named_texts.items() if name in fields
+    }
+    if "eos_token" not in texts and tokenizer.eos_ids:
+        texts["eos_token"] = tokenizer.token_text(min(tokenizer.eos_ids))
+    return TokenizerInfo(
+        **texts,
+        add_bos_token=tokenizer.bos_id is not None and tokenizer.bos_id in tokenizer.prefix_ids,
+        chat_template=tokenizer.chat_templates.get("default"),
+        model_max_length=card.context_length,
+        vocab_size=card.cost.program.vocab_size,
+    )
+
+
+def tokenize(asked: TokenizeRequest, card: ModelCard) -> TokenizeBody:
+    """Return the ids of a prompt or of messages.
+
+    Raises:
+        RequestError: not exactly one is given, the vocabulary lacks an id, or the chat template
+            refuses the messages.
+        ContextLengthError: there are too many tokens.
+    """
+    tokenizer, max_tokens = card.tokenizer, asked.max_tokens or card.context_length
+    try:
+        ids = _encode(asked, card, max_tokens)
+    except TooManyTokensError as error:
+        raise _too_many(asked, error.num_tokens, max_tokens, card) from None
+    if asked.max_tokens is not None and len(ids) > max_tokens:
+        raise _too_many(asked, len(ids), max_tokens, card)
+    texts = [tokenizer.token_text(id_) for id_ in ids] if asked.return_token_strs else None
+    tokens = [_piece(tokenizer, id_) for id_ in ids] if asked.with_pieces else ids
+    return TokenizeBody(len(ids), card.context_length, [*tokens], texts)
+
+
+def detokenize(asked: DetokenizeRequest, card: ModelCard) -> DetokenizeBody:
+    """Return the text of ids; bytes that are not UTF-8 become U+FFFD.
+
+    Raises:
+        RequestError: the vocabulary has no such id, or there are too many.
+    """
+    tokenizer, num_tokens = card.tokenizer, len(asked.tokens)
+    max_tokens = asked.max_tokens or max(card.context_length, MAX_SHORT_LENGTH)
+    if num_tokens > max_tokens:
+        reason = f"has {num_tokens} ids, at most {max_tokens} are read: set max_tokens for more."
+        raise RequestError(reason, field="tokens")
+    for place, id_ in enumerate(asked.tokens):
+        _check_id(id_, tokenizer, f"tokens[{place}]")
+    text = tokenizer.decode(asked.tokens, skip_special=False)
+    return DetokenizeBody(text, text)
+
+
+def apply_template(asked: TemplateRequest, card: ModelCard) -> TemplateBody:
+    """Return the text that the chat template makes of messages.
+
+    Raises:
+        RequestError: the chat template is missing, or refuses the messages.
+    """
+    conversation = _conversation(asked, asked.messages)
+    continues = bool(continues_in_llama_server(asked))
+    return TemplateBody(replace(conversation, continues=continues).render(card).text)
+
+
+def _too_many(
+    request: TokenizeRequest, num_tokens: int, max_tokens: int, card: ModelCard
+) -> ContextLengthError:
+    """Return the error of a text with at least `num_tokens` tokens; `max_tokens` are allowed."""
+    way = next(way for way in _FIELDS_OF if getattr(request, way) is not None)
+    whose = "the context holds" if request.max_tokens is None else "max_tokens allows"
+    return ContextLengthError(
+        "has at least {num_prompt} tokens, and {whose} {limit}: set max_tokens to have more.",
+        field=way,
+        least="at least ",
+        num_prompt=num_tokens,
+        limit=max_tokens,
+        whose=whose,
+        context_length=card.context_length,
+    )
+
+
+def _encode(request: TokenizeRequest, card: ModelCard, max_tokens: int) -> list[int]:
+    ways = [way for way in _FIELDS_OF if getattr(request, way) is not None]
+    if len(ways) != 1:
+        raise RequestError("Give one of prompt, messages and content.", field="prompt")
+    for way, names in _FIELDS_OF.items():
+        for name in names:
+            if way not in ways and getattr(request, name):
+                raise RequestError(f"may only be set with {way}: leave it out.", field=name)
+    if request.messages is not None and request.parse_special is not None:
+        reason = "may only be set with prompt or content, as messages have no special tokens."
+        raise RequestError(reason, field="parse_special")
+    tokenizer, parse_special = card.tokenizer, request.parse_special
+    if parse_special is None:
+        parse_special = card.parses_special
+    if isinstance(request.prompt, str):
+        add_special = request.add_special_tokens is not False
+        return tokenizer.encode(
+            request.prompt, add_special=add_special, parse_special=parse_special, most=max_tokens
+        )
+    if request.messages is not None:
+        rendered = _conversation(request, request.messages).render(card)
+        return tokenizer.encode_prompt(rendered, most=max_tokens)
+    assert request.content is not None
+    parts = [request.content] if isinstance(request.content, str) else request.content
+    ids: list[int] = []
+    for place, part in enumerate(parts):
+        if isinstance(part, int):
+            _check_id(part, tokenizer, f"content[{place}]")
+            ids.append(part)
+            continue
+        ids += tokenizer.encode(
+            part,
+            add_special=bool(request.add_special) and place == 0,
+            parse_special=parse_special,
+            most=max_tokens,
+        )
+        if place < len(parts) - 1 and len(ids) > max(max_tokens, MAX_SHORT_LENGTH):
+            raise TooManyTokensError(len(ids))
+    return ids
+
+
+def _check_id(id_: int, tokenizer: Tokenizer, field: str) -> None:
+    """Raise a RequestError if the vocabulary has no such id."""
+    last = tokenizer.vocab_size - 1
+    if not 0 <= id_ <= last or tokenizer.token_text(id_) is None:
+        reason = f"is not a token of this model, whose ids go from 0 to {last}."
+        raise RequestError(reason, field=field)
+
+
+def _conversation(asked: TemplateFields, messages: list[ChatMessage]) -> Conversation:
+    return to_conversation(
+        messages,
+        to_tools([tool.function for tool in asked.tools or ()], None, parallel=None),
+        opens_turn=asked.add_generation_prompt,
+        continues=asked.continue_final_message,
+        thinking=to_thinking(asked.chat_template_kwargs),
+    )
+
+
+def _piece(tokenizer: Tokenizer, id_: int) -> TokenPiece:
+    data = tokenizer.token_bytes(id_)
+    try:
+        return TokenPiece(id_, data.decode())
+    except UnicodeDecodeError:
+        return TokenPiece(id_, list(data))

@@ -1,0 +1,119 @@
+"""POST /v1/responses/compact: a conversation becomes one item with its summary.
+
+The model writes the summary. OpenAI's service encrypts such an item; here it is only encoded, since
+it holds nothing that its client does not know.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from twostroke.server.body import field
+from twostroke.server.http.answer_limits import MAX_SUMMARY_TOKENS
+from twostroke.server.protocols.common.cache_control import Retention  # noqa: TC001 - read when a request is decoded
+from twostroke.server.protocols.common.fields import ServiceFields
+from twostroke.server.protocols.responses import exchange
+from twostroke.server.protocols.responses.body import OutputText, ResponseUsage
+from twostroke.server.protocols.responses.exchange import Exchange
+from twostroke.server.protocols.responses.items import encode_summary, new_id
+from twostroke.server.protocols.responses.reply import ResponsesEncoder
+from twostroke.server.protocols.responses.request import ITEMS_SCHEMA, ResponsesRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from twostroke.server.generation.job import Job
+    from twostroke.server.generation.response_store import Tenant
+
+_TASK: Final = (
+    "Summarize the conversation so far for somebody who will continue it and has not seen it. "
+    "Keep the goals, the decisions, the facts, names, numbers and file paths that matter, what was "
+    "done, and what is left to do. Write the summary only."
+)
+
+
+class CompactRequest(ServiceFields):
+    """The conversation to compact."""
+
+    input: Annotated[
+        str | list[dict[str, Any]] | None,
+        field.doc("A text, or items; may be left out with `previous_response_id`.", **ITEMS_SCHEMA),
+    ] = None
+    instructions: Annotated[str | None, field.doc("Text before the conversation.")] = None
+    previous_response_id: Annotated[
+        str | None, field.doc("The stored answer whose conversation comes first.")
+    ] = None
+
+    image: field.Hint = None
+    prompt_cache_key: field.Ignored = None
+    prompt_cache_options: field.Ignored = None
+    prompt_cache_retention: Retention = None
+
+
+class CompactionOutput(msgspec.Struct, tag_field="type", tag="compaction"):
+    """The summary, for the `input` of later requests."""
+
+    id: str
+    encrypted_content: str
+
+
+class CompactedResponse(msgspec.Struct, kw_only=True, frozen=True):
+    """A compacted conversation; `output` takes its place in the `input` of later requests."""
+
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    output: list[CompactionOutput]
+    usage: ResponseUsage
+
+
+def read(request: CompactRequest, tenant: Tenant) -> Job:
+    """Translate a request; raises as `exchange.read` does."""
+    response_request = ResponsesRequest(
+        model=request.model,
+        input=request.input,
+        instructions=request.instructions,
+        previous_response_id=request.previous_response_id,
+        priority=request.priority,
+        service_tier=request.service_tier,
+        prompt_cache_retention=request.prompt_cache_retention,
+        max_output_tokens=MAX_SUMMARY_TOKENS,
+        temperature=0.0,
+        truncation="auto",
+        store=False,
+    )
+    job = exchange.read(response_request, tenant)
+    [conversation] = job.prompts
+    assert isinstance(conversation, Exchange)
+    messages = list(conversation.messages)
+    if messages[-1]["role"] == "user":  # templates may want roles that alternate
+        text = f"{messages[-1]['content']}\n\n{_TASK}"
+        messages[-1] = {**messages[-1], "content": text}
+    else:
+        messages.append({"role": "user", "content": _TASK})
+    return replace(job, prompts=(replace(conversation, messages=tuple(messages), room=None),))
+
+
+def names(_request: CompactRequest) -> Mapping[str, str]:
+    """Return the protocol's names of the engine's fields."""
+    return {"messages": "input"}
+
+
+class CompactEncoder(ResponsesEncoder):
+    """Writes the compacted conversation, which is never streamed."""
+
+    def _result(self) -> CompactedResponse:  # type: ignore[override]  # it is only written as JSON
+        """Return the summary that the model wrote."""
+        body = self.body
+        assert body.usage is not None
+        parts = [part for item in body.output for part in getattr(item, "content", ())]
+        texts = [part.text for part in parts if isinstance(part, OutputText)]
+        return CompactedResponse(
+            id=body.id,
+            created_at=body.created_at,
+            output=[CompactionOutput(new_id("cmp_"), encode_summary("".join(texts).strip()))],
+            usage=body.usage,
+        )

@@ -1,0 +1,165 @@
+"""Stored conversations: a record with metadata, and the newest of the turns that it consists of.
+
+A turn is a stored response, or items that a client added. Each turn refers to the one before it, as
+responses do that continue each other, so adding a turn writes that turn alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+
+from twostroke.core.errors import RequestError, TwostrokeError
+from twostroke.core.json_lines import encode_json
+from twostroke.server.body.explain import MAX_NAME_LENGTH
+from twostroke.server.generation.response_store import (
+    CONVERSATION,
+    MAX_CONVERSATION_BYTES,
+    MAX_CONVERSATION_ITEMS,
+    Kept,
+)
+from twostroke.server.protocols.responses.recall import items_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from twostroke.server.generation.response_store import Tenant
+    from twostroke.server.protocols.responses.recall import RawItem
+
+_NO_OUTPUT: Final = encode_json({"output": []})
+_NO_ITEMS: Final = b"[]"
+
+
+class ConversationNotFoundError(TwostrokeError):
+    """The tenant has no conversation with this id."""
+
+    http_status = 404
+    code = "conversation_not_found"
+
+
+class ConversationBody(msgspec.Struct, kw_only=True):
+    """A conversation; `created_at` is Unix time."""
+
+    id: str
+    object: Literal["conversation"] = "conversation"
+    created_at: int
+    metadata: dict[str, str]
+
+
+_decoder: Final = msgspec.json.Decoder(ConversationBody)
+
+
+def new_conversation(metadata: dict[str, str] | None) -> ConversationBody:
+    """Return a new conversation, which is not stored."""
+    id_ = f"conv_{secrets.token_hex(24)}"
+    return ConversationBody(id=id_, created_at=int(time.time()), metadata=metadata or {})
+
+
+def store_conversation(
+    tenant: Tenant, body: ConversationBody, items: Sequence[RawItem] = ()
+) -> None:
+    """Store a new conversation that begins with these items.
+
+    Raises:
+        RequestError: it is too large, or the server stores nothing.
+    """
+    first_turn = _turn_of(items, None) if items else None
+    if not tenant.put(_record(body.id, encode_json(body), first_turn)):
+        raise _no_room(tenant)
+
+
+def find_conversation(tenant: Tenant, id_: str) -> Kept:
+    """Return the record of a conversation; raises ConversationNotFoundError."""
+    record = tenant.find(id_, CONVERSATION)
+    if record is None:
+        raise ConversationNotFoundError(
+            "Conversation with id '{id}' not found.", id=id_[:MAX_NAME_LENGTH]
+        )
+    return record
+
+
+def body_of(record: Kept) -> ConversationBody:
+    """Return a conversation as clients see it."""
+    return _decoder.decode(record.answer)
+
+
+def items_in(record: Kept) -> list[RawItem]:
+    """Return the items of a conversation, the oldest first."""
+    if record.previous is None:
+        return []
+    return [item for turn in record.previous.conversation() for item in items_of(turn)]
+
+
+def add_items(tenant: Tenant, record: Kept, items: Sequence[RawItem]) -> None:
+    """Add items at the end of a conversation; raises RequestError if it becomes too large."""
+    if not append_turn(tenant, record.id, _turn_of(items, record.previous)):
+        raise _no_room(tenant)
+
+
+def append_turn(tenant: Tenant, id_: str, turn: Kept) -> bool:
+    """Add a turn at the end of a conversation; return whether there is room for it.
+
+    If other turns came meanwhile, it follows them. A deleted conversation stays deleted.
+    """
+    while (record := tenant.find(id_, CONVERSATION)) is not None:
+        if turn.previous is not record.previous:
+            turn = Kept(_new_turn_id(), turn.asked, turn.answer, turn.item_ids, record.previous)
+        new_record = _record(id_, record.answer, turn)
+        if not tenant.fits(new_record):
+            return False
+        if tenant.supersede(record, new_record):
+            break
+    return True
+
+
+def replace_items(tenant: Tenant, record: Kept, items: Sequence[RawItem]) -> bool:
+    """Give a conversation other items; return whether it is the same as it was when it was read."""
+    last_turn = _turn_of(items, None) if items else None
+    return tenant.supersede(record, _record(record.id, record.answer, last_turn))
+
+
+def relabel(tenant: Tenant, id_: str, metadata: dict[str, str]) -> ConversationBody:
+    """Replace the metadata of a conversation; raises ConversationNotFoundError."""
+    while True:
+        record = find_conversation(tenant, id_)
+        body = body_of(record)
+        body.metadata = metadata
+        new_record = _record(id_, encode_json(body), record.previous)
+        if not tenant.fits(new_record):
+            raise _no_room(tenant)
+        if tenant.supersede(record, new_record):
+            return body
+
+
+def check_room(tenant: Tenant, turn: Kept) -> None:
+    """Raise a RequestError if a conversation has no room for a turn."""
+    if not tenant.fits(_record("", b"", turn)):
+        raise _no_room(tenant)
+
+
+def _record(id_: str, answer: bytes, last_turn: Kept | None) -> Kept:
+    return Kept(id_, _NO_ITEMS, answer, (), last_turn, kind=CONVERSATION)
+
+
+def _turn_of(items: Sequence[RawItem], previous: Kept | None) -> Kept:
+    ids = tuple(item["id"] for item in items)
+    return Kept(_new_turn_id(), encode_json(items), _NO_OUTPUT, ids, previous)
+
+
+def _new_turn_id() -> str:
+    return f"turn_{secrets.token_hex(16)}"
+
+
+def _no_room(tenant: Tenant) -> RequestError:
+    if not tenant.store.max_answers:
+        reason = "Conversations cannot be stored: the server was started with --keep-responses 0."
+        return RequestError(reason)
+    most_bytes = min(tenant.store.max_bytes, MAX_CONVERSATION_BYTES)
+    return RequestError(
+        f"The conversation becomes too large: at most {most_bytes} bytes and "
+        f"{MAX_CONVERSATION_ITEMS} items are stored. Begin another one.",
+        field="conversation",
+    )

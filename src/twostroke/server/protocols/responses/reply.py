@@ -1,0 +1,251 @@
+"""The Responses protocol: the response, whole or as a stream of named events."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from msgspec import UNSET
+
+from twostroke.core.json_lines import encode_json
+from twostroke.core.request import FinishReason
+from twostroke.server.generation import events
+from twostroke.server.http.errors import to_message
+from twostroke.server.http.json_responses import named_sse
+from twostroke.server.protocols.common.logprobs import chat_logprobs
+from twostroke.server.protocols.common.usage import timings_body
+from twostroke.server.protocols.responses import stream_events as sent
+from twostroke.server.protocols.responses.body import (
+    IncompleteDetails,
+    OutputCall,
+    OutputCustomCall,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ResponseBody,
+    ResponseError,
+    ThoughtText,
+    begun,
+    exchange_of,
+    usage_body,
+)
+from twostroke.server.protocols.responses.items import new_id
+from twostroke.server.protocols.responses.tools import split_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from twostroke.server.generation.encoder import Reply
+    from twostroke.server.generation.response_store import Kept
+    from twostroke.server.protocols.common.logprobs import TokenLogprob
+    from twostroke.server.protocols.responses.body import OutputItem, OutputPart
+
+
+class ResponsesEncoder:
+    """Fills the response item by item, one for each block, and reports it by numbered events."""
+
+    def __init__(self, reply: Reply) -> None:
+        """Write `reply`."""
+        self._reply = reply
+        self._body = begun(reply)
+        self._body.output = []
+        self._block: events.ContentBlock | None = None  # the open one
+        self._logprobs: list[TokenLogprob] = []  # of the open block
+        self._num_events = 0
+        self._queued: Kept | None = None  # as it is stored until it ends
+
+    @property
+    def body(self) -> ResponseBody:
+        """The response as it is now."""
+        return self._body
+
+    def write(self, event: events.Event) -> bytes:
+        """Return the named server-sent events of an event."""
+        return b"".join(self.write_each(event))
+
+    def write_each(self, event: events.Event) -> list[bytes]:
+        """Return the named server-sent events of an event, one by one."""
+        return self._written(self._take(event))
+
+    def queue(self) -> list[bytes]:
+        """Store the response before its first token, and return the events of that."""
+        body = self._body
+        body.background, body.status = True, "queued"
+        self._queued = exchange_of(self._reply).hold(body.id, encode_json(body))
+        return self._written([sent.ResponseCreated(body), sent.ResponseQueued(body)])
+
+    def cancel(self) -> list[bytes]:
+        """End the response, which was cancelled, store it, and return the events of that."""
+        if self._block is not None:
+            self._complete(self._block, is_cut=True)
+        self._body.status = "cancelled"
+        self._store()
+        return self._written([sent.ResponseIncomplete(self._body)])
+
+    def _written(self, stream_events: Iterable[sent.StreamEvent]) -> list[bytes]:
+        data = []
+        for event in stream_events:  # each is written before the body changes further
+            event.sequence_number = self._num_events
+            self._num_events += 1
+            data.append(named_sse(event))
+        return data
+
+    def whole(self, stream: Iterable[events.Event]) -> ResponseBody:
+        """Return the response that is not streamed."""
+        for event in stream:
+            for _ in self._take(event):
+                pass  # only the body is wanted
+        return self._result()
+
+    def _result(self) -> ResponseBody:
+        return self._body
+
+    def _take(self, event: events.Event) -> Iterator[sent.StreamEvent]:
+        """Apply an event to the response, and yield the stream's events of it."""
+        match event:
+            case events.Added():
+                yield self._add(event)
+            case events.Began():
+                yield from self._begin()
+            case events.Opened():
+                yield from self._open(event.block)
+            case events.Closed():
+                yield from self._close(event.block)
+            case events.Ended():
+                self._end(event)
+            case events.Finished():
+                yield self._finish(event)
+            case events.Failed():
+                if not self._num_events:
+                    yield from self._begin()
+                yield self._fail(event)
+
+    def _begin(self) -> Iterator[sent.StreamEvent]:
+        self._body.status = "in_progress"
+        if self._queued is None:
+            yield sent.ResponseCreated(self._body)
+        yield sent.ResponseInProgress(self._body)
+
+    def _open(self, block: events.ContentBlock) -> Iterator[sent.StreamEvent]:
+        """Begin the item of a block."""
+        self._block = block
+        item = self._begun_item(block)
+        self._body.output.append(item)
+        yield sent.OutputItemAdded(block.index, item)
+        if part := _begun_part(item):
+            yield sent.ContentPartAdded(item.id, block.index, 0, part)
+
+    def _begun_item(self, block: events.ContentBlock) -> OutputItem:
+        """Return an item without content."""
+        match block.kind:
+            case events.BlockKind.TEXT:
+                return OutputMessage(new_id("msg_"), "in_progress", [])
+            case events.BlockKind.REASONING:
+                return OutputReasoning(new_id("rs_"), "in_progress", [])
+            case events.BlockKind.CALL:
+                name, space = split_name(block.name, exchange_of(self._reply).asked.tools)
+                ids = new_id("ctc_" if block.is_custom else "fc_"), new_id("call_")
+                kind = OutputCustomCall if block.is_custom else OutputCall
+                return kind(*ids, name, "in_progress", namespace=space or UNSET)
+
+    def _add(self, event: events.Added) -> sent.StreamEvent:
+        place = event.block.index
+        id_ = self._body.output[place].id
+        match event.block.kind:
+            case events.BlockKind.TEXT:
+                scored = event.scored[event.num_reasoning :]
+                logprobs = chat_logprobs(self._reply.tokenizer, scored)
+                self._logprobs += logprobs
+                return sent.OutputTextDelta(id_, place, 0, event.text, logprobs)
+            case events.BlockKind.REASONING:
+                return sent.ReasoningTextDelta(id_, place, 0, event.text)
+            case events.BlockKind.CALL if event.block.is_custom:
+                return sent.CustomInputDelta(id_, place, event.text)
+            case events.BlockKind.CALL:
+                return sent.CallArgumentsDelta(id_, place, event.text)
+
+    def _close(self, block: events.ContentBlock) -> Iterator[sent.StreamEvent]:
+        """End the item of a block."""
+        item, place = self._complete(block, is_cut=block.is_cut), block.index
+        match item:
+            case OutputCall():
+                yield sent.CallArgumentsDone(item.id, place, item.name, item.arguments)
+            case OutputCustomCall():
+                yield sent.CustomInputDone(item.id, place, item.input)
+            case OutputReasoning(content=[part]):
+                yield sent.ReasoningTextDone(item.id, place, 0, part.text)
+                yield sent.ContentPartDone(item.id, place, 0, part)
+            case OutputMessage(content=[part]):
+                yield sent.OutputTextDone(item.id, place, 0, part.text, part.logprobs)
+                yield sent.ContentPartDone(item.id, place, 0, part)
+        yield sent.OutputItemDone(place, item)
+
+    def _complete(self, block: events.ContentBlock, *, is_cut: bool) -> OutputItem:
+        """Fill in the item of a block, and return it."""
+        item = self._body.output[block.index]
+        item.status = "incomplete" if is_cut else "completed"
+        match item:
+            case OutputCall():
+                item.arguments = block.text
+            case OutputCustomCall():
+                item.input = block.text
+            case OutputReasoning():
+                item.content[0].text = block.text
+            case OutputMessage(content=[part]):
+                part.text = block.text
+                part.logprobs, self._logprobs = self._logprobs, []
+        self._block = None
+        return item
+
+    def _end(self, event: events.Ended) -> None:
+        if event.reason is FinishReason.LENGTH:
+            self._body.incomplete_details = IncompleteDetails("max_output_tokens")
+        self._body.schema_miss = event.schema_miss or UNSET
+        if self._reply.job.timings:
+            self._body.timings = timings_body(event.usage, event.timings)
+
+    def _finish(self, event: events.Finished) -> sent.StreamEvent:
+        """Complete the response, and store it for later requests."""
+        body = self._body
+        body.usage = usage_body(event.usage, event.num_reasoning)
+        if body.incomplete_details is None:
+            body.status, body.completed_at = "completed", int(time.time())
+        else:
+            body.status = "incomplete"
+        self._store()
+        if body.status == "completed":
+            return sent.ResponseCompleted(body)
+        return sent.ResponseIncomplete(body)
+
+    def _fail(self, event: events.Failed) -> sent.StreamEvent:
+        """End the response with an error; it is stored, so that it can be looked at."""
+        if self._block is not None:
+            self._complete(self._block, is_cut=True)
+        code = "server_error" if event.error.http_status >= 500 else "invalid_prompt"
+        self._body.status = "failed"
+        self._body.error = ResponseError(code, to_message(event.error))
+        self._store()
+        return sent.ResponseFailed(self._body)
+
+    def _store(self) -> None:
+        """Store the response for later requests; it says whether it could be stored."""
+        body, exchange = self._body, exchange_of(self._reply)
+        ids = [item.id for item in body.output]
+        response = exchange.response(body.id, encode_json(body), ids)
+        body.store = exchange.keep(response, self._queued)
+        if self._queued is not None and not body.store:
+            exchange.keep_alone(self._queued, encode_json(body), ids)
+        if body.status not in {"failed", "cancelled"}:
+            exchange.join_conversation(response)
+
+
+def _begun_part(item: OutputItem) -> OutputPart | None:
+    """Give an item that has parts its only one, which is empty, and return it."""
+    match item:
+        case OutputMessage():
+            item.content = [OutputText("")]
+        case OutputReasoning():
+            item.content = [ThoughtText("")]
+        case OutputCall() | OutputCustomCall():
+            return None
+    return item.content[0]

@@ -1,0 +1,135 @@
+"""/v1/responses/{id}: reads and deletes stored responses."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import msgspec
+from starlette.responses import Response
+from starlette.routing import Route
+
+from twostroke.core.errors import RequestError, TwostrokeError
+from twostroke.server.body.explain import MAX_NAME_LENGTH
+from twostroke.server.http.json_responses import to_json
+from twostroke.server.protocols.common.listing import ItemList, page_of, query_of
+from twostroke.server.protocols.responses.background import FollowingStream, replayed
+from twostroke.server.protocols.responses.recall import items_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.requests import Request
+
+    from twostroke.server.generation.response_store import Kept, Tenant
+    from twostroke.server.options import ServeOptions
+    from twostroke.server.protocols.responses.background import BackgroundRuns
+
+PATH: Final = "/v1/responses/{response_id}"
+MAX_NUMBER_LENGTH: Final = 9  # digits
+
+
+class ResponseNotFoundError(TwostrokeError):
+    """The tenant has no stored response with this id."""
+
+    http_status = 404
+    code = "response_not_found"
+
+
+class Deleted(msgspec.Struct, kw_only=True, frozen=True):
+    """A response was deleted."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Annotated[bool, msgspec.Meta(extra_json_schema={"const": True})] = True
+
+
+class StoredResponses:
+    """Answers requests about stored responses, also while they are computed."""
+
+    def __init__(
+        self,
+        tenant_of: Callable[[Request], Tenant],
+        runs: BackgroundRuns,
+        options: ServeOptions,
+    ) -> None:
+        """`tenant_of` returns the sender of a request; `runs` are in the background."""
+        self._tenant_of, self._runs, self._options = tenant_of, runs, options
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        paths = {"input_items": self.input_items, "cancel": self.cancel}
+        methods = {"input_items": "GET", "cancel": "POST"}
+        return [
+            Route(PATH, self.response, methods=["GET", "DELETE"], name=PATH),
+            *(
+                Route(f"{PATH}/{path}", paths[path], methods=[method], name=f"{PATH}/{path}")
+                for path, method in methods.items()
+            ),
+        ]
+
+    async def response(self, request: Request) -> Any:
+        """Return a response as it is now, or its events with `stream`; or delete it."""
+        stored = self._find(request)
+        run = self._runs.find(stored.id)
+        if request.method == "DELETE":
+            query_of(request, ())
+            if run is not None:
+                await run.cancel()
+                self._runs.forget(stored.id)
+            await self._tenant_of(request).forget(stored.id)
+            return to_json(Deleted(id=stored.id))
+        query = query_of(request, ("include_obfuscation", "starting_after", "stream"))
+        after = _starting_after(query)
+        if query.get("stream", "false") != "false":
+            if run is not None:
+                return FollowingStream(run, -1 if after is None else after, self._options)
+            return Response(replayed(stored, after), media_type="text/event-stream; charset=utf-8")
+        if stored.is_open and run is not None and run.encoder is not None:
+            return to_json(run.encoder.body)
+        return Response(stored.answer, media_type="application/json")
+
+    async def input_items(self, request: Request) -> Response:
+        """Return a page of the items that a response answered."""
+        stored, query = self._find(request), query_of(request, ("after", "limit", "order"))
+        # In a thread: reading a long conversation would delay streams.
+        return to_json(await asyncio.to_thread(_page, stored, query))
+
+    async def cancel(self, request: Request) -> Response:
+        """Stop a response in the background, unless it has ended, and return it."""
+        stored = self._find(request)
+        if (run := self._runs.find(stored.id)) is not None:
+            await run.cancel()
+            stored = self._find(request)
+        elif b'"background":true' not in stored.answer:
+            reason = (
+                "is not in the background: only responses that were created with background: true "
+                "can be cancelled by their id. To stop another one, close its connection."
+            )
+            raise RequestError(reason, field="response_id")
+        return Response(stored.answer, media_type="application/json")
+
+    def _find(self, request: Request) -> Kept:
+        id_ = request.path_params["response_id"]
+        response = self._tenant_of(request).find(id_)
+        if response is None:
+            raise ResponseNotFoundError(f"Response with id '{id_[:MAX_NAME_LENGTH]}' not found.")
+        return response
+
+
+def _starting_after(query: dict[str, str]) -> int | None:
+    """Return the number of the last event that a client has; raises RequestError."""
+    text = query.get("starting_after")
+    if text is None:
+        return None
+    if not (text.isdecimal() and len(text) <= MAX_NUMBER_LENGTH):
+        raise RequestError("must be the number of an event.", field="starting_after")
+    return int(text)
+
+
+def _page(kept: Kept, asked: dict[str, str]) -> ItemList:
+    """Return a page of the items that a response answered: earlier ones, and its request's."""
+    *earlier, last = kept.conversation()
+    items = [item for step in earlier for item in items_of(step)]
+    items += msgspec.json.decode(last.asked, type=list[dict[str, Any]])
+    return page_of(items, asked)

@@ -1,0 +1,186 @@
+"""The events of a streamed response, each with its number in the stream."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from twostroke.server.protocols.common.logprobs import TokenLogprob
+from twostroke.server.protocols.responses.body import OutputItem, OutputPart, ResponseBody
+
+
+class StreamEvent(msgspec.Struct, kw_only=True, tag_field="type"):
+    """The common fields of all events; `type` is the tag."""
+
+    sequence_number: int = 0
+
+
+class ResponseCreated(StreamEvent, tag="response.created"):
+    """The first event."""
+
+    response: ResponseBody
+
+
+class ResponseQueued(StreamEvent, tag="response.queued"):
+    """The second event of a response in the background, which waits for its turn."""
+
+    response: ResponseBody
+
+
+class ResponseInProgress(StreamEvent, tag="response.in_progress"):
+    """The first token follows."""
+
+    response: ResponseBody
+
+
+class OutputItemAdded(StreamEvent, tag="response.output_item.added"):
+    """An item begins."""
+
+    output_index: int
+    item: OutputItem
+
+
+class ContentPartAdded(StreamEvent, tag="response.content_part.added"):
+    """A part of an item begins."""
+
+    item_id: str
+    output_index: int
+    content_index: int
+    part: OutputPart
+
+
+class OutputTextDelta(StreamEvent, tag="response.output_text.delta"):
+    """A piece of text."""
+
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+    logprobs: list[TokenLogprob]
+
+
+class OutputTextDone(StreamEvent, tag="response.output_text.done"):
+    """A text is complete."""
+
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+    logprobs: list[TokenLogprob]
+
+
+class ReasoningTextDelta(StreamEvent, tag="response.reasoning_text.delta"):
+    """A piece of the reasoning."""
+
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+
+
+class ReasoningTextDone(StreamEvent, tag="response.reasoning_text.done"):
+    """The reasoning is complete."""
+
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+
+
+class ContentPartDone(StreamEvent, tag="response.content_part.done"):
+    """A part of an item is complete."""
+
+    item_id: str
+    output_index: int
+    content_index: int
+    part: OutputPart
+
+
+class CallArgumentsDelta(StreamEvent, tag="response.function_call_arguments.delta"):
+    """A piece of a call's arguments."""
+
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class CallArgumentsDone(StreamEvent, tag="response.function_call_arguments.done"):
+    """A call's arguments are complete."""
+
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
+class CustomInputDelta(StreamEvent, tag="response.custom_tool_call_input.delta"):
+    """A piece of a custom tool's input."""
+
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class CustomInputDone(StreamEvent, tag="response.custom_tool_call_input.done"):
+    """A custom tool's input is complete."""
+
+    item_id: str
+    output_index: int
+    input: str
+
+
+class OutputItemDone(StreamEvent, tag="response.output_item.done"):
+    """An item is complete."""
+
+    output_index: int
+    item: OutputItem
+
+
+class ResponseCompleted(StreamEvent, tag="response.completed"):
+    """The last event."""
+
+    response: ResponseBody
+
+
+class ResponseIncomplete(StreamEvent, tag="response.incomplete"):
+    """The last event of an answer that reached the token limit, or was cancelled."""
+
+    response: ResponseBody
+
+
+class ResponseFailed(StreamEvent, tag="response.failed"):
+    """The last event of an answer that failed."""
+
+    response: ResponseBody
+
+
+class StreamError(StreamEvent, tag="error"):
+    """The stream ends, and its response does not: retrieve the response."""
+
+    code: str | None
+    message: str
+    param: str | None
+
+
+EVENTS: Final = (
+    ResponseCreated,
+    ResponseQueued,
+    ResponseInProgress,
+    OutputItemAdded,
+    ContentPartAdded,
+    OutputTextDelta,
+    OutputTextDone,
+    ReasoningTextDelta,
+    ReasoningTextDone,
+    CallArgumentsDelta,
+    CallArgumentsDone,
+    CustomInputDelta,
+    CustomInputDone,
+    ContentPartDone,
+    OutputItemDone,
+    ResponseCompleted,
+    ResponseIncomplete,
+    ResponseFailed,
+    StreamError,
+)

@@ -1,0 +1,117 @@
+"""The protocols that the server speaks, by path."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+from twostroke.server.generation.protocol import Dialect, EmbeddingDialect, Inquiry
+from twostroke.server.generation.stream import NDJSON
+from twostroke.server.protocols.anthropic import messages
+from twostroke.server.protocols.anthropic.reply import MessageEncoder
+from twostroke.server.protocols.common.fields import other_names
+from twostroke.server.protocols.llama_server import completion, infill
+from twostroke.server.protocols.llama_server import embeddings as llama_embeddings
+from twostroke.server.protocols.llama_server.fields import names as llama_names
+from twostroke.server.protocols.llama_server.reply import LlamaEncoder
+from twostroke.server.protocols.ollama import embed, models
+from twostroke.server.protocols.ollama import reply as ollama_reply
+from twostroke.server.protocols.ollama import request as ollama
+from twostroke.server.protocols.ollama.stay import keep_s
+from twostroke.server.protocols.openai import chat, completions, embeddings, stored_chat, tokens
+from twostroke.server.protocols.openai.completions_reply import CompletionEncoder
+from twostroke.server.protocols.responses import compact
+from twostroke.server.protocols.responses import exchange as responses
+from twostroke.server.protocols.responses.reply import ResponsesEncoder
+from twostroke.server.protocols.responses.request import ResponsesRequest
+
+DIALECTS: Final[dict[str, Dialect[Any]]] = {
+    "/v1/chat/completions": Dialect(
+        "chatcmpl-",
+        chat.ChatRequest,
+        stored_chat.read,
+        stored_chat.encoder,
+        chat.names,
+        read_as_llama_server=stored_chat.read_as_llama_server,
+    ),
+    "/v1/completions": Dialect(
+        "cmpl-",
+        completions.CompletionRequest,
+        completions.read,
+        CompletionEncoder,
+        other_names,
+    ),
+    "/v1/messages": Dialect(
+        "msg_", messages.MessagesRequest, messages.read, MessageEncoder, messages.names
+    ),
+    "/v1/responses": Dialect(
+        "resp_",
+        ResponsesRequest,
+        responses.read,
+        ResponsesEncoder,
+        responses.names,
+        recalls=True,
+    ),
+    "/v1/responses/compact": Dialect(
+        "resp_",
+        compact.CompactRequest,
+        compact.read,
+        compact.CompactEncoder,
+        compact.names,
+        recalls=True,
+    ),
+    "/completion": Dialect(
+        "cmpl-", completion.LlamaRequest, completion.read, LlamaEncoder, llama_names
+    ),
+    "/infill": Dialect("cmpl-", infill.InfillRequest, infill.read, LlamaEncoder, llama_names),
+    "/api/chat": Dialect(
+        "",
+        ollama.OllamaChatRequest,
+        ollama.read_chat,
+        partial(ollama_reply.LineEncoder, make=ollama_reply.chat_line),
+        ollama.names,
+        framing=NDJSON,
+        empty=ollama_reply.empty_chat,
+        keep_s=keep_s,
+    ),
+    "/api/generate": Dialect(
+        "",
+        ollama.OllamaGenerateRequest,
+        ollama.read_generate,
+        partial(ollama_reply.LineEncoder, make=ollama_reply.generate_line),
+        ollama.names,
+        framing=NDJSON,
+        empty=ollama_reply.empty_generate,
+        keep_s=keep_s,
+    ),
+}
+INQUIRIES: Final[dict[str, Inquiry[Any]]] = {
+    "/v1/messages/count_tokens": Inquiry(messages.CountRequest, messages.count, messages.names),
+    "/v1/responses/input_tokens": Inquiry(
+        ResponsesRequest, responses.count, responses.names, recalls=True
+    ),
+    "/v1/chat/completions/input_tokens": Inquiry(
+        chat.ChatRequest, chat.count, chat.names, recalls=True
+    ),
+    "/tokenize": Inquiry(tokens.TokenizeRequest, tokens.tokenize, lambda _asked: chat.TOOL_NAMES),
+    "/detokenize": Inquiry(tokens.DetokenizeRequest, tokens.detokenize),
+    "/api/show": Inquiry(models.ShowRequest, models.show),
+    "/api/pull": Inquiry(models.PullRequest, models.pull),
+    "/apply-template": Inquiry(
+        tokens.TemplateRequest, tokens.apply_template, lambda _asked: chat.TOOL_NAMES
+    ),
+}
+EMBEDDINGS: Final[dict[str, EmbeddingDialect[Any]]] = {
+    "/v1/embeddings": EmbeddingDialect(
+        embeddings.EmbeddingRequest, embeddings.read, embeddings.whole
+    ),
+    "/embeddings": EmbeddingDialect(
+        llama_embeddings.LlamaEmbeddingRequest, llama_embeddings.read, llama_embeddings.whole
+    ),
+    "/api/embed": EmbeddingDialect(
+        embed.EmbedRequest, embed.read, embed.whole, embed.empty, keep_s
+    ),
+    "/api/embeddings": EmbeddingDialect(
+        embed.OldEmbedRequest, embed.read_old, embed.whole_old, embed.empty_old, keep_s
+    ),
+}

@@ -1,0 +1,58 @@
+"""Runs the server of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from twostroke.server.app import Api
+from twostroke.server.http.server import bind, run
+from twostroke.server.middleware import build_app
+from twostroke.server.options import ServeOptions
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Sequence
+
+    from twostroke.backends.machine_limits import Limits
+    from twostroke.engine.process.served import ServedEngine
+    from twostroke.server.extension import ExtensionFactory
+    from twostroke.server.storage import Records
+
+
+def run_server(  # noqa: PLR0913 - the parts of a server
+    engine: ServedEngine,
+    options: ServeOptions | None = None,
+    *,
+    listener: socket.socket | None = None,
+    limits: Limits | None = None,
+    on_ready: Callable[[str], None] | None = None,
+    on_stop: Callable[[int], None] | None = None,
+    records: Records | None = None,
+    extensions: Sequence[ExtensionFactory] = (),
+) -> int:
+    """Serve until SIGINT or SIGTERM, and return the process's exit code.
+
+    After the first signal the server refuses new work (503), as `GET /health` reports, and running
+    requests have `options.drain_s` seconds to finish. Then, or at a second signal, the rest is cut
+    off with an error. The exit code is 0 if all requests finished, 1 if some were cut off. The
+    caller closes the engine.
+
+    Args:
+        engine: the engine to serve, or a `Roster` of several.
+        options: the address, and how to serve.
+        listener: from `bind`; without it, the server binds now.
+        limits: the machine's limits, against which `/metrics` measures utilization.
+        on_ready: called with the server's URL once it answers.
+        on_stop: called with the number of running requests at the first signal.
+        records: keep files and batches; None keeps none. The caller closes them.
+        extensions: add paths.
+
+    Raises:
+        UsageError: the port is out of range.
+        PortInUseError: the address cannot be bound.
+    """
+    options = options or ServeOptions()
+    listener = listener or bind(options.host, options.port)
+    api = Api(engine, options, limits, records, extensions)
+    return asyncio.run(run(build_app(api), api, listener, on_ready, on_stop))

@@ -1,0 +1,100 @@
+"""Digests of rows: a row that changed on the disk is noticed when it is read.
+
+SQLite notices a damaged structure, not a flipped bit in a value. So each row has the digest of its
+values in the column `row_digest`; it is empty in rows of earlier versions, which are accepted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Final
+
+from twostroke.server.storage.errors import RecordsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from sqlite3 import Connection
+
+# The columns that a row's digest covers, by table; the first ones name the row. `is_found`,
+# `last_used` and the like change alone, and follow from nothing that clients see.
+COLUMNS: Final[dict[str, tuple[str, ...]]] = {
+    "files": (
+        "id",
+        "tenant",
+        "purpose",
+        "filename",
+        "bytes",
+        "created_at",
+        "expires_at",
+        "digest",
+    ),
+    "batches": ("id", "tenant", "protocol", "input_file", "body"),
+    "results": ("batch", "line", "kind", "body"),
+    "keys": ("id", "name", "body"),
+    "usage": (
+        "day",
+        "key",
+        "tenant",
+        "model",
+        "is_batch",
+        "requests",
+        "input",
+        "cached",
+        "output",
+    ),
+    "answers": ("id", "tenant", "kind", "previous", "items", "asked", "answer"),
+    "uploads": ("id", "tenant", "expires_at", "body"),
+}
+_CHECKED_AT_START: Final = {"files": "file", "batches": "batch", "keys": "key", "uploads": "upload"}
+_DIGEST_BYTES: Final = 8  # against accidents, not against people who can write the database
+
+
+class DamagedRowError(RecordsError):
+    """A row of the database has other values than were written."""
+
+    code = "record_damaged"
+
+
+def row_digest(values: Iterable[str | bytes | int | None]) -> str:
+    """Return the digest of a row's values, in the order of `COLUMNS`, as hexadecimal digits."""
+    row_hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for value in values:
+        data = b"" if value is None else value if isinstance(value, bytes) else _as_bytes(value)
+        row_hash.update(b"%d:" % (-1 if value is None else len(data)))
+        row_hash.update(data)
+    return row_hash.hexdigest()
+
+
+def digest_in_sql(table: str) -> str:
+    """Return the SQL expression of the digest of a table's row, as it is now."""
+    # A damaged text may not be UTF-8, so SQLite passes bytes.
+    values = ", ".join(f"CAST({table}.{column} AS BLOB)" for column in COLUMNS[table])
+    return f"row_digest({values})"
+
+
+def is_intact_in_sql(table: str) -> str:
+    """Return the SQL condition that a table's row has the values that were written."""
+    return f"({table}.row_digest = '' OR {table}.row_digest = {digest_in_sql(table)})"
+
+
+def damaged_rows(db: Connection) -> Iterator[str]:
+    """Yield a sentence for each damaged row of files, batches, keys and uploads."""
+    for table, noun in _CHECKED_AT_START.items():
+        query = f"SELECT id FROM {table} WHERE NOT {is_intact_in_sql(table)}"  # noqa: S608 constants
+        for (id_,) in db.execute(query):
+            yield f"The record of {noun} {id_} is damaged and left out: restore a backup"
+
+
+def use_row_digests(db: Connection) -> None:
+    """Make the function `row_digest` known to a connection, which reads damaged text, too."""
+    db.create_function("row_digest", -1, lambda *values: row_digest(values), deterministic=True)
+    db.text_factory = _as_text
+
+
+def _as_bytes(value: str | int) -> bytes:
+    """Return a value as SQLite casts it to bytes."""
+    return (value if isinstance(value, str) else str(int(value))).encode()
+
+
+def _as_text(data: bytes) -> str:
+    return data.decode(errors="replace")

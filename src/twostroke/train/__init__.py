@@ -1,5 +1,0 @@
-"""Training of heads that guess a model's next tokens (extra `[train]`)."""
-
-from twostroke.train.options import TrainOptions
-
-__all__ = ["TrainOptions"]
