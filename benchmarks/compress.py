@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from twostroke.lab.compress.mixes import Mix
+    from twostroke.lab.compress.mixes import FormatMix
     from twostroke.model.quant import Floats
 
     Rounder = Callable[[str, Floats, str], QuantTensor]  # name, weight and format of a product
@@ -146,7 +146,7 @@ def _check_differ(*texts: str) -> None:
             assert one is other or not any(part in one for part in parts), "the texts overlap"
 
 
-def _write(source: Path, out: Path, mix: Mix, rounded: Rounder) -> None:
+def _write(source: Path, out: Path, mix: FormatMix, rounded: Rounder) -> None:
     """Write a model in the formats of a mix; what is no product is rounded plainly."""
     file = read_gguf(source)
     tensors = dict(file.tensors)

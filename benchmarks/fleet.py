@@ -31,7 +31,7 @@ from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.fleet.routing.policy import POLICIES, WEIGHT, prefix
 from twostroke.lab.planner import find_device, planned_model, this_machine
 from twostroke.lab.planner.question import Question
-from twostroke.lab.simulator import Load, Setup, read_trace, simulate
+from twostroke.lab.simulator import Setup, Workload, read_trace, simulate
 
 Job = tuple[str, int, str, int, float]  # a trace, replicas, a policy, requests, the weight
 
@@ -60,10 +60,10 @@ _SPEED = {"mooncake-conversation": 0.36, "mooncake-synthetic": 0.3}
 _REAL, _SCALE, _REAL_KV, _REAL_CONTEXT = "mooncake-synthetic", 0.02, 64 << 20, 2560
 
 
-def _fitting(load: Load, context: int) -> Load:
+def _fitting(load: Workload, context: int) -> Workload:
     """Return a load without the requests that no context holds."""
     fitting = [one for one in load.arrivals if one.num_prompt + one.num_output <= context]
-    return Load(load.name, tuple(fitting))
+    return Workload(load.name, tuple(fitting))
 
 
 def big_model() -> PlannedModel:
@@ -74,7 +74,7 @@ def big_model() -> PlannedModel:
         return planned_model(str(path))
 
 
-def one_cache(load: Load, num_tokens: int, block: int) -> float:
+def one_cache(load: Workload, num_tokens: int, block: int) -> float:
     """Return the hit rate of one cache of so many tokens, the blocks used longest ago evicted."""
     cached: OrderedDict[int, None] = OrderedDict()
     num_hit = num_prompt = 0
@@ -160,7 +160,7 @@ def real(given: argparse.Namespace) -> dict[str, float]:
     }
 
 
-async def _replay(load: Load, port: int, vocab_size: int) -> list[Stream]:
+async def _replay(load: Workload, port: int, vocab_size: int) -> list[Stream]:
     """Send each request when it is due."""
     began_s = time.monotonic() - load.arrivals[0].at_s
 

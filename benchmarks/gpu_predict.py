@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpu_models import program_of, stored_bytes
 from gpu_rows import ROWS
 from twostroke.backends.gpu.lower import lower
-from twostroke.backends.gpu.lowered import Attend, Mix, Products
+from twostroke.backends.gpu.lowered import Attend, MixExperts, Products
 from twostroke.model.program.cost import CostModel
 from twostroke.model.program.formats import FORMATS as KV_FORMATS
 from twostroke.model.program.ops import Attention, Linear, Logits, MixtureOfExperts
@@ -82,7 +82,7 @@ def _step_s(
 def _num_launches(row: Row) -> int:
     lowered = lower(program_of(row.model))
     kinds = [type(record) for record in lowered.records]
-    more = kinds.count(Attend) + (_MIX_LAUNCHES - 1) * kinds.count(Mix) + 4
+    more = kinds.count(Attend) + (_MIX_LAUNCHES - 1) * kinds.count(MixExperts) + 4
     is_packed = row.fmt != "BF16" and not row.is_fp8
     writes = row.is_written_out or (is_packed and row.batch.num_rows > _MOST_ROWS)
     more += kinds.count(Products) * (row.is_fp8 + writes)  # that round rows, or write matrices out

@@ -32,7 +32,7 @@ from handover_load import LOADS, MIXES, auto, streams, virtual
 from namespaces import obstacle, two_hosts
 from pipe import Worker, claim_output, serve
 from report import RESULTS, caption, machine_facts, note, positive, save, table
-from twostroke.core.handover_options import HandoverOptions
+from twostroke.core.handover_options import DisaggregationOptions
 from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import build
@@ -49,7 +49,7 @@ _MEMORY = 56_000  # bytes for pages, for each token of a prompt: more than two o
 _WARM = 4  # prompts after which all of it has been used
 
 
-def _options(given: argparse.Namespace, handover: HandoverOptions) -> EngineOptions:
+def _options(given: argparse.Namespace, handover: DisaggregationOptions) -> EngineOptions:
     return EngineOptions(
         ComputeOptions(num_threads=1),
         CacheOptions(context_length=given.tokens + 64, memory_bytes=_MEMORY * given.tokens),
@@ -76,7 +76,7 @@ def _note_steps(engine: Engine) -> list[tuple[float, float]]:
 def _prefill_worker(given: argparse.Namespace) -> None:
     """Be the prefill engine, and answer questions."""
     answers = claim_output()
-    handover = HandoverOptions("prefill", f"{given.host}:0")
+    handover = DisaggregationOptions("prefill", f"{given.host}:0")
     with build(given.model, _options(given, handover)) as engine:
         steps, look = _note_steps(engine), engine.client.view_handover
         assert look is not None
@@ -106,7 +106,7 @@ class Pair:
         self.prefill = Worker("prefill", command, folder / "log")
         stack.callback(self.prefill.close)
         address = self.prefill.ask("address")["address"]
-        handover = HandoverOptions("decode", None, (address,), "always", link or "auto")
+        handover = DisaggregationOptions("decode", None, (address,), "always", link or "auto")
         self.engine = stack.enter_context(build(given.model, _options(given, handover)))
         self.steps = _note_steps(self.engine)
         while self.view().peers[0].state != "up":

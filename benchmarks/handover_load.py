@@ -30,7 +30,7 @@ from twostroke.core.handover_options import DISAGGREGATE
 from twostroke.core.options import CacheOptions
 from twostroke.lab.planner import planned_model, this_machine
 from twostroke.lab.planner.question import Question
-from twostroke.lab.simulator import Arrival, Load, Setup, simulate
+from twostroke.lab.simulator import RequestArrival, Setup, Workload, simulate
 
 if TYPE_CHECKING:
     import argparse
@@ -228,14 +228,14 @@ def virtual(given: argparse.Namespace) -> list[dict[str, Any]]:
     lines = []
     for engines, mix, load in product((1, 2), given.mixes, given.loads):
         lengths, answer = MIXES[mix]
-        burst = Load("burst", (Arrival(0.0, lengths, answer),) * _BURST)
+        burst = Workload("burst", (RequestArrival(0.0, lengths, answer),) * _BURST)
         alone_s = max(_times(setup, burst)) / _BURST
         seconds: dict[str, list[float]] = {name: [] for name in DISAGGREGATE}
         for turn in range(given.turns):
             rng = random.Random(f"{given.seed} {mix} {load} {turn}")
             until_s = _VIRTUAL * alone_s / load / engines
             times_s = arrivals(rng, alone_s / load / engines, until_s)
-            sent = Load(mix, tuple(Arrival(at_s, lengths, answer) for at_s in times_s))
+            sent = Workload(mix, tuple(RequestArrival(at_s, lengths, answer) for at_s in times_s))
             for rule in DISAGGREGATE:
                 apart = replace(setup, replicas=engines + 1, prefill_replicas=1, disaggregate=rule)
                 seconds[rule].append(fmean(_times(apart, sent)))
@@ -245,7 +245,7 @@ def virtual(given: argparse.Namespace) -> list[dict[str, Any]]:
     return lines
 
 
-def _times(setup: Setup, load: Load) -> list[float]:
+def _times(setup: Setup, load: Workload) -> list[float]:
     return [one.timings.last_token_s - one.sent_s for one in simulate(setup, load).logs]
 
 

@@ -12,7 +12,7 @@ from twostroke.backends.create import make_backend
 from twostroke.backends.kv_size import size_cache
 from twostroke.core.hardware import memory_available
 from twostroke.core.options import BatchOptions, CacheOptions, ComputeOptions
-from twostroke.lab.measure.divergence import Comparison, compare
+from twostroke.lab.measure.divergence import LogitsComparison, compare
 from twostroke.model.families import build_program
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _ANSWERED = 128  # tokens of a piece whose successors are asked, one by one
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """A line of the table: who, and the fields of a `Comparison`, those that are known."""
+    """A line of the table: who, and the fields of a `LogitsComparison`, those that are known."""
 
     name: str
     comparison: dict[str, Any]
@@ -46,7 +46,7 @@ class Quality:
         it = self.comparison
         if "mean_kl" not in it:
             return (self.name, "–", "–", f"{it['top1_agreement']:.2%}", "–", "–")
-        return (self.name, *Comparison(**it).cells())
+        return (self.name, *LogitsComparison(**it).cells())
 
 
 def reference_logits(loaded: LoadedModel, parts: list[list[int]]) -> Logits:

@@ -27,7 +27,7 @@ from report import caption, machine_facts, note, positive, save, table
 from router_cost import router_costs
 from servers import MODEL_NAME, Server, our_command
 from twostroke.core.process_tuning import ease_collector
-from twostroke.fleet.routing.dispatch import Asked, Dispatcher
+from twostroke.fleet.routing.dispatch import Dispatcher, RoutingKey
 from twostroke.fleet.routing.prompt import extent
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def decisions(num_replicas: int, num_blocks: int, count: int) -> dict[str, float
     texts: list[tuple[int, ...]] = []
     while len(dispatcher.known) < num_blocks:
         keys = tuple([rng.getrandbits(64) for _ in range(_KEYS)])
-        ticket = dispatcher.decide(Asked(keys, extent(_KEYS) + 100, keys[0]))
+        ticket = dispatcher.decide(RoutingKey(keys, extent(_KEYS) + 100, keys[0]))
         assert ticket is not None
         dispatcher.end(ticket)
         texts.append(keys)
@@ -123,7 +123,7 @@ def decisions(num_replicas: int, num_blocks: int, count: int) -> dict[str, float
     for _ in range(count):
         more = tuple([rng.getrandbits(64) for _ in range(_MORE)])
         keys = rng.choice(texts) + more
-        asked.append(Asked(keys, extent(len(keys)), keys[0]))
+        asked.append(RoutingKey(keys, extent(len(keys)), keys[0]))
     wall_s, own_s = [], []
     for one in asked:
         began_s, began = time.perf_counter(), time.thread_time()

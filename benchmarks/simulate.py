@@ -38,13 +38,13 @@ from twostroke.lab.planner import Calibration, find_device, planned_model, this_
 from twostroke.lab.planner.calibration import measured_points
 from twostroke.lab.planner.question import Question
 from twostroke.lab.planner.served import grouped, look
-from twostroke.lab.simulator import Arrival, Load, Setup, read_trace, simulate
+from twostroke.lab.simulator import RequestArrival, Setup, Workload, read_trace, simulate
 from twostroke.model.load import load as load_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from twostroke.lab.measure.requests import Report
+    from twostroke.lab.measure.requests import RunReport
 
     Steps = Sequence[Sequence[Any]]
 
@@ -125,7 +125,9 @@ class _Pair:
         stack.callback(self._clients.close)
         self.others_share: list[float] = []
 
-    def watched(self, load: Load, prompts: Sequence[list[int]]) -> tuple[list[RequestLog], Steps]:
+    def watched(
+        self, load: Workload, prompts: Sequence[list[int]]
+    ) -> tuple[list[RequestLog], Steps]:
         """Send the requests of a load; return what became of them and the server's steps."""
         ended = threading.Event()
         steps: list[Sequence[Any]] = []
@@ -145,13 +147,13 @@ class _Pair:
             thread.join()
         return logs, [one for one in steps if tuple(one) not in before]
 
-    def simulate(self, load: Load, steps: Steps) -> Sequence[RequestLog]:
+    def simulate(self, load: Workload, steps: Steps) -> Sequence[RequestLog]:
         """Simulate a load on a server that took these steps."""
         assert self.setup.calibration is not None
         known = replace(self.setup.calibration, served=grouped(steps))
         return simulate(replace(self.setup, calibration=known), load).logs
 
-    def measure(self, load: Load, prompts: Sequence[list[int]]) -> list[RequestLog]:
+    def measure(self, load: Workload, prompts: Sequence[list[int]]) -> list[RequestLog]:
         """Send the requests of a load to the server.
 
         Raises:
@@ -220,14 +222,14 @@ def _latency(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> 
 class _Requests(NamedTuple):
     """The requests that are compared, and others."""
 
-    load: Load
-    others: Sequence[Arrival]
+    load: Workload
+    others: Sequence[RequestArrival]
 
-    def halves(self, count: int) -> tuple[Load, Load]:
+    def halves(self, count: int) -> tuple[Workload, Workload]:
         """Return the first `count` of both."""
         return self.load.first(count), _begun("others", self.others[:count])
 
-    def blocks(self, per_s: float) -> Iterator[tuple[Load, Load]]:
+    def blocks(self, per_s: float) -> Iterator[tuple[Workload, Workload]]:
         """Yield others, and a block of the load, both at this rate."""
         arrivals, speed = self.load.arrivals, per_s / self.load.rate
         size = -(-len(arrivals) // _BLOCKS)
@@ -238,10 +240,10 @@ class _Requests(NamedTuple):
             yield other.changed(speed=per_s / other.rate), own.changed(speed=speed)
 
 
-def _begun(name: str, arrivals: Sequence[Arrival]) -> Load:
+def _begun(name: str, arrivals: Sequence[RequestArrival]) -> Workload:
     """Return a load whose first request comes at once."""
     moved = [replace(one, at_s=one.at_s - arrivals[0].at_s) for one in arrivals]
-    return Load(name, tuple(moved))
+    return Workload(name, tuple(moved))
 
 
 def _in_blocks(
@@ -263,13 +265,13 @@ def _in_blocks(
     return [*chain.from_iterable(measured)], [*chain.from_iterable(simulated)]
 
 
-def _report(logs: Sequence[RequestLog]) -> Report:
+def _report(logs: Sequence[RequestLog]) -> RunReport:
     return make_report(logs, Objectives())
 
 
 def _find_overhead(pair: _Pair, fresh: FreshPrompts) -> float:
     """Measure requests one after another; a first token's time beyond its step is the overhead."""
-    load = Load("alone", tuple(Arrival(0.5 * n, 64, 4) for n in range(_ALONE)))
+    load = Workload("alone", tuple(RequestArrival(0.5 * n, 64, 4) for n in range(_ALONE)))
     pair.measure(load, _texts(fresh, load))  # the server's first requests warm it up
     logs, steps = pair.watched(load, _texts(fresh, load))
     seen = [step_s for _, prompt, _, step_s, *_ in dict.fromkeys(map(tuple, steps)) if prompt]
@@ -279,7 +281,7 @@ def _find_overhead(pair: _Pair, fresh: FreshPrompts) -> float:
     return overhead_s
 
 
-def _compared(load: str, measured: Report, simulated: Report) -> Iterator[tuple[str, ...]]:
+def _compared(load: str, measured: RunReport, simulated: RunReport) -> Iterator[tuple[str, ...]]:
     for name, percentile in _FIGURES:
         both = []
         for report in (measured, simulated):
@@ -342,7 +344,7 @@ def _speed(given: argparse.Namespace, result: dict[str, Any]) -> str:
     return f"## Speed of the simulation, one core\n\n{table(header, rows)}"
 
 
-def _texts(fresh: FreshPrompts, load: Load) -> list[list[int]]:
+def _texts(fresh: FreshPrompts, load: Workload) -> list[list[int]]:
     return [fresh.take(one.num_prompt) for one in load.arrivals]
 
 

@@ -27,7 +27,7 @@ from workload import PROMPT_LENGTH, WORKS, Timing, Work
 if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
     from twostroke.engine.build import Engine
-    from twostroke.engine.counters import Strokes
+    from twostroke.engine.counters import PrefillDecodeTotals
 
 _PARTS = ("speed", "policies", "start", "memory", "size", "build")
 _ROWS = [name for name, work in WORKS.items() if not work.kept_length]  # those of seconds
@@ -85,7 +85,9 @@ class Row:
     engine: list[float] = field(default_factory=list)
     disturbed: int = 0
 
-    def add(self, timing: Timing, strokes: Strokes, limits: Hardware, others: float) -> None:
+    def add(
+        self, timing: Timing, strokes: PrefillDecodeTotals, limits: Hardware, others: float
+    ) -> None:
         """Add a run; `strokes` are its own, `others` the share that others took of all cores."""
         both = (strokes.prefill, strokes.decode)
         kernel_s = sum(stroke.kernel_s for stroke in both)

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Final
 from report import caption, machine_facts, note, positive, save, spread, table
 from twostroke.engine.output import Usage
 from twostroke.fleet.router.response import Head
-from twostroke.fleet.router.usage_meter import Meter, Pace
+from twostroke.fleet.router.usage_meter import TokenRate, UsageMeter
 from twostroke.server.auth import key as kept
-from twostroke.server.auth.key_refresher import Upkeep
+from twostroke.server.auth.key_refresher import KeyRefresher
 from twostroke.server.auth.keys import ApiKeys, KeyCheck
 from twostroke.server.auth.limits import LimitCheck
 from twostroke.server.auth.usage import UsageBook
@@ -89,7 +89,7 @@ async def _measure(given: argparse.Namespace, folder: Path) -> dict[str, list[fl
         keys = ApiKeys.read(None, None, folder)
         assert keys is not None
         usage = UsageBook("model")
-        upkeep = Upkeep(records, keys, usage)
+        upkeep = KeyRefresher(records, keys, usage)
         layers = KeyCheck(LimitCheck(_answer, [_PATH].__contains__), keys)
         found: dict[str, list[float]] = {"without": [], "with": [], "upkeep": []}
         for number in range(given.rounds + 1):
@@ -116,7 +116,7 @@ def _events(count: int) -> dict[str, float]:
     heads = {"ours": [kind, (USAGE_HEADER, b"9 3 0")], "others": [kind]}
     found = {}
     for name, headers in heads.items():
-        meter = Meter(9, 0, Pace())
+        meter = UsageMeter(9, 0, TokenRate())
         meter.begin(Head(200, headers), strips=True)
         began_s = time.process_time()
         for _ in range(count):

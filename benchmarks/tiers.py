@@ -25,7 +25,7 @@ from report import caption, machine_facts, note, positive, save, table
 from twostroke.core.options import EngineOptions, SpeculationOptions
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.tier_options import TierOptions
+from twostroke.core.tier_options import OffloadOptions
 from twostroke.engine.build import build
 from twostroke.engine.kv_offload import build as tiers
 from twostroke.engine.kv_offload.disk import DiskTier
@@ -62,7 +62,7 @@ class SlowDisk(DiskTier):
 
 
 def _options(folder: str | None) -> EngineOptions:
-    return EngineOptions(speculation=SpeculationOptions("off"), tiers=TierOptions(folder))
+    return EngineOptions(speculation=SpeculationOptions("off"), tiers=OffloadOptions(folder))
 
 
 def _prompt(engine: Engine, seed: int, count: int) -> list[int]:

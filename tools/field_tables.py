@@ -8,7 +8,7 @@ from typing import Any
 
 from twostroke.server.body.field import Fact
 from twostroke.server.body.well_known import HINTS
-from twostroke.server.openapi.document import Facts, components
+from twostroke.server.openapi.document import ServerFacts, components
 from twostroke.server.protocols.common.fields import CommonFields
 from twostroke.server.routes import DIALECTS, EMBEDDINGS, INQUIRIES
 
@@ -36,7 +36,7 @@ def tables() -> str:
     bodies: dict[str, Any] = {
         path: one.request for path, one in (DIALECTS | EMBEDDINGS | INQUIRIES).items()
     }
-    facts = Facts("", has_keys=False, is_strict=False, values=dict.fromkeys(Fact))
+    facts = ServerFacts("", has_keys=False, is_strict=False, values=dict.fromkeys(Fact))
     found = components({SHARED: CommonFields, **bodies}, facts)
     shared = found["CommonFields"]["properties"]
     parts = [_hints(), _table(SHARED, shared)]

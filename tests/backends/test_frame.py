@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from support.cpu import greedy_request
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.step_frame import FrameError, FrameLimits, FrameLostError, FrameReader
-from twostroke.core.draft_tree import ROOT, Branch
+from twostroke.core.draft_tree import ROOT, DraftBranch
 from twostroke.core.step import Slice, StepPlan
 
 LIMITS = FrameLimits(
@@ -34,7 +34,7 @@ def request_of(num_tokens, *pages):
 def tree_plan():
     new, old = request_of(3, [1], [2]), request_of(20, [5, 6], [7, 8])
     old.tokens += [50]
-    branch = Branch(2, ROOT, 21, 1, ((9,), (10,)), 1, (0,), is_copied=True)
+    branch = DraftBranch(2, ROOT, 21, 1, ((9,), (10,)), 1, (0,), is_copied=True)
     tree = Slice(old, 20, 1, True, (60, 61, 62), (branch,))
     return StepPlan((Slice(new, 0, 3, True), tree))
 

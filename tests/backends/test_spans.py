@@ -17,7 +17,7 @@ from twostroke.backends.step_frame import FrameLimits, FrameReader
 from twostroke.engine.scheduler import Continuous
 
 if TYPE_CHECKING:
-    from twostroke.backends.spans import Span
+    from twostroke.backends.spans import RowSpan
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan, StepResult
 
@@ -57,7 +57,7 @@ class Sender(ReferenceBackend):
         self.steps.forget(request)
 
 
-def places(span: Span) -> tuple[slice, int, list[int], list[list[int]]]:
+def places(span: RowSpan) -> tuple[slice, int, list[int], list[list[int]]]:
     """Return what a span says; pages only up to its last row."""
     pages = span.pages[:, : -(-span.end // PAGE_SIZE)]
     return span.rows, span.start, span.above.tolist(), pages.tolist()

@@ -16,7 +16,7 @@ from support.stored_pages import DAMAGES, OTHER_KINDS, PAGE_BYTES, WORTH, conten
 from twostroke.core.errors import UsageError
 from twostroke.engine.kv_offload.disk import ABOUT, DiskTier, stored_pages
 from twostroke.engine.kv_offload.folder import clean, read_folder, verify
-from twostroke.engine.kv_offload.tier import PageKind, Worth
+from twostroke.engine.kv_offload.tier import KvCacheSpec, PageValue
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 KEYS = [(0, bytes([number]) * 32) for number in range(20)]
 
 
-def tier_of(folder: Path, of: PageKind | None = None, most_bytes: int = 10**9) -> DiskTier:
+def tier_of(folder: Path, of: KvCacheSpec | None = None, most_bytes: int = 10**9) -> DiskTier:
     tier = DiskTier(folder, of or kind(), most_bytes, "tiny")
     tier.wait()
     return tier
 
 
-def put(tier: DiskTier, of: PageKind, number: int, worth: Worth = WORTH) -> bool:
+def put(tier: DiskTier, of: KvCacheSpec, number: int, worth: PageValue = WORTH) -> bool:
     return tier.offer(of.name(KEYS[number]), memoryview(content_of(number)), worth)
 
 
@@ -186,9 +186,9 @@ def test_the_least_valuable_pages_go_when_the_folder_is_full(tmp_path: Path) -> 
     of, num_bytes, now_s = kind(), PAGE_BYTES + 64, time.time()
     tier = tier_of(tmp_path, of, 10 * num_bytes)
     for number in range(10):
-        put(tier, of, number, Worth(1.0 if number == 3 else 0.1, number, now_s))
-    put(tier, of, 0, Worth(0.1, 0, now_s, 100.0))
-    put(tier, of, 15, Worth(0.1, 15, now_s))
+        put(tier, of, number, PageValue(1.0 if number == 3 else 0.1, number, now_s))
+    put(tier, of, 0, PageValue(0.1, 0, now_s, 100.0))
+    put(tier, of, 15, PageValue(0.1, 15, now_s))
     left = {number for number in range(16) if tier.find([of.name(KEYS[number])])}
     assert left == {0, 1, 2, 3, 4, 5, 6, 7, 8, 15}, "9 had the latest place, 3 is worth more"
     assert tier.size()[1] <= 10 * num_bytes

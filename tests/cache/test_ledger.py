@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from twostroke.engine.kv_offload.disk_index import TAG_BYTES, Entry, Ledger
+from twostroke.engine.kv_offload.disk_index import TAG_BYTES, DiskIndex, Entry
 
 NOW_S = 1_000_000.0
 
@@ -15,7 +15,7 @@ def name_of(number: int) -> bytes:
     return number.to_bytes(TAG_BYTES, "big")
 
 
-def plain_surplus(ledger: Ledger, now_s: float, room: int) -> list[bytes]:
+def plain_surplus(ledger: DiskIndex, now_s: float, room: int) -> list[bytes]:
     """Remove one page after another, each the worst of those that are left."""
     left = dict(ledger.entries)
     kept: set[bytes] = set()
@@ -46,7 +46,7 @@ def plain_surplus(ledger: Ledger, now_s: float, room: int) -> list[bytes]:
 @pytest.mark.seeds(60)
 def test_the_ledger_chooses_as_its_plain_twin(seed: int) -> None:
     rng = random.Random(seed)
-    ledger = Ledger(rng.randint(500, 5000))
+    ledger = DiskIndex(rng.randint(500, 5000))
     for number in range(rng.randint(0, 60)):
         used_s = NOW_S + rng.choice((-1e6, -100.0, -1.0, 50.0, 1e5)) * rng.random()
         entry = Entry(rng.randint(50, 150), rng.random(), rng.randrange(9), used_s)
@@ -69,7 +69,7 @@ def test_a_page_never_goes_before_those_that_need_it(seed: int) -> None:
     keys = [list(enumerate(one)) for one in sequences]
     known = sorted({key for one in keys for key in one})
     chains = [[name_of(known.index(key)) for key in one] for one in keys]
-    ledger, now_s = Ledger(10**9), NOW_S
+    ledger, now_s = DiskIndex(10**9), NOW_S
     for _ in range(40):
         chain = rng.choice(chains)
         chain = chain[: rng.randint(1, len(chain))]

@@ -14,14 +14,14 @@ import pytest
 from support.stored_pages import DAMAGES, OTHER_KINDS, PAGE_BYTES, WORTH, content_of, kind
 from support.stores import SECRET, Store, missing, store
 from twostroke.core.errors import UsageError
-from twostroke.engine.kv_offload.redis import StoreTier, check_store
-from twostroke.engine.kv_offload.tier import Worth
+from twostroke.engine.kv_offload.redis import RedisTier, check_store
+from twostroke.engine.kv_offload.tier import PageValue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from twostroke.engine.kv_offload.tier import PageKind
+    from twostroke.engine.kv_offload.tier import KvCacheSpec
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -39,11 +39,13 @@ def server(tmp_path: Path) -> Iterator[Store]:
         yield running
 
 
-def put(tier: StoreTier, number: int, of: PageKind | None = None, worth: Worth = WORTH) -> bool:
+def put(
+    tier: RedisTier, number: int, of: KvCacheSpec | None = None, worth: PageValue = WORTH
+) -> bool:
     return tier.offer((of or kind()).name(KEYS[number]), memoryview(content_of(number)), worth)
 
 
-def get(tier: StoreTier, number: int, of: PageKind | None = None) -> bytes | None:
+def get(tier: RedisTier, number: int, of: KvCacheSpec | None = None) -> bytes | None:
     page = bytearray(PAGE_BYTES)
     found = tier.fetch((of or kind()).name(KEYS[number]), memoryview(page))
     return bytes(page) if found else None
@@ -56,7 +58,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_page_is_found_by_another_machine_with_the_secret(
     server: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = StoreTier(server.url, kind()), StoreTier(server.url, kind())
+    first, second = RedisTier(server.url, kind()), RedisTier(server.url, kind())
     names = [kind().name(key) for key in KEYS[:3]]
     assert put(first, 1)
     assert not put(second, 1), "it was written twice"
@@ -65,7 +67,7 @@ def test_a_page_is_found_by_another_machine_with_the_secret(
     assert get(second, 2) is None
     assert first.probe() > 0
     monkeypatch.setenv("TWOSTROKE_STORE_KEY", SECRET[::-1])
-    stranger = StoreTier(server.url, kind())
+    stranger = RedisTier(server.url, kind())
     assert not stranger.find(names)
     assert get(stranger, 1) is None
     for tier in (first, second, stranger):
@@ -73,7 +75,7 @@ def test_a_page_is_found_by_another_machine_with_the_secret(
 
 
 def test_the_store_learns_neither_pages_nor_names(server: Store) -> None:
-    tier, client = StoreTier(server.url, kind()), server.client()
+    tier, client = RedisTier(server.url, kind()), server.client()
     put(tier, 1)
     put(tier, 2)
     entries = {key: client.get(key) for key in client.scan_iter()}
@@ -86,7 +88,7 @@ def test_the_store_learns_neither_pages_nor_names(server: Store) -> None:
 def test_what_was_damaged_or_is_of_another_kind_is_a_miss(
     server: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier, client, rng = StoreTier(server.url, kind()), server.client(), random.Random(1)
+    tier, client, rng = RedisTier(server.url, kind()), server.client(), random.Random(1)
     for number in range(4):
         put(tier, number)
     key = tier._key(kind().name(KEYS[0]))
@@ -97,7 +99,7 @@ def test_what_was_damaged_or_is_of_another_kind_is_a_miss(
         assert not client.exists(key)
     assert "A damaged page was removed from the page store" in caplog.text
     for other in OTHER_KINDS:  # sealed with the same secret, put under the right name
-        elsewhere = StoreTier(server.url, other)
+        elsewhere = RedisTier(server.url, other)
         put(elsewhere, 0, other)
         client.set(key, client.get(tier._key(other.name(KEYS[0]))))
         assert get(tier, 0) is None
@@ -108,14 +110,14 @@ def test_what_was_damaged_or_is_of_another_kind_is_a_miss(
 def test_entries_stay_for_a_week_after_their_use_or_as_long_as_they_are_kept(
     server: Store,
 ) -> None:
-    tier, client, now_s = StoreTier(server.url, kind()), server.client(), time.time()
-    put(tier, 1, worth=Worth(0.1, 0, now_s))
-    put(tier, 2, worth=Worth(0.1, 0, now_s, 30 * 86_400.0))
+    tier, client, now_s = RedisTier(server.url, kind()), server.client(), time.time()
+    put(tier, 1, worth=PageValue(0.1, 0, now_s))
+    put(tier, 2, worth=PageValue(0.1, 0, now_s, 30 * 86_400.0))
     keys = [tier._key(kind().name(KEYS[number])) for number in (1, 2)]
     assert client.ttl(keys[0]) == pytest.approx(7 * 86_400, abs=60)
     client.expire(keys[0], 100)
     for number in (1, 2):
-        put(tier, number, worth=Worth(0.1, 0, now_s))
+        put(tier, number, worth=PageValue(0.1, 0, now_s))
     assert client.ttl(keys[0]) == pytest.approx(7 * 86_400, abs=60)
     assert client.ttl(keys[1]) == pytest.approx(30 * 86_400, abs=60)
 
@@ -125,7 +127,7 @@ def test_a_store_that_is_gone_costs_a_miss_and_one_line(
 ) -> None:
     caplog.set_level(logging.INFO)
     with store(tmp_path) as server:
-        tier = StoreTier(server.url, kind())
+        tier = RedisTier(server.url, kind())
         put(tier, 1)
     for _ in range(3):
         assert not tier.find([kind().name(KEYS[1])])
@@ -144,7 +146,7 @@ def test_a_store_that_is_gone_costs_a_miss_and_one_line(
 def test_a_store_that_hangs_is_waited_for_once(
     server: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = StoreTier(server.url, kind())
+    tier = RedisTier(server.url, kind())
     put(tier, 1)
     with server.frozen():
         began_s = time.monotonic()
@@ -152,13 +154,13 @@ def test_a_store_that_hangs_is_waited_for_once(
             assert get(tier, 1) is None
         assert time.monotonic() - began_s < 4.0
         tier.close()
-        assert StoreTier(server.url, kind()).probe() == 0.0
+        assert RedisTier(server.url, kind()).probe() == 0.0
     assert len(warnings(caplog)) == 2, "one of each tier"
 
 
 def test_a_full_store_is_still_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with store(tmp_path) as server:
-        tier = StoreTier(server.url, kind())
+        tier = RedisTier(server.url, kind())
         put(tier, 1)
         server.client().config_set("maxmemory", "1mb")
         for number in (2, 3):
@@ -175,12 +177,12 @@ def test_the_password_is_checked_at_the_start_and_never_shown(
         host = server.url.removeprefix("redis://")
         for wrong in (server.url, f"redis://:hunter2@{host}"):
             with pytest.raises(UsageError, match=host) as told:
-                StoreTier(wrong, kind())
+                RedisTier(wrong, kind())
             assert "hunter2" not in str(told.value)
             assert str(told.value).endswith(".")
-        assert put(StoreTier(f"redis://:p%40ss%2Fword@{host}", kind()), 1)
+        assert put(RedisTier(f"redis://:p%40ss%2Fword@{host}", kind()), 1)
         monkeypatch.setenv("TWOSTROKE_STORE_PASSWORD", "p@ss/word")
-        tier = StoreTier(server.url, kind())
+        tier = RedisTier(server.url, kind())
         assert get(tier, 1) == content_of(1)
     assert get(tier, 1) is None
     assert "p@ss" not in caplog.text
@@ -188,7 +190,7 @@ def test_the_password_is_checked_at_the_start_and_never_shown(
 
 def test_a_password_where_none_is_wanted_is_told_in_sentences(tmp_path: Path) -> None:
     with store(tmp_path) as server, pytest.raises(UsageError) as told:
-        StoreTier(server.url.replace("//", "//:secret@"), kind())
+        RedisTier(server.url.replace("//", "//:secret@"), kind())
     assert "without any password" in str(told.value)
     assert not str(told.value).endswith("?.")
 
@@ -197,10 +199,10 @@ def test_a_store_is_reached_by_tls(tmp_path: Path) -> None:
     certificate, key = _certificate(tmp_path)
     files = ("--tls-cert-file", certificate, "--tls-key-file", key)
     with store(tmp_path, tls=(*files, "--tls-auth-clients", "no")) as server:
-        trusting = StoreTier(f"{server.url}?ssl_ca_certs={certificate}", kind())
+        trusting = RedisTier(f"{server.url}?ssl_ca_certs={certificate}", kind())
         assert put(trusting, 1)
         assert get(trusting, 1) == content_of(1)
-        assert not put(StoreTier(server.url, kind()), 2), "a stranger's certificate was accepted"
+        assert not put(RedisTier(server.url, kind()), 2), "a stranger's certificate was accepted"
 
 
 @pytest.mark.parametrize("secret", [None, "", "short", "g" * 64, SECRET + "00"])

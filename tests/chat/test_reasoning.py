@@ -9,7 +9,7 @@ import pytest
 from support import talkers
 from support.byte_tokenizer import CHATML, byte_metadata
 from twostroke.core.errors import RequestError
-from twostroke.core.preface import Preface
+from twostroke.core.preface import ReasoningSection
 from twostroke.engine.chat.conversation import Chat
 from twostroke.engine.chat.reasoning import Thinking
 from twostroke.model.tokenizer import from_gguf
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 USER = {"role": "user", "content": "Why?"}
 SPOOF = {"role": "user", "content": "Say <think>"}
-ANEW, INSIDE = Preface("<think>", "</think>"), Preface("", "</think>")
+ANEW, INSIDE = ReasoningSection("<think>", "</think>"), ReasoningSection("", "</think>")
 
 
 def tokenizer_of(template: str, *marks: str) -> Tokenizer:
@@ -27,7 +27,7 @@ def tokenizer_of(template: str, *marks: str) -> Tokenizer:
     return from_gguf(metadata | {"tokenizer.chat_template": template})
 
 
-def preface(template: str, messages: list[dict[str, str]], **asked: Any) -> Preface | None:
+def preface(template: str, messages: list[dict[str, str]], **asked: Any) -> ReasoningSection | None:
     chat = Chat(tokenizer_of(template))
     thinking = Thinking(**asked) if asked else Thinking()
     return chat.turn(chat.render(messages, thinking=thinking)).preface
@@ -56,11 +56,14 @@ def preface(template: str, messages: list[dict[str, str]], **asked: Any) -> Pref
         (talkers.GLM, [USER], {}, ANEW),
         (talkers.GLM, [USER], {"is_on": False}, None),
         (talkers.GRADES, [USER], {}, None),
-        (talkers.GRADES, [USER], {"is_on": True}, Preface("", "[/THINK]")),
+        (talkers.GRADES, [USER], {"is_on": True}, ReasoningSection("", "[/THINK]")),
     ],
 )
 def test_where_the_prompt_leaves_off_decides(
-    template: str, messages: list[dict[str, str]], asked: dict[str, Any], expected: Preface | None
+    template: str,
+    messages: list[dict[str, str]],
+    asked: dict[str, Any],
+    expected: ReasoningSection | None,
 ) -> None:
     assert preface(template, messages, **asked) == expected
 
@@ -83,7 +86,7 @@ def test_tokens_of_the_vocabulary_are_marks_too() -> None:
     ],
 )
 def test_a_text_that_is_gone_on_from_may_end_in_reasoning(
-    text: str, expected: Preface | None
+    text: str, expected: ReasoningSection | None
 ) -> None:
     chat = Chat(tokenizer_of(talkers.THINKS))
     messages = [USER, {"role": "assistant", "content": text}]

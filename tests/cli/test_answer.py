@@ -9,14 +9,16 @@ from rich.console import Console
 
 from support.byte_tokenizer import byte_tokenizer
 from twostroke.cli.answer import AnswerStream
-from twostroke.core.preface import Preface
+from twostroke.core.preface import ReasoningSection
 from twostroke.core.request import FinishReason
 from twostroke.engine.output import Output
 
-ANEW, INSIDE = Preface("<think>", "</think>"), Preface("", "</think>")
+ANEW, INSIDE = ReasoningSection("<think>", "</think>"), ReasoningSection("", "</think>")
 
 
-def show(preface: Preface | None, text: str, size: int) -> tuple[str, dict[str, str] | None]:
+def show(
+    preface: ReasoningSection | None, text: str, size: int
+) -> tuple[str, dict[str, str] | None]:
     """What the terminal shows of an answer in pieces, and its message."""
     file = io.StringIO()
     console = Console(file=file, width=60, force_terminal=True, color_system="standard")
@@ -30,7 +32,7 @@ def show(preface: Preface | None, text: str, size: int) -> tuple[str, dict[str, 
 @pytest.mark.parametrize("size", [1, 7, 100])
 @pytest.mark.parametrize(("preface", "begin"), [(ANEW, "<think>\n"), (INSIDE, "")])
 def test_reasoning_is_dimmed_and_the_text_is_markdown(
-    preface: Preface, begin: str, size: int
+    preface: ReasoningSection, begin: str, size: int
 ) -> None:
     shown, message = show(preface, f"{begin}Well [x]\n</think>\n\n**Yes**\n", size)
     assert message == {

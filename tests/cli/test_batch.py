@@ -375,9 +375,9 @@ def test_line_waits_as_long_as_the_queue_is_full(
 
     answer, number = inside.post, [0]
 
-    async def post(*given: Any) -> inside.Answer:
+    async def post(*given: Any) -> inside.InternalResponse:
         number[0] += 1
-        return inside.Answer(429, {}, b"{}") if number[0] < 3000 else await answer(*given)
+        return inside.InternalResponse(429, {}, b"{}") if number[0] < 3000 else await answer(*given)
 
     monkeypatch.setattr(inside, "post", post)
     monkeypatch.setattr("twostroke.cli.batch._LOOK_S", 0)

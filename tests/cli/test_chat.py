@@ -17,7 +17,7 @@ from rich.console import Console
 from support.commands import started
 from support.servers import wait_for
 from support.tiny import write_base_gguf
-from twostroke.cli.chat import Conversation
+from twostroke.cli.chat import ChatSession
 from twostroke.core.errors import EngineStoppedError
 from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions
 from twostroke.core.sampling import SamplingParams
@@ -53,7 +53,7 @@ class Talk:
         console = Console(file=self.file, width=100, color_system=None)
         self.asked: list[str] = []
         self.agrees = True
-        self.conversation = Conversation(engine, params, console, system, ask=self.ask)
+        self.conversation = ChatSession(engine, params, console, system, ask=self.ask)
 
     def ask(self, question: str) -> bool:
         self.asked.append(question)

@@ -6,13 +6,13 @@ import pytest
 
 from twostroke.cli.figures import Figures, describe
 from twostroke.core.hardware import Hardware
-from twostroke.engine.counters import Stroke, Strokes
+from twostroke.engine.counters import PhaseTotals, PrefillDecodeTotals
 from twostroke.engine.output import Timings, Usage
 
 HARDWARE = Hardware("test", 2, 10**9, bandwidth=100.0, peak=1000.0, peak_kind="x", source="x")
-STROKES = Strokes(
-    Stroke(steps=1, rows=30, flops=800, bytes=10, time_s=2.0),
-    Stroke(steps=4, rows=4, flops=8, bytes=300, time_s=4.0),
+STROKES = PrefillDecodeTotals(
+    PhaseTotals(steps=1, rows=30, flops=800, bytes=10, time_s=2.0),
+    PhaseTotals(steps=4, rows=4, flops=8, bytes=300, time_s=4.0),
 )
 
 
@@ -25,13 +25,15 @@ def test_figures_are_rates_and_shares_of_the_limits() -> None:
 
 
 def test_one_token_has_no_rate_of_decoding() -> None:
-    figures = Figures.of(Usage(4, 0, 1), Timings(0, 0, 2, 2), Strokes(STROKES.prefill), HARDWARE)
+    figures = Figures.of(
+        Usage(4, 0, 1), Timings(0, 0, 2, 2), PrefillDecodeTotals(STROKES.prefill), HARDWARE
+    )
     assert (figures.decode_tokens_per_s, figures.mbu) == (None, None)
     assert figures.prefill_tokens_per_s == 2.0
 
 
 def test_an_answer_stopped_before_its_first_token_has_no_figures() -> None:
-    figures = Figures.of(Usage(4, 0, 0), Timings(10, 0, 0, 0), Strokes(), HARDWARE)
+    figures = Figures.of(Usage(4, 0, 0), Timings(10, 0, 0, 0), PrefillDecodeTotals(), HARDWARE)
     assert figures == Figures(None, None, None, None, None)
     assert describe(figures, Usage(4, 0, 0), notes=("stopped",)) == "stopped"
 

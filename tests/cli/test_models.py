@@ -20,9 +20,9 @@ from twostroke.core.options import CacheOptions, EngineOptions
 from twostroke.model import hub as fetch
 from twostroke.model import load as loading
 from twostroke.model.hub import inventory, names
-from twostroke.model.hub.catalogue import PackagedModel, Part
+from twostroke.model.hub.catalogue import PackagedModel, WheelPart
 from twostroke.model.hub.disk import locked
-from twostroke.model.hub.progress import Progress, ignore
+from twostroke.model.hub.progress import DownloadProgress, ignore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             name="mini",
             title="A small model",
             file_name="mini.gguf",
-            parts=(Part("mini", "1.0", "mini.gguf"),),
+            parts=(WheelPart("mini", "1.0", "mini.gguf"),),
             file_bytes=len(content),
             sha256=hashlib.sha256(content).hexdigest(),
             licence="MIT (https://licences/mit)",
@@ -57,7 +57,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             name="maxi",
             title="A large model",
             file_name="maxi.gguf",
-            parts=(Part("maxi", "1.0", "maxi.gguf"),),
+            parts=(WheelPart("maxi", "1.0", "maxi.gguf"),),
             file_bytes=2_000_000_000,
             sha256="0" * 64,
             licence="MIT",
@@ -327,7 +327,7 @@ def pull_of_known(name: str, watch: Watcher) -> Path:
 def slow_pull(name: str, watch: Watcher) -> Path:
     for phase in ("wait", "download", "unpack", "verify"):
         for done in range(0, 101, 20):
-            watch(Progress(phase, done * 1000, None if phase == "wait" else 100_000))
+            watch(DownloadProgress(phase, done * 1000, None if phase == "wait" else 100_000))
     return Path("/there") / f"{name}.gguf"
 
 
@@ -361,7 +361,7 @@ def test_a_terminal_sees_each_phase_and_keeps_none(monkeypatch: pytest.MonkeyPat
     with Bar() as bar:
         watch = watcher(bar, "mini")
         for phase in ("wait", "download", "unpack", "verify"):
-            watch(Progress(phase, 50_000, None if phase == "wait" else 100_000))
+            watch(DownloadProgress(phase, 50_000, None if phase == "wait" else 100_000))
             assert bar._progress is not None
             bar._progress.refresh()
     for label in ("Waiting for another download of mini", "Downloading mini", "Unpacking mini"):
@@ -374,7 +374,7 @@ def test_a_choice_is_shown_above_the_bar(
     cli: Cli, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def choosing(name: str, watch: Watcher) -> Path:
-        watch(Progress("choose", 0, None, "taking Q4_K_M"))
+        watch(DownloadProgress("choose", 0, None, "taking Q4_K_M"))
         return slow_pull(name, watch)
 
     monkeypatch.setattr(loading, "pull", choosing)
@@ -382,8 +382,8 @@ def test_a_choice_is_shown_above_the_bar(
     screen = Screen(monkeypatch)
     with Bar() as bar:
         watch = watcher(bar, "mini")
-        watch(Progress("download", 1, 2))
-        watch(Progress("choose", 0, None, "taking Q4_K_M"))
+        watch(DownloadProgress("download", 1, 2))
+        watch(DownloadProgress("choose", 0, None, "taking Q4_K_M"))
     assert "taking Q4_K_M" in screen.text
 
 

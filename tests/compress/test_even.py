@@ -9,7 +9,7 @@ import pytest
 
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.lab.compress.equalize import Evener, divided_moments
+from twostroke.lab.compress.equalize import ChannelEqualizer, divided_moments
 from twostroke.lab.compress.grids import group_grid
 from twostroke.lab.compress.round import moments_of, round_to, squares_of
 from twostroke.lab.compress.saved_work import Matrices
@@ -47,7 +47,7 @@ def test_factors_that_move_change_no_answer(family: str, tmp_path: Path) -> None
         return round_to(weight, moments, grid, fmt)
 
     names = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
-    evener = Evener(program, in_bytes, Matrices(tmp_path / "kept"))
+    evener = ChannelEqualizer(program, in_bytes, Matrices(tmp_path / "kept"))
     made = dict(round_products(program, tensors, names, PIECES, in_bytes, evener=evener))
     kinds = {name.split(".")[2] for name in evener.changed}
     assert {"attn_norm", "ffn_norm", "ffn_up", "attn_v"} <= kinds
@@ -72,7 +72,7 @@ def test_uneven_channels_are_rounded_with_less_error(tmp_path: Path) -> None:
     right = ReferenceBackend(program, tensors, 5, 16).score(PIECES[0])
     errors = []
     for folder in (None, tmp_path / "kept"):
-        evener = None if folder is None else Evener(program, rounded, Matrices(folder))
+        evener = None if folder is None else ChannelEqualizer(program, rounded, Matrices(folder))
         made = dict(round_products(program, tensors, names, PIECES, rounded, evener=evener))
         changed = {} if evener is None else evener.changed
         found = ReferenceBackend(program, tensors | made | changed, 5, 16).score(PIECES[0])
@@ -87,7 +87,7 @@ def test_what_was_interrupted_goes_on_with_the_same_factors(tmp_path: Path) -> N
 
     def run(folder: str, count: int | None = None) -> dict[str, QuantTensor]:
         store = Matrices(tmp_path / folder)
-        evener = Evener(program, rounded, store)
+        evener = ChannelEqualizer(program, rounded, store)
 
         def known(name: str) -> QuantTensor | None:
             return store.get(name, tensors[name].shape, FMT)
@@ -117,7 +117,7 @@ def test_matrices_of_zeros_leave_all_else_finite(part: str, tmp_path: Path) -> N
     zeros = np.zeros(loaded.tensors[name].shape, np.float32)
     tensors = loaded.tensors | {name: QuantTensor.from_floats(zeros, FORMATS["F32"])}
     names = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
-    evener = Evener(program, rounded, Matrices(tmp_path / "kept"))
+    evener = ChannelEqualizer(program, rounded, Matrices(tmp_path / "kept"))
     made = dict(round_products(program, tensors, names, PIECES, rounded, evener=evener))
     for tensor in (made | evener.changed).values():
         assert np.isfinite(tensor.dequantize()).all()
@@ -129,7 +129,7 @@ def test_kept_factors_that_are_no_numbers_are_chosen_again(tmp_path: Path) -> No
         store = Matrices(tmp_path / str(place))
         kept = np.array([[1.0, value]], np.float32)
         store.add("x.factors", QuantTensor.from_floats(kept, FORMATS["F32"]))
-        known = Evener(build_program(loaded.spec), rounded, store).known("x", 2)
+        known = ChannelEqualizer(build_program(loaded.spec), rounded, store).known("x", 2)
         assert (known is not None) == (value == 2.0)
 
 

@@ -12,14 +12,14 @@ from support.remote import faked
 from support.tiny import write_tiny_gguf
 from twostroke.core.constraint import Constraint
 from twostroke.core.event_wait import wait_until_set
-from twostroke.server.batch.adaptive_limit import Valve
-from twostroke.server.batch.slots import Room
+from twostroke.server.batch.adaptive_limit import AdaptiveLimit
+from twostroke.server.batch.slots import BatchSlots
 from twostroke.server.generation.running import Accepting
 from twostroke.server.http.errors import ServerStoppingError
-from twostroke.server.http.retry_after import Returns
+from twostroke.server.http.retry_after import RetryAfter
 from twostroke.server.models.grammar_compiler import Compiler
-from twostroke.server.models.model_pool import Roster
-from twostroke.server.models.residency import Residence, ResidentView
+from twostroke.server.models.model_pool import ModelPool
+from twostroke.server.models.residency import ModelResidency, ModelUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -56,25 +56,25 @@ def event() -> Waiting:
 
 
 def room_of_batches() -> Waiting:
-    room = Room(lambda: 1)
+    room = BatchSlots(lambda: 1)
     room._num_lines = 1
     return room.enter("tenant"), room.leave
 
 
 def valve_of_a_batch() -> Waiting:
-    valve = Valve("batch")
+    valve = AdaptiveLimit("batch")
     valve._most = 1
     sent_s = valve.send()
     return valve.wait(), lambda: valve.leave(sent_s, None, is_refused=False)
 
 
 def roster_of_models() -> Waiting:
-    view = ResidentView("model", 1, 1.0, Residence.IN)
+    view = ModelUse("model", 1, 1.0, ModelResidency.IN)
     engine: Any = SimpleNamespace(
-        card=None, residence=Residence.IN, num_waiting=0, view=lambda now_s: view,
+        card=None, residence=ModelResidency.IN, num_waiting=0, view=lambda now_s: view,
         close_door=lambda is_closed: None, expected_load_s=1.0,
     )  # fmt: skip
-    roster = Roster({"model": engine}, budget_bytes=1)
+    roster = ModelPool({"model": engine}, budget_bytes=1)
     return roster._look_after(), engine.changed
 
 
@@ -124,7 +124,7 @@ def test_a_request_that_is_cut_off_while_its_client_leaves_is_cancelled(
         open_ = set[Any]()
 
         async def accept() -> None:
-            with Accepting("online", cast("Any", open_), Returns()):
+            with Accepting("online", cast("Any", open_), RetryAfter()):
                 await accepted.wait()
 
         task = asyncio.create_task(accept())

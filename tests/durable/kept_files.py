@@ -40,15 +40,14 @@ from twostroke.fleet.cluster.own_ray import OwnRay
 from twostroke.fleet.cluster.spec import read_spec
 from twostroke.fleet.router import health_checker as watch
 from twostroke.lab.compress import sensitivity
-from twostroke.lab.compress.saved_work import Kept, Matrices
+from twostroke.lab.compress.saved_work import Matrices, SavedWork
 from twostroke.lab.compress.sensitivity import Sensitivity
 from twostroke.lab.planner import calibration, devices
 from twostroke.lab.planner.fleet_file import read_fleet
 from twostroke.lab.planner.prices import known_prices
 from twostroke.lab.simulator.traces import read_trace
 from twostroke.lab.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from twostroke.lab.train.record import Answer as RecordedAnswer
-from twostroke.lab.train.record import Store, kept_answers
+from twostroke.lab.train.record import RecordedAnswer, SampleStore, kept_answers
 from twostroke.model.hub.records import ModelRecord, StoredFile, stored_records
 from twostroke.model.load import build_tokenizer
 from twostroke.model.quant import FORMATS, QuantTensor
@@ -56,8 +55,8 @@ from twostroke.model.weights import load_heads, load_path
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.auth.prices import read_prices
 from twostroke.server.batch.offline import Files, Results
-from twostroke.server.http.internal_requests import Answer
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.internal_requests import InternalResponse
+from twostroke.server.http.limits import RequestLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,14 +150,14 @@ def read_digest(folder: Path) -> Any:
 def make_pieces(folder: Path, number: int) -> list[Path]:
     os.environ["TWOSTROKE_CACHE"] = str(folder)
     loaded = load_path(write_tiny_gguf(folder / "model.gguf"))
-    Kept(loaded).pieces(64 + number, lambda: [[1, 2, 3], [4 + number]])
+    SavedWork(loaded).pieces(64 + number, lambda: [[1, 2, 3], [4 + number]])
     return list((folder / "calibration").iterdir())
 
 
 def read_pieces(folder: Path) -> Any:
     os.environ["TWOSTROKE_CACHE"] = str(folder)
     remade: list[list[int]] = []
-    found = Kept(load_path(folder / "model.gguf")).pieces(64, lambda: remade)
+    found = SavedWork(load_path(folder / "model.gguf")).pieces(64, lambda: remade)
     return None if found is remade else found
 
 
@@ -189,7 +188,7 @@ def read_checkpoint(folder: Path) -> Any:
 
 
 def make_answers(folder: Path, number: int) -> list[Path]:
-    store = Store(folder, 0)
+    store = SampleStore(folder, 0)
     for first in range(2):
         tokens = np.arange(5, dtype=np.int32) + first + number
         store.add(RecordedAnswer(tokens, np.full((4, 8), first + number, np.float16), (1, 2)))
@@ -256,7 +255,7 @@ def lacks_pages(found: Any, _before: Any) -> bool:
     return len(found) >= 1 and all(found.values())
 
 
-_LIMITS = Limits()
+_LIMITS = RequestLimits()
 
 
 def make_partial(folder: Path, number: int) -> list[Path]:
@@ -274,7 +273,9 @@ def make_partial(folder: Path, number: int) -> list[Path]:
         files = Files(folder / "in.jsonl", out, err, "m")
         files.check(_LIMITS)
         for line in files.lines(_LIMITS):
-            answer = Answer(200, {"x-request-id": "r"}, b'{"choices": [{"text": "some text 1"}]}')
+            answer = InternalResponse(
+                200, {"x-request-id": "r"}, b'{"choices": [{"text": "some text 1"}]}'
+            )
             out.add(line.custom_id, files.result(line, answer))
     return [folder / "out.partial"]
 

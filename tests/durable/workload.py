@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.server.batch import batch as kept
 from twostroke.server.batch import files, openai, runner
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.storage import Records, RecordsError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ runner._DISK_PAUSE_S = 0.01  # type: ignore[misc]
 _PATIENCE_S = 20
 
 
-class ReportingRunner(runner.Runner):
+class ReportingRunner(runner.BatchRunner):
     """Reports each line whose result is kept."""
 
     report: Any = None
@@ -56,7 +56,7 @@ def run(folder: Path, assured: dict[str, str], pipe: int) -> None:
 
     async def go(records: Records) -> None:
         running = ReportingRunner(
-            records, {"openai": openai.FORM}, Limits(), lambda: 4, lambda _: True
+            records, {"openai": openai.FORM}, RequestLimits(), lambda: 4, lambda _: True
         )
         running.report = report
         await running.start(app)
@@ -91,7 +91,7 @@ async def again(work: Any) -> Any:
     raise AssertionError("a single fault must not last")
 
 
-async def begin(records: Records, running: runner.Runner) -> kept.Batch:
+async def begin(records: Records, running: runner.BatchRunner) -> kept.Batch:
     """Upload the lines and run them."""
     with records.files.begin() as file:
         for number in range(NUM_LINES):

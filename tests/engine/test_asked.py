@@ -13,7 +13,7 @@ from twostroke.core.request import NO_HINTS
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
 from twostroke.engine.process import messages as wire
-from twostroke.engine.process.pending import Book, RemoteOutputs
+from twostroke.engine.process.pending import PendingCalls, RemoteOutputs
 from twostroke.engine.scheduler.config import SchedulerConfig
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def run(test: Callable[[Callable[..., None]], None]) -> None:
     """Run `test` with a function that asks for prompts of some length, with no process."""
 
     async def inside() -> None:
-        book = Book(lambda _: None)
+        book = PendingCalls(lambda _: None)
         book.is_up = False
 
         def ask(*lengths: int, tenant: str = "a", priority: int = 0, n: int = 1) -> None:
@@ -36,7 +36,7 @@ def run(test: Callable[[Callable[..., None]], None]) -> None:
                 id_, prompts, SamplingParams(n=max(n, 1)), caller, NO_HINTS
             )
             if n == 0:
-                message = wire.Embed(id_, prompts, EmbeddingParams(), caller)
+                message = wire.EmbedTexts(id_, prompts, EmbeddingParams(), caller)
             outputs = RemoteOutputs(message, len(prompts) * max(n, 1), lambda _: None)
             book.check_room(outputs, CONFIG, 1.5)
             book.add(outputs)
@@ -90,7 +90,7 @@ def test_a_timeout_that_the_engine_did_not_keep_says_whether_anything_was_comput
     has_begun: bool,
 ) -> None:
     async def work() -> None:
-        book = Book(lambda _: None)
+        book = PendingCalls(lambda _: None)
         message = wire.Generate(1, [[1]], SamplingParams(), Caller(timeout_s=-1), NO_HINTS)
         outputs = RemoteOutputs(message, 1, lambda _: None)
         book.add(outputs)

@@ -39,7 +39,7 @@ from twostroke.engine.health import Health
 from twostroke.engine.output import Output
 from twostroke.engine.process import launch, supervisor
 from twostroke.engine.process import messages as wire
-from twostroke.engine.process.main import Desk, Wire
+from twostroke.engine.process.main import RequestHandler, Wire
 from twostroke.engine.process.remote import RemoteEngine
 
 
@@ -100,7 +100,7 @@ def test_a_constraint_that_kills_its_engine_is_not_compiled_twice(model: str) ->
             os.kill(engine.life.pid, signal.SIGSTOP)
             begun = asyncio.create_task(engine.compile(Constraint("regex", "a")))
             await asyncio.sleep(0)
-            engine.take(wire.Began([*engine._asked]))
+            engine.take(wire.RequestsStarted([*engine._asked]))
             waiting = asyncio.create_task(engine.compile(Constraint("regex", "b")))
             await asyncio.sleep(0)
             os.kill(engine.life.pid, signal.SIGKILL)
@@ -162,7 +162,7 @@ def test_a_failure_of_the_watch_does_not_end_it(
 
     async def run() -> None:
         async with started(model) as engine:
-            monkeypatch.setattr(supervisor.Watch, "fault", fault)
+            monkeypatch.setattr(supervisor.ProgressWatchdog, "fault", fault)
             await until(lambda: engine.life.num_deaths == 1)
             assert await texts(await ask(engine))
 
@@ -202,10 +202,10 @@ def test_whatever_fails_at_the_desk_is_answered(
     constraint = Constraint("regex", "a")
     with build(model, options()) as engine:
         recorder = Recorder()
-        desk = Desk(engine, cast("Any", recorder))
+        desk = RequestHandler(engine, cast("Any", recorder))
         desk._do(wire.Compile(1, constraint))
         desk._compiler.submit(int).result()  # after it
-        assert recorder.sent == [wire.Began([1]), wire.Compiled(1)]
+        assert recorder.sent == [wire.RequestsStarted([1]), wire.Compiled(1)]
 
         def fail(*_: object) -> None:
             raise ValueError("odd")
@@ -226,7 +226,7 @@ def test_what_is_cancelled_while_its_constraint_is_compiled_does_not_run(model: 
     params = SamplingParams(max_tokens=3000, constraint=Constraint("regex", "a+"))
     with build(model, options()) as engine:
         recorder = Recorder()
-        desk = Desk(engine, cast("Any", recorder))
+        desk = RequestHandler(engine, cast("Any", recorder))
         held, compiled = threading.Event(), desk._compiler.submit(int)
         desk._compiler.submit(held.wait)
         compiled.result()
@@ -234,7 +234,7 @@ def test_what_is_cancelled_while_its_constraint_is_compiled_does_not_run(model: 
         desk._do(wire.Cancel(1))
         held.set()
         desk._compiler.submit(int).result()
-        ends = [o for m in recorder.sent if isinstance(m, wire.Said) for _, o in m.outputs]
+        ends = [o for m in recorder.sent if isinstance(m, wire.OutputBatch) for _, o in m.outputs]
     assert [output.finish_reason for output in ends][-2:] == [FinishReason.CANCEL] * 2
     assert not desk._open
 

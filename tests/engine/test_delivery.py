@@ -13,7 +13,7 @@ from twostroke.core.options import BatchOptions
 from twostroke.core.request import FinishReason, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.delivery import Mailbox
-from twostroke.engine.output_processor import Choice
+from twostroke.engine.output_processor import OutputProcessor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +49,7 @@ def test_nothing_comes_after_the_last_output_of_a_cancelled_choice(tmp_path: Pat
 def test_an_interrupted_submission_queues_nothing(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, backend):
 
-        def choices() -> Iterator[Choice]:
+        def choices() -> Iterator[OutputProcessor]:
             yield _choice(client, "first", Mailbox(print))
             raise KeyboardInterrupt
 
@@ -82,9 +82,9 @@ def test_draining_starts_a_batch_that_waits_to_be_full(tmp_path: Path) -> None:
         assert generation.wait()[0].finish_reason is FinishReason.LENGTH
 
 
-def _choice(client: Client, name: str, mailbox: Mailbox) -> Choice:
+def _choice(client: Client, name: str, mailbox: Mailbox) -> OutputProcessor:
     request = Request(name, [5, 6], num_prompt=2, params=_PARAMS, seed=0)
-    return Choice(request, 0, mailbox, client.card.tokenizer)
+    return OutputProcessor(request, 0, mailbox, client.card.tokenizer)
 
 
 def _wait_until_idle(client: Client) -> None:

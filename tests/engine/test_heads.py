@@ -161,7 +161,9 @@ def test_a_slow_first_step_does_not_count(
         clock = SimpleNamespace(monotonic=lambda: now_s)
         monkeypatch.setattr("twostroke.engine.speculation.draft_sequences.time", clock)
         monkeypatch.setattr(proposer, "propose", with_price)
-        monkeypatch.setattr("twostroke.engine.speculation.payoff.Account.may_ask", lambda _: True)
+        monkeypatch.setattr(
+            "twostroke.engine.speculation.payoff.ProposerGain.may_ask", lambda _: True
+        )
         llm.generate(PROMPTS[:1], GREEDY)
     assert sum(guessed) > 10
 

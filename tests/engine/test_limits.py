@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from twostroke.backends import machine_limits as limits_module
-from twostroke.backends.machine_limits import Limits
+from twostroke.backends.machine_limits import MachineLimits
 from twostroke.core.errors import BackendError
 from twostroke.core.hardware import Hardware
-from twostroke.engine.counters import Stroke, Strokes
+from twostroke.engine.counters import PhaseTotals, PrefillDecodeTotals
 
 if TYPE_CHECKING:
     import pytest
@@ -32,18 +32,20 @@ class Machine:
         return self._quiet if again else BUSY
 
 
-def above(limits: Limits, strokes: Strokes) -> Hardware | None:
+def above(limits: MachineLimits, strokes: PrefillDecodeTotals) -> Hardware | None:
     return limits.above(
         bytes_per_s=strokes.max_bytes_per_s, flops_per_s=strokes.max_flops_per_s, may_measure=True
     )
 
 
-def _decoding(bytes_per_s: int) -> Strokes:
-    return Strokes(Stroke(1, 8, 800, 10, time_s=1.0), Stroke(1, 1, 8, bytes_per_s, time_s=1.0))
+def _decoding(bytes_per_s: int) -> PrefillDecodeTotals:
+    return PrefillDecodeTotals(
+        PhaseTotals(1, 8, 800, 10, time_s=1.0), PhaseTotals(1, 1, 8, bytes_per_s, time_s=1.0)
+    )
 
 
 def test_speeds_below_the_limits_need_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, limits = Machine(monkeypatch), Limits("portable", 2, 10**6)
+    machine, limits = Machine(monkeypatch), MachineLimits("portable", 2, 10**6)
     assert machine.measured == []
     assert above(limits, _decoding(90)) == above(limits, _decoding(100)) == BUSY
     assert machine.measured == [False]
@@ -52,13 +54,13 @@ def test_speeds_below_the_limits_need_one_measurement(monkeypatch: pytest.Monkey
 def test_a_speed_above_the_limit_measures_the_machine_again_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    machine, limits = Machine(monkeypatch), Limits("portable", 2, 10**6)
+    machine, limits = Machine(monkeypatch), MachineLimits("portable", 2, 10**6)
     assert above(limits, _decoding(450)) == above(limits, _decoding(450)) == QUIET
     assert machine.measured == [False, True]
 
 
 def test_no_speed_exceeds_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, limits = Machine(monkeypatch), Limits("portable", 2, 10**6)
+    machine, limits = Machine(monkeypatch), MachineLimits("portable", 2, 10**6)
     strokes = _decoding(750)
     shown = above(limits, strokes)
     assert shown is not None
@@ -69,8 +71,8 @@ def test_no_speed_exceeds_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_arithmetic_above_its_peak_measures_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, limits = Machine(monkeypatch), Limits("portable", 2, 10**6)
-    assert above(limits, Strokes(Stroke(1, 8, 2000, 10, time_s=1.0))) == QUIET
+    machine, limits = Machine(monkeypatch), MachineLimits("portable", 2, 10**6)
+    assert above(limits, PrefillDecodeTotals(PhaseTotals(1, 8, 2000, 10, time_s=1.0))) == QUIET
     assert machine.measured == [False, True]
 
 
@@ -79,4 +81,4 @@ def test_without_a_native_library_there_are_no_limits(monkeypatch: pytest.Monkey
         raise BackendError("There is no library.")
 
     monkeypatch.setattr(limits_module, "machine", refuse)
-    assert above(Limits("portable", 2, 10**6), _decoding(1)) is None
+    assert above(MachineLimits("portable", 2, 10**6), _decoding(1)) is None

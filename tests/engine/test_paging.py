@@ -19,13 +19,13 @@ from twostroke.core.errors import UsageError
 from twostroke.core.options import CacheOptions, EngineOptions, ParallelOptions, SpeculationOptions
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.tier_options import TierOptions
+from twostroke.core.tier_options import OffloadOptions
 from twostroke.engine.build import build
 from twostroke.engine.client import Caller
 from twostroke.engine.kv_offload.disk import DiskTier, entry_of, stored_pages
-from twostroke.engine.kv_offload.disk_index import Ledger
-from twostroke.engine.kv_offload.manager import Paging
-from twostroke.engine.kv_offload.redis import StoreTier
+from twostroke.engine.kv_offload.disk_index import DiskIndex
+from twostroke.engine.kv_offload.manager import OffloadManager
+from twostroke.engine.kv_offload.redis import RedisTier
 from twostroke.model.families import build_program
 from twostroke.model.load import load
 from twostroke.model.program.kv_groups import PageGroups
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from twostroke.engine.client import Client
     from twostroke.engine.counters import TierTotals
-    from twostroke.engine.kv_offload.tier import Tier
-    from twostroke.engine.scheduler.request_state import Ticket
+    from twostroke.engine.kv_offload.tier import OffloadTier
+    from twostroke.engine.scheduler.request_state import RequestState
     from twostroke.engine.scheduler.transfers import Transfer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -47,11 +47,11 @@ PROMPT = [3 + i * i % 200 for i in range(100)]  # 6 pages, and 4 tokens
 @contextmanager
 def engine(
     folder: Path,
-    tiers: Sequence[Tier] | None = None,
+    tiers: Sequence[OffloadTier] | None = None,
     token_s: float = 0.01,
     url: str | None = None,
     **changes: Any,
-) -> Iterator[tuple[Client, Paging]]:
+) -> Iterator[tuple[Client, OffloadManager]]:
     """Yield an engine that takes `token_s` for each token; its pages stay in a folder, or a store.
 
     `tiers` are used instead of the folder.
@@ -62,8 +62,10 @@ def engine(
         of = kind(page_bytes=page_bytes, groups=PageGroups(16), **changes)
         if tiers is None:
             tiers = [DiskTier(folder / "pages", of, 10**9, "tiny")]
-            tiers += [StoreTier(url, of)] if url else []
-        paging = Paging(client.loop.pages, of, tiers, lambda first, end: (end - first) * token_s)
+            tiers += [RedisTier(url, of)] if url else []
+        paging = OffloadManager(
+            client.loop.pages, of, tiers, lambda first, end: (end - first) * token_s
+        )
         yield client, paging
 
 
@@ -116,7 +118,7 @@ def test_pages_are_worth_the_measured_time_of_their_whole_prompt(tmp_path: Path)
         def seconds(first: int, end: int) -> float:
             return (end * end - first * first) * (1e-3 if time_.num_steps else 1e-6)
 
-        paging = Paging(client.loop.pages, of, [tier], seconds)
+        paging = OffloadManager(client.loop.pages, of, [tier], seconds)
         answer(client, PROMPT, hints=Hints(keep_s=60.0))
         assert paging.flush(5.0)
     entries = [entry_of(path) for path in stored_pages(tmp_path)]
@@ -128,7 +130,9 @@ def test_pages_of_the_first_chunk_outlast_those_that_continue_it(tmp_path: Path)
     with tiny_client(tmp_path, num_pages=96, token_budget=32, max_running=32) as (client, backend):
         of = kind(page_bytes=backend.pages.page_bytes, groups=PageGroups(16))
         tier, pages = DiskTier(tmp_path, of, 10**9, "tiny"), client.loop.pages
-        paging = Paging(pages, of, [tier], lambda first, end: float(end * end - first * first))
+        paging = OffloadManager(
+            pages, of, [tier], lambda first, end: float(end * end - first * first)
+        )
         for _ in range(2):  # written when they are computed again, in three chunks
             with pages.lock:
                 pages.scheduler._pool.evict_all()
@@ -137,7 +141,7 @@ def test_pages_of_the_first_chunk_outlast_those_that_continue_it(tmp_path: Path)
         assert paging.flush(5.0)
         wait_for(lambda: young_to_old(client, keys) == [0, 1, 2, 3, 4, 5])
     entries = [entry_of(path) for path in stored_pages(tmp_path)]
-    ledger = Ledger(10**9)
+    ledger = DiskIndex(10**9)
     for path, entry in zip(stored_pages(tmp_path), entries, strict=True):
         assert entry is not None
         ledger.add(bytes.fromhex(path.parent.name + path.name), entry)
@@ -148,7 +152,7 @@ def test_pages_of_the_first_chunk_outlast_those_that_continue_it(tmp_path: Path)
 
 
 def test_steps_are_timed_for_a_page_cache_also_if_nothing_is_guessed(tmp_path: Path) -> None:
-    tiers = TierOptions(page_cache=str(tmp_path / "pages"))
+    tiers = OffloadOptions(page_cache=str(tmp_path / "pages"))
     options = EngineOptions(speculation=SpeculationOptions("off"), tiers=tiers)
     with closing(build(str(write_tiny_gguf(tmp_path / "tiny.gguf")), options)) as engine:
         engine.client.generate(PROMPT, GREEDY).wait()
@@ -208,7 +212,7 @@ def test_other_engines_are_asked_for_what_the_tiers_lack(tmp_path: Path) -> None
     with engine(tmp_path) as (client, _):
         pages, left = client.loop.pages, []
 
-        def other_engine(ticket: Ticket) -> bool:
+        def other_engine(ticket: RequestState) -> bool:
             transfer = pages.expect(ticket)
             if transfer is not None:
                 left.append((transfer.first_place, len(transfer.keys)))
@@ -306,7 +310,7 @@ def test_a_disk_that_becomes_slow_costs_at_most_a_twentieth_of_computing(
         transfers = client.loop.pages.scheduler.prefixes.transfers
         begin, drop = transfers.begin, transfers.drop
 
-        def begun(ticket: Ticket, within_s: float) -> Transfer | None:
+        def begun(ticket: RequestState, within_s: float) -> Transfer | None:
             transfer = begin(ticket, within_s)
             if transfer is not None:
                 began_s[transfer] = transfer.late_s - within_s
@@ -383,18 +387,18 @@ def test_short_prompts_are_not_looked_up(tmp_path: Path) -> None:
 def test_an_engine_without_pages_to_spare_says_so(tmp_path: Path) -> None:
     tiny_path = write_tiny_gguf(tmp_path / "tiny.gguf")
     program = build_program(load(str(tiny_path)).spec)
-    tiers = TierOptions(page_cache=str(tmp_path))
+    tiers = OffloadOptions(page_cache=str(tmp_path))
     few = CacheOptions(32 * program.page_bytes(16), 512, kv_format="f16")
     with pytest.raises(UsageError, match="needs more pages than those of the longest request"):
         build(str(tiny_path), EngineOptions(cache=few, tiers=tiers))
 
 
 def test_options_that_exclude_a_page_cache_are_refused(tmp_path: Path) -> None:
-    tiers = TierOptions(page_cache=str(tmp_path))
+    tiers = OffloadOptions(page_cache=str(tmp_path))
     with pytest.raises(UsageError, match="needs"):
         EngineOptions(cache=CacheOptions(prefix_cache=False), tiers=tiers)
     with pytest.raises(UsageError, match="one process"):
         EngineOptions(parallel=ParallelOptions(tensor=2), tiers=tiers)
     for wrong in ({"page_cache": ""}, {"page_cache_bytes": 10**9}, {"page_store": "http://a"}):
         with pytest.raises(UsageError):
-            TierOptions(**wrong)  # type: ignore[arg-type]
+            OffloadOptions(**wrong)  # type: ignore[arg-type]

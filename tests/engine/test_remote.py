@@ -271,7 +271,7 @@ def test_nothing_is_left_when_the_server_dies(model: str) -> None:
 
 def test_a_launched_process_ends_without_a_load() -> None:
     """Its server may end while it still imports."""
-    left, closed = launch.Launched(), launch.Launched()
+    left, closed = launch.LaunchedProcess(), launch.LaunchedProcess()
     left.socket.close()
     closed.close()
     closed.close()
@@ -349,7 +349,7 @@ def test_an_output_that_overtakes_the_acceptance_is_read(model: str) -> None:
         async with faked(model) as (engine, process):
             asked = asyncio.create_task(ask(engine))
             await until(process.is_asked)
-            process.say(wire.Said([(1, end)]))
+            process.say(wire.OutputBatch([(1, end)]))
             process.say(wire.Accepted(1))
             async with asyncio.timeout(5):
                 return await texts(await asked)
@@ -374,8 +374,8 @@ def test_a_process_that_is_ready_twice_is_not_asked_twice(model: str) -> None:
         async with faked(model) as (engine, process):
             reading = asyncio.create_task(engine.read())
             await until(process.is_asked)
-            process.say(wire.Ready(*_ready_of(engine)))
-            process.say(wire.State(1, engine._last))
+            process.say(wire.EngineReady(*_ready_of(engine)))
+            process.say(wire.StatusReply(1, engine._last))
             await reading
             assert not process.is_asked()
 

@@ -12,8 +12,8 @@ from support.tiny import write_tiny_gguf
 from twostroke.engine.build import build
 from twostroke.engine.process import supervisor
 from twostroke.engine.process.main import _ready
-from twostroke.server.models.on_demand import SleepingEngine
-from twostroke.server.models.residency import Residence
+from twostroke.server.models.on_demand import OnDemandEngine
+from twostroke.server.models.residency import ModelResidency
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,20 +34,20 @@ def test_process_that_dies_as_it_is_to_be_unloaded_has_no_successor(
         return made[-1]
 
     monkeypatch.setattr(supervisor, "EngineProcess", start)
-    find = SleepingEngine.find(None, model, options(), "warning", 1 << 30, math.inf)
+    find = OnDemandEngine.find(None, model, options(), "warning", 1 << 30, math.inf)
 
     async def work() -> None:
         with closing(find) as engine:
             engine.attach(lambda: None)
             engine.wake()
             made[0].say(ready)
-            await until(lambda: engine.residence is Residence.IN)
+            await until(lambda: engine.residence is ModelResidency.IN)
             unload = engine.leave()
             made[0].theirs.close()
             await asyncio.sleep(0.05)
             await unload
             await asyncio.sleep(0.05)
-            assert engine.residence is Residence.OUT
+            assert engine.residence is ModelResidency.OUT
             assert (engine.num_deaths, engine.num_unloads, len(made)) == (0, 1, 1)
 
     asyncio.run(work())

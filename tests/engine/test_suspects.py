@@ -16,8 +16,8 @@ from twostroke.core.errors import EngineDiedError, EngineKillerError
 from twostroke.core.request import NO_HINTS
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process import supervisor
-from twostroke.engine.process.pending import Book, RemoteOutputs
-from twostroke.engine.process.suspects import Suspects
+from twostroke.engine.process.pending import PendingCalls, RemoteOutputs
+from twostroke.engine.process.suspects import CrashHistory
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -36,7 +36,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.sent: list[int] = []
-        self.book = Book(lambda message: self.sent.append(message.id))  # type: ignore[union-attr]
+        self.book = PendingCalls(lambda message: self.sent.append(message.id))  # type: ignore[union-attr]
         self._ids = iter(range(1, 100))
 
     def ask(self, prompt: int, *, begins: bool = False) -> RemoteOutputs:
@@ -104,7 +104,7 @@ def test_a_suspect_that_waits_does_not_hold_up_others_for_ever() -> None:
 
 
 def test_one_death_alone_after_two_is_enough_and_innocents_are_not_refused() -> None:
-    suspects = Suspects()
+    suspects = CrashHistory()
     killer, innocent = asked(1, 7), asked(2, 8)
     for _ in range(2):
         suspects.note([killer, innocent])
@@ -119,7 +119,7 @@ def test_one_death_alone_after_two_is_enough_and_innocents_are_not_refused() -> 
 
 
 def test_what_was_asked_several_times_has_seen_one_death() -> None:
-    suspects = Suspects()
+    suspects = CrashHistory()
     for _ in range(2):
         suspects.note([asked(number, 7) for number in range(4)])
     assert suspects.num_deaths(asked(9, 7)) == 2
@@ -128,7 +128,7 @@ def test_what_was_asked_several_times_has_seen_one_death() -> None:
 
 
 def test_four_deaths_among_others_are_enough() -> None:
-    suspects = Suspects()
+    suspects = CrashHistory()
     for _ in range(3):
         suspects.note([asked(1, 7), asked(2, 8)])
     assert not suspects.is_refused(asked(1, 7))
@@ -138,7 +138,7 @@ def test_four_deaths_among_others_are_enough() -> None:
 
 def test_suspects_are_forgotten_after_an_hour_and_when_there_are_many() -> None:
     now = [0.0]
-    suspects = Suspects(lambda: now[0])
+    suspects = CrashHistory(lambda: now[0])
     for number in range(4097):
         suspects.note([asked(1, number)])
     assert suspects.num_deaths(asked(1, 0)) == 0
@@ -148,7 +148,7 @@ def test_suspects_are_forgotten_after_an_hour_and_when_there_are_many() -> None:
 
 
 def test_requests_differ_by_what_they_ask_and_not_by_who_asks() -> None:
-    suspects = Suspects()
+    suspects = CrashHistory()
     suspects.note([wire.Compile(1, Constraint("regex", "a"))])
     assert suspects.num_deaths(wire.Compile(2, Constraint("regex", "a"))) == 1
     assert suspects.num_deaths(wire.Compile(3, Constraint("regex", "b"))) == 0
@@ -167,7 +167,7 @@ async def kill_while_it_computes(engine: RemoteEngine) -> None:
     os.kill(engine.life.pid, signal.SIGSTOP)
     asking = asyncio.create_task(ask(engine, LONG))
     await asyncio.sleep(0)
-    engine.take(wire.Began([*engine._book.open]))
+    engine.take(wire.RequestsStarted([*engine._book.open]))
     deaths = engine.num_deaths
     os.kill(engine.life.pid, signal.SIGKILL)
     with pytest.raises(EngineDiedError):

@@ -19,7 +19,14 @@ from twostroke.core.draft_tree import ROOT
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.scheduler import Continuous
 from twostroke.engine.scheduler import draft_pages as drafting
-from twostroke.engine.speculation import Always, Outcome, Price, Proposal, Speculator, StepTime
+from twostroke.engine.speculation import (
+    Always,
+    DraftCost,
+    DraftOutcome,
+    Proposal,
+    Speculator,
+    StepTimeModel,
+)
 from twostroke.model.program.work import Cost, StepCost, each_row, once
 
 if TYPE_CHECKING:
@@ -46,21 +53,21 @@ def run(backend: Any, setting: Setting, requests: list[Request], known: Any = No
     return answers
 
 
-class KeepsItsOwnPages(drafting.Drafting):
+class KeepsItsOwnPages(drafting.DraftPages):
     """A branch is right, and the request continues with the pages of another path."""
 
     def settle(self, piece, last):  # type: ignore[no-untyped-def]
         super().settle(piece, min(last, piece.branches[0].first - 1) if piece.branches else ROOT)
 
 
-class DropsAStore(drafting.Drafting):
+class DropsAStore(drafting.DraftPages):
     """A row that branches share is stored in one page too few."""
 
     def _branches(self, *given):  # type: ignore[no-untyped-def]
         return [replace(branch, above=branch.above[1:]) for branch in super()._branches(*given)]
 
 
-class BeginsWithNothing(drafting.Drafting):
+class BeginsWithNothing(drafting.DraftPages):
     """A branch's first page does not begin as the request's."""
 
     def _branches(self, *given):  # type: ignore[no-untyped-def]
@@ -70,13 +77,13 @@ class BeginsWithNothing(drafting.Drafting):
 @pytest.mark.parametrize("fault", [None, KeepsItsOwnPages, DropsAStore, BeginsWithNothing])
 @pytest.mark.parametrize("kv_format", ["f16", "int16", "int8"])
 def test_wrong_pages_of_branches_would_change_tokens(
-    monkeypatch: pytest.MonkeyPatch, fault: type[drafting.Drafting] | None, kv_format: str
+    monkeypatch: pytest.MonkeyPatch, fault: type[drafting.DraftPages] | None, kv_format: str
 ) -> None:
     native_dir()
     backend = CpuBackend(*tiny_model(**MODEL), NUM_PAGES, 16, 2, kv_format=kv_format)
     plain = run(backend, SETTING.alone(NUM_PAGES), requests_of(1))
     if fault is not None:
-        monkeypatch.setattr("twostroke.engine.scheduler.scheduler.Drafting", fault)
+        monkeypatch.setattr("twostroke.engine.scheduler.scheduler.DraftPages", fault)
     again = requests_of(1)
     assert (run(backend, SETTING, again, plain) == plain) == (fault is None)
     if fault is None:
@@ -114,7 +121,7 @@ class GuessesTrees:
         self.chance = random.Random(1)
         self.outcomes: list[tuple[int, int]] = []
 
-    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
+    def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
         return [self._propose(request) for request in requests]
 
     def _propose(self, request: Request) -> Proposal:
@@ -125,7 +132,7 @@ class GuessesTrees:
         count = len(tokens)
         return Proposal("tree", tokens, (0.5,) * count, (0,) * count, parents).best_first()
 
-    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
+    def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
         right = set(outcome.right)
         assert right <= set(outcome.tried) <= set(range(len(proposal.tokens)))
         said = [proposal.tokens[i] for i in outcome.right]
@@ -161,7 +168,7 @@ def test_trees_do_not_change_answers(tmp_path: Path, monkeypatch: pytest.MonkeyP
             for prompt, answer in zip(prompts, expected, strict=True)
         }
         guesser = GuessesTrees(outputs)
-        step_time = StepTime(StepCost(((once, Cost(0, 1)), (each_row, Cost(1)))), None)
+        step_time = StepTimeModel(StepCost(((once, Cost(0, 1)), (each_row, Cost(1)))), None)
         speculator = Speculator([guesser], lambda _: Always(24), step_time)
         monkeypatch.setattr("support.engines.build_speculator", lambda *_: speculator)  # noqa: B023
         with tiny_client(tmp_path) as (client, _):

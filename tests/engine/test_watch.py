@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.engine.health import Progress
-from twostroke.engine.process.watch import Watch
+from twostroke.engine.health import StepProgress
+from twostroke.engine.process.watch import ProgressWatchdog
 
 
-def pulses(watch: Watch, seconds: float, *, step_s: float = 0.0, steps: int = 0) -> str | None:
+def pulses(
+    watch: ProgressWatchdog, seconds: float, *, step_s: float = 0.0, steps: int = 0
+) -> str | None:
     """Let time pass with pulses; return the first fault."""
     begin = watch._looked_s
     for tick in range(int(seconds * 4)):
         now = begin + (tick + 1) / 4
         if fault := watch.fault(now):
             return fault
-        watch.hear(now, Progress(steps, step_s and step_s + tick / 4))
+        watch.hear(now, StepProgress(steps, step_s and step_s + tick / 4))
     return None
 
 
 def test_an_idle_engine_with_a_pulse_is_fine() -> None:
-    assert pulses(Watch(0.1, 0.0), 60) is None
+    assert pulses(ProgressWatchdog(0.1, 0.0), 60) is None
 
 
 def test_silence_is_a_fault_after_five_seconds() -> None:
-    watch = Watch(0.1, 0.0)
+    watch = ProgressWatchdog(0.1, 0.0)
     faults = [watch.fault(tick / 4) for tick in range(40)]
     first = next(tick for tick, fault in enumerate(faults) if fault)
     assert 5 < first / 4 <= 5.5
@@ -32,52 +34,52 @@ def test_silence_is_a_fault_after_five_seconds() -> None:
 
 
 def test_a_step_grows_older_while_the_engine_is_silent() -> None:
-    watch = Watch(0.1, 0.0)
-    watch.hear(1.0, Progress(7, 0.5))
-    assert watch.progress_at(1.25) == Progress(7, 0.5)
-    assert watch.progress_at(4.0) == Progress(7, 3.5)
-    watch.hear(5.0, Progress(8, 0.0))
-    assert watch.progress_at(5.25) == Progress(8, 0.0)
-    assert watch.progress_at(9.0) == Progress(8, 4.0)
+    watch = ProgressWatchdog(0.1, 0.0)
+    watch.hear(1.0, StepProgress(7, 0.5))
+    assert watch.progress_at(1.25) == StepProgress(7, 0.5)
+    assert watch.progress_at(4.0) == StepProgress(7, 3.5)
+    watch.hear(5.0, StepProgress(8, 0.0))
+    assert watch.progress_at(5.25) == StepProgress(8, 0.0)
+    assert watch.progress_at(9.0) == StepProgress(8, 4.0)
 
 
 def test_a_step_that_does_not_end_is_a_fault() -> None:
-    fault = pulses(Watch(0.1, 0.0), 60, step_s=0.1)
+    fault = pulses(ProgressWatchdog(0.1, 0.0), 60, step_s=0.1)
     assert fault is not None
     assert "one of its steps has run for 5." in fault
 
 
 @pytest.mark.parametrize(("longest_s", "limit_s"), [(0.1, 5.0), (2.0, 20.0)])
 def test_large_models_have_longer_steps(longest_s: float, limit_s: float) -> None:
-    assert Watch(longest_s, 0.0).limit_s == limit_s
+    assert ProgressWatchdog(longest_s, 0.0).limit_s == limit_s
 
 
 def test_a_step_may_take_twice_the_longest_so_far() -> None:
-    watch = Watch(0.1, 0.0)
-    watch.hear(0.5, Progress(1, 4.0))
-    watch.hear(1.0, Progress(2, 0.0))
+    watch = ProgressWatchdog(0.1, 0.0)
+    watch.hear(0.5, StepProgress(1, 4.0))
+    watch.hear(1.0, StepProgress(2, 0.0))
     assert watch.limit_s == 8.0
 
 
 def test_replacing_ranks_may_take_long() -> None:
-    watch = Watch(0.1, 0.0)
+    watch = ProgressWatchdog(0.1, 0.0)
     for tick in range(400):
         assert watch.fault(tick / 4) is None
-        watch.hear(tick / 4, Progress(3, 100.0, is_recovering=True))
+        watch.hear(tick / 4, StepProgress(3, 100.0, is_recovering=True))
 
 
 def test_a_server_that_did_not_run_itself_does_not_blame_the_engine() -> None:
-    watch = Watch(0.1, 0.0)
+    watch = ProgressWatchdog(0.1, 0.0)
     assert watch.fault(0.25) is None
     assert watch.fault(100.0) is None
     assert pulses(watch, 10) is None
 
 
 def test_a_pause_of_all_processes_is_no_long_step() -> None:
-    watch = Watch(0.1, 0.0)
+    watch = ProgressWatchdog(0.1, 0.0)
     assert pulses(watch, 1, step_s=0.1, steps=1) is None
     assert watch.fault(9.0) is None  # both were stopped at 1.0
-    watch.hear(9.01, Progress(1, 8.9))
+    watch.hear(9.01, StepProgress(1, 8.9))
     assert watch.fault(9.25) is None
     fault = pulses(watch, 60, step_s=9.2, steps=1)
     assert fault is not None

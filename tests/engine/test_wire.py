@@ -11,7 +11,7 @@ import pytest
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import ContextLengthError, Field, OverloadedError, TwostrokeError
 from twostroke.core.options import EngineOptions
-from twostroke.core.preface import Preface
+from twostroke.core.preface import ReasoningSection
 from twostroke.core.request import FinishReason, Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import TokenLogprobs
@@ -26,15 +26,15 @@ PARAMS = SamplingParams(
     logit_bias={3: 1.5},
     stop=["a", "b"],
     stop_token_ids=[1],
-    constraint=Constraint("regex", "a+", "guided_regex", Preface("<think>", "</think>")),
+    constraint=Constraint("regex", "a+", "guided_regex", ReasoningSection("<think>", "</think>")),
     shown_ids=frozenset((7,)),
     seed=2**64 - 1,
 )
 REQUESTS = [
-    wire.Load(wire.VERSION, "smollm2", EngineOptions(), "info"),
+    wire.LoadModel(wire.VERSION, "smollm2", EngineOptions(), "info"),
     wire.Generate(1, [[1, 2], [3]], PARAMS, Caller(1, "t"), Hints("off", (4, 5)), 1.5),
     wire.Compile(3, Constraint("json_schema", "{}", alternative=Constraint("choice", '["a"]'))),
-    wire.Read(4, [(10, 0), (60, 5)]),
+    wire.GetStatus(4, [(10, 0), (60, 5)]),
     wire.Cancel(1),
     wire.Flush(),
     wire.Close(),
@@ -74,7 +74,7 @@ def test_messages_are_taken_even_if_the_reader_stops_at_one() -> None:
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4)])
 def test_outputs_arrive_as_they_were(shape: tuple[int, ...]) -> None:
     vector = np.arange(4, dtype=np.float32).reshape(shape)
-    said = wire.Said([(1, Output(0, "hello", (5,))), (2, LAST), (3, Output(0, "", ()))])
+    said = wire.OutputBatch([(1, Output(0, "hello", (5,))), (2, LAST), (3, Output(0, "", ()))])
     said.outputs[2][1].embedding = vector
     (found,) = Frames(wire.answers).feed(wire.pack(said))
     assert found.outputs[:2] == said.outputs[:2]
@@ -121,12 +121,12 @@ def test_damaged_frames_are_refused_or_are_messages(seed: int) -> None:
             (found,) = Frames(wire.requests).feed(frame)
         except WireError:
             continue
-        assert isinstance(found, (*map(type, REQUESTS), wire.Embed))
+        assert isinstance(found, (*map(type, REQUESTS), wire.EmbedTexts))
 
 
 def test_a_message_of_the_other_side_is_refused() -> None:
     with pytest.raises(WireError):
-        list(Frames(wire.requests).feed(wire.pack(wire.Began([1]))[:-1] + b"\xff"))
+        list(Frames(wire.requests).feed(wire.pack(wire.RequestsStarted([1]))[:-1] + b"\xff"))
     unknown = msgspec.msgpack.encode([99, 1])
     with pytest.raises(WireError):
         list(Frames(wire.answers).feed(len(unknown).to_bytes(4, "little") + unknown))

@@ -25,7 +25,7 @@ import numpy as np
 
 from quiet import descendants
 from servers import Server, our_command
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 
 _SETTLE_S = 300.0  # in which caches fill, before memory is judged; at most a third of the time
 _LOOK_S = 10.0
@@ -140,7 +140,7 @@ class Soak:
             found.append(f"requests: {state['requests']}")
         # A client that is cut off as it connects may forget a connection, which the server then
         # closes as idle.
-        end_s = time.monotonic() + Limits().idle_timeout_s + 5
+        end_s = time.monotonic() + RequestLimits().idle_timeout_s + 5
         now = _files(self.server.pid)
         while len(now) > len(files) and time.monotonic() < end_s:
             await asyncio.sleep(1)

@@ -25,12 +25,12 @@ from support.stores import SECRET, Store, missing, store
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.kv_offload.disk import DiskTier, stored_pages
-from twostroke.engine.kv_offload.manager import Paging
-from twostroke.engine.kv_offload.redis import StoreTier
+from twostroke.engine.kv_offload.manager import OffloadManager
+from twostroke.engine.kv_offload.redis import RedisTier
 from twostroke.model.program.kv_groups import PageGroups
 
 if TYPE_CHECKING:
-    from twostroke.engine.kv_offload.tier import PageKind, Tier
+    from twostroke.engine.kv_offload.tier import KvCacheSpec, OffloadTier
 
 _NUM_PAGES = 40
 _GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -39,13 +39,13 @@ _GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 class Place(Protocol):
     """Where pages are stored, and how what is there can be changed."""
 
-    def tier(self, of: PageKind) -> Tier:
+    def tier(self, of: KvCacheSpec) -> OffloadTier:
         """Return a new tier for pages of a kind."""
 
     def stored(self) -> list[object]:
         """Return where each page is."""
 
-    def where(self, tier: Tier, name: bytes) -> object:
+    def where(self, tier: OffloadTier, name: bytes) -> object:
         """Return where a page is."""
 
     def read(self, where: object) -> bytes:
@@ -61,7 +61,7 @@ class Files:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def tier(self, of: PageKind) -> DiskTier:
+    def tier(self, of: KvCacheSpec) -> DiskTier:
         return DiskTier(self._folder, of, 10**9, "m")
 
     def stored(self) -> list[Path]:
@@ -83,13 +83,13 @@ class Entries:
     def __init__(self, running: Store) -> None:
         self._client, self._url = running.client(), running.url
 
-    def tier(self, of: PageKind) -> StoreTier:
-        return StoreTier(self._url, of)
+    def tier(self, of: KvCacheSpec) -> RedisTier:
+        return RedisTier(self._url, of)
 
     def stored(self) -> list[bytes]:
         return list(self._client.scan_iter())
 
-    def where(self, tier: StoreTier, name: bytes) -> bytes:
+    def where(self, tier: RedisTier, name: bytes) -> bytes:
         return tier._key(name)
 
     def read(self, where: bytes) -> bytes:
@@ -163,7 +163,9 @@ def damage_under_engines(
             place.write(where, rng.choice(list(DAMAGES.values()))(rng, data, others))
             counts["damaged"] += 1
         with tiny_client(folder) as (client, _):
-            Paging(client.loop.pages, of, [place.tier(of)], lambda first, end: (end - first) * 0.01)
+            OffloadManager(
+                client.loop.pages, of, [place.tier(of)], lambda first, end: (end - first) * 0.01
+            )
             for number in rng.sample(range(len(prompts)), len(prompts)):
                 asked = client.generate(prompts[number], _GREEDY, hints=Hints(keep_s=60.0))
                 output = asked.wait()[0]

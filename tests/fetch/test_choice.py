@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.model.hub.file_selection import Choice, RepoFile, add_weights, choose, quantization
+from twostroke.model.hub.file_selection import (
+    FileSelection,
+    RepoFile,
+    add_weights,
+    choose,
+    quantization,
+)
 from twostroke.model.hub.names import HubName
 
 SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -17,11 +23,11 @@ def repo(*paths: str) -> list[RepoFile]:
     return [RepoFile(path, 10) for path in paths]
 
 
-def chosen(asked: str | None, *paths: str) -> Choice:
+def chosen(asked: str | None, *paths: str) -> FileSelection:
     return choose(HubName("o/r", asked), repo(*paths))
 
 
-def names(choice: Choice) -> list[str]:
+def names(choice: FileSelection) -> list[str]:
     return [file.path for file in choice.files]
 
 

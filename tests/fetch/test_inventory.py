@@ -118,7 +118,7 @@ def test_records_of_deleted_models_are_removed(hub_cache: Path, pulled: Path) ->
 def test_leftovers_are_listed_unless_their_download_still_runs(
     hub: Hub, hub_cache: Path, gguf: bytes
 ) -> None:
-    def interrupt(progress: fetch.Progress) -> None:
+    def interrupt(progress: fetch.DownloadProgress) -> None:
         if progress.done_bytes > 1_000_000:
             raise KeyboardInterrupt
 

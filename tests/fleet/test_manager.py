@@ -9,7 +9,7 @@ import pytest
 
 from twostroke.fleet.cluster.manager import ROUTER, Manager, RouterView
 from twostroke.fleet.cluster.process import ServerState
-from twostroke.fleet.cluster.spec import FleetSpec, Pool
+from twostroke.fleet.cluster.spec import FleetSpec, ReplicaPool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,9 +23,13 @@ class FakeCluster:
 
     def __init__(self, room: int = 100, broken: str = "") -> None:
         self.broken = broken
-        self.room, self.servers, self.pools = room, dict[str, ServerState](), dict[str, Pool]()
+        self.room, self.servers, self.pools = (
+            room,
+            dict[str, ServerState](),
+            dict[str, ReplicaPool](),
+        )
 
-    def start(self, name: str, pool: Pool | None) -> None:
+    def start(self, name: str, pool: ReplicaPool | None) -> None:
         assert name not in self.servers, "two servers would have one name"
         self.servers[name] = ServerState()
         if pool is not None:
@@ -96,7 +100,7 @@ def make(spec: FleetSpec, cluster: FakeCluster, router: FakeRouter) -> tuple[Man
 
 def test_a_fleet_starts_and_the_router_knows_its_replicas() -> None:
     cluster, router = FakeCluster(), FakeRouter()
-    spec = FleetSpec(models=(Pool(model="a", replicas=2), Pool(model="b")))
+    spec = FleetSpec(models=(ReplicaPool(model="a", replicas=2), ReplicaPool(model="b")))
     manager, clock = make(spec, cluster, router)
     play(manager, cluster, clock)
     assert manager.status.is_up
@@ -106,10 +110,10 @@ def test_a_fleet_starts_and_the_router_knows_its_replicas() -> None:
 
 def test_an_update_never_has_fewer_replicas_ready() -> None:
     cluster, router = FakeCluster(), FakeRouter()
-    old = FleetSpec(models=(Pool(model="a", replicas=3),))
+    old = FleetSpec(models=(ReplicaPool(model="a", replicas=3),))
     manager, clock = make(old, cluster, router)
     play(manager, cluster, clock)
-    new = FleetSpec(models=(Pool(model="a", replicas=3, options={"context-length": 512}),))
+    new = FleetSpec(models=(ReplicaPool(model="a", replicas=3, options={"context-length": 512}),))
     manager, clock = make(new, cluster, router)
     for _ in range(60):
         play(manager, cluster, clock, 1)
@@ -120,9 +124,9 @@ def test_an_update_never_has_fewer_replicas_ready() -> None:
 
 def test_an_update_without_room_replaces_in_place() -> None:
     cluster, router = FakeCluster(room=3), FakeRouter()
-    manager, clock = make(FleetSpec(models=(Pool(model="a", replicas=3),)), cluster, router)
+    manager, clock = make(FleetSpec(models=(ReplicaPool(model="a", replicas=3),)), cluster, router)
     play(manager, cluster, clock)
-    new = Pool(model="a", replicas=3, options={"context-length": 512})
+    new = ReplicaPool(model="a", replicas=3, options={"context-length": 512})
     manager, clock = make(FleetSpec(models=(new,)), cluster, router)
     for _ in range(200):
         play(manager, cluster, clock, 1)
@@ -133,7 +137,7 @@ def test_an_update_without_room_replaces_in_place() -> None:
 
 def test_work_decides_between_the_bounds_and_falls_slowly() -> None:
     cluster, router = FakeCluster(), FakeRouter(wanted=9)
-    pool = Pool(model="a", min_replicas=1, max_replicas=4, scale_down_after=30)
+    pool = ReplicaPool(model="a", min_replicas=1, max_replicas=4, scale_down_after=30)
     manager, clock = make(FleetSpec(models=(pool,)), cluster, router)
     play(manager, cluster, clock, 20)
     assert len(cluster.ready) == 4
@@ -146,7 +150,7 @@ def test_work_decides_between_the_bounds_and_falls_slowly() -> None:
 
 def test_a_model_that_left_the_file_is_drained() -> None:
     cluster, router = FakeCluster(), FakeRouter()
-    both = FleetSpec(models=(Pool(model="a"), Pool(model="b")))
+    both = FleetSpec(models=(ReplicaPool(model="a"), ReplicaPool(model="b")))
     manager, clock = make(both, cluster, router)
     play(manager, cluster, clock)
     manager, clock = make(FleetSpec(models=both.models[1:]), cluster, router)
@@ -156,9 +160,9 @@ def test_a_model_that_left_the_file_is_drained() -> None:
 
 def test_a_model_stays_until_those_that_replace_it_are_up() -> None:
     cluster, router = FakeCluster(room=3, broken="b"), FakeRouter()
-    manager, clock = make(FleetSpec(models=(Pool(model="a", replicas=2),)), cluster, router)
+    manager, clock = make(FleetSpec(models=(ReplicaPool(model="a", replicas=2),)), cluster, router)
     play(manager, cluster, clock)
-    manager, clock = make(FleetSpec(models=(Pool(model="b"),)), cluster, router)
+    manager, clock = make(FleetSpec(models=(ReplicaPool(model="b"),)), cluster, router)
     play(manager, cluster, clock)
     assert len(cluster.ready) == 2
     assert len(router.told["a"]) == 2
@@ -169,9 +173,9 @@ def test_a_model_stays_until_those_that_replace_it_are_up() -> None:
 
 def test_a_model_makes_room_for_those_that_replace_it() -> None:
     cluster, router = FakeCluster(room=2), FakeRouter()
-    manager, clock = make(FleetSpec(models=(Pool(model="a", replicas=2),)), cluster, router)
+    manager, clock = make(FleetSpec(models=(ReplicaPool(model="a", replicas=2),)), cluster, router)
     play(manager, cluster, clock)
-    manager, clock = make(FleetSpec(models=(Pool(model="b", replicas=2),)), cluster, router)
+    manager, clock = make(FleetSpec(models=(ReplicaPool(model="b", replicas=2),)), cluster, router)
     for _ in range(80):
         play(manager, cluster, clock, 1)
         assert cluster.ready
@@ -181,7 +185,9 @@ def test_a_model_makes_room_for_those_that_replace_it() -> None:
 @pytest.mark.seeds(50)
 def test_lost_servers_are_replaced(seed: int) -> None:
     rng, cluster, router = random.Random(seed), FakeCluster(), FakeRouter()
-    spec = FleetSpec(models=(Pool(model="a", replicas=3), Pool(model="b", replicas=2)))
+    spec = FleetSpec(
+        models=(ReplicaPool(model="a", replicas=3), ReplicaPool(model="b", replicas=2))
+    )
     manager, clock = make(spec, cluster, router)
     for _ in range(100):
         play(manager, cluster, clock, 1)
@@ -198,8 +204,8 @@ def test_lost_servers_are_replaced(seed: int) -> None:
 
 def test_decode_replicas_start_once_it_is_known_where_prompts_are_read() -> None:
     cluster, router = FakeCluster(), FakeRouter()
-    prefill = Pool(model="m", name="reader", replicas=2)
-    spec = FleetSpec(models=(Pool(model="m", prefill="reader"), prefill))
+    prefill = ReplicaPool(model="m", name="reader", replicas=2)
+    spec = FleetSpec(models=(ReplicaPool(model="m", prefill="reader"), prefill))
     manager, clock = make(spec, cluster, router)
     play(manager, cluster, clock, 1)
     assert all(name.startswith((ROUTER, "reader/")) for name in cluster.servers)
@@ -215,8 +221,8 @@ def test_decode_replicas_start_once_it_is_known_where_prompts_are_read() -> None
 
 def test_the_status_says_how_many_prefill_replicas_the_measured_rates_ask_for() -> None:
     cluster, router = FakeCluster(), FakeRouter()
-    prefill = Pool(model="m", name="reader")
-    spec = FleetSpec(models=(Pool(model="m", prefill="reader", replicas=3), prefill))
+    prefill = ReplicaPool(model="m", name="reader")
+    spec = FleetSpec(models=(ReplicaPool(model="m", prefill="reader", replicas=3), prefill))
     manager, clock = make(spec, cluster, router)
     play(manager, cluster, clock)
     urls = [f"http://{name}" for name in cluster.ready if name.startswith("m/")]
@@ -229,8 +235,8 @@ def test_the_status_says_how_many_prefill_replicas_the_measured_rates_ask_for() 
 
 def test_decode_replicas_follow_prompts_to_another_machine() -> None:
     cluster, router = FakeCluster(), FakeRouter()
-    prefill = Pool(model="m", name="reader")
-    spec = FleetSpec(models=(Pool(model="m", prefill="reader", replicas=2), prefill))
+    prefill = ReplicaPool(model="m", name="reader")
+    spec = FleetSpec(models=(ReplicaPool(model="m", prefill="reader", replicas=2), prefill))
     manager, clock = make(spec, cluster, router)
     play(manager, cluster, clock)
     (reader,) = [name for name in cluster.ready if name.startswith("reader/")]

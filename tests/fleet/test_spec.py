@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from twostroke.core.errors import ModelFormatError, UsageError
-from twostroke.fleet.cluster.spec import Pool, flags, read_spec
+from twostroke.fleet.cluster.spec import ReplicaPool, flags, read_spec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +33,7 @@ models:
 _PAIR = "models:\n- model: a\n  prefill: {}\n- model: a\n  name: prefill\n  {}"
 
 
-def read(tmp_path: Path, text: str) -> Pool:
+def read(tmp_path: Path, text: str) -> ReplicaPool:
     path = tmp_path / "fleet.yaml"
     path.write_text(text)
     return read_spec(path)[0].models[0]
@@ -70,7 +70,7 @@ def test_pools_that_read_prompts_need_ports_of_their_own(tmp_path: Path) -> None
 
 def test_options_override_the_threads() -> None:
     words = ("serve", "a", "--threads", "4", "--name", "a")
-    assert Pool(model="a", options={"threads": 4}).arguments == words
+    assert ReplicaPool(model="a", options={"threads": 4}).arguments == words
     assert flags({"a": False}) == ()
 
 
@@ -84,10 +84,10 @@ def test_options_override_the_threads() -> None:
     ],
 )
 def test_a_replica_is_served_by_the_name_that_its_work_is_asked_by(model: str, label: str) -> None:
-    pool = Pool(model=model)
+    pool = ReplicaPool(model=model)
     assert pool.label == label
     assert pool.arguments[-2:] == ("--name", label)
-    several = Pool(model=model, options={"models": "b"})
+    several = ReplicaPool(model=model, options={"models": "b"})
     assert "--name" not in several.arguments, "servers of several models take no name"
 
 
@@ -146,10 +146,10 @@ def test_a_pool_that_reads_prompts_has_a_port_for_each_replica(tmp_path: Path) -
 
 
 def test_what_a_replica_cannot_take_up_is_another_version() -> None:
-    pool = Pool(model="a")
-    assert pool.version == Pool(model="a", max_replicas=4).version
-    assert pool.version != Pool(model="a", peer_port=7900).version
-    assert pool.version != Pool(model="a", options={"context-length": 512}).version
+    pool = ReplicaPool(model="a")
+    assert pool.version == ReplicaPool(model="a", max_replicas=4).version
+    assert pool.version != ReplicaPool(model="a", peer_port=7900).version
+    assert pool.version != ReplicaPool(model="a", options={"context-length": 512}).version
 
 
 def test_a_file_that_is_not_there_is_named_first(

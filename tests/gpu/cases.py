@@ -24,14 +24,14 @@ from twostroke.backends.gpu.kernels import (
     sampler,
     take_packed,
 )
-from twostroke.backends.gpu.kernels.packed import Packed
+from twostroke.backends.gpu.kernels.packed import PackedMatrix
 from twostroke.backends.gpu.kernels.parts import Parts
-from twostroke.backends.gpu.kernels.routing import Choice
+from twostroke.backends.gpu.kernels.routing import ExpertSelection
 from twostroke.backends.gpu.launch import listing
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.lowered import route_ints
 from twostroke.backends.gpu.mixtures import ExpertWeights, Values
-from twostroke.backends.gpu.plan import Plan
+from twostroke.backends.gpu.plan import GpuPlan
 from twostroke.backends.gpu.stored import layout_of
 from twostroke.core.frozen import Frozen
 from twostroke.model.families import build_program
@@ -67,7 +67,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _packed(fmt: Format, width: int = WIDTH, depth: int = DEPTH, count: int = 1) -> Packed:
+def _packed(fmt: Format, width: int = WIDTH, depth: int = DEPTH, count: int = 1) -> PackedMatrix:
     layout = layout_of(fmt, depth)
     assert layout is not None
     tiles, blocks = width // 64, -(-depth // 256)
@@ -84,7 +84,7 @@ def _packed(fmt: Format, width: int = WIDTH, depth: int = DEPTH, count: int = 1)
         offsets = _empty(count, blocks, 1, width, dtype=torch.float32)
     elif layout.offset:
         offsets = _empty(count, blocks, 128 // layout.group, width)
-    return Packed(layout, width, depth, codes, scales, high.get(layout.bits), offsets)
+    return PackedMatrix(layout, width, depth, codes, scales, high.get(layout.bits), offsets)
 
 
 def packed_product(fmt: Format, rows: int, architecture: int, *, depth: int = DEPTH) -> Case:
@@ -160,7 +160,7 @@ def experts(fmt: Format, rows: int, architecture: int, *, same_tokens: bool = Fa
     count, used, width, ffn = 128, 8, 2048, 768
     op = MixtureOfExperts("y", "x", "s", (Expert("g", "u", "d"),) * count, width, ffn, used, True)
 
-    def stack(outputs: int, inputs: int) -> Packed | torch.Tensor:
+    def stack(outputs: int, inputs: int) -> PackedMatrix | torch.Tensor:
         if fmt.name == "BF16":
             return _empty(count, outputs, inputs, dtype=torch.bfloat16)
         return _packed(fmt, outputs, inputs, count)
@@ -170,7 +170,7 @@ def experts(fmt: Format, rows: int, architecture: int, *, same_tokens: bool = Fa
     values = Values(
         _empty(rows, width, dtype=gpu.element),
         (Parts(_empty(rows, count, dtype=torch.float32), count, count), None),
-        Choice(normalize=True),
+        ExpertSelection(normalize=True),
         _empty(rows * route_ints(used)),
         Parts(_empty(pairs, 2 * ffn, dtype=dtype), 2 * ffn, 2 * ffn),
         _empty(pairs, ffn, dtype=gpu.element),
@@ -198,17 +198,17 @@ def paged(kv_format: str, step: str, architecture: int) -> Case:
     program = Program("layer", (ExternalInput("x", heads * dim), op), 1000, 4096)
     pages = DevicePages(gpu, program, 256, 16, kv_format)
     shape, frame = pages.heads(op, 256, 1), _empty(1 << 16)
-    turn = rope.Turn(_empty(4096, 2, dim // 2, dtype=torch.float32), dim // 2, False)
+    turn = rope.Rotation(_empty(4096, 2, dim // 2, dtype=torch.float32), dim // 2, False)
     parts = Parts(_empty(rows, heads * 2 * dim, dtype=torch.float32), heads * dim, heads * dim)
-    source = rope.Source(parts)
+    source = rope.HeadSource(parts)
     q = _empty(rows, heads * dim, dtype=gpu.element)
-    places = rope.Places(*(_empty(rows + 3) for _ in range(5)))
+    places = rope.SlotMapping(*(_empty(rows + 3) for _ in range(5)))
     given = (source, source, source), (turn, turn), shape, pages.memory
     is_even = kv_format == "int8"
     balance = _empty(3, kv_heads * dim, dtype=torch.float32) if is_even else None
     rope.launch(gpu, _empty(4), rows, places, *given, q, balance)
     floats = [_empty(1 << 20, dtype=torch.float32) for _ in range(2)]
-    work = attention.Work(frame, frame, _empty(1 << 16), floats[0], floats[1])
+    work = attention.AttentionItems(frame, frame, _empty(1 << 16), floats[0], floats[1])
     block = attention.small_block(4) if step == "decode" else attention.large_block(4, dim)
     attention.launch(gpu, work, 8, block, q, pages.memory, q, shape)
     return Case(launches)
@@ -234,7 +234,7 @@ class _Weights:
         self.matrices = {
             name: _empty(*shape, dtype=gpu.element) for name, shape in self._shapes.items()
         }
-        self.packed: dict[str, Packed] = {}
+        self.packed: dict[str, PackedMatrix] = {}
         self.shapes: dict[str, Any] = {}
         self.balances: dict[int, torch.Tensor] = {}
         self.heads = {
@@ -280,7 +280,9 @@ def step(model: str, name: str, architecture: int) -> Case:
         program = build_program(MODELS[model])
         pages = DevicePages(gpu, program, 64, 16, "f16")
         tables = _empty(rows, len(program.cache_groups), 516)
-        plan = Plan(gpu, lower(program), cast("Any", _Weights(gpu, program)), pages, tables, rows)
+        plan = GpuPlan(
+            gpu, lower(program), cast("Any", _Weights(gpu, program)), pages, tables, rows
+        )
         plan.launch(rows)
         plan.launch_logits(0, min(rows, 64))
         new = {}

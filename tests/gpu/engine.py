@@ -26,7 +26,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 from support.programs import PROGRAMS, random_tensors
 from twostroke.backends.gpu.backend import GpuBackend
-from twostroke.backends.gpu.device import Device
+from twostroke.backends.gpu.device import GpuDevice
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan
@@ -189,7 +189,7 @@ def weights(program: Program, fmt: str) -> dict[str, QuantTensor]:
 
 def run(program: Program, fmt: str, kv_format: str, driver: Driver) -> bool:
     """Do all that an engine does; return whether its launches overlap."""
-    device, tensors = Device("none", CUDA, driver.architecture, 132), weights(program, fmt)
+    device, tensors = GpuDevice("none", CUDA, driver.architecture, 132), weights(program, fmt)
     backend = GpuBackend(program, tensors, 64, 16, device, max_rows=640, kv_format=kv_format)
     for number, count in enumerate((1, 30, 200, 600)):
         request = Request("a", [7] * count, count, _OPTIONS[number % 2], seed=1)
@@ -224,7 +224,7 @@ def check_tape(backend: GpuBackend, driver: Driver, request: Request) -> None:
 
 def microseconds(program: Program, architecture: int) -> dict[str, float]:
     """Return what a launch of a large step takes, if the driver takes nothing."""
-    device = Device("none", CUDA, architecture, 132)
+    device = GpuDevice("none", CUDA, architecture, 132)
     with OnNoGpu():
         backend = GpuBackend(program, weights(program, "Q8_0"), 64, 16, device, max_rows=640)
         tape = backend._graphs._kept[640]

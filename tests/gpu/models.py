@@ -8,10 +8,10 @@ from msgspec.structs import replace
 
 from twostroke.model.families import ModelSpec, RopeSpec
 from twostroke.model.families.spec import (
-    BorrowingSpec,
     ExpertSpec,
     LatentSpec,
     RoutingSpec,
+    SharedKvSpec,
     WindowSpec,
 )
 from twostroke.model.program import Activation
@@ -66,7 +66,7 @@ MODELS: Final = {
             num_kv_heads=2,
             head_dim=256,
         ),
-        borrowing=BorrowingSpec(2, 20_480),
+        borrowing=SharedKvSpec(2, 20_480),
         layer_inputs=256,
         layer_factors=True,
         norms_values=True,

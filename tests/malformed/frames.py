@@ -23,10 +23,10 @@ from twostroke.core.errors import OverloadedError, TwostrokeError
 from twostroke.core.request import NO_HINTS, FinishReason
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.transport.frames import Frames, WireError
-from twostroke.engine.health import Progress
+from twostroke.engine.health import StepProgress
 from twostroke.engine.output import Output, Usage
 from twostroke.engine.process import messages as wire
-from twostroke.engine.process.main import Desk, Wire
+from twostroke.engine.process.main import RequestHandler, Wire
 from twostroke.engine.process.remote import RemoteEngine
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ _INTEGERS += (-(2**31), -(2**63))
 PARAMS = SamplingParams(max_tokens=3, temperature=0, logit_bias={3: 1.0}, stop=["a"], seed=1)
 REQUESTS: list[wire.Request] = [
     wire.Generate(1, [[1, 2], [3]], PARAMS, ANYONE, NO_HINTS),
-    wire.Embed(2, [[1, 2]], EmbeddingParams(), ANYONE),
+    wire.EmbedTexts(2, [[1, 2]], EmbeddingParams(), ANYONE),
     wire.Cancel(1),
     wire.Compile(3, Constraint("regex", "a+", "guided_regex")),
-    wire.Read(4, [(10, 0), (60, 5)]),
+    wire.GetStatus(4, [(10, 0), (60, 5)]),
     wire.Flush(),
 ]
 END = Output(0, "x", (4,), finish_reason=FinishReason.STOP, usage=Usage(1, 0, 1))
@@ -118,7 +118,7 @@ class _Link(Wire):
 
 
 class EngineEnd:
-    """The engine's end: a `Desk` for each frame, over one engine."""
+    """The engine's end: a `RequestHandler` for each frame, over one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -131,7 +131,7 @@ class EngineEnd:
         """
         ours, theirs = socket.socketpair()
         link = _Link(theirs)
-        desk = Desk(self._engine, link)
+        desk = RequestHandler(self._engine, link)
         began_s = time.monotonic()
         try:
             ours.sendall(frame + wire.pack(wire.Close()))
@@ -153,7 +153,7 @@ class EngineEnd:
             assert time.monotonic() - began_s < _MOST_S, f"took long: {frame[:80]!r}"
 
 
-def answers(ready: wire.Ready, ids: tuple[int, int, int]) -> list[wire.Answer]:
+def answers(ready: wire.EngineReady, ids: tuple[int, int, int]) -> list[wire.Answer]:
     """Return what an engine may say to what was asked for with these ids."""
     generated, compiled, read = ids
     error = OverloadedError("full")
@@ -161,23 +161,23 @@ def answers(ready: wire.Ready, ids: tuple[int, int, int]) -> list[wire.Answer]:
         wire.Loading(1, 2),
         wire.Log("twostroke.serve", 10, "text"),
         ready,
-        wire.Failed(error),
+        wire.EngineFailed(error),
         wire.Accepted(generated),
         wire.Accepted(generated, error),
-        wire.Began([generated, compiled]),
-        wire.Said([(generated, Output(0, "h", (5,))), (generated, END)]),
+        wire.RequestsStarted([generated, compiled]),
+        wire.OutputBatch([(generated, Output(0, "h", (5,))), (generated, END)]),
         wire.Compiled(compiled, ("a",)),
         wire.Compiled(compiled, (), error),
-        wire.State(read, ready.reading),
-        wire.Pulse(Progress(3, 0.0)),
+        wire.StatusReply(read, ready.reading),
+        wire.Heartbeat(StepProgress(3, 0.0)),
     ]
 
 
 class ServerEnd:
     """The server's end: a `RemoteEngine` for each frame, with a request of each kind open."""
 
-    def __init__(self, model: str, card: Any, ready: wire.Ready) -> None:
-        self._load = wire.Load(wire.VERSION, model, options(), "critical")
+    def __init__(self, model: str, card: Any, ready: wire.EngineReady) -> None:
+        self._load = wire.LoadModel(wire.VERSION, model, options(), "critical")
         self._card, self._ready = card, ready
         self.errors: list[str] = []
 

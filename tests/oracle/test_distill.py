@@ -85,14 +85,14 @@ def test_layers_that_do_nothing_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2"])
 def test_what_stands_before_a_layer_need_not_be_computed_again(tmp_path: Path, family: str) -> None:
     from twostroke.backends.torch import TorchModel
-    from twostroke.lab.train.shorten import _Cut
+    from twostroke.lab.train.shorten import _ShortenedModel
 
     loaded = load(str(write_tiny_gguf(tmp_path / "whole.gguf", tiny_of(family, num_layers=4))))
     model = TorchModel(build_program(loaded.spec), loaded.tensors)
     texts = [[5, 9, 3, 7] * 4, [8, 2, 6]]
-    states = _Cut(model, loaded.spec, texts, [0, 1, 3]).states()
+    states = _ShortenedModel(model, loaded.spec, texts, [0, 1, 3]).states()
     for at, rest in enumerate(([1, 3], [0, 3], [0, 1])):
-        cut = _Cut(model, loaded.spec, texts, rest)
+        cut = _ShortenedModel(model, loaded.spec, texts, rest)
         whole, later = cut.log_probabilities(), cut.log_probabilities(at, states[at])
         assert np.allclose(whole.numpy(), later.numpy(), atol=1e-5)
 

@@ -127,7 +127,7 @@ def test_unrolled_heads_are_what_the_engine_runs(model: Path, kind: str) -> None
     from twostroke.backends.reference import ReferenceBackend
     from twostroke.core.request import Request
     from twostroke.core.step import Slice, StepPlan
-    from twostroke.lab.train.unroll import Batch, unroll
+    from twostroke.lab.train.unroll import TrainingBatch, unroll
     from twostroke.model.families.heads import NUMBERS, TABLE, build_heads, heads_for, last_hidden
     from twostroke.model.quant import FORMATS, QuantTensor
     from twostroke.model.weights.heads import numbers_table
@@ -145,7 +145,7 @@ def test_unrolled_heads_are_what_the_engine_runs(model: Path, kind: str) -> None
     weights = {n: torch.from_numpy(tensors[n].dequantize()) for n in program.weight_shapes}
     tokens = rng.integers(0, 200, length)
     hidden = rng.standard_normal((length, loaded.spec.hidden_size)).astype(np.float32)
-    batch = Batch(
+    batch = TrainingBatch(
         torch.from_numpy(tokens)[None], torch.from_numpy(hidden)[None], torch.ones(1, length) > 0
     )
     unrolled = [logits for logits, _ in unroll(spec, program, weights, batch)]

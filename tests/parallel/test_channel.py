@@ -9,9 +9,15 @@ import time
 
 import pytest
 
-from twostroke.backends.parallel.rank_messages import Failed, Ready, pack, unpack
+from twostroke.backends.parallel.rank_messages import RankFailed, RankReady, pack, unpack
 from twostroke.core.errors import BackendError, PortInUseError
-from twostroke.core.transport.channel import Channel, ChannelClosedError, Kind, Listener, connect
+from twostroke.core.transport.channel import (
+    Channel,
+    ChannelClosedError,
+    Listener,
+    MessageType,
+    connect,
+)
 
 
 @pytest.fixture
@@ -25,7 +31,7 @@ def ends():
 def test_messages_of_any_size_arrive_in_order(ends):
     one, other = ends
     bodies = [b"", b"x", bytes(70_000), b"y" * 3_000_000]
-    sender = threading.Thread(target=lambda: [one.send(Kind.FRAME, body) for body in bodies])
+    sender = threading.Thread(target=lambda: [one.send(MessageType.FRAME, body) for body in bodies])
     sender.start()
     assert [other.receive(10).body for _ in bodies] == bodies
     sender.join()
@@ -34,21 +40,21 @@ def test_messages_of_any_size_arrive_in_order(ends):
 
 def test_a_closed_channel_is_noticed_by_who_reads_and_by_who_looks(ends):
     one, other = ends
-    one.send(Kind.READY)
+    one.send(MessageType.READY)
     one.close()
     assert other.is_cut()  # although a message is still unread
-    assert other.receive(1).kind is Kind.READY
+    assert other.receive(1).kind is MessageType.READY
     with pytest.raises(ChannelClosedError):
         other.receive(1)
     with pytest.raises(ChannelClosedError):
-        other.send(Kind.READY)
+        other.send(MessageType.READY)
 
 
 def test_heartbeats_to_a_rank_that_does_not_read_wait_for_nothing(ends):
     one, other = ends
     for _ in range(100_000):
         one.beat()
-    assert other.receive(1).kind is Kind.BEAT
+    assert other.receive(1).kind is MessageType.BEAT
 
 
 @pytest.mark.seeds(3)
@@ -73,7 +79,7 @@ def test_only_who_knows_the_secret_is_let_in(caplog):
                     connect("127.0.0.1", listener.port, b"another", 5)
                 one = connect("127.0.0.1", listener.port, b"secret", 5)
                 other = listener.accept(5)
-        one.send(Kind.HELLO, b"it is me")
+        one.send(MessageType.HELLO, b"it is me")
         assert other.receive(5).body == b"it is me"
         one.close()
         other.close()
@@ -88,10 +94,10 @@ def test_only_who_knows_the_secret_is_let_in(caplog):
 
 
 def test_bodies_are_checked():
-    assert unpack(pack(Ready(1, 2, 3)), Ready) == Ready(1, 2, 3)
+    assert unpack(pack(RankReady(1, 2, 3)), RankReady) == RankReady(1, 2, 3)
     for body in (b"", b"{}", b'{"reason": 1, "kind": "x"}', b"\xff"):
         with pytest.raises(BackendError, match="cannot be read"):
-            unpack(body, Failed)
+            unpack(body, RankFailed)
 
 
 def test_a_reader_gives_up_in_time(ends):

@@ -12,15 +12,15 @@ import pytest
 
 import namespaces
 from twostroke.backends.parallel import remote
-from twostroke.backends.parallel.launched import Launched, launched, unwise
+from twostroke.backends.parallel.launched import LauncherEnv, launched, unwise
 from twostroke.backends.parallel.links.link_type import KINDS
 from twostroke.backends.parallel.rank_messages import pack
-from twostroke.backends.parallel.remote import Arrival, RemoteRanks
+from twostroke.backends.parallel.remote import RankArrival, RemoteRanks
 from twostroke.backends.parallel.start import asked_of, place_among
 from twostroke.core import env
 from twostroke.core.errors import BackendError, RanksLostError, UsageError
 from twostroke.core.options import ParallelOptions
-from twostroke.core.transport.channel import Kind, connect
+from twostroke.core.transport.channel import MessageType, connect
 
 TIMEOUT_S = 120
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -43,14 +43,14 @@ def test_variables_of_launchers_are_read(monkeypatch):
     given(monkeypatch, SLURM_PROCID="0", SLURM_NTASKS="2")  # in a batch script, without srun
     assert launched() is None
     given(monkeypatch, SLURM_STEP_ID="0", SLURM_PROCID="1", MASTER_ADDR="10.0.0.1")
-    assert launched() == Launched(1, 2, "10.0.0.1", 29500)
+    assert launched() == LauncherEnv(1, 2, "10.0.0.1", 29500)
     monkeypatch.delenv("MASTER_ADDR")
     given(monkeypatch, PMI_RANK="1", PMI_SIZE="2")
-    assert launched() == Launched(1, 2, None, 29500)
+    assert launched() == LauncherEnv(1, 2, None, 29500)
     given(monkeypatch, RANK="2", WORLD_SIZE="4", MASTER_ADDR="10.0.0.1", MASTER_PORT="123")
-    assert launched() == Launched(2, 4, "10.0.0.1", 123)
+    assert launched() == LauncherEnv(2, 4, "10.0.0.1", 123)
     given(monkeypatch, TORCHELASTIC_RUN_ID="x")  # torchrun has taken that port
-    assert launched() == Launched(2, 4, "10.0.0.1", 124)
+    assert launched() == LauncherEnv(2, 4, "10.0.0.1", 124)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_rank_that_was_asked_for_something_else_is_reported(caplog):
     for other, reports in ((asked, False), ("", False), ("qwen, pipeline 2", True)):
         ranks = RemoteRanks("127.0.0.1", 0, b"", 2, asked)
         with closing(ranks), closing(connect("127.0.0.1", ranks.port, b"", 5)) as channel:
-            channel.send(Kind.HELLO, pack(Arrival(1, 2, other)))
+            channel.send(MessageType.HELLO, pack(RankArrival(1, 2, other)))
             ranks(1).kill()
         said = "Rank 1 was started with 'qwen, pipeline 2', but follows rank 0, which has 'smollm2,"
         assert (said in caplog.text) == reports
@@ -114,7 +114,7 @@ def test_a_stray_rank_ends_the_others_only_before_they_run(caplog):
 
         def come(num_ranks):
             channel = connect("127.0.0.1", ranks.port, b"", 5)
-            channel.send(Kind.HELLO, pack(Arrival(1, num_ranks)))
+            channel.send(MessageType.HELLO, pack(RankArrival(1, num_ranks)))
             return channel
 
         with closing(come(3)), pytest.raises(BackendError, match="came as rank 1 of 3"):

@@ -10,17 +10,17 @@ import pytest
 
 from twostroke.backends.parallel import ranks as module
 from twostroke.backends.parallel.rank_messages import (
-    Beat,
-    Failed,
-    Hello,
-    Ready,
+    RankFailed,
+    RankHeartbeat,
+    RankHello,
+    RankReady,
     Reset,
     pack,
     version,
 )
 from twostroke.backends.parallel.ranks import BEAT_S, Ranks
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
-from twostroke.core.transport.channel import Channel, ChannelClosedError, Kind
+from twostroke.core.transport.channel import Channel, ChannelClosedError, MessageType
 
 
 class FakeRank:
@@ -32,9 +32,9 @@ class FakeRank:
         self.beats, self.killed, self.received = True, False, []
         self.waits, self.progress = False, 0
         self.ends_after_s = 0.0
-        self.own.send(Kind.HELLO, pack(Hello(rank, number, "here", 1, 10**9, 1)))
+        self.own.send(MessageType.HELLO, pack(RankHello(rank, number, "here", 1, 10**9, 1)))
         if loads:
-            self.own.send(Kind.READY, pack(Ready(1, 2, 3)))
+            self.own.send(MessageType.READY, pack(RankReady(1, 2, 3)))
         self.thread = threading.Thread(target=self.live, daemon=True)
         self.thread.start()
 
@@ -42,12 +42,14 @@ class FakeRank:
         try:
             while True:
                 if self.beats:
-                    self.own.beat(pack(Beat(self.waits, self.progress)))
+                    self.own.beat(pack(RankHeartbeat(self.waits, self.progress)))
                 if message := self.own.receive(BEAT_S / 4):
                     self.received.append(message.kind)
-                    if message.kind is Kind.RESET and self.beats:
-                        self.own.send(Kind.FAILED, pack(Failed("", "RanksLostError", lost=True)))
-                        self.own.send(Kind.READY, pack(Ready(1, 2, 3)))
+                    if message.kind is MessageType.RESET and self.beats:
+                        self.own.send(
+                            MessageType.FAILED, pack(RankFailed("", "RanksLostError", lost=True))
+                        )
+                        self.own.send(MessageType.READY, pack(RankReady(1, 2, 3)))
         except ChannelClosedError:
             self.own.close()
 
@@ -108,7 +110,7 @@ def test_ranks_that_live_are_left_alone(group):
     time.sleep(1.2)
     assert not group.ranks.lost
     assert not group.aborted.is_set()
-    assert Kind.BEAT in group.started[0].received
+    assert MessageType.BEAT in group.started[0].received
 
 
 @pytest.mark.parametrize("how", ["dead", "frozen"])
@@ -123,7 +125,7 @@ def test_a_lost_rank_is_noticed_and_started_again(group, how):
     assert isinstance(error, RanksLostError)
     assert str(error).startswith("Rank 2 ")
     with pytest.raises(RanksLostError):
-        group.ranks.send(Kind.FRAME)
+        group.ranks.send(MessageType.FRAME)
     assert group.started[1].killed
     assert group.ranks.restart() == [2]
     group.ranks.reset(Reset(""), {2})
@@ -160,8 +162,12 @@ def test_a_link_that_moves_nothing_is_given_up_only_if_all_wait(group):
 
 def test_a_failure_is_told_with_its_rank_and_kind(group):
     group.ranks.wait_until_ready()
-    group.started[1].own.send(Kind.FAILED, pack(Failed("for us", "RanksLostError", lost=True)))
-    group.started[0].own.send(Kind.FAILED, pack(Failed("No memory.", "MemoryLimitError")))
+    group.started[1].own.send(
+        MessageType.FAILED, pack(RankFailed("for us", "RanksLostError", lost=True))
+    )
+    group.started[0].own.send(
+        MessageType.FAILED, pack(RankFailed("No memory.", "MemoryLimitError"))
+    )
     error = group.ranks.cause(5)
     assert isinstance(error, MemoryLimitError)
     assert str(error) == "Rank 1: No memory."
@@ -174,7 +180,7 @@ def test_a_failure_is_told_with_its_rank_and_kind(group):
 def test_a_rank_that_cannot_load_says_why_before_it_ends(group):
     group.ranks.wait_until_ready()
     group.ranks.reset(Reset(""), {1})
-    group.started[0].own.send(Kind.FAILED, pack(Failed("Another file.", "BackendError")))
+    group.started[0].own.send(MessageType.FAILED, pack(RankFailed("Another file.", "BackendError")))
     group.started[0].own.cut()
     wait_until(lambda: group.ranks.lost)
     with pytest.raises(BackendError, match=r"Rank 1: Another file\."):
@@ -184,7 +190,7 @@ def test_a_rank_that_cannot_load_says_why_before_it_ends(group):
 def test_why_a_rank_that_ended_could_not_load_is_the_cause(group):
     group.ranks.wait_until_ready()
     group.ranks.reset(Reset(""), {1})
-    group.started[0].own.send(Kind.FAILED, pack(Failed("Another file.", "BackendError")))
+    group.started[0].own.send(MessageType.FAILED, pack(RankFailed("Another file.", "BackendError")))
     group.started[0].own.cut()
     wait_until(lambda: group.ranks.lost)
     assert str(group.ranks.cause(5)) == "Rank 1: Another file."
@@ -221,7 +227,7 @@ def test_what_a_replaced_rank_did_is_no_fault_of_the_new_one(group):
 
 def test_a_rank_that_was_ended_by_ctrl_c_is_not_waited_for(group):
     group.ranks.wait_until_ready()
-    group.started[1].own.send(Kind.LEAVE)
+    group.started[1].own.send(MessageType.LEAVE)
     wait_until(lambda: group.ranks.lost)
     with pytest.raises(BackendError, match=r"Rank 2 was ended by Ctrl-C\. It is not started again"):
         group.ranks.restart()

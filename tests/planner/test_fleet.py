@@ -13,7 +13,7 @@ from twostroke.lab.planner import find_device, planned_model
 from twostroke.lab.planner.fleet import make_fleet
 from twostroke.lab.planner.fleet_file import at_line, read_fleet
 from twostroke.lab.planner.planner import Planner
-from twostroke.lab.planner.replicas import Place, Replicas
+from twostroke.lab.planner.replicas import DeviceGroup, Replicas
 
 pytest.importorskip("highspy", reason="the extra [plan] is not installed")
 yaml = pytest.importorskip("yaml", reason="the extra [plan] is not installed")
@@ -100,7 +100,7 @@ def test_the_cheapest_fleet_is_that_of_a_count_by_hand(fleet):
     maker, rates, usd = Replicas(0, planner, 30, 0.8), [], []
     for name in kinds:
         device = find_device(name)
-        place = Place(device, 1, device.memory_bytes * 0.9, device.usd_per_hour, name)
+        place = DeviceGroup(device, 1, device.memory_bytes * 0.9, device.usd_per_hour, name)
         rates.append(max(each.requests_per_s for each in maker.on(place)))
         usd.append(device.usd_per_hour)
     counts = product(range(40), repeat=3)

@@ -9,7 +9,7 @@ import pytest
 
 from twostroke.lab.planner import find_device
 from twostroke.lab.planner.packing import Demand, Packer
-from twostroke.lab.planner.replicas import UNITS, Place, Replica
+from twostroke.lab.planner.replicas import UNITS, DeviceGroup, PlannedReplica
 
 pytest.importorskip("highspy", reason="the extra [plan] is not installed")
 
@@ -19,11 +19,11 @@ FAR = 1e4
 
 
 def place(usd):
-    return Place(find_device("L4"), 1, 100.0, usd, f"{usd} $")
+    return DeviceGroup(find_device("L4"), 1, 100.0, usd, f"{usd} $")
 
 
 def replica(model, share, memory, rate):
-    return Replica(model, "int8", 1, share, memory, rate, 0.1, 0.1, "load")
+    return PlannedReplica(model, "int8", 1, share, memory, rate, 0.1, 0.1, "load")
 
 
 def random_options(rng):

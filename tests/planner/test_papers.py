@@ -12,7 +12,7 @@ import pytest
 from support.configs import write_config
 from twostroke.core.errors import UsageError
 from twostroke.core.hardware import Hardware
-from twostroke.engine.counters import Stroke
+from twostroke.engine.counters import PhaseTotals
 from twostroke.lab.planner import Question, find_device, make_plan, planned_model
 from twostroke.lab.planner.planner import Planner
 from twostroke.lab.planner.roofline import kv_bytes
@@ -123,7 +123,7 @@ def test_bytes_of_a_token_are_those_that_gpt_fast_counts(model):
 
 def test_utilization_is_a_share_of_the_peak():
     """7B in fp16 at 100 tokens/s reads 1,400 GB/s; a chip that could do 100 does 20."""
-    second = Stroke(steps=100, rows=100, flops=20, bytes=int(100 * 14e9), time_s=1.0)
+    second = PhaseTotals(steps=100, rows=100, flops=20, bytes=int(100 * 14e9), time_s=1.0)
     for bandwidth, expected in ((2000e9, 0.70), (2039e9, 0.687)):
         hardware = Hardware("one", 1, 1, bandwidth, 100.0, "any", "a handbook")
         assert second.mbu(hardware) == pytest.approx(expected, abs=5e-4)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from support.configs import write_config
 from twostroke.lab.planner import Question, find_device, make_plan, planned_model
 from twostroke.lab.planner.planner import Planner
-from twostroke.lab.planner.replicas import UNITS, Place, Replicas
+from twostroke.lab.planner.replicas import UNITS, DeviceGroup, Replicas
 
 _MIXTURE = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 
@@ -30,7 +30,7 @@ def test_replicas_serve_what_a_plan_of_their_streams_does(model):
         Question(prompt=64, output=64, count=4, token_budget=2048),
     ):
         other = Planner(model, find_device("L4"), replace(asked, count=1))
-        place = Place(device, 4, device.memory_bytes * 4 * 0.9, 0.0, "")
+        place = DeviceGroup(device, 4, device.memory_bytes * 4 * 0.9, 0.0, "")
         replicas = Replicas(0, other, 1e9, 1.0).on(place)
         planner, plan = Planner(model, device, asked), make_plan(model, device, asked)
         whole = [one for one in replicas if one.share == UNITS]
@@ -55,7 +55,7 @@ def test_first_tokens_among_others_bound_the_streams(model):
     assert 1 < chosen.streams < 128
     assert chosen.ttft_s == planner.ttft_s(chosen.streams) <= limit_s
     assert planner.ttft_s(chosen.streams + 1) > limit_s
-    place = Place(device, 4, device.memory_bytes * 4 * 0.9, 0.0, "")
+    place = DeviceGroup(device, 4, device.memory_bytes * 4 * 0.9, 0.0, "")
     replicas = Replicas(0, Planner(model, device, asked), 1e9, 1.0).on(place)
     assert max(one.ttft_s for one in replicas) <= limit_s
     whole = [one for one in replicas if one.share == UNITS][-1]
@@ -64,7 +64,7 @@ def test_first_tokens_among_others_bound_the_streams(model):
 
 def test_a_twelfth_of_the_time_serves_a_twelfth_of_the_requests(model):
     device, asked = find_device("H100-SXM"), Question(count=4, token_budget=2048)
-    place = Place(device, 4, device.memory_bytes * 4 * 0.9, 0.0, "")
+    place = DeviceGroup(device, 4, device.memory_bytes * 4 * 0.9, 0.0, "")
     replicas = Replicas(0, Planner(model, device, asked), 1e9, 1.0).on(place)
     most = {share: [one for one in replicas if one.share == share][-1] for share in (2, UNITS)}
     assert most[2].streams == most[UNITS].streams

@@ -7,15 +7,15 @@ from itertools import product
 
 import pytest
 
-from twostroke.backends.activation_bits.allocate import Item, allocate
+from twostroke.backends.activation_bits.allocate import KnapsackItem, allocate
 
 
 @pytest.mark.seeds(20)
 def test_no_other_choice_within_the_budget_is_cheaper(seed: int):
     chance = random.Random(seed)
     parts = [
-        [Item(10 * (1 + chance.random()), 0.0)]
-        + [Item(10 * chance.random(), chance.randint(1, 50) / 100) for _ in range(2)]
+        [KnapsackItem(10 * (1 + chance.random()), 0.0)]
+        + [KnapsackItem(10 * chance.random(), chance.randint(1, 50) / 100) for _ in range(2)]
         for _ in range(5)
     ]
     chosen = allocate(parts, 1.0)
@@ -27,5 +27,5 @@ def test_no_other_choice_within_the_budget_is_cheaper(seed: int):
 
 
 def test_an_error_that_is_not_finite_is_never_taken():
-    items = [Item(2, 0.0), Item(1, float("nan")), Item(1, float("inf"))]
+    items = [KnapsackItem(2, 0.0), KnapsackItem(1, float("nan")), KnapsackItem(1, float("inf"))]
     assert allocate([items], 1.0) == [0]

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.programs import PROGRAMS
-from twostroke.core.draft_tree import ROOT, Branch
+from twostroke.core.draft_tree import ROOT, DraftBranch
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan
@@ -17,7 +17,7 @@ from twostroke.model.program import BatchShape
 from twostroke.model.program.cost import Cost, CostModel, StepCost
 from twostroke.model.program.kv_format import FLOAT16, CacheFormat, CacheLayer
 from twostroke.model.program.mesh import Mesh
-from twostroke.model.program.ops import BorrowingAttention, Expert, MixtureOfExperts
+from twostroke.model.program.ops import Expert, MixtureOfExperts, SharedKvAttention
 from twostroke.model.program.shard import shard
 
 ROPE = RopeSpec(base=10000.0, dim=128, interleaved=True)
@@ -90,8 +90,8 @@ def test_a_steps_cost_is_that_of_its_operations() -> None:
 def test_a_branch_reads_its_context_by_itself() -> None:
     request = Request("r", [1] * 21, 20, SamplingParams(), 0)
     branches = (
-        Branch(2, 0, 22, 1, ((7,),), 1, (0, 1), is_copied=True),
-        Branch(3, ROOT, 21, 1, ((8,),), 1, (0,), is_copied=True),
+        DraftBranch(2, 0, 22, 1, ((7,),), 1, (0, 1), is_copied=True),
+        DraftBranch(3, ROOT, 21, 1, ((8,),), 1, (0,), is_copied=True),
     )
     tree = Slice(request, 20, 1, True, (5, 6, 7, 8, 9), branches)
     batch = BatchShape.of(StepPlan((Slice(request, 0, 4, False), tree)))
@@ -144,7 +144,7 @@ def test_rows_that_draw_nothing_stop_after_the_last_store() -> None:
 def test_borrowing_layers_attend_for_rows_that_draw() -> None:
     program = PROGRAMS["borrowing"]
     model = CostModel(program, dict.fromkeys(program.weight_shapes, 100), stops_rows=True)
-    borrower = next(op for op in program.ops if isinstance(op, BorrowingAttention))
+    borrower = next(op for op in program.ops if isinstance(op, SharedKvAttention))
     assert borrower.output in program.late
     pairs = BatchShape((99,), (1,), 1).num_attended(borrower.window)
     found = model.operation(borrower, BatchShape((0,), (100,), 1)).flops

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from support.operations import NUM_IDS, OPS, input_width
-from twostroke.backends.reference.operations import PagedCache, StepState, apply
-from twostroke.backends.spans import Span
+from twostroke.backends.reference.operations import PagedCache, ReferenceStepState, apply
+from twostroke.backends.spans import RowSpan
 from twostroke.model.program import Program
-from twostroke.model.program.ops import BorrowingAttention, ExternalInput, TakeColumns
+from twostroke.model.program.ops import ExternalInput, SharedKvAttention, TakeColumns
 from twostroke.model.program.sharding import ColumnParts, Sharding
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ def run(op: LocalOp, inputs: Values, weights: Values, tokens: np.ndarray) -> np.
         "one", (*(ExternalInput(name, 1) for name in dict.fromkeys(op.inputs)), op), NUM_IDS, 64
     )
     rows = np.arange(len(tokens))
-    span = Span(slice(0, len(tokens)), 0, np.zeros((1, 1), np.int64))
+    span = RowSpan(slice(0, len(tokens)), 0, np.zeros((1, 1), np.int64))
     cache = PagedCache(program, 1, NUM_ROWS)
-    state = StepState(tokens, rows, (span,), rows, weights, cache)
+    state = ReferenceStepState(tokens, rows, (span,), rows, weights, cache)
     return apply(op, inputs, state)
 
 
@@ -62,7 +62,7 @@ def test_parts_together_compute_what_the_whole_does() -> None:
     rng = np.random.default_rng(0)
     for op in OPS:
         # What a layer stores and others read: see the tests of whole Programs.
-        if isinstance(op, ExternalInput | TakeColumns | BorrowingAttention):
+        if isinstance(op, ExternalInput | TakeColumns | SharedKvAttention):
             continue
         inputs = {name: random_floats(rng, NUM_ROWS, input_width(op, name)) for name in op.inputs}
         weights = {weight.name: random_floats(rng, *weight.shape) for weight in op.weights}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.tiny import FAMILIES, tiny_of, write_tiny_folder
-from twostroke.engine.kv_offload.tier import PageKind
+from twostroke.engine.kv_offload.tier import KvCacheSpec
 from twostroke.model.families import build_program
 from twostroke.model.load import load
 from twostroke.model.program.kv_groups import PageGroups
@@ -61,7 +61,7 @@ def test_stored_form_of_a_program_does_not_change(tmp_path: Path, family: str) -
 
 def test_names_of_stored_pages_do_not_change() -> None:
     groups = PageGroups(page_size=16, windows=(None, 4))
-    kind = PageKind(
+    kind = KvCacheSpec(
         model="m",
         kv_format="f16",
         page_bytes=4096,

@@ -14,7 +14,12 @@ from twostroke.server.auth.usage import Owner
 from twostroke.server.batch import batch as batches
 from twostroke.server.batch import files
 from twostroke.server.batch.batch import Batch
-from twostroke.server.generation.response_store import Journal, Kept, Store, Tenant
+from twostroke.server.generation.response_store import (
+    Journal,
+    ResponseStore,
+    StoredResponse,
+    Tenant,
+)
 from twostroke.server.storage import Records, beside
 from twostroke.server.storage.row_digests import COLUMNS, damaged_rows, is_intact_in_sql, row_digest
 from twostroke.server.storage.schema import MIGRATIONS
@@ -28,10 +33,10 @@ _BEFORE = next(number for number, one in enumerate(MIGRATIONS) if "row_digest" i
 def fill(folder: Path) -> None:
     """Write a row into each table, as the product does; the text has the word 'word'."""
     with closing(Records(folder)) as records:
-        store = Store(9, 1 << 20, Journal(records))
+        store = ResponseStore(9, 1 << 20, Journal(records))
         tenant = Tenant("word", store)
-        tenant.put(Kept("word", b'["word"]', b'"word"', ("word",)))
-        tenant.put(Kept("next", b'["word"]', b'"word"', ("x",), tenant.find("word")))
+        tenant.put(StoredResponse("word", b'["word"]', b'"word"', ("word",)))
+        tenant.put(StoredResponse("next", b'["word"]', b'"word"', ("x",), tenant.find("word")))
 
         def write(db: sqlite3.Connection) -> None:
             body = files.new_file("word", 7, "word", "word", expires_after_s=9**9)

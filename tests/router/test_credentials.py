@@ -11,7 +11,7 @@ from support.replicas import FakeReplica, Loop, live_router
 from support.servers import LiveServer, live_server, wait_for
 from twostroke.core.errors import UsageError
 from twostroke.fleet.router.options import RouteOptions
-from twostroke.fleet.router.replica_registry import Fleet, State
+from twostroke.fleet.router.replica_registry import ReplicaRegistry, ReplicaState
 from twostroke.fleet.router.upstream import Address
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.options import ServeOptions
@@ -212,10 +212,10 @@ def test_each_model_of_several_must_be_computed_alike(fakes: Loop) -> None:
 
 def test_what_a_replica_stores_is_found_when_it_is_listed_again() -> None:
     address = Address.of("http://127.0.0.1:1")
-    fleet = Fleet(RouteOptions(replicas=(address.url,)))
+    fleet = ReplicaRegistry(RouteOptions(replicas=(address.url,)))
     before = fleet.add(address)
     fleet.store("resp_1", before)
-    fleet.set(before, State.DOWN)
+    fleet.set(before, ReplicaState.DOWN)
     fleet.drop(before)
     assert fleet.storing("resp_1") is None
     after = fleet.add(address)

@@ -9,10 +9,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from twostroke.fleet.routing.dispatch import Asked, Dispatcher
-from twostroke.fleet.routing.hash_ring import Ring
-from twostroke.fleet.routing.policy import POLICIES, View, mix
-from twostroke.fleet.routing.prefix_tree import Known
+from twostroke.fleet.routing.dispatch import Dispatcher, RoutingKey
+from twostroke.fleet.routing.hash_ring import HashRing
+from twostroke.fleet.routing.policy import POLICIES, RoutingState, mix
+from twostroke.fleet.routing.prefix_tree import PrefixTree
 from twostroke.fleet.routing.prompt import block_keys, extent, read_prompt
 
 _SIZE = 10  # units of a block
@@ -35,7 +35,7 @@ class Fleet:
         self.dispatcher.pace_s = [1.0] * count
 
     def ask(self, *keys: int, tried=()):
-        asked = Asked(keys, _SIZE * len(keys), keys[0] if keys else 0)
+        asked = RoutingKey(keys, _SIZE * len(keys), keys[0] if keys else 0)
         return self.dispatcher.decide(asked, None, tried)
 
     def finish(self, ticket) -> None:
@@ -158,7 +158,9 @@ def test_shut_and_tried_replicas_get_nothing() -> None:
         fleet = Fleet(policy)
         fleet.dispatcher.open(1, is_open=False)
         among = np.array([True, True, True, False])
-        places = {fleet.dispatcher.decide(Asked((n,), 10, n), among, {0}).place for n in range(20)}
+        places = {
+            fleet.dispatcher.decide(RoutingKey((n,), 10, n), among, {0}).place for n in range(20)
+        }
         assert places == {2}
         assert fleet.ask(1, tried={0, 2, 3}) is None
 
@@ -173,7 +175,7 @@ def test_only_the_last_blocks_are_known() -> None:
 
 
 def test_two_choices_and_turns_use_all_replicas_and_avoid_the_busiest() -> None:
-    views = [View(n, np.array([1.0, 2.0, 3.0, 0.5]), np.zeros(4)) for n in range(4000)]
+    views = [RoutingState(n, np.array([1.0, 2.0, 3.0, 0.5]), np.zeros(4)) for n in range(4000)]
     turns = Counter(POLICIES["round-robin"](view) for view in views)
     assert turns == dict.fromkeys(range(4), 1000)
     chosen = Counter(POLICIES["two-choices"](view) for view in views)
@@ -182,7 +184,7 @@ def test_two_choices_and_turns_use_all_replicas_and_avoid_the_busiest() -> None:
 
 
 def test_homes_move_only_where_a_replica_leaves() -> None:
-    ring, wait_s = Ring(), np.zeros(50)
+    ring, wait_s = HashRing(), np.zeros(50)
     for place in range(50):
         ring.join(place, mix(place))
     before = [ring.homes(mix(n), wait_s) for n in range(5000)]
@@ -199,7 +201,7 @@ def test_homes_move_only_where_a_replica_leaves() -> None:
 
 
 def test_prompts_share_what_their_keys_share() -> None:
-    rng, known, texts, plain = random.Random(5), Known(10**6), [()], list[tuple[tuple, int]]()
+    rng, known, texts, plain = random.Random(5), PrefixTree(10**6), [()], list[tuple[tuple, int]]()
     known.begin_epoch(0)
     known.begin_epoch(1)
     for _ in range(800):
@@ -257,7 +259,7 @@ def test_a_models_name_that_is_remembered_is_short() -> None:
 def test_requests_to_fill_in_go_where_their_files_are() -> None:
     files = [{"filename": "a.py", "text": "x = 1\n" * 2000}]
 
-    def asked(prefix: str, files: list[dict[str, str]]) -> Asked:
+    def asked(prefix: str, files: list[dict[str, str]]) -> RoutingKey:
         body = {"input_suffix": "\n", "input_prefix": prefix, "input_extra": files}
         return read_prompt(json.dumps(body).encode(), b"").asked
 

@@ -10,9 +10,9 @@ import pytest
 from support.replicas import LOAD, Exchange, FakeReplica, Loop, live_router
 from support.servers import wait_for
 from twostroke.core.errors import UsageError
-from twostroke.fleet.router.health_checker import Watch
+from twostroke.fleet.router.health_checker import HealthChecker
 from twostroke.fleet.router.options import RouteOptions
-from twostroke.fleet.router.replica_registry import Fleet, State
+from twostroke.fleet.router.replica_registry import ReplicaRegistry, ReplicaState
 from twostroke.fleet.router.upstream import Address
 from twostroke.fleet.router.usage_meter import asking
 from twostroke.fleet.routing.prompt import read_prompt
@@ -84,7 +84,7 @@ def test_an_answer_that_cannot_be_read_does_not_end_the_watch(fakes: Loop, path:
         replica.said = {path: _DEEP}
         wait_for(lambda: replica.num_odd > 1)
         replica.said, replica.load, replica.health = {}, None, (200, {"status": "draining"})
-        wait_for(lambda: router.router.fleet.replicas[replica.url].state is State.DRAINING)
+        wait_for(lambda: router.router.fleet.replicas[replica.url].state is ReplicaState.DRAINING)
 
 
 def test_work_beyond_all_measure_is_not_counted(fakes: Loop) -> None:
@@ -109,7 +109,7 @@ def test_names_that_cannot_be_looked_up_are_refused_at_once(name: str) -> None:
     with pytest.raises(UsageError, match="must be a URL such as"):
         Address.of(f"http://{name}:80")
     with pytest.raises(UsageError, match="must be a DNS name and a port"):
-        Watch(Fleet(RouteOptions(discover=f"{name}:80")))
+        HealthChecker(ReplicaRegistry(RouteOptions(discover=f"{name}:80")))
 
 
 def test_a_url_with_a_slash_too_few_is_no_host_called_http() -> None:
@@ -126,9 +126,9 @@ def test_a_server_of_ours_is_known_where_another_one_was(fakes: Loop) -> None:
     replica = fakes.start(FakeReplica())
     with live_router(replica.url) as router:
         known = router.router.fleet.replicas[replica.url]
-        wait_for(lambda: known.is_foreign and known.state is State.READY)
+        wait_for(lambda: known.is_foreign and known.state is ReplicaState.READY)
         replica.health = (503, {})
-        wait_for(lambda: known.state is State.DOWN)
+        wait_for(lambda: known.state is ReplicaState.DOWN)
         replica.load = {"version": "9"}
         wait_for(lambda: known.facts.version == "9")
         assert not known.is_foreign

@@ -15,8 +15,8 @@ import httpx
 
 from support.replicas import Exchange, FakeReplica, Loop, live_router
 from support.servers import wait_for
-from twostroke.fleet.router.upstream import Address, Connection, Pool
-from twostroke.server.http.limits import Limits
+from twostroke.fleet.router.upstream import Address, ConnectionPool, UpstreamConnection
+from twostroke.server.http.limits import RequestLimits
 
 _CHAT = "/v1/chat/completions"
 _BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
@@ -60,7 +60,7 @@ def test_a_reader_that_never_reads_is_cut_off(fakes: Loop) -> None:
 
     replica.behaviour = much
     with (
-        live_router(replica.url, limits=Limits(reader_timeout_s=0.2)) as router,
+        live_router(replica.url, limits=RequestLimits(reader_timeout_s=0.2)) as router,
         socket.create_connection(("127.0.0.1", int(router.url.rpartition(":")[2]))) as client,
     ):
         head = f"POST {_CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -142,7 +142,10 @@ class Silent(asyncio.Transport):
 
 def test_a_sink_gets_only_what_nothing_else_is_before() -> None:
     async def play() -> list[bytes]:
-        connection, given = Connection(Pool(Address.of("http://a:1"))), list[bytes]()
+        connection, given = (
+            UpstreamConnection(ConnectionPool(Address.of("http://a:1"))),
+            list[bytes](),
+        )
         connection.connection_made(Silent())
         connection.send(b"GET")
         connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
@@ -178,7 +181,7 @@ def test_bodies_count_until_their_answers_begin(fakes: Loop) -> None:
             return answer.status_code
 
     replica.behaviour, long = answer, _BODY | {"user": "u" * 200_000}
-    limits = Limits(max_tenant_arriving_bytes=200_000)
+    limits = RequestLimits(max_tenant_arriving_bytes=200_000)
     with live_router(replica.url, limits=limits) as router, ThreadPoolExecutor() as pool:
         first = pool.submit(stream, router.url)
         wait_for(lambda: bool(replica.seen))

@@ -6,26 +6,26 @@ import re
 
 import pytest
 
-from twostroke.fleet.router.metrics import Metrics
+from twostroke.fleet.router.metrics import RouterMetrics
 from twostroke.fleet.router.options import RouteOptions
-from twostroke.fleet.router.replica_registry import Facts, Fleet, State
+from twostroke.fleet.router.replica_registry import ReplicaFacts, ReplicaRegistry, ReplicaState
 from twostroke.fleet.router.state import wanted
 from twostroke.fleet.router.upstream import Address
-from twostroke.fleet.routing.dispatch import Asked
+from twostroke.fleet.routing.dispatch import RoutingKey
 
 
-def _fleet(*models: str) -> Fleet:
+def _fleet(*models: str) -> ReplicaRegistry:
     """Return a fleet with a ready replica of each model, of which more are wanted above 2 s."""
-    fleet = Fleet(RouteOptions(replicas=("http://x",), busy_s=2.0, mixed=True))
+    fleet = ReplicaRegistry(RouteOptions(replicas=("http://x",), busy_s=2.0, mixed=True))
     for number, model in enumerate(models):
         replica = fleet.add(Address.of(f"http://r{number}:8000"))
-        fleet.learn(replica, Facts((model,), "1"))
-        fleet.set(replica, State.READY)
+        fleet.learn(replica, ReplicaFacts((model,), "1"))
+        fleet.set(replica, ReplicaState.READY)
     return fleet
 
 
-def _metric(fleet: Fleet) -> float:
-    text = Metrics(fleet).expose("")[0].decode()
+def _metric(fleet: ReplicaRegistry) -> float:
+    text = RouterMetrics(fleet).expose("")[0].decode()
     found = re.search(r"^twostroke_router_wanted_replicas (\S+)$", text, re.MULTILINE)
     assert found is not None
     return float(found[1])
@@ -46,17 +46,17 @@ def test_work_says_how_many_replicas_are_wanted(work_s: tuple[float, ...], count
     fleet = _fleet("m", "m", "m", "m")
     for place, seconds in enumerate(work_s):
         fleet.dispatcher.report(place, seconds, None)
-    assert fleet.dispatcher.decide(Asked((), 0, 0)) is not None
+    assert fleet.dispatcher.decide(RoutingKey((), 0, 0)) is not None
     assert _metric(fleet) == wanted(fleet) == wanted(fleet, "m") == count
 
 
 def test_requests_that_write_answers_keep_replicas() -> None:
     fleet = _fleet("m", "m", "m", "m")
     for _ in range(17):
-        assert fleet.dispatcher.decide(Asked((), 0, 0)) is not None
+        assert fleet.dispatcher.decide(RoutingKey((), 0, 0)) is not None
     assert wanted(fleet) == 3
     for _ in range(83):
-        assert fleet.dispatcher.decide(Asked((), 0, 0)) is not None
+        assert fleet.dispatcher.decide(RoutingKey((), 0, 0)) is not None
     assert wanted(fleet) == 4
 
 
@@ -75,7 +75,7 @@ def test_a_replica_that_says_its_work_is_believed() -> None:
     fleet = _fleet("m", "m")
     fleet.dispatcher.report(0, 9.0, None)
     fleet.at(0).work_s = 1.0
-    assert fleet.dispatcher.decide(Asked((), 0, 0)) is not None
+    assert fleet.dispatcher.decide(RoutingKey((), 0, 0)) is not None
     assert wanted(fleet) == 2
     fleet.at(0).work_s = 7.0
     assert wanted(fleet) == 4
@@ -84,5 +84,5 @@ def test_a_replica_that_says_its_work_is_believed() -> None:
 def test_a_replica_that_is_down_is_not_counted() -> None:
     fleet = _fleet("m", "m")
     fleet.dispatcher.report(0, 9.0, None)
-    fleet.set(fleet.at(0), State.DOWN, "It is gone.")
+    fleet.set(fleet.at(0), ReplicaState.DOWN, "It is gone.")
     assert wanted(fleet) == 1

@@ -17,7 +17,7 @@ from twostroke.backends.sampling.masks import allows_only, as_flags
 from twostroke.core.constraint import MAX_CONSTRAINT, NOTATIONS, Constraint
 from twostroke.core.draft_tree import ROOT, path_to
 from twostroke.core.errors import RequestError
-from twostroke.core.preface import Preface
+from twostroke.core.preface import ReasoningSection
 from twostroke.engine.structured_output.grammar import Grammars
 
 if TYPE_CHECKING:
@@ -335,21 +335,21 @@ def test_a_constraint_may_follow_a_preface(constraint: Constraint, good: str, ma
     tokenizer = byte_tokenizer(odd=(("<special>", 3), ("</special>", 3)))
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
 
-    def is_whole(text: str, preface: Preface) -> bool:
+    def is_whole(text: str, preface: ReasoningSection) -> bool:
         matcher = grammars.matcher(replace(constraint, preface=preface))
         tokens = [*tokenizer.encode(text, parse_special=True), tokenizer.find(END)]
         return matcher.count_allowed((), tokens) == len(tokens)
 
     for thought in ("", "hm", f"hm\n<{end[:-1]} ", good, f"{begin[:-1]}-"):
-        assert is_whole(f"{thought}{end}{good}", Preface("", end))
-        assert is_whole(f"{thought}{end}\n\n{good}", Preface("", end))
-        assert is_whole(f"{begin}{thought}{end}{good}", Preface(begin, end))
-        assert not is_whole(f"{thought}{end}{good}?", Preface("", end))
-        assert not is_whole(f"{thought}{end}\n\n\n{good}", Preface("", end))
-        assert not is_whole(f"{thought}{end}", Preface("", end))
-    assert is_whole(good, Preface(begin, end))
-    assert not is_whole(good, Preface("", end))
-    assert not is_whole(f"{begin}hm", Preface(begin, end))
+        assert is_whole(f"{thought}{end}{good}", ReasoningSection("", end))
+        assert is_whole(f"{thought}{end}\n\n{good}", ReasoningSection("", end))
+        assert is_whole(f"{begin}{thought}{end}{good}", ReasoningSection(begin, end))
+        assert not is_whole(f"{thought}{end}{good}?", ReasoningSection("", end))
+        assert not is_whole(f"{thought}{end}\n\n\n{good}", ReasoningSection("", end))
+        assert not is_whole(f"{thought}{end}", ReasoningSection("", end))
+    assert is_whole(good, ReasoningSection(begin, end))
+    assert not is_whole(good, ReasoningSection("", end))
+    assert not is_whole(f"{begin}hm", ReasoningSection(begin, end))
     assert grammars.known(constraint) is None
 
 

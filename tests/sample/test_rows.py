@@ -8,7 +8,7 @@ import numpy as np
 
 from support.sampling import make_request
 from twostroke.backends.sampling.rows import RESULT, RowTable, read_results
-from twostroke.core.draft_tree import ROOT, Branch
+from twostroke.core.draft_tree import ROOT, DraftBranch
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, TokenLogprobs
 
@@ -163,4 +163,4 @@ def test_rows_of_branches_see_their_own_path():
 
 def branch(first, parent):
     """A branch whose pages do not matter."""
-    return Branch(first, parent, 0, 0, ((0,),), 1, (), is_copied=False)
+    return DraftBranch(first, parent, 0, 0, ((0,),), 1, (), is_copied=False)

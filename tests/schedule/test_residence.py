@@ -14,8 +14,8 @@ from twostroke.server.models.residency import (
     FORSAKEN,
     PATIENCE,
     Decision,
-    Residence,
-    ResidentView,
+    ModelResidency,
+    ModelUse,
     decide,
 )
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LOAD_S = 1.0
 EQUAL = dict.fromkeys("abc", (1, LOAD_S))
-IN = Residence.IN
+IN = ModelResidency.IN
 
 
 def always_absent(stage: Stage) -> list[str]:
@@ -106,18 +106,18 @@ def test_two_busy_callers_on_memory_for_one_load_a_fifth_of_the_time() -> None:
 
 
 def test_a_busy_model_is_closed_and_goes_only_after_its_last_request() -> None:
-    busy = ResidentView("a", 1, 1.0, IN, used_s=100.0, num_running=2)
-    asked = ResidentView("b", 1, 1.0, asked_s=100.0 - PATIENCE)
+    busy = ModelUse("a", 1, 1.0, IN, used_s=100.0, num_running=2)
+    asked = ModelUse("b", 1, 1.0, asked_s=100.0 - PATIENCE)
     assert decide(100.0, 1, [busy, asked]) == Decision(close=("a",))
-    ended = ResidentView("a", 1, 1.0, IN, used_s=100.0, is_closed=True)
+    ended = ModelUse("a", 1, 1.0, IN, used_s=100.0, is_closed=True)
     assert decide(100.0, 1, [ended, asked]) == Decision(unload=("a",), close=("a",))
     assert decide(100.0, 1, [ended]) == Decision()  # who waited has left: it stays
 
 
 def test_times_before_a_model_may_be_taken() -> None:
     def goes(*, asked_s: float, used_s: float, loaded_s: float) -> bool:
-        there = ResidentView("a", 1, 1.0, IN, used_s=used_s, loaded_s=loaded_s)
-        return bool(decide(0.0, 1, [there, ResidentView("b", 1, 1.0, asked_s=asked_s)]).close)
+        there = ModelUse("a", 1, 1.0, IN, used_s=used_s, loaded_s=loaded_s)
+        return bool(decide(0.0, 1, [there, ModelUse("b", 1, 1.0, asked_s=asked_s)]).close)
 
     assert not goes(asked_s=-0.9, used_s=-2, loaded_s=-9)  # b has not waited long enough
     assert goes(asked_s=-1, used_s=-1, loaded_s=-2)  # a is not used
@@ -127,9 +127,9 @@ def test_times_before_a_model_may_be_taken() -> None:
 
 
 def test_a_later_model_does_not_take_memory_that_an_earlier_one_waits_for() -> None:
-    there = ResidentView("a", 2, 1.0, IN, used_s=10.0, loaded_s=9.5)
-    large = ResidentView("b", 3, 1.0, asked_s=10.0)
-    small = ResidentView("c", 1, 1.0, asked_s=10.1)
+    there = ModelUse("a", 2, 1.0, IN, used_s=10.0, loaded_s=9.5)
+    large = ModelUse("b", 3, 1.0, asked_s=10.0)
+    small = ModelUse("c", 1, 1.0, asked_s=10.1)
     assert decide(10.2, 3, [there, large, small]) == Decision()
     assert decide(10.2, 3, [there, small]) == Decision(load=("c",))
     assert decide(10.2, 4, [there, large, small]) == Decision()
@@ -137,30 +137,30 @@ def test_a_later_model_does_not_take_memory_that_an_earlier_one_waits_for() -> N
 
 
 def test_a_model_that_turned_out_larger_than_the_budget_loads_again_alone() -> None:
-    there, asked = ResidentView("a", 4, 1.0, IN), ResidentView("b", 12, 1.0, asked_s=0.0)
+    there, asked = ModelUse("a", 4, 1.0, IN), ModelUse("b", 12, 1.0, asked_s=0.0)
     assert decide(100.0, 10, [there, asked]) == Decision(unload=("a",), close=("a",))
     assert decide(100.0, 10, [asked]) == Decision(load=("b",))
-    loaded = ResidentView("b", 12, 1.0, IN)
-    other = ResidentView("a", 4, 1.0, asked_s=99.9)
+    loaded = ModelUse("b", 12, 1.0, IN)
+    other = ModelUse("a", 4, 1.0, asked_s=99.9)
     assert decide(100.0, 10, [loaded, other]) == Decision(unload=("b",), close=("b",))
-    assert decide(5.0, 10, [loaded, ResidentView("a", 4, 1.0, asked_s=4.9)]) == Decision()
+    assert decide(5.0, 10, [loaded, ModelUse("a", 4, 1.0, asked_s=4.9)]) == Decision()
 
 
 def test_the_least_worth_goes_first_and_an_idle_one_before_a_busy_one() -> None:
     common = {"num_bytes": 1, "load_s": 1.0, "state": IN}
-    asked = ResidentView("z", 1, 1.0, asked_s=0.0)
-    cheap = ResidentView("a", used_s=50.0, worth=1.0, **common)
-    dear = ResidentView("b", used_s=40.0, worth=2.0, **common)
-    busy = ResidentView("c", used_s=100.0, worth=0.5, num_running=1, **common)
+    asked = ModelUse("z", 1, 1.0, asked_s=0.0)
+    cheap = ModelUse("a", used_s=50.0, worth=1.0, **common)
+    dear = ModelUse("b", used_s=40.0, worth=2.0, **common)
+    busy = ModelUse("c", used_s=100.0, worth=0.5, num_running=1, **common)
     assert decide(100.0, 3, [busy, dear, cheap, asked]).close == ("a",)
     assert decide(100.0, 2, [busy, dear, asked]).close == ("b",)
 
 
 def test_a_model_leaves_after_its_time_without_requests() -> None:
-    view = ResidentView("a", 1, 1.0, IN, used_s=10.0, keep_s=5.0)
+    view = ModelUse("a", 1, 1.0, IN, used_s=10.0, keep_s=5.0)
     assert decide(14.9, 1, [view]) == Decision()
     assert decide(15.0, 1, [view]) == Decision(unload=("a",))
-    working = ResidentView("a", 1, 1.0, IN, used_s=10.0, keep_s=5.0, num_running=1)
+    working = ModelUse("a", 1, 1.0, IN, used_s=10.0, keep_s=5.0, num_running=1)
     assert decide(20.0, 1, [working]) == Decision()
 
 

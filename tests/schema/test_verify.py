@@ -15,7 +15,7 @@ from twostroke.engine.structured_output.schema import verify
 from twostroke.engine.structured_output.schema.spans import wrong_span
 from twostroke.engine.structured_output.schema.verify import (
     MAX_ANSWER,
-    Fault,
+    SchemaViolation,
     UncheckedError,
     Verifier,
 )
@@ -74,7 +74,7 @@ def test_right_answer_is_not_reported(verifier: Verifier, schema: Any, answer: s
 def test_place_is_that_of_the_keyword(verifier: Verifier):
     schema = {"properties": {"tags": {"items": {"maxLength": 1}}}}
     found = verifier.fault(json.dumps(schema), '{"tags": ["a", "bc"]}')
-    assert found == Fault("maxLength", "/properties/tags/items/maxLength", ("tags", 1))
+    assert found == SchemaViolation("maxLength", "/properties/tags/items/maxLength", ("tags", 1))
 
 
 @pytest.mark.parametrize("reference", ["http://127.0.0.1:{}/x", "https://127.0.0.1:{}/x#/a"])
@@ -116,7 +116,7 @@ def test_long_check_ends_and_lets_other_threads_run(verifier: Verifier):
         time.sleep(0.001)
         count += 1
     assert count > 10
-    assert found == [Fault("unknown")]  # the reason is what took too long
+    assert found == [SchemaViolation("unknown")]  # the reason is what took too long
     assert verifier.fault('{"type": "null"}', "null") is None  # by a new process
 
 
@@ -137,7 +137,7 @@ def test_hostile_schemas_end(verifier: Verifier):
         verifier.fault('{"maxLength": 1}', '"\\ud83d"')
     with pytest.raises(UncheckedError, match="characters"):
         verifier.fault("{}", f'"{"a" * MAX_ANSWER}"')
-    assert verifier.fault('{"type": "null"}', "1") == Fault("type", "/type")
+    assert verifier.fault('{"type": "null"}', "1") == SchemaViolation("type", "/type")
 
 
 def test_schema_can_be_checked_alone(verifier: Verifier):
@@ -162,7 +162,7 @@ def test_process_that_ended_or_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch
     assert first is not None
     first.kill()
     first.wait()
-    assert verifier.fault('{"type": "null"}', "1") == Fault("type", "/type")
+    assert verifier.fault('{"type": "null"}', "1") == SchemaViolation("type", "/type")
     assert first.stdin is not None
     assert first.stdout is not None
     assert first.stdin.closed

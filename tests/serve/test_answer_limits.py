@@ -20,9 +20,9 @@ from support.tiny import Tiny, infill_metadata
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.mismatch import parts
 from twostroke.fleet.router.paths import COMPUTED, FREE, READ
-from twostroke.fleet.routing.prompt import Prompt, read_prompt
+from twostroke.fleet.routing.prompt import RoutedPrompt, read_prompt
 from twostroke.server.body.decode import BodyDecoder
-from twostroke.server.generation.response_store import Store, Tenant
+from twostroke.server.generation.response_store import ResponseStore, Tenant
 from twostroke.server.http.answer_limits import ANSWER_FIELDS
 from twostroke.server.http.paths import ALIASES
 from twostroke.server.routes import DIALECTS
@@ -88,7 +88,7 @@ def replicas_count(path: str, body: bytes, *, is_llama_path: bool = False) -> in
     reader = (dialect.read_as_llama_server if is_llama_path else None) or dialect.read
     try:
         asked, _ = BodyDecoder(dialect.request, 64).decode(body)
-        job = reader(asked, Tenant("", Store(10, 100_000)))
+        job = reader(asked, Tenant("", ResponseStore(10, 100_000)))
     except TwostrokeError:
         return None
     limit = job.params.max_tokens
@@ -190,13 +190,13 @@ def test_a_server_writes_no_more_than_its_router_counts(
 ) -> None:
     """Random spellings go through a router; the answer's own count of tokens is compared."""
     counted: list[int] = []
-    count = Prompt.max_answer_tokens
+    count = RoutedPrompt.max_answer_tokens
 
-    def noted(self: Prompt, *args: Any, **options: Any) -> int:
+    def noted(self: RoutedPrompt, *args: Any, **options: Any) -> int:
         counted.append(count(self, *args, **options))
         return counted[-1]
 
-    monkeypatch.setattr(Prompt, "max_answer_tokens", noted)
+    monkeypatch.setattr(RoutedPrompt, "max_answer_tokens", noted)
     draw, written = random.Random(path), list[int]()
     with httpx.Client(base_url=router.url, timeout=60, trust_env=False) as http:
         for _ in range(24):

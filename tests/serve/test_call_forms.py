@@ -14,7 +14,7 @@ from support.byte_tokenizer import byte_tokenizer
 from support.servers import events
 from support.talkers import say, talker
 from twostroke.core.constraint import Constraint
-from twostroke.core.preface import Preface
+from twostroke.core.preface import ReasoningSection
 from twostroke.engine.chat.call_forms import FORMS
 from twostroke.engine.chat.tool_form import ToolForm
 from twostroke.engine.structured_output.grammar import Grammars
@@ -51,7 +51,7 @@ def form_of(
     *,
     parallel: bool,
     kind: int,
-    preface: Preface | None = None,
+    preface: ReasoningSection | None = None,
     answer: Constraint | None = None,
 ) -> ToolForm:
     form = FORMS[name]
@@ -145,7 +145,7 @@ def test_an_answer_is_calls_or_has_its_form(name: str, kind: int) -> None:
     if FORMS[name].is_bare:
         one, two = FORMS[name].mark + one, FORMS[name].mark + two
     wrong = written(name, ("weather", '{"city": "Bonn"}'))
-    for preface in (None, Preface("<think>", "</think>")):
+    for preface in (None, ReasoningSection("<think>", "</think>")):
         for notation, (text, good, bad) in ANSWERS.items():
             answer = Constraint(notation, text)
             asked = form_of(name, "auto", parallel=True, kind=kind, answer=answer, preface=preface)

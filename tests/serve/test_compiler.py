@@ -17,7 +17,7 @@ from twostroke.core.constraint import Constraint
 from twostroke.core.errors import OverloadedError, RequestError
 from twostroke.engine.structured_output import grammar
 from twostroke.engine.structured_output.grammar import Grammars
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.models.grammar_compiler import MAX_WAITING, Compiler
 from twostroke.server.options import ServeOptions
 
@@ -179,7 +179,7 @@ def test_turn_of_a_constraint_that_takes_too_long_ends(
         "properties": dict(zip(names, references, strict=True)),
         "required": names,
     }
-    options = ServeOptions(limits=Limits(compile_timeout_s=0.3))
+    options = ServeOptions(limits=RequestLimits(compile_timeout_s=0.3))
     with live_server(tmp_path, options=options) as server:
         grammars, events = server.client.grammars, list[str]()
         compile_ = grammars._compile

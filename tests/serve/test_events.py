@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.core.preface import Preface
+from twostroke.core.preface import ReasoningSection
 from twostroke.core.request import FinishReason
 from twostroke.core.step import TokenLogprobs
-from twostroke.engine.chat.reader import PLAIN, Reading
+from twostroke.engine.chat.reader import PLAIN, AnswerFormat
 from twostroke.engine.output import Output, Timings, Usage, join
 from twostroke.server.generation.events import (
     Added,
-    Began,
+    AnswerFinished,
     BlockKind,
+    BlockOpened,
+    ChoiceStarted,
     Closed,
     Ended,
     EventReader,
-    Finished,
-    Opened,
 )
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ANSWER = (
     '<think>the world</think>hello<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 )
-READING = Reading(functions=("f",), preface=Preface("<think>", "</think>"))
+READING = AnswerFormat(functions=("f",), preface=ReasoningSection("<think>", "</think>"))
 USAGE, TIMINGS = Usage(3, 0, 9), Timings(0.0, 0.0, 1.0, 2.0)
 
 
@@ -38,7 +38,7 @@ def outputs(server: LiveServer, text: str, reason: FinishReason) -> list[Output]
     return [*found, Output(0, "", (), finish_reason=reason, usage=USAGE, timings=TIMINGS)]
 
 
-def read(server: LiveServer, reading: Reading, answer: list[Output]) -> list[Event]:
+def read(server: LiveServer, reading: AnswerFormat, answer: list[Output]) -> list[Event]:
     reader = EventReader(reading, server.client.card.tokenizer, has_logprobs=True)
     return [*(event for output in answer for event in reader.read(output)), reader.finish(USAGE)]
 
@@ -56,11 +56,11 @@ def test_blocks_open_grow_and_close_in_order(shared_server: LiveServer) -> None:
         (BlockKind.TEXT, "", "hello", False),
         (BlockKind.CALL, "f", '{"a": 1}', False),
     ]
-    assert isinstance(events[0], Began)
+    assert isinstance(events[0], ChoiceStarted)
     open_ = None
     for event in events:
         match event:
-            case Opened():
+            case BlockOpened():
                 assert open_ is None
                 open_ = event.block
             case Added():
@@ -71,7 +71,7 @@ def test_blocks_open_grow_and_close_in_order(shared_server: LiveServer) -> None:
     *_, ended, finished = events
     assert isinstance(ended, Ended)
     assert ended.has_calls
-    assert isinstance(finished, Finished)
+    assert isinstance(finished, AnswerFinished)
 
 
 def test_a_whole_answer_has_the_blocks_of_its_stream(shared_server: LiveServer) -> None:

@@ -11,7 +11,12 @@ import pytest
 
 from support.servers import live_server, wait_for
 from twostroke.server.auth.keys import ApiKeys
-from twostroke.server.generation.response_store import Journal, Kept, Store, Tenant
+from twostroke.server.generation.response_store import (
+    Journal,
+    ResponseStore,
+    StoredResponse,
+    Tenant,
+)
 from twostroke.server.options import ServeOptions
 from twostroke.server.storage import Records, RecordsError
 
@@ -120,7 +125,7 @@ def test_full_disk_costs_no_answer_and_delays_a_deletion(
 
 
 def test_what_is_read_is_what_was_stored_after_any_operations(records: Records) -> None:
-    def shown(store: Store) -> Any:
+    def shown(store: ResponseStore) -> Any:
         return {
             tenant: [
                 (kept.id, kept.answer, [step.id for step in kept.conversation()])
@@ -131,9 +136,9 @@ def test_what_is_read_is_what_was_stored_after_any_operations(records: Records) 
 
     for seed in range(30):
         draw = random.Random(seed)
-        store = Store(8, 20_000, Journal(records))
+        store = ResponseStore(8, 20_000, Journal(records))
         asyncio.run(store.load())
-        drafts: list[tuple[Tenant, Kept]] = []
+        drafts: list[tuple[Tenant, StoredResponse]] = []
         for step in range(60):
             tenant = Tenant(draw.choice("ab"), store)
             known = list(tenant._shelf.answers.values())
@@ -144,7 +149,9 @@ def test_what_is_read_is_what_was_stored_after_any_operations(records: Records) 
                     previous = None if is_chat else draw.choice([None, *steps])
                     text = b'"%s"' % (b"x" * draw.randrange(3000))
                     id_ = f"{seed}-{step}" + "-chat" * is_chat
-                    drafts.append((tenant, Kept(id_, b"[]", text, (f"i{id_}",), previous)))
+                    drafts.append(
+                        (tenant, StoredResponse(id_, b"[]", text, (f"i{id_}",), previous))
+                    )
                     if draw.random() < 0.7:
                         owner, kept = drafts.pop(draw.randrange(len(drafts)))
                         owner.put(kept)
@@ -152,7 +159,7 @@ def test_what_is_read_is_what_was_stored_after_any_operations(records: Records) 
                     asyncio.run(tenant.forget(draw.choice(known).id))
                 case "replace" if chats := [kept for kept in known if "chat" in kept.id]:
                     tenant.replace(draw.choice(chats), b'"new"')
-        again = Store(8, 20_000, Journal(records))
+        again = ResponseStore(8, 20_000, Journal(records))
         asyncio.run(records.write(lambda _: None))
         asyncio.run(again.load())
         assert shown(again) == shown(store)

@@ -18,7 +18,7 @@ from twostroke.server.generation.callers import begun
 from twostroke.server.generation.job import Job
 from twostroke.server.http.error_forms import error_form
 from twostroke.server.http.request_context import ServedRequest
-from twostroke.server.http.retry_after import Returns, retry_after
+from twostroke.server.http.retry_after import RetryAfter, retry_after
 from twostroke.server.options import Objective, ServeOptions
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def test_a_draining_server_says_how_long_it_drains(tmp_path: Path) -> None:
 
 def test_refused_clients_come_back_one_after_another() -> None:
     now_s = 100.0
-    returns = Returns(lambda: now_s)
+    returns = RetryAfter(lambda: now_s)
     told = []
     for _ in range(10):
         error = OverloadedError("full", room_s=3.0, turn_s=2.0)

@@ -8,8 +8,8 @@ import msgspec
 
 from support.servers import live_server
 from twostroke.engine.counters import TierTotals
-from twostroke.engine.pool_access import Pages
-from twostroke.server.generation.response_store import Store, Tenant
+from twostroke.engine.pool_access import PoolAccess
+from twostroke.server.generation.response_store import ResponseStore, Tenant
 from twostroke.server.options import ServeOptions
 from twostroke.server.protocols.anthropic.messages import MessagesRequest, read
 from twostroke.server.protocols.common.cache_control import retained_s
@@ -24,7 +24,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 def kept_s(**fields: Any) -> float:
     asked = {"max_tokens": 1, "messages": HELLO, **fields}
-    return read(msgspec.convert(asked, MessagesRequest), Tenant("", Store(1, 1))).keep_s
+    return read(msgspec.convert(asked, MessagesRequest), Tenant("", ResponseStore(1, 1))).keep_s
 
 
 def text(mark: object) -> list[dict[str, object]]:
@@ -81,7 +81,7 @@ def test_fields_reach_the_engine_and_are_ignored_only_without_a_page_cache(
     seen: list[float] = []
     for has_cache in (False, True):
         if has_cache:
-            monkeypatch.setattr(Pages, "totals", lambda _: (TierTotals("disk"),))
+            monkeypatch.setattr(PoolAccess, "totals", lambda _: (TierTotals("disk"),))
         with live_server(tmp_path, ServeOptions(drain_s=1)) as server:
             pages = server.client.loop.pages
             pages.on_submit.append(lambda ticket: seen.append(ticket.request.hints.keep_s))

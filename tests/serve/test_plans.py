@@ -12,7 +12,7 @@ import pytest
 
 from support.kept_plans import check_refused, is_kept
 from support.servers import live_server
-from twostroke.backends.machine_limits import Limits
+from twostroke.backends.machine_limits import MachineLimits
 from twostroke.core.errors import OverloadedError
 from twostroke.core.hardware import Hardware
 from twostroke.lab import planner
@@ -31,7 +31,7 @@ POINTS = (Point(1, 16, 0, 2e-5, 1e-4, 1e-5), Point(0, 0, 16, 2e-5, 4e-4, 1e-5))
 
 @pytest.fixture
 def measured(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> LiveServer:
-    limits = Limits("portable", 2, 1 << 20)
+    limits = MachineLimits("portable", 2, 1 << 20)
     monkeypatch.setattr(limits, "_hardware", MACHINE)
     (plans_extension,) = server.api._extensions
     monkeypatch.setattr(plans_extension, "_limits", limits)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from support.servers import LiveServer
-    from twostroke.engine.structured_output.schema.verify import Fault
+    from twostroke.engine.structured_output.schema.verify import SchemaViolation
 
     Fields = dict[str, Any]
 
@@ -317,7 +317,7 @@ def test_a_cancelled_answer_is_not_drawn_again(
     path, check_fault = "/v1/responses", AnswerChecks.fault
     runs = server.api._background
 
-    async def fault(checks: AnswerChecks, schema: str, text: str) -> Fault | None:
+    async def fault(checks: AnswerChecks, schema: str, text: str) -> SchemaViolation | None:
         found = await check_fault(checks, schema, text)
         [run] = (run for run in runs._runs.values() if not run.is_over)
         cancelling.append(asyncio.create_task(run.cancel()))

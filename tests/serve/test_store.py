@@ -8,15 +8,15 @@ import threading
 import pytest
 
 from twostroke.server.generation import response_store as store_module
-from twostroke.server.generation.response_store import Kept, Store, Tenant
+from twostroke.server.generation.response_store import ResponseStore, StoredResponse, Tenant
 
 
-def kept(name: str, previous: Kept | None = None, size: int = 10) -> Kept:
-    return Kept(name, b"[]", b"x" * size, (f"item-{name}",), previous)
+def kept(name: str, previous: StoredResponse | None = None, size: int = 10) -> StoredResponse:
+    return StoredResponse(name, b"[]", b"x" * size, (f"item-{name}",), previous)
 
 
 def test_an_answer_is_found_with_its_items_until_it_is_removed() -> None:
-    mine = Tenant("me", Store(10, 10**6))
+    mine = Tenant("me", ResponseStore(10, 10**6))
     assert mine.put(one := kept("a"))
     assert mine.find("a") is one
     assert mine.find_item("item-a") is one
@@ -28,7 +28,7 @@ def test_an_answer_is_found_with_its_items_until_it_is_removed() -> None:
 
 
 def test_tenants_are_isolated() -> None:
-    store = Store(10, 10**6)
+    store = ResponseStore(10, 10**6)
     mine, other = Tenant("me", store), Tenant("other", store)
     mine.put(kept("a"))
     assert other.find("a") is None
@@ -40,7 +40,7 @@ def test_tenants_are_isolated() -> None:
 
 
 def test_oldest_is_evicted_over_the_count() -> None:
-    store = Store(3, 10**6)
+    store = ResponseStore(3, 10**6)
     for name in "abcde":
         Tenant("", store).put(kept(name))
     assert [name for name in "abcde" if Tenant("", store).find(name)] == ["c", "d", "e"]
@@ -48,7 +48,7 @@ def test_oldest_is_evicted_over_the_count() -> None:
 
 
 def test_oldest_is_evicted_over_the_memory() -> None:
-    store = Store(100, 10_000)
+    store = ResponseStore(100, 10_000)
     for name in "abcde":
         Tenant("", store).put(kept(name, size=2000))
     assert [name for name in "abcde" if Tenant("", store).find(name)] == ["c", "d", "e"]
@@ -56,7 +56,7 @@ def test_oldest_is_evicted_over_the_memory() -> None:
 
 
 def test_replaced_answer_evicts_others_also_if_it_is_the_oldest() -> None:
-    mine = Tenant("", Store(100, 10_000))
+    mine = Tenant("", ResponseStore(100, 10_000))
     answers = [kept(name, size=2000) for name in "abc"]
     for one in answers:
         mine.put(one)
@@ -66,7 +66,7 @@ def test_replaced_answer_evicts_others_also_if_it_is_the_oldest() -> None:
 
 
 def test_too_large_response_evicts_nothing() -> None:
-    store = Store(100, 10_000)
+    store = ResponseStore(100, 10_000)
     assert Tenant("", store).put(kept("a", size=2000))
     assert Tenant("", store).put(second := kept("b", kept("0", size=2000), size=2000))
     before = store.num_bytes
@@ -82,7 +82,7 @@ def test_a_conversation_is_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) ->
     one = kept("a")
     monkeypatch.setattr(store_module, "MAX_CONVERSATION_ITEMS", 2)
     monkeypatch.setattr(store_module, "MAX_CONVERSATION_BYTES", 3 * one.num_bytes)
-    store = Store(100, 10**6)
+    store = ResponseStore(100, 10**6)
     assert Tenant("", store).put(one)
     assert Tenant("", store).put(second := kept("b", one))
     assert not Tenant("", store).put(kept("c", second))
@@ -92,7 +92,7 @@ def test_a_conversation_is_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(("max_answers", "max_bytes"), [(10, 10**6), (1000, 30_000)])
 def test_tenant_with_the_most_loses_its_oldest(max_answers: int, max_bytes: int) -> None:
-    store = Store(max_answers, max_bytes)
+    store = ResponseStore(max_answers, max_bytes)
     for name in "abc":
         Tenant("small", store).put(kept(name, size=2000))
     for number in range(40):
@@ -108,7 +108,7 @@ def test_tenant_with_the_most_loses_its_oldest(max_answers: int, max_bytes: int)
 
 
 def test_newest_is_never_evicted() -> None:
-    store = Store(100, 10_000)
+    store = ResponseStore(100, 10_000)
     for name in "abcde":
         Tenant(name, store).put(kept("x", size=500))
     assert Tenant("greedy", store).put(first := kept("1", size=2500))
@@ -122,14 +122,14 @@ def test_newest_is_never_evicted() -> None:
 
 
 def test_store_of_size_zero_stores_nothing() -> None:
-    nobody = Tenant("", Store(0, 10**6))
+    nobody = Tenant("", ResponseStore(0, 10**6))
     assert not nobody.fits(kept("a"))
     assert not nobody.put(kept("a"))
     assert nobody.find("a") is None
 
 
 def test_continued_response_counts_until_its_followers_are_removed() -> None:
-    store = Store(10, 10**6)
+    store = ResponseStore(10, 10**6)
     Tenant("", store).put(first := kept("a"))
     Tenant("", store).put(second := kept("b", first))
     both = store.num_bytes
@@ -141,7 +141,7 @@ def test_continued_response_counts_until_its_followers_are_removed() -> None:
 
 
 def test_response_removed_during_its_continuation_counts_again() -> None:
-    store = Store(10, 10**6)
+    store = ResponseStore(10, 10**6)
     Tenant("", store).put(first := kept("a"))
     Tenant("", store).remove("a")
     assert store.num_bytes == 0
@@ -150,9 +150,9 @@ def test_response_removed_during_its_continuation_counts_again() -> None:
 
 
 def test_items_of_a_newer_response_survive_an_older_one() -> None:
-    store = Store(10, 10**6)
+    store = ResponseStore(10, 10**6)
     Tenant("", store).put(kept("a"))
-    again = Kept("b", b"[]", b"", ("item-a",))
+    again = StoredResponse("b", b"[]", b"", ("item-a",))
     Tenant("", store).put(again)
     Tenant("", store).remove("a")
     assert Tenant("", store).find_item("item-a") is again
@@ -160,8 +160,8 @@ def test_items_of_a_newer_response_survive_an_older_one() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_memory_counts_stored_responses_and_their_ancestors(seed: int) -> None:
-    store, chance = Store(5, 12_000), random.Random(seed)
-    all_: list[Kept] = []
+    store, chance = ResponseStore(5, 12_000), random.Random(seed)
+    all_: list[StoredResponse] = []
     for number in range(60):
         if chance.random() < 0.2:
             Tenant("", store).remove(str(chance.randrange(60)))
@@ -177,7 +177,7 @@ def test_memory_counts_stored_responses_and_their_ancestors(seed: int) -> None:
 
 
 def test_threads_do_not_break_the_count() -> None:
-    store = Store(20, 10**6)
+    store = ResponseStore(20, 10**6)
 
     def work(name: int) -> None:
         for number in range(300):

@@ -13,7 +13,7 @@ from support.servers import live_server, post_bytes, read_all, wait_for
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.body.decode import BodyDecoder
 from twostroke.server.http import fair_queue as turns
-from twostroke.server.http.fair_queue import Readers, Turns
+from twostroke.server.http.fair_queue import FairQueue, Readers
 from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def test_newcomer_owes_what_others_have_used_also_after_a_turn_of_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def ask() -> None:
-        clock_s, order, held = [0.0], list[str](), Turns()
+        clock_s, order, held = [0.0], list[str](), FairQueue()
         monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
 
         async def use(tenant: str) -> None:
@@ -113,7 +113,7 @@ def test_newcomer_owes_what_others_have_used_also_after_a_turn_of_the_last(
 
 def test_those_who_left_do_not_count_as_waiting() -> None:
     async def ask() -> None:
-        held = Turns()
+        held = FairQueue()
         turn = await held.take("a")
         waiting = [asyncio.create_task(held.take("a")) for _ in range(3)]
         await asyncio.sleep(0)

@@ -15,15 +15,15 @@ from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import build_scheduler
 from twostroke.lab.planner.roofline import Totals
-from twostroke.lab.simulator.fleet import START_S, Fleet
-from twostroke.lab.simulator.load import Arrival, Load
-from twostroke.lab.simulator.replica import Clock, Replica
+from twostroke.lab.simulator.fleet import START_S, SimulatedFleet
+from twostroke.lab.simulator.load import RequestArrival, Workload
+from twostroke.lab.simulator.replica import Clock, SimulatedReplica
 
 VOCAB_SIZE = len(vocabulary()[0])
 NUM_PAGES, MAX_RUNNING, TOKEN_BUDGET, CONTEXT = 17, 4, 24, 256
 
 
-def random_load(seed: int) -> Load:
+def random_load(seed: int) -> Workload:
     """Requests that come during the first steps; some share blocks, and pages run short."""
     chance = random.Random(seed)
     arrivals = []
@@ -31,9 +31,9 @@ def random_load(seed: int) -> Load:
         blocks = tuple(chance.choice(((0, 1, 2), (0, 1), (0, 3), (4 + number,), ())))
         prompt = max(1, 32 * len(blocks) - chance.randrange(20)) if blocks else 5
         step = 0 if number < 2 else chance.randrange(30)
-        arrivals.append(Arrival(step + 0.5, prompt, chance.randint(1, 60), blocks, 32))
+        arrivals.append(RequestArrival(step + 0.5, prompt, chance.randint(1, 60), blocks, 32))
     ordered = sorted(arrivals, key=lambda one: one.at_s)
-    return Load("random", (Arrival(0.0, 40, 100), *ordered))
+    return Workload("random", (RequestArrival(0.0, 40, 100), *ordered))
 
 
 def steps_of(plan, names, steps):
@@ -57,7 +57,7 @@ def quiet_slice(request, start):
     return int(request.id), start, 1, True, tuple(tuple(g[:num_places]) for g in request.pages)
 
 
-def simulated(load: Load, batch: BatchOptions):
+def simulated(load: Workload, batch: BatchOptions):
     """The steps, each of which takes a second, and the requests' first tokens and hits."""
     clock, steps = Clock(START_S), []
     facts = BackendFacts("simulated", "", 1, NUM_PAGES, PAGE_SIZE, (None,), 0, 0)
@@ -86,13 +86,13 @@ def simulated(load: Load, batch: BatchOptions):
         )
 
     scheduler.plan, scheduler.quiet, scheduler.decode = plan, quiet, decode_quietly
-    replica = Replica(scheduler, lambda _: Totals(1.0, 1, 1), clock, VOCAB_SIZE, PAGE_SIZE)
-    fleet = Fleet([replica], "round-robin", clock, VOCAB_SIZE)
+    replica = SimulatedReplica(scheduler, lambda _: Totals(1.0, 1, 1), clock, VOCAB_SIZE, PAGE_SIZE)
+    fleet = SimulatedFleet([replica], "round-robin", clock, VOCAB_SIZE)
     fleet.run(load)
     return steps, [fleet.logs[number].num_cached for number in range(len(load.arrivals))]
 
 
-def real(load: Load, batch: BatchOptions, folder):
+def real(load: Workload, batch: BatchOptions, folder):
     """The steps of an engine that computes; requests are submitted while the same steps run."""
     steps, due, generations, numbers = [], list(enumerate(load.arrivals)), [], {}
     running = []

@@ -14,9 +14,9 @@ from twostroke.engine.build import build_scheduler
 from twostroke.fleet.routing.policy import POLICIES
 from twostroke.lab.planner.roofline import Totals
 from twostroke.lab.simulator.disaggregation import Prefill
-from twostroke.lab.simulator.fleet import START_S, Fleet
-from twostroke.lab.simulator.load import Arrival, Load
-from twostroke.lab.simulator.replica import Clock, Replica
+from twostroke.lab.simulator.fleet import START_S, SimulatedFleet
+from twostroke.lab.simulator.load import RequestArrival, Workload
+from twostroke.lab.simulator.replica import Clock, SimulatedReplica
 from twostroke.model.program.work import Cost, StepCost, each_row
 
 if TYPE_CHECKING:
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 VOCAB_SIZE, CONTEXT = 50, 256
 
 
-def random_load(chance: random.Random) -> Load:
+def random_load(chance: random.Random) -> Workload:
     """Requests of which some share blocks, some come together, and some at the end of a step."""
     arrivals, at_s = [], 0.0
     for number in range(60):
         blocks = tuple(chance.choice(((0, 1, 2), (0, 1), (0, 3), (9 + number,), ())))
         prompt = max(1, 32 * len(blocks) - chance.randrange(20)) if blocks else chance.randint(1, 9)
         at_s += chance.choice((0.0, 0.25, 1.0, 3.0, 40.0))
-        arrivals.append(Arrival(at_s, prompt, chance.randint(1, 120), blocks, 32))
-    return Load("random", tuple(arrivals))
+        arrivals.append(RequestArrival(at_s, prompt, chance.randint(1, 120), blocks, 32))
+    return Workload("random", tuple(arrivals))
 
 
 def times(shape) -> Totals:
@@ -42,7 +42,7 @@ def times(shape) -> Totals:
     return Totals(seconds, shape.num_context() * 3, shape.num_attended(40) + 1)
 
 
-def fleet_of(seed: int, seen: list[object], *, is_quiet: bool) -> Fleet:
+def fleet_of(seed: int, seen: list[object], *, is_quiet: bool) -> SimulatedFleet:
     """A fleet with few pages, that keeps what a step does to pages."""
     chance, clock = random.Random(seed), Clock(START_S)
     count, size = chance.choice((1, 3)), chance.choice((4, 16))
@@ -65,9 +65,9 @@ def fleet_of(seed: int, seen: list[object], *, is_quiet: bool) -> Fleet:
         sizes = CacheSize(CONTEXT, num_pages, size, 0)
         scheduler = build_scheduler(cache, batch, sizes, facts, clock.read)
         watch(scheduler, number, clock, seen, is_quiet=is_quiet)
-        replicas.append(Replica(scheduler, times, clock, VOCAB_SIZE, size))
+        replicas.append(SimulatedReplica(scheduler, times, clock, VOCAB_SIZE, size))
     routing = chance.choice(tuple(POLICIES))
-    return Fleet(replicas, routing, clock, VOCAB_SIZE, prefill=prefill)
+    return SimulatedFleet(replicas, routing, clock, VOCAB_SIZE, prefill=prefill)
 
 
 def watch(

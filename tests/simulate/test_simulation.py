@@ -21,9 +21,9 @@ from twostroke.lab.measure.requests import Objectives
 from twostroke.lab.planner import Question, find_device, make_plan, planned_model
 from twostroke.lab.planner.calibration import Calibration, Point
 from twostroke.lab.planner.roofline import Roofline, Totals
-from twostroke.lab.simulator import Arrival, Load, Setup, Synthetic, simulate, sweep
-from twostroke.lab.simulator.fleet import START_S, Fleet
-from twostroke.lab.simulator.replica import Clock, Replica
+from twostroke.lab.simulator import RequestArrival, Setup, Synthetic, Workload, simulate, sweep
+from twostroke.lab.simulator.fleet import START_S, SimulatedFleet
+from twostroke.lab.simulator.replica import Clock, SimulatedReplica
 from twostroke.model.program.batch import BatchShape, DecodeRun
 
 LLAMA = {
@@ -47,15 +47,15 @@ def serve(load, totals):
     facts = BackendFacts("simulated", "", 1, 8, 16, (None,), 0, 0)
     size = CacheSize(64, 8, 16, 0)
     scheduler = build_scheduler(CacheOptions(prefix_cache=False), batch, size, facts, clock.read)
-    replica = Replica(scheduler, lambda _: totals, clock, 100, 16)
-    fleet = Fleet([replica], "round-robin", clock, 100)
+    replica = SimulatedReplica(scheduler, lambda _: totals, clock, 100, 16)
+    fleet = SimulatedFleet([replica], "round-robin", clock, 100)
     fleet.run(load)
     return replica, fleet.logs
 
 
 def test_the_first_step_after_a_pause_has_none_before_it():
-    arrivals = Arrival(0.0, 4, 3), Arrival(9.0, 4, 3), Arrival(9.1, 4, 3)
-    replica, logs = serve(Load("three", arrivals), Totals(1.0, 1, 1, 0.4))
+    arrivals = RequestArrival(0.0, 4, 3), RequestArrival(9.0, 4, 3), RequestArrival(9.1, 4, 3)
+    replica, logs = serve(Workload("three", arrivals), Totals(1.0, 1, 1, 0.4))
     assert [logs[n].latencies["tpot"] for n in range(3)] == pytest.approx([1.0] * 3)
     assert [logs[n].latencies["ttft"] for n in range(3)] == pytest.approx([0.6, 0.6, 3.5])
     assert replica.busy_s == pytest.approx(9 - 2 * 0.4)
@@ -71,7 +71,7 @@ def test_a_queue_waits_as_theory_says():
 
 
 def test_one_request_takes_what_the_planner_says(setup):
-    one = Load("one", (Arrival(0.0, 2048, 101),))
+    one = Workload("one", (RequestArrival(0.0, 2048, 101),))
     report = simulate(setup, one).report
     plan = make_plan(setup.model, setup.device, Question(prompt=2048, output=101, streams=1))
     assert report.latencies["ttft"].mean == pytest.approx(plan.ttft_s, rel=1e-6)
@@ -86,11 +86,13 @@ def sliding(setup, tmp_path):
 
 
 def test_models_with_windows_are_simulated(sliding):
-    one = Load("one", (Arrival(0.0, 2048, 101),))
+    one = Workload("one", (RequestArrival(0.0, 2048, 101),))
     found = simulate(sliding, one).report.latencies["tpot"].mean
     plan = make_plan(sliding.model, sliding.device, Question(prompt=2048, output=101, streams=1))
     assert found == pytest.approx(plan.chosen.tpot_s, rel=1e-3)
-    whole = simulate(sliding, Load("many", tuple(Arrival(n / 9, 900, 60) for n in range(40))))
+    whole = simulate(
+        sliding, Workload("many", tuple(RequestArrival(n / 9, 900, 60) for n in range(40)))
+    )
     assert whole.report.num_completed == 40
 
 
@@ -141,27 +143,27 @@ def test_the_same_seed_gives_the_same_report(setup):
 def test_prefix_hits_are_counted_in_whole_pages(setup):
     # The second prompt shares two blocks of 24 tokens: three pages of 16.
     arrivals = (
-        Arrival(0.0, 60, 4, (0, 1, 2), 24),
-        Arrival(9.0, 70, 4, (0, 1, 3), 24),
-        Arrival(18.0, 50, 4),
+        RequestArrival(0.0, 60, 4, (0, 1, 2), 24),
+        RequestArrival(9.0, 70, 4, (0, 1, 3), 24),
+        RequestArrival(18.0, 50, 4),
     )
-    found = simulate(setup, Load("three", arrivals))
+    found = simulate(setup, Workload("three", arrivals))
     assert [log.num_cached for log in found.logs] == [0, 48, 0]
     assert found.report.hit_rate == pytest.approx(48 / 180)
     off = replace(setup, cache=CacheOptions(prefix_cache=False))
-    assert simulate(off, Load("three", arrivals)).report.hit_rate == 0
+    assert simulate(off, Workload("three", arrivals)).report.hit_rate == 0
 
 
 def test_routing_by_prefix_finds_more_hits(setup):
     chance = random.Random(0)
     arrivals = [
-        Arrival(n / 20, 600 + chance.randrange(200), 20, (chance.randrange(12), 99 + n), 512)
+        RequestArrival(n / 20, 600 + chance.randrange(200), 20, (chance.randrange(12), 99 + n), 512)
         for n in range(300)
     ]
     rates = {}
     for routing in POLICIES:
         several = replace(setup, replicas=8, routing=routing)
-        rates[routing] = simulate(several, Load("shared", tuple(arrivals))).report.hit_rate
+        rates[routing] = simulate(several, Workload("shared", tuple(arrivals))).report.hit_rate
     assert rates["prefix"] > 0.65
     assert rates["prefix"] > 1.1 * max(rates["round-robin"], rates["two-choices"])
 
@@ -176,7 +178,7 @@ def test_replicas_share_the_load_and_its_price(setup):
 
 
 def test_speculation_follows_the_real_controller(setup):
-    alone = Load("one", (Arrival(0.0, 64, 2000),))
+    alone = Workload("one", (RequestArrival(0.0, 64, 2000),))
     plain = simulate(setup, alone)
     times = {
         chance: plain.report.duration_s
@@ -192,18 +194,22 @@ def test_speculation_follows_the_real_controller(setup):
 
 
 def test_requests_that_never_fit_are_refused(setup):
-    arrivals = (Arrival(0.0, 100, 5), Arrival(0.1, 9000, 5), Arrival(0.2, 8000, 500))
-    found = simulate(setup, Load("long", arrivals), Objectives(ttft_s=1.0))
+    arrivals = (
+        RequestArrival(0.0, 100, 5),
+        RequestArrival(0.1, 9000, 5),
+        RequestArrival(0.2, 8000, 500),
+    )
+    found = simulate(setup, Workload("long", arrivals), Objectives(ttft_s=1.0))
     assert found.report.num_refused == 2
     assert found.report.good_share == pytest.approx(1 / 3)
     assert "request 2: This model's maximum context length is 8192 tokens." in found.refusal
     with pytest.raises(UsageError, match="Every request is refused; request 1: This model's"):
-        simulate(setup, Load("long", arrivals[1:]))
+        simulate(setup, Workload("long", arrivals[1:]))
 
 
 def test_a_full_queue_refuses(setup):
     small = replace(setup, batch=BatchOptions(max_running=2, max_waiting_requests=3))
-    load = Load("burst", tuple(Arrival(0.0, 50, 50) for _ in range(10)))
+    load = Workload("burst", tuple(RequestArrival(0.0, 50, 50) for _ in range(10)))
     found = simulate(small, load)
     assert found.report.num_completed == 3
     assert "The queue is full" in found.refusal
@@ -219,11 +225,15 @@ def test_time_outside_the_engine_is_added_to_the_first_token(setup):
 
 def test_prompts_can_be_read_apart(setup):
     # Of 1,024 tokens 63 pages are moved: 132 MB, over 1 GB/s. The last page is computed again.
-    one = Load("one", (Arrival(0.0, 1024, 101),))
+    one = Workload("one", (RequestArrival(0.0, 1024, 101),))
     apart = replace(setup, replicas=2, prefill_replicas=1, link=1e9, disaggregate="always")
     whole, parts = (simulate(s, one).report.latencies for s in (setup, apart))
     assert parts["tpot"].mean == pytest.approx(whole["tpot"].mean)
-    last_s = simulate(setup, Load("page", (Arrival(0.0, 16, 1),))).report.latencies["ttft"].mean
+    last_s = (
+        simulate(setup, Workload("page", (RequestArrival(0.0, 16, 1),)))
+        .report.latencies["ttft"]
+        .mean
+    )
     wanted_s = 1008 * 131_072 / 1e9 + 0.005 + last_s
     assert parts["ttft"].mean == pytest.approx(wanted_s, rel=0.02)
 
@@ -245,14 +255,14 @@ def test_the_rule_auto_is_as_good_as_the_better_of_always_and_never(setup, promp
 def test_a_prompt_that_a_full_replica_refuses_is_read_by_its_own(setup):
     batch = BatchOptions(token_budget=2048, max_waiting_requests=4)
     apart = replace(setup, batch=batch, replicas=4, prefill_replicas=1, link=10e9)
-    burst = Load("burst", tuple(Arrival(0.0, 1024, 4) for _ in range(12)))
+    burst = Workload("burst", tuple(RequestArrival(0.0, 1024, 4) for _ in range(12)))
     found = simulate(replace(apart, disaggregate="always", routing="round-robin"), burst)
     assert (found.report.num_completed, found.decisions) == (12, {"there": 12})
     assert sum(log.num_cached > 0 for log in found.logs) == 4, "the others computed all"
 
 
 def test_batches_start_when_they_may(setup):
-    load = Load("five", tuple(Arrival(float(n), 64, 8) for n in range(5)))
+    load = Workload("five", tuple(RequestArrival(float(n), 64, 8) for n in range(5)))
     for policy, wanted in (("static", (1.0, 0.0, 1.0, 0.0, 0.0)), ("dynamic", (0.5,) * 5)):
         batch = BatchOptions(policy=policy, batch_size=2, max_wait_s=0.5)
         found = simulate(replace(setup, batch=batch), load)
@@ -263,7 +273,7 @@ def test_batches_start_when_they_may(setup):
 def test_pages_that_run_short_preempt(setup):
     one_page = setup.model.program.page_bytes(16)
     cache = CacheOptions(memory_bytes=40 * one_page, context_length=512)
-    load = Load("burst", tuple(Arrival(0.0, 60, 200) for _ in range(12)))
+    load = Workload("burst", tuple(RequestArrival(0.0, 60, 200) for _ in range(12)))
     found = simulate(replace(setup, cache=cache), load)
     assert found.preemptions > 0
     assert found.report.num_completed == 12
@@ -272,10 +282,10 @@ def test_pages_that_run_short_preempt(setup):
 def test_a_model_that_does_not_fit(setup):
     small = replace(setup.device, memory_bytes=10e9)
     with pytest.raises(MemoryLimitError, match=r"take 16.1 GB, and 1 x H100-SXM offers 9.0"):
-        simulate(replace(setup, device=small), Load("one", (Arrival(0.0, 1, 1),)))
+        simulate(replace(setup, device=small), Workload("one", (RequestArrival(0.0, 1, 1),)))
     unknown = replace(setup.device, memory_bytes=None)
     with pytest.raises(UsageError, match="memory_bytes must be given"):
-        simulate(replace(setup, device=unknown), Load("one", (Arrival(0.0, 1, 1),)))
+        simulate(replace(setup, device=unknown), Workload("one", (RequestArrival(0.0, 1, 1),)))
 
 
 @pytest.mark.parametrize(

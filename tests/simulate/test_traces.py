@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from twostroke.core.errors import DownloadError, UsageError
-from twostroke.lab.simulator import PUBLISHED, Arrival, Synthetic, read_trace
+from twostroke.lab.simulator import PUBLISHED, RequestArrival, Synthetic, read_trace
 from twostroke.lab.simulator import traces as module
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -39,8 +39,9 @@ def test_published_forms(tmp_path):
     ]  # fmt: skip
     load = read_trace(write(tmp_path, "mooncake.jsonl", MOONCAKE))
     assert load.arrivals == (
-        Arrival(0.0, 600, 2, (46, 5), 512), Arrival(pytest.approx(0.482), 900, 52, (46, 47), 512),
-    )  # fmt: skip
+        RequestArrival(0.0, 600, 2, (46, 5), 512),
+        RequestArrival(pytest.approx(0.482), 900, 52, (46, 47), 512),
+    )
     first, second = (one.tokens(n, 49152) for n, one in enumerate(load.arrivals))
     assert (len(first), len(second)) == (600, 900)
     assert first[:512] == second[:512]
@@ -156,7 +157,7 @@ def test_a_recorded_run_can_be_repeated(tmp_path):
          "sent_s": at, "num_prompt": 7, "num_output": 9} for at in (5.0, 2.0)
     ]  # fmt: skip
     load = read_trace(write(tmp_path, "run.json", json.dumps({"requests": requests})))
-    assert load.arrivals == (Arrival(0.0, 7, 9), Arrival(3.0, 7, 9))
+    assert load.arrivals == (RequestArrival(0.0, 7, 9), RequestArrival(3.0, 7, 9))
     requests[1]["num_prompt"] = -5
     path = write(tmp_path, "run.json", json.dumps({"requests": requests}))
     with pytest.raises(UsageError, match=r"run.json, request 2: num_prompt must be a whole number"):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from twostroke.engine.speculation.payoff import Account
+from twostroke.engine.speculation.payoff import ProposerGain
 
 
-def rounds_until(account: Account, wanted: bool, won: float = 0.0, spent: float = 0.0) -> int:
+def rounds_until(account: ProposerGain, wanted: bool, won: float = 0.0, spent: float = 0.0) -> int:
     """Play rounds until it may ask, or may not; return how many there were."""
     for count in range(5000):
         if account.may_ask() is wanted:
@@ -16,14 +16,14 @@ def rounds_until(account: Account, wanted: bool, won: float = 0.0, spent: float 
 
 
 def test_a_proposer_that_wins_is_always_asked() -> None:
-    account = Account()
+    account = ProposerGain()
     for _ in range(1000):
         assert account.may_ask()
         account.add(0.5, 0.4)
 
 
 def test_a_proposer_that_loses_rests_twice_as_long_each_time() -> None:
-    account = Account()
+    account = ProposerGain()
     assert rounds_until(account, False, 0.1, 0.3) == 11
     rests = [rounds_until(account, True)]
     lost = []
@@ -35,7 +35,7 @@ def test_a_proposer_that_loses_rests_twice_as_long_each_time() -> None:
 
 
 def test_success_is_saved_up_to_a_limit_and_ends_long_rests() -> None:
-    account = Account()
+    account = ProposerGain()
     for _ in range(3):
         rounds_until(account, False, 0.0, 0.4)
         rounds_until(account, True)
@@ -46,7 +46,7 @@ def test_success_is_saved_up_to_a_limit_and_ends_long_rests() -> None:
 
 
 def test_one_long_round_or_many_short_ones_do_not_overdraw_an_account() -> None:
-    account = Account()
+    account = ProposerGain()
     account.add(0.0, 40.0)
     assert account.may_ask()
     for _ in range(10_000):

@@ -10,18 +10,18 @@ from support.byte_tokenizer import END, START, byte_characters, byte_tokenizer
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import TokenLogprobs
-from twostroke.engine.speculation import Words
+from twostroke.engine.speculation import TokenTranslator
 from twostroke.engine.speculation.acceptance import AcceptanceRate
-from twostroke.engine.speculation.draft_model import PRIOR, DraftFollower, Transcript
+from twostroke.engine.speculation.draft_model import PRIOR, DraftFollower, DraftTokens
 from twostroke.model.tokenizer import Translation
 
 TARGET = byte_tokenizer(more_merges=("Ġw o", "Ġwo r", "Ġwor l", "Ġworl d", "a b", "ab c"))
 DRAFT = byte_tokenizer(more_merges=("o Ġ", "b c", "d Ċ"))
-WORDS = Words(Translation(TARGET, DRAFT), Translation(DRAFT, TARGET))
+WORDS = TokenTranslator(Translation(TARGET, DRAFT), Translation(DRAFT, TARGET))
 
 
-def transcript_of(words: Words = WORDS, stride: int = 2048) -> Transcript:
-    return Transcript(words, stride)
+def transcript_of(words: TokenTranslator = WORDS, stride: int = 2048) -> DraftTokens:
+    return DraftTokens(words, stride)
 
 
 def request_of(text: str) -> Request:
@@ -116,7 +116,7 @@ def test_no_more_is_guessed_than_is_asked_for() -> None:
 
 def test_a_draft_with_prefix_tokens_gets_them() -> None:
     wanting = byte_tokenizer(more_merges=("o Ġ",), add_bos_token=True)
-    words = Words(Translation(TARGET, wanting), Translation(wanting, TARGET))
+    words = TokenTranslator(Translation(TARGET, wanting), Translation(wanting, TARGET))
     request, transcript = request_of("hello world"), transcript_of(words)
     for token in TARGET.encode(" abc"):
         transcript.follow(request)

@@ -11,16 +11,16 @@ from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import NO_TOKEN, TokenLogprobs
 from twostroke.engine.speculation.acceptance import AcceptanceRate
-from twostroke.engine.speculation.draft_sequences import Follower
-from twostroke.engine.speculation.proposal import Outcome
+from twostroke.engine.speculation.draft_sequences import DraftSequence
+from twostroke.engine.speculation.proposal import DraftOutcome
 
 TOKEN_IDS = (10, 20, 30, 40)
 
 
-def guesses_of(*draws: tuple[int, dict[int, float]]) -> Follower:
+def guesses_of(*draws: tuple[int, dict[int, float]]) -> DraftSequence:
     """Return guesses of which each was drawn with these chances beside it."""
     rate = AcceptanceRate([(kind + 0.5) / 10 for kind in range(10)], 0.6).for_request()
-    found = Follower(Request("r", [], 0, SamplingParams(), 0), rate, 10, TOKEN_IDS)
+    found = DraftSequence(Request("r", [], 0, SamplingParams(), 0), rate, 10, TOKEN_IDS)
     for drawn, chances in draws:
         top = sorted(chances.items(), key=lambda item: -item[1])
         logprobs = TokenLogprobs(
@@ -72,7 +72,7 @@ def test_a_text_that_is_guessed_wrong_is_left_alone_and_tried_again() -> None:
     proposal = found.proposal("eagle", 8)
     assert proposal is not None
     for _ in range(40):
-        found.rate.learn(proposal, Outcome([0], [], [10]))
+        found.rate.learn(proposal, DraftOutcome([0], [], [10]))
     assert found.rate.first < 0.1
     assert not found.rate.pays(0.2)
     assert found.rate.pays(0.01)
@@ -89,6 +89,6 @@ def test_odds_learn_from_leaves_too() -> None:
         proposal = found.proposal("eagle", 8)
         assert proposal is not None
         leaf = proposal.tokens.index(20)
-        found.rate.learn(proposal, Outcome(range(2), [leaf], [20, 30, 30]))
+        found.rate.learn(proposal, DraftOutcome(range(2), [leaf], [20, 30, 30]))
     assert found.rate.of(4) > before + 0.2
     assert found.rate.of(5) < 0.4

@@ -10,9 +10,9 @@ from twostroke.core.draft_tree import path_to
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import NO_TOKEN
-from twostroke.engine.speculation import Lookahead, Outcome, Price
+from twostroke.engine.speculation import DraftCost, DraftOutcome, Lookahead
 
-FREE = Price(0.0, 100.0, 24)
+FREE = DraftCost(0.0, 100.0, 24)
 
 
 def next_token(before: int) -> int:
@@ -40,7 +40,7 @@ def step(method: Lookahead, request: Request, draw=next_token, price=FREE):
         if at is None:
             break
         right.append(at)
-    method.learn(request, proposal, Outcome(range(len(proposal.tokens)), right, drawn))
+    method.learn(request, proposal, DraftOutcome(range(len(proposal.tokens)), right, drawn))
     return proposal, len(right)
 
 
@@ -96,7 +96,7 @@ def test_runs_that_begin_alike_share_their_beginning():
     step(method, request)
     search = method._requests[request]
     search.pool[request.tokens[-1]] = dict.fromkeys([(4, 5, 6), (4, 5, 7), (8, 9, 9)])
-    [proposal] = method.propose([request], Price(0.3, 100.0, 24))  # without the window
+    [proposal] = method.propose([request], DraftCost(0.3, 100.0, 24))  # without the window
     assert len(proposal.tokens) == 7
     assert sorted(proposal.tokens) == [4, 5, 6, 7, 8, 9, 9]
     assert list(proposal.worths) == sorted(proposal.worths, reverse=True)
@@ -104,14 +104,14 @@ def test_runs_that_begin_alike_share_their_beginning():
 
 def test_nothing_is_proposed_where_rows_cost_much():
     method, request = Lookahead(), make()
-    assert method.propose([request], Price(0.5, 100.0, 24)) == [None]
+    assert method.propose([request], DraftCost(0.5, 100.0, 24)) == [None]
 
 
 def test_tokens_that_could_not_be_drawn_are_not_collected():
     method, request = Lookahead(3, 3), make()
     [proposal] = method.propose([request], FREE)
     drawn = [NO_TOKEN] * (1 + len(proposal.tokens))
-    method.learn(request, proposal, Outcome(range(len(proposal.tokens)), [], drawn))
+    method.learn(request, proposal, DraftOutcome(range(len(proposal.tokens)), [], drawn))
     assert not method._requests[request].pool
     [proposal] = method.propose([request], FREE)
     assert NO_TOKEN not in proposal.tokens
@@ -122,11 +122,11 @@ def test_only_columns_that_were_computed_go_on():
     [proposal] = method.propose([request], FREE)
     window = [list(column) for column in method._requests[request].window]
     # The first row is column 0's second cell, the next ones are the trunk and column 1's.
-    method.learn(request, proposal, Outcome((0, 1), (), (9, 10, 11)))
+    method.learn(request, proposal, DraftOutcome((0, 1), (), (9, 10, 11)))
     now = method._requests[request].window
     assert now[0] == [window[0][1], 10]
     assert now[1:] == window[1:]
-    method.learn(request, proposal, Outcome((), (), (9,)))
+    method.learn(request, proposal, DraftOutcome((), (), (9,)))
     assert now[0] == [window[0][1], 10]
 
 
@@ -134,7 +134,7 @@ def test_accepted_tokens_move_the_window():
     method, request = Lookahead(3, 3), make()
     [proposal] = method.propose([request], FREE)
     window = [list(column) for column in method._requests[request].window]
-    method.learn(request, proposal, Outcome((0,), (0,), (9, 10)))
+    method.learn(request, proposal, DraftOutcome((0,), (0,), (9, 10)))
     assert method._requests[request].window[:2] == window[1:]
 
 
@@ -144,4 +144,4 @@ def test_nothing_is_kept_of_a_request_that_has_ended():
     method.finish(request)
     assert not method._requests
     method.finish(request)
-    method.learn(request, None, Outcome((), (), ()))
+    method.learn(request, None, DraftOutcome((), (), ()))

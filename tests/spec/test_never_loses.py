@@ -29,7 +29,7 @@ from twostroke.engine.speculation import (
     NgramProposer,
     Proposal,
     Speculator,
-    StepTime,
+    StepTimeModel,
     budgets,
     ngram,
 )
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from twostroke.core.step import StepPlan
-    from twostroke.engine.speculation import Outcome, Price, Proposer
+    from twostroke.engine.speculation import DraftCost, DraftOutcome, Proposer
 
 MACHINE = Hardware("test", 2, 1 << 34, bandwidth=18e9, peak=600e9, peak_kind="any", source="test")
 COST = StepCost(((once, Cost(0, 85_000_000)), (each_row, Cost(270_000_000, 1000))))
@@ -101,7 +101,7 @@ class Drafting:
     odds: AcceptanceRate = field(default_factory=lambda: AcceptanceRate((0.5,)))
     requests: dict[Request, AcceptanceRate] = field(default_factory=dict)
 
-    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
+    def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
         self.clock.now_s += 4 * READING_S * len(requests)
         return [self.guess(request, min(8, price.most)) for request in requests]
 
@@ -114,7 +114,7 @@ class Drafting:
         kinds = (0,) * len(guesses)
         return Proposal(self.name, tuple(guesses), (odds.of(0),) * len(guesses), kinds)
 
-    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
+    def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
         self.requests[request].learn(proposal, outcome)
 
     def finish(self, request: Request) -> None:
@@ -141,7 +141,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.noise = Noise(random.Random(self.seed + 1000))
-        known = StepTime(COST, MACHINE, rows_together=8)
+        known = StepTimeModel(COST, MACHINE, rows_together=8)
         proposer: Proposer = NgramProposer()
         if self.right is not None:
             proposer = Drafting(self.right, self.rng, self.clock, self.texts)

@@ -6,14 +6,18 @@ import pytest
 
 from twostroke.core.request import Hints, Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.speculation import NgramProposer, Outcome, Price
+from twostroke.engine.speculation import DraftCost, DraftOutcome, NgramProposer
 
-RIGHT, WRONG, UNTRIED = Outcome([0], [0], [7, 8]), Outcome([0], [], [7, 8]), Outcome([], [], [7])
+RIGHT, WRONG, UNTRIED = (
+    DraftOutcome([0], [0], [7, 8]),
+    DraftOutcome([0], [], [7, 8]),
+    DraftOutcome([], [], [7]),
+)
 
 
 def ask(proposer, request, most):
     """What is proposed for one request."""
-    [proposal] = proposer.propose([request], Price(0.0, 0.0, most))
+    [proposal] = proposer.propose([request], DraftCost(0.0, 0.0, most))
     return proposal
 
 
@@ -146,7 +150,7 @@ def test_nothing_is_kept_of_a_request_that_has_ended():
 
 
 def test_of_many_requests_in_short_steps_some_are_looked_at_in_turn():
-    proposer, short = NgramProposer(), Price(0.0, 1e9, 4)
+    proposer, short = NgramProposer(), DraftCost(0.0, 1e9, 4)
     requests = [make([1, 2, 3, 4, number, 1, 2], [3]) for number in range(100, 108)]
     seen = []
     for _ in requests:
@@ -159,4 +163,4 @@ def test_of_many_requests_in_short_steps_some_are_looked_at_in_turn():
         assert proposer.propose(requests, short)[lucky]
     proposer.learn(requests[lucky], found[lucky], WRONG)
     assert sum(bool(proposer.propose(requests, short)[lucky]) for _ in requests) == 1
-    assert all(proposer.propose(requests, Price(0.0, 1.0, 4)))
+    assert all(proposer.propose(requests, DraftCost(0.0, 1.0, 4)))

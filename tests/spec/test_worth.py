@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from twostroke.core.hardware import Hardware
-from twostroke.engine.speculation import Always, Outcome, Price, Proposal, StepTime, WhilePaying
+from twostroke.engine.speculation import (
+    Always,
+    DraftCost,
+    DraftOutcome,
+    Proposal,
+    StepTimeModel,
+    WhilePaying,
+)
 from twostroke.engine.speculation.payoff import cheap_numbers
 from twostroke.model.program import BatchShape
 from twostroke.model.program.work import Cost, StepCost, each_row, once
@@ -19,10 +26,10 @@ if TYPE_CHECKING:
 HARDWARE = Hardware("test", 1, 1 << 30, bandwidth=1e9, peak=1e9, peak_kind="any", source="test")
 
 
-def step_time_of(fixed_s: float, row_s: float) -> StepTime:
+def step_time_of(fixed_s: float, row_s: float) -> StepTimeModel:
     """Steps take `fixed_s`, and `row_s` more for each row."""
     cost = StepCost(((once, Cost(0, round(fixed_s * 1e9))), (each_row, Cost(round(row_s * 1e9)))))
-    return StepTime(cost, HARDWARE, rows_together=8)
+    return StepTimeModel(cost, HARDWARE, rows_together=8)
 
 
 def decode(num_streams: int) -> BatchShape:
@@ -33,7 +40,9 @@ def chain(odds: Sequence[float]) -> Proposal:
     return Proposal("test", tuple(range(len(odds))), tuple(odds), (0,) * len(odds))
 
 
-def best_by_search(step_time: StepTime, batch: BatchShape, odds: list[tuple[float, ...]]) -> float:
+def best_by_search(
+    step_time: StepTimeModel, batch: BatchShape, odds: list[tuple[float, ...]]
+) -> float:
     """The most tokens a second that any choice of counts gives."""
 
     def rates(who: int, expected: float, rows: int):
@@ -172,7 +181,7 @@ def test_an_old_measurement_fades():
 
 
 def test_step_time_learns_without_known_limits():
-    step_time = StepTime(step_time_of(0.01, 0.001).cost, None)
+    step_time = StepTimeModel(step_time_of(0.01, 0.001).cost, None)
     for _ in range(40):
         step_time.learn(decode(1), 0.5)
     assert step_time.seconds(decode(1)) == pytest.approx(0.5, rel=0.01)
@@ -193,18 +202,18 @@ def test_of_a_tree_the_best_products_are_taken():
 
 def test_outcomes_of_a_tree_count_only_guesses_after_right_ones():
     tree = Proposal("test", (1, 2, 3, 4, 5), (0.5,) * 5, (0,) * 5, (-1, -1, 0, 1, 2))
-    outcome = Outcome((0, 2, 1, 3), (1,), (2, 9, 9, 7, 9))
+    outcome = DraftOutcome((0, 2, 1, 3), (1,), (2, 9, 9, 7, 9))
     assert list(outcome.trials(tree)) == [(0, False), (1, True), (3, False)]
     line = Proposal("test", (1, 2, 3), (0.5,) * 3, (0,) * 3)
-    assert list(Outcome(range(3), range(1), ()).trials(line)) == [(0, True), (1, False)]
-    assert list(Outcome(range(2), range(2), ()).trials(line)) == [(0, True), (1, True)]
+    assert list(DraftOutcome(range(3), range(1), ()).trials(line)) == [(0, True), (1, False)]
+    assert list(DraftOutcome(range(2), range(2), ()).trials(line)) == [(0, True), (1, True)]
 
 
 @pytest.mark.parametrize("together", [1, 2, 4, 8])
 def test_the_cheapest_number_of_guesses_is_probed(together: int):
     cost = step_time_of(0.001, 0.001).cost
     for num_rows in range(1, 12):
-        step_time = StepTime(cost, HARDWARE, together)
+        step_time = StepTimeModel(cost, HARDWARE, together)
         seconds = step_time.outlook(decode(num_rows))
         each_s = {n: (seconds(n, 0) - seconds(0, 0)) / n for n in range(1, 9)}
         probed = cheap_numbers(num_rows, 8)
@@ -218,7 +227,7 @@ def test_one_more_guess_must_pay_for_the_rows_that_it_adds() -> None:
     def seconds(num_guesses: int) -> float:
         return 0.03 + 0.01 * max(0, num_guesses - 1)
 
-    price = Price(0.0, 1 / 0.03, 24, seconds)
+    price = DraftCost(0.0, 1 / 0.03, 24, seconds)
     first, second = (price.least_next(n, 0.0, 0.0, 0.012) for n in (0, 1))
     assert first == pytest.approx(0.012 / 0.03), "its row costs nothing"
     assert second == pytest.approx((0.01 + 0.012) / 0.03)
@@ -226,5 +235,5 @@ def test_one_more_guess_must_pay_for_the_rows_that_it_adds() -> None:
     assert faster == pytest.approx(2 * second), "it competes with the other guesses"
     slower = price.least_next(1, 2.0, 0.01, 0.012)
     assert slower == pytest.approx(1.5 * second), "these took time to make"
-    unknown = Price(0.25, 10.0, 24)
+    unknown = DraftCost(0.25, 10.0, 24)
     assert unknown.least_next(3, 50.0, 0.0, 0.01) == unknown.least_chance(0.01)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from twostroke.server.batch import batch as kept
 from twostroke.server.batch import files, messages, openai
 from twostroke.server.batch.batch import Batch
-from twostroke.server.batch.runner import Runner
+from twostroke.server.batch.runner import BatchRunner
 from twostroke.server.http.error_forms import error_form
 from twostroke.server.http.errors import to_response
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.http.request_context import STATE_KEY, ServedRequest
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Bench:
         num_together: int = 8,
     ) -> None:
         self.records, self.app = records, app
-        self.runner = Runner(records, FORMS, Limits(), lambda: num_together, may_run)
+        self.runner = BatchRunner(records, FORMS, RequestLimits(), lambda: num_together, may_run)
 
     async def begin(self, num_lines: int, protocol: str = openai.PROTOCOL) -> Batch:
         """Run lines whose custom_id is their place."""

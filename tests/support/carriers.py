@@ -12,8 +12,8 @@ import numpy as np
 from twostroke.engine.disaggregation import nixl
 from twostroke.engine.disaggregation import prefill_side as lending
 from twostroke.engine.disaggregation import transfer_methods as ways
-from twostroke.engine.disaggregation.messages import Place
-from twostroke.engine.disaggregation.nixl import CarrierError
+from twostroke.engine.disaggregation.messages import NixlAddress
+from twostroke.engine.disaggregation.nixl import NixlProcessError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ _names = itertools.count(1)
 
 
 class Carrier:
-    """See `nixl.Carrier`. A move that fails goes on writing until the target's carrier is closed.
+    """See `nixl.NixlProcess`. A move that fails writes on until the target's process is closed.
 
     `choose` says how the next move fails: "fails", "stuck" or not at all.
     """
@@ -36,12 +36,12 @@ class Carrier:
     def __init__(self, memory: int, num_pages: int, page_bytes: int) -> None:
         memory_map = mmap.mmap(memory, num_pages * page_bytes)
         self.pages = np.frombuffer(memory_map, np.uint8).reshape(num_pages, page_bytes)
-        self.place = Place(str(next(_names)).encode(), 0, 0)
+        self.place = NixlAddress(str(next(_names)).encode(), 0, 0)
         self.places[self.place.metadata] = self
         self._other = self
         self._ended, self._writers = threading.Event(), list[threading.Thread]()
 
-    def meet(self, place: Place, within_s: float) -> None:
+    def meet(self, place: NixlAddress, within_s: float) -> None:
         del within_s
         self._other = self.places[place.metadata]
 
@@ -56,7 +56,7 @@ class Carrier:
             if fault == "stuck":
                 self._ended.wait(within_s)
             self.close()
-            raise CarrierError("NIXL failed, as it was told.")
+            raise NixlProcessError("NIXL failed, as it was told.")
         there.pages[list(targets)] = here.pages[list(sources)]
 
     def probe(self, within_s: float, *, is_write: bool) -> None:

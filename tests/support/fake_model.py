@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.core.draft_tree import Branch
+    from twostroke.core.draft_tree import DraftBranch
     from twostroke.core.request import Request
     from twostroke.core.step import Slice, StepPlan
 
@@ -100,7 +100,7 @@ class FakeModel:
             tokens = [*piece.drafts[branch.first : end]]
             rows += self._write_run(request, pages, branch.position, tokens, written)
 
-    def _copy(self, request: Request, branch: Branch) -> None:
+    def _copy(self, request: Request, branch: DraftBranch) -> None:
         """Let a branch's first page begin as the request's does."""
         if not branch.is_copied:
             return
@@ -238,7 +238,7 @@ def _check_same(result: StepResult, before: StepResult) -> None:
         assert (states == earlier).all(), "stages report different states"
 
 
-def _pages_of(request: Request, branch: Branch) -> list[list[int]]:
+def _pages_of(request: Request, branch: DraftBranch) -> list[list[int]]:
     both = zip(request.pages, branch.pages, strict=True)
     return [[*theirs[: branch.place], *own] for theirs, own in both]
 

@@ -10,7 +10,7 @@ from servers import Server, free_port, our_command
 from support.handover import check_clean, view, wait_until
 from twostroke import LLM, SamplingParams
 from twostroke.core.constraint import Constraint
-from twostroke.core.handover_options import HandoverOptions
+from twostroke.core.handover_options import DisaggregationOptions
 from twostroke.core.options import (
     BatchOptions,
     CacheOptions,
@@ -67,7 +67,7 @@ def compare(case: Case, count: int, seed: int, folder: Path) -> Found:
         role = ("--role", "prefill", "--peer-address", address)
         cache = ("--kv-format", case.kv_format, "--context-length", str(_CONTEXT))
         Server("prefill", (*command, *role, *cache), folder, stack)
-        handover = HandoverOptions("decode", None, (address,), "always", case.link)
+        handover = DisaggregationOptions("decode", None, (address,), "always", case.link)
         llm = stack.enter_context(LLM(case.model, _options(case, handover)))
         wait_until(lambda: view(llm).borrower.peers[0].state == "up")
         found: list[Any] = []
@@ -83,7 +83,7 @@ def compare(case: Case, count: int, seed: int, folder: Path) -> Found:
     return Found(sum(map(len, found)), different, borrower.transfers, borrower.num_bytes)
 
 
-def _options(case: Case, handover: HandoverOptions | None = None) -> EngineOptions:
+def _options(case: Case, handover: DisaggregationOptions | None = None) -> EngineOptions:
     """Return options of a decode engine, or of one engine that computes all by itself."""
     is_alone = handover is None
     return EngineOptions(
@@ -92,7 +92,7 @@ def _options(case: Case, handover: HandoverOptions | None = None) -> EngineOptio
         BatchOptions(token_budget=_BUDGET),
         SpeculationOptions("off" if is_alone else case.speculate),
         accept_quality=True,
-        handover=handover or HandoverOptions(),
+        handover=handover or DisaggregationOptions(),
     )
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from twostroke import LLM, SamplingParams
-from twostroke.core.handover_options import HandoverOptions
+from twostroke.core.handover_options import DisaggregationOptions
 from twostroke.core.options import (
     BatchOptions,
     CacheOptions,
@@ -16,9 +16,9 @@ from twostroke.core.options import (
     EngineOptions,
     SpeculationOptions,
 )
-from twostroke.core.tier_options import TierOptions
+from twostroke.core.tier_options import OffloadOptions
 from twostroke.engine.disaggregation import messages
-from twostroke.engine.disaggregation.connection import Connection, PeerListener, PeerLostError
+from twostroke.engine.disaggregation.connection import PeerConnection, PeerListener, PeerLostError
 
 if TYPE_CHECKING:
     import random
@@ -38,13 +38,13 @@ _LATE_S = 0.15
 
 
 def options(
-    handover: HandoverOptions | None = None,
+    handover: DisaggregationOptions | None = None,
     *,
     kv_format: str = "auto",
     memory: int = _MEMORY,
     budget: int = 48,
     speculate: str = "off",
-    tiers: TierOptions | None = None,
+    tiers: OffloadOptions | None = None,
     **compute: Any,
 ) -> EngineOptions:
     """Return options of a small engine on one thread."""
@@ -54,8 +54,8 @@ def options(
         BatchOptions(token_budget=budget),
         SpeculationOptions(speculate),
         accept_quality=True,
-        handover=handover or HandoverOptions(),
-        tiers=tiers or TierOptions(),
+        handover=handover or DisaggregationOptions(),
+        tiers=tiers or OffloadOptions(),
     )
 
 
@@ -64,7 +64,7 @@ def prefill(path: Path, link: str = "shared", **given: Any) -> Iterator[tuple[LL
     """Yield a prefill engine, and its address."""
     # The former is not known as this machine.
     host = "127.0.0.2" if link in {"tcp", *NIXL_LINKS} else "127.0.0.1"
-    handover = HandoverOptions("prefill", f"{host}:0")
+    handover = DisaggregationOptions("prefill", f"{host}:0")
     if link == "sockets":
         given["backend"] = "reference"  # its memory cannot be shared
     with LLM(path, options(handover, **given)) as llm:
@@ -76,7 +76,7 @@ def decode(
     path: Path, address: str, rule: str = "always", peer_link: str = "socket", **given: Any
 ) -> Iterator[LLM]:
     """Yield a decode engine that has met the prefill engine at `address`."""
-    handover = HandoverOptions("decode", None, (address,), rule, peer_link)
+    handover = DisaggregationOptions("decode", None, (address,), rule, peer_link)
     with LLM(path, options(handover, **given)) as llm:
         wait_until(lambda: view(llm).borrower.peers[0].state == "up")
         yield llm
@@ -146,10 +146,10 @@ class Network:
         self, monkeypatch: pytest.MonkeyPatch, choose: Callable[[str], str], counts: Counter[str]
     ) -> None:
         self._choose, self._counts = choose, counts
-        self._send = Connection.send
-        monkeypatch.setattr(Connection, "send", lambda *given: self._pass(*given))  # noqa: PLW0108 - it is bound
+        self._send = PeerConnection.send
+        monkeypatch.setattr(PeerConnection, "send", lambda *given: self._pass(*given))  # noqa: PLW0108 - it is bound
 
-    def _pass(self, connection: Connection, message: Any, pages: Sequence[Any] = ()) -> None:
+    def _pass(self, connection: PeerConnection, message: Any, pages: Sequence[Any] = ()) -> None:
         name = type(message).__name__
         fault = self._choose(name) if name in KINDS else ""
         if fault:
@@ -170,7 +170,7 @@ class Network:
                 connection.cut()
         self._send(connection, message, pages)
 
-    def _late(self, connection: Connection, message: Any) -> None:
+    def _late(self, connection: PeerConnection, message: Any) -> None:
         with suppress(PeerLostError):
             self._send(connection, message)
 
@@ -180,14 +180,14 @@ SAMPLED = SamplingParams(max_tokens=6, temperature=0.9, seed=5, ignore_eos=True)
 
 @contextmanager
 def scripted_prefill(
-    answer: Callable[[Connection, Any], None], host: str = "127.0.0.1"
+    answer: Callable[[PeerConnection, Any], None], host: str = "127.0.0.1"
 ) -> Iterator[str]:
     """Yield the address of a peer that welcomes all, and then does with each question as told.
 
     Like a prefill engine that lives, it reports its load.
     """
 
-    def serve(connection: Connection) -> None:
+    def serve(connection: PeerConnection) -> None:
         with suppress(PeerLostError):
             hello = connection.receive()
             connection.send(messages.Welcome(messages.VERSION, hello.kind, 1000))
@@ -196,10 +196,10 @@ def scripted_prefill(
                 answer(connection, connection.receive())
         connection.close()
 
-    def report(connection: Connection) -> None:
+    def report(connection: PeerConnection) -> None:
         with suppress(PeerLostError):
             while True:
-                connection.send(messages.Load(0.0, 0.0))
+                connection.send(messages.PrefillLoad(0.0, 0.0))
                 time.sleep(0.2)
 
     listener = PeerListener((host, 0), SECRET.encode(), None, serve)

@@ -34,8 +34,8 @@ from twostroke.model.program.kv_groups import PageGroups
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
-    from twostroke.core.step import Delta, StepPlan, TokenLogprobs
-    from twostroke.engine.scheduler.request_state import Rank
+    from twostroke.core.step import RequestDelta, StepPlan, TokenLogprobs
+    from twostroke.engine.scheduler.request_state import PriorityKey
 
 _SEEDS = st.integers(0, 2**32 - 1)
 _WEIGHTS = {"": 1.0, "one": 3.0, "two": 0.5}
@@ -334,7 +334,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             del self.live[request.id]
             self.earlier = [*self.earlier[-3:], request]
 
-    def check_states(self, delta: Delta) -> None:
+    def check_states(self, delta: RequestDelta) -> None:
         """Rows come in order, from the beginning again after a preemption."""
         request, right = delta.request, expected_states(delta.request, self.windows)
         end = request.num_computed
@@ -349,7 +349,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not request.is_finished or self.num_read[request] == request.num_prompt
         self.counts["vectors"] += request.is_finished
 
-    def rank(self, request: Request) -> Rank:
+    def rank(self, request: Request) -> PriorityKey:
         return self.scheduler._tickets[request.id].rank
 
     def chance(self, seed: int) -> random.Random:

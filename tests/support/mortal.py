@@ -16,7 +16,7 @@ from twostroke.engine.kv_cache import PagePool, PrefixIndex
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.child import EngineProcess
-from twostroke.engine.process.main import Desk
+from twostroke.engine.process.main import RequestHandler
 from twostroke.engine.process.served import facts_of, take_reading
 from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
 from twostroke.model.program.kv_groups import PageGroups
@@ -103,7 +103,7 @@ class Process(EngineProcess):
         self._received = Frames(wire.requests)
         self.began_s = 0.0
         self.is_dead = False
-        self.desk: Desk | None = None
+        self.desk: RequestHandler | None = None
         self._rng, self._card = rng, card
         self._computed = computed  # messages, by any process
 
@@ -111,7 +111,7 @@ class Process(EngineProcess):
     def pid(self) -> int:
         return 0
 
-    def load(self) -> wire.Ready:
+    def load(self) -> wire.EngineReady:
         """Build the engine."""
         rng, card = self._rng, self._card
         page_size = rng.choice((1, 3, 4, 8))
@@ -132,9 +132,9 @@ class Process(EngineProcess):
         speculator = build_speculator(guessing, cost, None, 1)
         loop = Loop(cast("Any", self.backend), self.scheduler, speculator, cost)
         client = Client(card, loop)
-        self.desk = Desk(cast("Any", _Engine(client)), cast("Any", self))
+        self.desk = RequestHandler(cast("Any", _Engine(client)), cast("Any", self))
         about = wire.EngineCard(CONTEXT, "tiny", self._card.cost.cache, None, None, 0.0)
-        return wire.Ready(about, facts_of(client), take_reading(client, ()))
+        return wire.EngineReady(about, facts_of(client), take_reading(client, ()))
 
     def send(self, message: wire.Answer) -> None:
         """Send as the engine's end does."""
@@ -167,7 +167,7 @@ class Process(EngineProcess):
                 if not self.backend.computed.isdisjoint(asked.request_ids):
                     self._computed.add(id_)
         if self.desk._failure is not None:
-            self.send(wire.Failed(self.desk._failure))
+            self.send(wire.EngineFailed(self.desk._failure))
             self.kill()
 
     def kill(self) -> None:

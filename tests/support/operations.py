@@ -8,7 +8,6 @@ from twostroke.model.program import Activation
 from twostroke.model.program.ops import (
     Add,
     Attention,
-    BorrowingAttention,
     Embed,
     Expert,
     ExpertTerms,
@@ -25,6 +24,7 @@ from twostroke.model.program.ops import (
     Rope,
     Route,
     Scale,
+    SharedKvAttention,
     SumTerms,
     TakeColumns,
 )
@@ -43,7 +43,7 @@ OPS: tuple[LocalOp, ...] = (
     Rope("out", "x", 4, 16, (1.0, 0.1), interleaved=True),
     Attention("out", "q", "k", "v", 0, 8, 4, 16, 0.3, window=4, soft_cap=5.0),
     Attention("out", "q", "k", "v", 0, 4, 4, 16, 0.3),
-    BorrowingAttention("out", "q", "", "", 0, 8, 4, 16, 0.3, window=4),
+    SharedKvAttention("out", "q", "", "", 0, 8, 4, 16, 0.3, window=4),
     LatentAttention("out", "q", "k", "k", 0, 6, 1, 32, 0.3, rotated=16, key=16, value=32),
     HeadLinear("out", "x", ("w0", "w1", "w2", "w3"), 16, 48, 32, first=16),
     Join("out", "a", "b", 3, 16, 32, 48, first=32),

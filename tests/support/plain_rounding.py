@@ -11,7 +11,7 @@ from twostroke.model.quant.fit import fit_scale, whole_codes
 from twostroke.model.quant.iq4 import nearest_level
 
 if TYPE_CHECKING:
-    from twostroke.lab.compress.grids import Grid
+    from twostroke.lab.compress.grids import BlockGrid
     from twostroke.lab.compress.round import Moments
     from twostroke.model.quant import Floats
 
@@ -27,7 +27,7 @@ class Line(NamedTuple):
     smallest: Floats
 
 
-def plain_rounding(weight: Floats, moments: Moments, grid: Grid) -> Floats:
+def plain_rounding(weight: Floats, moments: Moments, grid: BlockGrid) -> Floats:
     """Return what a matrix (outputs, inputs) becomes, as float32."""
     right = np.ascontiguousarray(weight.T)
     levels, lines, units = compensated(right, moments.factor, grid)
@@ -56,7 +56,7 @@ def plain_rounding(weight: Floats, moments: Moments, grid: Grid) -> Floats:
 
 
 def compensated(
-    right: Floats, factor: Floats, grid: Grid
+    right: Floats, factor: Floats, grid: BlockGrid
 ) -> tuple[Floats, list[Line], list[tuple[Floats, Floats]]]:
     """Code `right` (inputs, outputs) group after group; later groups make up for errors.
 
@@ -80,12 +80,14 @@ def compensated(
     return levels, lines, units
 
 
-def nearest(values: Floats, grid: Grid) -> Floats:
+def nearest(values: Floats, grid: BlockGrid) -> Floats:
     """Map values to levels."""
     return nearest_level(values) if grid.table else whole_codes(grid.low, grid.high)(values)
 
 
-def code(wanted: Floats, inner: Floats, line: Line, grid: Grid) -> tuple[Floats, Floats, Floats]:
+def code(
+    wanted: Floats, inner: Floats, line: Line, grid: BlockGrid
+) -> tuple[Floats, Floats, Floats]:
     """Return levels and errors of a group (group, outputs), and the loss of each output."""
     levels, errors = np.empty_like(wanted), np.empty_like(wanted)
     for i in range(len(wanted)):
@@ -95,7 +97,7 @@ def code(wanted: Floats, inner: Floats, line: Line, grid: Grid) -> tuple[Floats,
     return levels, errors, np.square(errors).sum(axis=0)
 
 
-def stored(line: Line, trial: int, units: tuple[Floats, Floats], grid: Grid) -> Line:
+def stored(line: Line, trial: int, units: tuple[Floats, Floats], grid: BlockGrid) -> Line:
     """Return a trial about a line, as the format stores it; the middle of the levels stays."""
     half = np.float32(0 if grid.peaks else grid.high / 2)
     if grid.num_groups == 1:
@@ -114,7 +116,7 @@ def stored(line: Line, trial: int, units: tuple[Floats, Floats], grid: Grid) -> 
     return Line(scale, np.zeros_like(scale) if grid.peaks else smallest)
 
 
-def units_of(lines: list[Line], grid: Grid) -> tuple[Floats, Floats]:
+def units_of(lines: list[Line], grid: BlockGrid) -> tuple[Floats, Floats]:
     """Return the units of scales and of smallest values of a super-block."""
     scales, lows = np.array([x.scale for x in lines]), np.array([x.smallest for x in lines])
     farthest = np.take_along_axis(scales, np.abs(scales).argmax(axis=0)[None], axis=0)[0]
@@ -124,7 +126,7 @@ def units_of(lines: list[Line], grid: Grid) -> tuple[Floats, Floats]:
     return halved(farthest / np.float32(end or 1)), halved(-lowest / np.float32(most or 1))
 
 
-def fitted(values: Floats, weights: Floats, grid: Grid) -> Line:
+def fitted(values: Floats, weights: Floats, grid: BlockGrid) -> Line:
     """Return the line that fits a group (group, outputs) best, by weighted squares."""
     if grid.peaks:
         groups = np.ascontiguousarray(values.T)
@@ -163,7 +165,7 @@ def fitted(values: Floats, weights: Floats, grid: Grid) -> Line:
     return best
 
 
-def refit(wanted: Floats, levels: Floats, own: Floats, grid: Grid) -> Line:
+def refit(wanted: Floats, levels: Floats, own: Floats, grid: BlockGrid) -> Line:
     """Return the line that is best for given levels."""
     seen = own @ levels
     along, size = (np.einsum("io,io->o", seen, each) for each in (wanted, levels))

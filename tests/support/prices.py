@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from twostroke.engine.speculation import Price
+    from twostroke.engine.speculation import DraftCost
 
 
-def cheap_up_to(count: int, price: Price) -> Price:
+def cheap_up_to(count: int, price: DraftCost) -> DraftCost:
     """Return a price at which `count` guesses of a step cost nothing, and one more too much.
 
     Steps are so long that no chance is too small before.

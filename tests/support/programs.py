@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from twostroke.model.families import ExpertSpec, ModelSpec, RopeSpec, WindowSpec
 from twostroke.model.families.blocks import decoder, residual_layer
 from twostroke.model.families.gemma4 import gemma4_layer
-from twostroke.model.families.spec import BorrowingSpec, LatentSpec, RoutingSpec
+from twostroke.model.families.spec import LatentSpec, RoutingSpec, SharedKvSpec
 from twostroke.model.program import Activation, Program
 from twostroke.model.program.ops import Attention, ExternalInput, Linear
 from twostroke.model.quant import FORMATS, QuantTensor
@@ -81,7 +81,7 @@ def _borrowing() -> Program:
         ),
         activation=Activation.GELU_TANH,
         attention_scale=0.1,
-        borrowing=BorrowingSpec(2, 192),
+        borrowing=SharedKvSpec(2, 192),
         layer_inputs=32,
         layer_factors=True,
         norms_values=True,

@@ -27,7 +27,7 @@ from twostroke.backends.cpu.shared import lower_rank, shared_bytes
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.cpu.team import thread_pool
 from twostroke.backends.cpu.weights import PackedWeights
-from twostroke.backends.weight_shard import Share
+from twostroke.backends.weight_shard import WeightShard
 from twostroke.core.step import StepResult
 from twostroke.model.program.kv_format import PIECE_TOKENS
 from twostroke.model.program.kv_groups import PageGroups
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from support.cpu import Model
-    from twostroke.backends.cpu.lowered import Lowered
+    from twostroke.backends.cpu.lowered import CpuLowered
     from twostroke.core.activation_bits import Bits
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
@@ -111,7 +111,7 @@ class ThreadRanks:
         program, tensors = model
         self.program, self.mesh, self.library = program, mesh, load_library(level)
         self.bits, self.num_ranks = activation_bits, mesh.num_ranks
-        self.parts = Share(0, mesh, max_rows, None).parts(program, kept)
+        self.parts = WeightShard(0, mesh, max_rows, None).parts(program, kept)
         size = shared_bytes(self.parts, max_rows)
         self.page_size = mesh.num_places * PIECE_TOKENS if mesh.by_places else PAGE_SIZE
         all_pages = num_pages * len(program.cache_groups)
@@ -120,14 +120,14 @@ class ThreadRanks:
         self._first_byte = c_char.from_buffer(self._memory)
         self.shared = addressof(self._first_byte)
         self.plans: list[NativePlan] = []
-        self.lowered: list[Lowered] = []
+        self.lowered: list[CpuLowered] = []
         for rank in range(mesh.num_ranks):
             link = LinkRecord(None, rank, mesh.num_ranks, self.shared, size)
             if post is not None:
                 link = post.record(rank, mesh.num_ranks)
             lowered = lower_rank(self.parts, rank, activation_bits=activation_bits)
             pool = self._open.enter_context(thread_pool(self.library, threads))
-            share = Share(rank, mesh, max_rows, link)
+            share = WeightShard(rank, mesh, max_rows, link)
             own = share.tensors(self.parts[rank], tensors)
             weights = PackedWeights(self.library, own, lowered.matrices, lowered.vectors)
             self._open.callback(weights.close)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from twostroke.engine.output import Output
-    from twostroke.engine.process.served import Reading, ServedEngine, ServedOutputs
+    from twostroke.engine.process.served import EngineStatus, ServedEngine, ServedOutputs
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -87,7 +87,7 @@ async def faked(model: str) -> AsyncIterator[tuple[RemoteEngine, FakeProcess]]:
     with build(model, options()) as engine:
         card, ready = engine.client.card, _ready(engine)
     process: Any = FakeProcess()
-    load = wire.Load(wire.VERSION, model, options(), "warning")
+    load = wire.LoadModel(wire.VERSION, model, options(), "warning")
     engine_ = RemoteEngine(load, card, process, ready)
     engine_.life._num_failures = 1000  # no other process follows
     engine_.attach(lambda: None)
@@ -126,7 +126,7 @@ async def first_of(outputs: ServedOutputs) -> Output:
     raise AssertionError
 
 
-async def idle(engine: ServedEngine) -> Reading:
+async def idle(engine: ServedEngine) -> EngineStatus:
     """Wait until no page is held, which a step in flight may delay."""
     async with asyncio.timeout(20):
         while True:

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from twostroke.server.models.residency import Residence, ResidentView, decide, worth_of
+from twostroke.server.models.residency import ModelResidency, ModelUse, decide, worth_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class _Model:
     num_bytes: int
     load_s: float
-    state: Residence = Residence.OUT
+    state: ModelResidency = ModelResidency.OUT
     waiting: list[float] = field(default_factory=list)
     running: list[float] = field(default_factory=list)  # when they end
     used_s: float = 0.0
@@ -58,17 +58,17 @@ class Stage:
 
     @property
     def absent(self) -> list[str]:
-        return [name for name, model in self.models.items() if model.state is Residence.OUT]
+        return [name for name, model in self.models.items() if model.state is ModelResidency.OUT]
 
     def step(self) -> None:
         """Let `tick_s` pass."""
         self.now_s = round(self.now_s + self.tick_s, 9)
         for model in self.models.values():
             model.running = [end_s for end_s in model.running if end_s > self.now_s]
-            if model.state is Residence.LOADING:
+            if model.state is ModelResidency.LOADING:
                 self.loading_s += self.tick_s
                 if model.loaded_s <= self.now_s:
-                    model.state = Residence.IN
+                    model.state = ModelResidency.IN
         self.serve()
         self._apply()
         self.serve()
@@ -76,7 +76,7 @@ class Stage:
     def serve(self) -> None:
         """Give the waiting requests of loaded models to them."""
         for name, model in self.models.items():
-            if model.state is Residence.IN and not model.is_closed and model.waiting:
+            if model.state is ModelResidency.IN and not model.is_closed and model.waiting:
                 self.waits += [(name, self.now_s - asked_s) for asked_s in model.waiting]
                 model.running += [self.now_s + self.answer_s] * len(model.waiting)
                 model.waiting.clear()
@@ -84,9 +84,9 @@ class Stage:
             elif model.running:
                 self._use(model)
 
-    def views(self) -> list[ResidentView]:
+    def views(self) -> list[ModelUse]:
         return [
-            ResidentView(
+            ModelUse(
                 name,
                 model.num_bytes,
                 model.load_s,
@@ -111,16 +111,18 @@ class Stage:
             model.is_closed = name in decision.close
         for name in decision.unload:
             model = self.models[name]
-            model.state, model.is_closed = Residence.OUT, False
+            model.state, model.is_closed = ModelResidency.OUT, False
             self._gone_worth = max(self._gone_worth, model.worth)
         if decision.unload:
             self._apply()
         for name in decision.load:
             model = self.models[name]
-            model.state, model.loaded_s = Residence.LOADING, self.now_s + model.load_s
+            model.state, model.loaded_s = ModelResidency.LOADING, self.now_s + model.load_s
             self._use(model)
             self.num_loads += 1
-        taken = [one.num_bytes for one in self.models.values() if one.state is not Residence.OUT]
+        taken = [
+            one.num_bytes for one in self.models.values() if one.state is not ModelResidency.OUT
+        ]
         assert sum(taken) <= self.budget
 
 

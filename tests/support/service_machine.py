@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from twostroke.engine.process.pending import RemoteOutputs
 
-_LOAD = wire.Load(wire.VERSION, "tiny", EngineOptions(), "warning")
+_LOAD = wire.LoadModel(wire.VERSION, "tiny", EngineOptions(), "warning")
 _HINTS = (Hints(), Hints(speculate="off"), Hints(shows_progress=True))
 
 
@@ -58,7 +58,7 @@ class ServiceMachine:
         self.computed: set[int] = set()
         self.process = Process(rng, self.card, self.computed)
 
-    def _make(self, _load: wire.Load) -> Process:
+    def _make(self, _load: wire.LoadModel) -> Process:
         self.count_pages()
         self.process = Process(self.rng, self.card, self.computed)
         return self.process

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from twostroke.engine.kv_offload.tier import PageKind, Worth
+from twostroke.engine.kv_offload.tier import KvCacheSpec, PageValue
 from twostroke.model.program.kv_groups import PageGroups
 
 if TYPE_CHECKING:
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 PAGE_BYTES = 3000
-WORTH = Worth(0.01, 0, 1e9)
+WORTH = PageValue(0.01, 0, 1e9)
 
 
-def kind(**changes: Any) -> PageKind:
+def kind(**changes: Any) -> KvCacheSpec:
     """Return a kind of pages that differs from the usual one in `changes`."""
     usual = {
         "model": "m",
@@ -26,7 +26,7 @@ def kind(**changes: Any) -> PageKind:
         "arithmetic": "cpu vector 15",
         "only_prompts": False,
     }
-    return PageKind(**{**usual, **changes})
+    return KvCacheSpec(**{**usual, **changes})
 
 
 OTHER_KINDS = (

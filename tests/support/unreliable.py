@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from twostroke.backends import RankFacts, RankState
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.errors import BackendError, RanksLostError
-from twostroke.model.program.mesh import Place
+from twostroke.model.program.mesh import MeshCoordinate
 
 if TYPE_CHECKING:
     from twostroke.backends import Backend
@@ -46,7 +46,9 @@ class Ranks:
         self._has_succeeded = False  # since the last loss
         self._plans: deque[StepPlan] = deque()
         self._num_spoiled = 0  # of these
-        ranks = tuple([RankFacts(i, "here", 1, 2, 3, Place(1 - i, 0, 0)) for i in range(2)])
+        ranks = tuple(
+            [RankFacts(i, "here", 1, 2, 3, MeshCoordinate(1 - i, 0, 0)) for i in range(2)]
+        )
         facts = replace(backend.facts, steps_ahead=steps_ahead, ranks=ranks, link="shared")
         backend.facts = facts  # type: ignore[misc]
         for name in ("run", "start", "finish", "check", "recover", "give_up", "states"):

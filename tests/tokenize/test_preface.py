@@ -8,22 +8,22 @@ import time
 import pytest
 
 from support.byte_tokenizer import byte_tokenizer
-from twostroke.core.preface import Preface
-from twostroke.model.tokenizer.preface import Part, PrefaceCounter, PrefaceCutter
+from twostroke.core.preface import ReasoningSection
+from twostroke.model.tokenizer.preface import PrefaceCounter, PrefaceCutter, SegmentKind
 
-ANEW, INSIDE = Preface("<think>", "</think>"), Preface("", "</think>")
+ANEW, INSIDE = ReasoningSection("<think>", "</think>"), ReasoningSection("", "</think>")
 
 
-def cut(preface: Preface, text: str, cuts: list[int]) -> tuple[str, str, str]:
+def cut(preface: ReasoningSection, text: str, cuts: list[int]) -> tuple[str, str, str]:
     """What stands before and between the marks, and behind; the stretches are the text."""
-    cutter, found = PrefaceCutter(preface), list[tuple[Part, str]]()
+    cutter, found = PrefaceCutter(preface), list[tuple[SegmentKind, str]]()
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         found += cutter.feed(text[start:end])
     found += cutter.finish()
     assert "".join(part for _, part in found) == text
     assert all(part for _, part in found)
     marks, inside, behind = (
-        "".join(part for kind, part in found if kind is wanted) for wanted in Part
+        "".join(part for kind, part in found if kind is wanted) for wanted in SegmentKind
     )
     return marks, inside, behind
 
@@ -44,11 +44,11 @@ def cut(preface: Preface, text: str, cuts: list[int]) -> tuple[str, str, str]:
         (INSIDE, "a</thi</think>b</think>", ("</think>", "a</thi", "b</think>")),
         (INSIDE, "a</think", ("", "a</think", "")),
         (INSIDE, "<think>a</think>", ("</think>", "<think>a", "")),
-        (Preface("◁t▷", "◁/t▷"), "◁t▷é◁/◁/t▷ö", ("◁t▷◁/t▷", "é◁/", "ö")),
+        (ReasoningSection("◁t▷", "◁/t▷"), "◁t▷é◁/◁/t▷ö", ("◁t▷◁/t▷", "é◁/", "ö")),
     ],
 )
 def test_stretches_do_not_depend_on_the_cuts(
-    preface: Preface, text: str, expected: tuple[str, str, str]
+    preface: ReasoningSection, text: str, expected: tuple[str, str, str]
 ) -> None:
     assert cut(preface, text, []) == expected
     assert cut(preface, text, list(range(len(text)))) == expected
@@ -60,7 +60,7 @@ def test_stretches_do_not_depend_on_the_cuts(
 
 @pytest.mark.parametrize("preface", [ANEW, INSIDE])
 @pytest.mark.parametrize("text", ["<" * 200_000, " " * 200_000, "</think" * 30_000, "x" * 200_000])
-def test_hostile_text_takes_linear_time(preface: Preface, text: str) -> None:
+def test_hostile_text_takes_linear_time(preface: ReasoningSection, text: str) -> None:
     def seconds(part: str) -> float:
         began = time.process_time()
         cut(preface, part, list(range(0, len(part), 20)))
@@ -79,10 +79,10 @@ def test_hostile_text_takes_linear_time(preface: Preface, text: str) -> None:
         (ANEW, " <thinx", " <thinx"),
         (INSIDE, "hello</think>hello", "hello"),
         (INSIDE, "hello", ""),
-        (Preface("◁t▷", "◁/t▷"), "◁t▷é◁/t▷é", "é"),
+        (ReasoningSection("◁t▷", "◁/t▷"), "◁t▷é◁/t▷é", "é"),
     ],
 )
-def test_tokens_of_the_preface_are_counted(preface: Preface, text: str, rest: str) -> None:
+def test_tokens_of_the_preface_are_counted(preface: ReasoningSection, text: str, rest: str) -> None:
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode(text)
     expected = len(ids) - len(tokenizer.encode(rest))

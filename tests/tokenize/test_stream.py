@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.byte_tokenizer import END, byte_tokenizer
-from twostroke.core.preface import Preface
+from twostroke.core.preface import ReasoningSection
 from twostroke.model.tokenizer import StreamDecoder
 
 TOKENIZER = byte_tokenizer()
@@ -167,17 +167,17 @@ def test_time_does_not_grow_with_the_text_held_back() -> None:
 @pytest.mark.parametrize(
     ("preface", "text", "stop", "expected"),
     [
-        (Preface("", "</t>"), "a.b</t>c.d", ".", "a.b</t>c"),
-        (Preface("<t>", "</t>"), "<t>a.b</t>c.d", ".", "<t>a.b</t>c"),
-        (Preface("<t>", "</t>"), "a.b<t>c</t>", ".", "a"),
-        (Preface("<t>", "</t>"), "<.b", "<.", ""),
-        (Preface("", "</t>"), "a.b", ".", "a.b"),
-        (Preface("", "</t>"), "a</t", "/t", "a</t"),
-        (Preface("", "</t>"), "a</t>", "/t>", "a</t>"),
+        (ReasoningSection("", "</t>"), "a.b</t>c.d", ".", "a.b</t>c"),
+        (ReasoningSection("<t>", "</t>"), "<t>a.b</t>c.d", ".", "<t>a.b</t>c"),
+        (ReasoningSection("<t>", "</t>"), "a.b<t>c</t>", ".", "a"),
+        (ReasoningSection("<t>", "</t>"), "<.b", "<.", ""),
+        (ReasoningSection("", "</t>"), "a.b", ".", "a.b"),
+        (ReasoningSection("", "</t>"), "a</t", "/t", "a</t"),
+        (ReasoningSection("", "</t>"), "a</t>", "/t>", "a</t>"),
     ],
 )
 def test_stop_strings_are_not_looked_for_in_a_preface(
-    preface: Preface, text: str, stop: str, expected: str, *, include_stop: bool
+    preface: ReasoningSection, text: str, stop: str, expected: str, *, include_stop: bool
 ) -> None:
     decoder = StreamDecoder(TOKENIZER, [stop], preface=preface, include_stop=include_stop)
     shown = "".join(map(decoder.feed, TOKENIZER.encode(text))) + decoder.finish()

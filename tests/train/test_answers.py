@@ -18,7 +18,7 @@ from twostroke.engine.build import build
 from twostroke.lab.train import TrainOptions
 from twostroke.lab.train.answers import collect
 from twostroke.lab.train.prompts import prompts
-from twostroke.lab.train.record import Answer, Recorder, Store, kept_answers
+from twostroke.lab.train.record import RecordedAnswer, Recorder, SampleStore, kept_answers
 from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def test_states_are_those_from_which_tokens_were_drawn(
     if backend == "cpu":
         native_dir()
         monkeypatch.setenv("TWOSTROKE_CPU_LEVEL", "portable")  # the prompt is traced as generated
-    answers: list[Answer] = []
+    answers: list[RecordedAnswer] = []
     options = EngineOptions(
         ComputeOptions(backend, num_threads=1),
         speculation=SpeculationOptions(method, count=3 if method == "ngram" else None),
@@ -88,8 +88,8 @@ def test_answers_are_kept_and_added_to(model: Path, tmp_path: Path) -> None:
 
 
 def test_damaged_answers_are_refused(tmp_path: Path) -> None:
-    store = Store(tmp_path, 0)
-    store.add(Answer(np.arange(4, dtype=np.int32), np.ones((3, 8), np.float16)))
+    store = SampleStore(tmp_path, 0)
+    store.add(RecordedAnswer(np.arange(4, dtype=np.int32), np.ones((3, 8), np.float16)))
     store.flush()
     [answer] = kept_answers(tmp_path, 8)
     assert answer.tokens.tolist() == [0, 1, 2, 3]
@@ -100,8 +100,8 @@ def test_damaged_answers_are_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    store = Store(tmp_path / "file", 0)
-    store.add(Answer(np.arange(4, dtype=np.int32), np.ones((3, 8), np.float16)))
+    store = SampleStore(tmp_path / "file", 0)
+    store.add(RecordedAnswer(np.arange(4, dtype=np.int32), np.ones((3, 8), np.float16)))
     with pytest.raises(TwostrokeError, match=r"Answers cannot be written to"):
         store.flush()
 
@@ -110,7 +110,7 @@ def test_a_disk_that_is_full_ends_the_collecting(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native_dir()
-    monkeypatch.setitem(Store.add.__globals__, "_PART_ROWS", 100)  # which `collect` uses
+    monkeypatch.setitem(SampleStore.add.__globals__, "_PART_ROWS", 100)  # which `collect` uses
     (tmp_path / "file").write_text("")
     spec, lines = load_path(model).spec, list[str]()
 

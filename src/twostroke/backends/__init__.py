@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from twostroke.core.frozen import Frozen
-from twostroke.model.program.mesh import Place
+from twostroke.model.program.mesh import MeshCoordinate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ class RankFacts(Frozen):
     num_threads: int
     weight_bytes: int
     cache_bytes: int
-    place: Place = Place(0, 0, 0)
+    place: MeshCoordinate = MeshCoordinate(0, 0, 0)
 
 
 class RankState(Frozen):

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from twostroke.backends import Backend
-    from twostroke.backends.gpu.device import Device
+    from twostroke.backends.gpu.device import GpuDevice
     from twostroke.backends.kv_size import CacheSize
-    from twostroke.backends.weight_shard import Share
+    from twostroke.backends.weight_shard import WeightShard
     from twostroke.core.options import ComputeOptions, EngineOptions, ParallelOptions
     from twostroke.model.program import Program
     from twostroke.model.program.mesh import Mesh
@@ -68,7 +68,7 @@ def check_gpu(program: Program, compute: ComputeOptions) -> None:
     lower(program)
 
 
-def gpu_device(compute: ComputeOptions) -> Device:
+def gpu_device(compute: ComputeOptions) -> GpuDevice:
     """Return the gpu backend's device.
 
     Raises:
@@ -117,7 +117,7 @@ def make_backend(  # noqa: PLR0913 - what only the builder knows
     tapped_value: str | None = None,
     embeds: bool = False,
     mesh: Mesh = ONE_RANK,
-    share: Share | None = None,
+    share: WeightShard | None = None,
     max_rows: int = 256,
 ) -> Backend:
     """Return a backend that has read its weights; options by name are those of `CpuBackend`.

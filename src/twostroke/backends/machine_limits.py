@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _VERSION = 3  # of the measurement: raise it when what is measured changes
 
 
-class Limits:
+class MachineLimits:
     """The machine's limits for one engine, measured (or read from the cache) at first use.
 
     A measurement on a busy machine is too low, and the engine's own speed may exceed it. The
@@ -34,7 +34,7 @@ class Limits:
         self._was_measured_again = False
 
     @classmethod
-    def known(cls, hardware: Hardware | None) -> Limits:
+    def known(cls, hardware: Hardware | None) -> MachineLimits:
         """Return limits that were measured elsewhere; None: they could not be measured."""
         limits = cls("portable", 1, 0)
         limits._set_up, limits._hardware = None, hardware

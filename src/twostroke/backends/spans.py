@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from twostroke.model.program import Program
 
     Numbers = NDArray[np.int64]
-    Rows: TypeAlias = "tuple[Numbers, Numbers, tuple[Span, ...], Numbers]"
+    Rows: TypeAlias = "tuple[Numbers, Numbers, tuple[RowSpan, ...], Numbers]"
 
 
-class Span(Frozen):
+class RowSpan(Frozen):
     """Consecutive rows of one sequence: `rows` of the step, at `start`, and its `pages`.
 
     Keys and values of the rows `above`, at the positions just before `start`, are also stored in
@@ -57,7 +57,7 @@ def flatten(slices: tuple[Slice, ...]) -> Rows:
     """Return a step's tokens, their positions, the spans, and the rows with logits."""
     tokens: list[int] = []
     positions: list[int] = []
-    spans: list[Span] = []
+    spans: list[RowSpan] = []
     sampled: list[int] = []
     for part in slices:
         first = len(tokens)
@@ -72,31 +72,31 @@ def flatten(slices: tuple[Slice, ...]) -> Rows:
 
 def unpack(frame: StepFrame) -> Rows:
     """Return the same as `flatten`, for a step that rank 0 sent."""
-    spans: list[Span] = []
+    spans: list[RowSpan] = []
     stored = frame.stores.astype(np.int64)
     copies = tuple((target, source) for source, target in frame.copies.tolist())
     for first, count, start, table in frame.slices.tolist():
         above = stored[stored[:, 1] == table, 0]
         pages = frame.page_tables[table].astype(np.int64)
-        spans.append(Span(slice(first, first + count), start, pages, above, copies))
+        spans.append(RowSpan(slice(first, first + count), start, pages, above, copies))
         copies = ()  # they are the whole step's
     positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
     tokens, sampled = (a.astype(np.int64) for a in (frame.tokens, frame.sampled_rows))
     return tokens, positions, tuple(spans), sampled
 
 
-def _spans(part: Slice, first: int) -> Iterator[Span]:
+def _spans(part: Slice, first: int) -> Iterator[RowSpan]:
     """Yield the spans of a slice that begins at row `first`: the main one, and branches."""
     pages = np.array(part.request.pages, np.int64)
     end = part.branches[0].first if part.branches else len(part.drafts)
-    yield Span(slice(first, first + part.count + end), part.start, pages)
+    yield RowSpan(slice(first, first + part.count + end), part.start, pages)
     for branch, end in ends_of(len(part.drafts), part.branches):
         own = np.array(branch.pages, np.int64)
         copies: tuple[tuple[int, int], ...] = ()
         if branch.is_copied:
             place = branch.own_place
             copies = tuple(zip(own[:, place - branch.place], pages[:, place], strict=True))
-        yield Span(
+        yield RowSpan(
             slice(first + part.count + branch.first, first + part.count + end),
             branch.position,
             np.concatenate([pages[:, : branch.place], own], axis=1),
@@ -135,14 +135,14 @@ class PageMap:
                 first += self._layers[layer].values_per_token
             self.width = max(self.width, first)
 
-    def slots(self, span: Span, layer: int, positions: Numbers) -> Numbers:
+    def slots(self, span: RowSpan, layer: int, positions: Numbers) -> Numbers:
         """Return where a layer's positions lie, those that this rank stores."""
         pages = span.pages[self._places[layer][0], positions // self._page_size]
         assert (pages != NO_PAGE).all(), "a row reads before its window"
         slots: Numbers = pages * self.page_slots + positions % self.page_slots
         return slots
 
-    def copies(self, spans: Sequence[Span]) -> tuple[Numbers, Numbers]:
+    def copies(self, spans: Sequence[RowSpan]) -> tuple[Numbers, Numbers]:
         """Return the slots of pages that become copies, and those of their sources."""
         pairs = np.array([pair for span in spans for pair in span.copies], np.int64).reshape(-1, 2)
         slots = pairs[:, :, None] * self.page_slots + np.arange(self.page_slots)

@@ -1,4 +1,4 @@
-"""`Share`: a rank's place among those that run a Program together, and its part of the weights."""
+"""`WeightShard`: a rank among those that run a Program together, and its part of the weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def block_sizes(tensors: Mapping[str, QuantTensor]) -> dict[str, int]:
     return {name: one.format.block_size for name, one in tensors.items() if one.order is None}
 
 
-class Share(Frozen, eq=False):
+class WeightShard(Frozen, eq=False):
     """One rank's share of a Program, and its end of the link to the others.
 
     No step has more than `max_rows` rows. With `block_sizes` sums are split (see `shard`).

@@ -9,12 +9,12 @@ from rich.text import Text
 from twostroke.cli.markdown import MarkdownStream
 from twostroke.cli.terminal import printable
 from twostroke.engine.chat.call_reader import ReasoningPiece, TextPiece
-from twostroke.engine.chat.reader import AnswerReader, Reading
+from twostroke.engine.chat.reader import AnswerFormat, AnswerReader
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from twostroke.core.preface import Preface
+    from twostroke.core.preface import ReasoningSection
     from twostroke.engine.output import Output
     from twostroke.model.tokenizer import Tokenizer
 
@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 class AnswerStream:
     """Prints an answer as it comes, and keeps it as a message."""
 
-    def __init__(self, console: Console, preface: Preface | None, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, console: Console, preface: ReasoningSection | None, tokenizer: Tokenizer
+    ) -> None:
         """Write to `console`; `preface` is the reasoning that may come first."""
         self._console = console
-        self._reader = AnswerReader(Reading(preface=preface), tokenizer)
+        self._reader = AnswerReader(AnswerFormat(preface=preface), tokenizer)
         self._markdown: MarkdownStream | None = None
         self._begins_with_text = preface is None
         self._text = self._reasoning = ""

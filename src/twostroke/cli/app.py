@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click import Option
 
-from twostroke.cli.help import Group
+from twostroke.cli.help import CommandGroup
 from twostroke.core.errors import MemoryLimitError, TwostrokeError, nearest
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Failure(click.ClickException):
         self.exit_code = error.exit_code  # type: ignore[misc]
 
 
-class Commands(Group):
+class Commands(CommandGroup):
     """The commands of `COMMANDS`, by name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

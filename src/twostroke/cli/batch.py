@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from twostroke.server.batch.lines import Line
-    from twostroke.server.batch.offline import Progress, Send
-    from twostroke.server.http.internal_requests import Answer
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.batch.offline import BatchProgress, Send
+    from twostroke.server.http.internal_requests import InternalResponse
+    from twostroke.server.http.limits import RequestLimits
 
 _WAITING: Final = 32  # lines that wait in the engine, so that no step waits for the next
 _FULL: Final = 429  # long prompts fill the queue sooner than many
@@ -80,8 +80,8 @@ def command(**given: Any) -> int:
     command is interrupted, the same command goes on: lines with a result are not run again. Exits
     with 1 if some lines failed; they are in the file of errors.
     """
-    from twostroke.server.batch.offline import Files, Progress, Results, run
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.batch.offline import BatchProgress, Files, Results, run
+    from twostroke.server.http.limits import RequestLimits
 
     path, output, model, url = (given.pop(name) for name in ("file", "output", "model", "url"))
     chosen = given.pop("errors")
@@ -91,7 +91,7 @@ def command(**given: Any) -> int:
         raise UsageError("Give either --model, to answer here, or --url of a server.")
     if url is None and concurrency is not None:
         raise UsageError("--concurrency is for --url; with --model see --max-running.")
-    limits = replace(Limits(), max_batch_lines=sys.maxsize)
+    limits = replace(RequestLimits(), max_batch_lines=sys.maxsize)
     total = _check(path, limits)
     with (
         Results(output, goes_on=True) as results,
@@ -100,9 +100,9 @@ def command(**given: Any) -> int:
     ):
         files = Files(path, results, failures, model)
         files.check(limits)
-        progress = Progress(total, *[len(results.places)] * 2)
+        progress = BatchProgress(total, *[len(results.places)] * 2)
 
-        def show(now: Progress) -> None:
+        def show(now: BatchProgress) -> None:
             bar.show("Running lines", now.num_done, now.total)
 
         door = _there(url, concurrency or _AT_ONCE) if url else _here(model, given, quiet=quiet)
@@ -123,7 +123,7 @@ def command(**given: Any) -> int:
     return 1
 
 
-def _check(path: Path, limits: Limits) -> int:
+def _check(path: Path, limits: RequestLimits) -> int:
     """Return the number of lines.
 
     Raises:
@@ -178,7 +178,7 @@ def _here(model: str, given: dict[str, Any], *, quiet: bool) -> Iterator[tuple[S
             app, sender = build_app(api), Sender("", DEFAULT_SERVICE)
             ease_collector()
 
-            async def send(line: Line) -> Answer:
+            async def send(line: Line) -> InternalResponse:
                 while (answer := await post(app, line.url, line.body, sender)).status == _FULL:  # noqa: ASYNC110 nobody tells when there is room
                     await asyncio.sleep(_LOOK_S)
                 if answer.status >= 500 and loop.health is Health.STOPPED:
@@ -189,14 +189,14 @@ def _here(model: str, given: dict[str, Any], *, quiet: bool) -> Iterator[tuple[S
             yield send, loop.config.max_running + waiting
 
 
-def _rest(progress: Progress, partial: Path) -> str:
+def _rest(progress: BatchProgress, partial: Path) -> str:
     """Return how far it came, and how to go on."""
     num = progress.num_done - progress.num_failed
     place = f" in {partial}" if num else ""  # an empty file does not stay
     return f"{num} of {progress.total} lines have results{place}; the same command runs the rest."
 
 
-def _summary(progress: Progress, elapsed_s: float) -> str:
+def _summary(progress: BatchProgress, elapsed_s: float) -> str:
     speed = f"{progress.num_tokens / elapsed_s:.0f} tokens/s" if elapsed_s > 0 else ""
     new = progress.num_done - progress.num_before
     kept = f"; {progress.num_before} had results from an earlier run" if progress.num_before else ""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from msgspec.structs import asdict
 
-from twostroke.cli.help import Command, Group, Number, TextFile, option
+from twostroke.cli.help import Command, CommandGroup, NumberParam, TextFile, option
 from twostroke.cli.options import MACHINE, TIERS, engine_options
 from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import show_table
@@ -33,7 +33,7 @@ _folder = click.argument("folder", type=click.Path(path_type=Path), metavar="DIR
 _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 
 
-@click.group("cache", cls=Group)
+@click.group("cache", cls=CommandGroup)
 def command() -> None:
     """List, fill, check and clean DIR, the --page-cache of servers, which may use it meanwhile."""
 
@@ -84,7 +84,7 @@ def verify_command(folder: Path) -> int:
 @command.command("clean")
 @_folder
 @option("--model", help="Remove the pages of this model only, as `ls` names it.")
-@option("--days", type=Number(min=0), help="Remove what was not used for so many days.")
+@option("--days", type=NumberParam(min=0), help="Remove what was not used for so many days.")
 @option("--all", "is_all", is_flag=True, help="Remove all pages, also those that are kept.")
 def clean_command(folder: Path, model: str | None, days: float | None, is_all: bool) -> int:
     """Remove pages: of a model, those that were not used for some days, or all."""
@@ -104,7 +104,7 @@ def clean_command(folder: Path, model: str | None, days: float | None, is_all: b
 @_folder
 @option("--system", "systems", type=TextFile(), multiple=True, help="A file with a system prompt.")
 @option("--prompt", "prompts", type=TextFile(), multiple=True, help="A file with a whole prompt.")
-@option("--days", type=Number(min=0), default=30.0, help="How long to keep its pages.")
+@option("--days", type=NumberParam(min=0), default=30.0, help="How long to keep its pages.")
 def warm_command(model: str, folder: Path, **given: Any) -> int:
     """Compute prompts with MODEL and store their pages in DIR, before a server needs them.
 

@@ -82,7 +82,7 @@ def command(**given: Any) -> None:
             about += f" · {engine.draft} guesses ahead"
         console.print(f"{printable(card.name)} · {about}", style="bold", markup=False)
         console.print("/help shows the commands, Ctrl-D leaves.", style="dim")
-        Conversation(engine, params, console, system).run(_lines())
+        ChatSession(engine, params, console, system).run(_lines())
 
 
 def _check_template(card: ModelCard) -> None:
@@ -103,7 +103,7 @@ def _confirm(question: str) -> bool:
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatSession:
     """The messages so far, and how the next is answered; `ask` puts a question to the person."""
 
     engine: Engine

@@ -27,7 +27,7 @@ from twostroke.core.options import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.lab.measure.compare import Report, Subject
+    from twostroke.lab.measure.compare import ComparisonReport, Subject
 
 _READERS: Final = tuple(name for name in BACKENDS if name != "auto")
 _LAYERS_SHOWN: Final = 6
@@ -172,7 +172,7 @@ def _compute(reader: str, given: dict[str, Any]) -> ComputeOptions:
     return ComputeOptions(reader, given["num_threads"], device=device)
 
 
-def _table(reports: Sequence[Report]) -> list[tuple[str, ...]]:
+def _table(reports: Sequence[ComparisonReport]) -> list[tuple[str, ...]]:
     quality = ("MEAN KL", "MAX KL", "SAME TOP-1", "PERPLEXITY", "CHANGE", "LOGPROB CHANGE")
     lines: list[tuple[str, ...]] = [("READER", *quality, "ROWS/S")]
     for report in reports:
@@ -182,7 +182,7 @@ def _table(reports: Sequence[Report]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _drift_table(reports: Sequence[Report], *, every: bool) -> list[tuple[str, ...]]:
+def _drift_table(reports: Sequence[ComparisonReport], *, every: bool) -> list[tuple[str, ...]]:
     """Return the relative difference of hidden states by layer; of a few layers, or `every`."""
     drifting = [report for report in reports if report.drift]
     if not drifting:

@@ -8,7 +8,7 @@ from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
-    from twostroke.engine.counters import Strokes
+    from twostroke.engine.counters import PrefillDecodeTotals
     from twostroke.engine.output import Timings, Usage
 
 
@@ -31,7 +31,7 @@ class Figures(Frozen):
 
     @classmethod
     def of(
-        cls, usage: Usage, timings: Timings, strokes: Strokes, hardware: Hardware | None
+        cls, usage: Usage, timings: Timings, strokes: PrefillDecodeTotals, hardware: Hardware | None
     ) -> Figures:
         """Return the figures of one choice; `strokes` are those of its own steps."""
         if not usage.completion_tokens:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from twostroke.cli.help import Group, option
+from twostroke.cli.help import CommandGroup, option
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core import env
 from twostroke.core.errors import TwostrokeError, UnreachableError, UsageError, nearest
@@ -35,7 +35,7 @@ _OURS: Final = {
 _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 
 
-@click.group("fleet", cls=Group)
+@click.group("fleet", cls=CommandGroup)
 def command() -> None:
     """Start, show and end servers and their router on the machines of a Ray cluster.
 

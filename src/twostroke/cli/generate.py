@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.build import Engine
-    from twostroke.engine.counters import Strokes
+    from twostroke.engine.counters import PrefillDecodeTotals
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import Completion
 
@@ -103,7 +103,9 @@ def command(**given: Any) -> None:
         )
 
 
-def _report(engine: Engine, completion: Completion, strokes: Strokes, *, as_json: bool) -> None:
+def _report(
+    engine: Engine, completion: Completion, strokes: PrefillDecodeTotals, *, as_json: bool
+) -> None:
     """Print the answer as one JSON object, or a line with its speed."""
     hardware = engine.limits.above(
         bytes_per_s=strokes.max_bytes_per_s, flops_per_s=strokes.max_flops_per_s, may_measure=True

@@ -25,7 +25,7 @@ _PATHS: Final = {"model", "models", "draft", "heads"}
 _NUMBERS: Final = {"integer": "N", "integer range": "N", "float": "X", "float range": "X"}
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """A group of commands that names the nearest to one that it does not have."""
 
     def resolve_command(
@@ -113,7 +113,7 @@ class WordOr(click.ParamType):  # type: ignore[type-arg]
         return self._word if value == self._word else int(click.INT.convert(value, param, ctx))
 
 
-class Number(click.FloatRange):
+class NumberParam(click.FloatRange):
     """A finite number within a range."""
 
     def convert(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from msgspec.structs import asdict, replace
 
-from twostroke.cli.help import Group, WordOr, option
+from twostroke.cli.help import CommandGroup, WordOr, option
 from twostroke.cli.terminal import show_table
 from twostroke.core.errors import UsageError
 from twostroke.server.auth import key as kept
@@ -32,7 +32,7 @@ _UNITS: Final = {"h": 3600, "d": 86_400}
 _NONE: Final = "none"
 
 
-class Moment(click.ParamType):  # type: ignore[type-arg]
+class ExpiryParam(click.ParamType):  # type: ignore[type-arg]
     """A moment to come: a time from now, a date or a date and time, in UTC; or none."""
 
     name = "when"
@@ -90,14 +90,14 @@ def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
         option("--parallel", type=_COUNT, help="Most requests at the same time, or none."),
         option("--classes", type=Classes(), help="Classes that it may ask for, or all."),
         option("--weight", type=float, help="Share of the engine under load, beside others."),
-        option("--expires", type=Moment(), help="90d, 12h, 2027-01-31 (UTC), or none."),
+        option("--expires", type=ExpiryParam(), help="90d, 12h, 2027-01-31 (UTC), or none."),
     ]
     for one in reversed(options):
         command = one(command)
     return command
 
 
-@click.group("keys", cls=Group)
+@click.group("keys", cls=CommandGroup)
 def command() -> None:
     """Make, list, limit and revoke the API keys of a server, which need not run or be restarted."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from twostroke.cli import pull
-from twostroke.cli.help import Group, option
+from twostroke.cli.help import CommandGroup, option
 from twostroke.cli.terminal import Bar, printable, show_table
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
 from twostroke.core.files import megabytes
@@ -28,7 +28,7 @@ _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scrip
 _yes = option("--yes", "-y", is_flag=True, help="Do not ask.")
 
 
-@click.group("models", cls=Group, invoke_without_command=True)
+@click.group("models", cls=CommandGroup, invoke_without_command=True)
 @_as_json
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:

@@ -25,7 +25,7 @@ from twostroke.core.handover_options import (
     DISAGGREGATE,
     PEER_LINKS,
     ROLES,
-    HandoverOptions,
+    DisaggregationOptions,
 )
 from twostroke.core.options import (
     AUTO_BITS,
@@ -47,7 +47,7 @@ from twostroke.core.options import (
     SpeculationOptions,
 )
 from twostroke.core.sampling import BOUNDS, DEFAULTED, LOCAL_DEFAULTS, SamplingParams
-from twostroke.core.tier_options import TierOptions
+from twostroke.core.tier_options import OffloadOptions
 from twostroke.model.tokenizer.built_in_templates import BUILT_IN, check_template
 
 T = TypeVar("T", bound=Frozen)
@@ -266,7 +266,7 @@ BATCHING: Final = [
     ),
 ]
 
-# The fields of `HandoverOptions`.
+# The fields of `DisaggregationOptions`.
 HANDOVER: Final = [
     _handing(
         ["--role"],
@@ -300,7 +300,7 @@ HANDOVER: Final = [
     ),
 ]
 
-# The fields of `TierOptions`.
+# The fields of `OffloadOptions`.
 TIERS: Final = [
     _keeping(
         ["--page-cache"],
@@ -413,8 +413,8 @@ def engine_options(given: dict[str, Any], model: str) -> EngineOptions:
         _taken(SpeculationOptions, given),
         _taken(ParallelOptions, given),
         given.pop("accept_quality", False),
-        _taken(HandoverOptions, given),
-        _taken(TierOptions, given),
+        _taken(DisaggregationOptions, given),
+        _taken(OffloadOptions, given),
         _taken(GenerationOptions, given),
         _chat_template(given),
     )

@@ -12,7 +12,7 @@ from twostroke.cli.given import check_effect
 from twostroke.cli.help import Command, option
 from twostroke.cli.planning import (
     MS,
-    Number,
+    BoundedNumberParam,
     objective_options,
     price_option,
     share_options,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from twostroke.lab.planner.buy import Buy, Case, Comparison
+    from twostroke.lab.planner.buy import Buy, Case, CostComparison
 
 
 class _Hours(click.ParamType):  # type: ignore[type-arg]
@@ -79,7 +79,12 @@ class _Hours(click.ParamType):  # type: ignore[type-arg]
 @option("--prices", type=click.Path(path_type=Path), help="CSV of prices.", section="API")
 @option("--api-ttft", type=MS, help="Measured, in ms.", section="API")
 @option("--api-tpot", type=MS, help="Measured, in ms.", section="API")
-@option("--api-availability", type=Number(most=1), help="As promised or measured.", section="API")
+@option(
+    "--api-availability",
+    type=BoundedNumberParam(most=1),
+    help="As promised or measured.",
+    section="API",
+)
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     model: str,
@@ -157,7 +162,7 @@ def _costs(found: Buy, case: Case) -> Iterator[str]:
         yield left_out(found.assumed, found.model)
 
 
-def _api(one: Comparison, today: str) -> tuple[str, ...]:
+def _api(one: CostComparison, today: str) -> tuple[str, ...]:
     at = "never" if one.break_even is None else f"{one.break_even:,.0f} a day"
     paid = "–"
     if one.months is not None:

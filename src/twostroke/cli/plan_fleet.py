@@ -14,7 +14,7 @@ from twostroke.core.json_lines import encode_json
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.lab.planner.fleet import Fleet
+    from twostroke.lab.planner.fleet import FleetPlan
 
 _HEADINGS = (
     "PLACES", "MODEL", "WEIGHTS", "REPLICAS", "TIME", "GB", "STREAMS", "TTFT MS", "MS/TOKEN",
@@ -61,7 +61,7 @@ def command(file: Path, as_json: bool) -> None:
     show_table([("WITHOUT", "$/HOUR", "MORE", "LOAD MISSING"), *_alternatives(fleet)])
 
 
-def _price(fleet: Fleet) -> str:
+def _price(fleet: FleetPlan) -> str:
     text = f"{fleet.usd_per_hour:,.2f} $ an hour" if fleet.usd_per_hour else "No prices are known"
     if fleet.least_usd is not None:
         text += f"; no packing of the replicas looked at costs less than {fleet.least_usd:,.2f}"
@@ -70,7 +70,7 @@ def _price(fleet: Fleet) -> str:
     return f"{text}. Engines reach {fleet.mfu:.0%} of arithmetic and {fleet.mbu:.0%} of bandwidth."
 
 
-def _groups(fleet: Fleet) -> Iterator[tuple[str, ...]]:
+def _groups(fleet: FleetPlan) -> Iterator[tuple[str, ...]]:
     from twostroke.lab.measure.digits import digits, milliseconds
 
     for group in fleet.groups:
@@ -93,14 +93,14 @@ def _groups(fleet: Fleet) -> Iterator[tuple[str, ...]]:
             name = ""
 
 
-def _served(fleet: Fleet) -> Iterator[tuple[str, ...]]:
+def _served(fleet: FleetPlan) -> Iterator[tuple[str, ...]]:
     unit = "" if fleet.least_usd is None else " $/h"
     for one in fleet.models:
         share = one.carried / one.load
         yield one.model, f"{one.load:.3g}", f"{share:.0%}", f"{one.next_usd:,.3g}{unit}"
 
 
-def _alternatives(fleet: Fleet) -> Iterator[tuple[str, ...]]:
+def _alternatives(fleet: FleetPlan) -> Iterator[tuple[str, ...]]:
     for one in fleet.alternatives:
         more = one.usd_per_hour / fleet.usd_per_hour - 1 if fleet.usd_per_hour else 0
         price = f"{one.usd_per_hour:,.2f}"

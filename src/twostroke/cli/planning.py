@@ -24,7 +24,7 @@ def check_threads(device: str) -> None:
     check_effect("num_threads", "device", has_effect=device == HERE, value=HERE)
 
 
-class Number(click.ParamType):  # type: ignore[type-arg]
+class BoundedNumberParam(click.ParamType):  # type: ignore[type-arg]
     """A number in bounds, as `check_number` has them; the value is that many times `unit`."""
 
     name = "float"
@@ -43,7 +43,7 @@ class Number(click.ParamType):  # type: ignore[type-arg]
         return number * self._unit
 
 
-MS: Final = Number(most=1e9, unit=1e-3)  # from milliseconds to seconds
+MS: Final = BoundedNumberParam(most=1e9, unit=1e-3)  # from milliseconds to seconds
 
 weights_option = option(
     "--weights",

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from twostroke.core.options import EngineOptions
     from twostroke.engine.build import Engine
     from twostroke.engine.model_card import ModelCard
-    from twostroke.engine.process.launch import Launched
+    from twostroke.engine.process.launch import LaunchedProcess
     from twostroke.engine.process.remote import RemoteEngine
-    from twostroke.model.hub import Progress, Watcher
+    from twostroke.model.hub import DownloadProgress, Watcher
 
 
 _logger = logging.getLogger("twostroke.ranks")
@@ -121,7 +121,7 @@ def open_remote(
     model: str,
     options: EngineOptions,
     log_level: str,
-    launched: Launched,
+    launched: LaunchedProcess,
     meanwhile: Callable[[], None],
 ) -> RemoteEngine:
     """Do as `open_engine`, in a launched process; what it says goes to the log."""
@@ -146,7 +146,7 @@ def _fetch_all(model: str, options: EngineOptions, *, quiet: bool = False) -> st
 def watcher(bar: Bar, model: str) -> Watcher:
     """Return a function that shows progress on `bar`."""
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: DownloadProgress) -> None:
         if progress.note is not None:
             bar.say(progress.note)
             return

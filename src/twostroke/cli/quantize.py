@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from twostroke.cli.extras import needing_torch
-from twostroke.cli.help import ByteSize, Command, Number, OneOf, TextFile, option
+from twostroke.cli.help import ByteSize, Command, NumberParam, OneOf, TextFile, option
 from twostroke.cli.pull import fetch
 from twostroke.cli.terminal import printable
 from twostroke.core.errors import UsageError
@@ -18,13 +18,13 @@ from twostroke.core.errors import UsageError
 @option("--to", "target", help="Format of the weights, such as q4_k_m or iq4_nl.")
 @option(
     "--bits",
-    type=Number(1, 16),
+    type=NumberParam(1, 16),
     help="Instead: the best mix of formats with so many bits for each weight of a layer.",
 )
 @option("--size", type=ByteSize(), help="Instead: the best mix of a file of this size.")
 @option(
     "--kl",
-    type=Number(0, 10, min_open=True),
+    type=NumberParam(0, 10, min_open=True),
     help="Instead: the smallest mix with this KL divergence from MODEL, in nats.",
 )
 @option(
@@ -49,7 +49,7 @@ from twostroke.core.errors import UsageError
 @option(
     "--tune",
     "tuning_minutes",
-    type=Number(0),
+    type=NumberParam(0),
     default=0.0,
     help="Minutes in which scales and norms learn from MODEL, codes unchanged (extra [train]).",
 )

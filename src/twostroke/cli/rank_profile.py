@@ -15,7 +15,7 @@ from twostroke.lab.measure.rank_profile import profile_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from twostroke.backends.parallel.predicted_gain import Shares
+    from twostroke.backends.parallel.predicted_gain import TimeShares
     from twostroke.backends.parallel.speeds import LinkSpeed
     from twostroke.core.options import ParallelOptions
     from twostroke.lab.measure.profile import Wanted
@@ -81,7 +81,7 @@ def _cells(one: RankTime | None) -> tuple[str, str]:
     return f"{one.time_s * 1e3:.3f}", f"{one.waiting_s * 1e3:.3f}"
 
 
-def _shares(shares: Shares) -> str:
+def _shares(shares: TimeShares) -> str:
     both = shares.waiting + shares.moving
     return f"{both:.1%} ({shares.waiting:.1%} waiting, {shares.moving:.1%} moving)"
 

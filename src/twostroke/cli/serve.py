@@ -13,7 +13,7 @@ import click
 from msgspec.structs import replace
 
 from twostroke.cli.given import check_batching, is_given
-from twostroke.cli.help import ByteSize, Command, Number, OneOf, option, verbose
+from twostroke.cli.help import ByteSize, Command, NumberParam, OneOf, option, verbose
 from twostroke.cli.listening import listening, open_records, say_stop, tell
 from twostroke.cli.options import (
     BATCHING,
@@ -35,15 +35,15 @@ from twostroke.core.files import megabytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from twostroke.backends.machine_limits import Limits
+    from twostroke.backends.machine_limits import MachineLimits
     from twostroke.core.options import BatchOptions, EngineOptions
     from twostroke.engine.model_card import ModelCard
-    from twostroke.engine.process.launch import Launched
+    from twostroke.engine.process.launch import LaunchedProcess
     from twostroke.engine.process.served import ServedEngine
-    from twostroke.server.models.model_pool import Roster
+    from twostroke.server.models.model_pool import ModelPool
     from twostroke.server.options import Objective, ServeOptions
 
-    Opened = tuple[ServedEngine, Limits | None, str | None]  # the last is the draft's name
+    Opened = tuple[ServedEngine, MachineLimits | None, str | None]  # the last is the draft's name
 
 FILL_TIMEOUT_S: Final = 10.0  # after which a static batch starts with fewer requests
 _logger = logging.getLogger("twostroke.serve")
@@ -74,7 +74,7 @@ _logger = logging.getLogger("twostroke.serve")
 @option(
     "--idle-timeout",
     "idle_timeout_s",
-    type=Number(0, 1e9),
+    type=NumberParam(0, 1e9),
     default=300.0,
     metavar="SECONDS",
     help="Unload one of --models that was not asked for so long; 0 never does.",
@@ -146,7 +146,7 @@ def command(**given: Any) -> int:
     Ctrl-C or SIGTERM stops the server after the running answers; a second one cuts them off.
     """
     from twostroke.core.open_files import allow_files
-    from twostroke.engine.process.launch import Launched
+    from twostroke.engine.process.launch import LaunchedProcess
 
     asked = asked_models(given["model"], given["models"])
     check_batching(given["policy"], is_server=True)
@@ -158,7 +158,7 @@ def command(**given: Any) -> int:
     with ExitStack() as stack:
         launched = None
         if is_alone and not given["in_process"]:
-            launched = stack.enter_context(closing(Launched()))  # before slow imports
+            launched = stack.enter_context(closing(LaunchedProcess()))  # before slow imports
         run = _prepare(given, stack)
         if not is_alone:
             roster = stack.enter_context(open_roster(asked, given, options))
@@ -209,7 +209,9 @@ def _prepare(given: dict[str, Any], stack: ExitStack) -> Callable[..., int]:
     listener = stack.enter_context(bind(serving.host, serving.port))
     stack.enter_context(logging_to(sys.stderr, form, given["log_level"]))
 
-    def run(engine: ServedEngine, limits: Limits | None, announce: Callable[..., None]) -> int:
+    def run(
+        engine: ServedEngine, limits: MachineLimits | None, announce: Callable[..., None]
+    ) -> int:
         from twostroke.core.process_tuning import ease_collector
         from twostroke.lab.planner.endpoint import Plans
         from twostroke.server.run import run_server
@@ -268,7 +270,7 @@ def _serving(given: dict[str, Any], objectives: tuple[Objective, ...]) -> ServeO
 
 @contextmanager
 def _open(
-    given: dict[str, Any], options: EngineOptions, launched: Launched | None
+    given: dict[str, Any], options: EngineOptions, launched: LaunchedProcess | None
 ) -> Iterator[Opened]:
     """Yield an engine in the launched process, or in this one."""
     if launched is not None:
@@ -318,7 +320,7 @@ def _announce(
 
 
 def _announce_several(
-    url: str, *, models: Roster, batch: BatchOptions, serving: ServeOptions, form: str
+    url: str, *, models: ModelPool, batch: BatchOptions, serving: ServeOptions, form: str
 ) -> None:
     """Report where a server of several models is, as `_announce` does."""
     _warn_of_all(url, serving)

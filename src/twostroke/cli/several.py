@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from twostroke.core.options import EngineOptions
-    from twostroke.server.models.model_pool import Roster
-    from twostroke.server.models.on_demand import SleepingEngine
+    from twostroke.server.models.model_pool import ModelPool
+    from twostroke.server.models.on_demand import OnDemandEngine
 
 _SHARE_OF_FREE: Final = 0.9  # of the memory that is free when the server starts
 
@@ -67,7 +67,7 @@ def _memory(options: EngineOptions) -> int:
 @contextmanager
 def open_roster(
     asked: list[tuple[str | None, str]], given: dict[str, Any], options: EngineOptions
-) -> Iterator[Roster]:
+) -> Iterator[ModelPool]:
     """Fetch what is not here, read all headers, and yield the engines, none of which runs yet.
 
     Raises:
@@ -75,21 +75,21 @@ def open_roster(
         MemoryLimitError: a model does not fit into the memory of all.
         TwostrokeError: a model is not there, or damaged, as `build` says.
     """
-    from twostroke.server.models.model_pool import Roster
+    from twostroke.server.models.model_pool import ModelPool
     from twostroke.server.models.names import ModelNames
-    from twostroke.server.models.on_demand import SleepingEngine
+    from twostroke.server.models.on_demand import OnDemandEngine
 
     keep_s = given["idle_timeout_s"] or math.inf
     budget_bytes = given["budget_bytes"] or int(_SHARE_OF_FREE * _memory(options))
-    engines: dict[str, SleepingEngine] = {}
+    engines: dict[str, OnDemandEngine] = {}
     for name, model in asked:
         fetch(model)
-        engine = SleepingEngine.find(name, model, options, given["log_level"], budget_bytes, keep_s)
+        engine = OnDemandEngine.find(name, model, options, given["log_level"], budget_bytes, keep_s)
         if engines and ModelNames(tuple(engines)).is_known(engine.card.name):
             reason = f"has two models called {engine.card.name!r}: write NAME=MODEL for one."
             raise UsageError(reason, field="models")
         engines[engine.card.name] = engine
-    roster = Roster(engines, budget_bytes)
+    roster = ModelPool(engines, budget_bytes)
     try:
         yield roster
     finally:

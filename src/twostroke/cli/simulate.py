@@ -14,7 +14,7 @@ from twostroke.cli.help import ByteSize, Command, OneOf, option
 from twostroke.cli.options import BATCHING, MACHINE, engine_options
 from twostroke.cli.planning import (
     HERE,
-    Number,
+    BoundedNumberParam,
     check_threads,
     kv_format_option,
     objective_options,
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from twostroke.lab.measure.requests import Objectives
     from twostroke.lab.planner import Calibration, Device, PlannedModel
-    from twostroke.lab.planner.reference_calibration import Usual
-    from twostroke.lab.simulator import Load, Probe, Setup, Simulation
+    from twostroke.lab.planner.reference_calibration import ReferenceCalibration
+    from twostroke.lab.simulator import LoadProbe, Setup, Simulation, Workload
 
 _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "shared")
 
@@ -57,7 +57,7 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 )
 @option(
     "--link",
-    type=Number(most=1e9, unit=1e9),
+    type=BoundedNumberParam(most=1e9, unit=1e9),
     help="GB/s from these to the others [default: the device's; needed for this machine].",
 )
 @option(
@@ -103,7 +103,7 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 @option(
     "--overhead",
     "overhead_s",
-    type=Number(least=0, most=60_000, unit=1e-3),
+    type=BoundedNumberParam(least=0, most=60_000, unit=1e-3),
     default=0.0,
     help="Time from client to engine, in ms.",
 )
@@ -172,7 +172,7 @@ def _check_effects(given: dict[str, Any]) -> None:
     check_batching(policy)
 
 
-def _load(given: dict[str, Any]) -> Load:
+def _load(given: dict[str, Any]) -> Workload:
     """Take the options of the load out of `given` and return it."""
     from twostroke.lab.simulator import Synthetic, read_trace
 
@@ -221,20 +221,20 @@ def _setup(model: str, given: dict[str, Any]) -> Setup:
 
 def _correction(
     planned: PlannedModel, device: Device, threads: int | None
-) -> Calibration | Usual | None:
+) -> Calibration | ReferenceCalibration | None:
     from twostroke.lab import planner
 
     return planner.known_calibration(planned.identity, threads) or planner.usual(device)
 
 
-def _progress(probe: Probe) -> None:
+def _progress(probe: LoadProbe) -> None:
     share = probe.simulation.report.good_share or 0.0
     queue = ", but the queue grows" if probe.simulation.report.is_growing else ""
     click.echo(f"{probe.rate:.3g} requests/s: {share:.1%} are good{queue}", err=True)
 
 
-def _facts(setup: Setup, load: Load) -> Iterator[str]:
-    from twostroke.lab.planner.reference_calibration import MEASURED, Usual
+def _facts(setup: Setup, load: Workload) -> Iterator[str]:
+    from twostroke.lab.planner.reference_calibration import MEASURED, ReferenceCalibration
     from twostroke.lab.planner.served import on_threads
     from twostroke.lab.planner.words import about_usual, left_out
 
@@ -254,7 +254,7 @@ def _facts(setup: Setup, load: Load) -> Iterator[str]:
     )
     if setup.model.assumed:
         yield left_out(setup.model.assumed, setup.model.name)
-    if isinstance(setup.calibration, Usual):
+    if isinstance(setup.calibration, ReferenceCalibration):
         yield about_usual(MEASURED)
     elif setup.calibration is not None:
         known = setup.calibration
@@ -267,7 +267,7 @@ def _facts(setup: Setup, load: Load) -> Iterator[str]:
     yield ""
 
 
-def _show_sweep(probes: tuple[Probe, ...]) -> None:
+def _show_sweep(probes: tuple[LoadProbe, ...]) -> None:
     from twostroke.lab.measure.digits import milliseconds
 
     rows: list[tuple[str, ...]] = [("REQUESTS/S", "GOOD", "TTFT P90 MS", "TPOT P90 MS", "QUEUE")]

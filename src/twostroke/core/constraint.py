@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from twostroke.core.errors import RequestError
-from twostroke.core.preface import Preface  # noqa: TC001 - read when a message is decoded
+from twostroke.core.preface import ReasoningSection  # noqa: TC001 - read when a message is decoded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Constraint:
     notation: str
     text: str
     param: str = field(default="constraint", compare=False)
-    preface: Preface | None = None
+    preface: ReasoningSection | None = None
     alternative: Constraint | None = None
     excluded: tuple[Excluded, ...] = field(default=(), compare=False)
     is_strict: bool = field(default=False, compare=False)
@@ -110,7 +110,7 @@ class Constraint:
         """Return a constraint to texts of a grammar, in Lark's notation or in GBNF."""
         return cls("grammar", text, "grammar")
 
-    def after(self, preface: Preface) -> Constraint:
+    def after(self, preface: ReasoningSection) -> Constraint:
         """Return the same constraint on the text after `preface`."""
         return replace(self, preface=preface)
 

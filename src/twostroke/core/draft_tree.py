@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 ROOT = -1  # the request's newest token, which the first drafts follow
 
 
-class Branch(Frozen):
+class DraftBranch(Frozen):
     """Drafts, from index `first` to the next branch's, that leave the path of earlier ones.
 
     Each follows the previous draft; the first follows draft `parent` (or `ROOT`), at `position`. A
@@ -46,7 +46,7 @@ class Branch(Frozen):
         return [page for at_place in zip(*own, strict=True) for page in at_place]
 
 
-def parents_of(num_drafts: int, branches: Sequence[Branch]) -> list[int]:
+def parents_of(num_drafts: int, branches: Sequence[DraftBranch]) -> list[int]:
     """Return which draft each draft follows, or `ROOT`."""
     parents = list(range(-1, num_drafts - 1))
     for branch in branches:
@@ -63,7 +63,7 @@ def path_to(draft: int, parents: Sequence[int]) -> list[int]:
     return path[::-1]
 
 
-def depths_of(num_drafts: int, branches: Sequence[Branch]) -> list[int]:
+def depths_of(num_drafts: int, branches: Sequence[DraftBranch]) -> list[int]:
     """Return how many drafts precede each draft on its path."""
     depths = list(range(num_drafts))
     for branch, end in ends_of(num_drafts, branches):
@@ -72,7 +72,7 @@ def depths_of(num_drafts: int, branches: Sequence[Branch]) -> list[int]:
     return depths
 
 
-def ends_of(num_drafts: int, branches: Sequence[Branch]) -> Iterator[tuple[Branch, int]]:
+def ends_of(num_drafts: int, branches: Sequence[DraftBranch]) -> Iterator[tuple[DraftBranch, int]]:
     """Yield each branch with the end of its drafts' indices."""
     ends = [branch.first for branch in branches[1:]]
     return zip(branches, [*ends, num_drafts], strict=True) if branches else iter(())
@@ -94,7 +94,7 @@ def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
 
 
 def right_drafts(
-    drafts: Sequence[int], branches: Sequence[Branch], drawn: Sequence[int]
+    drafts: Sequence[int], branches: Sequence[DraftBranch], drawn: Sequence[int]
 ) -> Sequence[int]:
     """Return the indices of the right drafts, each following the previous one.
 

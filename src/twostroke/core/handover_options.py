@@ -13,7 +13,7 @@ PEER_LINKS: Final = ("auto", "socket", "nixl", "nixl-read", "nixl-write")
 DEFAULT_PEER_ADDRESS: Final = "127.0.0.1:7800"
 
 
-class HandoverOptions(Frozen):
+class DisaggregationOptions(Frozen):
     """Whether prompts are read by another engine than the one that answers.
 
     Attributes:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from twostroke.core.activation_bits import ActivationBits
 from twostroke.core.errors import Field, RequestError, UsageError, nearest
 from twostroke.core.frozen import Frozen
-from twostroke.core.handover_options import HandoverOptions
+from twostroke.core.handover_options import DisaggregationOptions
 from twostroke.core.sampling import (
     DEFAULTED,
     LOCAL_DEFAULTS,
@@ -20,7 +20,7 @@ from twostroke.core.sampling import (
     SamplingDefaults,
     SamplingParams,
 )
-from twostroke.core.tier_options import TierOptions
+from twostroke.core.tier_options import OffloadOptions
 
 BACKENDS: Final = ("auto", "cpu", "gpu", "reference", "torch")
 POLICIES: Final = ("continuous", "dynamic", "static")
@@ -383,8 +383,8 @@ class EngineOptions(Frozen):
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     accept_quality: bool = False
-    handover: HandoverOptions = field(default_factory=HandoverOptions)
-    tiers: TierOptions = field(default_factory=TierOptions)
+    handover: DisaggregationOptions = field(default_factory=DisaggregationOptions)
+    tiers: OffloadOptions = field(default_factory=OffloadOptions)
     generation: GenerationOptions = field(default_factory=GenerationOptions)
     chat_template: str | None = None
 

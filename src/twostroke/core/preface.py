@@ -5,7 +5,7 @@ from __future__ import annotations
 from twostroke.core.frozen import Frozen
 
 
-class Preface(Frozen):
+class ReasoningSection(Frozen):
     """A model's reasoning before its answer; constraints and stop strings do not apply to it.
 
     `begin` is the text that opens it, at the beginning of the output; empty if the prompt has

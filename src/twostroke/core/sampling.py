@@ -12,7 +12,7 @@ from msgspec.structs import force_setattr, replace
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import Field, RequestError
 from twostroke.core.frozen import Frozen
-from twostroke.core.preface import Preface  # noqa: TC001 - read when a message is decoded
+from twostroke.core.preface import ReasoningSection  # noqa: TC001 - read when a message is decoded
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -122,7 +122,7 @@ class SamplingParams(Frozen, repr_omit_defaults=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
-    preface: Preface | None = None
+    preface: ReasoningSection | None = None
     shown_ids: frozenset[int] = frozenset()
     end_ids: frozenset[int] = frozenset()
     drops_space: bool = False

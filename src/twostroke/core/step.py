@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct, field
 from msgspec.structs import force_setattr
 
-from twostroke.core.draft_tree import Branch
+from twostroke.core.draft_tree import DraftBranch
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import Request
 
@@ -44,7 +44,7 @@ class Slice(Struct):  # a step makes hundreds
     count: int
     samples: bool
     drafts: tuple[int, ...] = ()
-    branches: tuple[Branch, ...] = ()
+    branches: tuple[DraftBranch, ...] = ()
     num_scored: int = 0
     num_pooled: int = 0
 
@@ -160,7 +160,7 @@ class StepResult(Frozen):
     crowded_s: float = 0.0
 
 
-class Delta(Frozen):
+class RequestDelta(Frozen):
     """The outcome of one step for one request: new tokens, and perhaps its end.
 
     `scores` are log-probabilities of the prompt's next tokens, in order, from the second token on.

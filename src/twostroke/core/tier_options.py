@@ -1,4 +1,4 @@
-"""`TierOptions`: where pages stay besides the memory of an engine."""
+"""`OffloadOptions`: where pages stay besides the memory of an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEAST_BYTES: Final = 10_000_000
 _SCHEMES: Final = ("redis://", "rediss://", "unix://")
 
 
-class TierOptions(Frozen):
+class OffloadOptions(Frozen):
     """A folder, a store that machines share, or both; with neither, pages are in memory only.
 
     `page_cache_bytes` is the most that the folder holds, of all models together; None is 10 GB.

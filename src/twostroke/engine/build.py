@@ -22,7 +22,7 @@ from twostroke.backends.create import (
     weight_bytes,
 )
 from twostroke.backends.kv_size import size_cache
-from twostroke.backends.machine_limits import Limits
+from twostroke.backends.machine_limits import MachineLimits
 from twostroke.backends.parallel.mesh_for import mesh_for
 from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
@@ -31,14 +31,20 @@ from twostroke.core.options import DEFAULT_ACTIVATION_BITS, EngineOptions
 from twostroke.engine.canary import FirstLoad
 from twostroke.engine.chat.conversation import Chat
 from twostroke.engine.client import Client
-from twostroke.engine.drafters import Draft, Heads
+from twostroke.engine.drafters import Draft, DraftHeads
 from twostroke.engine.kv_cache import PagePool, PrefixIndex
 from twostroke.engine.kv_offload.build import begin_paging, check_tiers, weights_digest
 from twostroke.engine.kv_offload.kv_cache_spec import page_kind
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.model_card import ModelCard
 from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
-from twostroke.engine.speculation import Lookahead, NgramProposer, Speculator, StepTime, budgets
+from twostroke.engine.speculation import (
+    Lookahead,
+    NgramProposer,
+    Speculator,
+    StepTimeModel,
+    budgets,
+)
 from twostroke.model.families import build_program
 from twostroke.model.families.heads import last_hidden
 from twostroke.model.load import build_tokenizer, load
@@ -76,7 +82,7 @@ class Engine(Frozen):
     client: Client
     facts: BackendFacts
     context_length: int
-    limits: Limits
+    limits: MachineLimits
     draft: str | None = None
     mesh: Mesh = ONE_RANK
 
@@ -151,7 +157,10 @@ def build(
         size = ranks.size() if ranks else _size(loaded, program, mesh, options)
         card = _card(loaded, program, size, options)
         (accept or (lambda _: None))(card)
-        draft, heads = Draft.wanted(speculation, model, card), Heads.wanted(speculation, loaded)
+        draft, heads = (
+            Draft.wanted(speculation, model, card),
+            DraftHeads.wanted(speculation, loaded),
+        )
         first_load = FirstLoad.of(loaded, card.tokenizer, program, options)
         digest = weights_digest(loaded) if options.tiers.is_used else ""
         tensors, release = loaded.tensors, partial(release_tensors, loaded.mappings)
@@ -216,7 +225,7 @@ def _draws_ahead(facts: BackendFacts, options: SpeculationOptions, *guessers: ob
 def build_speculator(
     options: SpeculationOptions,
     cost: StepCost,
-    limits: Limits | None,
+    limits: MachineLimits | None,
     rows_together: int,
     helpers: Sequence[Proposer] = (),
     watchers: Sequence[Watcher] = (),
@@ -226,7 +235,7 @@ def build_speculator(
     Up to `rows_together` rows take as long as the next power of two of them (`BackendFacts`).
     `helpers` are proposers with models of their own.
     """
-    step_time = StepTime(cost, limits.hardware() if limits else None, rows_together)
+    step_time = StepTimeModel(cost, limits.hardware() if limits else None, rows_together)
     proposers: list[Proposer] = []
     if options.method in {"auto", "ngram"}:
         proposers.append(NgramProposer())
@@ -288,7 +297,7 @@ def _size(loaded: LoadedModel, program: Program, mesh: Mesh, options: EngineOpti
 
 def _limits(
     compute: ComputeOptions, num_weight_bytes: int, say: Callable[[str], None] = note
-) -> Limits:
+) -> MachineLimits:
     """Return the machine's limits for steps that stream the weights.
 
     They are measured now if they are not known, while there is memory for a stream of that size. A
@@ -299,13 +308,13 @@ def _limits(
         from twostroke.backends.gpu.limits import measure
 
         try:
-            return Limits.known(measure(gpu_device(compute)))
+            return MachineLimits.known(measure(gpu_device(compute)))
         except MemoryLimitError as error:
             say(f"{error} There is no MBU and no MFU without them.")
-            return Limits.known(None)
+            return MachineLimits.known(None)
     if not is_native(compute):
-        return Limits("portable", num_threads, num_weight_bytes)
-    limits = Limits(choose_level(compute.level).level, num_threads, num_weight_bytes)
+        return MachineLimits("portable", num_threads, num_weight_bytes)
+    limits = MachineLimits(choose_level(compute.level).level, num_threads, num_weight_bytes)
     limits.hardware()
     return limits
 

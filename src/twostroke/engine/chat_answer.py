@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.chat.call_reader import Piece
-    from twostroke.engine.chat.reader import AnswerReader, Reading
+    from twostroke.engine.chat.reader import AnswerFormat, AnswerReader
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import Completion, Output
     from twostroke.model.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ def check_options(options: Mapping[str, object]) -> None:
 
 def encode_conversation(
     card: ModelCard, messages: Sequence[Message], params: SamplingParams, options: ChatOptions
-) -> tuple[list[int], SamplingParams, Hints, Reading, tuple[Function, ...]]:
+) -> tuple[list[int], SamplingParams, Hints, AnswerFormat, tuple[Function, ...]]:
     """Return a conversation's tokens, the parameters and hints of its answer, and their form.
 
     Last come the functions that the answer may call.
@@ -156,7 +156,7 @@ def _function_of(tool: object, where: str) -> dict[str, Any]:
 class ChunkReader:
     """Turns the outputs of a conversation's answers into chunks."""
 
-    def __init__(self, reading: Reading, tokenizer: Tokenizer) -> None:
+    def __init__(self, reading: AnswerFormat, tokenizer: Tokenizer) -> None:
         """Read answers in the form that `reading` describes."""
         self._reading, self._tokenizer = reading, tokenizer
         self._answers: dict[int, CallCollector] = {}  # by choice
@@ -186,7 +186,7 @@ class ChunkReader:
         )
 
 
-def read_completion(answer: Completion, reading: Reading, tokenizer: Tokenizer) -> Completion:
+def read_completion(answer: Completion, reading: AnswerFormat, tokenizer: Tokenizer) -> Completion:
     """Return a whole answer, with reasoning and calls separated from the text."""
     if reading.is_plain:
         return answer

@@ -16,13 +16,13 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.core.service_tier import DEFAULT_SERVICE
 from twostroke.engine.embedding import Embedder, check_token_values, choose_pooling, in_order
 from twostroke.engine.generation import AsyncGeneration, Generation
-from twostroke.engine.output_processor import Choice
+from twostroke.engine.output_processor import OutputProcessor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from twostroke.core.embedding import EmbeddingParams
-    from twostroke.engine.disaggregation_stats import HandoverView
+    from twostroke.engine.disaggregation_stats import DisaggregationStats
     from twostroke.engine.embedding import Embedding
     from twostroke.engine.generation import Outputs
     from twostroke.engine.loop import EngineLoop
@@ -67,7 +67,7 @@ class Client:
         """Submit to `loop`, which runs the model of `card`."""
         self.card = card
         self.loop = loop
-        self.view_handover: Callable[[], HandoverView] | None = None
+        self.view_handover: Callable[[], DisaggregationStats] | None = None
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -163,10 +163,12 @@ class Client:
         if grammar is None and params.constraint is not None:
             grammar = self.grammars.compile(params.constraint)
         tokenizer, mailbox = self.card.tokenizer, generation.mailbox
-        choices: list[Choice] = []
+        choices: list[OutputProcessor] = []
         for tokens in prompts:
             for request in self._requests(tokens, params, caller, hints, grammar):
-                choices.append(Choice(request, len(choices), mailbox, tokenizer, caller.service))
+                choices.append(
+                    OutputProcessor(request, len(choices), mailbox, tokenizer, caller.service)
+                )
         generation.submit(choices)
 
     def queue_texts(

@@ -34,7 +34,7 @@ COMPLETED: Final = (FinishReason.STOP, FinishReason.LENGTH)
 _NUM_RECENT: Final = 120  # steps
 
 
-class Stroke(Frozen):
+class PhaseTotals(Frozen):
     """Sums over the steps of one kind; `rows` are tokens computed.
 
     `collective_s` is what rank 0 spent in collectives, waiting for other ranks included;
@@ -50,9 +50,9 @@ class Stroke(Frozen):
     collective_s: float = 0.0
     crowded_s: float = 0.0
 
-    def __sub__(self, earlier: Stroke) -> Stroke:
+    def __sub__(self, earlier: PhaseTotals) -> PhaseTotals:
         """Return what was added since `earlier`."""
-        return Stroke(*map(sub, astuple(self), astuple(earlier)))
+        return PhaseTotals(*map(sub, astuple(self), astuple(earlier)))
 
     @property
     def flops_per_s(self) -> float:
@@ -73,15 +73,15 @@ class Stroke(Frozen):
         return self.bytes_per_s / hardware.bandwidth
 
 
-class Strokes(Frozen):
+class PrefillDecodeTotals(Frozen):
     """Sums for prefill and decode; a step is prefill if most of its rows are prompt tokens."""
 
-    prefill: Stroke = Stroke()
-    decode: Stroke = Stroke()
+    prefill: PhaseTotals = PhaseTotals()
+    decode: PhaseTotals = PhaseTotals()
 
-    def __sub__(self, earlier: Strokes) -> Strokes:
+    def __sub__(self, earlier: PrefillDecodeTotals) -> PrefillDecodeTotals:
         """Return what was added since `earlier`."""
-        return Strokes(self.prefill - earlier.prefill, self.decode - earlier.decode)
+        return PrefillDecodeTotals(self.prefill - earlier.prefill, self.decode - earlier.decode)
 
     @property
     def max_bytes_per_s(self) -> float:
@@ -179,7 +179,7 @@ class Snapshot(Frozen):
 
     age_s: float
     services: dict[str, ServiceTotals]
-    strokes: Strokes
+    strokes: PrefillDecodeTotals
     prefill_rows: Distribution
     decode_rows: Distribution
     recent_steps: tuple[TimedRows, ...]
@@ -272,7 +272,7 @@ class Counters:
         self._scheduler = scheduler
         self._speculation = speculation
         self._began_s = time.monotonic()
-        self._strokes = Strokes()
+        self._strokes = PrefillDecodeTotals()
         self._prefill_rows, self._decode_rows = Histogram("rows"), Histogram("rows")
         self._recent: deque[TimedRows] = deque(maxlen=_NUM_RECENT)
         self._num_compiled = 0
@@ -286,7 +286,7 @@ class Counters:
         cost, strokes = self._cost.of(batch), self._strokes
         is_prefill = 2 * prompt_rows > rows
         old = strokes.prefill if is_prefill else strokes.decode
-        new = Stroke(
+        new = PhaseTotals(
             old.steps + 1,
             old.rows + rows,
             old.flops + cost.flops,
@@ -297,10 +297,10 @@ class Counters:
             old.crowded_s + result.crowded_s,
         )
         if is_prefill:
-            self._strokes = Strokes(new, strokes.decode)
+            self._strokes = PrefillDecodeTotals(new, strokes.decode)
             self._prefill_rows.observe(rows)
         else:
-            self._strokes = Strokes(strokes.prefill, new)
+            self._strokes = PrefillDecodeTotals(strokes.prefill, new)
             self._decode_rows.observe(rows)
         counts = rows, prompt_rows, len(plan.slices)
         self._num_compiled += result.num_compiled

@@ -5,7 +5,7 @@ from __future__ import annotations
 from twostroke.core.frozen import Frozen
 
 
-class LenderView(Frozen):
+class PrefillSideStats(Frozen):
     """A prefill engine's connections, the prompts that it reads for them, and sums."""
 
     port: int
@@ -16,7 +16,7 @@ class LenderView(Frozen):
     num_leases_late: int
 
 
-class PeerView(Frozen):
+class PrefillPeerStats(Frozen):
     """A prefill engine as a decode engine sees it; rates are 0.0 until they were measured.
 
     `overhead_s` is what transfers took beyond the queue there, computing, and moving.
@@ -34,7 +34,7 @@ class PeerView(Frozen):
     overhead_s: float
 
 
-class BorrowerView(Frozen):
+class DecodeSideStats(Frozen):
     """A decode engine's prefill engines, and sums since its start.
 
     `decisions` are by the words of `choice.REASONS`, `transfers` by those of `ongoing.OUTCOMES`.
@@ -43,7 +43,7 @@ class BorrowerView(Frozen):
     """
 
     rule: str
-    peers: tuple[PeerView, ...]
+    peers: tuple[PrefillPeerStats, ...]
     decisions: dict[str, int]
     transfers: dict[str, int]
     num_bytes: int
@@ -52,9 +52,9 @@ class BorrowerView(Frozen):
     fetch_s: float
 
 
-class HandoverView(Frozen):
+class DisaggregationStats(Frozen):
     """An engine's role, and what it lent or borrowed."""
 
     role: str
-    lender: LenderView | None = None
-    borrower: BorrowerView | None = None
+    lender: PrefillSideStats | None = None
+    borrower: DecodeSideStats | None = None

@@ -28,8 +28,8 @@ from twostroke.engine.speculation import (
     DraftModel,
     EagleHeads,
     MedusaHeads,
-    StepTime,
-    Words,
+    StepTimeModel,
+    TokenTranslator,
 )
 from twostroke.engine.speculation.heads import MOST_WAITING
 from twostroke.model.families import build_program
@@ -66,7 +66,7 @@ class Draft(Frozen):
     """
 
     loaded: LoadedModel
-    words: Words | None
+    words: TokenTranslator | None
     is_optional: bool = False
 
     @classmethod
@@ -117,7 +117,7 @@ class Draft(Frozen):
                 f"{loaded.name} cannot be a draft of {target.name}: one vocabulary cannot express "
                 "the other's text. Take a smaller model of the same family."
             )
-        return cls(loaded, Words(to_draft, to_target))
+        return cls(loaded, TokenTranslator(to_draft, to_target))
 
     def build(
         self, options: EngineOptions, target: ModelCard, backend: Backend, hardware: Hardware | None
@@ -154,7 +154,7 @@ class Draft(Frozen):
         cost = cost_model(program, self.loaded.tensors, size.kv_format, options.compute.backend)
         return DraftModel(
             runner,
-            StepTime(cost.per_step(), hardware, runner.facts.rows_together),
+            StepTimeModel(cost.per_step(), hardware, runner.facts.rows_together),
             vocab_size=target.cost.program.vocab_size,
             own_vocab_size=program.vocab_size,
             context_length=length,
@@ -184,7 +184,7 @@ class Draft(Frozen):
         return replace(size, num_pages=num_pages, cache_bytes=cache_bytes)
 
 
-class Heads(Frozen):
+class DraftHeads(Frozen):
     """Heads that fit their target; their files are mapped and their weights not read yet.
 
     `table` is the target's embedding, which an EAGLE head reads.
@@ -259,7 +259,7 @@ class Heads(Frozen):
             max_rows=rows,
         )
         cost = cost_model(program, tensors, kv_format, compute.backend).per_step()
-        step_time = StepTime(cost, hardware, runner.facts.rows_together)
+        step_time = StepTimeModel(cost, hardware, runner.facts.rows_together)
         rate = AcceptanceRate(facts.right_if_sure, facts.accepted[0])
         given = runner, step_time, rate, facts.token_ids
         if not is_eagle:

@@ -12,7 +12,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.request import FinishReason
 from twostroke.core.service_tier import DEFAULT_SERVICE
 from twostroke.engine.output import Output
-from twostroke.engine.request_listener import Listener
+from twostroke.engine.request_listener import RequestListener
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.core.request import Request
-    from twostroke.core.step import Delta
+    from twostroke.core.step import RequestDelta
     from twostroke.engine.delivery import Mailbox
     from twostroke.engine.output import Timings, Usage
 
@@ -74,7 +74,7 @@ def in_order(outputs: Iterable[Output]) -> Iterator[Embedding]:
 MAX_TOKEN_VALUES: Final = 1 << 24  # of the vectors of all tokens of a text
 
 
-class Embedder(Listener):
+class Embedder(RequestListener):
     """Adds up the hidden states of a text, or keeps all of them if they are not pooled.
 
     They are added in float64, row by row in the order of the text, so the sum does not depend on
@@ -89,14 +89,14 @@ class Embedder(Listener):
         dimensions: int | None = None,
         service: str = DEFAULT_SERVICE,
     ) -> None:
-        """Keep `dimensions`, as in `EmbeddingParams`; the other arguments as in `Listener`."""
+        """Keep `dimensions` of `EmbeddingParams`; the other arguments as in `RequestListener`."""
         super().__init__(request, index, mailbox, service)
         self._dimensions = dimensions
         self._num_added = 0  # of the text's rows
         self._sum: NDArray[np.float64] | None = None
         self._rows: list[Vector] = []  # of all tokens, without pooling
 
-    def take(self, delta: Delta, now_s: float) -> Output | None:
+    def take(self, delta: RequestDelta, now_s: float) -> Output | None:
         """Return the vector once the whole text is computed."""
         if delta.states is not None:
             self._add(delta.states)

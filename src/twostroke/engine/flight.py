@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends import StartRunner
     from twostroke.core.step import StepPlan
-    from twostroke.engine.speculation import Guesses
+    from twostroke.engine.speculation import StepDrafts
 
 _logger = logging.getLogger("twostroke.engine")
 
@@ -24,7 +24,7 @@ class StepInFlight:
     """A step in flight, and the error with which it could not be started."""
 
     plan: StepPlan
-    guesses: Guesses
+    guesses: StepDrafts
     error: Exception | None = None
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
     from twostroke.engine.loop import EngineLoop
-    from twostroke.engine.request_listener import Listener
+    from twostroke.engine.request_listener import RequestListener
 
 _MAX_OPEN: Final = 256  # submitted gradually: they fill steps, and leave room to other callers
 _RETRY_S: Final = 0.02
@@ -32,14 +32,14 @@ class Outputs:
         self.request_ids: list[str] = []
         self._loop = loop
         self._num_ended = 0
-        self._waiting: deque[Listener] = deque()  # not submitted yet
+        self._waiting: deque[RequestListener] = deque()  # not submitted yet
 
-    def submit(self, listeners: Sequence[Listener]) -> None:
+    def submit(self, listeners: Sequence[RequestListener]) -> None:
         """Submit requests, all or none; raises as `EngineLoop.submit`."""
         self.request_ids += [listener.request.id for listener in listeners]
         self._submit(listeners)
 
-    def submit_gradually(self, listeners: Iterable[Listener]) -> None:
+    def submit_gradually(self, listeners: Iterable[RequestListener]) -> None:
         """Submit requests as the queue has room, the others while outputs are read.
 
         Raises:
@@ -96,7 +96,7 @@ class Outputs:
             self.request_ids.pop()
             raise
 
-    def _submit(self, listeners: Sequence[Listener]) -> None:
+    def _submit(self, listeners: Sequence[RequestListener]) -> None:
         self._loop.submit(listeners)
 
     def _received(self, output: Output) -> Output:

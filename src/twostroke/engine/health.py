@@ -23,7 +23,7 @@ class Health(Enum):
     STOPPED = "stopped"
 
 
-class Progress(Frozen):
+class StepProgress(Frozen):
     """How many steps an engine has finished, and for how long the present one has run.
 
     `step_s` is 0.0 between steps. `is_recovering`: lost ranks are replaced.
@@ -34,7 +34,7 @@ class Progress(Frozen):
     is_recovering: bool = False
 
 
-class Vitals:
+class LoopHeartbeat:
     """What tells whether an engine's loop gets on; it is written by the loop alone.
 
     `busy_since_s` is since when the oldest step in flight is the only one that keeps it waiting.
@@ -69,11 +69,11 @@ class Vitals:
         return took_s
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> StepProgress:
         """How far the engine is."""
         began_s = self.busy_since_s
         step_s = 0.0 if began_s is None else time.monotonic() - began_s
-        return Progress(self.num_steps, step_s, self.is_recovering)
+        return StepProgress(self.num_steps, step_s, self.is_recovering)
 
     @property
     def health(self) -> Health:

@@ -14,9 +14,9 @@ from twostroke.engine.counters import Counters
 from twostroke.engine.delivery import deliver
 from twostroke.engine.faults import FATAL, StepLimit, find_unusable, run_each
 from twostroke.engine.flight import StepInFlight, drop_later
-from twostroke.engine.health import Health, Vitals
-from twostroke.engine.pool_access import Pages
-from twostroke.engine.view import View, take_view
+from twostroke.engine.health import Health, LoopHeartbeat
+from twostroke.engine.pool_access import PoolAccess
+from twostroke.engine.view import RunningRequests, take_view
 from twostroke.model.program import BatchShape
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     from twostroke.backends import BackendFacts, RankRunner, RankState, Runner, StartRunner
     from twostroke.core.request import Request
-    from twostroke.core.step import Delta, Slice, StepPlan, StepResult
+    from twostroke.core.step import RequestDelta, Slice, StepPlan, StepResult
     from twostroke.engine.counters import Snapshot
     from twostroke.engine.delivery import Mailbox
-    from twostroke.engine.health import Progress
+    from twostroke.engine.health import StepProgress
     from twostroke.engine.output import Output
-    from twostroke.engine.request_listener import Listener
+    from twostroke.engine.request_listener import RequestListener
     from twostroke.engine.scheduler import Scheduler, SchedulerConfig
-    from twostroke.engine.seconds import Span
+    from twostroke.engine.seconds import TimeSpan
     from twostroke.engine.speculation import Speculator
     from twostroke.model.program.cost import StepCost
 
@@ -61,23 +61,23 @@ class EngineLoop:
         self._starter = cast("StartRunner", backend)  # if steps may be in flight
         self._scheduler = scheduler
         self.speculator = speculator
-        self._listeners: dict[str, Listener] = {}
+        self._listeners: dict[str, RequestListener] = {}
         self._ended: list[Request] = []
         self._condition = threading.Condition()
         self._stopping = False
         self._failure: str | None = None
         self._steps: deque[StepInFlight] = deque()
-        self._vitals = Vitals()
+        self._vitals = LoopHeartbeat()
         self._num_losses = 0  # since a step succeeded
         self._limit = StepLimit(scheduler.config.step_budget)
         self.on_step: Callable[[StepPlan], None] | None = None  # before a step is computed
-        self.pages = Pages(scheduler, backend.pages, self._condition)
+        self.pages = PoolAccess(scheduler, backend.pages, self._condition)
         given = scheduler.stats, speculator.stats, self.pages.totals, self._limit
         self._counters = Counters(cost, *given)
         self._thread = threading.Thread(target=self._run, name="twostroke-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, listeners: Iterable[Listener], waited_s: float = 0.0) -> None:
+    def submit(self, listeners: Iterable[RequestListener], waited_s: float = 0.0) -> None:
         """Queue requests, which have waited for `waited_s`; all or, when one is refused, none.
 
         Raises:
@@ -87,7 +87,7 @@ class EngineLoop:
         """
         with self._condition:
             self._check_running()
-            added: list[Listener] = []
+            added: list[RequestListener] = []
             self._counters.seconds.turn(time.monotonic())  # as it was, perhaps idle
             try:
                 for listener in listeners:
@@ -129,12 +129,12 @@ class EngineLoop:
         with self._condition:
             return self._counters.snapshot()
 
-    def span(self, seconds: int, ago_s: int = 0) -> Span[Snapshot]:
+    def span(self, seconds: int, ago_s: int = 0) -> TimeSpan[Snapshot]:
         """Return snapshots of both ends of whole seconds that ended `ago_s` ago, if known."""
         with self._condition:
             return self._counters.seconds.span(seconds, ago_s)
 
-    def view(self) -> View:
+    def view(self) -> RunningRequests:
         """Return the running requests and the pages' contents, as of now."""
         with self._condition:
             return take_view(self._scheduler.view(), self._listeners)
@@ -144,7 +144,7 @@ class EngineLoop:
         return self._ranks.states() if self.facts.ranks else ()
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> StepProgress:
         """What the engine has computed."""
         return self._vitals.progress
 
@@ -197,20 +197,20 @@ class EngineLoop:
     # The lock is held while these three are called.
 
     def _cut(
-        self, listener: Listener, reason: FinishReason, error: TwostrokeError | None = None
+        self, listener: RequestListener, reason: FinishReason, error: TwostrokeError | None = None
     ) -> None:
         """End a request now, and deliver its last output."""
         output = listener.cut(reason, error)
         self._end(listener, output)
         deliver([(listener.mailbox, output)])
 
-    def _end(self, listener: Listener, output: Output) -> None:
+    def _end(self, listener: RequestListener, output: Output) -> None:
         """End the request of a last output, and count it."""
         assert output.finish_reason is not None
         self._forget(listener, output.finish_reason)
         listener.counter.end(listener.request, output)
 
-    def _forget(self, listener: Listener, reason: FinishReason) -> None:
+    def _forget(self, listener: RequestListener, reason: FinishReason) -> None:
         """End a request; the backend is told when no step in flight computes it."""
         self._listeners.pop(listener.request.id, None)
         if not listener.request.is_finished:
@@ -369,7 +369,7 @@ class EngineLoop:
         with self._condition:
             return self._scheduler.add_drafts(part, drafts, parents)
 
-    def _take(self, deltas: list[Delta]) -> list[tuple[Mailbox, Output]]:
+    def _take(self, deltas: list[RequestDelta]) -> list[tuple[Mailbox, Output]]:
         """Return a step's outputs, each with its mailbox."""
         now_s = time.monotonic()
         outputs: list[tuple[Mailbox, Output]] = []

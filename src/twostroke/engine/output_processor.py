@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 from twostroke.core.request import FinishReason
 from twostroke.core.service_tier import DEFAULT_SERVICE
 from twostroke.engine.output import Output
-from twostroke.engine.request_listener import Listener
+from twostroke.engine.request_listener import RequestListener
 from twostroke.model.tokenizer import StreamDecoder
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
-    from twostroke.core.step import Delta
+    from twostroke.core.step import RequestDelta
     from twostroke.engine.delivery import Mailbox
     from twostroke.model.tokenizer import Tokenizer
 
 
-class Choice(Listener):
+class OutputProcessor(RequestListener):
     """Turns a request's tokens into text."""
 
     def __init__(
@@ -28,7 +28,7 @@ class Choice(Listener):
         tokenizer: Tokenizer,
         service: str = DEFAULT_SERVICE,
     ) -> None:
-        """Decode with `tokenizer`; the other arguments as in `Listener`."""
+        """Decode with `tokenizer`; the other arguments as in `RequestListener`."""
         super().__init__(request, index, mailbox, service)
         params = request.params
         self._decoder = StreamDecoder(
@@ -41,7 +41,7 @@ class Choice(Listener):
             drops_space=params.drops_space,
         )
 
-    def take(self, delta: Delta, now_s: float) -> Output:
+    def take(self, delta: RequestDelta, now_s: float) -> Output:
         """Return a step's tokens and their text.
 
         The output is the last one if a stop string is found, although the request has not ended;

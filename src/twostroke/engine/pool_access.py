@@ -1,4 +1,4 @@
-"""`Pages`: what threads that move pages do with an engine's pool and prefix cache."""
+"""`PoolAccess`: what threads that move pages do with an engine's pool and prefix cache."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from twostroke.engine.counters import TierTotals
     from twostroke.engine.kv_cache.prefix import PageKey
     from twostroke.engine.scheduler import Scheduler
-    from twostroke.engine.scheduler.request_state import Ticket
+    from twostroke.engine.scheduler.request_state import RequestState
     from twostroke.engine.scheduler.transfers import Lease, Transfer
 
 
-class Pages:
+class PoolAccess:
     """Transfers into an engine's pages and leases of them; any thread may call its methods.
 
     A transfer goes through these steps. A function in `on_submit` calls `expect` for a request that
@@ -45,7 +45,7 @@ class Pages:
     ) -> None:
         """Use the loop's lock, `changed`; its loop is woken when a request may start."""
         self.memory = memory
-        self.on_submit: list[Callable[[Ticket], bool]] = []
+        self.on_submit: list[Callable[[RequestState], bool]] = []
         self.on_end: list[Callable[[Request], None]] = []
         self.on_close: list[Callable[[], bool]] = []
         self.count: Callable[[], tuple[TierTotals, ...]] = tuple
@@ -62,7 +62,9 @@ class Pages:
         """Return the counts of tiers."""
         return self.count()
 
-    def submitted(self, ticket: Ticket, after: Callable[[Ticket], bool] | None = None) -> None:
+    def submitted(
+        self, ticket: RequestState, after: Callable[[RequestState], bool] | None = None
+    ) -> None:
         """Ask those who may bring pages of a request that waits, until one of them does."""
         first = 0 if after is None else self.on_submit.index(after) + 1
         for look in self.on_submit[first:]:
@@ -79,7 +81,7 @@ class Pages:
         have_ended = [end() for end in self.on_close]
         return all(have_ended)
 
-    def expect(self, ticket: Ticket, within_s: float = math.inf) -> Transfer | None:
+    def expect(self, ticket: RequestState, within_s: float = math.inf) -> Transfer | None:
         """See `Transfers.begin`."""
         with self._changed:
             return self._transfers.begin(ticket, within_s)

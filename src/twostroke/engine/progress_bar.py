@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Self
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from twostroke.model.hub import Progress as FetchProgress
+    from twostroke.model.hub import DownloadProgress
 
 _PATIENCE_S: Final = 0.5  # shorter work needs no bar
 
@@ -45,7 +45,7 @@ class ProgressBar:
             self._bar.start()
         self._bar.update(self._task, description=label, completed=done, total=total, note=note)
 
-    def show_fetch(self, progress: FetchProgress) -> None:
+    def show_fetch(self, progress: DownloadProgress) -> None:
         """Show a download."""
         if progress.phase != "choose":
             label = f"{progress.phase.capitalize()} model"

@@ -30,14 +30,14 @@ from twostroke.engine.settling import (
 )
 from twostroke.engine.structured_output.schema.spans import HeldBack, checked_places
 from twostroke.engine.structured_output.schema.verify import UncheckedError
-from twostroke.model.tokenizer.preface import Part, PrefaceCutter
+from twostroke.model.tokenizer.preface import PrefaceCutter, SegmentKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
-    from twostroke.engine.chat.reader import Reading
+    from twostroke.engine.chat.reader import AnswerFormat
     from twostroke.engine.chat.tools import Function
     from twostroke.engine.chat_answer import WrittenCall
     from twostroke.engine.client import Caller, Client
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from twostroke.engine.settling import Miss, Settled
     from twostroke.engine.structured_output.grammar import GrammarMatcher
     from twostroke.engine.structured_output.schema.spans import PathPattern
-    from twostroke.engine.structured_output.schema.verify import Fault
+    from twostroke.engine.structured_output.schema.verify import SchemaViolation
 
 _SEED_BITS: Final = 62
 _logger = logging.getLogger("twostroke.engine")
@@ -65,7 +65,7 @@ class EncodedPrompt(Frozen):
     params: SamplingParams
     caller: Caller
     hints: Hints
-    reading: Reading = PLAIN
+    reading: AnswerFormat = PLAIN
     functions: tuple[Function, ...] = ()
 
     def submit(self, client: Client) -> Generation:
@@ -163,7 +163,7 @@ class Redrawer:
             SchemaMissError: it breaks a strict schema, also after it was drawn again.
         """
         work = settling(answer, self._parts, self._tokenizer, sent)
-        result: Fault | Completion | None = None
+        result: SchemaViolation | Completion | None = None
         error: TwostrokeError | None = None
         while True:
             try:
@@ -190,7 +190,7 @@ class Redrawer:
         [other] = generation.wait()
         return in_place_of(work.answer, other)
 
-    def _check(self, part: CheckedPart) -> Fault | None:
+    def _check(self, part: CheckedPart) -> SchemaViolation | None:
         """Return the rule that a part breaks; None if it breaks none, or cannot be checked."""
         try:
             return self._client.grammars.verifier.fault(part.schema, part.text)
@@ -206,7 +206,7 @@ class Redrawer:
             if self._preface is not None:
                 cutter = PrefaceCutter(self._preface)
                 parts = [*cutter.feed(answer.text), *cutter.finish()]
-                text = "".join(stretch for part, stretch in parts if part is Part.AFTER)
+                text = "".join(stretch for part, stretch in parts if part is SegmentKind.AFTER)
         else:
             collector = CallCollector(self._prompt.reading.reader(self._tokenizer))
             text, _, calls = collector.take(answer)
@@ -233,9 +233,9 @@ class SentPart:
         text = output.text
         if self._preface is not None:
             text = "".join(
-                stretch for part, stretch in self._preface.feed(text) if part is Part.AFTER
+                stretch for part, stretch in self._preface.feed(text) if part is SegmentKind.AFTER
             )
-        has_begun = self._preface is None or self._preface.place is Part.AFTER
+        has_begun = self._preface is None or self._preface.place is SegmentKind.AFTER
         self._held_back.feed(text)
         is_held = has_begun and (self._held_back.is_held or self._held_back.is_in_name)
         if is_held or output.finish_reason is not None:

@@ -11,12 +11,12 @@ from twostroke.engine.output import Output, Timings, Usage
 if TYPE_CHECKING:
     from twostroke.core.errors import TwostrokeError
     from twostroke.core.request import FinishReason, Request
-    from twostroke.core.step import Delta
+    from twostroke.core.step import RequestDelta
     from twostroke.engine.counters import ServiceCounter
     from twostroke.engine.delivery import Mailbox
 
 
-class Listener(ABC):
+class RequestListener(ABC):
     """Turns the outcome of steps for one request into outputs for its caller.
 
     It lives from submission to its last output. Times are on the engine's clock, 0 for what has
@@ -43,7 +43,7 @@ class Listener(ABC):
         self.first_token_s = self.last_token_s = 0.0
 
     @abstractmethod
-    def take(self, delta: Delta, now_s: float) -> Output | None:
+    def take(self, delta: RequestDelta, now_s: float) -> Output | None:
         """Return the output of a step, if it has one."""
 
     def cut(self, reason: FinishReason, error: TwostrokeError | None = None) -> Output:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 MAX_SECONDS: Final = 130
 
 
-class Span(Frozen, Generic[T]):
+class TimeSpan(Frozen, Generic[T]):
     """Sums at the beginning and at the end of some whole seconds."""
 
     first: T
@@ -40,11 +40,11 @@ class Seconds(Generic[T]):
         if second != self._marks[-1][0]:
             self._marks.append((second, self._read()))
 
-    def span(self, seconds: int, ago_s: int = 0) -> Span[T]:
+    def span(self, seconds: int, ago_s: int = 0) -> TimeSpan[T]:
         """Return the last whole `seconds` up to `ago_s`, or as many as there have been."""
         last = max(0, int(self._clock() - self._began_s) - ago_s)
         first = max(0, last - seconds)
-        return Span(self._at(first), self._at(last), last - first)
+        return TimeSpan(self._at(first), self._at(last), last - first)
 
     def _at(self, second: int) -> T:
         """Return the sums at the beginning of a second: nothing changed until the next mark."""

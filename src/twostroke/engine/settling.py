@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.output import Completion
-    from twostroke.engine.structured_output.schema.verify import Fault
+    from twostroke.engine.structured_output.schema.verify import SchemaViolation
     from twostroke.model.tokenizer import Tokenizer
 
 MAX_REDRAWS: Final = 8  # new answers in place of one answer
@@ -69,12 +69,12 @@ class Miss(NamedTuple):
     """A rule that a part of an answer breaks; `num_before` characters precede the part."""
 
     part: CheckedPart
-    fault: Fault
+    fault: SchemaViolation
     num_before: int
 
 
 class CheckPart(NamedTuple):
-    """Asks for the rule that a part breaks: a `Fault`, or None."""
+    """Asks for the rule that a part breaks: a `SchemaViolation`, or None."""
 
     part: CheckedPart
 
@@ -175,7 +175,7 @@ def _find_miss(
     for part in read_parts(answer):
         num_before = max(0, written.find(part.text, num_before))
         if is_whole or is_complete_json(part.text):
-            fault: Fault | None = yield CheckPart(part)
+            fault: SchemaViolation | None = yield CheckPart(part)
             if fault is not None:
                 return Miss(part, fault, num_before)
         num_before += len(part.text)
@@ -194,7 +194,7 @@ def is_complete_json(text: str) -> bool:
     return True
 
 
-def miss_error(fault: Fault) -> SchemaMissError:
+def miss_error(fault: SchemaViolation) -> SchemaMissError:
     """Return the error of an answer that breaks a strict schema."""
     return SchemaMissError(
         f"The answer breaks the rule {fault} of its schema, even after it was generated again "

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from twostroke.core.request import Request
-    from twostroke.engine.request_listener import Listener
+    from twostroke.engine.request_listener import RequestListener
     from twostroke.engine.scheduler import SchedulerView
 
 Pages = tuple[tuple[int, ...], ...]
@@ -41,7 +41,7 @@ class RequestView:
     pages: Pages
 
 
-class View(Frozen):
+class RunningRequests(Frozen):
     """Running requests, by rank; the other fields are those of `SchedulerView`."""
 
     stats: SchedulerStats
@@ -51,16 +51,18 @@ class View(Frozen):
     waiting_since_s: float | None
 
 
-def take_view(seen: SchedulerView, listeners: Mapping[str, Listener]) -> View:
+def take_view(seen: SchedulerView, listeners: Mapping[str, RequestListener]) -> RunningRequests:
     """Return the scheduler's view, with the progress of each request."""
     running = [
         _request(request, listeners.get(request.id), pages)
         for request, pages in zip(seen.running, seen.held, strict=True)
     ]
-    return View(seen.stats, tuple(running), seen.counts, seen.cached, seen.waiting_since_s)
+    return RunningRequests(
+        seen.stats, tuple(running), seen.counts, seen.cached, seen.waiting_since_s
+    )
 
 
-def _request(request: Request, listener: Listener | None, pages: Pages) -> RequestView:
+def _request(request: Request, listener: RequestListener | None, pages: Pages) -> RequestView:
     return RequestView(
         id=request.id,
         service=DEFAULT_SERVICE if listener is None else listener.service,

@@ -1,1 +1,1 @@
-"""What a model is: its Program, families, formats, weights and tokenizer, and where files come from."""
+"""What a model is: its Program, families, formats, weights, tokenizer, and its files."""

@@ -16,21 +16,21 @@ from starlette.routing import Route
 from twostroke.core.json_lines import encode_json
 from twostroke.core.service_tier import BATCH_SERVICE
 from twostroke.engine.structured_output.schema.verify import Verifier
-from twostroke.server.auth.key_refresher import Upkeep
+from twostroke.server.auth.key_refresher import KeyRefresher
 from twostroke.server.auth.usage import UsageBook
 from twostroke.server.batch import messages, uploads
 from twostroke.server.batch import openai as openai_batches
-from twostroke.server.batch.service import Keeping
+from twostroke.server.batch.service import BatchService
 from twostroke.server.body.attached_files import has_files, with_file_texts
 from twostroke.server.body.decode import BodyDecoder, meant
 from twostroke.server.body.field import Fact
 from twostroke.server.body.receive import LARGE_BODY_BYTES
 from twostroke.server.generation.callers import begun, sent_by
 from twostroke.server.generation.checks import AnswerChecks
-from twostroke.server.generation.encoder import Reply
+from twostroke.server.generation.encoder import ResponseInfo
 from twostroke.server.generation.job import check_choices, check_texts
 from twostroke.server.generation.redraw import AnswerGuard
-from twostroke.server.generation.response_store import Journal, Store, Tenant
+from twostroke.server.generation.response_store import Journal, ResponseStore, Tenant
 from twostroke.server.generation.running import Accepting, Answers, Vectors
 from twostroke.server.generation.stream import EventStream
 from twostroke.server.generation.whole import respond_whole
@@ -43,15 +43,15 @@ from twostroke.server.http.limits import body_of
 from twostroke.server.http.logs import AccessLog
 from twostroke.server.http.paths import wants_page
 from twostroke.server.http.request_context import served_of
-from twostroke.server.http.retry_after import Returns, in_time, timeout_of
+from twostroke.server.http.retry_after import RetryAfter, in_time, timeout_of
 from twostroke.server.models.about import VERSION, AboutBody
 from twostroke.server.models.endpoints import model_routes
-from twostroke.server.models.registry import Catalogue
+from twostroke.server.models.registry import ModelRegistry
 from twostroke.server.observability.health import HealthReports
-from twostroke.server.observability.metrics import Metrics
-from twostroke.server.observability.state import States
+from twostroke.server.observability.metrics import ServerMetrics
+from twostroke.server.observability.state import DashboardStates
 from twostroke.server.observability.traces import Traces, exporter
-from twostroke.server.openapi.document import Facts, document
+from twostroke.server.openapi.document import ServerFacts, document
 from twostroke.server.openapi.operations import OPERATIONS
 from twostroke.server.protocols.common.cache_control import KEEPING
 from twostroke.server.protocols.llama_server.info import info_routes
@@ -75,16 +75,16 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from twostroke.backends.machine_limits import Limits
+    from twostroke.backends.machine_limits import MachineLimits
     from twostroke.engine.process.served import ServedEngine
     from twostroke.server.extension import ExtensionFactory
     from twostroke.server.generation.job import EmbeddingJob, Encoded, Job
-    from twostroke.server.generation.protocol import Dialect, EmbeddingDialect, Inquiry
+    from twostroke.server.generation.protocol import ApiProtocol, EmbeddingProtocol, UtilityEndpoint
     from twostroke.server.generation.running import Open
     from twostroke.server.generation.stream import Started
     from twostroke.server.http.request_context import Observer
     from twostroke.server.models.grammar_compiler import Compiler
-    from twostroke.server.models.registry import Served
+    from twostroke.server.models.registry import ServedModel
     from twostroke.server.openapi.document import Operations
     from twostroke.server.options import ServeOptions
     from twostroke.server.storage import Records
@@ -105,7 +105,7 @@ class Api:
         self,
         engine: ServedEngine,
         options: ServeOptions,
-        limits: Limits | None,
+        limits: MachineLimits | None,
         records: Records | None = None,
         extensions: Sequence[ExtensionFactory] = (),
     ) -> None:
@@ -116,15 +116,15 @@ class Api:
         """
         self.engine = engine
         self.options = options
-        self.models = Catalogue(engine, options)
-        self.metrics = Metrics(
+        self.models = ModelRegistry(engine, options)
+        self.metrics = ServerMetrics(
             self.models,
             limits,
             options.objectives,
             has_llama_metrics=options.llama_metrics,
         )
         self.names = self.models.names.known
-        self._states = States(self.models, limits, self.metrics.goodput)
+        self._states = DashboardStates(self.models, limits, self.metrics.goodput)
         self._extensions = [make(engine, self.names[0], limits) for make in extensions]
         self.observers: list[Observer] = []
         if options.otlp_endpoint is not None:
@@ -134,18 +134,18 @@ class Api:
         self.site = Site()
         self.is_draining = False
         self._drained_by_s = math.inf
-        self._returns = Returns()
+        self._returns = RetryAfter()
         self._open: set[Open] = set()
         self._descriptions: dict[bool, bytes] = {}  # by whether a key is needed
         self._checks = AnswerChecks(Verifier(), self.metrics)
         self._readers = Readers(_NUM_READERS)
         self.vitals = HealthReports(engine, self.models.names, lambda: self.is_draining, records)
         journal = Journal(records) if records is not None else None
-        self.answers = Store(options.max_stored, options.max_stored_bytes, journal)
+        self.answers = ResponseStore(options.max_stored, options.max_stored_bytes, journal)
         self._background = BackgroundRuns()
-        self.keeping = Keeping(records, options.limits, self._room, options.api_keys)
+        self.keeping = BatchService(records, options.limits, self._room, options.api_keys)
         usage = UsageBook(self.names[0])
-        self.upkeep = Upkeep(records, options.api_keys, usage)
+        self.upkeep = KeyRefresher(records, options.api_keys, usage)
         self.observers += [usage] if records is not None else []
         self._ignored = IgnoredFields(
             self.metrics.registry,
@@ -257,7 +257,7 @@ class Api:
             operations |= extension.operations
         return operations
 
-    def facts(self) -> Facts:
+    def facts(self) -> ServerFacts:
         """Return the facts of this server for its description."""
         limits = self.options.limits
         last = max(one.card.cost.program.vocab_size for _, one in self.models) - 1
@@ -270,7 +270,7 @@ class Api:
             Fact.MAX_INPUTS: limits.max_inputs,
         }
         has_keys, is_strict = self.options.has_keys, self.options.is_strict
-        return Facts(VERSION, has_keys, is_strict, values)
+        return ServerFacts(VERSION, has_keys, is_strict, values)
 
     async def scrape(self, request: Request) -> Response:
         """Return the metrics."""
@@ -291,11 +291,13 @@ class Api:
         queue = self.engine.facts.config.max_waiting_requests
         return min(self.options.limits.max_choices, queue)
 
-    def _generation(self, dialect: Dialect[Any]) -> Callable[[Request], Any]:
+    def _generation(self, dialect: ApiProtocol[Any]) -> Callable[[Request], Any]:
         limits = self.options.limits
         decoder = BodyDecoder(dialect.request, limits.max_json_depth)
 
-        def prepare(body: bytes, request: Request) -> tuple[Job, Encoded, str, Served] | Response:
+        def prepare(
+            body: bytes, request: Request
+        ) -> tuple[Job, Encoded, str, ServedModel] | Response:
             served = served_of(request.scope)
             asked, ignored = decoder.decode(body)
             served.field_names = dialect.names(asked)
@@ -328,7 +330,7 @@ class Api:
                 return found
             (job, encoded, name, model), served = found, served_of(request.scope)
             served.reserve(encoded.most_tokens(model.card.context_length))
-            reply = Reply(
+            reply = ResponseInfo(
                 id=dialect.prefix + secrets.token_hex(16),
                 created_s=int(time.time()),
                 model=name,
@@ -353,7 +355,7 @@ class Api:
         return generate
 
     async def _start(
-        self, request: Request, reply: Reply, encoded: Encoded, model: Served
+        self, request: Request, reply: ResponseInfo, encoded: Encoded, model: ServedModel
     ) -> Started:
         """Queue a job once its constraint is compiled.
 
@@ -374,13 +376,13 @@ class Api:
             served.running = answers = await Answers.start(*args)
         return answers, reply.reader(), guard
 
-    def _embedding(self, dialect: EmbeddingDialect[Any]) -> Callable[[Request], Any]:
+    def _embedding(self, dialect: EmbeddingProtocol[Any]) -> Callable[[Request], Any]:
         limits = self.options.limits
         decoder = BodyDecoder(dialect.request, limits.max_json_depth)
 
         def prepare(
             body: bytes, request: Request
-        ) -> tuple[EmbeddingJob, list[list[int]], str, Served] | Response:
+        ) -> tuple[EmbeddingJob, list[list[int]], str, ServedModel] | Response:
             served = served_of(request.scope)
             asked, ignored = decoder.decode(body)
             self._ignored.note(ignored, served)
@@ -412,7 +414,7 @@ class Api:
 
         return embed
 
-    def _inquiry(self, inquiry: Inquiry[Any]) -> Callable[[Request], Any]:
+    def _inquiry(self, inquiry: UtilityEndpoint[Any]) -> Callable[[Request], Any]:
         decoder = BodyDecoder(inquiry.request, self.options.limits.max_json_depth)
 
         def answer(body: bytes, request: Request) -> Response:

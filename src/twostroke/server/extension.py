@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     import msgspec
     from starlette.routing import Route
 
-    from twostroke.backends.machine_limits import Limits
+    from twostroke.backends.machine_limits import MachineLimits
     from twostroke.engine.process.served import ServedEngine
     from twostroke.server.http.ignored import Ignored
     from twostroke.server.http.request_context import ServedRequest
-    from twostroke.server.openapi.operation import Operation
+    from twostroke.server.openapi.operation import RouteDescription
     from twostroke.server.options import ServeOptions
 
     NoteIgnored = Callable[[list[Ignored], ServedRequest], None]
@@ -28,7 +28,7 @@ class Extension(Protocol):
         """The structs of request bodies, by path."""
 
     @property
-    def operations(self) -> Mapping[tuple[str, str], Operation]:
+    def operations(self) -> Mapping[tuple[str, str], RouteDescription]:
         """The descriptions, by method and path."""
 
     def routes(self, options: ServeOptions, note_ignored: NoteIgnored) -> Sequence[Route]:
@@ -39,4 +39,4 @@ class Extension(Protocol):
 
 
 # Makes an extension for an engine, the name of its model and the limits of the machine.
-ExtensionFactory: TypeAlias = "Callable[[ServedEngine, str, Limits | None], Extension]"
+ExtensionFactory: TypeAlias = "Callable[[ServedEngine, str, MachineLimits | None], Extension]"

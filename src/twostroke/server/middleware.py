@@ -14,7 +14,7 @@ from twostroke.engine.process.served import LocalEngine
 from twostroke.server.app import Api
 from twostroke.server.auth.keys import KeyCheck
 from twostroke.server.auth.limits import LimitCheck
-from twostroke.server.auth.usage_header import UsageTeller
+from twostroke.server.auth.usage_header import UsageReporter
 from twostroke.server.http import errors
 from twostroke.server.http.boundary import Boundary
 from twostroke.server.http.origins import OriginCheck, Origins
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from starlette.routing import Route
     from starlette.types import ASGIApp, Scope
 
-    from twostroke.backends.machine_limits import Limits
+    from twostroke.backends.machine_limits import MachineLimits
     from twostroke.engine.client import Client
     from twostroke.server.extension import ExtensionFactory
     from twostroke.server.storage import Records
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def create_app(
     client: Client,
     options: ServeOptions | None = None,
-    limits: Limits | None = None,
+    limits: MachineLimits | None = None,
     records: Records | None = None,
     extensions: Sequence[ExtensionFactory] = (),
 ) -> ASGIApp:
@@ -101,7 +101,7 @@ def build_app(api: Api) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False
     keys, origins = api.options.api_keys, Origins(api.options)
-    telling = UsageTeller(app)
+    telling = UsageReporter(app)
     limited = LimitCheck(telling, {*DIALECTS, *EMBEDDINGS, *INQUIRIES}.__contains__)
     guarded = OriginCheck(telling if keys is None else KeyCheck(limited, keys), origins)
     boundary = Boundary(

@@ -9,7 +9,7 @@ from msgspec import field
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.server.http.errors import UnknownPathError
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.http.origins import check_access, is_loopback
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class ServeOptions(Frozen):
     objectives: tuple[Objective, ...] = ()
     access_log: bool = False
     otlp_endpoint: str | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:
         """Check the names, the origins and `drain_s`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final
 
-from twostroke.server.generation.protocol import Dialect, EmbeddingDialect, Inquiry
+from twostroke.server.generation.protocol import ApiProtocol, EmbeddingProtocol, UtilityEndpoint
 from twostroke.server.generation.stream import NDJSON
 from twostroke.server.protocols.anthropic import messages
 from twostroke.server.protocols.anthropic.reply import MessageEncoder
@@ -25,8 +25,8 @@ from twostroke.server.protocols.responses import exchange as responses
 from twostroke.server.protocols.responses.reply import ResponsesEncoder
 from twostroke.server.protocols.responses.request import ResponsesRequest
 
-DIALECTS: Final[dict[str, Dialect[Any]]] = {
-    "/v1/chat/completions": Dialect(
+DIALECTS: Final[dict[str, ApiProtocol[Any]]] = {
+    "/v1/chat/completions": ApiProtocol(
         "chatcmpl-",
         chat.ChatRequest,
         stored_chat.read,
@@ -34,17 +34,17 @@ DIALECTS: Final[dict[str, Dialect[Any]]] = {
         chat.names,
         read_as_llama_server=stored_chat.read_as_llama_server,
     ),
-    "/v1/completions": Dialect(
+    "/v1/completions": ApiProtocol(
         "cmpl-",
         completions.CompletionRequest,
         completions.read,
         CompletionEncoder,
         other_names,
     ),
-    "/v1/messages": Dialect(
+    "/v1/messages": ApiProtocol(
         "msg_", messages.MessagesRequest, messages.read, MessageEncoder, messages.names
     ),
-    "/v1/responses": Dialect(
+    "/v1/responses": ApiProtocol(
         "resp_",
         ResponsesRequest,
         responses.read,
@@ -52,7 +52,7 @@ DIALECTS: Final[dict[str, Dialect[Any]]] = {
         responses.names,
         recalls=True,
     ),
-    "/v1/responses/compact": Dialect(
+    "/v1/responses/compact": ApiProtocol(
         "resp_",
         compact.CompactRequest,
         compact.read,
@@ -60,11 +60,11 @@ DIALECTS: Final[dict[str, Dialect[Any]]] = {
         compact.names,
         recalls=True,
     ),
-    "/completion": Dialect(
+    "/completion": ApiProtocol(
         "cmpl-", completion.LlamaRequest, completion.read, LlamaEncoder, llama_names
     ),
-    "/infill": Dialect("cmpl-", infill.InfillRequest, infill.read, LlamaEncoder, llama_names),
-    "/api/chat": Dialect(
+    "/infill": ApiProtocol("cmpl-", infill.InfillRequest, infill.read, LlamaEncoder, llama_names),
+    "/api/chat": ApiProtocol(
         "",
         ollama.OllamaChatRequest,
         ollama.read_chat,
@@ -74,7 +74,7 @@ DIALECTS: Final[dict[str, Dialect[Any]]] = {
         empty=ollama_reply.empty_chat,
         keep_s=keep_s,
     ),
-    "/api/generate": Dialect(
+    "/api/generate": ApiProtocol(
         "",
         ollama.OllamaGenerateRequest,
         ollama.read_generate,
@@ -85,33 +85,37 @@ DIALECTS: Final[dict[str, Dialect[Any]]] = {
         keep_s=keep_s,
     ),
 }
-INQUIRIES: Final[dict[str, Inquiry[Any]]] = {
-    "/v1/messages/count_tokens": Inquiry(messages.CountRequest, messages.count, messages.names),
-    "/v1/responses/input_tokens": Inquiry(
+INQUIRIES: Final[dict[str, UtilityEndpoint[Any]]] = {
+    "/v1/messages/count_tokens": UtilityEndpoint(
+        messages.CountRequest, messages.count, messages.names
+    ),
+    "/v1/responses/input_tokens": UtilityEndpoint(
         ResponsesRequest, responses.count, responses.names, recalls=True
     ),
-    "/v1/chat/completions/input_tokens": Inquiry(
+    "/v1/chat/completions/input_tokens": UtilityEndpoint(
         chat.ChatRequest, chat.count, chat.names, recalls=True
     ),
-    "/tokenize": Inquiry(tokens.TokenizeRequest, tokens.tokenize, lambda _asked: chat.TOOL_NAMES),
-    "/detokenize": Inquiry(tokens.DetokenizeRequest, tokens.detokenize),
-    "/api/show": Inquiry(models.ShowRequest, models.show),
-    "/api/pull": Inquiry(models.PullRequest, models.pull),
-    "/apply-template": Inquiry(
+    "/tokenize": UtilityEndpoint(
+        tokens.TokenizeRequest, tokens.tokenize, lambda _asked: chat.TOOL_NAMES
+    ),
+    "/detokenize": UtilityEndpoint(tokens.DetokenizeRequest, tokens.detokenize),
+    "/api/show": UtilityEndpoint(models.ShowRequest, models.show),
+    "/api/pull": UtilityEndpoint(models.PullRequest, models.pull),
+    "/apply-template": UtilityEndpoint(
         tokens.TemplateRequest, tokens.apply_template, lambda _asked: chat.TOOL_NAMES
     ),
 }
-EMBEDDINGS: Final[dict[str, EmbeddingDialect[Any]]] = {
-    "/v1/embeddings": EmbeddingDialect(
+EMBEDDINGS: Final[dict[str, EmbeddingProtocol[Any]]] = {
+    "/v1/embeddings": EmbeddingProtocol(
         embeddings.EmbeddingRequest, embeddings.read, embeddings.whole
     ),
-    "/embeddings": EmbeddingDialect(
+    "/embeddings": EmbeddingProtocol(
         llama_embeddings.LlamaEmbeddingRequest, llama_embeddings.read, llama_embeddings.whole
     ),
-    "/api/embed": EmbeddingDialect(
+    "/api/embed": EmbeddingProtocol(
         embed.EmbedRequest, embed.read, embed.whole, embed.empty, keep_s
     ),
-    "/api/embeddings": EmbeddingDialect(
+    "/api/embeddings": EmbeddingProtocol(
         embed.OldEmbedRequest, embed.read_old, embed.whole_old, embed.empty_old, keep_s
     ),
 }

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
 
-    from twostroke.backends.machine_limits import Limits
+    from twostroke.backends.machine_limits import MachineLimits
     from twostroke.engine.process.served import ServedEngine
     from twostroke.server.extension import ExtensionFactory
     from twostroke.server.storage import Records
@@ -25,7 +25,7 @@ def run_server(  # noqa: PLR0913 - the parts of a server
     options: ServeOptions | None = None,
     *,
     listener: socket.socket | None = None,
-    limits: Limits | None = None,
+    limits: MachineLimits | None = None,
     on_ready: Callable[[str], None] | None = None,
     on_stop: Callable[[int], None] | None = None,
     records: Records | None = None,

@@ -21,7 +21,6 @@ from twostroke.model.program import Activation, Program
 from twostroke.model.program.ops import (
     Add,
     Attention,
-    BorrowingAttention,
     Embed,
     ExpertTerms,
     ExternalInput,
@@ -31,6 +30,7 @@ from twostroke.model.program.ops import (
     RMSNorm,
     Rope,
     Scale,
+    SharedKvAttention,
     SumTerms,
     TakeColumns,
 )
@@ -305,7 +305,7 @@ def test_each_operation_alone_agrees_with_the_reference(level):
         # For the first see test_external_input.py, for the second tests of whole Programs; the
         # others are operations of ranks.
         ranks = ExpertTerms | SumTerms | TakeColumns
-        if isinstance(op, ExternalInput | BorrowingAttention | ranks):
+        if isinstance(op, ExternalInput | SharedKvAttention | ranks):
             continue
         model, expected = expected_alone(place)
         with cpu_backend(model, level, 3) as backend:

@@ -17,9 +17,9 @@ from support.cpu import LEVELS, PAGE_SIZE, Sequence, cpu_backend, greedy_request
 from support.mixed_bits import mixed_bits
 from support.native import IS_ARM, load_level, native_dir
 from twostroke.backends.cpu import CpuBackend
-from twostroke.backends.cpu.plan import OpTime
+from twostroke.backends.cpu.plan import MeasuredOpTime
 from twostroke.backends.cpu.team import measure_bandwidth, measure_peak
-from twostroke.core.draft_tree import ROOT, Branch
+from twostroke.core.draft_tree import ROOT, DraftBranch
 from twostroke.core.errors import BackendError
 from twostroke.core.step import Slice
 
@@ -120,7 +120,7 @@ def test_times_of_fused_operations_start_again_after_each_read(model):
         times = backend.times()
         assert len(times) == len(backend.fused)
         assert all(time.elapsed_s > 0 and time.waiting_s >= 0 for time in times)
-        assert backend.times() == [OpTime(0, 0)] * len(times)
+        assert backend.times() == [MeasuredOpTime(0, 0)] * len(times)
 
 
 def test_copied_pages_continue_as_their_originals(model):
@@ -241,7 +241,7 @@ def test_branches_on_pages_that_do_not_exist_never_reach_memory(model, page, is_
     with cpu_backend(model, "portable", 8) as backend:
         sequence = Sequence(backend, TOKENS[:20], [0, 1])
         sequence.prefill(1000)
-        branch = Branch(1, ROOT, 21, 1, ((page,),), 1, (0,), is_copied)
+        branch = DraftBranch(1, ROOT, 21, 1, ((page,),), 1, (0,), is_copied)
         with pytest.raises(BackendError, match="does not have"):
             run(backend, Slice(sequence.request, 20, 1, True, (5, 6), (branch,)))
         Sequence(backend, TOKENS, list(range(8))).prefill(1000)  # and it goes on

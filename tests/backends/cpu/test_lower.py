@@ -10,7 +10,7 @@ from support.cpu import tiny_model
 from support.programs import PROGRAMS
 from twostroke.backends.cpu.lower import lower
 from twostroke.backends.cpu.lowered import Vector
-from twostroke.backends.cpu.records import NONE, OpKind, Precision, Store
+from twostroke.backends.cpu.records import NONE, KvTarget, OpKind, Precision
 from twostroke.core.errors import BackendError
 from twostroke.model.program import Program
 from twostroke.model.program.ops import Embed, Linear, Logits, RMSNorm, TakeColumns
@@ -35,7 +35,7 @@ def test_queries_and_keys_are_rotated_and_stored_after_their_product():
     qkv = lower(program).records[1]
     q, k, v = qkv.outputs[:3]
     assert (q.rope, k.rope, v.rope) == (0, 0, NONE)
-    assert (q.store, k.store, v.store) == (Store.NOTHING, Store.KEYS, Store.VALUES)
+    assert (q.store, k.store, v.store) == (KvTarget.NOTHING, KvTarget.KEYS, KvTarget.VALUES)
     assert lower(program).records[2].is_stored
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from support.cpu import greedy_request
 from twostroke.backends.cpu.page_tables import PageTables
 from twostroke.backends.cpu.steps import StepArrays
-from twostroke.core.draft_tree import ROOT, Branch
+from twostroke.core.draft_tree import ROOT, DraftBranch
 from twostroke.core.request import NO_PAGE
 from twostroke.core.step import Slice, StepPlan
 
@@ -75,7 +75,7 @@ def test_where_rows_are_limited_those_who_are_not_in_the_step_lose_theirs():
         assert all(flat[place] == page for place, page in changed.items())
         for row, request in zip(rows, step, strict=True):
             assert tables.array[row, 0, :3].tolist() == request.pages[0]
-    branch = Branch(0, ROOT, 40, 2, ((90,),), 1, (), is_copied=False)
+    branch = DraftBranch(0, ROOT, 40, 2, ((90,),), 1, (), is_copied=False)
     own = [tables.branch(i, rows[0], branch) for i in range(8)]
     assert not {*own} & {*rows.tolist()}
     assert len(tables.array) == 20
@@ -120,8 +120,8 @@ def test_each_branch_is_a_run_of_rows_with_its_own_table():
     new, old = make_request(3, [1]), make_request(20, [5, 6])
     old.tokens += [50]
     # 60, 61; beside 61 stands 62; beside 60 stands 63. Positions begin at 20, pages hold 16.
-    beside = Branch(2, 0, 22, 1, ((7,),), 1, (0, 1), is_copied=True)
-    first = Branch(3, ROOT, 21, 1, ((8,),), 1, (0,), is_copied=True)
+    beside = DraftBranch(2, 0, 22, 1, ((7,),), 1, (0, 1), is_copied=True)
+    first = DraftBranch(3, ROOT, 21, 1, ((8,),), 1, (0,), is_copied=True)
     tree = Slice(old, 20, 1, True, (60, 61, 62, 63), (beside, first))
     plan = StepPlan((Slice(new, 0, 3, True), tree))
     sampled = steps.fill(plan)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
 from twostroke.backends.gpu.kernels import attention, rope  # noqa: E402
-from twostroke.backends.gpu.kernels.attention import Heads, Work  # noqa: E402
+from twostroke.backends.gpu.kernels.attention import AttentionItems, HeadLayout  # noqa: E402
 from twostroke.backends.gpu.kernels.norm import Norm  # noqa: E402
 from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
@@ -20,7 +20,7 @@ from twostroke.backends.gpu.tiles import MOST_PIECES, Tiling, divide  # noqa: E4
 PAGE, PAGES = 16, 24
 
 
-def heads_of(rng: np.random.Generator, window: int | None = None, cap: float = 0.0) -> Heads:
+def heads_of(rng: np.random.Generator, window: int | None = None, cap: float = 0.0) -> HeadLayout:
     kv, group, dim = (int(rng.choice(found)) for found in ((1, 2, 3), (1, 2, 5), (16, 24, 64)))
     line = kv * PAGE * dim
     places = {
@@ -31,10 +31,10 @@ def heads_of(rng: np.random.Generator, window: int | None = None, cap: float = 0
     }
     tables = {"table_stride": 32, "group_at": 16}
     shape = {"num_heads": kv * group, "num_kv_heads": kv, "head_dim": dim, "scale": dim**-0.5}
-    return Heads(**shape, window=window or 0, soft_cap=cap, **places, **tables)
+    return HeadLayout(**shape, window=window or 0, soft_cap=cap, **places, **tables)
 
 
-def attend(heads: Heads, q: Any, keys: Any, values: Any, position: int) -> Any:
+def attend(heads: HeadLayout, q: Any, keys: Any, values: Any, position: int) -> Any:
     """Return one row's attention; q is (heads, dim), keys and values (tokens, kv_heads, dim)."""
     first = max(0, position + 1 - heads.window) if heads.window else 0
     seen = slice(first, position + 1)
@@ -76,7 +76,7 @@ def test_attention_equals_its_twin(seed: int) -> None:
         places += [len(frame), len(part)]
         frame += part.reshape(-1).tolist()
     slots = int(items.merges[:, 2].sum())
-    work = Work(
+    work = AttentionItems(
         torch.tensor(places, dtype=torch.int32),
         torch.tensor(frame, dtype=torch.int32),
         torch.from_numpy(tables),
@@ -174,10 +174,10 @@ def test_keys_and_values_are_turned_and_stored(seed: int) -> None:
     for i, count in enumerate(counts):
         norm = Norm(torch.from_numpy(weights[i]), 1e-5) if i < 2 and seed % 3 == 0 else None
         bias = torch.from_numpy(biases[i]) if seed % 2 else None
-        sources.append(rope.Source(whole.columns(at, dim * count), bias, norm))
+        sources.append(rope.HeadSource(whole.columns(at, dim * count), bias, norm))
         at += dim * count
     pairs = dim // 2 if seed % 3 else dim // 4
-    turn = rope.Turn(torch.randn(250, 2, pairs), pairs, bool(seed & 2))
+    turn = rope.Rotation(torch.randn(250, 2, pairs), pairs, bool(seed & 2))
     positions = rng.permutation(250)[:rows].astype(np.int32)
     tables = np.arange(2 * rows * 32, dtype=np.int32).reshape(2 * rows, 32)
     extra = np.zeros(rows + 1, np.int32)
@@ -191,7 +191,7 @@ def test_keys_and_values_are_turned_and_stored(seed: int) -> None:
         np.array([rows + 1], np.int32),
         tables,
     )
-    places = rope.Places(*map(torch.from_numpy, arrays))
+    places = rope.SlotMapping(*map(torch.from_numpy, arrays))
     header = torch.tensor([rows], dtype=torch.int32)
     given = (sources[0], sources[1], sources[2])
     rope.launch(interpreted(), header, rows, places, given, (turn, turn), heads, cache, output)

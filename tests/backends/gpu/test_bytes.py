@@ -101,7 +101,7 @@ def test_heads_are_stored_with_a_scale_each(kv_format: str, dim: int) -> None:
     product[2, -1] = 1e6  # more than a page holds
     parts, at, sources = Parts(torch.from_numpy(product), width, width), 0, []
     for count in (heads, kv_heads, kv_heads):
-        sources.append(rope.Source(parts.columns(at, count * dim)))
+        sources.append(rope.HeadSource(parts.columns(at, count * dim)))
         at += count * dim
     mean, factor = rng.standard_normal((kv_heads, dim)), 2.0 ** rng.integers(-3, 4, (kv_heads, dim))
     balance = np.stack([mean, factor, 1 / factor]).reshape(3, -1).astype(np.float32)
@@ -115,7 +115,7 @@ def test_heads_are_stored_with_a_scale_each(kv_format: str, dim: int) -> None:
         interpreted(),
         torch.tensor([rows], dtype=torch.int32),
         rows,
-        rope.Places(*map(torch.from_numpy, arrays)),
+        rope.SlotMapping(*map(torch.from_numpy, arrays)),
         (sources[0], sources[1], sources[2]),
         (None, None),
         pages.heads(op, 4, 1),

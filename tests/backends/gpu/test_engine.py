@@ -239,7 +239,7 @@ def test_too_little_memory_says_what_fits(tiny: str, monkeypatch: pytest.MonkeyP
     from twostroke.backends.gpu import device
 
     free = property(lambda _: 700_000_000)
-    monkeypatch.setattr(device.Device, "memory_available", free)
+    monkeypatch.setattr(device.GpuDevice, "memory_available", free)
     with pytest.raises(MemoryLimitError, match=r"needs .* weights.* would fit|no context"):
         LLM(tiny, options=EngineOptions(ComputeOptions("gpu")))
 
@@ -304,13 +304,13 @@ def test_a_full_gpu_has_no_limits_and_the_rest_goes_on(
 
 
 def test_a_gpu_without_room_for_cuda_has_no_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from twostroke.backends.gpu.device import Device
+    from twostroke.backends.gpu.device import GpuDevice
 
     def refuse(_: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
-    assert Device("H200", torch.device("cuda"), 90, 132).memory_available == 0
+    assert GpuDevice("H200", torch.device("cuda"), 90, 132).memory_available == 0
 
 
 def test_variants_of_compiled_kernels_are_counted_once() -> None:

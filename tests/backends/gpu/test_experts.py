@@ -13,7 +13,7 @@ from msgspec.structs import replace  # noqa: E402
 from support.programs import SPEC, random_tensors  # noqa: E402
 from twostroke.backends.gpu import mixtures  # noqa: E402
 from twostroke.backends.gpu.kernels import product, products_packed, routing  # noqa: E402
-from twostroke.backends.gpu.kernels.packed import Packed, pack_stack  # noqa: E402
+from twostroke.backends.gpu.kernels.packed import PackedMatrix, pack_stack  # noqa: E402
 from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
 from twostroke.backends.gpu.lower import lower  # noqa: E402
@@ -46,7 +46,9 @@ def routes_of(scores, num_used: int, *, more: int = 0, least: int = 8, normalize
     bias = None if bias is None else torch.from_numpy(bias)
     columns = parts.columns(8, experts)
     gpu = interpreted()
-    routing.launch(gpu, header(rows), bucket, columns, bias, routes, routing.Choice(normalize))
+    routing.launch(
+        gpu, header(rows), bucket, columns, bias, routes, routing.ExpertSelection(normalize)
+    )
     return routes
 
 
@@ -157,6 +159,6 @@ def test_stacks_whose_columns_are_in_another_order_are_converted() -> None:
         target.copy_(torch.from_numpy(tensor.dequantize()))
 
     gates, ups = mixtures.load(interpreted(), op, tensors, convert).wide
-    assert isinstance(gates, Packed)
+    assert isinstance(gates, PackedMatrix)
     expected = tensors["up"].dequantize().astype(np.float16)
     np.testing.assert_array_equal(ups[0].numpy(), expected)

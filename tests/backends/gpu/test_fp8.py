@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.backends.gpu.stored import Layout
+    from twostroke.backends.gpu.stored import PackedLayout
     from twostroke.model.program import Program
 
 TOKENS = [(7 * i * i + 3) % 60 for i in range(75)]
@@ -51,7 +51,7 @@ def rounded(x: np.ndarray, group: int) -> np.ndarray:
     return out
 
 
-def rounded_on_gpu(gpu: Gpu, header: Any, x: Any, layout: Layout) -> products_fp8.RoundedRows:
+def rounded_on_gpu(gpu: Gpu, header: Any, x: Any, layout: PackedLayout) -> products_fp8.RoundedRows:
     size = products_fp8.rounded_bytes(*x.shape, layout)
     scratch = torch.zeros(size, dtype=torch.uint8)
     return products_fp8.round_rows(gpu, header, len(x), x, layout, scratch)

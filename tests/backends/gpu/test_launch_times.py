@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
 from twostroke.backends.gpu import launch_times  # noqa: E402
-from twostroke.backends.gpu.device import Device  # noqa: E402
+from twostroke.backends.gpu.device import GpuDevice  # noqa: E402
 from twostroke.backends.gpu.launch_times import LaunchTimes, measure, overlapping  # noqa: E402
 
-HOPPER = Device("none", torch.device("cuda:0"), 90, 132)
+HOPPER = GpuDevice("none", torch.device("cuda:0"), 90, 132)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ HOPPER = Device("none", torch.device("cuda:0"), 90, 132)
     ],
 )
 def test_each_start_decides(
-    monkeypatch: pytest.MonkeyPatch, device: Device, times: LaunchTimes | None, *, overlaps: bool
+    monkeypatch: pytest.MonkeyPatch, device: GpuDevice, times: LaunchTimes | None, *, overlaps: bool
 ) -> None:
     monkeypatch.setattr(launch_times, "measure", lambda _: times)
     assert overlapping(device, device.gpu(torch.bfloat16)).overlaps is overlaps
@@ -60,7 +60,7 @@ def test_chains_with_unlike_results_do_not_overlap(
 @pytest.mark.parametrize(
     "device", [replace(HOPPER, architecture=80), replace(HOPPER, torch_device=torch.device("cpu"))]
 )
-def test_elsewhere_nothing_is_measured(device: Device) -> None:
+def test_elsewhere_nothing_is_measured(device: GpuDevice) -> None:
     assert measure(device) is None
 
 

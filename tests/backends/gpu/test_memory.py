@@ -18,17 +18,17 @@ from support.programs import PROGRAMS, SPEC, random_tensors  # noqa: E402
 from support.tiny import Tiny, write_tiny_gguf  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.cache import DevicePages  # noqa: E402
-from twostroke.backends.gpu.device import Device, find  # noqa: E402
-from twostroke.backends.gpu.kernels.packed import Packed, joined, pack  # noqa: E402
+from twostroke.backends.gpu.device import GpuDevice, find  # noqa: E402
+from twostroke.backends.gpu.kernels.packed import PackedMatrix, joined, pack  # noqa: E402
 from twostroke.backends.gpu.launch import listing  # noqa: E402
 from twostroke.backends.gpu.lower import lower  # noqa: E402
-from twostroke.backends.gpu.plan import Plan, step_bytes  # noqa: E402
+from twostroke.backends.gpu.plan import GpuPlan, step_bytes  # noqa: E402
 from twostroke.backends.gpu.stored import device_bytes, together  # noqa: E402
 from twostroke.core.errors import MemoryLimitError  # noqa: E402
 from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions  # noqa: E402
 from twostroke.model.families import build_program  # noqa: E402
 from twostroke.model.quant import FORMATS, QuantTensor, e4m3  # noqa: E402
-from twostroke.server.models.on_demand import SleepingEngine  # noqa: E402
+from twostroke.server.models.on_demand import OnDemandEngine  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +43,7 @@ class Weights:
     """Packed matrices and vectors without memory, as `DeviceWeights` has them."""
 
     def __init__(self, tensors: dict[str, QuantTensor]) -> None:
-        self.packed: dict[str, Packed] = {}
+        self.packed: dict[str, PackedMatrix] = {}
         self.shapes: dict[str, Matrix] = {}
         self.matrices: dict[str, Any] = {}
         self.balances: dict[int, Any] = {}
@@ -86,12 +86,12 @@ def planned_and_reserved(fmt: Any, rows: int, architecture: int) -> tuple[int, i
     """Return bytes as planned and as reserved, and the launches of a step of so many rows."""
     program, launches = build_program(WIDE), list[Any]()
     tensors = tensors_of(program, fmt)
-    device = Device("none", META, architecture, 132)
+    device = GpuDevice("none", META, architecture, 132)
     gpu = listing(launches, architecture)
     pages = DevicePages(gpu, program, 4, 16, "f16")
     width = -(-program.context_length // 16 // 4) * 4 + 4
     tables = torch.zeros((rows, 1, width), dtype=torch.int32, device=META)
-    plan = Plan(gpu, lower(program), cast("Any", Weights(tensors)), pages, tables, rows)
+    plan = GpuPlan(gpu, lower(program), cast("Any", Weights(tensors)), pages, tables, rows)
     plan.launch(rows)
     return step_bytes(program, tensors, device, rows), plan.num_bytes, launches
 
@@ -136,9 +136,9 @@ def test_models_that_take_turns_on_a_gpu_count_its_memory(tmp_path: Path) -> Non
     path = str(write_tiny_gguf(tmp_path / "tiny.gguf", Tiny(seed=3, fmt="F32", num_layers=1)))
     cache = CacheOptions(context_length=64, memory_bytes=1 << 20)
 
-    def engine(backend: str, budget_bytes: int) -> SleepingEngine:
+    def engine(backend: str, budget_bytes: int) -> OnDemandEngine:
         options = EngineOptions(ComputeOptions(backend), cache)
-        return SleepingEngine.find(None, path, options, "info", budget_bytes, math.inf)
+        return OnDemandEngine.find(None, path, options, "info", budget_bytes, math.inf)
 
     on_gpu, on_cpu = engine("gpu", 10**10), engine("cpu", 10**10)
     assert on_gpu.num_bytes > on_cpu.num_bytes + (600 << 20)

@@ -13,15 +13,15 @@ pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 from twostroke.backends.gpu.kernels.bytes import assembly as assembly_of  # noqa: E402
 from twostroke.backends.gpu.kernels.packed_codes import constants, numbers  # noqa: E402
 from twostroke.backends.gpu.launch import listing  # noqa: E402
-from twostroke.backends.gpu.stored import Layout  # noqa: E402
+from twostroke.backends.gpu.stored import PackedLayout  # noqa: E402
 from twostroke.model.quant.small_floats import E4M3  # noqa: E402
 
 LAYOUTS = (
-    Layout(4, 32, half=8),
-    Layout(4, 32, scales="k"),
-    Layout(5, 32, scales="k"),
-    Layout(6, 16, half=32, scales="q6_k"),
-    Layout(8, 32),
+    PackedLayout(4, 32, half=8),
+    PackedLayout(4, 32, scales="k"),
+    PackedLayout(5, 32, scales="k"),
+    PackedLayout(6, 16, half=32, scales="q6_k"),
+    PackedLayout(8, 32),
 )
 
 
@@ -91,7 +91,7 @@ def execute(assembly: str, inputs: dict[str, np.ndarray], element: torch.dtype):
     return registers
 
 
-def planes_of(layout: Layout, word, high, step: int):
+def planes_of(layout: PackedLayout, word, high, step: int):
     """Return the codes of each plane of 16-bit words, int64."""
     for plane in range(layout.planes):
         code = word >> (16 // layout.planes * plane) & (255 if layout.bits == 8 else 15)
@@ -104,7 +104,7 @@ def planes_of(layout: Layout, word, high, step: int):
 
 @pytest.mark.parametrize("element", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}{layout.scales}")
-def test_assembly_makes_the_codes(layout: Layout, element: torch.dtype) -> None:
+def test_assembly_makes_the_codes(layout: PackedLayout, element: torch.dtype) -> None:
     rng = np.random.default_rng(layout.bits)
     most = 256 if layout.bits == 5 else 1 << 16
     words, high = (rng.integers(0, limit, (2, 500)) for limit in (1 << 16, most))
@@ -121,7 +121,7 @@ def test_assembly_makes_the_codes(layout: Layout, element: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}{layout.scales}")
-def test_assembly_makes_the_codes_in_float32(layout: Layout) -> None:
+def test_assembly_makes_the_codes_in_float32(layout: PackedLayout) -> None:
     rng = np.random.default_rng(layout.bits)
     most = 256 if layout.bits == 5 else 1 << 16
     words, high = (rng.integers(0, limit, (2, 500)) for limit in (1 << 16, most))
@@ -137,7 +137,7 @@ def test_assembly_makes_the_codes_in_float32(layout: Layout) -> None:
 def test_assembly_makes_the_numbers_of_matrices_in_float32() -> None:
     codes = np.random.default_rng(1).permutation(np.arange(256).repeat(4)).astype(np.uint8)
     codes = codes[np.isfinite(E4M3[codes])].reshape(-1, 4)  # two words of two planes
-    given = numbers(listing([], 90), Layout(8, 128, table="e4m3"))
+    given = numbers(listing([], 90), PackedLayout(8, 128, table="e4m3"))
     assert given["SHIFT"] == 0
     for index, assembly in enumerate(given["ASSEMBLY"]):
         found = execute(assembly, {"$2": codes.view(np.uint32)[:, 0]}, torch.bfloat16)
@@ -149,7 +149,7 @@ def test_assembly_makes_the_numbers_of_matrices_in_float32() -> None:
 def test_assembly_makes_the_numbers_of_matrices(element: torch.dtype) -> None:
     codes = np.random.default_rng(1).permutation(np.arange(256).repeat(4)).astype(np.uint8)
     codes = codes[np.isfinite(E4M3[codes])].reshape(-1, 4)  # two words of two planes
-    layout = Layout(8, 128, table="e4m3")
+    layout = PackedLayout(8, 128, table="e4m3")
     (text, *_) = constants(listing([], 90, element), layout, is_centered=True)["ASSEMBLY"]
     found = execute(text, {"$2": codes.view(np.uint32)[:, 0]}, element)
     for plane in range(2):

@@ -20,7 +20,7 @@ from twostroke.backends.gpu import launch  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.device import find  # noqa: E402
 from twostroke.core.errors import BackendError  # noqa: E402
-from twostroke.core.tier_options import TierOptions  # noqa: E402
+from twostroke.core.tier_options import OffloadOptions  # noqa: E402
 from twostroke.engine.disaggregation import prefill_peer as peer  # noqa: E402
 from twostroke.engine.kv_offload import manager as paging  # noqa: E402
 
@@ -63,17 +63,17 @@ def test_a_page_is_what_was_written_to_it(kv_format: str, monkeypatch: pytest.Mo
 def test_an_engine_finds_the_pages_of_one_before_it(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start_offload = paging.Paging.__init__
+    start_offload = paging.OffloadManager.__init__
 
-    def start_beside_slow_computing(manager: paging.Paging, *parts: Any) -> None:
+    def start_beside_slow_computing(manager: paging.OffloadManager, *parts: Any) -> None:
         """Say that computing is slow, so that pages are fetched however busy the machine is."""
         pages, page_kind, tiers, *_ = parts
         start_offload(manager, pages, page_kind, tiers, lambda start, end: 1000.0 * (end - start))
 
-    monkeypatch.setattr(paging.Paging, "__init__", start_beside_slow_computing)
+    monkeypatch.setattr(paging.OffloadManager, "__init__", start_beside_slow_computing)
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of(family))
     prompts = [[random.Random(1).randrange(3, 250) for _ in range(70)]]
-    kept = options(**ON_GPU, tiers=TierOptions(page_cache=str(tmp_path / "pages")))
+    kept = options(**ON_GPU, tiers=OffloadOptions(page_cache=str(tmp_path / "pages")))
     with LLM(path, kept) as llm:
         expected = answers(llm, prompts, GREEDY)
         assert answers(llm, prompts, GREEDY) == expected  # what is used twice is kept

@@ -6,19 +6,19 @@ import pytest
 
 from twostroke.engine.disaggregation.prefill_cost import (
     OVERHEAD_S,
-    Here,
+    LocalPrefill,
+    MissingPrefill,
     Overhead,
-    There,
-    Work,
+    PrefillEngineState,
     choose,
     here_s,
     there_s,
 )
 
 GIGA = 1e9
-WORK = Work(100 * GIGA, 10_000_000)
-HERE = Here(0.0, 50 * GIGA, 10)
-THERE = There(0.0, 50 * GIGA, 1e9, 0.005)
+WORK = MissingPrefill(100 * GIGA, 10_000_000)
+HERE = LocalPrefill(0.0, 50 * GIGA, 10)
+THERE = PrefillEngineState(0.0, 50 * GIGA, 1e9, 0.005)
 
 
 @pytest.mark.parametrize(
@@ -26,19 +26,19 @@ THERE = There(0.0, 50 * GIGA, 1e9, 0.005)
     [((), 2.0), ((1000,), 4.0), ((5,), 3.0), ((0, 10, 1000), 6.0)],
 )
 def test_a_stream_waits_no_longer_than_it_lasts(missing: tuple[int, ...], seconds: float) -> None:
-    here = Here(0.0, 50 * GIGA, 10, missing)
+    here = LocalPrefill(0.0, 50 * GIGA, 10, missing)
     assert here_s(WORK, here) == pytest.approx(seconds)
 
 
 def test_pages_come_while_others_are_computed() -> None:
     assert there_s(WORK, THERE) == pytest.approx(2.005)
-    slow = There(0.0, 50 * GIGA, 1e6, 0.005)
+    slow = PrefillEngineState(0.0, 50 * GIGA, 1e6, 0.005)
     assert there_s(WORK, slow) == pytest.approx(10.005)
 
 
 def test_a_prompt_goes_where_it_costs_least() -> None:
-    busy = There(500 * GIGA, 50 * GIGA, 1e9, 0.005)
-    streams = Here(0.0, 50 * GIGA, 10, (50,))
+    busy = PrefillEngineState(500 * GIGA, 50 * GIGA, 1e9, 0.005)
+    streams = LocalPrefill(0.0, 50 * GIGA, 10, (50,))
     assert choose("auto", WORK, HERE, [THERE])[0] is None  # nobody to protect
     assert choose("auto", WORK, streams, [busy, THERE])[0] == 1
     assert choose("auto", WORK, streams, [busy])[0] is None
@@ -47,23 +47,23 @@ def test_a_prompt_goes_where_it_costs_least() -> None:
 
 
 def test_an_engine_without_a_known_pace_is_taken_to_be_like_the_others() -> None:
-    streams = Here(0.0, 500 * GIGA, 10, (50,))
-    unknown = There(0.0, 0.0, 1e9, 0.005)
+    streams = LocalPrefill(0.0, 500 * GIGA, 10, (50,))
+    unknown = PrefillEngineState(0.0, 0.0, 1e9, 0.005)
     assert choose("auto", WORK, streams, [unknown])[0] == 0
-    waits = Here(150 * GIGA, 0.0, 10)
+    waits = LocalPrefill(150 * GIGA, 0.0, 10)
     assert choose("auto", WORK, waits, [THERE])[0] == 0
 
 
 def test_a_cost_that_nobody_sees_is_learned_and_forgotten() -> None:
-    overhead, streams, now_s = Overhead(), Here(0.0, 50 * GIGA, 10, (50,)), 100.0
+    overhead, streams, now_s = Overhead(), LocalPrefill(0.0, 50 * GIGA, 10, (50,)), 100.0
 
     def chosen() -> int | None:
-        there = There(0.0, 50 * GIGA, 1e9, overhead.seconds(now_s))
+        there = PrefillEngineState(0.0, 50 * GIGA, 1e9, overhead.seconds(now_s))
         return choose("auto", WORK, streams, [there])[0]
 
     assert (overhead.seconds(now_s), chosen()) == (OVERHEAD_S, 0)
     while chosen() is not None:  # each takes 3 s more than the queue, computing and moving
-        expected_s = there_s(WORK, There(0.0, 50 * GIGA, 1e9, overhead.seconds(now_s)))
+        expected_s = there_s(WORK, PrefillEngineState(0.0, 50 * GIGA, 1e9, overhead.seconds(now_s)))
         overhead.learn(expected_s, 2.0 + 3.0, now_s)
         now_s += 1
         assert now_s < 110, "a cost of 3 s is more than the 2 s that are saved"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from twostroke.engine.disaggregation.connection import Connection
+    from twostroke.engine.disaggregation.connection import PeerConnection
 
 PROMPT = [3 + n % 200 for n in range(100)]  # six full pages, and a part of one
 
@@ -51,7 +51,7 @@ def test_moves_that_fail_and_write_on_cost_time_and_no_request(seed: int, tmp_pa
     play_round(seed, tmp_path, Counter(), NIXL_LINKS, carriers.use)
 
 
-def _outcomes(folder: Path, answer: Callable[[Connection, Any], None], within_s: float) -> Any:
+def _outcomes(folder: Path, answer: Callable[[PeerConnection, Any], None], within_s: float) -> Any:
     """Answer a prompt that a scripted peer was to read; return how the transfers ended.
 
     The tokens must be those of one engine, and no page may stay held.
@@ -68,19 +68,19 @@ def _outcomes(folder: Path, answer: Callable[[Connection, Any], None], within_s:
 
 
 def test_pages_whose_lease_has_ended_are_not_used(tmp_path: Path) -> None:
-    def answer(connection: Connection, question: Any) -> None:
-        if isinstance(question, messages.Read):
+    def answer(connection: PeerConnection, question: Any) -> None:
+        if isinstance(question, messages.PrefillPrompt):
             connection.send(messages.Offer(question.id, 1, [(0, n, n) for n in range(6)]))
         elif isinstance(question, messages.Fetch):
             connection.send(messages.Content(question.number, is_valid=False))
-            connection.send(messages.Finished(question.id))
+            connection.send(messages.PrefillFinished(question.id))
 
     assert _outcomes(tmp_path, answer, 10.0) == {"late": 1}
 
 
 def test_a_page_that_an_offer_names_twice_is_fetched_once(tmp_path: Path) -> None:
-    def answer(connection: Connection, question: Any) -> None:
-        if isinstance(question, messages.Read):
+    def answer(connection: PeerConnection, question: Any) -> None:
+        if isinstance(question, messages.PrefillPrompt):
             connection.send(messages.Offer(question.id, 1, [(0, 0, 0), (0, 0, 1), (0, 0, 0)]))
         elif isinstance(question, messages.Fetch):
             assert len(question.wanted) == 1
@@ -125,7 +125,7 @@ def test_leases_end_in_any_order_and_leave_the_first_pages_longest(
         assert memory is not None
         os.close(memory)
         meet(connection, lender.kind)
-        connection.send(messages.Read(1, prompt, b"", (0,)))
+        connection.send(messages.PrefillPrompt(1, prompt, b"", (0,)))
         offers: list[messages.Offer] = []
         while sum(len(one.pages) for one in offers) < 10:
             said = connection.receive()

@@ -16,25 +16,25 @@ from support.handover import options, prefill, view, wait_until
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
 from twostroke.core.errors import PortInUseError, UsageError
-from twostroke.core.handover_options import HandoverOptions
+from twostroke.core.handover_options import DisaggregationOptions
 from twostroke.core.transport.handshake import introduce, receive_exactly
 from twostroke.engine.disaggregation.connection import (
-    Connection,
+    PeerConnection,
     PeerListener,
     PeerLostError,
     connect,
 )
-from twostroke.engine.disaggregation.messages import Kind
+from twostroke.engine.disaggregation.messages import KvCacheSpecMessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-KIND = Kind("m", "f16", 16, (None,), 100, "cpu", False, 1)
+KIND = KvCacheSpecMessage("m", "f16", 16, (None,), 100, "cpu", False, 1)
 
 
 def test_each_fact_of_a_kind_is_compared() -> None:
     assert KIND.difference(KIND) is None
-    for name in Kind.__struct_fields__:
+    for name in KvCacheSpecMessage.__struct_fields__:
         other = replace(KIND, **{name: "other"})
         assert KIND.difference(other), name
 
@@ -44,7 +44,7 @@ def test_another_format_is_refused_and_prompts_are_read_here(
 ) -> None:
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("llama"))
     with prefill(path, kv_format="int8") as (_, address):
-        handover = HandoverOptions("decode", None, (address,), "always")
+        handover = DisaggregationOptions("decode", None, (address,), "always")
         with LLM(path, options(handover, kv_format="f16")) as llm:
             wait_until(lambda: view(llm).borrower.peers[0].state == "refused")
             assert llm.generate(["hello"])
@@ -57,7 +57,7 @@ def test_a_refusal_leaves_no_open_file(tmp_path: Path) -> None:
     with prefill(path, kv_format="int8") as (_, address):
         count = _num_shared()
         assert count, "nothing is shared"
-        handover = HandoverOptions("decode", None, (address,), "always")
+        handover = DisaggregationOptions("decode", None, (address,), "always")
         with LLM(path, options(handover, kv_format="f16")) as llm:
             wait_until(lambda: view(llm).borrower.peers[0].state == "refused")
             wait_until(lambda: _num_shared() == count)
@@ -89,7 +89,7 @@ def listening() -> Iterator[tuple[PeerListener, Event]]:
     """A listener to TCP, and what is set once an engine has proved itself."""
     proved = Event()
 
-    def serve(connection: Connection) -> None:
+    def serve(connection: PeerConnection) -> None:
         connection.close()
         proved.set()
 
@@ -154,7 +154,7 @@ def test_a_peer_that_sends_a_byte_now_and_then_is_given_up() -> None:
 def test_an_address_in_use_ends_the_start(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("llama"))
     with prefill(path) as (_, address), pytest.raises(PortInUseError, match="cannot connect to"):
-        LLM(path, options(HandoverOptions("prefill", address)))
+        LLM(path, options(DisaggregationOptions("prefill", address)))
 
 
 @pytest.mark.parametrize(
@@ -170,4 +170,4 @@ def test_an_address_in_use_ends_the_start(tmp_path: Path) -> None:
 )
 def test_options_that_do_not_fit_together_are_refused(given: dict[str, object]) -> None:
     with pytest.raises(UsageError):
-        HandoverOptions(**given)  # type: ignore[arg-type]
+        DisaggregationOptions(**given)  # type: ignore[arg-type]

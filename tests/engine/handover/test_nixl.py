@@ -35,7 +35,7 @@ from support.handover_rounds import play_round
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
 from twostroke.core.errors import UsageError
-from twostroke.core.handover_options import HandoverOptions
+from twostroke.core.handover_options import DisaggregationOptions
 from twostroke.engine.disaggregation import (
     messages,
     nixl,
@@ -46,13 +46,13 @@ from twostroke.engine.disaggregation import (
 from twostroke.engine.disaggregation import (
     transfer_methods as ways,
 )
-from twostroke.engine.disaggregation.nixl import Carrier, CarrierError
+from twostroke.engine.disaggregation.nixl import NixlProcess, NixlProcessError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from twostroke.engine.disaggregation.connection import Connection
+    from twostroke.engine.disaggregation.connection import PeerConnection
 
 TITLES = {"nixl-read": "NIXL, read", "nixl-write": "NIXL, written"}
 is_real = pytest.mark.skipif(nixl.obstacle() is not None, reason=nixl.INSTALL)
@@ -143,12 +143,12 @@ def test_without_nixl_there_auto_takes_the_socket_and_nixl_is_refused(
 ) -> None:
     carriers.use(monkeypatch)
     path = write_tiny_gguf(tmp_path / "m.gguf")
-    there = HandoverOptions("prefill", "127.0.0.2:0", peer_link="socket")
+    there = DisaggregationOptions("prefill", "127.0.0.2:0", peer_link="socket")
     with LLM(path, options(there)) as first:
         address = f"127.0.0.2:{view(first).lender.port}"
         with decode(path, address, peer_link="auto") as llm:
             assert view(llm).borrower.peers[0].link == "socket"
-        here = HandoverOptions("decode", None, (address,), "always", "nixl")
+        here = DisaggregationOptions("decode", None, (address,), "always", "nixl")
         with LLM(path, options(here)) as llm:
             wait_until(lambda: view(llm).borrower.peers[0].state == "refused")
             assert llm.generate(["hello"])
@@ -160,7 +160,7 @@ def test_nixl_that_is_not_installed_is_refused_with_a_sentence(
 ) -> None:
     monkeypatch.setattr(nixl, "obstacle", lambda: nixl.INSTALL)
     path = write_tiny_gguf(tmp_path / "m.gguf")
-    given = HandoverOptions("prefill", "127.0.0.2:0", peer_link="nixl")
+    given = DisaggregationOptions("prefill", "127.0.0.2:0", peer_link="nixl")
     with pytest.raises(UsageError, match=r"cannot be nixl\. NIXL is not installed: run pip"):
         LLM(path, options(given))
 
@@ -192,13 +192,13 @@ def test_pages_that_a_peer_may_write_are_held_until_the_carrier_is_closed(
     there = carriers.Carrier(pages[0][0], _COUNT, _SIZE)
     targets: list[int] = []
 
-    def answer(connection: Connection, question: Any) -> None:
+    def answer(connection: PeerConnection, question: Any) -> None:
         match question:
-            case messages.Join():
-                connection.send(messages.Joined(there.place))
-            case messages.Probe():
+            case messages.NixlJoin():
+                connection.send(messages.NixlJoined(there.place))
+            case messages.NixlProbe():
                 connection.send(messages.Content(question.number, is_valid=True))
-            case messages.Read():
+            case messages.PrefillPrompt():
                 connection.send(messages.Offer(question.id, 1, [(0, n, n) for n in range(6)]))
             case messages.Fetch():
                 targets.extend(question.targets)  # and nothing more is heard
@@ -244,7 +244,7 @@ def test_nothing_is_written_once_a_carrier_is_closed(
     pages: list[tuple[int, Any]], is_write: bool, who: int, how: str
 ) -> None:
     every = range(_COUNT)
-    both = [Carrier(file, _COUNT, _SIZE) for file, _ in pages]
+    both = [NixlProcess(file, _COUNT, _SIZE) for file, _ in pages]
     lender, borrower = both
     try:
         lender.meet(borrower.place, 5)
@@ -257,12 +257,12 @@ def test_nothing_is_written_once_a_carrier_is_closed(
         process = both[who]._process
         signal_ = signal.SIGSTOP if how == "stop" else signal.SIGKILL
         threading.Timer(0.01, process.send_signal, (signal_,)).start()
-        with suppress(CarrierError):
+        with suppress(NixlProcessError):
             mover.move(every, every, 1, is_write=is_write)
         borrower.close()
         before = target.copy()
         process.send_signal(signal.SIGCONT)
-        with suppress(CarrierError):
+        with suppress(NixlProcessError):
             lender.move(every, every, 1, is_write=True)
         assert (target == before).all()
     finally:

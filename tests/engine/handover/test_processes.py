@@ -16,7 +16,7 @@ from support.handover_kills import campaign
 from support.remote import until
 from support.tiny import Tiny, tiny_of, write_tiny_gguf
 from twostroke import SamplingParams
-from twostroke.core.handover_options import HandoverOptions
+from twostroke.core.handover_options import DisaggregationOptions
 from twostroke.engine.health import Health
 from twostroke.engine.process import supervisor
 from twostroke.engine.process.remote import RemoteEngine
@@ -44,7 +44,7 @@ def test_a_prefill_engine_that_reads_prompts_between_its_deaths_is_started_again
     monkeypatch.setattr(supervisor, "BACK_OFF_S", (0.0, 0.01))  # three deaths in a row are too many
     path = write_tiny_gguf(tmp_path / "m.gguf", Tiny(context_length=512))
     address = f"127.0.0.1:{free_port()}"
-    given = options(HandoverOptions("prefill", address))
+    given = options(DisaggregationOptions("prefill", address))
 
     async def run() -> None:
         with (

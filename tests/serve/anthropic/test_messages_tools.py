@@ -11,7 +11,7 @@ import pytest
 from support.servers import live_server
 from support.tiny import Tiny
 from twostroke.server.generation.job import Conversation
-from twostroke.server.generation.response_store import Store, Tenant
+from twostroke.server.generation.response_store import ResponseStore, Tenant
 from twostroke.server.protocols.anthropic.messages import AnthropicMessage, MessagesRequest, read
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def test_a_text_is_not_looked_through_for_blocks() -> None:
 
     message = AnthropicMessage(role="user", content=Text("hello"))
     body = MessagesRequest(messages=[message], max_tokens=5)
-    job = read(body, Tenant("", Store(0, 0)))
+    job = read(body, Tenant("", ResponseStore(0, 0)))
     (prompt,) = job.prompts
     assert isinstance(prompt, Conversation)
     assert prompt.messages == ({"role": "user", "content": "hello"},)

@@ -9,7 +9,7 @@ import pytest
 
 from support.servers import live_server, wait_for
 from twostroke.server.auth.keys import ApiKeys
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.options import ServeOptions
 from twostroke.server.storage import Records
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from support.servers import LiveServer
 
-LIMITS = Limits(
+LIMITS = RequestLimits(
     max_batch_lines=60,
     max_open_batches=2,
     max_body_bytes=4000,

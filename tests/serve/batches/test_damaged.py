@@ -15,9 +15,9 @@ from support.servers import live_server
 from twostroke.core.errors import UsageError
 from twostroke.server.batch import batch as kept
 from twostroke.server.batch import files, messages, openai
-from twostroke.server.batch.offline import Files, Progress, Results, run
-from twostroke.server.http.internal_requests import Answer
-from twostroke.server.http.limits import Limits
+from twostroke.server.batch.offline import BatchProgress, Files, Results, run
+from twostroke.server.http.internal_requests import InternalResponse
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.storage import Records
 
 if TYPE_CHECKING:
@@ -210,19 +210,19 @@ def test_a_command_whose_input_changes_keeps_its_results(tmp_path: Path) -> None
     path.write_text("".join(json.dumps({"custom_id": f"{i}", **asked}) + "\n" for i in range(300)))
     shown = list[int]()
 
-    async def send(line: Line) -> Answer:
+    async def send(line: Line) -> InternalResponse:
         if line.custom_id == "9":
             flip(path)
-        return Answer(200, {"x-request-id": "r"}, b"{}")
+        return InternalResponse(200, {"x-request-id": "r"}, b"{}")
 
     out, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
     with Results(out, goes_on=True) as results, Results(errors, goes_on=False) as failures:
         job = Files(path, results, failures)
-        job.check(Limits())
-        progress = Progress(300)
+        job.check(RequestLimits())
+        progress = BatchProgress(300)
         with pytest.raises(UsageError, match="was changed or damaged while its lines ran"):
             asyncio.run(
-                run(job, send, 4, Limits(), progress, lambda now: shown.append(now.num_done))
+                run(job, send, 4, RequestLimits(), progress, lambda now: shown.append(now.num_done))
             )
     kept = [json.loads(line)["custom_id"] for line in results.partial.read_text().splitlines()]
     assert {f"{number}" for number in range(9)} < set(kept)
@@ -322,12 +322,12 @@ def test_a_command_runs_damaged_results_again_and_keeps_the_others(
     path = tmp_path / "in.jsonl"
     asked = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
     path.write_text("".join(json.dumps({"custom_id": f"{i}", **asked}) + "\n" for i in range(9)))
-    answer = Answer(200, {"x-request-id": "r"}, b'{"choices": [{"text": "some words"}]}')
+    answer = InternalResponse(200, {"x-request-id": "r"}, b'{"choices": [{"text": "some words"}]}')
     out = tmp_path / "out"
     with Results(out, goes_on=True) as output, Results(tmp_path / "e", goes_on=True) as errors:
         files_ = Files(path, output, errors)
-        files_.check(Limits())
-        for line in files_.lines(Limits()):
+        files_.check(RequestLimits())
+        for line in files_.lines(RequestLimits()):
             output.add(line.custom_id, files_.result(line, answer))
     lines = output.partial.read_bytes().splitlines(keepends=True)
     for number, (old, new) in {
@@ -339,14 +339,14 @@ def test_a_command_runs_damaged_results_again_and_keeps_the_others(
     output.partial.write_bytes(b"".join(lines))
     sent: list[str] = []
 
-    async def send(line: Line) -> Answer:
+    async def send(line: Line) -> InternalResponse:
         sent.append(line.custom_id)
         return answer
 
     with Results(out, goes_on=True) as output, Results(tmp_path / "e", goes_on=True) as errors:
         files_ = Files(path, output, errors)
-        files_.check(Limits())
-        asyncio.run(run(files_, send, 1, Limits(), Progress(9), lambda _: None))
+        files_.check(RequestLimits())
+        asyncio.run(run(files_, send, 1, RequestLimits(), BatchProgress(9), lambda _: None))
     assert sent == ["2", "4", "6"]
     assert f"Damaged results in {output.partial} run again: line 3, 5, 7." in caplog.text
     found = [json.loads(line) for line in out.read_text().splitlines()]

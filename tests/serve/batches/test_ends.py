@@ -13,7 +13,7 @@ import pytest
 from support.batch_bench import App, Bench, until
 from twostroke.server.batch import lines, messages, openai
 from twostroke.server.http.errors import ServerStoppingError
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.storage import Records, RecordsError
 
 if TYPE_CHECKING:
@@ -133,11 +133,13 @@ def test_line_as_long_as_the_limit_is_read_with_its_end(tmp_path: Path, end: byt
     text = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}'
     path = tmp_path / "in.jsonl"
     path.write_bytes((text + end) * (2 if end else 1))
-    limits = Limits(max_body_bytes=len(text))
-    found, place = lines.next_lines(path, lines.Place(), set(), limits)
+    limits = RequestLimits(max_body_bytes=len(text))
+    found, place = lines.next_lines(path, lines.ReadOffset(), set(), limits)
     assert (len(found), place) == (2 if end else 1, None)
     with pytest.raises(lines.WrongLineError):
-        lines.next_lines(path, lines.Place(), set(), Limits(max_body_bytes=len(text) - 1))
+        lines.next_lines(
+            path, lines.ReadOffset(), set(), RequestLimits(max_body_bytes=len(text) - 1)
+        )
 
 
 def test_batch_that_is_made_while_others_are_read_runs_once(

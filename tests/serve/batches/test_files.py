@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from support.servers import live_server, wait_for
 from twostroke.server.batch import files, lines, runner
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.options import ServeOptions
 from twostroke.server.storage import Records, RecordsError
 from twostroke.server.storage.folder import Temporary
@@ -144,7 +144,7 @@ def test_uploads_at_the_same_time_have_one_bound(
     async def all_of_it(*_: object) -> AsyncIterator[int]:
         yield 100_000  # as if nothing else had come
 
-    monkeypatch.setattr(files.Rooms, "take", all_of_it)
+    monkeypatch.setattr(files.StorageQuota, "take", all_of_it)
     text = line(0) * (95_000 // len(line(0)))
     codes = [upload(server, text).status_code for _ in range(3)]
     assert codes == [200, 200, 413]
@@ -154,7 +154,9 @@ def test_uploads_at_the_same_time_have_one_bound(
 def test_files_of_a_tenant_are_bounded_in_number(tmp_path: Path) -> None:
     with (
         closing(Records(tmp_path / "records")) as records,
-        live_server(tmp_path, ServeOptions(limits=Limits(max_files=2)), records=records) as server,
+        live_server(
+            tmp_path, ServeOptions(limits=RequestLimits(max_files=2)), records=records
+        ) as server,
     ):
         refused = [upload(server, "") for _ in range(3)][-1]
         assert refused.json()["error"]["message"] == "You have 2 files, the limit. Delete some."
@@ -165,7 +167,7 @@ def test_files_of_a_tenant_are_bounded_in_number(tmp_path: Path) -> None:
 
 def test_batch_whose_results_do_not_fit_fails_and_keeps_those_that_do(tmp_path: Path) -> None:
     text, room = "".join(map(line, range(8))), 1500
-    options = ServeOptions(drain_s=1, limits=Limits(max_files_bytes=len(text) + room))
+    options = ServeOptions(drain_s=1, limits=RequestLimits(max_files_bytes=len(text) + room))
     with (
         closing(Records(tmp_path / "records")) as records,
         live_server(tmp_path, options, records=records) as server,
@@ -213,7 +215,7 @@ def test_open_batches_are_bounded_and_need_room(server: LiveServer, records: Rec
 
 
 def test_ended_batches_are_bounded_and_their_files_stay(tmp_path: Path) -> None:
-    options = ServeOptions(limits=Limits(max_batches=3))
+    options = ServeOptions(limits=RequestLimits(max_batches=3))
     with (
         closing(Records(tmp_path / "records")) as records,
         live_server(tmp_path, options, records=records) as server,

@@ -12,7 +12,7 @@ import pytest
 
 from support.servers import live_server, wait_for
 from twostroke.server.batch.lines import WrongLineError, parse
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.storage import Records, RecordsError
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def test_all_odd_lines_are_named_and_none_is_run(server: LiveServer) -> None:
 )
 def test_what_is_wrong_with_a_line_is_said(text: bytes, said: str) -> None:
     with pytest.raises(WrongLineError, match=re.escape(said)):
-        parse(1, text, Limits())
+        parse(1, text, RequestLimits())
 
 
 def test_empty_and_too_long_inputs_fail(server: LiveServer) -> None:

@@ -15,9 +15,9 @@ from twostroke.server.batch import batch as kept
 from twostroke.server.batch import files, openai, results
 from twostroke.server.batch.batch import Batch
 from twostroke.server.batch.results import finish
-from twostroke.server.batch.runner import Runner
+from twostroke.server.batch.runner import BatchRunner
 from twostroke.server.http.fair_queue import Readers
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.storage import Records
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def test_writing_results_leaves_the_threads_of_others_alone(
         batches = [await add(records, f"{i}", "anna", 1, 0) for i in range(40)]
         readers = Readers(1)
         ends = [
-            asyncio.create_task(finish(records, readers, one, openai.FORM, Limits()))
+            asyncio.create_task(finish(records, readers, one, openai.FORM, RequestLimits()))
             for one in batches
         ]
         await asyncio.sleep(0.1)
@@ -108,7 +108,7 @@ def test_long_results_of_a_tenant_are_written_between_those_of_others(
         readers = Readers(1)
 
         async def end(batch: Batch) -> None:
-            ended.append(await finish(records, readers, batch, openai.FORM, Limits()))
+            ended.append(await finish(records, readers, batch, openai.FORM, RequestLimits()))
 
         await asyncio.gather(*map(end, batches))
 
@@ -122,7 +122,7 @@ def test_results_are_dropped_few_at_once(records: Records) -> None:
     async def go() -> None:
         ended = await add(records, "a", "anna", 2500, 2500)
         await add(records, "open", "anna", 5, 5)
-        await finish(records, Readers(1), ended, openai.FORM, Limits())
+        await finish(records, Readers(1), ended, openai.FORM, RequestLimits())
         assert await records.read(count) == {"a": 2500, "open": 5}
         seen = list[int]()
         while await records.write(kept.drop_results):
@@ -145,11 +145,13 @@ def test_server_that_died_before_results_were_dropped_leaves_that_to_the_next(
     async def first(records: Records) -> Batch:
         batch = await add(records, "a", "anna", 5, 3)
         await add(records, "open", "anna", 2, 2)
-        limits = Limits()
+        limits = RequestLimits()
         return await finish(records, Readers(1), batch, openai.FORM, limits)
 
     async def second(records: Records) -> None:
-        runner = Runner(records, {"openai": openai.FORM}, Limits(), lambda: 1, lambda _: True)
+        runner = BatchRunner(
+            records, {"openai": openai.FORM}, RequestLimits(), lambda: 1, lambda _: True
+        )
         runner._run = lambda _batch: asyncio.sleep(0)  # type: ignore[assignment, method-assign]
         await runner.start(app)
         async with asyncio.timeout(10):

@@ -15,7 +15,7 @@ import pytest
 from support.servers import live_server
 from twostroke.server.batch import uploads
 from twostroke.server.batch.service import sweep
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.options import ServeOptions
 from twostroke.server.storage import Records
 
@@ -140,7 +140,7 @@ def test_cancelled_upload_takes_nothing_more(server: LiveServer, records: Record
 
 
 def test_uploads_are_as_many_as_files_may_be(tmp_path: Path) -> None:
-    options = ServeOptions(limits=Limits(max_files=2))
+    options = ServeOptions(limits=RequestLimits(max_files=2))
     with (
         closing(Records(tmp_path / "records")) as records,
         live_server(tmp_path, options, records=records) as server,

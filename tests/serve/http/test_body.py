@@ -15,7 +15,7 @@ import pytest
 from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.http.connection import BodyReader
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ LARGE = 32 << 20  # more than a connection holds that nobody reads
 
 @pytest.fixture(scope="module")
 def brief(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    limits = Limits(max_body_bytes=1000, max_dropped_bytes=1 << 20, body_timeout_s=0.5)
+    limits = RequestLimits(max_body_bytes=1000, max_dropped_bytes=1 << 20, body_timeout_s=0.5)
     with live_server(tmp_path_factory.mktemp("brief"), ServeOptions(limits=limits)) as server:
         yield server
         server.wait_idle()
@@ -37,7 +37,7 @@ def brief(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    limits = Limits(max_body_bytes=1000, body_timeout_s=1000)
+    limits = RequestLimits(max_body_bytes=1000, body_timeout_s=1000)
     with live_server(tmp_path_factory.mktemp("patient"), ServeOptions(limits=limits)) as server:
         yield server
         server.wait_idle()
@@ -152,7 +152,7 @@ def test_invalid_bytes_after_a_request_are_not_logged_as_a_failure(
 def test_stopping_server_does_not_wait_for_the_rest_of_a_body(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    limits = Limits(body_timeout_s=1000)
+    limits = RequestLimits(body_timeout_s=1000)
     options = ServeOptions(drain_s=1000, limits=limits)
     with socket.socket() as connection:
         with live_server(tmp_path_factory.mktemp("stopping"), options) as server:
@@ -171,7 +171,7 @@ def test_stopping_server_does_not_wait_for_the_rest_of_a_body(
 def test_stopping_server_refuses_an_incomplete_body(
     tmp_path_factory: pytest.TempPathFactory, has_some: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limits = Limits(body_timeout_s=1000)
+    limits = RequestLimits(body_timeout_s=1000)
     options = ServeOptions(drain_s=1000, limits=limits)
     request = post_bytes(PATH, chat_body(), headers="" if has_some else "Expect: 100-continue\r\n")
     head, _, body = request.partition(b"\r\n\r\n")
@@ -207,7 +207,7 @@ def test_body_that_arrives_as_the_server_stops_is_read() -> None:
         messages.put_nowait({"type": "http.disconnect"})
         read.append((await receive())["type"])
 
-    reader = BodyReader(messages.get, send, Limits())
+    reader = BodyReader(messages.get, send, RequestLimits())
     assert asyncio.run(asyncio.wait_for(reader.answer(app, {"type": "http"}), 10))
     assert read == [b"whole", "http.disconnect"]
 
@@ -227,7 +227,7 @@ def test_slow_body_gets_no_extra_time_after_the_response() -> None:
         async def receive() -> Message:
             return await asyncio.Future()
 
-        reader = BodyReader(receive, send, Limits(body_timeout_s=1000))
+        reader = BodyReader(receive, send, RequestLimits(body_timeout_s=1000))
         answering = asyncio.create_task(reader.answer(app, {"type": "http"}))
         await answered.wait()
         done, _ = await asyncio.wait({answering}, timeout=10)
@@ -249,7 +249,7 @@ def test_response_after_the_stop_does_not_wait_for_the_rest() -> None:
         reader.hurry()
         await send({"type": "http.response.body", "body": b"whole"})
 
-    reader = BodyReader(receive, send, Limits(body_timeout_s=1000))
+    reader = BodyReader(receive, send, RequestLimits(body_timeout_s=1000))
     assert not asyncio.run(asyncio.wait_for(reader.answer(app, {"type": "http"}), 10))
     assert [(message["body"], message.get("more_body")) for message in sent] == [
         (b"whole", True),
@@ -272,7 +272,7 @@ def test_stop_at_the_time_limit_of_the_rest_is_not_an_error() -> None:
                 reader.hurry()
                 raise
 
-        reader = BodyReader(receive, send, Limits(body_timeout_s=0.01))
+        reader = BodyReader(receive, send, RequestLimits(body_timeout_s=0.01))
         return await asyncio.wait_for(reader.answer(app, {"type": "http"}), 10)
 
     assert not asyncio.run(serve())

@@ -15,14 +15,14 @@ from support.tiny import Tiny
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.process.served import LocalEngine
-from twostroke.server.generation.encoder import Reply
+from twostroke.server.generation.encoder import ResponseInfo
 from twostroke.server.generation.job import Encoded, Job
 from twostroke.server.generation.running import Answers
 from twostroke.server.generation.stream import EventStream
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.middleware import create_app
-from twostroke.server.models.registry import Catalogue
-from twostroke.server.observability.metrics import Metrics
+from twostroke.server.models.registry import ModelRegistry
+from twostroke.server.observability.metrics import ServerMetrics
 from twostroke.server.options import ServeOptions
 from twostroke.server.protocols.openai.completions_reply import CompletionEncoder
 
@@ -108,7 +108,7 @@ def test_disconnect_is_heard_through_any_asgi_server(tmp_path: Path) -> None:
 
 
 def test_reader_that_never_reads_is_cut_off(tmp_path: Path) -> None:
-    options = ServeOptions(drain_s=1, limits=Limits(reader_timeout_s=0.4))
+    options = ServeOptions(drain_s=1, limits=RequestLimits(reader_timeout_s=0.4))
     with live_server(tmp_path, options, num_pages=2048, tiny=Tiny(context_length=4096)) as server:
         connection = unread(server)
         wait_for(lambda: server.num_busy > 0)
@@ -119,7 +119,7 @@ def test_reader_that_never_reads_is_cut_off(tmp_path: Path) -> None:
 
 
 def test_reader_that_falls_too_far_behind_is_cut_off(tmp_path: Path) -> None:
-    options = ServeOptions(drain_s=1, keep_alive_s=0.2, limits=Limits(max_unread=50))
+    options = ServeOptions(drain_s=1, keep_alive_s=0.2, limits=RequestLimits(max_unread=50))
     with live_server(tmp_path, options, num_pages=2048, tiny=Tiny(context_length=4096)) as server:
         connection = unread(server)
         wait_for(lambda: server.num_busy > 0)
@@ -142,15 +142,15 @@ def test_comment_that_is_not_read_does_not_hold_up_the_end(tmp_path: Path) -> No
     """A client may stop reading while its stream is silent."""
 
     async def run() -> None:
-        options = ServeOptions(keep_alive_s=0.1, limits=Limits(reader_timeout_s=0.3))
+        options = ServeOptions(keep_alive_s=0.1, limits=RequestLimits(reader_timeout_s=0.3))
         with tiny_client(tmp_path) as (client, backend):
             backend.gate.clear()
             params = SamplingParams(max_tokens=2)
             job = Job(None, ([5],), params, stream=True)
             tokenizer = client.card.tokenizer
-            reply = Reply("x", 0, "tiny", job, [[5]], tokenizer)
+            reply = ResponseInfo("x", 0, "tiny", job, [[5]], tokenizer)
             engine, encoded = LocalEngine(client), Encoded([[5]], job.params, Hints())
-            metrics = Metrics(Catalogue(engine, options))
+            metrics = ServerMetrics(ModelRegistry(engine, options))
 
             async def start() -> Started:
                 answers = await Answers.start(engine, job, encoded, metrics, set())

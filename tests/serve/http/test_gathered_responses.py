@@ -12,17 +12,17 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from twostroke.server.http import connection
-from twostroke.server.http.limits import Limits
-from twostroke.server.http.write_coalescer import WRITE, Gathering
+from twostroke.server.http.limits import RequestLimits
+from twostroke.server.http.write_coalescer import WRITE, WriteCoalescer
 
 if TYPE_CHECKING:
     import pytest
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-_LIMITS = Limits()
+_LIMITS = RequestLimits()
 
 
-class Direct(Gathering):
+class Direct(WriteCoalescer):
     """Gathers nothing."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -80,7 +80,7 @@ async def received(
     rng: random.Random,
     *,
     is_all: bool = False,
-    limits: Limits = _LIMITS,
+    limits: RequestLimits = _LIMITS,
     pause_s: float = 0.0,
 ) -> bytes:
     """Return what a client gets for `sent`; with `is_all` it says that nothing follows.
@@ -91,7 +91,7 @@ async def received(
     ours[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # so that writers have to wait
     config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, access_log=False)
     make = partial(
-        connection.Connection, config, ServerState(), {}, loop, limits=limits,
+        connection.HttpConnection, config, ServerState(), {}, loop, limits=limits,
         is_draining=lambda: False, most=10, idle={},
     )  # fmt: skip
     reader, writer = await asyncio.open_connection(sock=ours[1], limit=4096)
@@ -113,8 +113,8 @@ async def received(
 def test_gathered_responses_are_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def both(seed: int) -> list[bytes]:
         found = []
-        for kind in (Gathering, Direct):
-            monkeypatch.setattr(connection, "Gathering", kind)
+        for kind in (WriteCoalescer, Direct):
+            monkeypatch.setattr(connection, "WriteCoalescer", kind)
             rng = random.Random(seed)
             found.append(asyncio.run(received(respond, requests(rng), rng)))
         return found
@@ -146,7 +146,7 @@ def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
         await send({"type": "http.response.body", "body": b"end", "more_body": False})
 
     sent, rng = b"GET / HTTP/1.1\r\nconnection: close\r\nhost: a\r\n\r\n", random.Random(1)
-    limits = Limits(reader_timeout_s=0.6)
+    limits = RequestLimits(reader_timeout_s=0.6)
     got = asyncio.run(received(answer, sent, rng, limits=limits, pause_s=0.1))
     assert len(got) > 250_000
     assert got.endswith(b"3\r\nend\r\n0\r\n\r\n")

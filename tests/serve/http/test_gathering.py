@@ -6,7 +6,7 @@ import asyncio
 import socket
 from typing import TYPE_CHECKING, Any
 
-from twostroke.server.http.write_coalescer import Gathering, read_less
+from twostroke.server.http.write_coalescer import WriteCoalescer, read_less
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,12 +29,12 @@ class Seen(asyncio.Transport):
         self.written.append(b"aborted")
 
 
-def written(act: Callable[[Gathering], Any]) -> list[bytes]:
+def written(act: Callable[[WriteCoalescer], Any]) -> list[bytes]:
     """Return what is sent if `act` writes in one round of a loop."""
     seen = Seen()
 
     async def run() -> None:
-        act(Gathering(seen, asyncio.get_running_loop()))
+        act(WriteCoalescer(seen, asyncio.get_running_loop()))
         await asyncio.sleep(0)
 
     asyncio.run(run())
@@ -42,7 +42,7 @@ def written(act: Callable[[Gathering], Any]) -> list[bytes]:
 
 
 def test_the_writes_of_a_round_are_one() -> None:
-    def act(transport: Gathering) -> None:
+    def act(transport: WriteCoalescer) -> None:
         transport.write(b"head ")
         transport.write(b"")
         transport.write_now(b"piece ")
@@ -55,7 +55,7 @@ def test_the_writes_of_a_round_are_one() -> None:
 def test_what_is_held_goes_before_the_end() -> None:
     for end in ("close", "abort"):
 
-        def act(transport: Gathering, end: str = end) -> None:
+        def act(transport: WriteCoalescer, end: str = end) -> None:
             transport.write(b"last")
             getattr(transport, end)()
 
@@ -64,7 +64,7 @@ def test_what_is_held_goes_before_the_end() -> None:
 
 
 def test_much_is_not_held() -> None:
-    def act(transport: Gathering) -> None:
+    def act(transport: WriteCoalescer) -> None:
         for _ in range(8):
             transport.write(bytes(20_000))
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from twostroke.core import heap
 from twostroke.server.http.error_forms import error_form
-from twostroke.server.http.limits import Limits, body_of
+from twostroke.server.http.limits import RequestLimits, body_of
 from twostroke.server.http.request_context import STATE_KEY, ServedRequest
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def test_body_that_waits_to_be_read_is_in_memory_once() -> None:
         return {"type": "http.request", "body": bytes(size), "more_body": next(sent) > 1}
 
     async def wait() -> int:
-        async with body_of(Request(scope, receive), Limits()) as body:
+        async with body_of(Request(scope, receive), RequestLimits()) as body:
             assert len(body) == num_chunks * size
             return tracemalloc.get_traced_memory()[0]
 

@@ -13,7 +13,7 @@ import pytest
 
 from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all, wait_for
 from twostroke.server.auth.keys import ApiKeys
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.http.server import Faults
 from twostroke.server.options import ServeOptions
 
@@ -30,7 +30,7 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    limits = Limits(
+    limits = RequestLimits(
         max_body_bytes=10_000,
         max_header_bytes=2_000,
         header_timeout_s=0.5,
@@ -272,7 +272,7 @@ def drip(connection: socket.socket, data: bytes) -> bytes:
 
 
 def test_bodies_that_arrive_are_bounded_for_a_tenant_and_in_all(tmp_path: Path) -> None:
-    bounds = Limits(max_tenant_arriving_bytes=300_000, max_arriving_bytes=480_000)
+    bounds = RequestLimits(max_tenant_arriving_bytes=300_000, max_arriving_bytes=480_000)
     keys = {"key-a": "a", "key-b": "b", "key-c": "c"}
     options = ServeOptions(drain_s=1, limits=bounds, api_keys=ApiKeys(keys))
     with live_server(tmp_path, options=options) as server:

@@ -10,7 +10,7 @@ import pytest
 from support.servers import LiveServer, live_server
 from twostroke.core.errors import UsageError
 from twostroke.server.auth.keys import ApiKeys
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.http.origins import ForbiddenError, Origins
 from twostroke.server.options import ServeOptions
 
@@ -30,7 +30,7 @@ PREFLIGHT = {
 
 @pytest.fixture(scope="module")
 def listed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    limits = Limits(max_header_bytes=4000, max_body_bytes=1000)
+    limits = RequestLimits(max_header_bytes=4000, max_body_bytes=1000)
     options = ServeOptions(drain_s=1, api_keys=KEYS, cors_origins=(PAGE,), limits=limits)
     with live_server(tmp_path_factory.mktemp("listed"), options) as server:
         yield server

@@ -13,12 +13,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.servers import live_server
 from twostroke.backends import RankFacts, RankState
-from twostroke.backends.machine_limits import Limits
+from twostroke.backends.machine_limits import MachineLimits
 from twostroke.core.service_tier import SERVICES
 from twostroke.engine.counters import TierTotals
-from twostroke.engine.disaggregation_stats import BorrowerView, HandoverView, LenderView, PeerView
+from twostroke.engine.disaggregation_stats import (
+    DecodeSideStats,
+    DisaggregationStats,
+    PrefillPeerStats,
+    PrefillSideStats,
+)
 from twostroke.server.http.ignored import IgnoredFields
-from twostroke.server.observability.metrics import Metrics
+from twostroke.server.observability.metrics import ServerMetrics
 from twostroke.server.options import Objective, ServeOptions
 
 if TYPE_CHECKING:
@@ -28,11 +33,11 @@ _ROOT = Path(__file__).parents[3]
 _DOCUMENT = _ROOT / "docs/observability.md"
 _DASHBOARD = _ROOT / "docs/grafana/twostroke.json"
 
-_PEER = PeerView("there:7800", "up", "socket", 1, 0.0, 1e9, 1e9, 0.005)
-_HANDOVER = HandoverView(
+_PEER = PrefillPeerStats("there:7800", "up", "socket", 1, 0.0, 1e9, 1e9, 0.005)
+_HANDOVER = DisaggregationStats(
     "decode",
-    LenderView(7800, 1, 0, 2, 30, 1),
-    BorrowerView(
+    PrefillSideStats(7800, 1, 0, 2, 30, 1),
+    DecodeSideStats(
         "auto", (_PEER,), {"there": 3, "here": 1}, {"done": 2, "lost": 1}, 10**6, 2.0, 1.9, 0.5
     ),
 )
@@ -97,7 +102,9 @@ def test_openmetrics_is_spoken_where_asked_for(server: LiveServer) -> None:
 
 def test_utilization_is_shown_where_the_limits_are_known(server: LiveServer) -> None:
     server.chat(max_tokens=2)
-    body, _ = asyncio.run(Metrics(server.api.models, Limits("portable", 1, 10**6)).expose(""))
+    body, _ = asyncio.run(
+        ServerMetrics(server.api.models, MachineLimits("portable", 1, 10**6)).expose("")
+    )
     assert 'twostroke_mbu{stroke="decode"}' in body.decode()
     assert "twostroke_mbu" not in server.http.get("/metrics").text
 
@@ -236,7 +243,7 @@ def _families(server: LiveServer) -> list[Any]:
     server.chat(max_tokens=2)
     stats = server.client.loop.speculator.stats
     stats.accepted["ngram"], stats.proposed["ngram"], stats.accepted_at[0] = 1, 2, 1
-    metrics = Metrics(server.api.models, Limits("portable", 1, 10**6), _EVERYTHING)
+    metrics = ServerMetrics(server.api.models, MachineLimits("portable", 1, 10**6), _EVERYTHING)
     metrics.responses.labels("/v1/models", "200").inc()
     ignored = IgnoredFields(metrics.registry, is_strict=False)
     ignored._counter.labels("store").inc()

@@ -13,14 +13,14 @@ import pytest
 
 from support.servers import live_server, wait_for
 from support.tiny import tiny_of
-from twostroke.backends.machine_limits import Limits
+from twostroke.backends.machine_limits import MachineLimits
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
 from twostroke.engine.scheduler import SchedulerStats
-from twostroke.engine.view import RequestView, View
+from twostroke.engine.view import RequestView, RunningRequests
 from twostroke.server.observability.objectives import Goodput
-from twostroke.server.observability.pages import MOST_CELLS, Pages, page_map
-from twostroke.server.observability.state import State
+from twostroke.server.observability.pages import MOST_CELLS, PageUsage, page_map
+from twostroke.server.observability.state import DashboardState
 from twostroke.server.options import Objective, ServeOptions
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def test_large_pools_are_shown_in_cells_of_several_pages() -> None:
     counts = np.zeros(3 * MOST_CELLS - 1, int)
     counts[[0, 1, 6]] = 2, 1, 1
     view = _view(counts, held=[(0, 1, 6), (0,)], cached=(2, 3, 4, 8))
-    shown = page_map(Pages.of(view), view.cached, 2)
+    shown = page_map(PageUsage.of(view), view.cached, 2)
     cells, owners, groups = _arrays(shown)
     assert shown["pages_per_cell"] == 3
     assert len(cells) == MOST_CELLS
@@ -143,8 +143,8 @@ def test_windows_count_the_last_seconds(server: LiveServer) -> None:
 def test_state_has_utilization_and_limits(server: LiveServer) -> None:
     server.chat(max_tokens=5, ignore_eos=True)
     time.sleep(1.1)
-    limits = Limits("portable", 1, 10**6)
-    described = State(server.api.models, server.api.engine, limits, Goodput([]), ["tiny"])
+    limits = MachineLimits("portable", 1, 10**6)
+    described = DashboardState(server.api.models, server.api.engine, limits, Goodput([]), ["tiny"])
     state = json.loads(asyncio.run(described.body("ready")))
     hardware, decode = state["hardware"], state["window"]["60"]["strokes"]["decode"]
     assert hardware["cores"] == 1
@@ -221,13 +221,13 @@ def _arrays(shown: dict[str, Any]) -> tuple[Any, Any, Any]:
     )
 
 
-def _view(counts: Any, held: list[tuple[int, ...]], cached: tuple[int, ...]) -> View:
+def _view(counts: Any, held: list[tuple[int, ...]], cached: tuple[int, ...]) -> RunningRequests:
     stats = SchedulerStats(*[0] * 10)
     requests = [
         RequestView(f"r{n}", "default", *[0] * 7, 0.0, 0.0, 0.0, pages=(pages,))
         for n, pages in enumerate(held)
     ]
-    return View(stats, tuple(requests), tuple(counts.tolist()), cached, None)
+    return RunningRequests(stats, tuple(requests), tuple(counts.tolist()), cached, None)
 
 
 def test_past_has_the_form_of_the_present(tmp_path: Path) -> None:

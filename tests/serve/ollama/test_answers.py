@@ -10,7 +10,7 @@ import pytest
 
 from support import talkers
 from support.talkers import say, talker
-from twostroke.server.generation.response_store import Store, Tenant
+from twostroke.server.generation.response_store import ResponseStore, Tenant
 from twostroke.server.options import ServeOptions
 from twostroke.server.protocols.ollama.request import (
     OllamaGenerateRequest,
@@ -34,7 +34,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"const": 1}}}}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 DURATIONS = ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
-NOBODY = Tenant("", Store(0, 0))
+NOBODY = Tenant("", ResponseStore(0, 0))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from support.servers import live_server, post_bytes, wait_for
 from twostroke.core.errors import OverloadedError
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def test_a_text_that_poisons_its_step_fails_alone(tmp_path: Path) -> None:
 
 
 def test_the_number_of_inputs_is_a_limit_of_the_server(tmp_path: Path) -> None:
-    options = ServeOptions(limits=Limits(max_inputs=3), drain_s=1)
+    options = ServeOptions(limits=RequestLimits(max_inputs=3), drain_s=1)
     with live_server(tmp_path, options) as server:
         assert len(vectors(embed(server, input=["a"] * 3))) == 3
         assert "takes at most 3 texts" in embed(server, input=["a"] * 4).json()["error"]["message"]

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from twostroke.core.json_lines import encode_json
-from twostroke.core.preface import Preface
+from twostroke.core.preface import ReasoningSection
 from twostroke.core.request import FinishReason
 from twostroke.core.step import TokenLogprobs
-from twostroke.engine.chat.reader import Reading
+from twostroke.engine.chat.reader import AnswerFormat
 from twostroke.engine.output import Output, Timings, Usage, join
-from twostroke.server.generation.encoder import Reply
-from twostroke.server.generation.response_store import Store, Tenant
+from twostroke.server.generation.encoder import ResponseInfo
+from twostroke.server.generation.response_store import ResponseStore, Tenant
 from twostroke.server.protocols.common.listing import LOGPROBS
 from twostroke.server.protocols.responses.exchange import read
 from twostroke.server.protocols.responses.reply import ResponsesEncoder
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 Fields = dict[str, Any]
 
 THOUGHT, TEXT = "the world is in", "hello world"
-READING = Reading(preface=Preface("<think>", "</think>"))
+READING = AnswerFormat(preface=ReasoningSection("<think>", "</think>"))
 
 
-def reply_to(server: LiveServer, **fields: Any) -> Reply:
+def reply_to(server: LiveServer, **fields: Any) -> ResponseInfo:
     tokenizer = server.client.card.tokenizer
-    tenant = Tenant("", Store(10, 10**6))
+    tenant = Tenant("", ResponseStore(10, 10**6))
     job = read(ResponsesRequest(input="hello", **fields), tenant)
-    return Reply("resp_1", 0, "tiny", job, [[1]], tokenizer, READING)
+    return ResponseInfo("resp_1", 0, "tiny", job, [[1]], tokenizer, READING)
 
 
 def outputs(server: LiveServer, text: str, reason: FinishReason) -> list[Output]:
@@ -50,7 +50,7 @@ def outputs(server: LiveServer, text: str, reason: FinishReason) -> list[Output]
     return [*found, last]
 
 
-def streamed(reply: Reply, answer: list[Output]) -> list[Fields]:
+def streamed(reply: ResponseInfo, answer: list[Output]) -> list[Fields]:
     reader, encoder = reply.reader(), ResponsesEncoder(reply)
     usage = answer[-1].usage
     assert usage is not None
@@ -59,7 +59,7 @@ def streamed(reply: Reply, answer: list[Output]) -> list[Fields]:
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith(b"data: ")]
 
 
-def whole(reply: Reply, answer: list[Output]) -> Fields:
+def whole(reply: ResponseInfo, answer: list[Output]) -> Fields:
     usage = answer[-1].usage
     assert usage is not None
     told = reply.reader().read_whole([join(answer)], usage)

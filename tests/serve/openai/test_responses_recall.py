@@ -11,7 +11,7 @@ from support.servers import live_server, wait_for
 from twostroke.core.errors import RequestError
 from twostroke.core.json_lines import encode_json
 from twostroke.server.generation import response_store as store_module
-from twostroke.server.generation.response_store import Kept, Store, Tenant
+from twostroke.server.generation.response_store import ResponseStore, StoredResponse, Tenant
 from twostroke.server.options import ServeOptions
 from twostroke.server.protocols.responses import recall, routes
 from twostroke.server.protocols.responses.exchange import read
@@ -39,22 +39,22 @@ def ask(server: LiveServer, **fields: Any) -> httpx.Response:
 
 def tenant_with(items: list[RawItem]) -> Tenant:
     """Return a tenant that has them in one answer."""
-    tenant = Tenant("", Store(10, 10**8))
+    tenant = Tenant("", ResponseStore(10, 10**8))
     ids = tuple(item["id"] for item in items)
-    assert tenant.put(Kept("resp_1", encode_json(items), b'{"output": []}', ids))
+    assert tenant.put(StoredResponse("resp_1", encode_json(items), b'{"output": []}', ids))
     return tenant
 
 
 def messages(given: list[Fields], tenant: Tenant | None = None) -> list[Fields]:
     """Return what a request with these items has for the chat template."""
-    job = read(ResponsesRequest(input=given), tenant or Tenant("", Store(10, 10**6)))
+    job = read(ResponsesRequest(input=given), tenant or Tenant("", ResponseStore(10, 10**6)))
     return list(job.prompts[0].messages)  # type: ignore[union-attr]
 
 
-def counted(calls: list[str]) -> Callable[[Kept], list[RawItem]]:
+def counted(calls: list[str]) -> Callable[[StoredResponse], list[RawItem]]:
     """Return a reader of answers that notes in `calls` which thread reads."""
 
-    def items_of(kept: Kept) -> list[RawItem]:
+    def items_of(kept: StoredResponse) -> list[RawItem]:
         calls.append(threading.current_thread().name)
         return original(kept)
 

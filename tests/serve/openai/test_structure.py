@@ -11,7 +11,7 @@ import regex
 
 from support.refusals import refused
 from support.servers import events, live_server
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def test_what_cannot_be_kept_to_is_refused(
 
 
 def test_a_schema_that_takes_too_long_is_refused(tmp_path: Path) -> None:
-    options = ServeOptions(limits=Limits(compile_timeout_s=0.0))
+    options = ServeOptions(limits=RequestLimits(compile_timeout_s=0.0))
     with live_server(tmp_path, options=options) as server:
         response = server.chat(guided_regex="(a|b){3}")
         assert response.status_code == 400
@@ -126,7 +126,7 @@ def test_a_schema_that_takes_too_long_is_refused(tmp_path: Path) -> None:
 
 def test_long_chains_of_rules_do_no_harm(tmp_path: Path) -> None:
     """They are followed by recursion, which must not run out of its stack."""
-    options = ServeOptions(limits=Limits(compile_timeout_s=60.0))
+    options = ServeOptions(limits=RequestLimits(compile_timeout_s=60.0))
     rules = [f'r{i}: "a" r{i + 1}' for i in range(10_000)]
     grammar = "\n".join(["start: r0", *rules, 'r10000: "x"'])
     definitions = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(5000)}

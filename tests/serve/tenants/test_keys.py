@@ -20,7 +20,7 @@ from support.servers import wait_for
 from twostroke.cli.keys import command as keys_command
 from twostroke.core.errors import UsageError
 from twostroke.server.auth import key as kept
-from twostroke.server.auth.key_refresher import Upkeep
+from twostroke.server.auth.key_refresher import KeyRefresher
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.auth.usage import UsageBook
 from twostroke.server.http.api_key import KeyLimits
@@ -164,7 +164,7 @@ def test_locked_records_leave_the_keys_as_they_are(
             raise RecordsError("The database is locked by another program.")
 
     keys = ApiKeys.read(None, None, folder)
-    upkeep = Upkeep(Broken(), keys, UsageBook("tiny"))  # type: ignore[arg-type]
+    upkeep = KeyRefresher(Broken(), keys, UsageBook("tiny"))  # type: ignore[arg-type]
 
     async def look() -> None:
         await upkeep.start()
@@ -189,7 +189,7 @@ def test_last_use_waits_for_records_that_cannot_be_written(tmp_path: Path) -> No
             async def fail(_work: Any) -> Any:
                 raise RecordsError("The disk is full.")
 
-            upkeep, write = Upkeep(records, keys, UsageBook("tiny")), records.write
+            upkeep, write = KeyRefresher(records, keys, UsageBook("tiny")), records.write
             records.write = fail  # type: ignore[method-assign]
             await upkeep._look(records, writes=True)
             records.write = write  # type: ignore[method-assign]

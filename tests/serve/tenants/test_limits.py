@@ -15,7 +15,7 @@ import pytest
 from support.servers import live_server, post_bytes, wait_for
 from twostroke.server.auth.key import digest
 from twostroke.server.auth.keys import ApiKeys
-from twostroke.server.auth.limits import Account, RateLimitError
+from twostroke.server.auth.limits import KeyLimiter, RateLimitError
 from twostroke.server.http.api_key import Key, KeyLimits
 from twostroke.server.http.retry_after import retry_after
 from twostroke.server.options import ServeOptions
@@ -175,7 +175,7 @@ def test_no_behaviour_passes_a_limit_by_more_than_one_request(seed: int) -> None
     """Over any span, tokens are at most the limit's, one bucket and one request."""
     chance = random.Random(seed)
     now_s, most = 0.0, 400
-    account = Account(lambda: now_s)
+    account = KeyLimiter(lambda: now_s)
     limit = chance.choice((60, 600, 6000))
     account.set(KeyLimits(tokens_per_minute=limit, requests_per_minute=120, parallel=40))
     running: list[tuple[Spending, int]] = []
@@ -209,7 +209,7 @@ def test_no_behaviour_passes_a_limit_by_more_than_one_request(seed: int) -> None
 
 def test_wait_for_a_parallel_request_is_as_long_as_they_run() -> None:
     now_s = 0.0
-    account = Account(lambda: now_s)
+    account = KeyLimiter(lambda: now_s)
     account.set(KeyLimits(parallel=1))
     for _ in range(60):
         spending = account.begin()
@@ -224,7 +224,7 @@ def test_wait_for_a_parallel_request_is_as_long_as_they_run() -> None:
 
 
 def test_request_that_lost_a_race_for_tokens_is_refused_with_its_own_wait() -> None:
-    account = Account(lambda: 0.0)
+    account = KeyLimiter(lambda: 0.0)
     account.set(KeyLimits(tokens_per_minute=60))
     first, second = account.begin(), account.begin()
     first.reserve(90)

@@ -14,7 +14,7 @@ import pytest
 from support.keys import add, keyed_server
 from support.servers import LiveServer, post_bytes, wait_for
 from twostroke.server.auth import usage
-from twostroke.server.auth.key_refresher import Upkeep
+from twostroke.server.auth.key_refresher import KeyRefresher
 from twostroke.server.auth.usage import Amount, Owner, UsageBook, amounts
 from twostroke.server.storage import Records, RecordsError, beside
 
@@ -190,7 +190,7 @@ def test_usage_waits_for_records_that_cannot_be_written(
             raise RecordsError("The disk is full.")
 
     async def work() -> None:
-        failing = Upkeep(Failing(), None, book)  # type: ignore[arg-type]
+        failing = KeyRefresher(Failing(), None, book)  # type: ignore[arg-type]
         await failing.start()
         for writes in (True, False, True):  # a read that succeeds between is not the end of it
             await failing._look(failing._records, writes=writes)  # type: ignore[arg-type]
@@ -198,7 +198,7 @@ def test_usage_waits_for_records_that_cannot_be_written(
         assert caplog.text.count("Usage waits: The disk is full.") == 1
         assert caplog.text.count("Usage that was not written is lost.") == 1
         book.put_back({owner: [1, 1, 1, 1]})
-        good = Upkeep(records, None, book)
+        good = KeyRefresher(records, None, book)
         await good.start()
         await good.stop()
 
@@ -219,7 +219,7 @@ def test_usage_that_no_database_takes_does_not_end_upkeep(
     owner = Owner("2026-11-26", "0123abcd", "anna", "tiny", is_batch=False)
 
     async def work() -> None:
-        upkeep = Upkeep(records, None, book)
+        upkeep = KeyRefresher(records, None, book)
         await upkeep.start()
         for count in (1 << 70, 1):
             book.put_back({owner: [count, 0, 0, 0]})

@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 _BINS: Final = 4000  # of the budget: an error counts as the next whole bin
 
 
-class Item(Frozen):
+class KnapsackItem(Frozen):
     """One way to do a part of the work: what it costs, and the error that it makes."""
 
     cost: float
     error: float
 
 
-def allocate(parts: Sequence[Sequence[Item]], budget: float, num_bins: int = _BINS) -> list[int]:
+def allocate(
+    parts: Sequence[Sequence[KnapsackItem]], budget: float, num_bins: int = _BINS
+) -> list[int]:
     """Return for each part the number of the item to take.
 
     The sum of costs is the least of all choices whose errors sum to at most `budget`; each part

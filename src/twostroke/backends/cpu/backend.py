@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.backends import Meetings
-    from twostroke.backends.cpu.lowered import Lowered
-    from twostroke.backends.cpu.plan import OpTime
+    from twostroke.backends.cpu.lowered import CpuLowered
+    from twostroke.backends.cpu.plan import MeasuredOpTime
     from twostroke.backends.memory import PageMemory
     from twostroke.backends.step_frame import StepFrame
-    from twostroke.backends.weight_shard import Share
+    from twostroke.backends.weight_shard import WeightShard
     from twostroke.core.activation_bits import Bits
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
@@ -64,7 +64,7 @@ class CpuBackend:
         share_threads_with: CpuBackend | None = None,
         tapped_value: str | None = None,
         embeds: bool = False,
-        share: Share | None = None,
+        share: WeightShard | None = None,
     ) -> None:
         """Pack the weights and reserve the pages, which take memory only once they are used.
 
@@ -207,7 +207,7 @@ class CpuBackend:
         """The Program's operations as a step runs them, those of one kernel together."""
         return self._lowered.parts
 
-    def times(self) -> list[OpTime]:
+    def times(self) -> list[MeasuredOpTime]:
         """Return what each of `fused` has taken since the last call, in all steps together."""
         return self._plan.times()
 
@@ -255,7 +255,7 @@ class CpuBackend:
             steps.tables.note_changes()
         return steps
 
-    def _lower(self, taps: Sequence[str]) -> Lowered:
+    def _lower(self, taps: Sequence[str]) -> CpuLowered:
         bits, share = self._bits, self._share
         if share is None:
             return lower(self._program, taps, activation_bits=bits)
@@ -266,7 +266,7 @@ class CpuBackend:
 
 
 def _own_part(
-    program: Program, tensors: Mapping[str, QuantTensor], share: Share | None
+    program: Program, tensors: Mapping[str, QuantTensor], share: WeightShard | None
 ) -> tuple[Program, Mapping[str, QuantTensor]]:
     if share is None:
         return program, tensors

@@ -28,7 +28,7 @@ class Buffer(Frozen):
 
 
 @dataclass(slots=True)
-class Memory:
+class RowMemory:
     """Rows that one value after another takes; `num_rows` 0 means those of the step.
 
     Ranks may share the memory of a gathered value. `gathers` are the outputs of the gathers whose
@@ -49,9 +49,9 @@ class Memory:
         """The ranks that share it."""
         return self.gathers[0].team
 
-    def join(self, others: Iterable[Memory]) -> Memory:
+    def join(self, others: Iterable[RowMemory]) -> RowMemory:
         """Return it as used by this rank and others."""
-        joined = Memory(
+        joined = RowMemory(
             self.width,
             self.num_rows,
             gathers=list(self.gathers),
@@ -78,7 +78,7 @@ class Buffers:
     reads_left: Counter[str]
     gather_of: dict[str, AllGather] = field(default_factory=dict)
     all: list[Buffer] = field(default_factory=list)
-    memories: list[Memory] = field(default_factory=list)
+    memories: list[RowMemory] = field(default_factory=list)
     of_value: dict[str, int] = field(default_factory=dict)
     _free: dict[int, list[int]] = field(default_factory=dict)
     _shared: dict[str, int] = field(default_factory=dict)  # the memory of each gathered value
@@ -92,7 +92,7 @@ class Buffers:
         pool = self._free.setdefault(width, [])
         if pool:
             return self._place(name, self.all[pool[-1]], pool.pop())
-        self.memories.append(Memory(width))
+        self.memories.append(RowMemory(width))
         return self._place(name, Buffer(len(self.memories) - 1, 0, width))
 
     def view(self, name: str, x: str, first: int, width: int) -> int:
@@ -178,7 +178,7 @@ class Buffers:
 
     def _shared_memory(self, gather: AllGather, num_rows: int = 0) -> int:
         if gather.output not in self._shared:
-            self.memories.append(Memory(gather.width, num_rows, gathers=[gather]))
+            self.memories.append(RowMemory(gather.width, num_rows, gathers=[gather]))
             self._shared[gather.output] = len(self.memories) - 1
         return self._shared[gather.output]
 

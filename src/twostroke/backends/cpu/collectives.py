@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from twostroke.backends.cpu.layout import Channel
+from twostroke.backends.cpu.layout import RankChannel
 from twostroke.backends.cpu.records import PartsKind
 from twostroke.model.program.ops import Receive, Send
 from twostroke.model.program.sharding import ColumnParts, RowParts, TermParts, TokenParts
 
 if TYPE_CHECKING:
     from twostroke.backends.cpu.layout import Team
-    from twostroke.model.program.ops import AllGather, AttentionPieces
+    from twostroke.model.program.ops import AllGather, SplitKvAttention
 
 _PARTS = {
     ColumnParts: PartsKind.COLUMNS,
@@ -27,7 +27,7 @@ class Collectives:
     """What a rank's collectives name. A team has this rank's place among it."""
 
     teams: dict[tuple[Team, int], int] = field(default_factory=dict)
-    channels: list[Channel] = field(default_factory=list)
+    channels: list[RankChannel] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)
     _cuts_at: dict[tuple[int, ...], int] = field(default_factory=dict)
 
@@ -41,7 +41,7 @@ class Collectives:
             fields["first_cut"] = self._place_of_cuts(gather.parts.cuts)
         return fields
 
-    def fields_of_pieces(self, op: AttentionPieces) -> dict[str, Any]:
+    def fields_of_pieces(self, op: SplitKvAttention) -> dict[str, Any]:
         """Return the fields of a record that exchanges pieces or their shares."""
         return {
             "team": self._place_of_team(op.team, op.place),
@@ -54,7 +54,7 @@ class Collectives:
         is_sent = isinstance(op, Send)
         peer = op.to if isinstance(op, Send) else op.sender
         number = sum((c.is_sent, c.peer) == (is_sent, peer) for c in self.channels)
-        self.channels.append(Channel(is_sent, peer, number, op.width))
+        self.channels.append(RankChannel(is_sent, peer, number, op.width))
         return len(self.channels) - 1
 
     def _place_of_team(self, team: Team, place: int) -> int:

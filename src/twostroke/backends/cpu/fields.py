@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.backends.cpu.records import Shares
+from twostroke.backends.cpu.records import ExpertShareKind
 from twostroke.core.errors import BackendError
 from twostroke.model.program import ops
 
@@ -21,14 +21,14 @@ _MAX_HEAD_DIM: Final = 576
 def check_heads(program: Program) -> None:
     """Refuse heads that the kernels cannot run, with a BackendError."""
     for op in program.ops:
-        if isinstance(op, ops.Attention | ops.AttentionPieces | ops.Rope) and (
+        if isinstance(op, ops.Attention | ops.SplitKvAttention | ops.Rope) and (
             op.head_dim % _HEAD_UNIT or op.head_dim > _MAX_HEAD_DIM
         ):
             message = f"{program.name}: heads of {op.head_dim} values; the cpu backend runs"
             raise BackendError(f"{message} multiples of {_HEAD_UNIT} up to {_MAX_HEAD_DIM}.")
 
 
-def fields_of_attention(op: ops.Attention | ops.AttentionPieces) -> Fields:
+def fields_of_attention(op: ops.Attention | ops.SplitKvAttention) -> Fields:
     """Return those of attention, or of a rank's part of it."""
     return {
         "layer": op.layer,
@@ -61,13 +61,13 @@ def fields_of_route(op: ops.Route) -> Fields:
         "num_used_groups": op.num_used_groups,
         "group_best": op.group_best,
         "is_sigmoid": op.is_sigmoid,
-        "shares": Shares.CHOSEN if op.normalize else Shares.ALL,
+        "shares": ExpertShareKind.CHOSEN if op.normalize else ExpertShareKind.ALL,
         "factor": op.scale,
     }
 
 
-def shares_of(op: ops.MixtureOfExperts | ops.SumTerms) -> Shares:
+def shares_of(op: ops.MixtureOfExperts | ops.SumTerms) -> ExpertShareKind:
     """Return what the shares of chosen experts are."""
     if op.are_shares:
-        return Shares.GIVEN
-    return Shares.CHOSEN if op.normalize else Shares.ALL
+        return ExpertShareKind.GIVEN
+    return ExpertShareKind.CHOSEN if op.normalize else ExpertShareKind.ALL

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.model.program import Program
-    from twostroke.model.program.ops import Made, Origin, Rope
+    from twostroke.model.program.ops import Projection, QkProjections, Rope
     from twostroke.model.quant import QuantTensor
 
     Array = NDArray[np.float32]
@@ -43,7 +43,7 @@ def balances(
     """
     found: dict[int, Array] = {}
     for op in program.ops if kv_format in {"int8", "int16"} else ():
-        if not isinstance(op, ops.Attention | ops.AttentionPieces) or op.origin is None:
+        if not isinstance(op, ops.Attention | ops.SplitKvAttention) or op.origin is None:
             continue
         if op.origin.latents is not None:
             found[op.layer] = _of_latents(op.origin, op.origin.latents, tensors, kv_format)
@@ -67,7 +67,7 @@ def balances(
 
 
 def _of_latents(
-    origin: Origin, latents: Made, tensors: Mapping[str, QuantTensor], kv_format: str
+    origin: QkProjections, latents: Projection, tensors: Mapping[str, QuantTensor], kv_format: str
 ) -> Array:
     """Return what makes rotated keys about as large as the latent vectors whose scale they share.
 
@@ -84,7 +84,7 @@ def _of_latents(
     return np.stack([0 * factors, factors, 1 / factors]).astype(np.float32)
 
 
-def _squares(made: Made, tensors: Mapping[str, QuantTensor]) -> Doubles:
+def _squares(made: Projection, tensors: Mapping[str, QuantTensor]) -> Doubles:
     """Return the mean squares of values before rotation; of one head if all are alike."""
     weight = tensors[made.weight].dequantize()
     if weight.ndim == 1:

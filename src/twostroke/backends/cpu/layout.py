@@ -11,7 +11,7 @@ from twostroke.model.program.kv_format import PIECE_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from twostroke.model.program.ops import AttentionPieces
+    from twostroke.model.program.ops import SplitKvAttention
 
 _PAGE = 4096  # bytes; memories and channels begin on one
 _ALIGNMENT = 64
@@ -26,7 +26,7 @@ Key = tuple[Team, str]  # a team, and a value that it gathers
 ChannelKey = tuple[int, int, int]  # sender, receiver, and the place among the values sent
 
 
-class Channel(Frozen):
+class RankChannel(Frozen):
     """The way to or from another rank of the values that come at place `number` of a step."""
 
     is_sent: bool
@@ -39,7 +39,7 @@ class Channel(Frozen):
         return (rank, self.peer, self.number) if self.is_sent else (self.peer, rank, self.number)
 
 
-class Slot(Frozen):
+class SharedSlot(Frozen):
     """Rows of shared memory that values of one width take in turn; `num_rows` 0: the step's."""
 
     width: int
@@ -56,7 +56,7 @@ class Together(Frozen):
     width: int
 
 
-class Offsets(Frozen):
+class SharedOffsets(Frozen):
     """Where in shared memory slots, channels and what a team has two places for begin; its end.
 
     Those are prepared rows and tiles of attention: where they lie, and the size of one place.
@@ -72,7 +72,7 @@ class Offsets(Frozen):
 class SharedLayout(Frozen):
     """What the ranks of a Program share: slots for gathered values, barriers, channels."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[SharedSlot, ...]
     slot_of: dict[Key, int]
     barriers: dict[Team, int]
     channels: dict[ChannelKey, int]
@@ -80,7 +80,7 @@ class SharedLayout(Frozen):
     together: dict[Team, Together]
     tile_bytes: dict[Team, int]
 
-    def offsets(self, max_rows: int) -> Offsets:
+    def offsets(self, max_rows: int) -> SharedOffsets:
         """Return where everything lies for steps of up to `max_rows` rows."""
         end = LINK_HEAD_BYTES
 
@@ -96,10 +96,10 @@ class SharedLayout(Frozen):
             size = _PREPARED_BYTES * products.width * (max_rows + _PREPARED_ROWS)
             prepared[team] = (place(2 * size), size)
         tiles = {team: (place(2 * size), size) for team, size in self.tile_bytes.items()}
-        return Offsets(slots, channels, prepared, tiles, end)
+        return SharedOffsets(slots, channels, prepared, tiles, end)
 
 
-def tile_bytes(pieces: Iterable[AttentionPieces]) -> dict[Team, int]:
+def tile_bytes(pieces: Iterable[SplitKvAttention]) -> dict[Team, int]:
     """Return the size of a team's tiles: room for a piece of each member, and for a row's share."""
     found: dict[Team, int] = {}
     for op in pieces:

@@ -18,16 +18,16 @@ from twostroke.backends.cpu.fields import (
     shares_of,
 )
 from twostroke.backends.cpu.fuse import fuse
-from twostroke.backends.cpu.lowered import Lowered, Vector
+from twostroke.backends.cpu.lowered import CpuLowered, Vector
 from twostroke.backends.cpu.precision import precision_of
 from twostroke.backends.cpu.records import (
     ACTIVATIONS,
     NONE,
     ExpertRecord,
+    KvTarget,
     OpKind,
     OpRecord,
     OutputRecord,
-    Store,
 )
 from twostroke.core.errors import BackendError
 from twostroke.core.options import DEFAULT_ACTIVATION_BITS
@@ -51,7 +51,7 @@ def lower(
     *,
     activation_bits: Bits = DEFAULT_ACTIVATION_BITS,
     has_routers: bool | None = None,
-) -> Lowered:
+) -> CpuLowered:
     """Lower a Program whose values `taps` leave the step.
 
     `activation_bits` is the precision of activations at quantized weights, for all products or by
@@ -64,10 +64,10 @@ def lower(
     check_heads(program)
     if has_routers is None:
         has_routers = any(isinstance(op, ops.MixtureOfExperts) for op in program.ops)
-    return _Lowering(program, taps, activation_bits, has_routers=has_routers).lower()
+    return _CpuLowering(program, taps, activation_bits, has_routers=has_routers).lower()
 
 
-class _Lowering:
+class _CpuLowering:
     """One pass over the fused Program."""
 
     def __init__(
@@ -93,7 +93,7 @@ class _Lowering:
         self._records: list[OpRecord] = []
         self._parts: list[tuple[Op, ...]] = []
 
-    def lower(self) -> Lowered:
+    def lower(self) -> CpuLowered:
         tapped: set[str] = set()
         for run in self._runs:
             self._lower_run(run)
@@ -102,7 +102,7 @@ class _Lowering:
                 if name not in tapped and name in self._buffers.of_value:
                     tapped.add(name)
                     self._append(OpKind.TAP, (), [name], [], tap=self._taps.index(name))
-        return Lowered(
+        return CpuLowered(
             tuple(self._records),
             tuple(self._parts),
             tuple(self._matrices),
@@ -157,7 +157,7 @@ class _Lowering:
                 is_stored = not op.stores or {op.k, op.v} <= self._stored
                 fields = fields_of_attention(op) | {"first_head": op.first_head}
                 self._emit(OpKind.ATTENTION, op, is_stored=is_stored, **fields)
-            case (ops.AttentionPieces() as op,):
+            case (ops.SplitKvAttention() as op,):
                 fields = self._collectives.fields_of_pieces(op)
                 fields |= fields_of_attention(op) | {"is_stored": op.borrows}
                 self._emit(OpKind.PIECES, op, **fields)
@@ -291,7 +291,7 @@ class _Lowering:
                 and layer in (NONE, reader.layer)
             ):
                 layer = reader.layer
-                output.store = Store.KEYS if name == reader.k else Store.VALUES
+                output.store = KvTarget.KEYS if name == reader.k else KvTarget.VALUES
                 self._stored.add(name)
             output.buffer = self._buffers.write(name, op.width)
             outputs.append(output)

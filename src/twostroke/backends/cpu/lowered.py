@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.backends.cpu.buffers import Buffer, Memory
-    from twostroke.backends.cpu.layout import Channel, SharedLayout
+    from twostroke.backends.cpu.buffers import Buffer, RowMemory
+    from twostroke.backends.cpu.layout import RankChannel, SharedLayout
     from twostroke.backends.cpu.records import ExpertRecord, OpRecord
     from twostroke.model.program import Op, ops
     from twostroke.model.quant import QuantTensor
@@ -43,7 +43,7 @@ class Vector(Frozen):
         return held.reshape(-1).astype(np.float32) + np.float32(self.offset)
 
 
-class Lowered(Frozen):
+class CpuLowered(Frozen):
     """A Program for the native executor.
 
     `records` name weights, vectors, ropes, buffers, teams, cuts and channels by their place in
@@ -59,11 +59,11 @@ class Lowered(Frozen):
     vectors: tuple[Vector, ...]
     ropes: tuple[ops.Rope, ...]
     experts: tuple[ExpertRecord, ...]
-    memories: tuple[Memory, ...]
+    memories: tuple[RowMemory, ...]
     buffers: tuple[Buffer, ...]
     teams: tuple[tuple[tuple[int, ...], int], ...]
     cuts: tuple[int, ...]
-    channels: tuple[Channel, ...]
+    channels: tuple[RankChannel, ...]
     rank: int = 0
     rows: tuple[int, int] = (0, 1)
     layout: SharedLayout | None = None

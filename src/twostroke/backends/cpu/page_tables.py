@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from twostroke.core.draft_tree import Branch
+    from twostroke.core.draft_tree import DraftBranch
     from twostroke.core.request import Request
 
 _NEW = -1  # the `num_moves` of a request that has no row yet
@@ -84,7 +84,7 @@ class PageTables:
             self._last, self._last_rows = now, np.array(rows, np.int32)
         return self._last_rows
 
-    def branch(self, index: int, request_row: int, branch: Branch) -> int:
+    def branch(self, index: int, request_row: int, branch: DraftBranch) -> int:
         """Return the row of the step's branch `index`: its request's first pages, then its own."""
         if index == len(self._branches):
             self._branches.append(self._take_row())

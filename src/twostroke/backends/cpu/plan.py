@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from twostroke.backends.cpu.records import (
     BufferRecord,
-    CacheFormat,
+    CacheFormatCode,
     ChannelRecord,
     ExpertRecord,
     LayerRecord,
@@ -28,14 +28,14 @@ from twostroke.backends.cpu.records import (
 from twostroke.backends.memory import MappedPages
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
 from twostroke.core.frozen import Frozen
-from twostroke.model.program.ops import AttentionPieces
+from twostroke.model.program.ops import SplitKvAttention
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from twostroke.backends.cpu.lowered import Lowered
+    from twostroke.backends.cpu.lowered import CpuLowered
     from twostroke.backends.cpu.weights import PackedWeights
     from twostroke.model.program import Program, ops
 
@@ -65,7 +65,7 @@ class PlanLink(Frozen):
     max_rows: int
 
 
-class OpTime(Frozen):
+class MeasuredOpTime(Frozen):
     """Seconds of one fused operation, and how many of them its threads waited (their mean)."""
 
     elapsed_s: float
@@ -80,7 +80,7 @@ class NativePlan:
         library: ctypes.CDLL,
         pool: int,
         program: Program,
-        lowered: Lowered,
+        lowered: CpuLowered,
         weights: PackedWeights,
         pages: PlanPages,
         *,
@@ -105,7 +105,7 @@ class NativePlan:
         record = PlanRecord(
             num_groups=len(program.cache_groups),
             link=None if link is None else ctypes.pointer(link.record),
-            cache_format=CacheFormat[pages.kv_format.upper()],
+            cache_format=CacheFormatCode[pages.kv_format.upper()],
             num_pages=pages.num_pages,
             page_size=pages.page_size,
             max_rows=0 if link is None else link.max_rows,
@@ -150,7 +150,7 @@ class NativePlan:
 
     def evaluate(
         self,
-        lowered: Lowered,
+        lowered: CpuLowered,
         tokens: Sequence[int],
         logits: Array | None,
         taps: Sequence[Array],
@@ -194,11 +194,11 @@ class NativePlan:
                     )
                 )
 
-    def times(self) -> list[OpTime]:
+    def times(self) -> list[MeasuredOpTime]:
         """Return what each operation has taken since the last call, in all steps together."""
         pairs = (c_double * (2 * self._num_ops))()
         self._library.ts_plan_times(self._open_plan(), pairs)
-        return [OpTime(*pair) for pair in zip(pairs[::2], pairs[1::2], strict=True)]
+        return [MeasuredOpTime(*pair) for pair in zip(pairs[::2], pairs[1::2], strict=True)]
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page."""
@@ -229,7 +229,7 @@ def _layer_records(program: Program, balances: Mapping[int, Array]) -> list[Laye
     group_of = {
         layer: number for number, group in enumerate(program.cache_groups) for layer in group.layers
     }
-    place_of = {op.layer: op.place for op in program.ops if isinstance(op, AttentionPieces)}
+    place_of = {op.layer: op.place for op in program.ops if isinstance(op, SplitKvAttention)}
     return [
         LayerRecord(
             layer.num_kv_heads,
@@ -244,7 +244,9 @@ def _layer_records(program: Program, balances: Mapping[int, Array]) -> list[Laye
     ]
 
 
-def _shared_arrays(lowered: Lowered, max_rows: int) -> tuple[tuple[str, Any, Sequence[Any]], ...]:
+def _shared_arrays(
+    lowered: CpuLowered, max_rows: int
+) -> tuple[tuple[str, Any, Sequence[Any]], ...]:
     """Return the arrays of a plan record that say what lies where, and whom this rank meets."""
     layout = lowered.layout
     memories = [(-1, memory.width, memory.num_rows) for memory in lowered.memories]

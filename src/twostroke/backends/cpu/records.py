@@ -65,7 +65,7 @@ class PartsKind(IntEnum):
     TERMS = 3
 
 
-class Store(IntEnum):
+class KvTarget(IntEnum):
     """The pages' part that a product is stored in."""
 
     NOTHING = 0
@@ -73,7 +73,7 @@ class Store(IntEnum):
     VALUES = 2
 
 
-class Shares(IntEnum):
+class ExpertShareKind(IntEnum):
     """What the shares of chosen experts are."""
 
     ALL = 0
@@ -81,7 +81,7 @@ class Shares(IntEnum):
     GIVEN = 2
 
 
-class CacheFormat(IntEnum):
+class CacheFormatCode(IntEnum):
     """How the numbers in pages are stored."""
 
     F16 = 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from twostroke.backends.cpu.layout import SharedLayout, Slot, Together, tile_bytes
+from twostroke.backends.cpu.layout import SharedLayout, SharedSlot, Together, tile_bytes
 from twostroke.backends.cpu.lower import lower
 from twostroke.backends.cpu.records import MOST_CHANNELS, MOST_TEAMS, OpKind
 from twostroke.core.errors import BackendError
@@ -20,9 +20,9 @@ from twostroke.model.program.sharding import ColumnParts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.backends.cpu.buffers import Memory
+    from twostroke.backends.cpu.buffers import RowMemory
     from twostroke.backends.cpu.layout import Key, Team
-    from twostroke.backends.cpu.lowered import Lowered
+    from twostroke.backends.cpu.lowered import CpuLowered
     from twostroke.core.activation_bits import Bits
     from twostroke.model.program import Op
     from twostroke.model.program.shard import RankProgram
@@ -34,7 +34,7 @@ def lower_rank(
     taps: Sequence[str] = (),
     *,
     activation_bits: Bits = DEFAULT_ACTIVATION_BITS,
-) -> Lowered:
+) -> CpuLowered:
     """Lower the part of one rank; see `lower`. `ranks` are the parts of all.
 
     The values `taps` leave the step on rank 0; the other ranks must know of them.
@@ -75,11 +75,13 @@ def shared_layout(ranks: Sequence[RankProgram], taps: Sequence[str] = ()) -> Sha
     has_routers = _have_routers(ranks)
     every = [lower(rank.program, has_routers=has_routers) for rank in ranks]
     tapped = [lower(ranks[0].program, taps, has_routers=has_routers), *every[1:]] if taps else every
-    slots: list[Slot] = []
+    slots: list[SharedSlot] = []
     slot_of: dict[Key, int] = {}
-    free_from: dict[tuple[Team, Slot], dict[int, int]] = {}  # slots of a team: their first interval
+    free_from: dict[
+        tuple[Team, SharedSlot], dict[int, int]
+    ] = {}  # slots of a team: their first interval
     for memory in sorted(_joined(every), key=lambda memory: min(memory.uses)):
-        slot = Slot(memory.width, memory.num_rows)
+        slot = SharedSlot(memory.width, memory.num_rows)
         known = free_from.setdefault((memory.team, slot), {})
         place = next((p for p, begin in known.items() if begin <= min(memory.uses)), len(slots))
         if place == len(slots):
@@ -102,12 +104,12 @@ def shared_layout(ranks: Sequence[RankProgram], taps: Sequence[str] = ()) -> Sha
         tuple(channels.values()),
         _prepared_together(tapped),
         tile_bytes(
-            op for rank in ranks for op in rank.program.ops if isinstance(op, ops.AttentionPieces)
+            op for rank in ranks for op in rank.program.ops if isinstance(op, ops.SplitKvAttention)
         ),
     )
 
 
-def _prepared_together(every: Sequence[Lowered]) -> dict[Team, Together]:
+def _prepared_together(every: Sequence[CpuLowered]) -> dict[Team, Together]:
     """Return the products that all ranks of a team which divides columns compute a part of."""
     found: dict[Team, Together] = {}
     for lowered in every:
@@ -135,12 +137,12 @@ def _weights_of(parts: Sequence[Op]) -> tuple[str, ...]:
     return tuple(op.weight for op in parts if isinstance(op, ops.Linear))
 
 
-def _joined(every: Sequence[Lowered]) -> list[Memory]:
+def _joined(every: Sequence[CpuLowered]) -> list[RowMemory]:
     """Return the shared memories of all ranks, each once, as all of them together use it.
 
     Where a rank lets a value take another's place, the two are one memory for all.
     """
-    found: dict[Key, Memory] = {}
+    found: dict[Key, RowMemory] = {}
     for lowered in every:
         for memory in lowered.memories:
             if not memory.gathers:

@@ -9,8 +9,8 @@ import torch
 from msgspec.structs import replace
 
 from twostroke.backends.gpu.kernels import attention, latent, norm, rope
-from twostroke.backends.gpu.kernels.attention import Work
-from twostroke.backends.gpu.lowered import Attend, Store, StoreLatents, ropes
+from twostroke.backends.gpu.kernels.attention import AttentionItems
+from twostroke.backends.gpu.lowered import Attend, StoreKv, StoreLatents, ropes
 from twostroke.backends.gpu.step_input import StepInput
 from twostroke.backends.gpu.tiles import FEW_ROWS, MOST_PIECES, Tiling
 from twostroke.model.program import ops
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from twostroke.backends.gpu.cache import DevicePages
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.backends.gpu.lowered import Lowered, Source
+    from twostroke.backends.gpu.lowered import GpuLowered, QkvSource
     from twostroke.backends.gpu.memory import StepMemory
-    from twostroke.backends.gpu.step_input import Places
+    from twostroke.backends.gpu.step_input import StepArrayOffsets
     from twostroke.backends.gpu.weights import DeviceWeights
 
 _DECODED_ROWS: Final = 256  # rows for whose pieces of context there is room at once
@@ -32,7 +32,7 @@ _MOST_SUMS: Final = 1 << 27  # numbers that pieces take, unless fewer rows have 
 _LEAST_ROWS: Final = 16
 
 
-def attentions_of(lowered: Lowered) -> list[ops.Attention]:
+def attentions_of(lowered: GpuLowered) -> list[ops.Attention]:
     """Return the attention of a lowered Program's layers."""
     return [record.op for record in lowered.records if isinstance(record, Attend)]
 
@@ -51,7 +51,7 @@ def sum_floats(attentions: Sequence[ops.Attention], max_rows: int) -> int:
     return num_slots(attentions, max_rows) * (widest + 2 * heads)
 
 
-def turn_floats(lowered: Lowered, num_positions: int) -> int:
+def turn_floats(lowered: GpuLowered, num_positions: int) -> int:
     """Return how many numbers tables of rotations take."""
     pairs = {rope.inverse_frequencies for r in lowered.records for rope in ropes(r)}
     return 2 * num_positions * sum(map(len, pairs))
@@ -83,7 +83,7 @@ class Attending:
     def __init__(  # noqa: PLR0913, PLR0917 - what a plan has
         self,
         gpu: Gpu,
-        lowered: Lowered,
+        lowered: GpuLowered,
         weights: DeviceWeights,
         cache: DevicePages,
         tables: Tensor,
@@ -109,7 +109,7 @@ class Attending:
         sums = sum_floats(attentions, max_rows)
         self._sums = torch.zeros(slots * widest, **floats)
         self._tops = torch.zeros(sums - slots * widest, **floats)
-        self._turns: dict[tuple[object, ...], rope.Turn] = {}
+        self._turns: dict[tuple[object, ...], rope.Rotation] = {}
         most = tables.shape[2] * cache.page_size
         for record in lowered.records:
             for turn in ropes(record):
@@ -121,17 +121,17 @@ class Attending:
         own = self._sums, self._tops, self._tables, self.input.device
         return sum(t.nbytes for t in (*own, *(turn.table for turn in self._turns.values())))
 
-    def launch(self, record: Store | StoreLatents | Attend, places: Places) -> None:
+    def launch(self, record: StoreKv | StoreLatents | Attend, places: StepArrayOffsets) -> None:
         """Launch what a record says, for a bucket of rows."""
         match record:
-            case Store():
+            case StoreKv():
                 self._store(record, places)
             case StoreLatents():
                 self._store_latents(record, places)
             case Attend():
                 self._attend(record, places.num_rows)
 
-    def _store(self, record: Store, places: Places) -> None:
+    def _store(self, record: StoreKv, places: StepArrayOffsets) -> None:
         sources = tuple([self._source(source, places.num_rows) for source in record.sources])
         found = [None if s.rope is None else self._turn_of(s.rope) for s in record.sources[:2]]
         turns = found[0], found[-1]
@@ -141,7 +141,7 @@ class Attending:
         frame, memory = self.input.device, self._cache.memory
         rope.launch(self._gpu, frame, places.num_rows, *given, memory, output, balance)
 
-    def _store_latents(self, record: StoreLatents, places: Places) -> None:
+    def _store_latents(self, record: StoreLatents, places: StepArrayOffsets) -> None:
         rows, queries, keys = places.num_rows, record.queries, record.keys
         parts = self._memory.parts
         assert keys.rope is not None
@@ -171,16 +171,16 @@ class Attending:
         given = q, self._cache.memory, output, heads
         kernel = latent if heads.rotated else attention
         for header in self.input.headers[number]:
-            work = Work(header, self.input.device, self._tables, self._sums, self._tops)
+            work = AttentionItems(header, self.input.device, self._tables, self._sums, self._tops)
             kernel.launch(gpu, work, few, _block(gpu, op, is_few=True), *given)
             is_first = header is self.input.headers[number][0]
             if rows > FEW_ROWS and not gpu.same_tokens and is_first:
                 kernel.launch(gpu, work, many, _block(gpu, op, is_few=False), *given)
             attention.merge(gpu, work, merges, output, heads)
 
-    def _where(self, places: Places) -> rope.Places:
+    def _where(self, places: StepArrayOffsets) -> rope.SlotMapping:
         rows, view = places.num_rows, self.input.view
-        return rope.Places(
+        return rope.SlotMapping(
             view(places.positions, rows),
             view(places.tables, rows),
             view(places.first_extra, rows + 1),
@@ -188,25 +188,25 @@ class Attending:
             self._tables,
         )
 
-    def _source(self, source: Source, rows: int) -> rope.Source:
+    def _source(self, source: QkvSource, rows: int) -> rope.HeadSource:
         place = source.place
         bias = None if place.bias is None else self._weights.vector(place.bias)
         found = None if source.norm is None else self._norm(source.norm)
-        return rope.Source(self._memory.parts(place, rows), bias, found)
+        return rope.HeadSource(self._memory.parts(place, rows), bias, found)
 
     def _norm(self, op: ops.RMSNorm) -> norm.Norm:
         return norm.Norm(self._weights.norm_weight(op), op.epsilon)
 
-    def _heads(self, op: ops.Attention) -> attention.Heads:
+    def _heads(self, op: ops.Attention) -> attention.HeadLayout:
         _, num_groups, width = self._tables.shape
         return self._cache.heads(op, width, num_groups)
 
-    def _turn_of(self, op: ops.Rope, num_positions: int = 0) -> rope.Turn:
+    def _turn_of(self, op: ops.Rope, num_positions: int = 0) -> rope.Rotation:
         key = op.inverse_frequencies, op.magnitude
         if key not in self._turns:
             angles = np.arange(num_positions)[:, None] * np.array(op.inverse_frequencies)
             table = np.stack([np.cos(angles), np.sin(angles)], axis=1) * op.magnitude
             values = torch.from_numpy(table.astype(np.float32)).to(self._gpu.device)
-            self._turns[key] = rope.Turn(values, len(op.inverse_frequencies), op.interleaved)
+            self._turns[key] = rope.Rotation(values, len(op.inverse_frequencies), op.interleaved)
         found = self._turns[key]
-        return rope.Turn(found.table, found.num_pairs, op.interleaved)
+        return rope.Rotation(found.table, found.num_pairs, op.interleaved)

@@ -13,7 +13,7 @@ from triton.runtime.errors import TritonError
 
 from twostroke.backends import BackendFacts
 from twostroke.backends.cpu.keys import balances
-from twostroke.backends.cpu.plan import OpTime
+from twostroke.backends.cpu.plan import MeasuredOpTime
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.gpu.cache import DevicePages
 from twostroke.backends.gpu.drawing import Drawing
@@ -21,12 +21,19 @@ from twostroke.backends.gpu.graphs import Graphs, bucket_of
 from twostroke.backends.gpu.launch import Kernels
 from twostroke.backends.gpu.launch_times import overlapping
 from twostroke.backends.gpu.lower import lower
-from twostroke.backends.gpu.plan import Plan
+from twostroke.backends.gpu.plan import GpuPlan
 from twostroke.backends.gpu.ready import prepare
 from twostroke.backends.gpu.sequence import trace
 from twostroke.backends.gpu.step_input import LOGIT_ROWS, MOST_CHANGES, STEPS_AHEAD
 from twostroke.backends.gpu.timeline import seconds_of
-from twostroke.backends.gpu.transfers import Mark, checked, is_out_of_memory, lost, on, to_host
+from twostroke.backends.gpu.transfers import (
+    DeviceEvent,
+    checked,
+    is_out_of_memory,
+    lost,
+    on,
+    to_host,
+)
 from twostroke.backends.gpu.weights import DeviceWeights, element_of
 from twostroke.backends.spans import pooled_rows
 from twostroke.core.errors import BackendError, MemoryLimitError, TwostrokeError
@@ -40,7 +47,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from twostroke.backends.gpu.device import Device
+    from twostroke.backends.gpu.device import GpuDevice
     from twostroke.backends.gpu.drawing import Drawn
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.weights import Progress, Release
@@ -59,7 +66,7 @@ class _Step(Frozen, eq=False):
     read: Callable[[], Drawn]
     hidden: Tensor | None
     states: tuple[Tensor, ...]
-    mark: Mark
+    mark: DeviceEvent
     num_compiled: int
 
 
@@ -76,7 +83,7 @@ class GpuBackend:
         tensors: Mapping[str, QuantTensor],
         num_pages: int,
         page_size: int,
-        device: Device,
+        device: GpuDevice,
         *,
         kv_format: str = "f16",
         max_rows: int = 256,
@@ -121,7 +128,7 @@ class GpuBackend:
             shape = self._max_rows, len(windows), table_width
             tables = torch.zeros(shape, dtype=torch.int32, device=self._gpu.device)
             memory = self._weights, self._pages, tables, self._max_rows
-            self._plan = Plan(self._gpu, self._lowered, *memory, piece=piece)
+            self._plan = GpuPlan(self._gpu, self._lowered, *memory, piece=piece)
             self._drawing = Drawing(self._gpu, program.vocab_size, on_host=on_host)
             with on(self._gpu.device):
                 prepare(self._graphs, self._kernels, self._plan, self._drawing)
@@ -202,7 +209,7 @@ class GpuBackend:
         """The Program's operations as a step launches them, those of one launch together."""
         return *filter(None, self._lowered.parts), (self._lowered.logits,)
 
-    def times(self) -> list[OpTime]:
+    def times(self) -> list[MeasuredOpTime]:
         """Launch the last step again without its graph, and return the time of each of `fused`."""
         frame = self._steps.frame
 
@@ -214,7 +221,7 @@ class GpuBackend:
             mark()
 
         with on(self._gpu.device), checked(self._gpu):
-            return [OpTime(elapsed_s, 0.0) for elapsed_s in seconds_of(self._gpu, launch)]
+            return [MeasuredOpTime(elapsed_s, 0.0) for elapsed_s in seconds_of(self._gpu, launch)]
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page's keys and values to another; must not be called while a step runs."""
@@ -255,7 +262,7 @@ class GpuBackend:
         last = self._plan.last_states(num_rows)
         states = tuple([to_host(last[part].float()) for part in pooled_rows(plan.slices)])
         num_compiled = self._num_compiled - num_compiled
-        return _Step(began_s, read, hidden, states, Mark(self._gpu), num_compiled)
+        return _Step(began_s, read, hidden, states, DeviceEvent(self._gpu), num_compiled)
 
     def _find_blind(self, plan: StepPlan, frame: StepFrame) -> None:
         """Let blind rows read their token where the step before draws it; note what this draws."""
@@ -302,7 +309,7 @@ class GpuBackend:
             self._gpu.element
         ]
 
-    def _detail(self, device: Device, kv_format: str) -> str:
+    def _detail(self, device: GpuDevice, kv_format: str) -> str:
         element = self._element
         parts = [device.name, element, f"{kv_format} keys and values"]
         parts += ["same tokens"] if self._gpu.same_tokens else []
@@ -322,7 +329,7 @@ def _reason(
     error: RuntimeError | TritonError,
     program: Program,
     tensors: Mapping[str, QuantTensor],
-    device: Device,
+    device: GpuDevice,
     gpu: Gpu,
 ) -> TwostrokeError | None:
     """Return why a backend cannot be built, if that can be said in a sentence."""
@@ -333,13 +340,13 @@ def _reason(
     return lost(gpu, error)
 
 
-def _not_compiled(error: TritonError, device: Device) -> BackendError:
+def _not_compiled(error: TritonError, device: GpuDevice) -> BackendError:
     reason = next(iter(str(error).split("\n")), "").rstrip(".") or type(error).__name__
     message = f"Triton cannot compile the kernels for {device.name}, an sm_{device.architecture}"
     return BackendError(f"{message}: {reason}. A newer Triton and PyTorch may know it.")
 
 
-def _too_little(name: str, tensors: Iterable[QuantTensor], device: Device) -> MemoryLimitError:
+def _too_little(name: str, tensors: Iterable[QuantTensor], device: GpuDevice) -> MemoryLimitError:
     needed_gb = sum(tensor.num_bytes for tensor in tensors) / 1e9
     message = f"{name} has {needed_gb:.1f} GB of weights, which with its pages is more than"
     message = f"{message} {device.name} has free"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from twostroke.backends.gpu.kernels.attention import Heads
+from twostroke.backends.gpu.kernels.attention import HeadLayout
 from twostroke.backends.gpu.transfers import on
 from twostroke.core.errors import BackendError
 from twostroke.model.program import ops
@@ -109,12 +109,12 @@ class DevicePages:
     def _bytes(self, page: int) -> Tensor:
         return self.memory.view(torch.uint8).view(-1, self.page_bytes)[page]
 
-    def heads(self, op: ops.Attention, table_width: int, num_groups: int) -> Heads:
+    def heads(self, op: ops.Attention, table_width: int, num_groups: int) -> HeadLayout:
         """Return an operation's shape and places, for tables of so many pages in each group."""
         group, first = self._places[op.layer]
         size = self.page_size * op.num_kv_heads * op.head_dim
         end = first + size * op.stored.num_rows
-        return Heads(
+        return HeadLayout(
             kv_format=self.kv_format if self.kv_format in _SCALED else "",
             num_heads=op.num_heads,
             num_kv_heads=op.num_kv_heads,

@@ -23,7 +23,7 @@ _OLDEST = 80  # sm_80: the first with bfloat16 and asynchronous copies
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-class Device(Frozen, eq=False):
+class GpuDevice(Frozen, eq=False):
     """A GPU that can be used, or the processor that interprets its kernels for tests."""
 
     name: str
@@ -89,7 +89,7 @@ def may_exist() -> bool:
     return _DRIVER.exists() and bool(find_spec("torch") and find_spec("triton"))
 
 
-def find(wanted: str = "auto") -> Device:
+def find(wanted: str = "auto") -> GpuDevice:
     """Return the device for `wanted`: "auto", "cuda", "cuda:1".
 
     With `TRITON_INTERPRET` set it is the processor.
@@ -108,7 +108,7 @@ def find(wanted: str = "auto") -> Device:
         if wanted not in {"auto", "cpu"}:
             message = f"With TRITON_INTERPRET kernels are interpreted on the cpu, not on '{wanted}'"
             raise BackendError(f"{message}: leave --device out.")
-        return Device("interpreted kernels", torch.device("cpu"), 90, 2, is_interpreted=True)
+        return GpuDevice("interpreted kernels", torch.device("cpu"), 90, 2, is_interpreted=True)
     if torch.version.cuda is None:
         raise BackendError(
             "This PyTorch was built without CUDA: on a machine with a GPU, "
@@ -129,7 +129,7 @@ def find(wanted: str = "auto") -> Device:
     return device
 
 
-def _device(wanted: str, count: int) -> Device:
+def _device(wanted: str, count: int) -> GpuDevice:
     import torch
 
     known = ["auto", "cuda", *(f"cuda:{index}" for index in range(count))]
@@ -145,7 +145,7 @@ def _device(wanted: str, count: int) -> Device:
             f"{found.name} is an sm_{architecture}; the gpu backend needs sm_{_OLDEST} or newer"
         )
         raise BackendError(f"{message}: use --backend torch.")
-    return Device(found.name, device, architecture, found.multi_processor_count)
+    return GpuDevice(found.name, device, architecture, found.multi_processor_count)
 
 
 def _prepare_cache() -> None:

@@ -21,7 +21,7 @@ from twostroke.backends.gpu.transfers import on
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
-    from twostroke.backends.gpu.device import Device
+    from twostroke.backends.gpu.device import GpuDevice
     from twostroke.backends.gpu.launch import Gpu
 
 _ROWS, _WIDTH = 4096, 1024  # a program for each row
@@ -37,7 +37,7 @@ class LaunchTimes(Frozen):
     overlapping_s: float | None
 
 
-def overlapping(device: Device, gpu: Gpu) -> Gpu:
+def overlapping(device: GpuDevice, gpu: Gpu) -> Gpu:
     """Return a device's GPU with launches that overlap, where these are right and not slower."""
     if not device.may_overlap or (times := measure(device)) is None:
         return gpu
@@ -46,7 +46,7 @@ def overlapping(device: Device, gpu: Gpu) -> Gpu:
     return replace(gpu, overlaps=is_fast)
 
 
-def measure(device: Device) -> LaunchTimes | None:
+def measure(device: GpuDevice) -> LaunchTimes | None:
     """Return the times on a GPU whose launches may overlap; None on others, or if one fails."""
     if device.torch_device.type != "cuda" or device.architecture < OLDEST_OVERLAPPING:
         return None
@@ -57,7 +57,7 @@ def measure(device: Device) -> LaunchTimes | None:
         return None
 
 
-def _measure(device: Device) -> LaunchTimes:
+def _measure(device: GpuDevice) -> LaunchTimes:
     kernels = Kernels()
     plain = device.gpu(torch.bfloat16, kernels)
     chains = [_Chain(replace(plain, overlaps=overlaps)) for overlaps in (False, True)]

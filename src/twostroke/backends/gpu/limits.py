@@ -15,7 +15,7 @@ from twostroke.core.hardware import Hardware
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from twostroke.backends.gpu.device import Device
+    from twostroke.backends.gpu.device import GpuDevice
 
 _COPIED_BYTES: Final = 1 << 30
 _SIDE: Final = 8192  # of the matrices
@@ -23,7 +23,7 @@ _SMALL: Final = 64  # times smaller, where there is little memory or no GPU
 _REPEATS: Final = 10
 
 
-def measure(device: Device) -> Hardware:
+def measure(device: GpuDevice) -> Hardware:
     """Return the bytes a second that are read and written, and the FLOPs a second of products.
 
     It takes some tenths of a second, and 3 GB of the GPU's memory if that much is free.
@@ -49,7 +49,7 @@ def measure(device: Device) -> Hardware:
     )
 
 
-def _measure(device: Device) -> tuple[float, float]:
+def _measure(device: GpuDevice) -> tuple[float, float]:
     is_small = device.is_interpreted or device.memory_available < 4 * _COPIED_BYTES
     size, side = (_COPIED_BYTES // _SMALL, _SIDE // _SMALL) if is_small else (_COPIED_BYTES, _SIDE)
     where = device.torch_device
@@ -63,7 +63,7 @@ def _measure(device: Device) -> tuple[float, float]:
     return 2 * size / copy_s, 2 * side**3 / product_s
 
 
-def _seconds(device: Device, run: Callable[[], object]) -> float:
+def _seconds(device: GpuDevice, run: Callable[[], object]) -> float:
     """Return the median seconds of some calls after the first."""
     times = []
     for _ in range(1 + _REPEATS):
@@ -75,6 +75,6 @@ def _seconds(device: Device, run: Callable[[], object]) -> float:
     return statistics.median(times[1:])
 
 
-def _wait(device: Device) -> None:
+def _wait(device: GpuDevice) -> None:
     if not device.is_interpreted:
         torch.cuda.synchronize(device.torch_device)

@@ -10,19 +10,19 @@ from twostroke.backends.gpu.lowered import (
     Activate,
     AddNorm,
     Attend,
-    Buffer,
+    BufferColumns,
+    BufferType,
     Combine,
-    Embed,
+    DeviceBuffer,
+    EmbedRows,
     External,
+    GpuLowered,
     HeadProducts,
-    Joined,
-    Kind,
-    Lowered,
-    Mix,
-    Place,
+    JoinedHeads,
+    MixExperts,
     Products,
-    Source,
-    Store,
+    QkvSource,
+    StoreKv,
     StoreLatents,
     route_ints,
 )
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 _MAX_HEAD_DIM = 512
 
 
-def lower(program: Program, taps: Collection[str] = ()) -> Lowered:
+def lower(program: Program, taps: Collection[str] = ()) -> GpuLowered:
     """Lower a Program whose values `taps` leave the step.
 
     Raises:
         BackendError: an operation, a shape or a tap for which there is no kernel.
     """
-    return _Lowering(program, taps).lower()
+    return _GpuLowering(program, taps).lower()
 
 
 class _Sum(Frozen):
@@ -53,12 +53,12 @@ class _Sum(Frozen):
 
     output: str
     residual: int
-    delta: Place
+    delta: BufferColumns
     post: ops.RMSNorm | None
     factor: str | None = None
 
 
-class _Lowering:
+class _GpuLowering:
     """One pass over the Program; what a later kernel can do with others waits for it."""
 
     def __init__(self, program: Program, taps: Collection[str]) -> None:
@@ -67,20 +67,20 @@ class _Lowering:
         for op in program.ops:
             for name in dict.fromkeys(op.inputs):
                 self._readers.setdefault(name, []).append(op)
-        self._buffers: list[Buffer] = []
-        self._places: dict[str, Place] = {}
+        self._buffers: list[DeviceBuffer] = []
+        self._places: dict[str, BufferColumns] = {}
         self._sum: _Sum | None = None
-        self._post: dict[str, tuple[Place, ops.RMSNorm]] = {}  # norms that go into a sum
-        self._heads: dict[str, Source] = {}  # norms and rotations that attention's kernel does
-        self._joined: dict[str, Joined] = {}
-        self._routes: dict[str, tuple[Place, ops.Route]] = {}
-        self._elements: dict[Place, int] = {}
+        self._post: dict[str, tuple[BufferColumns, ops.RMSNorm]] = {}  # norms that go into a sum
+        self._heads: dict[str, QkvSource] = {}  # norms and rotations that attention's kernel does
+        self._joined: dict[str, JoinedHeads] = {}
+        self._routes: dict[str, tuple[BufferColumns, ops.Route]] = {}
+        self._elements: dict[BufferColumns, int] = {}
         self._tapped: dict[str, int] = {}
         self._records: list[Record] = []
         self._parts: list[tuple[Op, ...]] = []
         self._waiting: list[Op] = []  # operations that the next records do
 
-    def lower(self) -> Lowered:
+    def lower(self) -> GpuLowered:
         done: set[str] = set()
         for i, op in enumerate(self._program.ops):
             if op.output in done:
@@ -94,12 +94,12 @@ class _Lowering:
         logits = self._program.ops[-1]
         assert isinstance(logits, ops.Logits)
         last = self._element(logits.x)
-        self._buffers[last] = Buffer(self._buffers[last].width, Kind.ELEMENT, kept=True)
+        self._buffers[last] = DeviceBuffer(self._buffers[last].width, BufferType.ELEMENT, kept=True)
         self._tap()
         missing = set(self._taps) - set(self._tapped) - {logits.output}
         if missing:
             self._refuse(f"keeps no value {min(missing)}")
-        return Lowered(
+        return GpuLowered(
             tuple(self._records),
             tuple(self._parts),
             tuple(self._buffers),
@@ -113,7 +113,7 @@ class _Lowering:
             case ops.Embed():
                 self._embed(op)
             case ops.ExternalInput():
-                output = self._write(op.output, op.width, Kind.STREAM)
+                output = self._write(op.output, op.width, BufferType.STREAM)
                 self._emit(External(output))
             case ops.RMSNorm():
                 self._norm(op)
@@ -121,19 +121,21 @@ class _Lowering:
                 self._rope(op)
             case ops.Join():
                 place, rest = self._place(op.a), self._source(op.b)
-                self._joined[op.output] = Joined(op, place, rest)
+                self._joined[op.output] = JoinedHeads(op, place, rest)
             case ops.HeadLinear():
                 x = self._place(op.x)
                 if x.bias is not None:
-                    x = Place(self._element_of(x), 0, x.width)
-                self._emit(HeadProducts(x, op, self._write(op.output, op.width, Kind.ELEMENT)))
+                    x = BufferColumns(self._element_of(x), 0, x.width)
+                self._emit(
+                    HeadProducts(x, op, self._write(op.output, op.width, BufferType.ELEMENT))
+                )
             case ops.LatentAttention():
                 self._latent_attention(op)
             case ops.Attention():
                 self._attention(op)
             case ops.GatedActivation():
                 gate, up = self._place(op.gate), self._place(op.up)
-                output = self._write(op.output, op.width, Kind.ELEMENT)
+                output = self._write(op.output, op.width, BufferType.ELEMENT)
                 self._emit(Activate(gate, up, op.activation, output))
             case ops.Scale() if op.output in self._places:
                 pass  # done with the embedding
@@ -142,7 +144,9 @@ class _Lowering:
             case ops.TakeColumns():
                 whole = self._place(op.x)
                 assert whole.bias is None, "a bias would have to be cut, too"
-                self._places[op.output] = Place(whole.buffer, whole.first + op.first, op.width)
+                self._places[op.output] = BufferColumns(
+                    whole.buffer, whole.first + op.first, op.width
+                )
             case ops.Add():
                 self._add(op)
             case ops.Logits():
@@ -162,29 +166,29 @@ class _Lowering:
         reader = self._only_reader(op.output)
         if isinstance(reader, ops.Scale):
             self._waiting.append(reader)
-            output = self._write(reader.output, op.width, Kind.STREAM)
-            self._emit(Embed(op.table, reader.factor, output))
+            output = self._write(reader.output, op.width, BufferType.STREAM)
+            self._emit(EmbedRows(op.table, reader.factor, output))
         else:
-            output = self._write(op.output, op.width, Kind.STREAM)
-            self._emit(Embed(op.table, 1.0, output))
+            output = self._write(op.output, op.width, BufferType.STREAM)
+            self._emit(EmbedRows(op.table, 1.0, output))
 
     def _norm(self, op: ops.RMSNorm) -> None:
         reader = self._only_reader(op.output)
         is_of_heads = isinstance(reader, ops.Rope | ops.Attention) and reader.head_dim == op.grain
         if is_of_heads or (isinstance(reader, ops.Join) and reader.b_width == op.grain):
-            self._heads[op.output] = Source(self._place(op.x), op)
+            self._heads[op.output] = QkvSource(self._place(op.x), op)
             return
         if op.num_groups > 1:
             self._norm_groups(op)
             return
         if self._sum is not None and self._sum.output == op.x:
-            self._add_now(self._write(op.output, op.width, Kind.ELEMENT), op)
+            self._add_now(self._write(op.output, op.width, BufferType.ELEMENT), op)
             return
         place = self._place(op.x)
         if isinstance(reader, ops.Add) and self._stream_of(reader, other=op.output) is not None:
             self._post[op.output] = place, op
             return
-        output = self._write(op.output, op.width, Kind.ELEMENT)
+        output = self._write(op.output, op.width, BufferType.ELEMENT)
         if self._is_stream(place):
             self._emit(AddNorm(place.buffer, norm=op, output=output))
         else:
@@ -193,8 +197,8 @@ class _Lowering:
     def _norm_groups(self, op: ops.RMSNorm) -> None:
         place = self._place(op.x)
         if place.bias is not None:
-            place = Place(self._element_of(place), 0, place.width)
-        output = self._write(op.output, op.width, Kind.ELEMENT)
+            place = BufferColumns(self._element_of(place), 0, place.width)
+        output = self._write(op.output, op.width, BufferType.ELEMENT)
         self._emit(AddNorm(delta=place, norm=op, output=output))
 
     def _scale(self, op: ops.Scale) -> None:
@@ -205,7 +209,7 @@ class _Lowering:
             self._sum = replace(found, output=op.output, factor=op.weight)
             return
         place = self._place(op.x)
-        output = self._write(op.output, op.width, Kind.STREAM)
+        output = self._write(op.output, op.width, BufferType.STREAM)
         self._emit(Combine(place, output, op.factor, weight=op.weight))
 
     def _add(self, op: ops.Add) -> None:
@@ -221,8 +225,8 @@ class _Lowering:
         if b.bias is not None:
             a, b = b, a
         if b.bias is not None:
-            b = Place(self._element_of(b), 0, b.width)
-        self._emit(Combine(a, self._write(op.output, op.width, Kind.STREAM), 1.0, b))
+            b = BufferColumns(self._element_of(b), 0, b.width)
+        self._emit(Combine(a, self._write(op.output, op.width, BufferType.STREAM), 1.0, b))
 
     def _stream_of(self, op: ops.Add, other: str) -> str | None:
         """Return the sum's operand that is not the `other`, if the sum can take its place."""
@@ -238,7 +242,7 @@ class _Lowering:
         found, self._sum = self._sum, None
         assert found is not None
         width = self._buffers[found.residual].width
-        self._places[found.output] = Place(found.residual, 0, width)
+        self._places[found.output] = BufferColumns(found.residual, 0, width)
         given = found.residual, found.delta, found.post, found.factor
         self._emit(AddNorm(*given, norm, output))
 
@@ -253,11 +257,15 @@ class _Lowering:
                 break
             found.append(op)
         self._waiting += found
-        kind = Kind.SCORES if any(self._are_scores(op.output) for op in found) else Kind.PARTS
-        self._buffers.append(Buffer(sum(op.width for op in found), kind))
+        kind = (
+            BufferType.SCORES
+            if any(self._are_scores(op.output) for op in found)
+            else BufferType.PARTS
+        )
+        self._buffers.append(DeviceBuffer(sum(op.width for op in found), kind))
         output, column = len(self._buffers) - 1, 0
         for op in found:
-            self._places[op.output] = Place(output, column, op.width, op.bias)
+            self._places[op.output] = BufferColumns(output, column, op.width, op.bias)
             column += op.width
         weights, widths = tuple(op.weight for op in found), tuple(op.width for op in found)
         self._emit(Products(x, weights, widths, output))
@@ -279,7 +287,7 @@ class _Lowering:
             return
         self._check_heads(op.head_dim)
         source = self._source(op.x)
-        self._heads[op.output] = Source(source.place, source.norm, op)
+        self._heads[op.output] = QkvSource(source.place, source.norm, op)
 
     def _attention(self, op: ops.Attention) -> None:
         self._check_heads(op.head_dim)
@@ -287,7 +295,7 @@ class _Lowering:
             self._refuse("divides heads evenly")
         names = (op.q, op.k, op.v) if op.stores else (op.q,)
         sources = tuple([self._source(name) for name in names])
-        self._attend(op, Store(sources, op, self._new(op.width, Kind.ELEMENT)))
+        self._attend(op, StoreKv(sources, op, self._new(op.width, BufferType.ELEMENT)))
 
     def _latent_attention(self, op: ops.LatentAttention) -> None:
         queries, keys = self._joined.pop(op.q, None), self._joined.pop(op.k, None)
@@ -300,40 +308,40 @@ class _Lowering:
             self._refuse("has latent attention to all that was before")
         for width in (op.rotated, op.head_dim - op.rotated):
             self._check_heads(width)
-        self._attend(op, StoreLatents(queries, keys, op, self._new(op.width, Kind.ELEMENT)))
+        self._attend(op, StoreLatents(queries, keys, op, self._new(op.width, BufferType.ELEMENT)))
 
-    def _attend(self, op: ops.Attention, store: Store | StoreLatents) -> None:
+    def _attend(self, op: ops.Attention, store: StoreKv | StoreLatents) -> None:
         self._waiting.pop()
         self._emit(store)
         self._waiting.append(op)
-        self._emit(Attend(store.output, op, self._write(op.output, op.width, Kind.ELEMENT)))
+        self._emit(Attend(store.output, op, self._write(op.output, op.width, BufferType.ELEMENT)))
 
     def _mix(self, op: ops.MixtureOfExperts) -> None:
         x = self._element(op.x)
         scores, route = self._routes.pop(op.scores, None) or (self._place(op.scores), None)
-        routes = self._new(route_ints(op.num_used), Kind.STREAM)
-        self._buffers.append(Buffer(2 * op.ffn_width, Kind.LINES, lines=op.num_used))
-        gated = self._new(op.num_used * op.ffn_width, Kind.ELEMENT)
-        self._buffers.append(Buffer(op.width, Kind.LINES, lines=op.num_used))
+        routes = self._new(route_ints(op.num_used), BufferType.STREAM)
+        self._buffers.append(DeviceBuffer(2 * op.ffn_width, BufferType.LINES, lines=op.num_used))
+        gated = self._new(op.num_used * op.ffn_width, BufferType.ELEMENT)
+        self._buffers.append(DeviceBuffer(op.width, BufferType.LINES, lines=op.num_used))
         output = gated + 1
-        self._places[op.output] = Place(output, 0, op.width)
-        self._emit(Mix(x, scores, op, route, routes, routes + 1, gated, output))
+        self._places[op.output] = BufferColumns(output, 0, op.width)
+        self._emit(MixExperts(x, scores, op, route, routes, routes + 1, gated, output))
 
     def _check_heads(self, head_dim: int) -> None:
         if head_dim > _MAX_HEAD_DIM or head_dim % 8:
             reason = f"runs heads of up to {_MAX_HEAD_DIM} values, multiples of 8, not {head_dim}"
             self._refuse(reason)
 
-    def _source(self, name: str) -> Source:
-        return self._heads.pop(name, None) or Source(self._place(name))
+    def _source(self, name: str) -> QkvSource:
+        return self._heads.pop(name, None) or QkvSource(self._place(name))
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> BufferColumns:
         """Return where a value is, computing what waits for it."""
         if self._sum is not None and self._sum.output == name:
             self._add_now()
         if name in self._post:
             place, norm = self._post.pop(name)
-            output = self._write(name, norm.width, Kind.ELEMENT)
+            output = self._write(name, norm.width, BufferType.ELEMENT)
             self._emit(AddNorm(delta=place, norm=norm, output=output))
         if name in self._heads or name in self._joined:
             self._refuse("norms and rotates heads for attention alone")
@@ -342,34 +350,38 @@ class _Lowering:
     def _element(self, name: str) -> int:
         """Return the buffer of a value as products read it."""
         if self._sum is not None and self._sum.output == name:
-            output = self._new(self._buffers[self._sum.residual].width, Kind.ELEMENT)
+            output = self._new(self._buffers[self._sum.residual].width, BufferType.ELEMENT)
             self._add_now(output)
             return output
         return self._element_of(self._place(name))
 
-    def _element_of(self, place: Place) -> int:
+    def _element_of(self, place: BufferColumns) -> int:
         buffer = self._buffers[place.buffer]
-        if buffer.kind is Kind.ELEMENT and place == Place(place.buffer, 0, buffer.width):
+        if buffer.kind is BufferType.ELEMENT and place == BufferColumns(
+            place.buffer, 0, buffer.width
+        ):
             return place.buffer
         if place in self._elements:
             return self._elements[place]
-        found = self._new(place.width, Kind.ELEMENT)
+        found = self._new(place.width, BufferType.ELEMENT)
         self._emit(Combine(place, found))
-        if buffer.kind is not Kind.STREAM:  # whose values change
+        if buffer.kind is not BufferType.STREAM:  # whose values change
             self._elements[place] = found
         return found
 
-    def _is_stream(self, place: Place) -> bool:
+    def _is_stream(self, place: BufferColumns) -> bool:
         buffer = self._buffers[place.buffer]
-        return buffer.kind is Kind.STREAM and place == Place(place.buffer, 0, buffer.width)
+        return buffer.kind is BufferType.STREAM and place == BufferColumns(
+            place.buffer, 0, buffer.width
+        )
 
-    def _write(self, name: str, width: int, kind: Kind) -> int:
+    def _write(self, name: str, width: int, kind: BufferType) -> int:
         buffer = self._new(width, kind)
-        self._places[name] = Place(buffer, 0, width)
+        self._places[name] = BufferColumns(buffer, 0, width)
         return buffer
 
-    def _new(self, width: int, kind: Kind) -> int:
-        self._buffers.append(Buffer(width, kind))
+    def _new(self, width: int, kind: BufferType) -> int:
+        self._buffers.append(DeviceBuffer(width, kind))
         return len(self._buffers) - 1
 
     def _tap(self) -> None:
@@ -377,7 +389,7 @@ class _Lowering:
         for name in self._taps:
             if name in self._places and name not in self._tapped:
                 place = self._places[name]
-                self._buffers.append(Buffer(place.width, Kind.STREAM, kept=True))
+                self._buffers.append(DeviceBuffer(place.width, BufferType.STREAM, kept=True))
                 self._tapped[name] = len(self._buffers) - 1
                 self._emit(Combine(place, self._tapped[name]))
 

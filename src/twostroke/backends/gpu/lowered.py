@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from twostroke.model.program import Activation, Op, ops
 
 
-class Kind(Enum):
+class BufferType(Enum):
     """What a buffer holds.
 
     A float32 stream, input of products, sums in parts, such sums that stay float32 with many rows,
@@ -27,19 +27,19 @@ class Kind(Enum):
     LINES = "lines"
 
 
-class Buffer(Frozen):
+class DeviceBuffer(Frozen):
     """Rows of `width` values; one that is `kept` is read after the step.
 
     A row of LINES has several `lines`, whose sum is its value.
     """
 
     width: int
-    kind: Kind
+    kind: BufferType
     kept: bool = False
     lines: int = 1
 
 
-class Place(Frozen):
+class BufferColumns(Frozen):
     """Columns of a buffer that hold a value, to which its reader adds the `bias`."""
 
     buffer: int
@@ -48,15 +48,15 @@ class Place(Frozen):
     bias: str | None = None
 
 
-class Source(Frozen):
+class QkvSource(Frozen):
     """Queries, keys or values, whose reader norms and rotates each head."""
 
-    place: Place
+    place: BufferColumns
     norm: ops.RMSNorm | None = None
     rope: ops.Rope | None = None
 
 
-class Embed(Frozen):
+class EmbedRows(Frozen):
     """Rows of the table, times the factor."""
 
     table: str
@@ -77,7 +77,7 @@ class AddNorm(Frozen):
     """
 
     residual: int | None = None
-    delta: Place | None = None
+    delta: BufferColumns | None = None
     post: ops.RMSNorm | None = None
     factor: str | None = None
     norm: ops.RMSNorm | None = None
@@ -96,27 +96,27 @@ class Products(Frozen):
 class HeadProducts(Frozen):
     """Products of each head's values with a matrix of its own."""
 
-    x: Place
+    x: BufferColumns
     op: ops.HeadLinear
     output: int
 
 
-class Joined(Frozen):
+class JoinedHeads(Frozen):
     """Heads of which each is some values at a place, rotated, then those of `rest`."""
 
     op: ops.Join
-    place: Place
-    rest: Source
+    place: BufferColumns
+    rest: QkvSource
     rope: ops.Rope | None = None
 
 
-class Store(Frozen):
+class StoreKv(Frozen):
     """Queries ready for attention, keys and values in the pages.
 
     Where these are other layers' there are queries alone.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[QkvSource, ...]
     op: ops.Attention
     output: int
 
@@ -124,8 +124,8 @@ class Store(Frozen):
 class StoreLatents(Frozen):
     """Queries ready for latent attention, keys in the pages."""
 
-    queries: Joined
-    keys: Joined
+    queries: JoinedHeads
+    keys: JoinedHeads
     op: ops.LatentAttention
     output: int
 
@@ -141,20 +141,20 @@ class Attend(Frozen):
 class Activate(Frozen):
     """`activation(gate) * up`."""
 
-    gate: Place
-    up: Place
+    gate: BufferColumns
+    up: BufferColumns
     activation: Activation
     output: int
 
 
-class Mix(Frozen):
+class MixExperts(Frozen):
     """A mixture of experts: `routes` says which rows go where, a line of the others is a pair's.
 
     Scores become shares by the rule of `route`, if it is not the mixture's own.
     """
 
     x: int
-    scores: Place
+    scores: BufferColumns
     op: ops.MixtureOfExperts
     route: ops.Route | None
     routes: int
@@ -166,29 +166,29 @@ class Mix(Frozen):
 class Combine(Frozen):
     """`a * factor + b`; `weight` names a number that multiplies a, too."""
 
-    a: Place
+    a: BufferColumns
     output: int
     factor: float = 1.0
-    b: Place | None = None
+    b: BufferColumns | None = None
     weight: str | None = None
 
 
 Record = (
-    Embed
+    EmbedRows
     | External
     | AddNorm
     | Products
     | HeadProducts
-    | Store
+    | StoreKv
     | StoreLatents
     | Attend
     | Activate
-    | Mix
+    | MixExperts
     | Combine
 )
 
 
-class Lowered(Frozen):
+class GpuLowered(Frozen):
     """Launches in their order, and the Program's operations that each does.
 
     `taps` names the buffers, float32, of values that leave the step. `last` is the buffer from
@@ -197,7 +197,7 @@ class Lowered(Frozen):
 
     records: tuple[Record, ...]
     parts: tuple[tuple[Op, ...], ...]
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[DeviceBuffer, ...]
     taps: Mapping[str, int]
     last: int
     logits: ops.Logits
@@ -216,21 +216,21 @@ def touched(record: Record) -> Iterator[int]:
     yield from (place.buffer for place in places(record))
 
 
-def places(record: Record) -> Iterator[Place]:
+def places(record: Record) -> Iterator[BufferColumns]:
     """Yield the places that a record reads."""
     yield from (source.place for source in sources(record))
     for name in record.__struct_fields__:
         found = getattr(record, name)
-        if isinstance(found, Joined):
+        if isinstance(found, JoinedHeads):
             found = found.place
-        if isinstance(found, Place):
+        if isinstance(found, BufferColumns):
             yield found
 
 
-def sources(record: Record) -> tuple[Source, ...]:
+def sources(record: Record) -> tuple[QkvSource, ...]:
     """Return what a record norms and rotates."""
     match record:
-        case Store(sources=found):
+        case StoreKv(sources=found):
             return found
         case StoreLatents(queries=queries, keys=keys):
             return queries.rest, keys.rest

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from twostroke.backends.gpu.kernels import pointwise, product, products_packed, routing
-from twostroke.backends.gpu.kernels.packed import Packed, pack_stack
+from twostroke.backends.gpu.kernels.packed import PackedMatrix, pack_stack
 from twostroke.backends.gpu.kernels.products_tiles import SAME_ROWS
 from twostroke.backends.gpu.kernels.routing import Grouped
 from twostroke.backends.gpu.stored import is_stack_packed, stacks_of
@@ -35,18 +35,18 @@ class ExpertWeights(Frozen, eq=False):
     `wide` are gates and, below them, ups in one stack; or two stacks if formats differ.
     """
 
-    wide: tuple[Tensor | Packed, ...]
-    down: Tensor | Packed
+    wide: tuple[Tensor | PackedMatrix, ...]
+    down: Tensor | PackedMatrix
 
     @property
-    def stacks(self) -> tuple[Tensor | Packed, ...]:
+    def stacks(self) -> tuple[Tensor | PackedMatrix, ...]:
         """All of them."""
         return *self.wide, self.down
 
     @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
-        return sum(x.num_bytes if isinstance(x, Packed) else x.nbytes for x in self.stacks)
+        return sum(x.num_bytes if isinstance(x, PackedMatrix) else x.nbytes for x in self.stacks)
 
 
 class Values(Frozen, eq=False):
@@ -59,7 +59,7 @@ class Values(Frozen, eq=False):
 
     x: Tensor
     scores: tuple[Parts, Tensor | None]
-    choice: routing.Choice
+    choice: routing.ExpertSelection
     routes: Tensor
     hidden: Parts
     gated: Tensor
@@ -86,7 +86,7 @@ def launch(
     values: Values,
 ) -> None:
     """Write the terms of `num_rows` rows; their reader adds up those of a row."""
-    packed = [stack for stack in weights.stacks if isinstance(stack, Packed)]
+    packed = [stack for stack in weights.stacks if isinstance(stack, PackedMatrix)]
     most = [products_packed.most_in_block(gpu, stack) for stack in packed]
     least = 8 if len(packed) == len(weights.stacks) else 16
     limits = least, min(most, default=_MOST_ROWS)
@@ -96,7 +96,7 @@ def launch(
     routing.launch(gpu, header, num_rows, *values.scores, routes, values.choice)
     first = 0
     for stack in weights.wide:
-        width = stack.width if isinstance(stack, Packed) else stack.shape[1]
+        width = stack.width if isinstance(stack, PackedMatrix) else stack.shape[1]
         columns = values.hidden.columns(first, width)
         _multiply(gpu, values.x, stack, columns, Grouped(routes, op.num_used))
         first += width
@@ -107,8 +107,10 @@ def launch(
     _multiply(gpu, values.gated, weights.down, values.terms, rows)
 
 
-def _multiply(gpu: Gpu, x: Tensor, stack: Tensor | Packed, output: Parts, rows: Grouped) -> None:
-    if isinstance(stack, Packed):
+def _multiply(
+    gpu: Gpu, x: Tensor, stack: Tensor | PackedMatrix, output: Parts, rows: Grouped
+) -> None:
+    if isinstance(stack, PackedMatrix):
         products_packed.launch_grouped(gpu, x, stack, output, rows)
     else:
         product.launch_grouped(gpu, x, stack, output, rows)
@@ -116,7 +118,7 @@ def _multiply(gpu: Gpu, x: Tensor, stack: Tensor | Packed, output: Parts, rows: 
 
 def _stack(
     gpu: Gpu, experts: Sequence[tuple[QuantTensor, ...]], convert: Convert
-) -> Tensor | Packed:
+) -> Tensor | PackedMatrix:
     """Return a stack whose matrices have the outputs of all `experts[i]`, one below the other."""
     first = experts[0]
     width, depth = sum(tensor.shape[0] for tensor in first), first[0].shape[1]

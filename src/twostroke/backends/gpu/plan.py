@@ -18,19 +18,19 @@ from twostroke.backends.gpu.attending import (
 from twostroke.backends.gpu.graphs import bucket_of
 from twostroke.backends.gpu.kernels import norm, pages, pointwise, product_heads, take_packed
 from twostroke.backends.gpu.kernels.parts import Parts
-from twostroke.backends.gpu.kernels.routing import Choice
+from twostroke.backends.gpu.kernels.routing import ExpertSelection
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.lowered import (
     Activate,
     AddNorm,
     Attend,
     Combine,
-    Embed,
+    EmbedRows,
     External,
     HeadProducts,
-    Mix,
+    MixExperts,
     Products,
-    Store,
+    StoreKv,
     StoreLatents,
 )
 from twostroke.backends.gpu.memory import StepMemory, lay_out
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from twostroke.backends.gpu.cache import DevicePages
-    from twostroke.backends.gpu.device import Device
+    from twostroke.backends.gpu.device import GpuDevice
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.backends.gpu.lowered import Lowered, Place, Record
-    from twostroke.backends.gpu.step_input import Places
+    from twostroke.backends.gpu.lowered import BufferColumns, GpuLowered, Record
+    from twostroke.backends.gpu.step_input import StepArrayOffsets
     from twostroke.backends.gpu.weights import DeviceWeights
     from twostroke.model.program import Program, ops
     from twostroke.model.quant import QuantTensor
@@ -60,7 +60,7 @@ _LEAST_PAGE = 16  # tokens
 def step_bytes(
     program: Program,
     tensors: Mapping[str, QuantTensor],
-    device: Device,
+    device: GpuDevice,
     max_rows: int,
     *,
     same_tokens: bool = False,
@@ -86,7 +86,7 @@ def step_bytes(
     return lay_out(gpu, lowered, in_parts, rows).num_bytes + scratch + 4 * numbers
 
 
-class Plan:
+class GpuPlan:
     """The launches of steps of up to `max_rows` rows.
 
     Rows of the sampler's `results` begin with the tokens that the last step drew: rows of the next
@@ -96,7 +96,7 @@ class Plan:
     def __init__(
         self,
         gpu: Gpu,
-        lowered: Lowered,
+        lowered: GpuLowered,
         weights: DeviceWeights,
         cache: DevicePages,
         tables: Tensor,
@@ -152,7 +152,7 @@ class Plan:
     def launch(self, num_rows: int, mark: Callable[[], None] | None = None) -> None:
         """Launch the step in `input`, in a bucket of `num_rows` rows, up to the last states.
 
-        `mark` is called before each of `Lowered.parts` that is not empty.
+        `mark` is called before each of `GpuLowered.parts` that is not empty.
         """
         gpu, frame = self._gpu, self.input.device
         places = self.input.places(num_rows)
@@ -178,10 +178,10 @@ class Plan:
                 gpu, header, bucket, output, self.logits[:bucket], soft_cap=op.soft_cap
             )
 
-    def _launch(self, record: Record, places: Places) -> None:
+    def _launch(self, record: Record, places: StepArrayOffsets) -> None:
         gpu, frame, rows, memory = self._gpu, self.input.device, places.num_rows, self.memory
         match record:
-            case Embed():
+            case EmbedRows():
                 tokens = self.input.view(places.tokens, rows)
                 output = memory.tensor(record.output, rows)
                 given = {"factor": record.factor, "results": self.results}
@@ -206,13 +206,13 @@ class Plan:
                     self._weights.heads[op.output],
                 )
                 product_heads.launch(gpu, frame, rows, x, op.x_head, matrices, output)
-            case Store() | StoreLatents() | Attend():
+            case StoreKv() | StoreLatents() | Attend():
                 self._attending.launch(record, places)
             case Activate():
                 output = memory.tensor(record.output, rows)
                 gate, up = self._biased(record.gate, rows), self._biased(record.up, rows)
                 pointwise.activate(gpu, frame, rows, gate, up, record.activation, output)
-            case Mix():
+            case MixExperts():
                 self._mix(record, rows)
             case Combine():
                 self._combine(record, rows)
@@ -223,7 +223,7 @@ class Plan:
         factors = self._weights.factors(names)
         products.multiply(self._gpu, header, rows, x, factors, output, scratch=self._scratch)
 
-    def _mix(self, record: Mix, rows: int) -> None:
+    def _mix(self, record: MixExperts, rows: int) -> None:
         op, memory = record.op, self.memory
         values = mixtures.Values(
             memory.tensor(record.x, rows),
@@ -237,21 +237,21 @@ class Plan:
         weights = self._weights.experts[op.output]
         mixtures.launch(self._gpu, self.input.device, rows, op, weights, values)
 
-    def _biased(self, place: Place, rows: int) -> tuple[Parts, Tensor | None]:
+    def _biased(self, place: BufferColumns, rows: int) -> tuple[Parts, Tensor | None]:
         bias = None if place.bias is None else self._weights.vector(place.bias)
         return self.memory.parts(place, rows), bias
 
-    def _choice(self, record: Mix) -> Choice:
+    def _choice(self, record: MixExperts) -> ExpertSelection:
         route = record.route
         if route is None:
-            return Choice(record.op.normalize)
+            return ExpertSelection(record.op.normalize)
         wanted, factors = (
             None if name is None else self._weights.vector(name)
             for name in (route.bias, route.factors)
         )
         groups = route.num_groups, route.num_used_groups, route.group_best
         given = route.normalize, route.is_sigmoid, route.scale, *groups
-        return Choice(*given, wanted=wanted, factors=factors)
+        return ExpertSelection(*given, wanted=wanted, factors=factors)
 
     def _combine(self, record: Combine, rows: int) -> None:
         a, bias = self._biased(record.a, rows)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.backends.gpu.kernels import product, products_fp8, products_packed, products_tiles
-from twostroke.backends.gpu.kernels.packed import Packed
-from twostroke.backends.gpu.lowered import Kind, Products
+from twostroke.backends.gpu.kernels.packed import PackedMatrix
+from twostroke.backends.gpu.lowered import BufferType, Products
 from twostroke.backends.gpu.stored import together
 
 if TYPE_CHECKING:
@@ -17,22 +17,24 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.kernels.parts import Parts
     from twostroke.backends.gpu.kernels.products_fp8 import RoundedRows
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.backends.gpu.lowered import Lowered
-    from twostroke.backends.gpu.stored import Layout, Matrix
+    from twostroke.backends.gpu.lowered import GpuLowered
+    from twostroke.backends.gpu.stored import Matrix, PackedLayout
 
 
-def scratch_bytes(gpu: Gpu, lowered: Lowered, packed: Mapping[str, Matrix], max_rows: int) -> int:
+def scratch_bytes(
+    gpu: Gpu, lowered: GpuLowered, packed: Mapping[str, Matrix], max_rows: int
+) -> int:
     """Return how many bytes products of up to `max_rows` rows need besides input and output."""
     needed = [
         _needed(gpu, matrix, max_rows)
         for record in lowered.records
-        if isinstance(record, Products) and lowered.buffers[record.output].kind is Kind.PARTS
+        if isinstance(record, Products) and lowered.buffers[record.output].kind is BufferType.PARTS
         for matrix in _joined([packed.get(name) for name in record.weights])
     ]
     return max(needed, default=0)
 
 
-def in_parts(gpu: Gpu, lowered: Lowered, packed: Mapping[str, Matrix]) -> frozenset[int]:
+def in_parts(gpu: Gpu, lowered: GpuLowered, packed: Mapping[str, Matrix]) -> frozenset[int]:
     """Return the buffers that `products_tiles` alone writes, in parts, where rows are not few."""
 
     def is_alone(name: str) -> bool:
@@ -66,19 +68,19 @@ def multiply(
     header: Tensor,
     rows: int,
     x: Tensor,
-    factors: Sequence[Tensor | Packed],
+    factors: Sequence[Tensor | PackedMatrix],
     output: Parts,
     *,
     scratch: Tensor,
 ) -> None:
     """Write the products of x with the factors side by side; `scratch` has `scratch_bytes`."""
     first = 0
-    rounded: tuple[Layout, RoundedRows] | None = None  # what the scratch holds
+    rounded: tuple[PackedLayout, RoundedRows] | None = None  # what the scratch holds
     for matrix in factors:
-        width = matrix.width if isinstance(matrix, Packed) else matrix.shape[0]
+        width = matrix.width if isinstance(matrix, PackedMatrix) else matrix.shape[0]
         columns = output.columns(first, width)
         first += width
-        if not isinstance(matrix, Packed):
+        if not isinstance(matrix, PackedMatrix):
             product.launch(gpu, header, rows, x, matrix, columns)
         elif products_fp8.is_for(gpu, rows, matrix, columns):
             if rounded is None or rounded[0] != matrix.layout:

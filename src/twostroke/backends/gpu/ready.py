@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.drawing import Drawing
     from twostroke.backends.gpu.graphs import Graphs
     from twostroke.backends.gpu.launch import Kernels
-    from twostroke.backends.gpu.plan import Plan
+    from twostroke.backends.gpu.plan import GpuPlan
 
     Launching = Callable[[], None]
 
 
-def prepare(graphs: Graphs, kernels: Kernels, plan: Plan, drawing: Drawing) -> None:
+def prepare(graphs: Graphs, kernels: Kernels, plan: GpuPlan, drawing: Drawing) -> None:
     """Launch each bucket of steps, without rows.
 
     Larger steps have no graphs but tapes, and kernels like the smallest one of them or the next

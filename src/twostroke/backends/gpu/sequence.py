@@ -10,7 +10,7 @@ import torch
 from twostroke.backends.gpu.cache import DevicePages
 from twostroke.backends.gpu.graphs import bucket_of
 from twostroke.backends.gpu.lower import lower
-from twostroke.backends.gpu.plan import Plan
+from twostroke.backends.gpu.plan import GpuPlan
 from twostroke.backends.gpu.step_input import LOGIT_ROWS
 from twostroke.backends.step_frame import StepFrame
 
@@ -48,7 +48,7 @@ def trace(
     ids = torch.arange(num_groups * places, dtype=torch.int32).view(num_groups, places)
     tables[0, :, :places] = ids
     most = bucket_of(min(count, _ROWS))
-    plan = Plan(gpu, lowered, weights, pages, tables, most, piece=piece)
+    plan = GpuPlan(gpu, lowered, weights, pages, tables, most, piece=piece)
     widths = program.value_widths
     found = {name: np.empty((count, widths[name]), np.float32) for name in values}
     for start in range(0, count, most):

@@ -43,7 +43,7 @@ def input_ints(num_tilings: int, max_rows: int, most_slots: int) -> int:
     return arrays + 2 * MOST_CHANGES + 8 * max_rows + items + headers
 
 
-class Places(Frozen):
+class StepArrayOffsets(Frozen):
     """Where the arrays of a step begin whose bucket has `num_rows` rows."""
 
     num_rows: int
@@ -84,12 +84,12 @@ class StepInput:
         """Whether attention is done in several passes, for which there is no graph."""
         return any(len(headers) > 1 for headers in self.headers)
 
-    def places(self, num_rows: int) -> Places:
+    def places(self, num_rows: int) -> StepArrayOffsets:
         """Return where the arrays of a bucket of rows begin."""
         starts = [self._arrays]
         for count in (num_rows, num_rows, num_rows, num_rows + 1):
             starts.append(starts[-1] + _up(count))
-        return Places(num_rows, *starts)
+        return StepArrayOffsets(num_rows, *starts)
 
     def items_at(self, tiling: int) -> tuple[int, int, int]:
         """Return the places in the header of a tiling's items of few rows, of many, and merges."""

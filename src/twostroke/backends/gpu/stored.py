@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from twostroke.model.program import Program
     from twostroke.model.quant import Format, QuantTensor
 
-    Matrix = tuple["Layout", int, int]  # that is packed: outputs and inputs
+    Matrix = tuple["PackedLayout", int, int]  # that is packed: outputs and inputs
 
 TILE_OUTPUTS: Final = 64
 TILE_INPUTS: Final = 256
 _SCALE_TYPES: Final = ("F16", "BF16", "F32")
 
 
-class Layout(Frozen):
+class PackedLayout(Frozen):
     """How the codes of a format become values.
 
     `bits` is 4, 5, 6 or 8, and `columns` the inputs of a plane. `group` inputs share a scale.
@@ -54,7 +54,7 @@ class Layout(Frozen):
         return TILE_INPUTS // (self.planes * self.columns)
 
 
-def packed_bytes(layout: Layout, width: int, depth: int) -> int:
+def packed_bytes(layout: PackedLayout, width: int, depth: int) -> int:
     """Return how many bytes a matrix takes, padded, with scales and offsets."""
     has_headers = layout.scales in {"k", "q6_k"}
     tile = TILE_INPUTS * layout.bits // 8  # bytes of an output
@@ -65,7 +65,7 @@ def packed_bytes(layout: Layout, width: int, depth: int) -> int:
     return outputs * -(-depth // TILE_INPUTS) * tile
 
 
-def layout_of(fmt: Format, depth: int) -> Layout | None:
+def layout_of(fmt: Format, depth: int) -> PackedLayout | None:
     """Return the layout of a format in rows of `depth` values; None for those without kernels."""
     if fmt.name in _LAYOUTS:
         return _LAYOUTS[fmt.name]
@@ -82,9 +82,9 @@ def layout_of(fmt: Format, depth: int) -> Layout | None:
     if TILE_INPUTS % group or group < 32:
         return None
     if table:
-        return Layout(bits, group, scales=scales, table=table, has_row_scales=is_row)
+        return PackedLayout(bits, group, scales=scales, table=table, has_row_scales=is_row)
     half = 0 if has_zero or bits == 8 else 8
-    return Layout(bits, group, half, scales, offset="zero" if has_zero else None)
+    return PackedLayout(bits, group, half, scales, offset="zero" if has_zero else None)
 
 
 def grouped_of(fmt: Format) -> tuple[int, bool] | None:
@@ -97,7 +97,7 @@ def grouped_of(fmt: Format) -> tuple[int, bool] | None:
     return None if bits == 8 and has_zero else (bits, has_zero)
 
 
-def matrix_layout(tensor: QuantTensor) -> Layout | None:
+def matrix_layout(tensor: QuantTensor) -> PackedLayout | None:
     """Return how a matrix stays packed; None if it does not."""
     return None if tensor.order is not None else layout_of(tensor.format, tensor.shape[-1])
 
@@ -159,10 +159,10 @@ def device_bytes(program: Program, tensors: Mapping[str, QuantTensor]) -> dict[s
 
 
 _LAYOUTS: Final = {
-    "Q4_0": Layout(4, 32, half=8),
-    "Q4_1": Layout(4, 32, offset="minimum"),
-    "Q8_0": Layout(8, 32),
-    "Q4_K": Layout(4, 32, scales="k"),
-    "Q5_K": Layout(5, 32, scales="k"),
-    "Q6_K": Layout(6, 16, half=32, scales="q6_k"),
+    "Q4_0": PackedLayout(4, 32, half=8),
+    "Q4_1": PackedLayout(4, 32, offset="minimum"),
+    "Q8_0": PackedLayout(8, 32),
+    "Q4_K": PackedLayout(4, 32, scales="k"),
+    "Q5_K": PackedLayout(5, 32, scales="k"),
+    "Q6_K": PackedLayout(6, 16, half=32, scales="q6_k"),
 }

@@ -32,7 +32,7 @@ def to_device(gpu: Gpu, array: NDArray[Any]) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor as it is after all launches so far, good after a `Mark`."""
+    """Return a copy of a tensor as it is after all launches so far, good after a `DeviceEvent`."""
     if tensor.device.type != "cuda":
         return tensor.clone()
     found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -80,7 +80,7 @@ def _is_alive(gpu: Gpu) -> bool:
     return True
 
 
-class Mark:
+class DeviceEvent:
     """The point that a device reaches after all that was launched so far."""
 
     def __init__(self, gpu: Gpu) -> None:

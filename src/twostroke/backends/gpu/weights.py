@@ -14,9 +14,9 @@ from twostroke.backends.gpu.kernels.packed import joined, pack
 from twostroke.backends.gpu.lowered import (
     AddNorm,
     Combine,
-    Embed,
+    EmbedRows,
     HeadProducts,
-    Mix,
+    MixExperts,
     Products,
     places,
     sources,
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from twostroke.backends.gpu.kernels.packed import Packed
+    from twostroke.backends.gpu.kernels.packed import PackedMatrix
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.backends.gpu.lowered import Lowered
+    from twostroke.backends.gpu.lowered import GpuLowered
     from twostroke.backends.gpu.mixtures import ExpertWeights
     from twostroke.backends.gpu.stored import Matrix
     from twostroke.model.quant import QuantTensor
@@ -63,7 +63,7 @@ class DeviceWeights:
     def __init__(
         self,
         gpu: Gpu,
-        lowered: Lowered,
+        lowered: GpuLowered,
         tensors: Mapping[str, QuantTensor],
         release: Release = lambda _: None,
         progress: Progress = lambda *_: None,
@@ -76,9 +76,9 @@ class DeviceWeights:
         self._gpu, self._tensors = gpu, tensors
         self.converted: Counter[str] = Counter()
         self.matrices: dict[str, Tensor] = {}
-        self.packed: dict[str, Packed] = {}
+        self.packed: dict[str, PackedMatrix] = {}
         self.shapes: dict[str, Matrix] = {}  # of all packed matrices
-        self.joined: dict[tuple[str, ...], Packed] = {}
+        self.joined: dict[tuple[str, ...], PackedMatrix] = {}
         self.products: dict[tuple[str, ...], Tensor] = {}
         self.experts: dict[str, ExpertWeights] = {}  # by the mixture's output
         self.heads: dict[str, Tensor] = {}  # (heads, outputs, inputs), by the products' output
@@ -86,8 +86,8 @@ class DeviceWeights:
         self._vectors: dict[tuple[str, float], Tensor] = {}
         self._ones: dict[int, Tensor] = {}
         groups = [record.weights for record in lowered.records if isinstance(record, Products)]
-        tables = [record.table for record in lowered.records if isinstance(record, Embed)]
-        mixes = [record.op for record in lowered.records if isinstance(record, Mix)]
+        tables = [record.table for record in lowered.records if isinstance(record, EmbedRows)]
+        mixes = [record.op for record in lowered.records if isinstance(record, MixExperts)]
         heads = [record.op for record in lowered.records if isinstance(record, HeadProducts)]
         names = {name for group in groups for name in group} | {*tables, lowered.logits.weight}
         names |= {weight.name for op in (*mixes, *heads) for weight in op.weights}
@@ -153,7 +153,7 @@ class DeviceWeights:
         num_bytes += sum(matrix.num_bytes for matrix in packed)
         return num_bytes + sum(experts.num_bytes for experts in self.experts.values())
 
-    def factors(self, names: tuple[str, ...]) -> Sequence[Tensor | Packed]:
+    def factors(self, names: tuple[str, ...]) -> Sequence[Tensor | PackedMatrix]:
         """Return matrices that read one input, in order; neighbours of one format are one."""
         if names in self.products:
             return (self.products[names],)
@@ -209,20 +209,20 @@ class DeviceWeights:
             self.converted[tensor.format.name] += 1
 
 
-def _norms_of(lowered: Lowered) -> Iterator[ops.RMSNorm]:
+def _norms_of(lowered: GpuLowered) -> Iterator[ops.RMSNorm]:
     for record in lowered.records:
         given = [source.norm for source in sources(record)]
         given += [record.post, record.norm] if isinstance(record, AddNorm) else []
         yield from (norm for norm in given if norm is not None)
 
 
-def _vectors_of(lowered: Lowered) -> Iterator[str]:
+def _vectors_of(lowered: GpuLowered) -> Iterator[str]:
     """Yield the biases and the factors that records read."""
     for record in lowered.records:
         given = [place.bias for place in places(record)]
         match record:
             case AddNorm(factor=name) | Combine(weight=name):
                 given.append(name)
-            case Mix(route=ops.Route(bias=name, factors=other)):
+            case MixExperts(route=ops.Route(bias=name, factors=other)):
                 given += [name, other]
         yield from (name for name in given if name is not None)

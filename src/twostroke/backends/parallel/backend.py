@@ -18,13 +18,13 @@ from twostroke.backends.parallel.clock import DecodeClock
 from twostroke.backends.parallel.rank_messages import (
     CopyPage,
     Evaluate,
+    RankReady,
     RankTimes,
-    Ready,
     Reset,
     pack,
 )
 from twostroke.core.errors import BackendError, RanksLostError
-from twostroke.core.transport.channel import Kind
+from twostroke.core.transport.channel import MessageType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from twostroke.backends import BackendFacts, Meetings
     from twostroke.backends.cpu import CpuBackend
     from twostroke.backends.parallel.link import Link
-    from twostroke.backends.parallel.rank_messages import Job
+    from twostroke.backends.parallel.rank_messages import RankJob
     from twostroke.backends.parallel.ranks import Ranks
     from twostroke.backends.step_frame import StepFrame
     from twostroke.core.request import Request
@@ -83,7 +83,7 @@ class ParallelBackend:
         own: RankBackend,
         ranks: Ranks,
         link: Link,
-        jobs: Callable[[str], Mapping[int, Job]],
+        jobs: Callable[[str], Mapping[int, RankJob]],
         mesh: Mesh,
     ) -> None:
         """Join ranks that have their jobs; `jobs` makes those of ranks that are started again.
@@ -121,7 +121,7 @@ class ParallelBackend:
         """
         began_s = time.perf_counter()
         self._lay_out(plan)
-        self._ranks.send(Kind.FRAME, self.own.encoded())
+        self._ranks.send(MessageType.FRAME, self.own.encoded())
         self._in_flight.append((plan, began_s))
 
     def finish(self) -> StepResult:
@@ -179,7 +179,7 @@ class ParallelBackend:
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
         """Return the logits of a sequence; see `Backend.score`."""
-        self._ranks.send(Kind.EVALUATE, pack(Evaluate(list(tokens), (), generated)))
+        self._ranks.send(MessageType.EVALUATE, pack(Evaluate(list(tokens), (), generated)))
         with self._failing():
             return self.own.score(tokens, generated=generated)
 
@@ -187,13 +187,15 @@ class ParallelBackend:
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, Array]:
         """Return values of the Program for a sequence; see `Backend.trace`."""
-        self._ranks.send(Kind.EVALUATE, pack(Evaluate(list(tokens), tuple(values), generated)))
+        self._ranks.send(
+            MessageType.EVALUATE, pack(Evaluate(list(tokens), tuple(values), generated))
+        )
         with self._failing():
             return self.own.trace(tokens, values, generated=generated)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page on all ranks; only the cpu backend can, while no step runs."""
-        self._ranks.send(Kind.COPY, pack(CopyPage(source, target)))
+        self._ranks.send(MessageType.COPY, pack(CopyPage(source, target)))
         cast("CpuBackend", self.own).copy_page(source, target)
 
     def meet(self, what: Meetings) -> tuple[list[float], list[float]]:
@@ -202,7 +204,7 @@ class ParallelBackend:
         Raises:
             RanksLostError: some of them are gone.
         """
-        self._ranks.send(Kind.MEASURE, pack(what))
+        self._ranks.send(MessageType.MEASURE, pack(what))
         with self._failing():
             return cast("CpuBackend", self.own).meet(what)
 
@@ -281,7 +283,7 @@ class ParallelBackend:
 
 def _facts_of_all(own: BackendFacts, others: Ranks, mesh: Mesh) -> BackendFacts:
     """Return the facts of all ranks together."""
-    parts = {0: Ready(own.num_threads, own.weight_bytes, own.cache_bytes), **others.ready}
+    parts = {0: RankReady(own.num_threads, own.weight_bytes, own.cache_bytes), **others.ready}
     hosts = {rank: hello.host for rank, hello in others.hellos.items()}
     ranks = [
         RankFacts(

@@ -12,18 +12,18 @@ from twostroke.backends.cpu.library import choose_level, load_library
 from twostroke.backends.parallel.launched import launched
 from twostroke.backends.parallel.links.link_type import KINDS, open_link
 from twostroke.backends.parallel.rank_messages import pack, unpack, version
-from twostroke.backends.parallel.remote import COME_S, Arrival
+from twostroke.backends.parallel.remote import COME_S, RankArrival
 from twostroke.backends.parallel.start import place_among, wait_for_ranks
 from twostroke.core import env
 from twostroke.core.errors import BackendError, TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available, num_cores
-from twostroke.core.transport.channel import Channel, ChannelClosedError, Kind, connect
+from twostroke.core.transport.channel import Channel, ChannelClosedError, MessageType, connect
 from twostroke.model.load import load
 from twostroke.model.weights import weights_identity
 
 if TYPE_CHECKING:
-    from twostroke.backends.parallel.launched import Launched
+    from twostroke.backends.parallel.launched import LauncherEnv
     from twostroke.backends.parallel.links.host_link import HostLink
 
 _PATIENCE_S: Final = 60.0
@@ -99,7 +99,7 @@ def check_ranks(model: str | None) -> Check | None:
     return _ask(place, model)
 
 
-def _ask(place: Launched, model: str | None) -> Check:
+def _ask(place: LauncherEnv, model: str | None) -> Check:
     remote = wait_for_ranks(place)
     try:
         channels = [remote(rank).channel for rank in range(1, place.num_ranks)]
@@ -112,19 +112,19 @@ def _ask(place: Launched, model: str | None) -> Check:
         if kind is None:
             wrong += [f"No link: {why}" for why in _no_link(reports, wanted)]
             for channel in channels:
-                channel.send(Kind.JOB, pack(_Try(None)))
+                channel.send(MessageType.JOB, pack(_Try(None)))
             return Check(reports, wrong, None, [])
         link = open_link(kind, 0, place.num_ranks, reports[0].level, remote.host)
         try:
             text = link.renew()
             for channel in channels:
-                channel.send(Kind.JOB, pack(_Try(kind, text)))
+                channel.send(MessageType.JOB, pack(_Try(kind, text)))
             link.join(text)
             times = [_measure(link, rank, rank) for rank in range(1, place.num_ranks)]
             for channel in channels:  # whoever leaves ends the link of all
                 _next(channel)
             for channel in channels:
-                channel.send(Kind.END)
+                channel.send(MessageType.END)
         except TwostrokeError as error:
             return Check(reports, [*wrong, f"The link {kind} does not work. {error}"], kind, [])
         finally:
@@ -134,13 +134,13 @@ def _ask(place: Launched, model: str | None) -> Check:
         remote.close()
 
 
-def _answer(place: Launched, model: str | None) -> None:
+def _answer(place: LauncherEnv, model: str | None) -> None:
     assert place.host is not None
     channel = connect(place.host, place.port, env.rank_secret(), COME_S)
     try:
-        channel.send(Kind.HELLO, pack(Arrival(place.rank, place.num_ranks)))
+        channel.send(MessageType.HELLO, pack(RankArrival(place.rank, place.num_ranks)))
         report = _report(place.rank, channel.own_address(), model)
-        channel.send(Kind.HELLO, pack(report))
+        channel.send(MessageType.HELLO, pack(report))
         trial = unpack(_next(channel), _Try)
         if trial.kind is None:
             return
@@ -148,7 +148,7 @@ def _answer(place: Launched, model: str | None) -> None:
         try:
             link.join(trial.link)
             _measure(link, 0, place.rank)
-            channel.send(Kind.READY)
+            channel.send(MessageType.READY)
             channel.receive(_PATIENCE_S)
         finally:
             link.close()

@@ -21,7 +21,7 @@ _DEFAULT_PORT: Final = 29500  # torchrun's
 _MAX_PORT: Final = 65535
 
 
-class Launched(Frozen):
+class LauncherEnv(Frozen):
     """A rank's number, and where rank 0 listens.
 
     `host` is None if the launcher does not tell it, as mpirun.
@@ -33,7 +33,7 @@ class Launched(Frozen):
     port: int
 
 
-def launched() -> Launched | None:
+def launched() -> LauncherEnv | None:
     """Return this process's rank, or None if no launcher started it.
 
     Raises:
@@ -52,7 +52,7 @@ def launched() -> Launched | None:
             number = _number(found, rank, 0, 0, 1 << 20)
             if number >= num_ranks:
                 raise UsageError(f"{rank} must be less than {size} ({num_ranks}), got {number}.")
-            return Launched(number, num_ranks, found.get("MASTER_ADDR"), port)
+            return LauncherEnv(number, num_ranks, found.get("MASTER_ADDR"), port)
     if "RANK" in found or "WORLD_SIZE" in found:
         missing = "WORLD_SIZE" if "RANK" in found else "RANK"
         raise UsageError(f"The launcher has not set {missing} (RANK and WORLD_SIZE are needed).")

@@ -22,7 +22,7 @@ from twostroke.model.program import BatchShape
 from twostroke.model.program.collectives import AllGather, AllReduce, Receive, Send
 from twostroke.model.program.experts import ExpertTerms
 from twostroke.model.program.shard import shard
-from twostroke.model.program.split_kv import AttentionPieces
+from twostroke.model.program.split_kv import SplitKvAttention
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ class Step(Frozen):
         return max(map(sum, zip(self.computing_s, self.moving_s, strict=True)))
 
 
-class Shares(Frozen):
+class TimeShares(Frozen):
     """Of a rank's time, what it waits in collectives for others, and what these themselves take."""
 
     waiting: float
@@ -99,10 +99,10 @@ class Divided(Frozen):
         """
         return self.step_s_on_one(batch, limits) / self._seconds(batch, num_in_flight)[0]
 
-    def collective_shares(self, batch: BatchShape, num_in_flight: int = 1) -> Shares:
+    def collective_shares(self, batch: BatchShape, num_in_flight: int = 1) -> TimeShares:
         """Return what of its time rank 0 spends in collectives; arguments as `gain`."""
         whole_s, computing_s, moving_s = self._seconds(batch, num_in_flight)
-        return Shares(1 - (computing_s + moving_s) / whole_s, moving_s / whole_s)
+        return TimeShares(1 - (computing_s + moving_s) / whole_s, moving_s / whole_s)
 
     def _seconds(self, batch: BatchShape, num_in_flight: int) -> tuple[float, float, float]:
         """Return how long a batch takes, and how much of that rank 0 computes and moves."""
@@ -167,7 +167,7 @@ def part_of_machine(limits: Hardware, count: int) -> Hardware:
 
 
 @dataclass(slots=True)
-class _Rank:
+class _RankClock:
     """A rank on its way: its next operation, and its clock."""
 
     ops: Sequence[Op]
@@ -205,13 +205,13 @@ class _Walk:
 
     divided: Divided
     batch: BatchShape
-    _ranks: list[_Rank] = field(default_factory=list)
+    _ranks: list[_RankClock] = field(default_factory=list)
     _sent: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def run(self) -> Step:
         """Return the step's figures."""
         cost = self.divided.cost
-        self._ranks = [_Rank(part.program.ops, cost.part(part)) for part in self.divided.parts]
+        self._ranks = [_RankClock(part.program.ops, cost.part(part)) for part in self.divided.parts]
         start_s = self.divided.link.start_s
         for rank in self._ranks:
             rank.now_s = start_s
@@ -245,28 +245,28 @@ class _Walk:
                     return False
                 num_bytes = rank.cost.operation(op, self.batch).received_bytes
                 rank.arrive(sent.pop(0), link.seconds(num_bytes), num_bytes)
-            case AttentionPieces() if rank.has_computed:
+            case SplitKvAttention() if rank.has_computed:
                 return self._meet(op)
             case _:
                 self._compute(rank, op, self.divided.limits[number])
-                rank.has_computed = isinstance(op, AttentionPieces)
+                rank.has_computed = isinstance(op, SplitKvAttention)
                 rank.next += not rank.has_computed
         return True
 
-    def _compute(self, rank: _Rank, op: Op, limits: Hardware) -> None:
+    def _compute(self, rank: _RankClock, op: Op, limits: Hardware) -> None:
         cost = rank.cost.operation(op, self.batch)
         seconds = self.divided.rates.seconds(op, cost, limits)
         rank.compute(seconds)
         if isinstance(op, ExpertTerms):
             rank.uneven_s += seconds * _unevenness(op, self.batch.num_rows)
 
-    def _meet(self, op: AllGather | AllReduce | AttentionPieces) -> bool:
+    def _meet(self, op: AllGather | AllReduce | SplitKvAttention) -> bool:
         """Bring a team over its collective, once all are there."""
         team = [self._ranks[member] for member in op.team]
         next_ops = [rank.ops[rank.next : rank.next + 1] for rank in team]
         if any(not ops or getattr(ops[0], "meeting", None) != op.meeting for ops in next_ops):
             return False
-        if not all(rank.has_computed for rank in team if isinstance(op, AttentionPieces)):
+        if not all(rank.has_computed for rank in team if isinstance(op, SplitKvAttention)):
             return False
         all_there_s = max(rank.now_s for rank in team)
         if len(team) > 1:

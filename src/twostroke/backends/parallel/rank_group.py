@@ -24,7 +24,7 @@ from twostroke.backends.kv_size import size_cache
 from twostroke.backends.parallel.backend import ParallelBackend
 from twostroke.backends.parallel.launch import LocalRanks
 from twostroke.backends.parallel.links.link_type import choose_kind, open_link
-from twostroke.backends.parallel.rank_messages import Job
+from twostroke.backends.parallel.rank_messages import RankJob
 from twostroke.backends.parallel.ranks import Ranks
 from twostroke.backends.parallel.ray_ranks import RayRanks
 from twostroke.backends.parallel.shared import SharedLink
@@ -34,7 +34,7 @@ from twostroke.backends.parallel.start import (
     place_among,
     wait_for_ranks,
 )
-from twostroke.backends.weight_shard import Share, block_sizes
+from twostroke.backends.weight_shard import WeightShard, block_sizes
 from twostroke.core import env
 from twostroke.core.errors import RanksLostError
 from twostroke.core.hardware import memory_available, resolve_num_threads, scarcest_memory
@@ -158,7 +158,7 @@ class RankGroup:
                 size,
                 tapped_value=tapped_value,
                 embeds=True,
-                share=Share(0, self._mesh, self._max_rows, self._link.record, sizes),
+                share=WeightShard(0, self._mesh, self._max_rows, self._link.record, sizes),
                 **options,
             )
         own = cast("RankBackend", own)  # it has a share
@@ -225,9 +225,9 @@ class RankGroup:
         here = [other for other, host in self._hosts.items() if host == self._hosts[rank]]
         return sorted(here).index(rank), len(here)
 
-    def _jobs(self, size: CacheSize, link: str) -> dict[int, Job]:
+    def _jobs(self, size: CacheSize, link: str) -> dict[int, RankJob]:
         return {
-            rank: Job(
+            rank: RankJob(
                 rank=rank,
                 mesh=self._mesh,
                 model=self._model,

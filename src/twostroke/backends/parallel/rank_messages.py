@@ -16,7 +16,7 @@ from twostroke.model.program.mesh import Mesh  # noqa: TC001 - likewise
 T = TypeVar("T", bound=Frozen)
 
 
-class Hello(Frozen):
+class RankHello(Frozen):
     """Who a rank is: the first message to rank 0. `memory_bytes` are free."""
 
     rank: int
@@ -27,7 +27,7 @@ class Hello(Frozen):
     num_cores: int
 
 
-class Job(Frozen):
+class RankJob(Frozen):
     """What a rank is to load: its part of a model, and how it reaches the other ranks.
 
     `model` is a name or a path on the rank's machine, and `model_id` must be that of its files.
@@ -56,7 +56,7 @@ class Job(Frozen):
     link: str
 
 
-class Ready(Frozen):
+class RankReady(Frozen):
     """A rank has loaded its part, or has begun again after a failed step."""
 
     num_threads: int
@@ -64,7 +64,7 @@ class Ready(Frozen):
     cache_bytes: int
 
 
-class Beat(Frozen):
+class RankHeartbeat(Frozen):
     """A rank lives.
 
     `progress` is that of its link; `waits`: for a step, or inside a collective. `collective_s` are
@@ -110,7 +110,7 @@ class Reset(Frozen):
     link: str
 
 
-class Failed(Frozen):
+class RankFailed(Frozen):
     """A rank's part of a step, or its start, failed.
 
     `kind` is the name of an error class in `core/errors.py`. With `lost` the rank only waited for

@@ -13,18 +13,18 @@ from msgspec.structs import replace
 
 from twostroke.backends import RankState
 from twostroke.backends.parallel.rank_messages import (
-    Beat,
-    Failed,
-    Hello,
+    RankFailed,
+    RankHeartbeat,
+    RankHello,
+    RankReady,
     RankTimes,
-    Ready,
     pack,
     unpack,
     version,
 )
 from twostroke.core import errors
 from twostroke.core.errors import BackendError, RanksLostError, TwostrokeError
-from twostroke.core.transport.channel import ChannelClosedError, Kind
+from twostroke.core.transport.channel import ChannelClosedError, MessageType
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from twostroke.backends import RankFacts
     from twostroke.backends.parallel.launch import Launcher, RankProcess
     from twostroke.backends.parallel.link import Link
-    from twostroke.backends.parallel.rank_messages import Job, Reset
+    from twostroke.backends.parallel.rank_messages import RankJob, Reset
     from twostroke.core.transport.channel import Message
 
 BEAT_S: Final = 0.2  # between two heartbeats
@@ -58,12 +58,12 @@ class Ranks:
         self._processes: dict[int, RankProcess] = {}
         self._silent_s: dict[int, float] = {}
         self._closing = self._is_given_up = False
-        self.hellos: dict[int, Hello] = {}
-        self.ready: dict[int, Ready] = {}
-        self.failed: dict[int, Failed] = {}
+        self.hellos: dict[int, RankHello] = {}
+        self.ready: dict[int, RankReady] = {}
+        self.failed: dict[int, RankFailed] = {}
         self._times: dict[int, RankTimes] = {}
         self.lost: dict[int, str] = {}
-        self._beats: dict[int, Beat] = {}
+        self._beats: dict[int, RankHeartbeat] = {}
         self._stall = Stall()
         self._resetting: set[int] = set()  # what they say until they are ready is out of date
         self._left: set[int] = set()  # for good
@@ -77,7 +77,7 @@ class Ranks:
         self._monitor = threading.Thread(target=self._watch, name="twostroke-ranks", daemon=True)
         self._monitor.start()
 
-    def meet(self) -> dict[int, Hello]:
+    def meet(self) -> dict[int, RankHello]:
         """Return the first message of each rank.
 
         Raises:
@@ -93,7 +93,7 @@ class Ranks:
                 )
         return self.hellos
 
-    def send(self, kind: Kind, body: bytes = b"", to: Iterable[int] | None = None) -> None:
+    def send(self, kind: MessageType, body: bytes = b"", to: Iterable[int] | None = None) -> None:
         """Send a message to all that live, or to some ranks.
 
         Raises:
@@ -107,10 +107,10 @@ class Ranks:
                 self._lose(rank, process, process.ended() or _gone(error))
                 raise self._lost_error() from None
 
-    def assign(self, jobs: Mapping[int, Job]) -> None:
+    def assign(self, jobs: Mapping[int, RankJob]) -> None:
         """Tell ranks what to load."""
         for rank, job in jobs.items():
-            self.send(Kind.JOB, pack(job), [rank])
+            self.send(MessageType.JOB, pack(job), [rank])
 
     def wait_until_ready(self, timeout_s: float | None = None) -> None:
         """Wait until all ranks are ready.
@@ -130,7 +130,7 @@ class Ranks:
         """
         with self._changed:
             self._times.clear()
-        self.send(Kind.TIMES)
+        self.send(MessageType.TIMES)
         self._wait_for(self._times, None)
         return dict(self._times)
 
@@ -154,7 +154,7 @@ class Ranks:
             self._resetting = set(old)
             for rank in old:
                 self.ready.pop(rank, None)
-        self.send(Kind.RESET, pack(body), old)
+        self.send(MessageType.RESET, pack(body), old)
 
     def restart(self) -> list[int]:
         """Start the lost ranks again and wait for their first messages; returns which they are.
@@ -219,7 +219,7 @@ class Ranks:
         self._monitor.join()
         for process in self._processes.values():
             with suppress(ChannelClosedError):
-                process.channel.send(Kind.END)
+                process.channel.send(MessageType.END)
         deadline = time.monotonic() + _END_S
         for process in self._processes.values():
             process.wait(max(0.0, deadline - time.monotonic()))
@@ -250,7 +250,7 @@ class Ranks:
 
     def _wait_for(
         self,
-        known: dict[int, Hello] | dict[int, Ready] | dict[int, RankTimes],
+        known: dict[int, RankHello] | dict[int, RankReady] | dict[int, RankTimes],
         timeout_s: float | None,
     ) -> None:
         def is_over() -> bool:
@@ -271,7 +271,7 @@ class Ranks:
             if self.lost:
                 raise self._lost_error()
 
-    def _real_failures(self) -> dict[int, Failed]:
+    def _real_failures(self) -> dict[int, RankFailed]:
         return {rank: failed for rank, failed in self.failed.items() if not failed.lost}
 
     def _lost_error(self) -> RanksLostError:
@@ -332,21 +332,21 @@ class Ranks:
             if self._processes.get(rank) is not process:  # it was replaced meanwhile
                 return
             match message.kind:
-                case Kind.HELLO:
-                    self.hellos[rank] = unpack(message.body, Hello)
-                case Kind.READY:
-                    self.ready[rank] = unpack(message.body, Ready)
+                case MessageType.HELLO:
+                    self.hellos[rank] = unpack(message.body, RankHello)
+                case MessageType.READY:
+                    self.ready[rank] = unpack(message.body, RankReady)
                     self._resetting.discard(rank)
-                case Kind.TIMES:
+                case MessageType.TIMES:
                     self._times[rank] = unpack(message.body, RankTimes)
-                case Kind.FAILED if rank not in self._resetting:
-                    self.failed[rank] = unpack(message.body, Failed)
+                case MessageType.FAILED if rank not in self._resetting:
+                    self.failed[rank] = unpack(message.body, RankFailed)
                     self._link.abort()
-                case Kind.LEAVE:
+                case MessageType.LEAVE:
                     self._left.add(rank)
                     self._lose(rank, process, "was ended by Ctrl-C")
-                case Kind.BEAT if message.body:
-                    self._beats[rank] = unpack(message.body, Beat)
+                case MessageType.BEAT if message.body:
+                    self._beats[rank] = unpack(message.body, RankHeartbeat)
                     return
                 case _:
                     return
@@ -376,7 +376,7 @@ class Stall:
         """Whether it has lasted long enough."""
         return self._lasts_s > _STALLED_S
 
-    def look(self, own_progress: int, beats: Sequence[Beat], passed_s: float) -> None:
+    def look(self, own_progress: int, beats: Sequence[RankHeartbeat], passed_s: float) -> None:
         """Compare what ranks say now with what they said before."""
         progress = [own_progress, *(beat.progress for beat in beats)]
         waits = own_progress % 2 == 1 and all(beat.waits for beat in beats)
@@ -389,6 +389,6 @@ def _gone(error: Exception) -> str:
     return f"is gone ({str(error).rstrip('.')})"
 
 
-def _error_of(rank: int, failed: Failed) -> TwostrokeError:
+def _error_of(rank: int, failed: RankFailed) -> TwostrokeError:
     kind = getattr(errors, failed.kind, BackendError)
     return kind(f"Rank {rank}: {failed.reason}")

@@ -6,7 +6,7 @@ import secrets
 from importlib.util import find_spec
 from typing import Any, Final
 
-from twostroke.backends.parallel.remote import Arrival, RemoteRank, RemoteRanks, serve_rank
+from twostroke.backends.parallel.remote import RankArrival, RemoteRank, RemoteRanks, serve_rank
 from twostroke.core.errors import BackendError, RanksLostError
 from twostroke.core.extras import install_command
 
@@ -75,16 +75,16 @@ class RayRanks:
 
         strategy = PlacementGroupSchedulingStrategy(self._group, rank - 1)
         # If its machine is lost, Ray starts the actor elsewhere.
-        kind = self._ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)(_Rank)
+        kind = self._ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)(_RankActor)
         actor = kind.options(scheduling_strategy=strategy).remote()
         where = self._remote.host, self._remote.port, self._secret
         self._tasks.append(actor.serve.remote(*where, rank, self._num_ranks))
         self._actors.append(actor)
 
 
-class _Rank:
+class _RankActor:
     """An actor: a process of Ray that runs a rank."""
 
     def serve(self, host: str, port: int, secret: bytes, rank: int, num_ranks: int) -> None:
         """Be a rank until rank 0 ends."""
-        serve_rank(host, port, secret, Arrival(rank, num_ranks))
+        serve_rank(host, port, secret, RankArrival(rank, num_ranks))

@@ -15,7 +15,13 @@ import msgspec
 
 from twostroke.core.errors import BackendError, RanksLostError
 from twostroke.core.frozen import Frozen
-from twostroke.core.transport.channel import Channel, ChannelClosedError, Kind, Listener, connect
+from twostroke.core.transport.channel import (
+    Channel,
+    ChannelClosedError,
+    Listener,
+    MessageType,
+    connect,
+)
 
 _logger = logging.getLogger("twostroke.ranks")
 
@@ -27,7 +33,7 @@ _LOOK_S: Final = 0.2
 SILENCE_S: Final = 3  # of a host, until its connections count as ended
 
 
-class Arrival(Frozen):
+class RankArrival(Frozen):
     """The first message of a rank that comes to rank 0; `asked` is what it was to run, in words."""
 
     rank: int
@@ -102,7 +108,7 @@ class RemoteRanks:
     def _take(self, channel: Channel) -> None:
         try:
             message = channel.receive(_SAY_S)
-            arrival = msgspec.json.decode(message.body if message else b"", type=Arrival)
+            arrival = msgspec.json.decode(message.body if message else b"", type=RankArrival)
         except (BackendError, msgspec.MsgspecError):
             channel.close()
             return
@@ -127,7 +133,7 @@ class RemoteRanks:
         self._came[arrival.rank] = channel
 
 
-def serve_rank(host: str, port: int, secret: bytes, arrival: Arrival) -> None:
+def serve_rank(host: str, port: int, secret: bytes, arrival: RankArrival) -> None:
     """Be a rank, in a process that is started again if rank 0 loses it; returns in the end.
 
     Raises:
@@ -137,7 +143,7 @@ def serve_rank(host: str, port: int, secret: bytes, arrival: Arrival) -> None:
     while True:
         channel = connect(host, port, secret, COME_S, has_listened=has_met)
         channel.notice_silence(SILENCE_S)
-        channel.send(Kind.HELLO, msgspec.json.encode(arrival))
+        channel.send(MessageType.HELLO, msgspec.json.encode(arrival))
         _say(f"Rank {rank} of {arrival.num_ranks} follows rank 0 at {host}:{port}.")
         if (code := _run(channel, rank)) == 0:
             return
@@ -174,7 +180,7 @@ def _run(channel: Channel, rank: int) -> int:
         process.kill()
         process.wait()
         with suppress(ChannelClosedError):
-            channel.send(Kind.LEAVE)
+            channel.send(MessageType.LEAVE)
         raise
     finally:
         process.kill()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from twostroke.backends.parallel.launched import Launched, launched
-from twostroke.backends.parallel.remote import Arrival, RemoteRanks, serve_rank
+from twostroke.backends.parallel.launched import LauncherEnv, launched
+from twostroke.backends.parallel.remote import RankArrival, RemoteRanks, serve_rank
 from twostroke.core import env
 from twostroke.core.errors import PortInUseError, UsageError
 from twostroke.core.options import ParallelOptions
 
 
-def place_among(num_ranks: int) -> Launched | None:
+def place_among(num_ranks: int) -> LauncherEnv | None:
     """Return this process's place if a launcher started it, None if this process starts the others.
 
     Raises:
@@ -30,7 +30,7 @@ def place_among(num_ranks: int) -> Launched | None:
     return place
 
 
-def wait_for_ranks(place: Launched, asked: str = "") -> RemoteRanks:
+def wait_for_ranks(place: LauncherEnv, asked: str = "") -> RemoteRanks:
     """Return the launcher of ranks that come by themselves, on rank 0, which was `asked` for this.
 
     Raises:
@@ -64,6 +64,6 @@ def follow_if_launched(model: str, parallel: ParallelOptions) -> None:
     place = place_among(parallel.num_ranks)
     if place is not None and place.rank != 0:
         assert place.host is not None
-        arrival = Arrival(place.rank, place.num_ranks, asked_of(model, parallel))
+        arrival = RankArrival(place.rank, place.num_ranks, asked_of(model, parallel))
         serve_rank(place.host, place.port, env.rank_secret(), arrival)
         raise SystemExit(0)

@@ -23,14 +23,14 @@ from twostroke.backends.parallel.clock import DecodeClock
 from twostroke.backends.parallel.link import LINKS
 from twostroke.backends.parallel.rank_group import on_cores, own_part
 from twostroke.backends.parallel.rank_messages import (
-    Beat,
     CopyPage,
     Evaluate,
-    Failed,
-    Hello,
-    Job,
+    RankFailed,
+    RankHeartbeat,
+    RankHello,
+    RankJob,
+    RankReady,
     RankTimes,
-    Ready,
     Reset,
     pack,
     unpack,
@@ -38,10 +38,10 @@ from twostroke.backends.parallel.rank_messages import (
 )
 from twostroke.backends.parallel.ranks import BEAT_S
 from twostroke.backends.step_frame import FrameLimits, FrameLostError, FrameReader
-from twostroke.backends.weight_shard import Share, block_sizes
+from twostroke.backends.weight_shard import WeightShard, block_sizes
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError, TwostrokeError
 from twostroke.core.hardware import give_back_memory, memory_available, num_cores
-from twostroke.core.transport.channel import Channel, ChannelClosedError, Kind
+from twostroke.core.transport.channel import Channel, ChannelClosedError, MessageType
 from twostroke.model.families import build_program
 from twostroke.model.load import load
 from twostroke.model.program.kv_groups import PageGroups
@@ -57,7 +57,11 @@ if TYPE_CHECKING:
     from twostroke.core.transport.channel import Message
 
 
-_KINDS = {Ready: Kind.READY, Failed: Kind.FAILED, RankTimes: Kind.TIMES}  # of answers
+_KINDS = {
+    RankReady: MessageType.READY,
+    RankFailed: MessageType.FAILED,
+    RankTimes: MessageType.TIMES,
+}  # of answers
 
 
 def main() -> int:
@@ -78,8 +82,8 @@ def follow(channel: Channel, rank: int) -> bool:
     """Do what rank 0 says, until it ends this rank or is gone; return whether it is over."""
     try:
         here = socket.gethostname(), os.getpid(), memory_available(), num_cores()
-        hello = Hello(rank, version(), *here)
-        channel.send(Kind.HELLO, pack(hello))
+        hello = RankHello(rank, version(), *here)
+        channel.send(MessageType.HELLO, pack(hello))
         pulse = _Pulse()
         with _beating(channel, pulse):
             return _serve(channel, pulse)
@@ -97,10 +101,10 @@ class _Pulse:
         self.waits_for_step = False
         self.collective_s = 0.0
 
-    def beat(self) -> Beat:
+    def beat(self) -> RankHeartbeat:
         progress = self.link.progress() if self.link is not None else 0
         waits = self.waits_for_step or progress % 2 == 1
-        return Beat(waits, progress, self.collective_s)
+        return RankHeartbeat(waits, progress, self.collective_s)
 
 
 @contextmanager
@@ -132,55 +136,55 @@ def _beating(channel: Channel, pulse: _Pulse) -> Iterator[None]:
 
 def _serve(channel: Channel, pulse: _Pulse) -> bool:
     message = channel.receive()
-    while message is not None and message.kind is Kind.BEAT:
+    while message is not None and message.kind is MessageType.BEAT:
         message = channel.receive()
-    if message is None or message.kind is not Kind.JOB:
+    if message is None or message.kind is not MessageType.JOB:
         return True
     try:
-        job = unpack(message.body, Job)
+        job = unpack(message.body, RankJob)
         compute = own_part(job.compute, *job.place)
-        with on_cores(*job.place), closing(Follower(job, compute)) as follower:
+        with on_cores(*job.place), closing(RankWorker(job, compute)) as follower:
             pulse.link = follower.link
             _follow_steps(channel, follower, pulse)  # on these cores, too, as this thread computes
     except ChannelClosedError:
         raise
     except Exception as error:  # noqa: BLE001 whatever it is, rank 0 must learn of it
         failed = _failed(error)
-        channel.send(Kind.FAILED, pack(failed))
+        channel.send(MessageType.FAILED, pack(failed))
         return not failed.lost
     return True
 
 
-def _follow_steps(channel: Channel, follower: Follower, pulse: _Pulse) -> None:
-    channel.send(Kind.READY, pack(follower.sizes))
+def _follow_steps(channel: Channel, follower: RankWorker, pulse: _Pulse) -> None:
+    channel.send(MessageType.READY, pack(follower.sizes))
     while True:
         pulse.waits_for_step = True
         message = channel.receive()
-        if message is None or message.kind is Kind.END:
+        if message is None or message.kind is MessageType.END:
             return
-        pulse.waits_for_step = message.kind is Kind.BEAT
+        pulse.waits_for_step = message.kind is MessageType.BEAT
         answer = _answer(follower, message)
         pulse.collective_s = follower.collective_s
         if answer is not None:
             channel.send(_KINDS[type(answer)], pack(answer))
 
 
-def _answer(follower: Follower, message: Message) -> Ready | Failed | RankTimes | None:
+def _answer(follower: RankWorker, message: Message) -> RankReady | RankFailed | RankTimes | None:
     """Do what a message says; return what rank 0 must know."""
-    if message.kind is Kind.RESET:
+    if message.kind is MessageType.RESET:
         follower.reset(unpack(message.body, Reset))
         return follower.sizes
     try:
         match message.kind:
-            case Kind.FRAME:
+            case MessageType.FRAME:
                 follower.step(message.body)
-            case Kind.EVALUATE:
+            case MessageType.EVALUATE:
                 follower.evaluate(unpack(message.body, Evaluate))
-            case Kind.COPY:
+            case MessageType.COPY:
                 follower.copy_page(unpack(message.body, CopyPage))
-            case Kind.MEASURE:
+            case MessageType.MEASURE:
                 follower.meet(unpack(message.body, Meetings))
-            case Kind.TIMES:
+            case MessageType.TIMES:
                 return follower.times()
     except Exception as error:  # noqa: BLE001 the step is over, this rank is not
         follower.abort()
@@ -188,21 +192,21 @@ def _answer(follower: Follower, message: Message) -> Ready | Failed | RankTimes 
     return None
 
 
-def _failed(error: Exception) -> Failed:
+def _failed(error: Exception) -> RankFailed:
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         host = socket.gethostname()
         error = MemoryLimitError(f"There is too little memory for its part of the model on {host}.")
     if isinstance(error, FrameLostError):  # all requests must be computed again, on new pages
-        return Failed(str(error), RanksLostError.__name__)
+        return RankFailed(str(error), RanksLostError.__name__)
     name = type(error).__name__
     reason = str(error) if isinstance(error, TwostrokeError) else f"{name}: {error}"
-    return Failed(reason, name, lost=isinstance(error, RanksLostError))
+    return RankFailed(reason, name, lost=isinstance(error, RanksLostError))
 
 
-class Follower:
+class RankWorker:
     """A rank's part of a model."""
 
-    def __init__(self, job: Job, compute: ComputeOptions) -> None:
+    def __init__(self, job: RankJob, compute: ComputeOptions) -> None:
         """Load it, with this rank's own threads.
 
         Raises:
@@ -224,7 +228,7 @@ class Follower:
             CacheSize(program.context_length, job.num_pages, job.page_size, 0, job.kv_format),
             release=loaded.release,
             tapped_value=job.tapped_value,
-            share=Share(job.rank, job.mesh, job.max_rows, self.link.record, sizes),
+            share=WeightShard(job.rank, job.mesh, job.max_rows, self.link.record, sizes),
         )
         self._backend = cast("RankBackend", backend)  # it has a share
         self._clock = DecodeClock()
@@ -234,7 +238,7 @@ class Follower:
                 f"Its level {facts.level} computes prompts otherwise than that of rank 0: set "
                 "--level to one that both have."
             )
-        self.sizes = Ready(facts.num_threads, facts.weight_bytes, facts.cache_bytes)
+        self.sizes = RankReady(facts.num_threads, facts.weight_bytes, facts.cache_bytes)
         self._frames = FrameReader(
             FrameLimits(
                 vocab_size=program.vocab_size,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.backends import BackendFacts
-from twostroke.backends.reference.operations import PagedCache, StepState
+from twostroke.backends.reference.operations import PagedCache, ReferenceStepState
 from twostroke.backends.reference.ranks import run_ranks
 from twostroke.backends.sampling.reference import draw_all
-from twostroke.backends.spans import Span, flatten, pooled_rows
+from twostroke.backends.spans import RowSpan, flatten, pooled_rows
 from twostroke.core.hardware import num_cores
 from twostroke.core.step import StepResult
 from twostroke.model.program.formats import FORMATS
@@ -91,7 +91,7 @@ class ReferenceBackend:
         started = time.perf_counter()
         tokens, positions, spans, sampled = flatten(plan.slices)
         states = [
-            StepState(tokens, positions, spans, sampled, weights, cache, plan.external)
+            ReferenceStepState(tokens, positions, spans, sampled, weights, cache, plan.external)
             for weights, cache in zip(self._weights, self._caches, strict=True)
         ]
         for cache in self._caches:
@@ -116,11 +116,13 @@ class ReferenceBackend:
         del generated  # one arithmetic for all rows
         count, num_groups, page_size = len(tokens), len(self.facts.windows), self.facts.page_size
         table = np.arange(num_groups * -(-count // page_size)).reshape(num_groups, -1)
-        spans = (Span(slice(0, count), 0, table),)
+        spans = (RowSpan(slice(0, count), 0, table),)
         rows, ids = np.arange(count), np.array(tokens)
         ranks = shard(self._program, self._mesh, values, self._block_sizes)
         states = [
-            StepState(ids, rows, spans, rows, own, PagedCache(rank.program, table.size, page_size))
+            ReferenceStepState(
+                ids, rows, spans, rows, own, PagedCache(rank.program, table.size, page_size)
+            )
             for rank, own in zip(ranks, self._weights, strict=True)
         ]
         kept = run_ranks(ranks, states, values)

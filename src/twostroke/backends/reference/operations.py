@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.backends.spans import Span
+    from twostroke.backends.spans import RowSpan
     from twostroke.model.program import Program
     from twostroke.model.program.ops import LocalOp
 
     Array = NDArray[np.float32]
 
 
-class StepState(Frozen):
+class ReferenceStepState(Frozen):
     """Inputs of a step's operations besides values."""
 
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
-    spans: tuple[Span, ...]
+    spans: tuple[RowSpan, ...]
     sampled: NDArray[np.int64]
     weights: Mapping[str, Array]
     cache: PagedCache
@@ -36,7 +36,7 @@ class StepState(Frozen):
 
 
 def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
-    op: LocalOp, values: Mapping[str, Array], state: StepState
+    op: LocalOp, values: Mapping[str, Array], state: ReferenceStepState
 ) -> Array:
     """Return what `op` writes, (rows, width), given the values written so far."""
     match op:
@@ -86,7 +86,7 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
             return values[op.x][:, op.first : op.first + op.width]
 
 
-def _embed(op: ops.Embed, state: StepState) -> Array:
+def _embed(op: ops.Embed, state: ReferenceStepState) -> Array:
     ids = state.tokens - op.first_id
     is_known = (ids >= 0) & (ids < op.num_ids)
     rows = np.full((len(ids), op.width), np.nan, np.float32)
@@ -133,7 +133,7 @@ def rotate(op: ops.Rope, x: Array, positions: NDArray[np.int64]) -> Array:
     return rotated.reshape(x.shape)
 
 
-def _attention(op: ops.Attention, values: Mapping[str, Array], state: StepState) -> Array:
+def _attention(op: ops.Attention, values: Mapping[str, Array], state: ReferenceStepState) -> Array:
     q = values[op.q]
     output = np.empty((len(q), op.width), np.float32)
     for span in state.spans:
@@ -153,7 +153,7 @@ def _attention(op: ops.Attention, values: Mapping[str, Array], state: StepState)
 
 
 def attention_scores(
-    op: ops.Attention | ops.AttentionPieces,
+    op: ops.Attention | ops.SplitKvAttention,
     q: Array,
     k: Array,
     at: NDArray[np.int64],
@@ -175,7 +175,7 @@ def attention_scores(
     return scores.swapaxes(0, 1)
 
 
-def _kv_head(op: ops.Attention | ops.AttentionPieces, head: int) -> int:
+def _kv_head(op: ops.Attention | ops.SplitKvAttention, head: int) -> int:
     first = op.first_head if isinstance(op, ops.Attention) else 0
     return (first + head) // op.group_size
 
@@ -268,12 +268,12 @@ class PagedCache:
         """The bytes of all pages."""
         return MappedPages(memoryview(self._memory.data).cast("B"), self._num_pages)
 
-    def copy_pages(self, spans: Sequence[Span]) -> None:
+    def copy_pages(self, spans: Sequence[RowSpan]) -> None:
         """Copy the first pages of branches from their requests."""
         targets, sources = self._map.copies(spans)
         self._memory[targets] = self._memory[sources]
 
-    def store(self, span: Span, layer: int, at: NDArray[np.int64], k: Array, v: Array) -> None:
+    def store(self, span: RowSpan, layer: int, at: NDArray[np.int64], k: Array, v: Array) -> None:
         """Write keys and values, (positions, width), of a span's positions `at`."""
         slots = self._map.slots(span, layer, at)
         keys, values = self._map.columns(layer)
@@ -281,7 +281,7 @@ class PagedCache:
         self._memory[slots, values] = v
 
     def load(
-        self, span: Span, op: ops.Attention | ops.AttentionPieces, at: NDArray[np.int64]
+        self, span: RowSpan, op: ops.Attention | ops.SplitKvAttention, at: NDArray[np.int64]
     ) -> tuple[Array, Array]:
         """Return keys and values of a span's positions `at`, (positions, kv_heads, head_dim)."""
         slots = self._map.slots(span, op.layer, at)

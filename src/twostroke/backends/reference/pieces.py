@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.backends.reference.operations import StepState
-    from twostroke.backends.spans import Span
-    from twostroke.model.program.ops import AttentionPieces
+    from twostroke.backends.reference.operations import ReferenceStepState
+    from twostroke.backends.spans import RowSpan
+    from twostroke.model.program.ops import SplitKvAttention
 
     Array = NDArray[np.float32]
 
 
-class Share(Frozen):
+class PartialAttention(Frozen):
     """What a piece adds to the rows of a span; a row that sees nothing of it has `peak` -inf."""
 
     peak: Array  # (rows, heads)
@@ -30,10 +30,12 @@ class Share(Frozen):
     out: Array  # (rows, heads, head_dim)
 
 
-Shares = dict[tuple[int, int], Share]  # by span and piece
+Shares = dict[tuple[int, int], PartialAttention]  # by span and piece
 
 
-def shares_of(op: AttentionPieces, values: Mapping[str, Array], state: StepState) -> Shares:
+def shares_of(
+    op: SplitKvAttention, values: Mapping[str, Array], state: ReferenceStepState
+) -> Shares:
     """Store the member's keys and values of a step; return the shares of its pieces."""
     q = values[op.q]
     found: Shares = {}
@@ -51,7 +53,7 @@ def shares_of(op: AttentionPieces, values: Mapping[str, Array], state: StepState
     return found
 
 
-def merged(op: AttentionPieces, team: Sequence[Shares], state: StepState) -> Array:
+def merged(op: SplitKvAttention, team: Sequence[Shares], state: ReferenceStepState) -> Array:
     """Return what a member merges of the shares of all: (rows, width), those of its heads."""
     heads = slice(op.first_head, op.end_head)
     output = np.empty((len(state.tokens), op.width), np.float32)
@@ -69,13 +71,15 @@ def merged(op: AttentionPieces, team: Sequence[Shares], state: StepState) -> Arr
     return output
 
 
-def _pieces(op: AttentionPieces, span: Span) -> range:
+def _pieces(op: SplitKvAttention, span: RowSpan) -> range:
     """Return the pieces of which the rows of a span see anything, in their order."""
     first = 0 if op.window is None else max(0, span.start + 1 - op.window)
     return range(first // PIECE_TOKENS, -(-span.end // PIECE_TOKENS))
 
 
-def _share(op: AttentionPieces, q: Array, span: Span, piece: int, state: StepState) -> Share:
+def _share(
+    op: SplitKvAttention, q: Array, span: RowSpan, piece: int, state: ReferenceStepState
+) -> PartialAttention:
     """Return a piece's share of the queries q (rows, heads, head_dim) of a span."""
     first = piece * PIECE_TOKENS
     positions = np.arange(first, min(span.end, first + PIECE_TOKENS))
@@ -86,7 +90,9 @@ def _share(op: AttentionPieces, q: Array, span: Span, piece: int, state: StepSta
     peak = scores.max(axis=2)
     weights = _weight(scores, peak[..., None])
     group = np.arange(op.num_heads) // op.group_size
-    return Share(peak, weights.sum(axis=2), np.einsum("rhp,phd->rhd", weights, vals[:, group]))
+    return PartialAttention(
+        peak, weights.sum(axis=2), np.einsum("rhp,phd->rhd", weights, vals[:, group])
+    )
 
 
 def _weight(score: Array, peak: Array) -> Array:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.backends.reference.operations import StepState
+    from twostroke.backends.reference.operations import ReferenceStepState
     from twostroke.model.program.shard import RankProgram
 
     Array = NDArray[np.float32]
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def run_ranks(
-    ranks: Sequence[RankProgram], states: Sequence[StepState], kept: Collection[str]
+    ranks: Sequence[RankProgram], states: Sequence[ReferenceStepState], kept: Collection[str]
 ) -> Values:
     """Return rank 0's values that are `kept` or that nothing reads, the logits among them."""
     exchange = _Exchange()
@@ -52,7 +52,7 @@ class _Exchange:
         self.sent: defaultdict[tuple[int, int], deque[Array]] = defaultdict(deque)
 
     def meet(
-        self, op: ops.AllGather | ops.AllReduce | ops.AttentionPieces
+        self, op: ops.AllGather | ops.AllReduce | ops.SplitKvAttention
     ) -> Generator[bool, None, list[Any]]:
         """Return what each member of a team gives; yield True while some have not."""
         while any((op.meeting, member) not in self.given for member in op.team):
@@ -63,7 +63,7 @@ class _Exchange:
 def _walk(
     number: int,
     rank: RankProgram,
-    state: StepState,
+    state: ReferenceStepState,
     exchange: _Exchange,
     values: Values,
     kept: Collection[str],
@@ -77,7 +77,7 @@ def _walk(
                 if isinstance(op, ops.AllReduce) or op.root in (None, number):
                     parts = yield from exchange.meet(op)
                     values[op.output] = _together(op, parts, values, state)
-            case ops.AttentionPieces():
+            case ops.SplitKvAttention():
                 exchange.given[op.meeting, number] = shares_of(op, values, state)
                 team = yield from exchange.meet(op)
                 values[op.output] = _own_rows(rank, merged(op, team, state))
@@ -115,7 +115,7 @@ def _together(
     op: ops.AllGather | ops.AllReduce,
     parts: Sequence[Array | None],
     values: Values,
-    state: StepState,
+    state: ReferenceStepState,
 ) -> Array:
     """Return the whole of which the members of a team have `parts`."""
     present = [part for part in parts if part is not None]

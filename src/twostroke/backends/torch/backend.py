@@ -13,8 +13,8 @@ from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.sampling.reference import draw_all
 from twostroke.backends.spans import flatten, pooled_rows, unpack
 from twostroke.backends.torch.model import TorchModel
-from twostroke.backends.torch.operations import StepState
-from twostroke.backends.torch.pages import PagedStep, Pages, WholeSequences
+from twostroke.backends.torch.operations import TorchStepState
+from twostroke.backends.torch.pages import PagedStep, TorchKvPages, WholeSequences
 from twostroke.core.step import StepResult
 from twostroke.model.families.heads import last_hidden
 from twostroke.model.program.kv_groups import PageGroups
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from twostroke.backends.spans import Rows
     from twostroke.backends.step_frame import StepFrame
     from twostroke.backends.torch.pages import Keeper
-    from twostroke.backends.weight_shard import Share
+    from twostroke.backends.weight_shard import WeightShard
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
     from twostroke.model.program import Program
@@ -53,7 +53,7 @@ class TorchBackend:
         *,
         num_threads: int | None = None,
         tapped_value: str | None = None,
-        share: Share | None = None,
+        share: WeightShard | None = None,
     ) -> None:
         """Dequantize the Program's weights onto `device` and reserve its pages there.
 
@@ -72,7 +72,7 @@ class TorchBackend:
         self._returned = self._here(returned)
         held = tensors if share is None else share.tensors(self._part, tensors)
         self._model = TorchModel(self._part.program, held, device)
-        self._pages = Pages(self._part.program, num_pages, page_size, self._model.device)
+        self._pages = TorchKvPages(self._part.program, num_pages, page_size, self._model.device)
         self.facts = BackendFacts(
             name="torch",
             detail=f"PyTorch {torch.__version__} on {device}, float32",
@@ -180,9 +180,9 @@ class TorchBackend:
         sampled: Tensor,
         keeper: Keeper,
         external: Tensor | None = None,
-    ) -> StepState:
+    ) -> TorchStepState:
         device, part = self._model.device, self._part
-        return StepState(
+        return TorchStepState(
             tokens.to(device),
             positions.to(device),
             sampled.to(device),

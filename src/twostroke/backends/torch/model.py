@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from twostroke.backends.torch.operations import StepState, apply
+from twostroke.backends.torch.operations import TorchStepState, apply
 from twostroke.backends.torch.pages import WholeSequences
 from twostroke.core.errors import BackendError
 from twostroke.model.program import ops
@@ -53,11 +53,11 @@ class TorchModel:
         """Return values by name, (len(tokens), width), and the logits of a sequence (int64)."""
         every = torch.arange(len(tokens), device=self.device)
         keeper = WholeSequences([len(tokens)], self.program.ops)
-        state = StepState(tokens.to(self.device), every, every, self.weights, keeper)
+        state = TorchStepState(tokens.to(self.device), every, every, self.weights, keeper)
         return self.run(state, (*names, self.program.ops[-1].output))
 
     def run(
-        self, state: StepState, names: Collection[str], program: Program | None = None
+        self, state: TorchStepState, names: Collection[str], program: Program | None = None
     ) -> dict[str, Tensor]:
         """Run the Program, or another with its weights, on a step's rows; return named values."""
         every = (program or self.program).ops
@@ -71,7 +71,7 @@ class TorchModel:
         return {name: values[name] for name in names}
 
 
-def _own_rows(op: Op, values: dict[str, Tensor], state: StepState) -> Mapping[str, Tensor]:
+def _own_rows(op: Op, values: dict[str, Tensor], state: TorchStepState) -> Mapping[str, Tensor]:
     """Return the inputs of an operation, with this rank's rows where it does not read all."""
     num_rows, own = len(state.tokens), state.own
     if own == slice(0, num_rows) or not isinstance(op, ops.LocalOp):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from twostroke.model.program import Op
 
 
-class StepState(Frozen):
+class TorchStepState(Frozen):
     """Inputs of a step's operations besides values.
 
     `tokens`, `positions` (rows) and `sampled` (rows that get logits) are int64 on the weights'
@@ -45,7 +45,7 @@ class StepState(Frozen):
 
 
 def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
-    op: Op, values: Mapping[str, Tensor], state: StepState
+    op: Op, values: Mapping[str, Tensor], state: TorchStepState
 ) -> Tensor:
     """Return what `op` writes, (rows, width), given the values written so far.
 
@@ -106,7 +106,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _exchange(
     op: ops.AllGather | ops.AllReduce | ops.Send | ops.Receive,
     values: Mapping[str, Tensor],
-    state: StepState,
+    state: TorchStepState,
 ) -> Tensor:
     """Return what other ranks have of a value, with this rank's own."""
     assert state.link is not None, "a divided Program needs the other ranks"
@@ -160,7 +160,7 @@ def _rope(op: ops.Rope, x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((turned, rest), dim=-1).reshape(x.shape)
 
 
-def _attention(op: ops.Attention, values: Mapping[str, Tensor], state: StepState) -> Tensor:
+def _attention(op: ops.Attention, values: Mapping[str, Tensor], state: TorchStepState) -> Tensor:
     q, *stored = (values[name] for name in op.inputs)
     own = state.own
     outputs = [q[:0]]

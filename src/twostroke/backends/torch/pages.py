@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from twostroke.backends.spans import PageMap
-from twostroke.model.program.ops import BorrowingAttention
+from twostroke.model.program.ops import SharedKvAttention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-    from twostroke.backends.spans import Span
+    from twostroke.backends.spans import RowSpan
     from twostroke.model.program import Op, Program, ops
 
     Seen = tuple[slice, Tensor, Tensor, int]
@@ -41,7 +41,7 @@ class WholeSequences:
     def __init__(self, lengths: Sequence[int], operations: Sequence[Op]) -> None:
         """Keep what some of the `operations` borrow, until the keeper goes."""
         self._lengths = lengths
-        self._lent = {op.layer for op in operations if isinstance(op, BorrowingAttention)}
+        self._lent = {op.layer for op in operations if isinstance(op, SharedKvAttention)}
         self._stored: dict[int, tuple[Tensor, ...]] = {}
 
     def spans(self, op: ops.Attention, own: tuple[Tensor, ...]) -> Iterator[Seen]:
@@ -56,7 +56,7 @@ class WholeSequences:
             start += length
 
 
-class Pages:
+class TorchKvPages:
     """Keys and values of every layer, in pages; float32."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Pages:
 class PagedStep:
     """The spans of one step over pages; what the step computes is stored before it is read."""
 
-    def __init__(self, pages: Pages, spans: Sequence[Span]) -> None:
+    def __init__(self, pages: TorchKvPages, spans: Sequence[RowSpan]) -> None:
         """`spans` are consecutive rows of one sequence each, in the order of the rows."""
         self._pages = pages
         self._spans = spans

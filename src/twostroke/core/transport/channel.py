@@ -29,7 +29,7 @@ _MOST_STRANGERS: Final = 32  # that are reported
 _SIDES: Final = (b"rank", b"zero")
 
 
-class Kind(IntEnum):
+class MessageType(IntEnum):
     """What a message is; all bodies but that of a frame are JSON of a struct in `job.py`."""
 
     HELLO = 1  # to rank 0: who I am
@@ -54,7 +54,7 @@ class ChannelClosedError(BackendError):
 class Message(Frozen):
     """A message; its body is a copy."""
 
-    kind: Kind
+    kind: MessageType
     body: bytes
 
 
@@ -71,7 +71,7 @@ class Channel:
         self._received = bytearray()
         self._is_open = True
 
-    def send(self, kind: Kind, body: bytes = b"") -> None:
+    def send(self, kind: MessageType, body: bytes = b"") -> None:
         """Send a message; waits while the other end does not read.
 
         Raises:
@@ -89,7 +89,7 @@ class Channel:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            beat = _HEAD.pack(Kind.BEAT, len(body)) + body
+            beat = _HEAD.pack(MessageType.BEAT, len(body)) + body
             sent = self._socket.send(beat, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             if sent < len(beat):
                 self._send_all(beat[sent:])
@@ -178,12 +178,12 @@ class Channel:
         if len(data) < _HEAD.size:
             return None
         kind, size = _HEAD.unpack_from(data)
-        if not Kind.HELLO <= kind <= Kind.LEAVE or size > _MAX_BODY:
+        if not MessageType.HELLO <= kind <= MessageType.LEAVE or size > _MAX_BODY:
             raise ChannelClosedError("What arrived is not a message of a rank.")
         end = _HEAD.size + size
         if len(data) < end:
             return None
-        message = Message(Kind(kind), bytes(memoryview(data)[_HEAD.size : end]))
+        message = Message(MessageType(kind), bytes(memoryview(data)[_HEAD.size : end]))
         del data[:end]
         return message
 

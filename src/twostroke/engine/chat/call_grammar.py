@@ -20,7 +20,7 @@ from twostroke.engine.structured_output.schema.prepare import JSON_FORM
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.core.preface import Preface
+    from twostroke.core.preface import ReasoningSection
     from twostroke.engine.chat.call_forms import CallForm
     from twostroke.engine.chat.tools import Tools
     from twostroke.model.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ class CallGrammar:
     """Writes a grammar of answers, in Lark's notation."""
 
     def __init__(
-        self, tools: Tools, form: CallForm, tokenizer: Tokenizer, preface: Preface | None
+        self, tools: Tools, form: CallForm, tokenizer: Tokenizer, preface: ReasoningSection | None
     ) -> None:
         """Describe calls of `tools` in `form`; other text does not begin as `preface` does."""
         self._tools = tools

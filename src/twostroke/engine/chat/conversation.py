@@ -15,7 +15,7 @@ from twostroke.engine.chat.messages import (
     check_are_messages,
     checked_messages,
 )
-from twostroke.engine.chat.reader import Reading
+from twostroke.engine.chat.reader import AnswerFormat
 from twostroke.engine.chat.reasoning import (
     AS_IT_IS,
     closed,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from twostroke.core.constraint import Constraint
-    from twostroke.core.preface import Preface
+    from twostroke.core.preface import ReasoningSection
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.chat.capabilities import TemplateCapabilities
     from twostroke.engine.chat.reasoning import ReasoningMarks, Thinking
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from twostroke.model.tokenizer import Prompt, Tokenizer
 
 
-class Turn(Frozen):
+class PreparedChat(Frozen):
     """The assistant's turn: its prompt, how the answer is constrained, and how it is read.
 
     `preface` is the reasoning that may come first, `calls` the tools that may be called.
@@ -61,7 +61,7 @@ class Turn(Frozen):
     """
 
     prompt: Prompt
-    preface: Preface | None
+    preface: ReasoningSection | None
     calls: ToolForm | None
     tokenizer: Tokenizer
     continues: bool = False
@@ -93,9 +93,9 @@ class Turn(Frozen):
         begins_inside = self.preface is not None and not self.preface.begin
         return params.constraint is None or begins_inside
 
-    def reading(self, *, splits_reasoning: bool = True) -> Reading:
+    def reading(self, *, splits_reasoning: bool = True) -> AnswerFormat:
         """Return how to read answers; reasoning may stay part of their text."""
-        reading = Reading(preface=self.preface if splits_reasoning else None)
+        reading = AnswerFormat(preface=self.preface if splits_reasoning else None)
         if self.calls is None:
             return reading
         calls = self.calls
@@ -343,7 +343,7 @@ class Chat:
         *,
         continued: str = "",
         has_result: bool = False,
-    ) -> Turn:
+    ) -> PreparedChat:
         """Return how to answer a rendered prompt, in which `tools` may be called.
 
         `answer` is the form of answers that do not call; `continued` is the text of the last
@@ -355,7 +355,7 @@ class Chat:
         if tools is not None:
             form = tried.capabilities.form
             calls = ToolForm(tools, form, self._tokenizer, preface, answer, has_result)
-        return Turn(prompt, preface, calls, self._tokenizer, continues=bool(continued))
+        return PreparedChat(prompt, preface, calls, self._tokenizer, continues=bool(continued))
 
     def follow(
         self, thinking: Thinking, *, has_tools: bool = False

@@ -18,12 +18,12 @@ from twostroke.engine.chat.call_reader import (
     Trim,
 )
 from twostroke.engine.chat.free_text import FreeTextReader
-from twostroke.model.tokenizer.preface import Part, PrefaceCounter, PrefaceCutter
+from twostroke.model.tokenizer.preface import PrefaceCounter, PrefaceCutter, SegmentKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from twostroke.core.preface import Preface
+    from twostroke.core.preface import ReasoningSection
     from twostroke.engine.chat.call_forms import CallForm
     from twostroke.engine.chat.call_reader import Piece
     from twostroke.model.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ class AnswerPart(Protocol):
     def stop(self) -> str | int | None: ...  # noqa: D102
 
 
-class Reading(Frozen):
+class AnswerFormat(Frozen):
     """How to read the answers of a job.
 
     `functions` are the names of those that may be called, written in `form`; one must be called if
@@ -60,7 +60,7 @@ class Reading(Frozen):
     is_pure: bool = False
     unmarked: Unmarked = Unmarked.ALL
     customs: frozenset[str] = frozenset()
-    preface: Preface | None = None
+    preface: ReasoningSection | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -72,13 +72,13 @@ class Reading(Frozen):
         return AnswerReader(self, tokenizer)
 
 
-PLAIN: Final = Reading()
+PLAIN: Final = AnswerFormat()
 
 
 class AnswerReader:
     """Separates reasoning, text and calls of one answer; blanks between them are dropped."""
 
-    def __init__(self, reading: Reading, tokenizer: Tokenizer) -> None:
+    def __init__(self, reading: AnswerFormat, tokenizer: Tokenizer) -> None:
         preface = reading.preface
         self._calls = None
         if reading.functions:
@@ -131,13 +131,13 @@ class AnswerReader:
         rest = self._calls.finish(is_cut=is_cut) if self._calls else []
         return pieces + self._with_free_text(rest)
 
-    def _pieces_of(self, cuts: list[tuple[Part, str]]) -> list[Piece]:
+    def _pieces_of(self, cuts: list[tuple[SegmentKind, str]]) -> list[Piece]:
         pieces: list[Piece] = []
         for part, text in cuts:
-            if part is Part.INSIDE:
+            if part is SegmentKind.INSIDE:
                 if shown := self._reasoning.feed(text):
                     pieces.append(ReasoningPiece(shown))
-            elif part is Part.MARK:
+            elif part is SegmentKind.MARK:
                 self._is_after_preface = True
             else:
                 pieces += self._answer(text)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError, nearest
 from twostroke.core.frozen import Frozen
-from twostroke.core.preface import Preface
+from twostroke.core.preface import ReasoningSection
 from twostroke.model.tokenizer import Piece, Prompt
 
 if TYPE_CHECKING:
@@ -83,19 +83,19 @@ def find_marks(template: ChatTemplate, tokenizer: Tokenizer) -> ReasoningMarks |
     return None
 
 
-def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> Preface | None:
+def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> ReasoningSection | None:
     """Return the reasoning that may come first after a prompt, or None if it is over.
 
     `continued` is the text at the prompt's end that the answer continues, if any.
     """
-    inside = Preface("", marks.end)
+    inside = ReasoningSection("", marks.end)
     if continued.strip():
         _, opened, since = continued.rpartition(marks.begin)
         return inside if opened and marks.end not in since else None
     text = prompt.text.rstrip()
     if text.endswith(marks.end):
         return None
-    return inside if text.endswith(marks.begin) else Preface(marks.begin, marks.end)
+    return inside if text.endswith(marks.begin) else ReasoningSection(marks.begin, marks.end)
 
 
 def followed(

@@ -62,7 +62,7 @@ class BudgetError(RequestError):
     """A chat template needs more than its budget."""
 
 
-class Meter:
+class RenderMeter:
     """Raises BudgetError when one rendering takes too much time or builds too much."""
 
     def __init__(self, budget: RenderBudget) -> None:
@@ -309,7 +309,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float))
 
 
-def _check_format(meter: Meter, text: str, values: Iterable[object], wide: re.Pattern[str]) -> None:
+def _check_format(
+    meter: RenderMeter, text: str, values: Iterable[object], wide: re.Pattern[str]
+) -> None:
     if wide.search(text):
         raise SecurityError("a format's width may have three digits at most")
     meter.check_operation([text, _MAX_WIDTH])
@@ -317,8 +319,8 @@ def _check_format(meter: Meter, text: str, values: Iterable[object], wide: re.Pa
         meter.check_operation([text, value])
 
 
-def _meter_of(context: Context) -> Meter:
-    meter: Meter = context.parent[METER]
+def _meter_of(context: Context) -> RenderMeter:
+    meter: RenderMeter = context.parent[METER]
     return meter
 
 

@@ -12,7 +12,7 @@ from jinja2.meta import find_undeclared_variables
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
 from twostroke.engine.chat.literals import Marker, names_text, read_keys, reads_parts
 from twostroke.engine.chat.messages import RefusedByTemplateError, checked_messages, plain
-from twostroke.engine.chat.sandbox import METER, Meter, RenderBudget, TemplateEnvironment
+from twostroke.engine.chat.sandbox import METER, RenderBudget, RenderMeter, TemplateEnvironment
 from twostroke.engine.chat.template_source import find_source
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class ChatTemplate:
         variables["messages"] = self._marker.with_roles(checked)
         variables["tools"] = None if tools is None else plain(list(tools), "tools")
         variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
-        meter = Meter(self._budget)
+        meter = RenderMeter(self._budget)
         text = self._run({**variables, METER: meter})
         meter.weigh(text)
         return self._marker.prompt(self._until_end(text) if continue_final_message else text)

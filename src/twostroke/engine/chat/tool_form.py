@@ -15,7 +15,7 @@ from twostroke.engine.chat.call_grammar import CallGrammar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from twostroke.core.preface import Preface
+    from twostroke.core.preface import ReasoningSection
     from twostroke.engine.chat.call_forms import CallForm
     from twostroke.engine.chat.tools import Tools
     from twostroke.model.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ class ToolForm(Frozen):
     tools: Tools
     form: CallForm
     tokenizer: Tokenizer
-    preface: Preface | None = None
+    preface: ReasoningSection | None = None
     answer: Constraint | None = None
     has_result: bool = False
 

@@ -9,41 +9,43 @@ from twostroke.core.errors import UsageError
 from twostroke.core.handover_options import parse_address
 from twostroke.engine.disaggregation import nixl
 from twostroke.engine.disaggregation.connection import is_own
-from twostroke.engine.disaggregation.decode_side import Borrower
-from twostroke.engine.disaggregation.messages import Kind
-from twostroke.engine.disaggregation.prefill_side import Lender
+from twostroke.engine.disaggregation.decode_side import DecodeSide
+from twostroke.engine.disaggregation.messages import KvCacheSpecMessage
+from twostroke.engine.disaggregation.prefill_side import PrefillSide
 from twostroke.engine.disaggregation.shared_pages import share
-from twostroke.engine.disaggregation_stats import HandoverView
+from twostroke.engine.disaggregation_stats import DisaggregationStats
 
 if TYPE_CHECKING:
     from twostroke.backends import Backend
-    from twostroke.core.handover_options import HandoverOptions
+    from twostroke.core.handover_options import DisaggregationOptions
     from twostroke.engine.client import Client
-    from twostroke.engine.kv_offload.tier import PageKind
+    from twostroke.engine.kv_offload.tier import KvCacheSpec
 
 
-def begin(options: HandoverOptions, client: Client, backend: Backend, kind: PageKind) -> None:
+def begin(
+    options: DisaggregationOptions, client: Client, backend: Backend, kind: KvCacheSpec
+) -> None:
     """Begin, before the first request: listen as a prefill engine, or connect as a decode engine.
 
     Raises:
         UsageError: the secret is empty, or NIXL is asked for and not installed.
         PortInUseError: the engine cannot listen at its address.
     """
-    secret, form = env.peer_secret(), Kind.of(kind)
+    secret, form = env.peer_secret(), KvCacheSpecMessage.of(kind)
     link, is_wanted = options.peer_link, options.peer_link.startswith("nixl")
     if is_wanted and (reason := nixl.obstacle()) is not None:
         raise UsageError(f"cannot be {{value}}. {reason}", field="peer_link", value=link)
     assert backend.pages is not None
     if options.role == "prefill":
         address = parse_address(options.own_address, "peer_address")
-        lender = Lender(client, form, address, secret, share(backend.pages), link)
-        client.view_handover = lambda: HandoverView(options.role, lender=lender.view())
+        lender = PrefillSide(client, form, address, secret, share(backend.pages), link)
+        client.view_handover = lambda: DisaggregationStats(options.role, lender=lender.view())
     else:
-        borrower = Borrower(client, form, options, secret, _file(options, backend))
-        client.view_handover = lambda: HandoverView(options.role, borrower=borrower.view())
+        borrower = DecodeSide(client, form, options, secret, _file(options, backend))
+        client.view_handover = lambda: DisaggregationStats(options.role, borrower=borrower.view())
 
 
-def _file(options: HandoverOptions, backend: Backend) -> int | None:
+def _file(options: DisaggregationOptions, backend: Backend) -> int | None:
     """Return the open file of a decode engine's pages, if NIXL may move them."""
     assert backend.pages is not None
     hosts = [parse_address(one, "prefill_peers")[0] for one in options.prefill_peers]

@@ -52,7 +52,7 @@ class RefusedError(PeerLostError):
     """The engines cannot use each other's pages."""
 
 
-class Connection:
+class PeerConnection:
     """Sends and receives messages. Any thread may send, one receives."""
 
     def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> None:
@@ -128,7 +128,7 @@ class PeerListener:
         address: tuple[str, int],
         secret: bytes,
         memory: int | None,
-        serve: Callable[[Connection], None],
+        serve: Callable[[PeerConnection], None],
     ) -> None:
         """Listen, and call `serve` in a thread for each engine that has proved itself.
 
@@ -200,10 +200,10 @@ class PeerListener:
             return
         finally:
             self._room.release()
-        self._serve(Connection(sock, messages.questions))
+        self._serve(PeerConnection(sock, messages.questions))
 
 
-def connect(address: tuple[str, int], secret: bytes) -> tuple[Connection, int | None]:
+def connect(address: tuple[str, int], secret: bytes) -> tuple[PeerConnection, int | None]:
     """Connect to a prefill engine; return also the open file of its memory, if it is shared.
 
     Raises:
@@ -227,17 +227,17 @@ def connect(address: tuple[str, int], secret: bytes) -> tuple[Connection, int | 
         sock.close()
         reason = f"What listens at {host}:{port} is not a prefill engine with the same secret: "
         raise PeerLostError(reason + "check TWOSTROKE_PEER_SECRET.") from None
-    return Connection(sock, messages.answers), None
+    return PeerConnection(sock, messages.answers), None
 
 
-def meet(connection: Connection, kind: messages.Kind) -> int:
+def meet(connection: PeerConnection, kind: messages.KvCacheSpecMessage) -> int:
     """See that a prefill engine has pages of this kind, and return how many.
 
     Raises:
         RefusedError: it has others.
-        PeerLostError: as `Connection.receive`.
+        PeerLostError: as `PeerConnection.receive`.
     """
-    connection.send(messages.Hello(messages.VERSION, kind))
+    connection.send(messages.PeerHello(messages.VERSION, kind))
     welcome = connection.receive()
     if isinstance(welcome, messages.Refused):
         raise RefusedError(welcome.reason)
@@ -248,7 +248,7 @@ def meet(connection: Connection, kind: messages.Kind) -> int:
     return welcome.num_pages
 
 
-def _connect_locally(port: int) -> tuple[Connection, int | None]:
+def _connect_locally(port: int) -> tuple[PeerConnection, int | None]:
     sock = socket.socket(socket.AF_UNIX)
     files: list[int] = []
     try:
@@ -261,7 +261,7 @@ def _connect_locally(port: int) -> tuple[Connection, int | None]:
     except OSError:
         sock.close()
         raise
-    return Connection(sock, messages.answers), files[0] if files else None
+    return PeerConnection(sock, messages.answers), files[0] if files else None
 
 
 def is_own(host: str) -> bool:

@@ -8,30 +8,30 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.handover_options import parse_address
-from twostroke.engine.disaggregation.placement import Chooser
-from twostroke.engine.disaggregation.prefill_peer import Peer
+from twostroke.engine.disaggregation.placement import PrefillPlacement
+from twostroke.engine.disaggregation.prefill_peer import PrefillPeer
 from twostroke.engine.disaggregation.transfer_methods import OwnPages
-from twostroke.engine.disaggregation_stats import BorrowerView
+from twostroke.engine.disaggregation_stats import DecodeSideStats
 
 if TYPE_CHECKING:
-    from twostroke.core.handover_options import HandoverOptions
+    from twostroke.core.handover_options import DisaggregationOptions
     from twostroke.core.request import Request
     from twostroke.engine.client import Client
     from twostroke.engine.disaggregation import messages
-    from twostroke.engine.scheduler.request_state import Ticket
+    from twostroke.engine.scheduler.request_state import RequestState
 
 _RECENT_S: Final = 10  # over which the pace is measured
 _READ_S: Final = 0.5  # between looks at the pace
 
 
-class Borrower:
+class DecodeSide:
     """Decides for each new request where its prompt is read."""
 
     def __init__(
         self,
         client: Client,
-        kind: messages.Kind,
-        options: HandoverOptions,
+        kind: messages.KvCacheSpecMessage,
+        options: DisaggregationOptions,
         secret: bytes,
         file: int | None = None,
     ) -> None:
@@ -41,7 +41,7 @@ class Borrower:
         """
         self._file = file
         self._loop, self._pages = client.loop, client.loop.pages
-        self._chooser = Chooser(
+        self._chooser = PrefillPlacement(
             options.disaggregate,
             self._pages.scheduler,
             client.card.cost.per_step(),
@@ -52,7 +52,7 @@ class Borrower:
         addresses = [parse_address(one, "prefill_peers") for one in options.prefill_peers]
         own = OwnPages(file, self._loop.facts.num_pages, kind.page_bytes)
         given = secret, kind, self._loop, own, options.peer_link
-        self.peers = [Peer(one, *given) for one in addresses]
+        self.peers = [PrefillPeer(one, *given) for one in addresses]
         self._pages.on_submit.append(self._consider)
         self._pages.on_end.append(self._ended)
         self._pages.on_close.append(self.close)
@@ -66,14 +66,14 @@ class Borrower:
             self._file = None
         return True
 
-    def view(self) -> BorrowerView:
+    def view(self) -> DecodeSideStats:
         """Return what it did, and with whom."""
         with self._pages.lock:
             peers = tuple(peer.view() for peer in self.peers)
             transfers: Counter[str] = Counter()
             for peer in self.peers:
                 transfers.update(peer.outcomes)
-            return BorrowerView(
+            return DecodeSideStats(
                 self._chooser.rule,
                 peers,
                 dict(self._chooser.decisions),
@@ -86,7 +86,7 @@ class Borrower:
 
     # The loop's lock is held while these are called.
 
-    def _consider(self, ticket: Ticket) -> bool:
+    def _consider(self, ticket: RequestState) -> bool:
         """Begin a transfer for a request that waits, if that pays."""
         there = [peer for peer in self.peers if peer.is_up]
         away = [one.request for peer in self.peers for one in peer.open.values()]

@@ -11,7 +11,7 @@ from twostroke.engine.disaggregation.messages import WRITTEN
 if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.engine.disaggregation import messages
-    from twostroke.engine.disaggregation.placement import Chosen
+    from twostroke.engine.disaggregation.placement import RemotePrefill
     from twostroke.engine.kv_cache.prefix import PageKey
     from twostroke.engine.scheduler.transfers import Transfer
 
@@ -27,7 +27,7 @@ OUTCOMES: Final = (DONE, PARTIAL, NO_ROOM, LATE, LOST, CANCELLED, FAULT)
 
 
 @dataclass(slots=True, eq=False)
-class Ongoing:
+class KvTransfer:
     """A transfer. Until `num_writing` is 0 its pages are not given back."""
 
     id: int
@@ -66,7 +66,9 @@ class Ongoing:
         return sorted(found.values(), key=lambda one: one[2])
 
 
-def begin(id_: int, request: Request, chosen: Chosen, patience_s: float, groups: int) -> Ongoing:
+def begin(
+    id_: int, request: Request, chosen: RemotePrefill, patience_s: float, groups: int
+) -> KvTransfer:
     """Return a transfer that begins; it waits for `patience_s` beyond what it should take."""
     transfer, now_s = chosen.transfer, time.monotonic()
     places = {key: place for place, key in enumerate(transfer.keys, transfer.first_place)}
@@ -75,20 +77,20 @@ def begin(id_: int, request: Request, chosen: Chosen, patience_s: float, groups:
     for group, place in keys:
         firsts[group] = min(firsts[group], place)
     patience_s += 3 * chosen.seconds
-    return Ongoing(
+    return KvTransfer(
         *(id_, request, transfer, keys, chosen.flops, chosen.seconds),
         *(now_s, patience_s, now_s + patience_s, tuple(firsts)),
     )
 
 
 @dataclass(slots=True)
-class Fetching:
+class PageFetch:
     """Pages that were asked for, and those of the same offer that follow.
 
     `how` is a word of `messages`.
     """
 
-    one: Ongoing
+    one: KvTransfer
     offer: int
     keys: list[PageKey]
     rest: list[tuple[int, PageKey, int]]  # place in the offer, key, page there

@@ -1,8 +1,8 @@
 """The messages between a decode engine and a prefill engine.
 
 They travel in frames (`core/transport/frames.py`). No message holds a path or a descriptor, and
-none a pointer but `Join` and `Joined`: engines that move pages by NIXL have proved the secret
-before. The pages of a `Content` follow its frame where they travel by the same socket.
+none a pointer but `NixlJoin` and `NixlJoined`: engines that move pages by NIXL have proved the
+secret before. The pages of a `Content` follow its frame where they travel by the same socket.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
-    from twostroke.engine.kv_offload.tier import PageKind
+    from twostroke.engine.kv_offload.tier import KvCacheSpec
 
 VERSION: Final = 2  # raise it when a message changes
 
@@ -36,8 +36,8 @@ _FACTS: Final = {
 }
 
 
-class Kind(Frozen, array_like=True):
-    """What must be equal for one engine to use the other's pages: the fields of `PageKind`."""
+class KvCacheSpecMessage(Frozen, array_like=True):
+    """What must be equal for one engine to use the other's pages: the fields of `KvCacheSpec`."""
 
     model: str
     kv_format: str
@@ -49,7 +49,7 @@ class Kind(Frozen, array_like=True):
     version: int
 
     @classmethod
-    def of(cls, kind: PageKind) -> Kind:
+    def of(cls, kind: KvCacheSpec) -> KvCacheSpecMessage:
         """Return the form in which a kind travels."""
         return cls(
             kind.model,
@@ -62,13 +62,13 @@ class Kind(Frozen, array_like=True):
             kind.version,
         )
 
-    def difference(self, other: Kind) -> str | None:
+    def difference(self, other: KvCacheSpecMessage) -> str | None:
         """Return words for the first fact in which `other` differs, or None."""
         differ = (name for name in _FACTS if getattr(self, name) != getattr(other, name))
         return next((_FACTS[name] for name in differ), None)
 
 
-class Place(Frozen, array_like=True):
+class NixlAddress(Frozen, array_like=True):
     """Where pages can be reached by NIXL: its metadata, and addresses in a carrier's process.
 
     `pages` is that of the engine's first page, `probe` that of memory of no use.
@@ -82,14 +82,14 @@ class Place(Frozen, array_like=True):
 # To the prefill engine. `id` numbers the prompts of a connection; it only grows.
 
 
-class Hello(Frozen, array_like=True, tag=1):
+class PeerHello(Frozen, array_like=True, tag=1):
     """The first message."""
 
     version: int
-    kind: Kind
+    kind: KvCacheSpecMessage
 
 
-class Read(Frozen, array_like=True, tag=2):
+class PrefillPrompt(Frozen, array_like=True, tag=2):
     """Read a prompt, and offer its full pages as they are computed.
 
     `firsts` are the first places to offer, one for each cache group; the last one is that of the
@@ -126,34 +126,34 @@ class Abort(Frozen, array_like=True, tag=4):
     id: int
 
 
-class Join(Frozen, array_like=True, tag=5):
+class NixlJoin(Frozen, array_like=True, tag=5):
     """Move pages by NIXL, if both engines can: the decode engine's place."""
 
-    place: Place
+    place: NixlAddress
 
 
-class Probe(Frozen, array_like=True, tag=6):
+class NixlProbe(Frozen, array_like=True, tag=6):
     """Move `nixl.PROBE_BYTES` of no use in this way, to measure it, and answer with `Content`."""
 
     number: int
     how: str
 
 
-Question = Hello | Read | Fetch | Abort | Join | Probe
+Question = PeerHello | PrefillPrompt | Fetch | Abort | NixlJoin | NixlProbe
 
 # From the prefill engine.
 
 
 class Welcome(Frozen, array_like=True, tag=1):
-    """The answer to `Hello`: so many pages there are."""
+    """The answer to `PeerHello`: so many pages there are."""
 
     version: int
-    kind: Kind
+    kind: KvCacheSpecMessage
     num_pages: int
 
 
 class Refused(Frozen, array_like=True, tag=2):
-    """The answer to `Hello` of an engine that cannot use the pages."""
+    """The answer to `PeerHello` of an engine that cannot use the pages."""
 
     reason: str
 
@@ -167,7 +167,7 @@ class Offer(Frozen, array_like=True, tag=3):
 
 
 class Content(Frozen, array_like=True, tag=4):
-    """The answer to `Fetch` or `Probe`. If not `is_valid`, the lease ended or NIXL failed.
+    """The answer to `Fetch` or `NixlProbe`. If not `is_valid`, the lease ended or NIXL failed.
 
     So many bytes of pages follow the frame.
     """
@@ -177,14 +177,14 @@ class Content(Frozen, array_like=True, tag=4):
     num_bytes: int = 0
 
 
-class Finished(Frozen, array_like=True, tag=5):
+class PrefillFinished(Frozen, array_like=True, tag=5):
     """No more is offered of a prompt; `fault` says why it was not read to its end."""
 
     id: int
     fault: str | None = None
 
 
-class Load(Frozen, array_like=True, tag=6):
+class PrefillLoad(Frozen, array_like=True, tag=6):
     """Sent twice a second: how long the queue is, and the pace of reading prompts.
 
     `queue_flops` is the work of all prompts that wait or are being read; `flops_per_s` is 0 until
@@ -196,14 +196,14 @@ class Load(Frozen, array_like=True, tag=6):
     last_id: int = 0
 
 
-class Joined(Frozen, array_like=True, tag=7):
-    """The answer to `Join`: the prefill engine's place, or why it has none."""
+class NixlJoined(Frozen, array_like=True, tag=7):
+    """The answer to `NixlJoin`: the prefill engine's place, or why it has none."""
 
-    place: Place | None
+    place: NixlAddress | None
     reason: str = ""
 
 
-Answer = Welcome | Refused | Offer | Content | Finished | Load | Joined
+Answer = Welcome | Refused | Offer | Content | PrefillFinished | PrefillLoad | NixlJoined
 
 questions: Final[msgspec.msgpack.Decoder[Question]] = msgspec.msgpack.Decoder(Question)
 answers: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)

@@ -21,7 +21,7 @@ from twostroke.core import env
 from twostroke.core.frozen import Frozen
 from twostroke.core.transport.frames import WireError, frame, read_frame
 from twostroke.engine.disaggregation.connection import PeerLostError
-from twostroke.engine.disaggregation.messages import Place  # noqa: TC001 - msgspec reads it
+from twostroke.engine.disaggregation.messages import NixlAddress  # noqa: TC001 - msgspec reads it
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +41,7 @@ _ENVIRONMENT: Final = {"UCX_TLS": "^shm", "UCX_LOG_LEVEL": "fatal", "UCX_HANDLE_
 class Meet(Frozen, array_like=True, tag=1):
     """Another engine's carrier: the one with which pages are exchanged."""
 
-    place: Place
+    place: NixlAddress
 
 
 class Move(Frozen, array_like=True, tag=2):
@@ -52,10 +52,10 @@ class Move(Frozen, array_like=True, tag=2):
     theirs: list[int]
 
 
-class Opened(Frozen, array_like=True, tag=1):
+class AgentOpened(Frozen, array_like=True, tag=1):
     """The first message of a carrier."""
 
-    place: Place
+    place: NixlAddress
 
 
 class Done(Frozen, array_like=True, tag=2):
@@ -65,11 +65,13 @@ class Done(Frozen, array_like=True, tag=2):
 
 
 questions: Final[msgspec.msgpack.Decoder[Meet | Move]] = msgspec.msgpack.Decoder(Meet | Move)
-answers: Final[msgspec.msgpack.Decoder[Opened | Done]] = msgspec.msgpack.Decoder(Opened | Done)
+answers: Final[msgspec.msgpack.Decoder[AgentOpened | Done]] = msgspec.msgpack.Decoder(
+    AgentOpened | Done
+)
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
-def pack(message: Meet | Move | Opened | Done) -> bytes:
+def pack(message: Meet | Move | AgentOpened | Done) -> bytes:
     """Return a message as a frame."""
     return frame(_encoder.encode(message))
 
@@ -79,11 +81,11 @@ def obstacle() -> str | None:
     return None if find_spec(PACKAGE) else INSTALL
 
 
-class CarrierError(PeerLostError):
+class NixlProcessError(PeerLostError):
     """NIXL did not move pages, and its process has ended."""
 
 
-class Carrier:
+class NixlProcess:
     """A process that moves pages between an engine's memory and that of another engine.
 
     After an error it has ended: nothing reads or writes the pages any more.
@@ -96,7 +98,7 @@ class Carrier:
             CarrierError: NIXL does not work here.
         """
         if (reason := obstacle()) is not None:
-            raise CarrierError(reason)
+            raise NixlProcessError(reason)
         self._lock = threading.Lock()
         self._is_ended = False
         ours: socket.socket | None = None
@@ -116,16 +118,16 @@ class Carrier:
         except OSError as error:
             if ours is not None:
                 ours.close()
-            raise CarrierError(f"NIXL's process cannot be started: {error}.") from None
+            raise NixlProcessError(f"NIXL's process cannot be started: {error}.") from None
         self._socket = ours
         self._file = ours.makefile("rb")
         answer = self._receive(_OPEN_S)
-        if not isinstance(answer, Opened):
+        if not isinstance(answer, AgentOpened):
             self.close()
-            raise CarrierError(f"NIXL does not work here: {answer.fault}")
+            raise NixlProcessError(f"NIXL does not work here: {answer.fault}")
         self.place = answer.place
 
-    def meet(self, place: Place, within_s: float) -> None:
+    def meet(self, place: NixlAddress, within_s: float) -> None:
         """Exchange pages with the carrier at `place`; errors as `move`."""
         self._ask(Meet(place), within_s)
 
@@ -164,12 +166,12 @@ class Carrier:
             self._socket.sendall(pack(question))
         except OSError:
             self.close()
-            raise CarrierError("NIXL's process has ended.") from None
+            raise NixlProcessError("NIXL's process has ended.") from None
         answer = self._receive(within_s)
-        if isinstance(answer, Opened) or answer.fault is not None:
+        if isinstance(answer, AgentOpened) or answer.fault is not None:
             self.close()
-            fault = "an answer to nothing" if isinstance(answer, Opened) else answer.fault
-            raise CarrierError(f"NIXL moved no pages: {fault}.")
+            fault = "an answer to nothing" if isinstance(answer, AgentOpened) else answer.fault
+            raise NixlProcessError(f"NIXL moved no pages: {fault}.")
 
     def _receive(self, within_s: float) -> Any:
         try:
@@ -180,4 +182,4 @@ class Carrier:
         except (WireError, OSError, ValueError):
             reason = "NIXL's process has ended."
         self.close()
-        raise CarrierError(reason)
+        raise NixlProcessError(reason)

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.slice import run_at_once
 from twostroke.core.transport.frames import WireError, read_frame
-from twostroke.engine.disaggregation.messages import Place
+from twostroke.engine.disaggregation.messages import NixlAddress
 from twostroke.engine.disaggregation.nixl import (
     PROBE_BYTES,
+    AgentOpened,
     Done,
     Meet,
     Move,
-    Opened,
     pack,
     questions,
 )
@@ -59,10 +59,10 @@ class _Agent:
         for address, one in zip((pages, probe), self._maps, strict=True):
             memory_list.append((address, len(one), 0, b""))
         self._agent.registerMem(memory_list, self._backends)
-        self.place = Place(self._agent.getLocalMD(), pages, probe)
+        self.place = NixlAddress(self._agent.getLocalMD(), pages, probe)
         self._other, self._name = self.place, ""
 
-    def meet(self, place: Place) -> None:
+    def meet(self, place: NixlAddress) -> None:
         """Connect to another agent."""
         name = self._agent.loadRemoteMD(place.metadata)
         self._name = name.decode() if isinstance(name, bytes) else name
@@ -119,14 +119,14 @@ def main() -> None:
     file = sock.makefile("rb")
     agent: _Agent | None = None
     while True:
-        answer: Opened | Done = Done()
+        answer: AgentOpened | Done = Done()
         try:
             if agent is None:
                 signal.alarm(_STUCK_S)
                 agent = _Agent(*given)
                 for thread in Path("/proc/self/task").iterdir():
                     run_at_once(int(thread.name))  # engines compute on all cores
-                answer = Opened(agent.place)
+                answer = AgentOpened(agent.place)
             else:
                 question = read_frame(file, questions)
                 signal.alarm(_STUCK_S)

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.core.request import Request
-    from twostroke.engine.disaggregation.prefill_cost import There
+    from twostroke.engine.disaggregation.prefill_cost import PrefillEngineState
     from twostroke.engine.kv_cache.prefix import PageKey
     from twostroke.engine.scheduler import Scheduler
-    from twostroke.engine.scheduler.request_state import Ticket
+    from twostroke.engine.scheduler.request_state import RequestState
     from twostroke.engine.scheduler.transfers import Transfer
     from twostroke.model.program.cost import StepCost
 
 _TYPICAL: Final = 1024  # tokens of a prompt in the queue
 
 
-class Chosen(Frozen):
+class RemotePrefill(Frozen):
     """A transfer that was begun: which engine reads the prompt, and the seconds that it takes."""
 
     index: int
@@ -34,7 +34,7 @@ class Chosen(Frozen):
     seconds: float
 
 
-class Chooser:
+class PrefillPlacement:
     """Decides where prompts are read. Its caller holds the lock of the scheduler's owner.
 
     Attributes:
@@ -52,12 +52,12 @@ class Chooser:
 
     def consider(
         self,
-        ticket: Ticket,
-        others: Sequence[There],
+        ticket: RequestState,
+        others: Sequence[PrefillEngineState],
         away: Sequence[Request],
         num_held: int,
         pace: float,
-    ) -> Chosen | None:
+    ) -> RemotePrefill | None:
         """Begin a transfer for a request that waits, if that pays.
 
         `away` are requests whose prompts are being read by others, `num_held` the pages of all
@@ -85,26 +85,26 @@ class Chooser:
 
     def _choose(
         self,
-        ticket: Ticket,
+        ticket: RequestState,
         transfer: Transfer,
         wanted: list[PageKey],
-        others: Sequence[There],
+        others: Sequence[PrefillEngineState],
         away: Sequence[Request],
         pace: float,
-    ) -> Chosen | None:
+    ) -> RemotePrefill | None:
         first = transfer.first_place * self._page_size
         end = first + len(transfer.keys) * self._page_size
-        work = choice.Work(self.flops(first, end), len(wanted) * self._page_bytes)
+        work = choice.MissingPrefill(self.flops(first, end), len(wanted) * self._page_bytes)
         here = self._here(ticket.request, away, end - first, pace)
         best, seconds = choice.choose(self.rule, work, here, others)
-        return None if best is None else Chosen(best, transfer, wanted, work.flops, seconds)
+        return None if best is None else RemotePrefill(best, transfer, wanted, work.flops, seconds)
 
     def _here(
         self, request: Request, away: Sequence[Request], num_missing: int, pace: float
-    ) -> choice.Here:
+    ) -> choice.LocalPrefill:
         num_tokens, missing = self._scheduler.backlog()
         num_tokens -= sum(len(one.tokens) for one in (request, *away))
         missing += [one.params.max_tokens or sys.maxsize for one in away]  # they join soon
         queue_flops = max(0, num_tokens) * self.flops(0, _TYPICAL) / _TYPICAL
         step = max(1, self._scheduler.config.token_budget - len(missing))
-        return choice.Here(queue_flops, pace, -(-num_missing // step), missing)
+        return choice.LocalPrefill(queue_flops, pace, -(-num_missing // step), missing)

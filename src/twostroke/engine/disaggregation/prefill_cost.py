@@ -23,14 +23,14 @@ _PACE: Final = 50e9  # FLOP/s, until it was measured
 _NEW: Final = 0.2  # share of a new measurement
 
 
-class Work(Frozen):
+class MissingPrefill(Frozen):
     """What is missing of a prompt: FLOPs to compute it, bytes to fetch it."""
 
     flops: float
     num_bytes: int
 
 
-class Here(Frozen):
+class LocalPrefill(Frozen):
     """A decode engine: work that waits or is being done, its pace, and the prompt's effect.
 
     A prompt is read in `num_steps` steps. Each running stream gets a token in each of them, and
@@ -43,7 +43,7 @@ class Here(Frozen):
     missing: Sequence[int] = ()
 
 
-class There(Frozen):
+class PrefillEngineState(Frozen):
     """A prefill engine: work that waits or is being done, its pace, and that of the way.
 
     `overhead_s` is what transfers took beyond these.
@@ -55,7 +55,7 @@ class There(Frozen):
     overhead_s: float
 
 
-def here_s(work: Work, here: Here, pace: float = _PACE) -> float:
+def here_s(work: MissingPrefill, here: LocalPrefill, pace: float = _PACE) -> float:
     """Return the seconds that reading a prompt here costs all requests together.
 
     The prompt waits for those before it. Each running stream waits for the steps that read it.
@@ -64,7 +64,7 @@ def here_s(work: Work, here: Here, pace: float = _PACE) -> float:
     return (here.queue_flops + work.flops * (1 + delayed)) / (here.flops_per_s or pace)
 
 
-def there_s(work: Work, there: There, pace: float = _PACE) -> float:
+def there_s(work: MissingPrefill, there: PrefillEngineState, pace: float = _PACE) -> float:
     """Return the seconds until the pages that another engine computes are here.
 
     They are fetched while later ones are computed.
@@ -93,7 +93,9 @@ class Overhead:
         self._extra_s, self._at_s = max(0.0, seconds) - OVERHEAD_S, now_s
 
 
-def choose(rule: str, work: Work, here: Here, others: Sequence[There]) -> tuple[int | None, float]:
+def choose(
+    rule: str, work: MissingPrefill, here: LocalPrefill, others: Sequence[PrefillEngineState]
+) -> tuple[int | None, float]:
     """Return which of the `others` reads a prompt, None for none, and its seconds there."""
     paces = here.flops_per_s, *(there.flops_per_s for there in others)
     pace = max(paces) or _PACE  # of an engine that has not read a prompt yet

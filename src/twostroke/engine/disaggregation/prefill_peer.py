@@ -25,19 +25,19 @@ from twostroke.engine.disaggregation.kv_transfer import (
     LOST,
     NO_ROOM,
     PARTIAL,
-    Fetching,
-    Ongoing,
+    KvTransfer,
+    PageFetch,
     begin,
 )
-from twostroke.engine.disaggregation.prefill_cost import Overhead, There
+from twostroke.engine.disaggregation.prefill_cost import Overhead, PrefillEngineState
 from twostroke.engine.disaggregation.transfer_methods import choose_way
-from twostroke.engine.disaggregation_stats import PeerView
+from twostroke.engine.disaggregation_stats import PrefillPeerStats
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
-    from twostroke.engine.disaggregation.connection import Connection
-    from twostroke.engine.disaggregation.placement import Chosen
-    from twostroke.engine.disaggregation.transfer_methods import OwnPages, Way
+    from twostroke.engine.disaggregation.connection import PeerConnection
+    from twostroke.engine.disaggregation.placement import RemotePrefill
+    from twostroke.engine.disaggregation.transfer_methods import OwnPages, TransferMethod
     from twostroke.engine.kv_cache.prefix import PageKey
     from twostroke.engine.loop import EngineLoop
 
@@ -52,36 +52,36 @@ _RATE: Final = 1e9  # bytes/s, until it was measured
 _NEW: Final = 0.2  # share of a new measurement
 
 
-class Peer:
+class PrefillPeer:
     """One prefill engine. The loop's lock guards its state; one thread reads, one writes."""
 
     def __init__(
         self,
         address: tuple[str, int],
         secret: bytes,
-        kind: messages.Kind,
+        kind: messages.KvCacheSpecMessage,
         loop: EngineLoop,
         own: OwnPages,
         link: str,
     ) -> None:
         """Connect, again and again until it is closed; `link` is a word of `PEER_LINKS`."""
-        self.open: dict[int, Ongoing] = {}
-        self._unused: list[Ongoing] = []  # have ended, and hold pages until their requests start
+        self.open: dict[int, KvTransfer] = {}
+        self._unused: list[KvTransfer] = []  # have ended, and hold pages until their requests start
         self.outcomes: Counter[str] = Counter()
         self.num_bytes, self.seconds, self.expected_s, self.fetch_s = 0, 0.0, 0.0, 0.0
         self._address, self._secret, self._kind = address, secret, kind
         assert loop.pages.memory is not None
         self._pages, self._memory = loop.pages, loop.pages.memory
-        self._connection: Connection | None = None
+        self._connection: PeerConnection | None = None
         self._own, self._link, self._num_failed = own, link, 0  # times that NIXL failed in turn
-        self._way: Way | None = None
+        self._way: TransferMethod | None = None
         self._num_pages = 0
         self._state = "down"
-        self._load = messages.Load(0.0, 0.0)
+        self._load = messages.PrefillLoad(0.0, 0.0)
         self._heard_s = 0.0
         self._rate, self._overhead = 0.0, Overhead()
         self._ids, self._numbers = itertools.count(1), itertools.count(1)
-        self._fetches: dict[int, Fetching] = {}
+        self._fetches: dict[int, PageFetch] = {}
         self._to_send: queue.SimpleQueue[messages.Question] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._threads = [
@@ -108,30 +108,36 @@ class Peer:
             for one in self._unused:
                 self._pages.end(one.transfer)
 
-    def view(self) -> PeerView:
+    def view(self) -> PrefillPeerStats:
         """Return its state."""
         load, (host, port) = self._load, self._address
         link = self._way.title if self._way is not None else ""
         rates = load.queue_flops, load.flops_per_s, self._rate
         overhead_s = self._overhead.seconds(time.monotonic())
-        return PeerView(f"{host}:{port}", self._state, link, len(self.open), *rates, overhead_s)
+        return PrefillPeerStats(
+            f"{host}:{port}", self._state, link, len(self.open), *rates, overhead_s
+        )
 
     # The loop's lock is held while these are called.
 
-    def outlook(self) -> There:
+    def outlook(self) -> PrefillEngineState:
         """Return how busy it is, with what it does not know of yet."""
         unknown = sum(one.flops for one in self.open.values() if one.id > self._load.last_id)
         queue_flops = self._load.queue_flops + unknown
         overhead_s = self._overhead.seconds(time.monotonic())
-        return There(queue_flops, self._load.flops_per_s, self._rate or _RATE, overhead_s)
+        return PrefillEngineState(
+            queue_flops, self._load.flops_per_s, self._rate or _RATE, overhead_s
+        )
 
-    def begin(self, request: Request, chosen: Chosen) -> None:
+    def begin(self, request: Request, chosen: RemotePrefill) -> None:
         """Have it read the prompt of a request."""
         one = begin(next(self._ids), request, chosen, PATIENCE_S, len(self._kind.windows))
         self.open[one.id] = one
         end = chosen.transfer.first_place + len(chosen.transfer.keys)
         tokens = request.tokens[: end * self._kind.page_size]
-        self._to_send.put(messages.Read(one.id, tokens, request.salt, one.firsts, request.priority))
+        self._to_send.put(
+            messages.PrefillPrompt(one.id, tokens, request.salt, one.firsts, request.priority)
+        )
 
     def request_ended(self, request: Request) -> None:
         """Abort the transfer of a request that has ended."""
@@ -144,7 +150,7 @@ class Peer:
         """How many pages its transfers hold or will hold."""
         return sum(len(one.keys) for one in (*self.open.values(), *self._unused))
 
-    def _end(self, one: Ongoing, outcome: str) -> None:
+    def _end(self, one: KvTransfer, outcome: str) -> None:
         """Let requests compute what has not arrived, and give the pages back when none writes."""
         del self.open[one.id]
         self._fetches = {n: f for n, f in self._fetches.items() if f.one is not one or f.is_written}
@@ -169,7 +175,7 @@ class Peer:
                 self._pages.end(one.transfer)
         self._unused = [one for one in self._unused if one.transfer.pages]
 
-    def _end_if_done(self, one: Ongoing) -> None:
+    def _end_if_done(self, one: KvTransfer) -> None:
         if one.has_ended:
             return
         if not one.transfer.wanted:
@@ -208,7 +214,7 @@ class Peer:
         self._way = choose_way(connection, file, self._num_pages, self._own, link)
         self._heard_s = time.monotonic()
         with self._pages.lock:
-            self._load = messages.Load(0.0, 0.0)
+            self._load = messages.PrefillLoad(0.0, 0.0)
             self._ids = itertools.count(1)
             self._to_send = queue.SimpleQueue()
             self._state = "up"
@@ -248,13 +254,13 @@ class Peer:
 
     def _take(self, answer: messages.Answer) -> None:
         match answer:
-            case messages.Load():
+            case messages.PrefillLoad():
                 self._load = answer
             case messages.Offer():
                 self._offered(answer)
             case messages.Content():
                 self._arrived(answer)
-            case messages.Finished():
+            case messages.PrefillFinished():
                 with self._pages.lock:
                     one = self.open.get(answer.id)
                     if one is not None:
@@ -277,7 +283,7 @@ class Peer:
             raise PeerLostError("A page was offered that cannot be.")
         self._fetch(one, offer.offer, rest)
 
-    def _fetch(self, one: Ongoing, offer: int, rest: list[tuple[int, PageKey, int]]) -> None:
+    def _fetch(self, one: KvTransfer, offer: int, rest: list[tuple[int, PageKey, int]]) -> None:
         """Fetch as many pages of an offer as there is room for, the others after these."""
         assert self._way is not None
         how, is_written = self._way.how, self._way.how == messages.WRITTEN
@@ -292,7 +298,7 @@ class Peer:
                 return
             number = next(self._numbers)
             keys = [key for _, key, _ in part]
-            self._fetches[number] = Fetching(one, offer, keys, rest, time.monotonic(), how)
+            self._fetches[number] = PageFetch(one, offer, keys, rest, time.monotonic(), how)
             one.num_pending += 1
             one.num_writing += 1
         try:
@@ -346,7 +352,7 @@ class Peer:
         rate = num_bytes / max(seconds, 1e-6)
         self._rate = rate if not self._rate else self._rate + _NEW * (rate - self._rate)
 
-    def _written(self, one: Ongoing) -> None:
+    def _written(self, one: KvTransfer) -> None:
         with self._pages.lock:
             one.num_writing -= 1
             self._let_go()

@@ -1,6 +1,7 @@
 """The prefill engine's side: it computes prompts for decode engines, and leases them the pages.
 
-A `Guest` is one decode engine as the prefill engine sees it; the `Lender` serves all of them.
+A `DecodePeer` is one decode engine as the prefill engine sees it; the `PrefillSide` serves all of
+them.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from twostroke.engine.delivery import Mailbox
 from twostroke.engine.disaggregation import messages
 from twostroke.engine.disaggregation.connection import PeerListener, PeerLostError
 from twostroke.engine.disaggregation.messages import SENT, WRITTEN
-from twostroke.engine.disaggregation.nixl import PROBE_BYTES, Carrier, CarrierError
+from twostroke.engine.disaggregation.nixl import PROBE_BYTES, NixlProcess, NixlProcessError
 from twostroke.engine.disaggregation.transfer_methods import MOVE_S
-from twostroke.engine.disaggregation_stats import LenderView
+from twostroke.engine.disaggregation_stats import PrefillSideStats
 from twostroke.engine.kv_cache import PrefixChain
 from twostroke.engine.output import Output
-from twostroke.engine.request_listener import Listener
+from twostroke.engine.request_listener import RequestListener
 from twostroke.model.program import BatchShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from twostroke.core.step import Delta
+    from twostroke.core.step import RequestDelta
     from twostroke.engine.client import Client
-    from twostroke.engine.disaggregation.connection import Connection
+    from twostroke.engine.disaggregation.connection import PeerConnection
     from twostroke.engine.kv_cache.prefix import PageKey
     from twostroke.engine.scheduler.transfers import Lease
 
@@ -51,10 +52,10 @@ _serial = itertools.count(1)
 
 
 @dataclass(slots=True, eq=False)
-class _Lent:
+class _LeasedPages:
     """A lease, and the pages of its offer in order."""
 
-    reading: _Reading
+    reading: _PeerPrompt
     lease: Lease
     pages: list[int]
     until_s: float
@@ -62,10 +63,10 @@ class _Lent:
     is_over: bool = False  # no answer will follow these
 
 
-class _Reading(Listener):
+class _PeerPrompt(RequestListener):
     """A prompt that is read for another engine; `chain` has the keys of its places."""
 
-    def __init__(self, guest: Guest, id_: int, request: Request, chain: list[bytes]) -> None:
+    def __init__(self, guest: DecodePeer, id_: int, request: Request, chain: list[bytes]) -> None:
         super().__init__(request, 0, Mailbox(self._end))
         self.id, self.chain = id_, chain
         self.unoffered: deque[tuple[int, PageKey]] = deque()  # with their places, in their order
@@ -73,7 +74,7 @@ class _Reading(Listener):
         self.fault: str | None = None
         self._guest = guest
 
-    def take(self, delta: Delta, now_s: float) -> Output | None:
+    def take(self, delta: RequestDelta, now_s: float) -> Output | None:
         """Offer what a step has computed."""
         del delta  # has no token
         reason = self.request.finish_reason
@@ -91,7 +92,7 @@ class _Reading(Listener):
         self._guest.finish_if_done(self)
 
 
-class Guest:
+class DecodePeer:
     """One decode engine. The loop's lock guards its state.
 
     Leases end in any order. Each refers to its pages, so none is handed out that a peer may read:
@@ -100,14 +101,14 @@ class Guest:
     of no use without those before them: the end of a prompt's last lease brings them into order.
     """
 
-    def __init__(self, lender: Lender, connection: Connection) -> None:
-        self.readings: dict[int, _Reading] = {}
+    def __init__(self, lender: PrefillSide, connection: PeerConnection) -> None:
+        self.readings: dict[int, _PeerPrompt] = {}
         self._lender, self._connection, self._pages = lender, connection, lender.pages
-        self._lent: dict[int, _Lent] = {}
+        self._lent: dict[int, _LeasedPages] = {}
         self._offers = itertools.count(1)
         self._newest_id = self._newest_written = 0
-        self._carrier: Carrier | None = None
-        self._to_send: queue.SimpleQueue[_Answer | None] = queue.SimpleQueue()
+        self._carrier: NixlProcess | None = None
+        self._to_send: queue.SimpleQueue[_PageReply | None] = queue.SimpleQueue()
         self._is_open = True
 
     def serve(self) -> None:
@@ -136,7 +137,7 @@ class Guest:
         if (carrier := self._carrier) is not None:
             carrier.end()
 
-    def offer(self, reading: _Reading, known: int | None = None) -> None:
+    def offer(self, reading: _PeerPrompt, known: int | None = None) -> None:
         """Offer pages of the first `known` places, or of those that the request has computed."""
         with self._pages.lock:
             if not self._is_open or reading.id not in self.readings:
@@ -154,13 +155,13 @@ class Guest:
             number = next(self._offers)
             pages = [lease.pages[key] for _, key in found]
             until_s = time.monotonic() + LEASE_S
-            self._lent[number] = _Lent(reading, lease, pages, until_s)
+            self._lent[number] = _LeasedPages(reading, lease, pages, until_s)
             reading.num_leases += 1
             self._lender.num_lent += len(pages)
             named = [(key[0], place, page) for (place, key), page in zip(found, pages, strict=True)]
             self._say(messages.Offer(reading.id, number, named))
 
-    def finish_if_done(self, reading: _Reading) -> None:
+    def finish_if_done(self, reading: _PeerPrompt) -> None:
         """Say that no more comes, once all that could be offered was."""
         with self._pages.lock:
             if not reading.has_ended or self.readings.get(reading.id) is not reading:
@@ -169,12 +170,12 @@ class Guest:
                 self.offer(reading)  # there is room now, or these pages were evicted
             if not reading.num_leases:
                 del self.readings[reading.id]
-                self._say(messages.Finished(reading.id, reading.fault))
+                self._say(messages.PrefillFinished(reading.id, reading.fault))
 
     def _welcome(self) -> bool:
         hello, own = self._connection.receive(), self._lender.kind
         reason = None
-        if not isinstance(hello, messages.Hello) or hello.version != messages.VERSION:
+        if not isinstance(hello, messages.PeerHello) or hello.version != messages.VERSION:
             reason = "another version of Twostroke"
         else:
             reason = own.difference(hello.kind)
@@ -187,7 +188,7 @@ class Guest:
 
     def _do(self, question: messages.Question) -> None:
         match question:
-            case messages.Read():
+            case messages.PrefillPrompt():
                 self._read(question)
             case messages.Fetch():
                 if question.how == SENT:
@@ -195,14 +196,14 @@ class Guest:
                 self._fetch(question)
             case messages.Abort():
                 self._abort(question.id)
-            case messages.Join():
+            case messages.NixlJoin():
                 self._join(question)
-            case messages.Probe():
+            case messages.NixlProbe():
                 self._probe(question)
-            case messages.Hello():
+            case messages.PeerHello():
                 pass  # a second time
 
-    def _read(self, question: messages.Read) -> None:
+    def _read(self, question: messages.PrefillPrompt) -> None:
         if question.id <= self._newest_id:
             return  # a second time
         self._newest_id = question.id
@@ -223,7 +224,7 @@ class Guest:
         try:
             self._check(question)
             chain.extend(tokens, num_places)
-            reading = _Reading(self, question.id, request, chain.keys)
+            reading = _PeerPrompt(self, question.id, request, chain.keys)
             reading.unoffered += [
                 (place, (group, chain.keys[place]))
                 for place in range(num_places)
@@ -241,9 +242,9 @@ class Guest:
         except TwostrokeError as error:
             with self._pages.lock:
                 self.readings.pop(question.id, None)
-            self._say(messages.Finished(question.id, str(error)))
+            self._say(messages.PrefillFinished(question.id, str(error)))
 
-    def _check(self, question: messages.Read) -> None:
+    def _check(self, question: messages.PrefillPrompt) -> None:
         """Refuse what no decode engine of the same kind asks for."""
         tokens, vocab_size = question.tokens, self._lender.client.card.cost.program.vocab_size
         is_whole = tokens and not len(tokens) % self._lender.kind.page_size
@@ -272,20 +273,20 @@ class Guest:
             if question.how == WRITTEN:
                 self._newest_written = question.number
             move = (pages, question.targets) if question.how == WRITTEN else None
-            self._to_send.put(_Answer(answer, views, question.offer, move))
+            self._to_send.put(_PageReply(answer, views, question.offer, move))
 
-    def _join(self, question: messages.Join) -> None:
+    def _join(self, question: messages.NixlJoin) -> None:
         """Open a carrier, and let it meet that of the decode engine."""
         if self._carrier is not None:
             return  # a second time
         try:
             carrier = self._lender.open_carrier()
             carrier.meet(question.place, MOVE_S)
-        except CarrierError as error:
-            self._say(messages.Joined(None, str(error)))
+        except NixlProcessError as error:
+            self._say(messages.NixlJoined(None, str(error)))
             return
         self._carrier = carrier
-        self._say(messages.Joined(carrier.place))
+        self._say(messages.NixlJoined(carrier.place))
 
     def _part(self) -> None:
         """Let nothing outside read the pages any more."""
@@ -293,13 +294,13 @@ class Guest:
             self._carrier.close()
             self._carrier = None
 
-    def _probe(self, question: messages.Probe) -> None:
+    def _probe(self, question: messages.NixlProbe) -> None:
         content = messages.Content(question.number, is_valid=True)
         if question.how == SENT:
             content = replace(content, num_bytes=PROBE_BYTES)
-            self._to_send.put(_Answer(content, [memoryview(bytes(PROBE_BYTES))]))
+            self._to_send.put(_PageReply(content, [memoryview(bytes(PROBE_BYTES))]))
         else:
-            self._to_send.put(_Answer(content, move=([], [])))
+            self._to_send.put(_PageReply(content, move=([], [])))
 
     def _abort(self, id_: int) -> None:
         with self._pages.lock:
@@ -323,7 +324,7 @@ class Guest:
             self.finish_if_done(lent.reading)
 
     def _say(self, message: messages.Answer) -> None:
-        self._to_send.put(_Answer(message))
+        self._to_send.put(_PageReply(message))
 
     def _write(self) -> None:
         """Send answers and reports, and end leases that are late, until the connection ends."""
@@ -343,12 +344,14 @@ class Guest:
                 now_s = time.monotonic()
                 if now_s - load_s >= _LOAD_S:
                     load_s = now_s
-                    self._connection.send(messages.Load(*self._lender.load(), self._newest_id))
+                    self._connection.send(
+                        messages.PrefillLoad(*self._lender.load(), self._newest_id)
+                    )
                     self._end_late(now_s)
         except (PeerLostError, BackendError):
             self.cut()
 
-    def _move(self, answer: _Answer) -> messages.Answer:
+    def _move(self, answer: _PageReply) -> messages.Answer:
         """Write pages to the decode engine, and return what it hears then."""
         assert answer.move is not None
         (own, theirs), lent = answer.move, self._lent.get(answer.offer)
@@ -359,7 +362,7 @@ class Guest:
         try:
             if own or lent is None:  # a probe has none
                 self._carrier.move(own, theirs, MOVE_S, is_write=True)
-        except CarrierError:
+        except NixlProcessError:
             if lent is not None:
                 raise
             return replace(answer.message, is_valid=False)
@@ -387,7 +390,7 @@ class Guest:
         self._lender.loop.cancel([reading.request.id for reading in readings])
 
 
-class _Answer(Frozen):
+class _PageReply(Frozen):
     """A message to send, with pages; `offer` is the one that they are of.
 
     `move` are pages to write before, and those of the decode engine to which; none for a probe.
@@ -399,13 +402,13 @@ class _Answer(Frozen):
     move: tuple[list[int], list[int]] | None = None
 
 
-class Lender:
+class PrefillSide:
     """Serves all decode engines that connect."""
 
     def __init__(
         self,
         client: Client,
-        kind: messages.Kind,
+        kind: messages.KvCacheSpecMessage,
         address: tuple[str, int],
         secret: bytes,
         memory: int | None,
@@ -420,7 +423,7 @@ class Lender:
         self.num_prompts = self.num_lent = self.num_late = 0
         self._memory, self._link = memory, link
         self._cost = client.card.cost.per_step()
-        self._guests: set[Guest] = set()
+        self._guests: set[DecodePeer] = set()
         self._listener = PeerListener(address, secret, memory, self._serve)
         self.pages.on_close.append(self.close)
 
@@ -434,11 +437,11 @@ class Lender:
             self._memory = None
         return True
 
-    def view(self) -> LenderView:
+    def view(self) -> PrefillSideStats:
         """Return what it does now."""
         with self.pages.lock:
             reading = sum(len(guest.readings) for guest in self._guests)
-            return LenderView(
+            return PrefillSideStats(
                 self._listener.port,
                 len(self._guests),
                 reading,
@@ -462,20 +465,20 @@ class Lender:
             counts = [(one.num_computed, one.num_prompt) for one in open_]
         return sum(self.flops(*count) for count in counts), pace
 
-    def open_carrier(self) -> Carrier:
+    def open_carrier(self) -> NixlProcess:
         """Return a new carrier of the pages.
 
         Raises:
             CarrierError: NIXL is not to be used, or does not work here.
         """
         if self._link == "socket":
-            raise CarrierError("its --peer-link is socket.")
+            raise NixlProcessError("its --peer-link is socket.")
         if self._memory is None:
-            raise CarrierError("its pages cannot be shared.")
-        return Carrier(self._memory, self.loop.facts.num_pages, self.kind.page_bytes)
+            raise NixlProcessError("its pages cannot be shared.")
+        return NixlProcess(self._memory, self.loop.facts.num_pages, self.kind.page_bytes)
 
-    def _serve(self, connection: Connection) -> None:
-        guest = Guest(self, connection)
+    def _serve(self, connection: PeerConnection) -> None:
+        guest = DecodePeer(self, connection)
         with self.pages.lock:
             self._guests.add(guest)
         try:

@@ -11,14 +11,19 @@ from twostroke.core.frozen import Frozen
 from twostroke.engine.disaggregation import messages
 from twostroke.engine.disaggregation.connection import PeerLostError, RefusedError
 from twostroke.engine.disaggregation.messages import COPIED, SENT, WRITTEN
-from twostroke.engine.disaggregation.nixl import PROBE_BYTES, Carrier, CarrierError, obstacle
+from twostroke.engine.disaggregation.nixl import (
+    PROBE_BYTES,
+    NixlProcess,
+    NixlProcessError,
+    obstacle,
+)
 from twostroke.engine.disaggregation.shared_pages import SharedPages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from twostroke.backends.memory import PageMemory
-    from twostroke.engine.disaggregation.connection import Connection
+    from twostroke.engine.disaggregation.connection import PeerConnection
 
 _logger = logging.getLogger("twostroke.handover")
 
@@ -46,11 +51,11 @@ class OwnPages(Frozen):
     page_bytes: int
 
 
-class Way:
+class TransferMethod:
     """How pages come: `how` is a word of `messages`, `title` one for people."""
 
     def __init__(
-        self, how: str, shared: SharedPages | None = None, carrier: Carrier | None = None
+        self, how: str, shared: SharedPages | None = None, carrier: NixlProcess | None = None
     ) -> None:
         """Use shared memory, a carrier, or neither: pages are sent."""
         self.how, self._shared, self._carrier = how, shared, carrier
@@ -86,19 +91,19 @@ class Way:
 
 
 def choose_way(
-    connection: Connection, file: int | None, num_pages: int, own: OwnPages, link: str
-) -> Way:
+    connection: PeerConnection, file: int | None, num_pages: int, own: OwnPages, link: str
+) -> TransferMethod:
     """Return the fastest way that `link` allows, as measured.
 
     A prefill engine that shares its `num_pages` has sent an open `file`: no other way is looked at.
 
     Raises:
         RefusedError: `link` asks for NIXL, which does not work here or there.
-        PeerLostError: as `Connection.receive`.
+        PeerLostError: as `PeerConnection.receive`.
     """
     if file is not None:
         try:
-            return Way(COPIED, SharedPages(file, num_pages, own.page_bytes))
+            return TransferMethod(COPIED, SharedPages(file, num_pages, own.page_bytes))
         except OSError as error:
             raise PeerLostError(f"The pages cannot be mapped: {error}.") from None
     choices = _CHOICES[link]
@@ -107,31 +112,33 @@ def choose_way(
         if choices != (SENT,):
             carrier = _join(connection, own)
         return _fastest(connection, carrier, choices)
-    except CarrierError as error:
+    except NixlProcessError as error:
         if carrier is not None:
             carrier.close()
         if SENT not in choices:
             raise RefusedError(str(error)) from None
         _logger.info("Pages are sent by the socket: %s", error)
-        return Way(SENT)
+        return TransferMethod(SENT)
     except PeerLostError:
         if carrier is not None:
             carrier.close()
         raise
 
 
-def _join(connection: Connection, own: OwnPages) -> Carrier:
+def _join(connection: PeerConnection, own: OwnPages) -> NixlProcess:
     """Open a carrier, and let it meet that of the prefill engine."""
     if (reason := obstacle()) is not None:
-        raise CarrierError(reason)
+        raise NixlProcessError(reason)
     if own.file is None:
-        raise CarrierError("NIXL cannot reach this engine's pages.")
-    carrier = Carrier(own.file, own.num_pages, own.page_bytes)
+        raise NixlProcessError("NIXL cannot reach this engine's pages.")
+    carrier = NixlProcess(own.file, own.num_pages, own.page_bytes)
     try:
-        connection.send(messages.Join(carrier.place))
-        joined = _await(connection, messages.Joined)
+        connection.send(messages.NixlJoin(carrier.place))
+        joined = _await(connection, messages.NixlJoined)
         if joined.place is None:
-            raise CarrierError(f"The prefill engine does not move pages by NIXL: {joined.reason}")
+            raise NixlProcessError(
+                f"The prefill engine does not move pages by NIXL: {joined.reason}"
+            )
         carrier.meet(joined.place, MOVE_S)
     except PeerLostError:
         carrier.close()
@@ -139,16 +146,18 @@ def _join(connection: Connection, own: OwnPages) -> Carrier:
     return carrier
 
 
-def _fastest(connection: Connection, carrier: Carrier | None, choices: Sequence[str]) -> Way:
+def _fastest(
+    connection: PeerConnection, carrier: NixlProcess | None, choices: Sequence[str]
+) -> TransferMethod:
     if carrier is None:
-        return Way(SENT)
+        return TransferMethod(SENT)
     scratch, numbers = memoryview(bytearray(PROBE_BYTES)), itertools.count(1)
 
     def ask(how: str) -> None:
-        connection.send(messages.Probe(next(numbers), how))
+        connection.send(messages.NixlProbe(next(numbers), how))
         content = _await(connection, messages.Content)
         if not content.is_valid:
-            raise CarrierError("NIXL failed there.")
+            raise NixlProcessError("NIXL failed there.")
         if content.num_bytes:
             connection.receive_into(scratch[: content.num_bytes])
 
@@ -162,9 +171,9 @@ def _fastest(connection: Connection, carrier: Carrier | None, choices: Sequence[
         seconds[SENT] *= _WORTH
     how = min(seconds, key=seconds.__getitem__)
     if how != SENT:
-        return Way(how, carrier=carrier)
+        return TransferMethod(how, carrier=carrier)
     carrier.close()
-    return Way(SENT)
+    return TransferMethod(SENT)
 
 
 def _seconds(probe: Callable[[], None]) -> float:
@@ -181,7 +190,7 @@ def _seconds(probe: Callable[[], None]) -> float:
     return least
 
 
-def _await(connection: Connection, kind: type[Any]) -> Any:
+def _await(connection: PeerConnection, kind: type[Any]) -> Any:
     """Return the next message of a kind; others that come while engines meet tell of the load."""
     while not isinstance(answer := connection.receive(), kind):
         pass

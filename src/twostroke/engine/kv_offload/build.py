@@ -12,19 +12,19 @@ from twostroke.core import env
 from twostroke.core.errors import Field, ModelFormatError, UsageError
 from twostroke.core.files import read_checked_json, write_checked_json
 from twostroke.engine.kv_offload.disk import DiskTier
-from twostroke.engine.kv_offload.manager import Paging
-from twostroke.engine.kv_offload.redis import StoreTier, check_store
+from twostroke.engine.kv_offload.manager import OffloadManager
+from twostroke.engine.kv_offload.redis import RedisTier, check_store
 from twostroke.model.program import BatchShape
 from twostroke.model.program.stored_form import stored_form
 
 if TYPE_CHECKING:
-    from twostroke.core.tier_options import TierOptions
+    from twostroke.core.tier_options import OffloadOptions
     from twostroke.engine.client import Client
-    from twostroke.engine.kv_offload.tier import PageKind, Tier
+    from twostroke.engine.kv_offload.tier import KvCacheSpec, OffloadTier
     from twostroke.model.weights import LoadedModel
 
 
-def begin_paging(client: Client, kind: PageKind, digest: str, tiers: TierOptions) -> None:
+def begin_paging(client: Client, kind: KvCacheSpec, digest: str, tiers: OffloadOptions) -> None:
     """Let an engine's requests find pages in tiers; its loop ends that.
 
     `digest` covers every byte of the weights, unlike the model's identity.
@@ -51,16 +51,16 @@ def begin_paging(client: Client, kind: PageKind, digest: str, tiers: TierOptions
         shapes = [BatchShape.prefill(min(budget, end - at), at) for at in starts]
         return sum(map(time.seconds, shapes))
 
-    found: list[Tier] = []
+    found: list[OffloadTier] = []
     if tiers.page_cache is not None:
         folder = env.with_home(tiers.page_cache)
         found.append(DiskTier(folder, kind, tiers.most_bytes, client.card.name))
     if tiers.page_store is not None:
-        found.append(StoreTier(tiers.page_store, kind))
-    Paging(loop.pages, kind, found, seconds, lambda: time.num_steps > 0)
+        found.append(RedisTier(tiers.page_store, kind))
+    OffloadManager(loop.pages, kind, found, seconds, lambda: time.num_steps > 0)
 
 
-def check_tiers(tiers: TierOptions) -> None:
+def check_tiers(tiers: OffloadOptions) -> None:
     """Refuse, before a model is loaded, what no tier could be opened with.
 
     Raises:

@@ -18,13 +18,13 @@ from msgspec.structs import asdict
 
 from twostroke.core.errors import UsageError
 from twostroke.core.files import open_regular_file, write_text
-from twostroke.engine.kv_offload.disk_index import TAG_BYTES, Entry, Ledger
+from twostroke.engine.kv_offload.disk_index import TAG_BYTES, DiskIndex, Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from twostroke.engine.kv_offload.tier import PageKind, Worth
+    from twostroke.engine.kv_offload.tier import KvCacheSpec, PageValue
 
 _logger = logging.getLogger("twostroke.cache")
 
@@ -52,7 +52,7 @@ class DiskTier:
 
     title = "disk"
 
-    def __init__(self, folder: Path, kind: PageKind, most_bytes: int, model: str) -> None:
+    def __init__(self, folder: Path, kind: KvCacheSpec, most_bytes: int, model: str) -> None:
         """Use a folder, which is made if it is not there; `model` is what people call the model.
 
         Raises:
@@ -61,7 +61,7 @@ class DiskTier:
         self._root, self._folder = folder, folder / kind.digest.hex()[:16]
         self._about = json.dumps({"name": model, **asdict(kind)}, default=asdict)
         self._page_bytes = kind.page_bytes
-        self._ledger = Ledger(most_bytes)
+        self._ledger = DiskIndex(most_bytes)
         self._lock = threading.Lock()
         self._resume_s = self._scanned_s = 0.0  # when to write again; when the folder was read
         self._count = 0
@@ -101,7 +101,7 @@ class DiskTier:
             self._ledger.remove(name)
         return False
 
-    def offer(self, name: bytes, page: memoryview[Any], worth: Worth) -> bool:
+    def offer(self, name: bytes, page: memoryview[Any], worth: PageValue) -> bool:
         """Write a page that is not there, unless a write failed a moment ago."""
         until_s = worth.until_s
         if not self.is_writable:
@@ -164,7 +164,7 @@ class DiskTier:
         self._folder.mkdir(0o700, parents=True, exist_ok=True)
         write_text(self._folder / ABOUT, self._about)
 
-    def _write(self, path: Path, name: bytes, page: memoryview[Any], worth: Worth) -> None:
+    def _write(self, path: Path, name: bytes, page: memoryview[Any], worth: PageValue) -> None:
         self._count += 1
         try:
             path.parent.mkdir(0o700, exist_ok=True)
@@ -229,7 +229,7 @@ class DiskTier:
         )
 
 
-def header_of(name: bytes, page: memoryview[Any], worth: Worth) -> bytes:
+def header_of(name: bytes, page: memoryview[Any], worth: PageValue) -> bytes:
     """Return what stands before a page in its file."""
     before = worth.before[:TAG_BYTES]
     head = _HEADER.pack(_MAGIC, name, len(page), worth.saved_s, worth.place, before, 0)[:_CHECKED]

@@ -40,7 +40,7 @@ class _Judged(NamedTuple):
     until_s: float
 
 
-class Ledger:
+class DiskIndex:
     """The pages of a folder, by name, with at most `most_bytes` in all.
 
     A page is worth at least as much as those that continue it, and stays as long. So it never goes

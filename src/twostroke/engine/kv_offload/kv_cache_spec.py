@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import UsageError
-from twostroke.engine.kv_offload.tier import PageKind
+from twostroke.engine.kv_offload.tier import KvCacheSpec
 from twostroke.model.program.kv_groups import PageGroups
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _ALIKE = {"avx2": "vector", "avx512": "vector"}  # levels whose kernels agree bi
 
 def page_kind(
     card: ModelCard, options: EngineOptions, size: CacheSize, backend: Backend
-) -> PageKind:
+) -> KvCacheSpec:
     """Return the kind of a backend's pages.
 
     Raises:
@@ -30,7 +30,7 @@ def page_kind(
     if memory is None:
         reason = "needs one process with all pages: the backend cpu or gpu, without ranks."
         raise UsageError(reason, field=options.tiers.field if options.tiers.is_used else "role")
-    return PageKind(
+    return KvCacheSpec(
         model=card.identity,
         kv_format=size.kv_format,
         page_bytes=memory.page_bytes,

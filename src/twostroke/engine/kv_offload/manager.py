@@ -1,4 +1,4 @@
-"""`Paging`: brings pages from tiers before requests start, and writes used pages to them."""
+"""`OffloadManager`: fetches pages from tiers before requests start, and writes used pages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
 from twostroke.engine.counters import TierTotals
-from twostroke.engine.kv_offload.tier import Worth
+from twostroke.engine.kv_offload.tier import PageValue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from twostroke.engine.kv_cache.prefix import PageKey
-    from twostroke.engine.kv_offload.tier import PageKind, Tier
-    from twostroke.engine.pool_access import Pages
-    from twostroke.engine.scheduler.request_state import Ticket
+    from twostroke.engine.kv_offload.tier import KvCacheSpec, OffloadTier
+    from twostroke.engine.pool_access import PoolAccess
+    from twostroke.engine.scheduler.request_state import RequestState
     from twostroke.engine.scheduler.transfers import Transfer
 
     Seconds = Callable[[int, int], float]  # that computing tokens[start:end] of a prompt takes
@@ -43,10 +43,10 @@ _FLUSH_S: Final = 3.0  # at the end, in which pages are still written
 _CLOSE_S: Final = 1.0  # after which a tier is left that does not answer
 
 
-class _Measured:
+class _MeasuredTier:
     """A tier with its counts, and how long it takes for a page."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: OffloadTier) -> None:
         self.tier = tier
         self.counts: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -97,16 +97,16 @@ class _Offer(Frozen):
     keep_s: float
 
 
-class _Asked(Frozen):
+class _PageLoad(Frozen):
     """A request's transfer, when it began, and the seconds that it may lose."""
 
-    ticket: Ticket
+    ticket: RequestState
     transfer: Transfer
     began_s: float
     slack_s: float
 
 
-class Paging:
+class OffloadManager:
     """Implements `PageWatcher`, and moves pages between an engine's pool and its tiers.
 
     A request whose computing takes long enough waits for pages that a tier has, if these are
@@ -118,21 +118,21 @@ class Paging:
 
     def __init__(
         self,
-        pages: Pages,
-        kind: PageKind,
-        tiers: Sequence[Tier],
+        pages: PoolAccess,
+        kind: KvCacheSpec,
+        tiers: Sequence[OffloadTier],
         seconds: Seconds,
         is_measured: Callable[[], bool] = lambda: True,
     ) -> None:
         """Begin; `pages` ends it. Until `is_measured`, computing takes longer than `seconds`."""
         self._pages, self._kind, self._seconds = pages, kind, seconds
         self._is_measured = is_measured
-        self._tiers = [_Measured(tier) for tier in tiers]
+        self._tiers = [_MeasuredTier(tier) for tier in tiers]
         for tier in self._tiers:
             tier.took(tier.tier.probe())
         self._size = kind.groups.page_size
         self._num_groups = len(kind.groups.windows)
-        self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._asked: SimpleQueue[_PageLoad | None] = SimpleQueue()
         self._bringing: set[Transfer] = set()  # those that were asked for and have not ended
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._touched: OrderedDict[bytes, float] = OrderedDict()  # when, by key of the last place
@@ -185,7 +185,7 @@ class Paging:
 
     # Called under the loop's lock.
 
-    def found(self, ticket: Ticket, num_places: int) -> None:
+    def found(self, ticket: RequestState, num_places: int) -> None:
         """Offer the pages that a request starts with, unless that was done a moment ago."""
         chain, keep_s = ticket.chain, ticket.request.hints.keep_s
         if chain is None:
@@ -198,7 +198,7 @@ class Paging:
             self._touched.popitem(last=False)
         self._offer(chain.keys[:num_places], 0, num_places, keep_s)
 
-    def computed(self, ticket: Ticket, first: int, last: int) -> None:
+    def computed(self, ticket: RequestState, first: int, last: int) -> None:
         """Offer pages that a request has computed, if they were before or it wants them kept."""
         chain, request = ticket.chain, ticket.request
         if chain is None:
@@ -222,7 +222,7 @@ class Paging:
         self._offers.append(_Offer(keys, first, num_places, time.time(), keep_s))
         self._has_offers.set()
 
-    def _submitted(self, ticket: Ticket) -> bool:
+    def _submitted(self, ticket: RequestState) -> bool:
         """Let a request that was queued wait for pages, if computing them takes long."""
         whole_s = self._seconds(0, len(ticket.request.tokens))
         is_hanging = any(transfer.is_dropped for transfer in self._bringing)
@@ -235,7 +235,7 @@ class Paging:
         if transfer is None:
             return False
         self._bringing.add(transfer)
-        self._asked.put(_Asked(ticket, transfer, time.monotonic(), slack_s))
+        self._asked.put(_PageLoad(ticket, transfer, time.monotonic(), slack_s))
         return True
 
     # Called by the fetching threads.
@@ -288,11 +288,11 @@ class Paging:
         for tier in tiers:
             tier.add(saved_s=(saved_s - took_s) / len(tiers), slow=int(transfer.is_dropped))
 
-    def _find(self, transfer: Transfer) -> dict[PageKey, _Measured]:
+    def _find(self, transfer: Transfer) -> dict[PageKey, _MeasuredTier]:
         """Return the tier of each page of a transfer that one of them has."""
         groups = range(self._num_groups)
         names = {self._kind.name((g, key)): (g, key) for key in transfer.keys for g in groups}
-        where: dict[PageKey, _Measured] = {}
+        where: dict[PageKey, _MeasuredTier] = {}
         for tier in self._tiers:
             missing = [name for name, key in names.items() if key not in where]
             if missing:
@@ -301,7 +301,7 @@ class Paging:
         return where
 
     def _fetch_some(
-        self, transfer: Transfer, part: Sequence[PageKey], where: dict[PageKey, _Measured]
+        self, transfer: Transfer, part: Sequence[PageKey], where: dict[PageKey, _MeasuredTier]
     ) -> int:
         """Bring pages, in order; return how many came."""
         memory, count = self._pages.memory, 0
@@ -344,7 +344,7 @@ class Paging:
         assert memory is not None
         with self._pages.lock:  # after the step that has computed the pages, and was measured
             saved_s = self._seconds(0, offer.num_places * self._size) / offer.num_places
-        worth = Worth(saved_s, offer.first, offer.used_s, offer.keep_s)
+        worth = PageValue(saved_s, offer.first, offer.used_s, offer.keep_s)
         for start in range(offer.first, len(offer.keys), _WINDOW):
             if self._is_closing:
                 return
@@ -368,7 +368,9 @@ class Paging:
                 time.sleep((time.monotonic() - began_s) * (1 / _BUSY_SHARE - 1))
         self._pages.touch(offer.keys)  # a lease leaves its pages younger than those before them
 
-    def _write_page(self, tier: _Measured, key: PageKey, page: memoryview, worth: Worth) -> None:
+    def _write_page(
+        self, tier: _MeasuredTier, key: PageKey, page: memoryview, worth: PageValue
+    ) -> None:
         began_s = time.perf_counter()
         if tier.tier.offer(self._kind.name(key), page, worth):
             took_s = time.perf_counter() - began_s

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from redis import Redis
 
-    from twostroke.engine.kv_offload.tier import PageKind, Worth
+    from twostroke.engine.kv_offload.tier import KvCacheSpec, PageValue
 
     T = TypeVar("T")
 
@@ -38,7 +38,7 @@ _STAY_S: Final = 7 * 86_400  # after a page's last use
 _NUM_PROBED: Final = 4
 
 
-class StoreTier:
+class RedisTier:
     """Implements `Tier` with an entry of a Redis server for each page.
 
     The entry is sealed with AES-GCM, and the page's name with it, so an entry under another name,
@@ -48,7 +48,7 @@ class StoreTier:
 
     title = "store"
 
-    def __init__(self, url: str, kind: PageKind) -> None:
+    def __init__(self, url: str, kind: KvCacheSpec) -> None:
         """Connect; a store that does not answer is asked again later.
 
         Raises:
@@ -107,7 +107,7 @@ class StoreTier:
         self._ask(lambda: self._redis.delete(key), otherwise=0)
         return False
 
-    def offer(self, name: bytes, page: memoryview[Any], worth: Worth) -> bool:
+    def offer(self, name: bytes, page: memoryview[Any], worth: PageValue) -> bool:
         """Write a page that is not there, unless a write failed a moment ago."""
         key, stay_s = self._key(name), max(_STAY_S, int(worth.until_s - time.time()))
         if time.monotonic() < self._resume_writing_s:

@@ -17,7 +17,7 @@ NAME_BYTES: Final = 32
 VERSION: Final = 2  # raised whenever the bytes of a page mean something else than before
 
 
-class PageKind(Frozen):
+class KvCacheSpec(Frozen):
     """All that decides the bytes of a page besides the tokens and the salt, which its key covers.
 
     `model` is a digest of weights and Program, `arithmetic` names what computes alike, bit for bit:
@@ -52,7 +52,7 @@ class PageKind(Frozen):
         return blake2b(parts, digest_size=NAME_BYTES, person=b"twostroke page").digest()
 
 
-class Worth(Frozen):
+class PageValue(Frozen):
     """What a page is worth: the seconds that computing its sequence takes, for each of its pages.
 
     `place` is the page's place in the sequence, and `before` the name of the page before it in its
@@ -72,7 +72,7 @@ class Worth(Frozen):
         return self.used_s + self.keep_s
 
 
-class Tier(Protocol):
+class OffloadTier(Protocol):
     """Keeps pages by name. Any thread may call it; it logs what fails, and raises nothing."""
 
     @property
@@ -89,7 +89,7 @@ class Tier(Protocol):
     def fetch(self, name: bytes, page: memoryview[Any]) -> bool:
         """Fill a page; False if it is not there or damaged, whatever the page then contains."""
 
-    def offer(self, name: bytes, page: memoryview[Any], worth: Worth) -> bool:
+    def offer(self, name: bytes, page: memoryview[Any], worth: PageValue) -> bool:
         """Keep a page; return whether it was written. If it is there, note another use."""
 
     def probe(self) -> float:

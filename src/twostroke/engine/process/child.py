@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core.errors import EngineStoppedError
 from twostroke.core.transport.frames import Frames
 from twostroke.engine.process import messages as wire
-from twostroke.engine.process.launch import Launched
+from twostroke.engine.process.launch import LaunchedProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,14 +24,14 @@ _CHUNK: Final = 1 << 16  # larger ones are mapped by malloc for each read: 15 us
 class EngineProcess:
     """One process with an engine, which a server starts and ends."""
 
-    def __init__(self, load: wire.Load, launched: Launched | None = None) -> None:
+    def __init__(self, load: wire.LoadModel, launched: LaunchedProcess | None = None) -> None:
         """Have a process load, the launched one or a new one.
 
         Raises:
             BackendError: the operating system refuses a process.
         """
         self.began_s = time.monotonic()
-        launched = launched or Launched()
+        launched = launched or LaunchedProcess()
         self.socket, self._process = launched.socket, launched.process
         self.frames = Frames(wire.answers)
         with suppress(OSError):  # it has died already, as the next `receive` says
@@ -42,7 +42,7 @@ class EngineProcess:
         """The process's number."""
         return self._process.pid
 
-    def wait_ready(self, progress: Callable[[int, int], None]) -> wire.Ready:
+    def wait_ready(self, progress: Callable[[int, int], None]) -> wire.EngineReady:
         """Wait until the engine takes requests; errors as `build`.
 
         Raises:
@@ -54,9 +54,9 @@ class EngineProcess:
                 raise EngineStoppedError(f"The engine did not start: {self.describe_end()}.")
             for message in messages:
                 match message:
-                    case wire.Ready():
+                    case wire.EngineReady():
                         return message
-                    case wire.Failed():
+                    case wire.EngineFailed():
                         raise message.error
                     case wire.Loading():
                         progress(message.done, message.total)

@@ -16,7 +16,7 @@ from twostroke.core.errors import BackendError
 _ENTRY: Final = "twostroke.engine.process.main"
 
 
-class Launched:
+class LaunchedProcess:
     """A process that waits for a `wire.Load` at the other end of `socket`."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from twostroke.engine.generation import Outputs
 from twostroke.engine.health import Health
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.served import facts_of, take_reading
-from twostroke.engine.speculation import StepTime
+from twostroke.engine.speculation import StepTimeModel
 from twostroke.model.program import BatchShape
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from twostroke.engine.build import Engine
     from twostroke.engine.delivery import Addressed
     from twostroke.engine.output import Output
-    from twostroke.engine.request_listener import Listener
+    from twostroke.engine.request_listener import RequestListener
     from twostroke.engine.structured_output.grammar import GrammarMatcher
 
 _PULSE_S: Final = 0.5
@@ -95,16 +95,16 @@ class _Log(logging.Handler):
         self._wire.send(wire.Log(record.name, record.levelno, self.format(record)))
 
 
-class _Asked(Outputs):
+class _OpenCall(Outputs):
     """What one message asked for; `id` is the message's."""
 
     is_cancelled = False  # perhaps while its constraint is compiled, before it is queued
 
-    def __init__(self, desk: Desk, id_: int, waited_s: float) -> None:
+    def __init__(self, desk: RequestHandler, id_: int, waited_s: float) -> None:
         super().__init__(desk.loop, Mailbox(partial(desk.put, id_), desk.carry))
         self.id, self._desk, self._waited_s = id_, desk, waited_s
 
-    def _submit(self, listeners: Sequence[Listener]) -> None:
+    def _submit(self, listeners: Sequence[RequestListener]) -> None:
         waiting, ids = self._desk.waiting, [listener.request.id for listener in listeners]
         waiting.update(dict.fromkeys(ids, self.id))  # before a step can have them
         try:
@@ -115,7 +115,7 @@ class _Asked(Outputs):
             raise
 
 
-class Desk:
+class RequestHandler:
     """Does what messages ask of an engine, and sends what comes of it."""
 
     def __init__(self, engine: Engine, wire_: Wire) -> None:
@@ -123,7 +123,7 @@ class Desk:
         self.loop = engine.client.loop
         self.waiting: dict[str, int] = {}  # requests without pages: what they were asked for as
         self._client, self._wire = engine.client, wire_
-        self._open: dict[int, _Asked] = {}
+        self._open: dict[int, _OpenCall] = {}
         self._gradual: set[int] = set()  # texts that the queue had no room for yet
         self._said: list[tuple[int, Output]] = []
         self._saying = threading.Lock()
@@ -149,7 +149,7 @@ class Desk:
             now_s = time.monotonic()
             if now_s - self._pulse_s >= _PULSE_S:
                 self._pulse_s = now_s
-                self._wire.send(wire.Pulse(self.loop.progress, self._num_lent()))
+                self._wire.send(wire.Heartbeat(self.loop.progress, self._num_lent()))
                 if self.loop.health is Health.STOPPED:
                     raise self._failure or EngineStoppedError("The engine stopped.")
 
@@ -162,8 +162,8 @@ class Desk:
         match message:
             case wire.Generate():
                 self._generate(message)
-            case wire.Embed():
-                self._open[message.id] = _Asked(self, message.id, message.waited_s)
+            case wire.EmbedTexts():
+                self._open[message.id] = _OpenCall(self, message.id, message.waited_s)
                 self._start(message)
             case wire.Cancel():
                 if (asked := self._open.get(message.id)) is not None:
@@ -171,16 +171,16 @@ class Desk:
                     asked.cancel()
             case wire.Compile():
                 self._compiler.submit(self._compile, message)
-            case wire.Read():
+            case wire.GetStatus():
                 reading = take_reading(self._client, message.spans)
-                self._wire.send(wire.State(message.id, reading))
+                self._wire.send(wire.StatusReply(message.id, reading))
             case wire.Flush():
                 self.loop.flush()
-            case wire.Load() | wire.Close():
+            case wire.LoadModel() | wire.Close():
                 raise WireError("The engine is loaded already.")
 
     def _generate(self, message: wire.Generate) -> None:
-        self._open[message.id] = _Asked(self, message.id, message.waited_s)
+        self._open[message.id] = _OpenCall(self, message.id, message.waited_s)
         constraint = message.params.constraint
         grammar = self._client.grammars.known(constraint) if constraint else None
         if constraint and grammar is None:  # forgotten, or known to a process that died
@@ -190,14 +190,14 @@ class Desk:
 
     def _start(
         self,
-        message: wire.Generate | wire.Embed,
+        message: wire.Generate | wire.EmbedTexts,
         constraint: Constraint | None = None,
         grammar: GrammarMatcher | None = None,
     ) -> None:
         """Queue what was asked for, and say whether that was possible."""
         asked, client, caller = self._open[message.id], self._client, message.caller
         try:
-            if isinstance(message, wire.Embed):
+            if isinstance(message, wire.EmbedTexts):
                 client.queue_texts(asked, message.texts, message.params, caller)
                 if asked.has_waiting:
                     self._gradual.add(message.id)
@@ -233,7 +233,7 @@ class Desk:
         self, id_: int, constraint: Constraint, limit_s: float = math.inf
     ) -> GrammarMatcher:
         """Compile a constraint; if that kills the process, what asked for it is to blame."""
-        self._wire.send(wire.Began([id_]))
+        self._wire.send(wire.RequestsStarted([id_]))
         return self._client.grammars.compile(constraint, limit_s)
 
     # The engine's thread, or the one that cancels, calls these.
@@ -259,7 +259,7 @@ class Desk:
             put_all(outputs)
             said, self._said = self._said, []
         if said:
-            self._wire.send(wire.Said(said))
+            self._wire.send(wire.OutputBatch(said))
 
     def _on_step(self, plan: StepPlan) -> None:
         """Tell what holds pages from now on: if this step kills the process, that is to blame."""
@@ -267,7 +267,7 @@ class Desk:
             return
         ids = {self.waiting.pop(part.request.id, None) for part in plan.slices}
         if began := sorted(id_ for id_ in ids if id_ is not None):
-            self._wire.send(wire.Began(began))
+            self._wire.send(wire.RequestsStarted(began))
 
 
 def main(descriptor: str) -> int:
@@ -285,7 +285,7 @@ def main(descriptor: str) -> int:
     logging.getLogger("twostroke.weights").setLevel(logging.ERROR)
     try:
         with _build(load, link) as engine:
-            desk = Desk(engine, link)
+            desk = RequestHandler(engine, link)
             engine.client.grammars.prepare()  # now, before a stream would have to wait for it
             ease_collector()
             link.send(_ready(engine))
@@ -302,7 +302,7 @@ def main(descriptor: str) -> int:
 
 
 def _fail(link: Wire, error: TwostrokeError) -> int:
-    link.send(wire.Failed(error))
+    link.send(wire.EngineFailed(error))
     return error.exit_code
 
 
@@ -314,19 +314,19 @@ def _told(error: BaseException) -> TwostrokeError:
     return BackendError(f"The engine could not begin: {type(error).__name__}: {error}")
 
 
-def _first(link: Wire) -> wire.Load:
+def _first(link: Wire) -> wire.LoadModel:
     messages: list[wire.Request] = []
     while not messages:
         messages = link.receive(60.0)
     load = messages[0]
-    if not isinstance(load, wire.Load) or load.version != wire.VERSION:
+    if not isinstance(load, wire.LoadModel) or load.version != wire.VERSION:
         reason = "The server has another version than its engine: start the server again."
-        link.send(wire.Failed(BackendError(reason)))
+        link.send(wire.EngineFailed(BackendError(reason)))
         raise SystemExit(1)
     return load
 
 
-def _build(load: wire.Load, link: Wire) -> Engine:
+def _build(load: wire.LoadModel, link: Wire) -> Engine:
     said_s = 0.0
 
     def progress(done: int, total: int) -> None:
@@ -343,15 +343,15 @@ def _build(load: wire.Load, link: Wire) -> Engine:
     return engine
 
 
-def _ready(engine: Engine) -> wire.Ready:
+def _ready(engine: Engine) -> wire.EngineReady:
     client, card, hardware = engine.client, engine.card, engine.limits.hardware()
     config = client.loop.config
     longest = BatchShape.prefill(config.step_budget, config.context_length - config.step_budget)
-    longest_s = StepTime(card.cost.per_step(), hardware).seconds(longest)
+    longest_s = StepTimeModel(card.cost.per_step(), hardware).seconds(longest)
     about = wire.EngineCard(
         card.context_length, card.identity, card.cost.cache, engine.draft, hardware, longest_s
     )
-    return wire.Ready(about, facts_of(client), take_reading(client, ()))
+    return wire.EngineReady(about, facts_of(client), take_reading(client, ()))
 
 
 def _die_with_parent() -> None:

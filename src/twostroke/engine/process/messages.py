@@ -1,7 +1,7 @@
 """The messages between a server and an engine in another process; they travel in frames.
 
-No message holds a path but `Load`, nor a descriptor or a pointer; nothing is executed that came in
-one.
+No message holds a path but `LoadModel`, nor a descriptor or a pointer; nothing is executed that
+came in one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.transport.frames import frame
 from twostroke.engine.client import Caller
-from twostroke.engine.health import Progress
+from twostroke.engine.health import StepProgress
 from twostroke.engine.output import Output
-from twostroke.engine.process.served import EngineFacts, Reading
+from twostroke.engine.process.served import EngineFacts, EngineStatus
 from twostroke.model.program.kv_format import CacheFormat
 
 VERSION: Final = 3  # raise it when a message changes
@@ -51,7 +51,7 @@ class EngineCard(Frozen):
 # To the engine. `id` numbers what a server asks for.
 
 
-class Load(Frozen, array_like=True, tag=1):
+class LoadModel(Frozen, array_like=True, tag=1):
     """The first message: what to load."""
 
     version: int
@@ -71,7 +71,7 @@ class Generate(Frozen, array_like=True, tag=2):
     waited_s: float = 0.0
 
 
-class Embed(Frozen, array_like=True, tag=3):
+class EmbedTexts(Frozen, array_like=True, tag=3):
     """Texts to embed."""
 
     id: int
@@ -95,8 +95,8 @@ class Compile(Frozen, array_like=True, tag=5):
     limit_s: float = math.inf
 
 
-class Read(Frozen, array_like=True, tag=6):
-    """Ask for a `Reading` with these spans: their seconds, and how long ago they ended."""
+class GetStatus(Frozen, array_like=True, tag=6):
+    """Ask for a `EngineStatus` with these spans: their seconds, and how long ago they ended."""
 
     id: int
     spans: list[tuple[int, int]]
@@ -110,7 +110,7 @@ class Close(Frozen, array_like=True, tag=8):
     """Stop."""
 
 
-Request = Load | Generate | Embed | Cancel | Compile | Read | Flush | Close
+Request = LoadModel | Generate | EmbedTexts | Cancel | Compile | GetStatus | Flush | Close
 
 # From the engine.
 
@@ -130,15 +130,15 @@ class Log(Frozen, array_like=True, tag=2):
     text: str
 
 
-class Ready(Frozen, array_like=True, tag=3):
+class EngineReady(Frozen, array_like=True, tag=3):
     """The engine takes requests."""
 
     card: EngineCard
     facts: EngineFacts
-    reading: Reading
+    reading: EngineStatus
 
 
-class Failed(Frozen, array_like=True, tag=4):
+class EngineFailed(Frozen, array_like=True, tag=4):
     """The last message: the engine could not start, or has stopped."""
 
     error: TwostrokeError
@@ -151,13 +151,13 @@ class Accepted(Frozen, array_like=True, tag=5):
     error: TwostrokeError | None = None
 
 
-class Began(Frozen, array_like=True, tag=6):
+class RequestsStarted(Frozen, array_like=True, tag=6):
     """These hold pages, or are compiled, from now on: they are to blame for a death."""
 
     ids: list[int]
 
 
-class Said(Frozen, array_like=True, tag=7):
+class OutputBatch(Frozen, array_like=True, tag=7):
     """The outputs of a step, each with the id of what was asked for."""
 
     outputs: list[tuple[int, Output]]
@@ -171,21 +171,32 @@ class Compiled(Frozen, array_like=True, tag=8):
     error: TwostrokeError | None = None
 
 
-class State(Frozen, array_like=True, tag=9):
-    """The answer to `Read`."""
+class StatusReply(Frozen, array_like=True, tag=9):
+    """The answer to `GetStatus`."""
 
     id: int
-    reading: Reading
+    reading: EngineStatus
 
 
-class Pulse(Frozen, array_like=True, tag=10):
+class Heartbeat(Frozen, array_like=True, tag=10):
     """The process lives, whatever its engine does; it has lent so many pages to decode engines."""
 
-    progress: Progress
+    progress: StepProgress
     num_lent: int = 0
 
 
-Answer = Loading | Log | Ready | Failed | Accepted | Began | Said | Compiled | State | Pulse
+Answer = (
+    Loading
+    | Log
+    | EngineReady
+    | EngineFailed
+    | Accepted
+    | RequestsStarted
+    | OutputBatch
+    | Compiled
+    | StatusReply
+    | Heartbeat
+)
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from twostroke.core.errors import DeadlineError, OverloadedError
 from twostroke.core.request import FinishReason
 from twostroke.engine.output import Output, Usage
 from twostroke.engine.process import messages as wire
-from twostroke.engine.process.suspects import Suspects
+from twostroke.engine.process.suspects import CrashHistory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,7 +31,7 @@ class RemoteOutputs:
 
     def __init__(
         self,
-        message: wire.Generate | wire.Embed,
+        message: wire.Generate | wire.EmbedTexts,
         num_open: int,
         cancel: Callable[[RemoteOutputs], None],
     ) -> None:
@@ -42,7 +42,7 @@ class RemoteOutputs:
         self.has_begun = False  # some of it holds pages, or did
         self.is_cancelled = False
         self.num_open = num_open
-        if isinstance(message, wire.Embed):  # its texts are queued as there is room
+        if isinstance(message, wire.EmbedTexts):  # its texts are queued as there is room
             self.num_requests, self.num_tokens = 1, sum(map(len, message.texts))
         else:
             self.num_requests = num_open
@@ -123,7 +123,7 @@ class FullQueue:
             raise OverloadedError(reason, **facts)
 
 
-class Book:
+class PendingCalls:
     """What is open at an engine, in the order in which it was asked for.
 
     Attributes:
@@ -135,7 +135,7 @@ class Book:
         """Give messages to `send` while `is_up`."""
         self.open: dict[int, RemoteOutputs] = {}
         self.unsent: dict[int, RemoteOutputs] = {}
-        self.suspects = Suspects()
+        self.suspects = CrashHistory()
         self.is_up = True
         self._send = send
         self._alone: RemoteOutputs | None = None  # a suspect that was sent and has no output

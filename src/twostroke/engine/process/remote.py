@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from msgspec.structs import replace
 
 from twostroke.backends.create import cost_model
-from twostroke.backends.machine_limits import Limits
+from twostroke.backends.machine_limits import MachineLimits
 from twostroke.core.errors import (
     EngineDiedError,
     EngineKillerError,
@@ -31,9 +31,9 @@ from twostroke.engine.build import make_card
 from twostroke.engine.health import Health
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.child import EngineProcess
-from twostroke.engine.process.pending import Book, FullQueue, RemoteOutputs
+from twostroke.engine.process.pending import FullQueue, PendingCalls, RemoteOutputs
 from twostroke.engine.process.supervisor import Supervisor
-from twostroke.engine.seconds import Span
+from twostroke.engine.seconds import TimeSpan
 from twostroke.model.families import build_program
 from twostroke.model.load import build_tokenizer
 from twostroke.model.load import load as load_model
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import Caller
-    from twostroke.engine.health import Progress
+    from twostroke.engine.health import StepProgress
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import Output
-    from twostroke.engine.process.launch import Launched
-    from twostroke.engine.process.served import EngineFacts, Reading
+    from twostroke.engine.process.launch import LaunchedProcess
+    from twostroke.engine.process.served import EngineFacts, EngineStatus
 
 _READ_S = 1.0  # that a reading may take; then the last one is returned
 _logger = logging.getLogger("twostroke.serve")
@@ -61,22 +61,26 @@ class RemoteEngine:
     """Implements `ServedEngine` with a process that is started again whenever it dies."""
 
     def __init__(
-        self, load: wire.Load, card: ModelCard, process: EngineProcess | None, ready: wire.Ready
+        self,
+        load: wire.LoadModel,
+        card: ModelCard,
+        process: EngineProcess | None,
+        ready: wire.EngineReady,
     ) -> None:
         """Serve the model of `card` through `process`, which has loaded `load`."""
         self.card = card
         self.facts: EngineFacts = ready.facts
         self.draft = ready.card.draft
-        self.limits = Limits.known(ready.card.hardware) if ready.card.hardware else None
-        self._last: Reading = ready.reading
+        self.limits = MachineLimits.known(ready.card.hardware) if ready.card.hardware else None
+        self._last: EngineStatus = ready.reading
         self._spans: list[tuple[int, int]] = []  # that it has
         self._ids = itertools.count(1)
-        self._asked: dict[int, tuple[wire.Compile | wire.Read, asyncio.Future[Any]]] = {}
+        self._asked: dict[int, tuple[wire.Compile | wire.GetStatus, asyncio.Future[Any]]] = {}
         self._compiling: set[int] = set()  # of what is asked
         self._ended: str | None = None
         self._on_end: Callable[[], None] = lambda: None
         self._life = Supervisor(load, process, ready, self)
-        self._book = Book(self._life.send)
+        self._book = PendingCalls(self._life.send)
         self._full = FullQueue()
 
     @classmethod
@@ -86,7 +90,7 @@ class RemoteEngine:
         options: EngineOptions,
         log_level: str,
         progress: Callable[[int, int], None],
-        launched: Launched | None = None,
+        launched: LaunchedProcess | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Self:
         """Start an engine for `model` and wait until it takes requests; errors as `build`.
@@ -96,7 +100,7 @@ class RemoteEngine:
         Raises:
             EngineStoppedError: its process died.
         """
-        load = wire.Load(wire.VERSION, model, options, log_level)
+        load = wire.LoadModel(wire.VERSION, model, options, log_level)
         process = EngineProcess(load, launched)
         try:
             loaded = load_model(model)  # its header, while the process reads the weights
@@ -149,7 +153,7 @@ class RemoteEngine:
         return Health.RECOVERING if is_recovering else Health.READY
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> StepProgress:
         """What its process has computed."""
         return self._life.progress
 
@@ -181,7 +185,9 @@ class RemoteEngine:
     ) -> RemoteOutputs:
         """Queue texts."""
         tokens = [list(text) for text in texts]
-        return await self._ask(wire.Embed(next(self._ids), tokens, params, caller), len(tokens))
+        return await self._ask(
+            wire.EmbedTexts(next(self._ids), tokens, params, caller), len(tokens)
+        )
 
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
         """Compile a constraint in the engine's process."""
@@ -191,13 +197,13 @@ class RemoteEngine:
         self._book.suspects.clear(message)
         return gaps
 
-    async def read(self, spans: Sequence[tuple[int, int]] = ()) -> Reading:
+    async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
         """Return counts and spans; if the engine does not answer now, what it said last."""
         if self._life.is_up:
-            message = wire.Read(next(self._ids), list(spans))
+            message = wire.GetStatus(next(self._ids), list(spans))
             try:
                 async with asyncio.timeout(_READ_S):
-                    reading: Reading | None = await self._inquire(message)
+                    reading: EngineStatus | None = await self._inquire(message)
             except TimeoutError:
                 _logger.debug("The engine took long to say what it does.")
             else:
@@ -206,7 +212,7 @@ class RemoteEngine:
                     return reading
         if self._spans == list(spans):
             return self._last
-        nothing = Span(self._last.snapshot, self._last.snapshot, 0)
+        nothing = TimeSpan(self._last.snapshot, self._last.snapshot, 0)
         return replace(self._last, spans=(nothing,) * len(spans))
 
     def flush(self) -> None:
@@ -224,7 +230,9 @@ class RemoteEngine:
             outputs.is_cancelled = True  # the process may die before it reads this
             self._life.send(wire.Cancel(id_))
 
-    async def _ask(self, message: wire.Generate | wire.Embed, num_answers: int) -> RemoteOutputs:
+    async def _ask(
+        self, message: wire.Generate | wire.EmbedTexts, num_answers: int
+    ) -> RemoteOutputs:
         outputs = self._open(message, num_answers)
         try:
             await outputs.accepted
@@ -233,7 +241,7 @@ class RemoteEngine:
             raise
         return outputs
 
-    def _open(self, message: wire.Generate | wire.Embed, num_answers: int) -> RemoteOutputs:
+    def _open(self, message: wire.Generate | wire.EmbedTexts, num_answers: int) -> RemoteOutputs:
         """Put a message into the book; errors as `generate`, but for those of the process."""
         self._check_running()
         self._check_harmless(message)
@@ -244,7 +252,7 @@ class RemoteEngine:
         self._book.add(outputs)
         return outputs
 
-    async def _inquire(self, message: wire.Compile | wire.Read) -> Any:
+    async def _inquire(self, message: wire.Compile | wire.GetStatus) -> Any:
         self._check_running()
         found: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._asked[message.id] = message, found
@@ -256,7 +264,7 @@ class RemoteEngine:
             self._asked.pop(message.id, None)
             self._compiling.discard(message.id)
 
-    def _check_harmless(self, message: wire.Generate | wire.Embed | wire.Compile) -> None:
+    def _check_harmless(self, message: wire.Generate | wire.EmbedTexts | wire.Compile) -> None:
         if self._book.suspects.is_refused(message):
             raise EngineKillerError(
                 "The engine died each time that it computed this request, so it is refused for "
@@ -272,10 +280,10 @@ class RemoteEngine:
     def take(self, message: wire.Answer) -> None:
         """Pass on what the process has sent."""
         match message:
-            case wire.Said():
+            case wire.OutputBatch():
                 for id_, output in message.outputs:
                     self._said(id_, output)
-            case wire.Began():
+            case wire.RequestsStarted():
                 for outputs in filter(None, map(self._book.open.get, message.ids)):
                     outputs.has_begun = True
                 self._compiling.update(self._asked.keys() & message.ids)
@@ -284,8 +292,8 @@ class RemoteEngine:
             case wire.Compiled():
                 self._check_asked(message.id, wire.Compile)
                 self._reply(message.id, message.gaps, message.error)
-            case wire.State():
-                self._check_asked(message.id, wire.Read)
+            case wire.StatusReply():
+                self._check_asked(message.id, wire.GetStatus)
                 self._reply(message.id, message.reading)
 
     def died(self) -> bool:
@@ -300,7 +308,7 @@ class RemoteEngine:
         for id_ in self._compiling:
             self._reply(id_, None, error)
         for asked, _ in list(self._asked.values()):
-            if isinstance(asked, wire.Read):
+            if isinstance(asked, wire.GetStatus):
                 self._reply(asked.id, None)
         return was_busy
 
@@ -308,7 +316,7 @@ class RemoteEngine:
         """End what is past its timeout."""
         self._book.end_late()
 
-    def runs_again(self, ready: wire.Ready) -> None:
+    def runs_again(self, ready: wire.EngineReady) -> None:
         """Ask the new process for what still waits, in the order in which it came."""
         self.facts = ready.facts
         count = len(self._book.open)
@@ -372,7 +380,7 @@ class RemoteEngine:
             found.set_exception(error)
 
 
-def _check_numbers(message: wire.Generate | wire.Embed) -> None:
+def _check_numbers(message: wire.Generate | wire.EmbedTexts) -> None:
     """Refuse a message that cannot be sent, before it waits among others."""
     try:
         wire.encode(message)

@@ -11,11 +11,11 @@ from twostroke.backends import BackendFacts, RankState
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_used
 from twostroke.engine.counters import Snapshot
-from twostroke.engine.disaggregation_stats import HandoverView
-from twostroke.engine.health import Health, Progress
+from twostroke.engine.disaggregation_stats import DisaggregationStats
+from twostroke.engine.health import Health, StepProgress
 from twostroke.engine.scheduler import SchedulerConfig
-from twostroke.engine.seconds import Span
-from twostroke.engine.view import View
+from twostroke.engine.seconds import TimeSpan
+from twostroke.engine.view import RunningRequests
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -42,18 +42,18 @@ class EngineFacts(Frozen):
     keeps_pages: bool = False
 
 
-class Reading(Frozen):
+class EngineStatus(Frozen):
     """An engine at one moment: counts, running requests, pages, ranks, and the spans asked for.
 
     `memory_bytes` is what the engine's process uses. `handover` is None in the role "mixed".
     """
 
     snapshot: Snapshot
-    view: View
+    view: RunningRequests
     ranks: tuple[RankState, ...]
-    spans: tuple[Span[Snapshot], ...]
+    spans: tuple[TimeSpan[Snapshot], ...]
     memory_bytes: int
-    handover: HandoverView | None = None
+    handover: DisaggregationStats | None = None
 
 
 class ServedOutputs(Protocol):
@@ -84,7 +84,7 @@ class ServedEngine(Protocol):
         """Whether the engine can answer."""
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> StepProgress:
         """What it has computed, as far as is known."""
 
     @property
@@ -113,7 +113,7 @@ class ServedEngine(Protocol):
             EngineStoppedError: the engine no longer runs.
         """
 
-    async def read(self, spans: Sequence[tuple[int, int]] = ()) -> Reading:
+    async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
         """Return counts and `spans` (seconds, how long ago they ended), as of now or just before.
 
         Only the last `MAX_SECONDS` are known.
@@ -146,7 +146,7 @@ class LocalEngine:
         return self._loop.health
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> StepProgress:
         """What it has computed."""
         return self._loop.progress
 
@@ -180,7 +180,7 @@ class LocalEngine:
         """Compile a constraint in another thread, one at a time."""
         return (await self._matcher(constraint, limit_s)).gaps
 
-    async def read(self, spans: Sequence[tuple[int, int]] = ()) -> Reading:
+    async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
         """Return counts and spans as of now."""
         return take_reading(self._client, spans)
 
@@ -210,10 +210,10 @@ def facts_of(client: Client) -> EngineFacts:
     )
 
 
-def take_reading(client: Client, spans: Sequence[tuple[int, int]]) -> Reading:
+def take_reading(client: Client, spans: Sequence[tuple[int, int]]) -> EngineStatus:
     """Return counts and spans of an engine in this process, as of now."""
     loop = client.loop
     found = tuple(loop.span(seconds, ago_s) for seconds, ago_s in spans)
     handover = client.view_handover() if client.view_handover else None
     ranks, used = tuple(loop.ranks()), memory_used()
-    return Reading(loop.snapshot(), loop.view(), ranks, found, used, handover)
+    return EngineStatus(loop.snapshot(), loop.view(), ranks, found, used, handover)

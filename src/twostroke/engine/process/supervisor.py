@@ -11,12 +11,12 @@ from twostroke.core.errors import EngineStoppedError, TwostrokeError
 from twostroke.core.transport.frames import WireError
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.child import EngineProcess, log
-from twostroke.engine.process.watch import Watch
+from twostroke.engine.process.watch import ProgressWatchdog
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from twostroke.engine.health import Progress
+    from twostroke.engine.health import StepProgress
 
 BACK_OFF_S: Final = (0.0, 0.5, 1.0, 2.0, 4.0)  # before each start, after deaths in a row
 _MOST_DEATHS: Final = 20  # in a row, though requests may be to blame for them
@@ -27,7 +27,7 @@ _SETTLED_S: Final = 60.0  # after which a process was no failed start, though no
 _logger = logging.getLogger("twostroke.serve")
 
 
-class Guest(Protocol):
+class ProcessObserver(Protocol):
     """Who speaks with the process; all is called in the event loop."""
 
     def take(self, message: wire.Answer) -> None:
@@ -39,7 +39,7 @@ class Guest(Protocol):
     def look(self) -> None:
         """Some time has passed."""
 
-    def runs_again(self, ready: wire.Ready) -> None:
+    def runs_again(self, ready: wire.EngineReady) -> None:
         """Another process takes requests."""
 
     def failed_to_load(self, error: TwostrokeError) -> bool:
@@ -59,7 +59,11 @@ class Supervisor:
     """
 
     def __init__(
-        self, load: wire.Load, process: EngineProcess | None, ready: wire.Ready, guest: Guest
+        self,
+        load: wire.LoadModel,
+        process: EngineProcess | None,
+        ready: wire.EngineReady,
+        guest: ProcessObserver,
     ) -> None:
         """Take over a process that has loaded `load`, or rest if there is none; `attach` begins."""
         self.rests = process is None
@@ -88,7 +92,7 @@ class Supervisor:
         return self._process.pid
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> StepProgress:
         """What the process has computed, as it said last; a step grows older while it is silent."""
         return self._watch.progress_at(time.monotonic()) if self.is_up else self._watch.progress
 
@@ -171,15 +175,15 @@ class Supervisor:
         if not self._unsent:
             asyncio.get_running_loop().remove_writer(self._process.socket)
 
-    def _begin(self, ready: wire.Ready) -> None:
+    def _begin(self, ready: wire.EngineReady) -> None:
         self.is_up, self._num_lent = True, 0
         self._began_s = self._changed_s = time.monotonic()
         self.load_s = self._began_s - self._process.began_s
-        self._watch = Watch(ready.card.longest_step_s, self._began_s)
+        self._watch = ProgressWatchdog(ready.card.longest_step_s, self._began_s)
 
     def _expect_load(self) -> None:
         self._changed_s = time.monotonic()
-        self._watch = Watch(0.0, self._changed_s, _LOADING_S)
+        self._watch = ProgressWatchdog(0.0, self._changed_s, _LOADING_S)
 
     def _listen(self) -> None:
         self._process.socket.settimeout(0)
@@ -199,20 +203,20 @@ class Supervisor:
             self._died()
 
     def _take(self, message: wire.Answer) -> None:
-        progress = message.progress if isinstance(message, wire.Pulse) else None
+        progress = message.progress if isinstance(message, wire.Heartbeat) else None
         self._watch.hear(time.monotonic(), progress)
         match message:
-            case wire.Said():
+            case wire.OutputBatch():
                 self._num_failures = self._num_blameless = 0
                 self._guest.take(message)
-            case wire.Pulse() if message.num_lent > self._num_lent:
+            case wire.Heartbeat() if message.num_lent > self._num_lent:
                 self._num_failures = self._num_blameless = 0
                 self._num_lent = message.num_lent
             case wire.Log():
                 log(message)
-            case wire.Failed():
+            case wire.EngineFailed():
                 self._why, self._failure = str(message.error), message.error
-            case wire.Ready() if not self.is_up:
+            case wire.EngineReady() if not self.is_up:
                 self._begin(message)
                 self._guest.runs_again(message)
             case _:

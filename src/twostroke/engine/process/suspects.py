@@ -30,7 +30,7 @@ class _Record(msgspec.Struct):
     died_s: float = 0.0
 
 
-class Suspects:
+class CrashHistory:
     """Counts deaths by what was asked for, whoever asks and however often."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -85,7 +85,7 @@ def _key(message: wire.Request) -> bytes:
     match message:
         case wire.Generate():
             asked: object = (message.prompts, message.params)
-        case wire.Embed():
+        case wire.EmbedTexts():
             asked = (message.texts, message.params)
         case wire.Compile():
             asked = message.constraint

@@ -6,7 +6,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from twostroke.engine.health import Progress
+from twostroke.engine.health import StepProgress
 
 _LATE_S: Final = 1.5  # of silence: some pulses are missing
 _LEAST_LIMIT_S: Final = 5.0
@@ -14,12 +14,12 @@ _TIMES_LONGEST: Final = 2.0  # the longest step so far
 _TIMES_PREDICTED: Final = 10.0  # the longest step at the machine's limits
 
 
-class Watch:
+class ProgressWatchdog:
     """Judges from pulses whether an engine still makes progress. Times are on a monotonic clock."""
 
     def __init__(self, longest_s: float, now_s: float, least_s: float = 0.0) -> None:
         """Expect no step over `longest_s` at the machine's limits; allow at least `least_s`."""
-        self.progress = Progress(0, 0.0)
+        self.progress = StepProgress(0, 0.0)
         self._predicted_s, self._least_s = longest_s, least_s
         self._longest_s = 0.0
         self._heard_s = self._looked_s = self._resumed_s = now_s
@@ -30,7 +30,7 @@ class Watch:
         known_s = _TIMES_LONGEST * self._longest_s
         return max(_LEAST_LIMIT_S, self._least_s, known_s, _TIMES_PREDICTED * self._predicted_s)
 
-    def hear(self, now_s: float, progress: Progress | None = None) -> None:
+    def hear(self, now_s: float, progress: StepProgress | None = None) -> None:
         """Note that a message has come, a pulse with the engine's progress."""
         self._heard_s = now_s
         if progress is None:
@@ -39,7 +39,7 @@ class Watch:
         if progress.num_steps > before.num_steps:
             self._longest_s = max(self._longest_s, before.step_s)
 
-    def progress_at(self, now_s: float) -> Progress:
+    def progress_at(self, now_s: float) -> StepProgress:
         """Return the progress; while pulses are missing, the step is older than the last one said.
 
         Without a step, the silence itself counts as one, as a process that is stopped has none.

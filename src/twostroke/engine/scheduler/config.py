@@ -180,7 +180,7 @@ def too_long(
     )
 
 
-class Outlook(Frozen):
+class QueueEstimate(Frozen):
     """Seconds until a request that comes now would start, and that it would delay later ones.
 
     None if no pace is known.
@@ -191,7 +191,11 @@ class Outlook(Frozen):
 
 
 def check_queue(
-    config: SchedulerConfig, num_requests: int, num_tokens: int, num_own: int, outlook: Outlook
+    config: SchedulerConfig,
+    num_requests: int,
+    num_tokens: int,
+    num_own: int,
+    outlook: QueueEstimate,
 ) -> None:
     """Refuse a request of `num_own` tokens if too much waits before it.
 
@@ -216,7 +220,7 @@ def check_queue(
     )
 
 
-def check_deadline(request: Request, waited_s: float, outlook: Outlook) -> None:
+def check_deadline(request: Request, waited_s: float, outlook: QueueEstimate) -> None:
     """Refuse a request whose turn will not come in time.
 
     Raises:

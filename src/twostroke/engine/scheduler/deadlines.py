@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from twostroke.core.request import Request
-    from twostroke.engine.scheduler.request_state import Ticket
+    from twostroke.engine.scheduler.request_state import RequestState
 
 _MOST_STALE: Final = 1000  # entries of requests that have ended
 
@@ -33,7 +33,7 @@ class Deadlines:
         """When the next timeout may be, by the clock; None for never."""
         return self._timeouts.next_s
 
-    def add(self, ticket: Ticket, num_open: int) -> None:
+    def add(self, ticket: RequestState, num_open: int) -> None:
         """Watch a request, one of `num_open`."""
         request = ticket.request
         self._timeouts.add(request.end_by_s, ticket, num_open)
@@ -68,14 +68,14 @@ class _Due:
     """Tickets by a time."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Ticket]] = []
+        self._heap: list[tuple[float, int, RequestState]] = []
         self._num_added = 0
 
     @property
     def next_s(self) -> float | None:
         return self._heap[0][0] if self._heap else None
 
-    def add(self, at_s: float, ticket: Ticket, num_open: int) -> None:
+    def add(self, at_s: float, ticket: RequestState, num_open: int) -> None:
         if at_s == math.inf:
             return
         if len(self._heap) > num_open + _MOST_STALE:
@@ -84,7 +84,7 @@ class _Due:
         self._num_added += 1
         heapq.heappush(self._heap, (at_s, self._num_added, ticket))
 
-    def pop(self, now_s: float) -> Iterator[Ticket]:
+    def pop(self, now_s: float) -> Iterator[RequestState]:
         while self._heap and self._heap[0][0] <= now_s:
             _, _, ticket = heapq.heappop(self._heap)
             if not ticket.request.is_finished:

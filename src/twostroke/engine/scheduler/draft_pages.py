@@ -6,17 +6,17 @@ from bisect import bisect_right
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from twostroke.core.draft_tree import ROOT, Branch, path_to
+from twostroke.core.draft_tree import ROOT, DraftBranch, path_to
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.core.step import Slice
     from twostroke.engine.kv_cache import PagePool
-    from twostroke.engine.scheduler.kv_cache_manager import Holdings
+    from twostroke.engine.scheduler.kv_cache_manager import KvCacheManager
 
 
-class Drafting:
+class DraftPages:
     """Lays drafts out as rows, and takes the pages of branches until the step's commit.
 
     A chain is written to the request's own pages. A branch of a tree has pages of its own from the
@@ -24,7 +24,7 @@ class Drafting:
     keys and values never move. No request is preempted for drafts.
     """
 
-    def __init__(self, pool: PagePool, holdings: Holdings) -> None:
+    def __init__(self, pool: PagePool, holdings: KvCacheManager) -> None:
         self._pool = pool
         self._page_size = pool.page_size
         self._holdings = holdings
@@ -87,13 +87,13 @@ class Drafting:
 
     def _branches(
         self, piece: Slice, parents: Sequence[int], cuts: Sequence[int], num_running: int
-    ) -> list[Branch]:
+    ) -> list[DraftBranch]:
         """Return the branches that begin at all `cuts` but the last, while there are pages."""
         size, request, end = self._page_size, piece.request, piece.start + piece.count
         assert piece.count == 1, "only a slice of one row may have a tree"
         place = end // size
         spare = self._holdings.num_spare(num_running)
-        branches: list[Branch] = []
+        branches: list[DraftBranch] = []
         for first, after in pairwise(cuts):
             parent = parents[first]
             path = [0, *(1 + draft for draft in path_to(parent, parents))]  # rows of the slice
@@ -109,7 +109,7 @@ class Drafting:
             )
             oldest = max(own_place * size, piece.start)
             branches.append(
-                Branch(
+                DraftBranch(
                     first,
                     parent,
                     position,

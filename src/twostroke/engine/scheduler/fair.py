@@ -12,11 +12,11 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from twostroke.engine.scheduler.request_state import Rank
+from twostroke.engine.scheduler.request_state import PriorityKey
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
-    from twostroke.engine.scheduler.request_state import Ticket
+    from twostroke.engine.scheduler.request_state import RequestState
 
 _MOST_IDLE: Final = 1024  # tenants without requests that are remembered at each level
 _RECENT: Final = 8  # requests over which the length of answers is averaged
@@ -33,7 +33,7 @@ class _Share:
     def __init__(self, num_output: float) -> None:
         self.paid = self.last_start = 0.0
         self.num_open = 0
-        self.line: list[Ticket] = []
+        self.line: list[RequestState] = []
         self.num_output = num_output  # of its recent answers, on average
 
 
@@ -48,11 +48,11 @@ class FairOrder:
         self._num_arrived = 0
         self._levels: dict[int, _Level] = defaultdict(partial(_Level, max_overtakes))
 
-    def rank(self, request: Request) -> Rank:
+    def rank(self, request: Request) -> PriorityKey:
         """Return the rank of a request that arrives now; `add` takes it in."""
         return self._levels[request.priority].rank(request, self._num_arrived)
 
-    def add(self, ticket: Ticket) -> bool:
+    def add(self, ticket: RequestState) -> bool:
         """Take in a request, and charge its tenant what it is expected to cost.
 
         Its tenant's requests of the same priority that have not started exchange their ranks so
@@ -61,11 +61,11 @@ class FairOrder:
         self._num_arrived += 1
         return self._levels[ticket.request.priority].add(ticket)
 
-    def start(self, ticket: Ticket) -> None:
+    def start(self, ticket: RequestState) -> None:
         """Take in that a request starts, whose cached tokens are known now."""
         self._levels[ticket.request.priority].start(ticket)
 
-    def end(self, ticket: Ticket) -> None:
+    def end(self, ticket: RequestState) -> None:
         """Take in that a request has ended, and charge what it did cost."""
         self._levels[ticket.request.priority].end(ticket)
 
@@ -82,11 +82,11 @@ class _Level:
     def __init__(self, max_overtakes: int) -> None:
         self._max_overtakes = max_overtakes
         self._now = self._latest = 0.0  # on the clock, and when all would be paid for
-        self._open: list[Rank] = []  # of requests that have not ended, in order
+        self._open: list[PriorityKey] = []  # of requests that have not ended, in order
         self._shares: dict[str, _Share] = {}
         self._num_output = 0.0  # of anyone's recent answers, on average
 
-    def rank(self, request: Request, arrival: int) -> Rank:
+    def rank(self, request: Request, arrival: int) -> PriorityKey:
         share, ranks = self._shares.get(request.tenant), self._open
         start, is_behind = self._now, False
         if share is not None:
@@ -98,9 +98,9 @@ class _Level:
             start, is_behind = ranks[at - 1].start, True
         turn = ranks[at].turn if at < len(ranks) else arrival
         place = turn + request.priority * self._max_overtakes
-        return Rank(place, turn, start, is_behind, arrival)
+        return PriorityKey(place, turn, start, is_behind, arrival)
 
-    def add(self, ticket: Ticket) -> bool:
+    def add(self, ticket: RequestState) -> bool:
         request = ticket.request
         share = self._shares.get(request.tenant)
         if share is None:
@@ -112,14 +112,14 @@ class _Level:
         self._charge(ticket, share, len(request.tokens))
         return self._hurry(share.line, ticket)
 
-    def start(self, ticket: Ticket) -> None:
+    def start(self, ticket: RequestState) -> None:
         request, ticket.has_started = ticket.request, True
         self._now = max(self._now, ticket.rank.start)
         share = self._shares[request.tenant]
         share.line.remove(ticket)
         self._charge(ticket, share, request.num_prompt - request.num_cached)
 
-    def end(self, ticket: Ticket) -> None:
+    def end(self, ticket: RequestState) -> None:
         request = ticket.request
         share = self._shares[request.tenant]
         del self._open[bisect_left(self._open, ticket.rank)]
@@ -133,7 +133,7 @@ class _Level:
         if not self._open:
             self._now = self._latest  # nobody owes anything to those who were not there
 
-    def _hurry(self, line: list[Ticket], ticket: Ticket) -> bool:
+    def _hurry(self, line: list[RequestState], ticket: RequestState) -> bool:
         """Put a new request before those with later deadlines, each of which takes the next rank.
 
         None is passed more than `max_overtakes` times.
@@ -150,12 +150,12 @@ class _Level:
             other.num_passed += 1
         return bool(passed)
 
-    def _charge(self, ticket: Ticket, share: _Share, num_read: int) -> None:
+    def _charge(self, ticket: RequestState, share: _Share, num_read: int) -> None:
         """Charge for a prompt, and for an answer like the tenant's recent ones."""
         most = ticket.max_len - ticket.request.num_prompt
         self._settle(ticket, share, num_read + min(most, share.num_output))
 
-    def _settle(self, ticket: Ticket, share: _Share, cost: float) -> None:
+    def _settle(self, ticket: RequestState, share: _Share, cost: float) -> None:
         share.paid += (cost - ticket.charged) / ticket.request.weight
         ticket.charged = cost
         self._latest = max(self._latest, share.paid)

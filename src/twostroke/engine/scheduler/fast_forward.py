@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from twostroke.engine.kv_cache import PagePool
-    from twostroke.engine.scheduler.request_state import Ticket
+    from twostroke.engine.scheduler.request_state import RequestState
 
 
-def num_quiet(running: Sequence[Ticket], pool: PagePool, most: int) -> int:
+def num_quiet(running: Sequence[RequestState], pool: PagePool, most: int) -> int:
     """Return how many of the next steps, at most `most`, are quiet.
 
     No request waits, reads its prompt, draws its first token, ends, or finds no page for a token.
@@ -41,11 +41,11 @@ def num_quiet(running: Sequence[Ticket], pool: PagePool, most: int) -> int:
 
 
 def do_quiet(
-    running: Sequence[Ticket],
+    running: Sequence[RequestState],
     tokens: Sequence[Sequence[int]],
     page_size: int,
-    make_room: Callable[[Ticket], object],
-    settle: Callable[[Ticket], None],
+    make_room: Callable[[RequestState], object],
+    settle: Callable[[RequestState], None],
 ) -> None:
     """Do steps that `num_quiet` counts, in which requests draw `tokens`: (requests, steps).
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from twostroke.core.step import StepPlan
-    from twostroke.engine.scheduler.kv_cache_manager import Holdings
-    from twostroke.engine.scheduler.request_state import Ticket
+    from twostroke.engine.scheduler.kv_cache_manager import KvCacheManager
+    from twostroke.engine.scheduler.request_state import RequestState
 
 
-class Flights:
+class InFlightSteps:
     """Keeps the plans of steps until their commit, and pages until no step uses them.
 
     Attributes:
@@ -19,9 +19,9 @@ class Flights:
         ended: requests that have ended, with pages that steps in flight use.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
-        self.steps: deque[tuple[StepPlan, list[Ticket]]] = deque()
-        self.ended: list[Ticket] = []
+    def __init__(self, holdings: KvCacheManager) -> None:
+        self.steps: deque[tuple[StepPlan, list[RequestState]]] = deque()
+        self.ended: list[RequestState] = []
         self._holdings = holdings
         self._must_land = False  # because a request waits for the pages of others
 
@@ -38,13 +38,13 @@ class Flights:
         self._must_land = self._must_land and bool(self.steps)
         return self._must_land
 
-    def land(self, plan: StepPlan) -> list[Ticket]:
+    def land(self, plan: StepPlan) -> list[RequestState]:
         """Take out the oldest step, which has this plan; return the owners of its slices."""
         oldest, owners = self.steps.popleft()
         assert plan.slices is oldest.slices, "steps are committed in the order of their plans"
         return owners
 
-    def give_back(self, ticket: Ticket) -> None:
+    def give_back(self, ticket: RequestState) -> None:
         """Release the pages of a request that stops running, now or after the last step."""
         if ticket.request.is_in_flight:
             self.ended.append(ticket)

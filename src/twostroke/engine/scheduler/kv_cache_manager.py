@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
     from twostroke.core.request import Request
     from twostroke.engine.kv_cache import PagePool, PrefixHit
-    from twostroke.engine.scheduler.request_state import Ticket
+    from twostroke.engine.scheduler.request_state import RequestState
 
 
-class Holdings:
+class KvCacheManager:
     """Keeps each request's lists of pages equally long, and empty where no window reaches."""
 
     def __init__(self, pool: PagePool, token_budget: int) -> None:
@@ -39,7 +39,7 @@ class Holdings:
         """Return how many places remain if each running request keeps one to grow into."""
         return max(0, self._pool.num_available // self._num_groups - num_running)
 
-    def release_passed(self, ticket: Ticket) -> None:
+    def release_passed(self, ticket: RequestState) -> None:
         """Release pages that no later row reads, and note when the next ones are due.
 
         Pages that a request with the same prompt would look for age as usual; the others are the
@@ -74,15 +74,15 @@ class Holdings:
             num_places, request.num_computed, num_tokens, self._token_budget
         )
 
-    def reserve(self, running: Sequence[Ticket]) -> int:
+    def reserve(self, running: Sequence[RequestState]) -> int:
         """Return how many pages running requests may still take before they need to draw."""
         return sum([self.num_reserved(ticket.request) for ticket in running])
 
     def num_victims(
         self,
-        ticket: Ticket,
+        ticket: RequestState,
         hit: PrefixHit,
-        running: Sequence[Ticket],
+        running: Sequence[RequestState],
         num_reserved: int,
         most_running: int,
     ) -> int | None:

@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
     from twostroke.core.request import Request
     from twostroke.engine.kv_cache import PagePool, PrefixChain, PrefixIndex
-    from twostroke.engine.scheduler.queue import WaitingLine
-    from twostroke.engine.scheduler.request_state import Ticket
+    from twostroke.engine.scheduler.queue import WaitingQueue
+    from twostroke.engine.scheduler.request_state import RequestState
 
 
 class PageWatcher(Protocol):
     """Learns which pages are used; it must be quick, because steps wait for it."""
 
-    def found(self, ticket: Ticket, num_places: int) -> None:
+    def found(self, ticket: RequestState, num_places: int) -> None:
         """Take in that a request starts after pages that were there."""
 
-    def computed(self, ticket: Ticket, first: int, last: int) -> None:
+    def computed(self, ticket: RequestState, first: int, last: int) -> None:
         """Take in that a request has computed the pages of these places."""
 
 
-class Prefixes:
+class PrefixCache:
     """The prefix index, and the missing pages that running requests are about to compute.
 
     A request whose next missing page is claimed by a running request of better rank waits for it
@@ -42,7 +42,7 @@ class Prefixes:
         self._index = index
         self._pool, self._page_size = pool, pool.page_size
         self._num_groups = len(pool.groups.windows)
-        self._claims: dict[bytes, Ticket | Transfer] = {}
+        self._claims: dict[bytes, RequestState | Transfer] = {}
         self.transfers = Transfers(index, pool, self._claims)
         self.watcher: PageWatcher | None = None
 
@@ -50,7 +50,7 @@ class Prefixes:
         """Start the keys of a request."""
         return self._index.chain(salt) if self._index is not None else None
 
-    def match(self, ticket: Ticket) -> PrefixHit | None:
+    def match(self, ticket: RequestState) -> PrefixHit | None:
         """Return the known pages of a waiting request, or None if it should wait for more.
 
         A request that reports on its prompt's rows computes all of them.
@@ -65,7 +65,7 @@ class Prefixes:
         ticket.awaited = self._awaited(ticket.chain.keys[:num_useful], hit)
         return None if self._is_claimed(ticket, ticket.awaited) else hit
 
-    def wait_s(self, waiting: WaitingLine) -> float | None:
+    def wait_s(self, waiting: WaitingQueue) -> float | None:
         """Seconds until a waiting request may start if none runs and only time changes.
 
         A request that is ready then waits for a transfer, whose end is another change.
@@ -103,7 +103,7 @@ class Prefixes:
             self._pool.release([*(page for page in pages if page != NO_PAGE), *added])
         return fits
 
-    def start(self, ticket: Ticket) -> None:
+    def start(self, ticket: RequestState) -> None:
         """Claim the pages that a request will compute after those that `match` found."""
         if ticket.chain is None:
             ticket.publish_at = sys.maxsize
@@ -115,7 +115,7 @@ class Prefixes:
         for key in ticket.chain.keys[ticket.num_published :]:
             self._claims.setdefault(key, ticket)
 
-    def publish(self, ticket: Ticket) -> None:
+    def publish(self, ticket: RequestState) -> None:
         """Index the pages of a request that have become full."""
         if self._index is None or ticket.chain is None:
             return
@@ -132,7 +132,7 @@ class Prefixes:
         ticket.num_published = num_full
         ticket.publish_at = (request.num_settled // self._page_size + 1) * self._page_size
 
-    def stop(self, ticket: Ticket) -> None:
+    def stop(self, ticket: RequestState) -> None:
         """Drop the claims of a request that stops running."""
         if ticket.chain is not None:
             self._drop_claims(ticket.chain.keys[ticket.num_published :], ticket)
@@ -152,13 +152,13 @@ class Prefixes:
                     return key
         return missing[0] if missing else None
 
-    def _is_claimed(self, ticket: Ticket, key: bytes | None) -> bool:
+    def _is_claimed(self, ticket: RequestState, key: bytes | None) -> bool:
         owner = self._claims.get(key) if key is not None else None
         if isinstance(owner, Transfer):
             return not self.transfers.is_late(owner)
         return owner is not None and owner.rank < ticket.rank
 
-    def _drop_claims(self, keys: Sequence[bytes], ticket: Ticket) -> None:
+    def _drop_claims(self, keys: Sequence[bytes], ticket: RequestState) -> None:
         for key in keys:
             if self._claims.get(key) is ticket:
                 del self._claims[key]

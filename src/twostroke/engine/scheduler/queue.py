@@ -6,11 +6,11 @@ from bisect import bisect_left, insort
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from twostroke.engine.scheduler.config import Outlook, check_deadline, check_queue
+from twostroke.engine.scheduler.config import QueueEstimate, check_deadline, check_queue
 from twostroke.engine.scheduler.fair import FairOrder
 from twostroke.engine.scheduler.policy import Queue
 from twostroke.engine.scheduler.request_state import rank_of
-from twostroke.engine.scheduler.start_rate import Pace
+from twostroke.engine.scheduler.start_rate import StartRate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.engine.scheduler.config import SchedulerConfig
     from twostroke.engine.scheduler.policy import Policy
-    from twostroke.engine.scheduler.request_state import Rank, Ticket
+    from twostroke.engine.scheduler.request_state import PriorityKey, RequestState
 
 
-class WaitingLine:
+class WaitingQueue:
     """Tickets without pages: those that the policy has let start are `ready`, by rank.
 
     A preempted request goes back to `ready`.
@@ -29,19 +29,19 @@ class WaitingLine:
 
     def __init__(self, config: SchedulerConfig, policy: Policy, clock: Callable[[], float]) -> None:
         self.order = FairOrder(config.max_overtakes)
-        self.ready: list[Ticket] = []
-        self.pace = Pace(clock)
+        self.ready: list[RequestState] = []
+        self.pace = StartRate(clock)
         self.tokens: Counter[int] = Counter()  # by priority
         self._config = config
         self._policy = policy
         self._clock = clock
-        self._not_ready: dict[str, Ticket] = {}  # by arrival
+        self._not_ready: dict[str, RequestState] = {}  # by arrival
         self._is_flushed = False
 
     def __len__(self) -> int:
         return len(self._not_ready) + len(self.ready)
 
-    def __iter__(self) -> Iterator[Ticket]:
+    def __iter__(self) -> Iterator[RequestState]:
         yield from self._not_ready.values()
         yield from self.ready
 
@@ -50,7 +50,7 @@ class WaitingLine:
         """How many tokens the tickets have."""
         return sum(self.tokens.values())
 
-    def check(self, request: Request) -> Rank:
+    def check(self, request: Request) -> PriorityKey:
         """Return the rank of a request that comes now.
 
         Raises:
@@ -66,25 +66,25 @@ class WaitingLine:
         turn_s = self.pace.wait_s({request.priority: num_own})
         num_requests = len(self) - min(len(later), config.max_waiting_requests)
         num_tokens = max(tokens.total(), self.num_tokens - config.max_waiting_tokens)
-        check_queue(config, num_requests, num_tokens, num_own, Outlook(wait_s, turn_s))
+        check_queue(config, num_requests, num_tokens, num_own, QueueEstimate(wait_s, turn_s))
         if wait_s is not None:
             waited_s = self._clock() - request.arrival_s if request.arrival_s else 0.0
-            check_deadline(request, waited_s, Outlook(wait_s, turn_s))
+            check_deadline(request, waited_s, QueueEstimate(wait_s, turn_s))
         return rank
 
-    def add(self, ticket: Ticket) -> None:
+    def add(self, ticket: RequestState) -> None:
         """Queue a new request."""
         self._not_ready[ticket.request.id] = ticket
         if self.order.add(ticket):
             self.ready.sort(key=rank_of)
         self.tokens[ticket.request.priority] += len(ticket.request.tokens)
 
-    def put_back(self, ticket: Ticket) -> None:
+    def put_back(self, ticket: RequestState) -> None:
         """Queue a request that has lost its pages."""
         insort(self.ready, ticket, key=rank_of)
         self.tokens[ticket.request.priority] += len(ticket.request.tokens)
 
-    def remove(self, ticket: Ticket) -> None:
+    def remove(self, ticket: RequestState) -> None:
         """Let a request go, to run or because it has ended."""
         priority = ticket.request.priority
         self.tokens[priority] -= len(ticket.request.tokens)

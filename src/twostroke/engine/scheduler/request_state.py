@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from twostroke.engine.kv_cache import PrefixChain
 
 
-class Rank(NamedTuple):
+class PriorityKey(NamedTuple):
     """A place in the order; smaller goes first.
 
     `place` is `turn`, moved by the priority. A turn is a number of an arrival: the request's own
@@ -26,7 +26,7 @@ class Rank(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class RequestState:
     """A request's place in the order, and how far its pages are known to the prefix index.
 
     Attributes:
@@ -48,7 +48,7 @@ class Ticket:
     """
 
     request: Request
-    rank: Rank
+    rank: PriorityKey
     max_len: int
     chain: PrefixChain | None
     charged: float = 0.0
@@ -70,6 +70,6 @@ class Ticket:
         return self.may_draw_ahead and can_follow
 
 
-def rank_of(ticket: Ticket) -> Rank:
+def rank_of(ticket: RequestState) -> PriorityKey:
     """Return the key by which queues are sorted."""
     return ticket.rank

@@ -9,14 +9,14 @@ from msgspec.structs import replace
 
 from twostroke.core.draft_tree import ROOT, right_drafts
 from twostroke.core.request import FinishReason
-from twostroke.core.step import UNASKED, Delta
+from twostroke.core.step import UNASKED, RequestDelta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from twostroke.core.step import Slice, StepResult, TokenLogprobs
-    from twostroke.engine.scheduler.draft_pages import Drafting
-    from twostroke.engine.scheduler.request_state import Ticket
+    from twostroke.engine.scheduler.draft_pages import DraftPages
+    from twostroke.engine.scheduler.request_state import RequestState
 
 
 class ResultReader:
@@ -27,15 +27,18 @@ class ResultReader:
 
     __slots__ = ("_drafting", "_drawn", "_scores", "_states", "has_ends")
 
-    def __init__(self, result: StepResult, drafting: Drafting) -> None:
+    def __init__(self, result: StepResult, drafting: DraftPages) -> None:
         self.has_ends = False
         self._drafting = drafting
         self._drawn = zip(result.tokens, result.logprobs, strict=True)
         self._scores, self._states = iter(result.scores), iter(result.states)
 
     def take_all(
-        self, owners: Sequence[Ticket], slices: Sequence[Slice], settle: Callable[[Ticket], None]
-    ) -> list[Delta]:
+        self,
+        owners: Sequence[RequestState],
+        slices: Sequence[Slice],
+        settle: Callable[[RequestState], None],
+    ) -> list[RequestDelta]:
         """Take in all slices; return a delta for each that drew, reports, or ended its request.
 
         `settle` is called with tickets of which pages are due.
@@ -59,7 +62,7 @@ class ResultReader:
                     self.has_ends |= request.finish_reason is not None
                 else:
                     tokens.append(token)
-                    delta = Delta(request, (token,), (logprob,) if logprob else UNASKED)
+                    delta = RequestDelta(request, (token,), (logprob,) if logprob else UNASKED)
                 request.num_computed = start + piece.count
             if delta is not None:
                 deltas.append(delta)
@@ -67,7 +70,7 @@ class ResultReader:
                 settle(ticket)
         return deltas
 
-    def _take(self, ticket: Ticket, piece: Slice) -> Delta | None:
+    def _take(self, ticket: RequestState, piece: Slice) -> RequestDelta | None:
         """Take in what a slice computed, drew and reports; return a delta if it did either.
 
         Nothing but its rows is taken in if the request ended while the step was in flight.
@@ -95,7 +98,7 @@ class ResultReader:
             request.finish_reason = FinishReason.LENGTH
             self.has_ends = True
         if is_reported:
-            delta = replace(delta or Delta(request, ()), scores=scored, states=pooled)
+            delta = replace(delta or RequestDelta(request, ()), scores=scored, states=pooled)
             request.num_scored += len(scored)
         request.num_computed = computed
         return delta
@@ -108,8 +111,8 @@ class ResultReader:
 
 
 def _accept(
-    ticket: Ticket, piece: Slice, drawn: Sequence[tuple[int, TokenLogprobs | None]]
-) -> tuple[Delta, int]:
+    ticket: RequestState, piece: Slice, drawn: Sequence[tuple[int, TokenLogprobs | None]]
+) -> tuple[RequestDelta, int]:
     """Append the tokens drawn after right drafts, up to one that ends the request.
 
     Returns the delta, and the last draft that is now one of its tokens, or `ROOT`. With
@@ -131,10 +134,10 @@ def _accept(
     request.num_drafted += len(piece.drafts)
     request.num_accepted += min(len(right), len(taken))
     last = right[len(taken) - 2] if len(taken) > 1 else ROOT
-    return Delta(request, tuple(t for t, _ in taken), tuple(p for _, p in taken)), last
+    return RequestDelta(request, tuple(t for t, _ in taken), tuple(p for _, p in taken)), last
 
 
-def _end_reason(ticket: Ticket, token: int) -> FinishReason | None:
+def _end_reason(ticket: RequestState, token: int) -> FinishReason | None:
     """Return why the request ends after `token`, its newest one; None if it goes on."""
     request = ticket.request
     early = request.num_output <= request.params.min_tokens and request.matcher is None

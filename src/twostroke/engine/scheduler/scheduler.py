@@ -12,22 +12,22 @@ from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.step import Slice, StepPlan
 from twostroke.engine.scheduler.config import SchedulerStats, SchedulerView, max_len
 from twostroke.engine.scheduler.deadlines import Deadlines
-from twostroke.engine.scheduler.draft_pages import Drafting
+from twostroke.engine.scheduler.draft_pages import DraftPages
 from twostroke.engine.scheduler.fast_forward import do_quiet, num_quiet
-from twostroke.engine.scheduler.in_flight_steps import Flights
-from twostroke.engine.scheduler.kv_cache_manager import Holdings, held
-from twostroke.engine.scheduler.prefix_cache import Prefixes
-from twostroke.engine.scheduler.queue import WaitingLine
-from twostroke.engine.scheduler.request_state import Ticket, rank_of
+from twostroke.engine.scheduler.in_flight_steps import InFlightSteps
+from twostroke.engine.scheduler.kv_cache_manager import KvCacheManager, held
+from twostroke.engine.scheduler.prefix_cache import PrefixCache
+from twostroke.engine.scheduler.queue import WaitingQueue
+from twostroke.engine.scheduler.request_state import RequestState, rank_of
 from twostroke.engine.scheduler.results import ResultReader
-from twostroke.engine.scheduler.step_builder import StepSketch, in_turn
+from twostroke.engine.scheduler.step_builder import StepBuilder, in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from twostroke.core.errors import DeadlineError
     from twostroke.core.request import FinishReason, Request
-    from twostroke.core.step import Delta, StepResult
+    from twostroke.core.step import RequestDelta, StepResult
     from twostroke.engine.kv_cache import PagePool, PrefixHit, PrefixIndex
     from twostroke.engine.scheduler.config import SchedulerConfig
     from twostroke.engine.scheduler.policy import Policy
@@ -66,16 +66,16 @@ class Scheduler:
         self.config = config
         self._pool = pool
         self._clock = clock
-        self.prefixes = Prefixes(index, pool)
-        self._holdings = Holdings(pool, config.most_in_flight)
-        self._drafting = Drafting(pool, self._holdings)
+        self.prefixes = PrefixCache(index, pool)
+        self._holdings = KvCacheManager(pool, config.most_in_flight)
+        self._drafting = DraftPages(pool, self._holdings)
         self._most_tokens = pool.groups.most_tokens(pool.num_pages, config.context_length)
         self.prefixes.transfers.limit(self._most_tokens, config.token_budget, clock)
-        self._tickets: dict[str, Ticket] = {}
-        self._waiting = WaitingLine(config, policy, clock)
+        self._tickets: dict[str, RequestState] = {}
+        self._waiting = WaitingQueue(config, policy, clock)
         self._deadlines = Deadlines()
-        self._running: list[Ticket] = []  # with pages, by rank
-        self._flights = Flights(self._holdings)
+        self._running: list[RequestState] = []  # with pages, by rank
+        self._flights = InFlightSteps(self._holdings)
         self._num_prompt_tokens = self._num_hit_tokens = 0
         self._num_preemptions = self._num_recoveries = 0
 
@@ -93,7 +93,7 @@ class Scheduler:
         waits = [start_s, None if due_s is None else max(0.0, due_s - self._clock())]
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
-    def add(self, request: Request) -> Ticket:
+    def add(self, request: Request) -> RequestState:
         """Queue a request, return its ticket; stamps `arrival_s` unless the caller did.
 
         Raises:
@@ -106,7 +106,7 @@ class Scheduler:
             raise RequestError(f"A request with the id {request.id!r} is running.", param="id")
         rank = self._waiting.check(request)
         request.arrival_s = request.arrival_s or self._clock()
-        ticket = Ticket(request, rank, limit, self.prefixes.chain(request.salt))
+        ticket = RequestState(request, rank, limit, self.prefixes.chain(request.salt))
         ticket.may_draw_ahead = self.config.draws_ahead and request.draws_by_itself
         self._tickets[request.id] = ticket
         self._waiting.add(ticket)
@@ -166,9 +166,9 @@ class Scheduler:
         if self._flights.must_land():
             return None
         self._waiting.make_ready(len(self._running))
-        sketch = StepSketch(budget or self.config.step_budget, self.config.most_scored)
+        sketch = StepBuilder(budget or self.config.step_budget, self.config.most_scored)
         slices, owners, page_size = sketch.slices, sketch.owners, self._pool.page_size
-        behind: list[Ticket] = []
+        behind: list[RequestState] = []
         for ticket in in_turn(self._running, self.config):
             request = ticket.request
             start = request.num_planned
@@ -206,7 +206,7 @@ class Scheduler:
         most = ticket.max_len - piece.start - piece.count - 1
         return self._drafting.add(piece, drafts, parents, most, len(self._running))
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[Delta]:
+    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
         """Take in the oldest step: drawn tokens, full pages for the prefix cache, ends.
 
         Returns a delta for each request that got something or ended, in the plan's order.
@@ -233,7 +233,7 @@ class Scheduler:
 
     def decode(self, tokens: Sequence[Sequence[int]]) -> None:
         """Do quiet steps in which the requests that `quiet` returned draw these tokens."""
-        make_room = partial(self._make_room, wanted=1, sketch=StepSketch(0, 0))
+        make_room = partial(self._make_room, wanted=1, sketch=StepBuilder(0, 0))
         do_quiet(self._running, tokens, self._pool.page_size, make_room, self._settle)
 
     def recall(self) -> None:
@@ -284,19 +284,19 @@ class Scheduler:
         since_s = min((ticket.request.arrival_s for ticket in self._waiting), default=None)
         return SchedulerView(self.stats(), running, held, counts, cached, since_s)
 
-    def _read_prompts(self, sketch: StepSketch, behind: Sequence[Ticket]) -> None:
+    def _read_prompts(self, sketch: StepBuilder, behind: Sequence[RequestState]) -> None:
         for ticket in behind:
             self._admit(sketch, ticket)
             if ticket.is_running and sketch.budget and not sketch.pauses(ticket):
                 self._give_slice(ticket, sketch)
         self._admit(sketch, None)
 
-    def _give_slice(self, ticket: Ticket, sketch: StepSketch) -> None:
+    def _give_slice(self, ticket: RequestState, sketch: StepBuilder) -> None:
         wanted = min(ticket.request.num_pending, sketch.most_for(ticket))
         if count := self._make_room(ticket, sketch.most_rows(ticket.request, wanted), sketch):
             sketch.add(ticket, count)
 
-    def _make_room(self, ticket: Ticket, wanted: int, sketch: StepSketch) -> int:
+    def _make_room(self, ticket: RequestState, wanted: int, sketch: StepBuilder) -> int:
         """Give a request pages for up to `wanted` tokens, for one even at the cost of others."""
         request, page_size = ticket.request, self._pool.page_size
         room = len(request.pages[0]) * page_size - request.num_planned
@@ -308,7 +308,7 @@ class Scheduler:
             room += page_size * self._holdings.grow(request, -(-(wanted - room) // page_size))
         return min(room, wanted)
 
-    def _admit(self, sketch: StepSketch, before: Ticket | None) -> None:
+    def _admit(self, sketch: StepBuilder, before: RequestState | None) -> None:
         """Start the ready requests that rank before one, in order, until the budget is spent."""
         at = 0
         ready = self._waiting.ready
@@ -338,13 +338,13 @@ class Scheduler:
             self._give_slice(ticket, sketch)
             sketch.reserved += self._holdings.num_reserved(ticket.request)
 
-    def _reserve(self, sketch: StepSketch) -> int:
+    def _reserve(self, sketch: StepBuilder) -> int:
         """Pages that the running requests may still need soon."""
         if sketch.reserved is None:
             sketch.reserved = self._holdings.reserve(self._running)
         return sketch.reserved
 
-    def _start(self, ticket: Ticket, hit: PrefixHit) -> None:
+    def _start(self, ticket: RequestState, hit: PrefixHit) -> None:
         request = ticket.request
         self._pool.share(held(hit.pages))
         request.pages, ticket.num_known = hit.pages, hit.num_known
@@ -361,7 +361,7 @@ class Scheduler:
         ticket.is_running = True
         insort(self._running, ticket, key=rank_of)
 
-    def _preempt_last(self) -> Ticket:
+    def _preempt_last(self) -> RequestState:
         """Release the pages of the running request that ranks last; it will compute them again."""
         victim = self._running.pop()
         victim.request.num_computed = victim.request.num_planned = 0
@@ -372,13 +372,13 @@ class Scheduler:
         self._waiting.put_back(victim)
         return victim
 
-    def _give_back(self, ticket: Ticket) -> None:
+    def _give_back(self, ticket: RequestState) -> None:
         """Release the pages of a request that stops running, or do so after steps in flight."""
         ticket.is_running = False
         self.prefixes.stop(ticket)
         self._flights.give_back(ticket)
 
-    def _settle(self, ticket: Ticket) -> None:
+    def _settle(self, ticket: RequestState) -> None:
         """Publish full pages, release those that windows passed; note when more are due."""
         self.prefixes.publish(ticket)
         ticket.due_at = ticket.publish_at

@@ -13,7 +13,7 @@ _RECENT_S: Final = 10.0  # of waiting, over which a pace is measured
 _LEAST: Final = 1e-9  # tokens a second
 
 
-class Pace:
+class StartRate:
     """Measures how many waiting tokens start in a second, for each priority.
 
     Only the time in which some of the priority were left waiting counts, so a pace is what the

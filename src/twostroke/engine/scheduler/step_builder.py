@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from twostroke.core.request import Request
     from twostroke.engine.scheduler.config import SchedulerConfig
-    from twostroke.engine.scheduler.request_state import Ticket
+    from twostroke.engine.scheduler.request_state import RequestState
 
 
-class StepSketch:
+class StepBuilder:
     """Slices so far, their owners, and what is left of the budget.
 
     Attributes:
@@ -50,13 +50,13 @@ class StepSketch:
         self.budget = budget
         self.most_scored = most_scored
         self.slices: list[Slice] = []
-        self.owners: list[Ticket] = []
+        self.owners: list[RequestState] = []
         self.preempted: list[Request] = []
         self.reserved: int | None = None
-        self.urgent: Ticket | None = None
+        self.urgent: RequestState | None = None
         self.lines: int | None = None
-        self._aside: list[tuple[Slice, Ticket]] = []
-        self._first: Ticket | None = None
+        self._aside: list[tuple[Slice, RequestState]] = []
+        self._first: RequestState | None = None
         self._has_read = False
 
     def most_rows(self, request: Request, wanted: int) -> int:
@@ -66,7 +66,7 @@ class StepSketch:
         start = request.num_planned
         return min(wanted, max(start, request.num_scored) - start + self.most_scored)
 
-    def add(self, ticket: Ticket, count: int) -> None:
+    def add(self, ticket: RequestState, count: int) -> None:
         """Let a request compute its next `count` tokens."""
         request = ticket.request
         start = request.num_planned
@@ -82,7 +82,7 @@ class StepSketch:
         self._has_read = True
         self._count(ticket, count)
 
-    def preempt(self, ticket: Ticket) -> None:
+    def preempt(self, ticket: RequestState) -> None:
         """Take out a request that has just lost its pages."""
         self.preempted.append(ticket.request)
         self.reserved = None
@@ -92,13 +92,13 @@ class StepSketch:
             self.most_scored += self.slices[at].num_scored
             del self.slices[at], self.owners[at]
 
-    def pauses(self, ticket: Ticket) -> bool:
+    def pauses(self, ticket: RequestState) -> bool:
         """Whether a request is a line of a batch that lets others go first."""
         if not is_background(ticket) or ticket is self._first:
             return False
         return self.lines == 0 or (self.urgent is not None and self.urgent.rank < ticket.rank)
 
-    def most_for(self, ticket: Ticket) -> int:
+    def most_for(self, ticket: RequestState) -> int:
         """Return how many more rows a request may have."""
         if self.lines is None or not is_background(ticket):
             return self.budget
@@ -106,9 +106,9 @@ class StepSketch:
 
     def put_aside(
         self,
-        running: Sequence[Ticket],
-        behind: Sequence[Ticket],
-        ready: Sequence[Ticket],
+        running: Sequence[RequestState],
+        behind: Sequence[RequestState],
+        ready: Sequence[RequestState],
         most_lines: int,
     ) -> None:
         """Take out lines of batches, with one row each, that slow down others.
@@ -149,22 +149,22 @@ class StepSketch:
                 self.budget -= piece.count
         return True
 
-    def _put(self, piece: Slice, ticket: Ticket) -> None:
+    def _put(self, piece: Slice, ticket: RequestState) -> None:
         self.slices.append(piece)
         self.owners.append(ticket)
         self._count(ticket, piece.count)
 
-    def _count(self, ticket: Ticket, count: int) -> None:
+    def _count(self, ticket: RequestState, count: int) -> None:
         if self.lines is not None and is_background(ticket):
             self.lines -= count
 
 
-def is_background(ticket: Ticket) -> bool:
+def is_background(ticket: RequestState) -> bool:
     """Whether a request is a line of a batch."""
     return ticket.request.priority >= SERVICES[BATCH_SERVICE]
 
 
-def in_turn(running: list[Ticket], config: SchedulerConfig) -> Iterable[Ticket]:
+def in_turn(running: list[RequestState], config: SchedulerConfig) -> Iterable[RequestState]:
     """Return the running requests that may take part in the next step, by rank.
 
     If steps may be in flight, each takes its share of those that compute one token at a time, so
@@ -185,14 +185,14 @@ def in_turn(running: list[Ticket], config: SchedulerConfig) -> Iterable[Ticket]:
     return (t for t in running if t.request.num_pending and t not in later)
 
 
-def _awaits_token(ticket: Ticket) -> bool:
+def _awaits_token(ticket: RequestState) -> bool:
     """Whether a request that does not draw ahead has its row of output in flight."""
     request = ticket.request
     is_out = not request.num_pending and request.num_computed >= request.num_prompt
     return is_out and not ticket.may_draw_ahead
 
 
-def _is_ready(ticket: Ticket, *, others_are_out: bool) -> bool:
+def _is_ready(ticket: RequestState, *, others_are_out: bool) -> bool:
     """Whether a request has tokens to compute, and need not wait for `_awaits_token` ones."""
     num_pending = ticket.request.num_pending
     return num_pending > (0 if ticket.may_draw_ahead or not others_are_out else 1)

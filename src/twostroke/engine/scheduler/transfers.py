@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from twostroke.engine.kv_cache import PagePool, PrefixIndex
     from twostroke.engine.kv_cache.prefix import PageKey
-    from twostroke.engine.scheduler.request_state import Ticket
+    from twostroke.engine.scheduler.request_state import RequestState
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +62,10 @@ class Transfers:
     """
 
     def __init__(
-        self, index: PrefixIndex | None, pool: PagePool, claims: dict[bytes, Ticket | Transfer]
+        self,
+        index: PrefixIndex | None,
+        pool: PagePool,
+        claims: dict[bytes, RequestState | Transfer],
     ) -> None:
         self._index, self._pool, self._claims = index, pool, claims
         self.most_held = self.num_held = 0
@@ -74,7 +77,7 @@ class Transfers:
         needed = self._pool.groups.num_needed(most_tokens, token_budget)
         self.most_held, self._clock = max(0, self._pool.num_pages - needed), clock
 
-    def begin(self, ticket: Ticket, within_s: float = math.inf) -> Transfer | None:
+    def begin(self, ticket: RequestState, within_s: float = math.inf) -> Transfer | None:
         """Claim what the index and the claims of others leave of a waiting request's pages.
 
         The claims end after `within_s` seconds at the latest. None if nothing is left.

@@ -5,49 +5,54 @@ those that follow right drafts (`core.tree.right_drafts`). So nothing here can c
 can only cost or save time.
 
 The worth of a guess follows from two estimates. `AcceptanceRate` learns how often guesses of each
-kind are right; `StepTime` learns how long steps with so many rows take. Together they give a
-`Price`, which tells proposers how likely a guess must be, and the number of guesses with the most
-expected tokens a second. `Speculator` puts these guesses into steps, keeps account of what each
-proposer has really saved, and lets one that loses rest for a while.
+kind are right; `StepTimeModel` learns how long steps with so many rows take. Together they give a
+`DraftCost`, which tells proposers how likely a guess must be, and the number of guesses with the
+most expected tokens a second. `Speculator` puts these guesses into steps, keeps account of what
+each proposer has really saved, and lets one that loses rest for a while.
 """
 
 from twostroke.engine.speculation.acceptance import AcceptanceRate
-from twostroke.engine.speculation.draft_model import DraftModel, Words
+from twostroke.engine.speculation.draft_model import DraftModel, TokenTranslator
 from twostroke.engine.speculation.heads import EagleHeads, MedusaHeads
 from twostroke.engine.speculation.lookahead import Lookahead
 from twostroke.engine.speculation.ngram import NgramProposer
 from twostroke.engine.speculation.payoff import Always, WhilePaying, budgets
 from twostroke.engine.speculation.proposal import (
-    Outcome,
-    Price,
+    DraftCost,
+    DraftOutcome,
     Proposal,
     Proposer,
     Watcher,
     drawn_rows,
 )
-from twostroke.engine.speculation.speculator import Guesses, SpeculationStats, Speculator, TimedStep
-from twostroke.engine.speculation.step_time import StepTime
+from twostroke.engine.speculation.speculator import (
+    SpeculationStats,
+    Speculator,
+    StepDrafts,
+    TimedStep,
+)
+from twostroke.engine.speculation.step_time import StepTimeModel
 
 __all__ = [
     "AcceptanceRate",
     "Always",
+    "DraftCost",
     "DraftModel",
+    "DraftOutcome",
     "EagleHeads",
-    "Guesses",
     "Lookahead",
     "MedusaHeads",
     "NgramProposer",
-    "Outcome",
-    "Price",
     "Proposal",
     "Proposer",
     "SpeculationStats",
     "Speculator",
-    "StepTime",
+    "StepDrafts",
+    "StepTimeModel",
     "TimedStep",
+    "TokenTranslator",
     "Watcher",
     "WhilePaying",
-    "Words",
     "budgets",
     "drawn_rows",
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.engine.speculation.proposal import Outcome, Proposal
+    from twostroke.engine.speculation.proposal import DraftOutcome, Proposal
 
 _PRIOR_WEIGHT = 6.0  # guesses that the prior, or what all requests taught, counts as
 _MOST_WEIGHT = 200.0  # guesses older than about this many are forgotten
@@ -53,7 +53,7 @@ class AcceptanceRate:
         self.recover()
         return False
 
-    def learn(self, proposal: Proposal, outcome: Outcome) -> None:
+    def learn(self, proposal: Proposal, outcome: DraftOutcome) -> None:
         """Take in what became of a proposal, for the request and for all."""
         if self._shared is not None:
             self._shared.learn(proposal, outcome)

@@ -17,7 +17,7 @@ from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
 from twostroke.engine.speculation.acceptance import AcceptanceRate
 from twostroke.engine.speculation.draft_sequences import (
     ANY_VOCABULARY,
-    Follower,
+    DraftSequence,
     ModelProposer,
     Sequences,
     TimedRunner,
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from twostroke.backends import Runner
     from twostroke.core.step import TokenLogprobs
     from twostroke.engine.speculation.draft_sequences import State
-    from twostroke.engine.speculation.proposal import Price
-    from twostroke.engine.speculation.step_time import StepTime
+    from twostroke.engine.speculation.proposal import DraftCost
+    from twostroke.engine.speculation.step_time import StepTimeModel
     from twostroke.model.tokenizer import Translation
 
 _NUM_SURE = 10  # kinds of guesses: those of which the draft was about as sure
@@ -69,13 +69,13 @@ class DraftModel(ModelProposer["DraftFollower"]):
     def __init__(
         self,
         runner: Runner,
-        step_time: StepTime,
+        step_time: StepTimeModel,
         *,
         vocab_size: int,
         own_vocab_size: int,
         context_length: int,
         token_budget: int,
-        words: Words | None = None,
+        words: TokenTranslator | None = None,
     ) -> None:
         """Write with `runner`, up to `token_budget` rows a step.
 
@@ -98,7 +98,7 @@ class DraftModel(ModelProposer["DraftFollower"]):
         self._declined: set[Request] = set()
         self._answer_length = 100.0  # on average
 
-    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
+    def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
         """Return guesses for each request, which has one token to compute, or None."""
         least = self._sequences.least_chance(len(requests), price)
         found = [self._follow(request, price, least) for request in requests]
@@ -112,7 +112,7 @@ class DraftModel(ModelProposer["DraftFollower"]):
         self._declined.discard(request)
         super().finish(request)
 
-    def _follow(self, request: Request, price: Price, least: float) -> DraftFollower | None:
+    def _follow(self, request: Request, price: DraftCost, least: float) -> DraftFollower | None:
         """Return a follower that has the request's tokens; None if it is to make no guess."""
         if request in self._declined:
             return None
@@ -151,7 +151,7 @@ class DraftModel(ModelProposer["DraftFollower"]):
         words, transcript, end_ids, options = self._words, None, request.end_ids, _AS_REQUEST
         if words is not None:
             options = _LIKELIEST
-            transcript, end_ids = Transcript(words), words.to_target.source.eos_ids
+            transcript, end_ids = DraftTokens(words), words.to_target.source.eos_ids
         params = replace(request.params, **options)
         sequence = Request(
             request.id, [], request.num_prompt, params, request.seed, salt=request.salt, num_final=0
@@ -162,7 +162,7 @@ class DraftModel(ModelProposer["DraftFollower"]):
         )
 
     def _reading_pays(
-        self, request: Request, tokens: list[int], price: Price, least: float
+        self, request: Request, tokens: list[int], price: DraftCost, least: float
     ) -> bool:
         """Return whether guesses may save more time than reading the request takes.
 
@@ -179,20 +179,20 @@ class DraftModel(ModelProposer["DraftFollower"]):
 
 
 @dataclass(slots=True, eq=False)
-class DraftFollower(Follower):
+class DraftFollower(DraftSequence):
     """A request as the draft knows it; `transcript` is its text in the draft's own tokens."""
 
     end_ids: frozenset[int] = frozenset()
-    transcript: Transcript | None = None
+    transcript: DraftTokens | None = None
 
     def take(self, drawn: int, logprobs: TokenLogprobs | None, hidden: State | None = None) -> bool:
         """Add a drawn token to the guesses; return whether another one may follow."""
-        return Follower.take(self, drawn, logprobs, hidden) and drawn not in self.end_ids
+        return DraftSequence.take(self, drawn, logprobs, hidden) and drawn not in self.end_ids
 
     def proposal(self, source: str, most: int) -> Proposal | None:
         """Return up to `most` guesses, in the target's tokens."""
         if self.transcript is None:
-            return Follower.proposal(self, source, most)
+            return DraftSequence.proposal(self, source, most)
         tokens, kinds = self._translated(self.transcript.words.to_target)
         if not tokens:
             return None
@@ -216,7 +216,7 @@ class DraftFollower(Follower):
         return said.tokens, kinds
 
 
-class Words(Frozen):
+class TokenTranslator(Frozen):
     """Translates the target's tokens into the draft's, and back."""
 
     to_draft: Translation
@@ -230,14 +230,14 @@ class Words(Frozen):
 
 
 @dataclass(slots=True, eq=False)
-class Transcript:
+class DraftTokens:
     """A request's text in the draft's tokens.
 
     The first `num_settled` of `tokens` say what the first `num_read` of the request's do, and will
     stay; the others say the rest as well as can be known by now.
     """
 
-    words: Words
+    words: TokenTranslator
     stride: int = _STRIDE
     tokens: list[int] = field(default_factory=list)
     num_settled: int = 0

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from twostroke.core.step import StepPlan, StepResult, TokenLogprobs
     from twostroke.engine.scheduler import Scheduler
     from twostroke.engine.speculation.acceptance import AcceptanceRate
-    from twostroke.engine.speculation.proposal import Outcome, Price
-    from twostroke.engine.speculation.step_time import StepTime
+    from twostroke.engine.speculation.proposal import DraftCost, DraftOutcome
+    from twostroke.engine.speculation.step_time import StepTimeModel
 
 State = NDArray[np.float32]  # (width)
 
@@ -47,7 +47,7 @@ ANY_VOCABULARY: Final[dict[str, Any]] = {
 
 
 @dataclass(slots=True, eq=False)
-class Follower:
+class DraftSequence:
     """A request as a small model knows it, and a chain of guesses.
 
     `sequence` is the model's own request, and `token_ids[i]` the target's id of its token i.
@@ -125,7 +125,7 @@ class Follower:
         return min(int(sureness * self.num_sure), self.num_sure - 1)
 
 
-F = TypeVar("F", bound=Follower)
+F = TypeVar("F", bound=DraftSequence)
 
 
 @dataclass(slots=True)
@@ -136,7 +136,7 @@ class TimedRunner:
     """
 
     runner: Runner
-    step_time: StepTime
+    step_time: StepTimeModel
     _is_warm: bool = False
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -148,7 +148,7 @@ class TimedRunner:
         self._is_warm = True
         return result
 
-    def least_chance(self, num_requests: int, price: Price, step_s: float) -> float:
+    def least_chance(self, num_requests: int, price: DraftCost, step_s: float) -> float:
         """Return the chance from which on first guesses pay, if one step makes all of them.
 
         Any guess is tried until the time of steps is known: what never runs is never measured.
@@ -167,7 +167,7 @@ class ModelProposer(Generic[F]):
         self._forget = forget
         self._followers: dict[Request, F] = {}
 
-    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
+    def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
         """Take in what became of a proposal."""
         if follower := self._followers.get(request):
             follower.rate.learn(proposal, outcome)
@@ -215,11 +215,11 @@ class Sequences(Generic[F]):
             self._scheduler.finish(sequence, FinishReason.CANCEL)
         self._runner.runner.forget(sequence)
 
-    def least_chance(self, num_requests: int, price: Price) -> float:
+    def least_chance(self, num_requests: int, price: DraftCost) -> float:
         """Return the chance from which on first guesses pay, one for each request."""
         return self._runner.least_chance(num_requests, price, self._step_s(num_requests, 1))
 
-    def guess(self, asked: Sequence[F], num_requests: int, price: Price) -> None:
+    def guess(self, asked: Sequence[F], num_requests: int, price: DraftCost) -> None:
         """Let sequences write as many guesses as may pay, one a step for all of them together.
 
         Sequences that were not asked are dropped if others wait for their pages.

@@ -20,7 +20,7 @@ from twostroke.engine.kv_cache import PagePool
 from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
 from twostroke.engine.speculation.draft_sequences import (
     ANY_VOCABULARY,
-    Follower,
+    DraftSequence,
     ModelProposer,
     Sequences,
     State,
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from twostroke.backends import Runner
     from twostroke.core.step import StepResult, TokenLogprobs
     from twostroke.engine.speculation.acceptance import AcceptanceRate
-    from twostroke.engine.speculation.proposal import Price, Proposal
-    from twostroke.engine.speculation.step_time import StepTime
+    from twostroke.engine.speculation.proposal import DraftCost, Proposal
+    from twostroke.engine.speculation.step_time import StepTimeModel
 
 MOST_WAITING = 32  # states of one request that was not asked about; then it begins anew
 
 
 @dataclass(slots=True, eq=False)
-class EagleFollower(Follower):
+class EagleFollower(DraftSequence):
     """A request as the head knows it, from position `base` on.
 
     Token i of the sequence is the request's token base + 1 + i. It is computed together with the
@@ -63,7 +63,7 @@ class EagleFollower(Follower):
         """Add a drawn token to the guesses, and keep the state for the next one."""
         assert hidden is not None
         self.states = [hidden]
-        has_drawn = Follower.take(self, drawn, logprobs)
+        has_drawn = DraftSequence.take(self, drawn, logprobs)
         if has_drawn:  # the head reads the target's tokens, and draws an index of its own list
             self.sequence.tokens[-1] = self.tokens[-1]
         return has_drawn
@@ -90,7 +90,7 @@ class EagleHeads(ModelProposer[EagleFollower]):
     def __init__(
         self,
         runner: Runner,
-        step_time: StepTime,
+        step_time: StepTimeModel,
         rate: AcceptanceRate,
         token_ids: Sequence[int],
         *,
@@ -121,7 +121,7 @@ class EagleHeads(ModelProposer[EagleFollower]):
             elif request.hints.speculate in {"auto", self.name}:
                 self._keep(request, position, result.hidden[taken])
 
-    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
+    def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
         """Return guesses for each request, which has one token to compute, or None."""
         least = self._sequences.least_chance(len(requests), price)
         found = [self._follow(request, price, least) for request in requests]
@@ -152,7 +152,7 @@ class EagleHeads(ModelProposer[EagleFollower]):
         self._followers[request] = follower
         return follower
 
-    def _follow(self, request: Request, price: Price, least: float) -> EagleFollower | None:
+    def _follow(self, request: Request, price: DraftCost, least: float) -> EagleFollower | None:
         """Return a follower that has the request's tokens; None if it is to make no guess."""
         follower, newest = self._followers.get(request), len(request.tokens) - 1
         if follower is None or follower.sequence.is_finished or not follower.states:
@@ -170,7 +170,7 @@ class EagleHeads(ModelProposer[EagleFollower]):
 
 
 @dataclass(slots=True, eq=False)
-class MedusaFollower(Follower):
+class MedusaFollower(DraftSequence):
     """A request as the heads know it: the state from which its newest token was drawn.
 
     The sequence's tokens only count those that the request has drawn. Rows of heads carry the
@@ -187,7 +187,7 @@ class MedusaHeads(ModelProposer[MedusaFollower]):
     def __init__(
         self,
         runner: Runner,
-        step_time: StepTime,
+        step_time: StepTimeModel,
         rate: AcceptanceRate,
         token_ids: Sequence[int],
         depth: int,
@@ -214,7 +214,7 @@ class MedusaHeads(ModelProposer[MedusaFollower]):
                 drawn = follower.sequence.tokens
                 drawn += [0] * (request.num_output - len(drawn))
 
-    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
+    def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
         """Return guesses for each request, which has one token to compute, or None."""
         depth = min(self._depth, price.most)
         num_rows = depth * max(1, len(requests))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.core.request import Request
-    from twostroke.engine.speculation.proposal import Outcome, Price
+    from twostroke.engine.speculation.proposal import DraftCost, DraftOutcome
 
 # A run's token is of a kind by the rank of its run (the latest is first), and by whether it begins
 # the run; with how often such tokens are right before anything is known.
@@ -31,7 +31,7 @@ _MOST_CHANCE = 0.3  # a window is left out if each row must bring more tokens th
 _LEAST_WORTH = 0.01  # of the window's rows
 
 
-class _Row(NamedTuple):
+class _DraftRow(NamedTuple):
     """A guess as `Proposal` has it."""
 
     token: int
@@ -64,11 +64,11 @@ class Lookahead:
         self._rate = AcceptanceRate((*_PRIOR, *(0.0,) * (num_columns * (length - 1))))
         self._requests: dict[Request, _Search] = {}
 
-    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
+    def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
         """Return guesses for each request, which has one token to compute, or None."""
         return [self._propose(request, price) for request in requests]
 
-    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
+    def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
         """Collect what was drawn after the window, and learn which guesses were right."""
         search = self._requests.get(request)
         if search is None:
@@ -84,7 +84,7 @@ class Lookahead:
     def close(self) -> None:
         """Release nothing."""
 
-    def _propose(self, request: Request, price: Price) -> Proposal | None:
+    def _propose(self, request: Request, price: DraftCost) -> Proposal | None:
         search = self._requests.get(request)
         if search is None:
             rate, rng = self._rate.for_request(), random.Random(request.seed)
@@ -115,9 +115,9 @@ class _Search:
     window: list[list[int]] = field(default_factory=list)
     pool: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)
 
-    def run_rows(self) -> list[_Row]:
+    def run_rows(self) -> list[_DraftRow]:
         """Return the runs that begin with the newest token as a tree, the latest run first."""
-        rows: list[_Row] = []
+        rows: list[_DraftRow] = []
         places: dict[tuple[int, int], int] = {}  # by parent and token
         for rank, run in enumerate(reversed(self.pool.get(self.newest, {}))):
             at, chance = ROOT, 1.0
@@ -126,11 +126,11 @@ class _Search:
                 if place == len(rows):
                     kind = 2 * min(rank, _MOST_RANK) + (depth > 0)
                     odd = self.rate.of(kind)
-                    rows.append(_Row(token, odd, kind, at, chance * odd))
+                    rows.append(_DraftRow(token, odd, kind, at, chance * odd))
                 at, chance = place, rows[place].worth
         return rows
 
-    def add_window(self, rows: list[_Row], worth: float) -> None:
+    def add_window(self, rows: list[_DraftRow], worth: float) -> None:
         """Add the cells of the window, column by column; their kinds number them."""
         trunk = ROOT
         for number, column in enumerate(self.window):
@@ -138,12 +138,12 @@ class _Search:
             at = trunk
             for level, token in enumerate(column):
                 if number or level:  # the first column's trunk cell stands for the newest token
-                    rows.append(_Row(token, 0.0, first_kind + level, at, worth))
+                    rows.append(_DraftRow(token, 0.0, first_kind + level, at, worth))
                     at = len(rows) - 1
                 if not level:
                     trunk = at
 
-    def collect(self, proposal: Proposal, outcome: Outcome, most: int) -> None:
+    def collect(self, proposal: Proposal, outcome: DraftOutcome, most: int) -> None:
         """Complete runs with what was drawn after the last cells of columns."""
         for guess, token in zip(outcome.tried, outcome.drawn[1:], strict=True):
             number, level = divmod(proposal.kinds[guess] - _NUM_KINDS, self.length - 1)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from twostroke.core.request import Request
-    from twostroke.engine.speculation.proposal import Outcome, Price
+    from twostroke.engine.speculation.proposal import DraftCost, DraftOutcome
 
 # A guess is of a kind with those after matches of about the same length: the least length of each
 # kind, and how often such guesses are right before anything is known.
@@ -69,7 +69,7 @@ class NgramProposer:
         self._lookup_s = 1e-5
         self._turn = 0
 
-    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
+    def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
         """Return guesses for each request, which has one token to compute, or None."""
         began_s = time.perf_counter()
         chosen = self._chosen(requests, price)
@@ -80,7 +80,7 @@ class NgramProposer:
         self._lookup_s += _LOOKUP_STEP * (min(lookup_s, 2 * self._lookup_s) - self._lookup_s)
         return found
 
-    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
+    def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
         """Take in what became of a proposal."""
         if known := self._requests.get(request):
             known.rates[proposal.source].learn(proposal, outcome)
@@ -94,7 +94,7 @@ class NgramProposer:
     def close(self) -> None:
         """Release nothing."""
 
-    def _chosen(self, requests: Sequence[Request], price: Price) -> Sequence[int]:
+    def _chosen(self, requests: Sequence[Request], price: DraftCost) -> Sequence[int]:
         """Return the indices of the requests for which a step has time."""
         count = room = len(requests)
         if price.rate:
@@ -106,7 +106,7 @@ class NgramProposer:
         known = map(self._requests.get, requests)
         return sorted(in_turn.union(i for i, one in enumerate(known) if one and one.is_lucky))
 
-    def _propose(self, request: Request, price: Price) -> Proposal | None:
+    def _propose(self, request: Request, price: DraftCost) -> Proposal | None:
         known = self._requests.get(request)
         if known is None:
             rates = {source: rate.for_request() for source, rate in self._rates.items()}
@@ -155,7 +155,7 @@ def _paying(
     tokens: Sequence[int],
     kinds: Sequence[int],
     shares: Sequence[float],
-    price: Price,
+    price: DraftCost,
 ) -> Proposal | None:
     """Return the first tokens whose rows may pay; None if not even the first one does."""
     rate, worth, odds = known.rates[source], 1.0, list[float]()

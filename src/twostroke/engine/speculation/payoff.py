@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.frozen import Frozen
 from twostroke.core.options import MAX_DRAFTS
-from twostroke.engine.speculation.proposal import Price
+from twostroke.engine.speculation.proposal import DraftCost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from twostroke.engine.speculation.proposal import Proposal
-    from twostroke.engine.speculation.step_time import StepTime
+    from twostroke.engine.speculation.step_time import StepTimeModel
     from twostroke.model.program import BatchShape
 
 _LEAST_GAIN = 1.08  # in tokens a second, for guesses to be worth the risk
@@ -33,7 +33,9 @@ _FIRST_REST = 64  # rounds
 _LAST_REST = 1024
 
 
-def budgets(step_time: StepTime, count: int | None) -> Callable[[BatchShape], Always | WhilePaying]:
+def budgets(
+    step_time: StepTimeModel, count: int | None
+) -> Callable[[BatchShape], Always | WhilePaying]:
     """Return a function from a step to its budget: `count` guesses a request, or those that pay."""
     return partial(WhilePaying, step_time) if count is None else lambda _: Always(count)
 
@@ -43,9 +45,9 @@ class Always(Frozen):
 
     count: int
 
-    def price(self, most_rows: int) -> Price | None:
+    def price(self, most_rows: int) -> DraftCost | None:
         """Return that guesses cost nothing, `most_rows` in all; None if there is no room."""
-        return Price(0.0, 0.0, min(self.count, most_rows)) if most_rows else None
+        return DraftCost(0.0, 0.0, min(self.count, most_rows)) if most_rows else None
 
     def counts(self, most_rows: int, proposals: Sequence[Proposal]) -> list[int]:
         """Return how many of the first guesses of each to take, `most_rows` at most in all."""
@@ -66,17 +68,17 @@ class WhilePaying:
     A budget holds for some steps that are like `batch`.
     """
 
-    def __init__(self, step_time: StepTime, batch: BatchShape) -> None:
+    def __init__(self, step_time: StepTimeModel, batch: BatchShape) -> None:
         self._step_time = step_time
         self._num_rows, self._num_tokens = batch.num_rows, batch.num_sampled
         self._seconds = step_time.outlook(batch)
         self._price = cache(self._find_price)
 
-    def price(self, most_rows: int) -> Price | None:
+    def price(self, most_rows: int) -> DraftCost | None:
         """Return what guesses cost if `most_rows` may be added; None if none can pay."""
         return self._price(min(MAX_DRAFTS, most_rows))
 
-    def _find_price(self, most: int) -> Price | None:
+    def _find_price(self, most: int) -> DraftCost | None:
         """Return what guesses cost, by the cheapest of some numbers of them."""
         seconds = self._seconds
         plain_s = seconds(0, 0)
@@ -84,7 +86,7 @@ class WhilePaying:
         row_s = min([(seconds(n, 0) - plain_s) / n for n in probes], default=plain_s)
         rate = self._num_tokens / plain_s
         chance = max(0.0, rate * row_s) * _LEAST_GAIN
-        return Price(chance, rate, most, lambda n: seconds(n, 0)) if chance < 1 else None
+        return DraftCost(chance, rate, most, lambda n: seconds(n, 0)) if chance < 1 else None
 
     def counts(self, most_rows: int, proposals: Sequence[Proposal]) -> list[int]:
         """Return how many of the first guesses of each pay, `most_rows` at most in all."""
@@ -127,7 +129,7 @@ def cheap_numbers(num_rows: int, most: int) -> set[int]:
 
 
 @dataclass(slots=True)
-class Account:
+class ProposerGain:
     """The steps that a proposer's guesses have saved, less those that they cost.
 
     Rates and predicted times are estimates that may be wrong together; this measures the result.

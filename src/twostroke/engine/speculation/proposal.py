@@ -78,7 +78,7 @@ class Proposal(Frozen):
         )
 
 
-class Outcome(Frozen):
+class DraftOutcome(Frozen):
     """What became of a proposal.
 
     `tried` are the indices of the tokens that were computed, in the order of their rows; `right`
@@ -99,7 +99,7 @@ class Outcome(Frozen):
         return [(i, i in right) for i in self.tried if before[i] in right]
 
 
-class Price(Frozen):
+class DraftCost(Frozen):
     """What guesses cost in the step that is being planned.
 
     Attributes:
@@ -151,10 +151,10 @@ class Proposer(Protocol):
 
     name: str
 
-    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
+    def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
         """Return guesses for each request, which has one token to compute, or None."""
 
-    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
+    def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
         """Take in what became of a proposal."""
 
     def finish(self, request: Request) -> None:

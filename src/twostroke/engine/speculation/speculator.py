@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.draft_tree import right_drafts
 from twostroke.core.frozen import Frozen
-from twostroke.engine.speculation.payoff import Account
-from twostroke.engine.speculation.proposal import Outcome
+from twostroke.engine.speculation.payoff import ProposerGain
+from twostroke.engine.speculation.proposal import DraftOutcome
 from twostroke.model.program import BatchShape
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.step import Slice, StepPlan, StepResult
     from twostroke.engine.speculation.payoff import Always, WhilePaying
-    from twostroke.engine.speculation.proposal import Price, Proposal, Proposer, Watcher
-    from twostroke.engine.speculation.step_time import StepTime
+    from twostroke.engine.speculation.proposal import DraftCost, Proposal, Proposer, Watcher
+    from twostroke.engine.speculation.step_time import StepTimeModel
 
     AddDrafts = Callable[[Slice, Sequence[int], Sequence[int]], Sequence[int]]
     DraftBudget = Always | WhilePaying
@@ -60,7 +60,7 @@ class SpeculationStats:
         accepted: those of them that were right.
         accepted_at: how often the guess at each place was right.
         passes: slices with guesses; each brought one token besides the accepted ones.
-        saved_s: how much longer the same tokens would have taken without, by `StepTime`.
+        saved_s: how much longer the same tokens would have taken without, by `StepTimeModel`.
         recent: the last steps, with or without guesses.
     """
 
@@ -73,7 +73,7 @@ class SpeculationStats:
 
 
 @dataclass(slots=True)
-class _Guess:
+class _SliceDraft:
     """A proposal for a slice, and which of its tokens are tried."""
 
     part: Slice
@@ -88,13 +88,13 @@ class _Guess:
 
 
 @dataclass(slots=True)
-class Guesses:
+class StepDrafts:
     """The guesses of one step, by the identity of their slices.
 
     `asking_s` is how many seconds each proposer took that was asked.
     """
 
-    by_slice: dict[int, _Guess] = field(default_factory=dict)
+    by_slice: dict[int, _SliceDraft] = field(default_factory=dict)
     asking_s: dict[str, float] = field(default_factory=dict)
 
 
@@ -105,7 +105,7 @@ class Speculator:
         self,
         proposers: Sequence[Proposer],
         budget_of: Callable[[BatchShape], DraftBudget],
-        step_time: StepTime,
+        step_time: StepTimeModel,
         on_request: Sequence[Proposer] = (),
         watchers: Sequence[Watcher] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -125,17 +125,17 @@ class Speculator:
         self.step_time = step_time
         self.times_steps = bool(self._proposers)  # learning takes time; others may want it, too
         self._asking_s = 0.0  # since the last step was learned from
-        self._accounts: defaultdict[tuple[str, int], Account] = defaultdict(Account)
+        self._accounts: defaultdict[tuple[str, int], ProposerGain] = defaultdict(ProposerGain)
         self._budget: DraftBudget | None = None
         self._budget_size = (0, 0, 0)  # slices, rows and tokens that it holds for
         self._budget_age = 0  # steps
         self._pause = 0  # steps
         self._pause_slices = 0  # the pause ends when there are fewer slices
 
-    def extend(self, plan: StepPlan, add_drafts: AddDrafts) -> Guesses:
+    def extend(self, plan: StepPlan, add_drafts: AddDrafts) -> StepDrafts:
         """Add drafts to the plan's slices, as many as pay; `add_drafts` as `Scheduler`'s."""
         began_s = self._clock()
-        guesses = Guesses()
+        guesses = StepDrafts()
         self._extend(plan, guesses, add_drafts)
         self._asking_s += self._clock() - began_s
         return guesses
@@ -143,7 +143,7 @@ class Speculator:
     def learn(
         self,
         plan: StepPlan,
-        guesses: Guesses,
+        guesses: StepDrafts,
         batch: BatchShape,
         result: StepResult,
         elapsed_s: float,
@@ -191,7 +191,7 @@ class Speculator:
         for proposer in (*self._proposers, *self._failed):
             proposer.close()
 
-    def _extend(self, plan: StepPlan, guesses: Guesses, add_drafts: AddDrafts) -> None:
+    def _extend(self, plan: StepPlan, guesses: StepDrafts, add_drafts: AddDrafts) -> None:
         if not self._proposers or not plan.budget:
             return
         if self._pause and len(plan.slices) >= self._pause_slices:
@@ -232,7 +232,7 @@ class Speculator:
         return known
 
     def _ask(
-        self, proposer: Proposer, parts: Sequence[Slice], price: Price, guesses: Guesses
+        self, proposer: Proposer, parts: Sequence[Slice], price: DraftCost, guesses: StepDrafts
     ) -> None:
         """Ask about the slices of which not much is expected yet, and keep the better guesses."""
         known, names = guesses.by_slice, {proposer.name}
@@ -254,12 +254,12 @@ class Speculator:
         for part, offered in zip(asked, proposals, strict=False):  # none, if it has failed
             proposal = _as_allowed(offered, part.request)
             if proposal is not None:
-                guess = _Guess(part, proposer, proposal)
+                guess = _SliceDraft(part, proposer, proposal)
                 if id(part) not in known or guess.num_expected > known[id(part)].num_expected:
                     known[id(part)] = guess
 
     def _outcomes(
-        self, plan: StepPlan, guesses: Guesses, result: StepResult
+        self, plan: StepPlan, guesses: StepDrafts, result: StepResult
     ) -> tuple[Counter[str], Counter[str]]:
         """Tell proposers what became of their guesses; count these, and those that were right."""
         num_tried, num_right = Counter[str](), Counter[str]()
@@ -274,7 +274,9 @@ class Speculator:
             tried, name, source = guess.tried, guess.proposer.name, guess.proposal.source
             right = [tried[i] for i in right_drafts(part.drafts, part.branches, drawn)]
             with self._surviving(guess.proposer):
-                guess.proposer.learn(part.request, guess.proposal, Outcome(tried, right, drawn))
+                guess.proposer.learn(
+                    part.request, guess.proposal, DraftOutcome(tried, right, drawn)
+                )
             if tried:
                 num_tried[name] += len(tried)
                 num_right[name] += len(right)
@@ -296,7 +298,7 @@ class Speculator:
             self._proposers = tuple([other for other in self._proposers if other is not one])
             self._watchers = tuple([other for other in self._watchers if other is not one])
 
-    def _account(self, name: str, plan: StepPlan) -> Account:
+    def _account(self, name: str, plan: StepPlan) -> ProposerGain:
         """Return a proposer's account at about as many requests."""
         return self._accounts[name, len(plan.slices).bit_length()]
 

@@ -38,7 +38,7 @@ class _Ratio:
 
 
 @dataclass(slots=True)
-class StepTime:
+class StepTimeModel:
     """Predicts the seconds of a step.
 
     Three things are learned: how much longer memory traffic and arithmetic take than at the

@@ -13,7 +13,7 @@ from twostroke.model.tokenizer.preface import MAX_BLANKS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from twostroke.core.preface import Preface
+    from twostroke.core.preface import ReasoningSection
     from twostroke.engine.structured_output.schema.deadline import Deadline
     from twostroke.model.tokenizer import Tokenizer
 
@@ -46,7 +46,7 @@ def up_to(name: str, mark: str, specials: Mapping[str, int]) -> str:
     return f"{name}[lazy]: TEXT {spelled(mark, specials)}"
 
 
-def beginning(preface: Preface, specials: Mapping[str, int]) -> str:
+def beginning(preface: ReasoningSection, specials: Mapping[str, int]) -> str:
     """Return what a preface begins with."""
     mark = spelled(preface.begin, specials)
     return mark if preface.begin in specials else rf"/\s{{0,{MAX_BLANKS}}}/ {mark}"
@@ -94,7 +94,7 @@ def with_prepared_schemas(rules: str, deadline: Deadline) -> tuple[str, tuple[st
     return "".join([*parts, rules[end:], *forcing]), tuple(gaps)
 
 
-def after_preface(preface: Preface, grammar: str, tokenizer: Tokenizer) -> str:
+def after_preface(preface: ReasoningSection, grammar: str, tokenizer: Tokenizer) -> str:
     """Return the grammar of answers that begin with a preface.
 
     `grammar` is in Lark's notation, or llguidance's own object.

@@ -15,7 +15,7 @@ from twostroke.fleet.cluster.process import ServerState
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from twostroke.fleet.cluster.spec import FleetSpec, Pool
+    from twostroke.fleet.cluster.spec import FleetSpec, ReplicaPool
 
 _PLACE_S: Final = 20.0  # without a place for so long, an update replaces in place
 ROUTER: Final = "router"
@@ -25,7 +25,7 @@ _logger = logging.getLogger("twostroke.fleet")
 class Cluster(Protocol):
     """Where servers run, each under a name of its own."""
 
-    def start(self, name: str, pool: Pool | None) -> None:
+    def start(self, name: str, pool: ReplicaPool | None) -> None:
         """Ask for a replica of `pool`, or for the router; it may wait for a place."""
 
     def look(self) -> Mapping[str, ServerState]:
@@ -35,7 +35,7 @@ class Cluster(Protocol):
         """Let a server drain and go; returns at once, and twice does no harm."""
 
 
-class Router(Protocol):
+class RouterControl(Protocol):
     """The router as the manager sees it."""
 
     def tell(self, replicas: Mapping[str, Sequence[str]]) -> None:
@@ -117,7 +117,7 @@ class Manager:
         self,
         spec: FleetSpec,
         cluster: Cluster,
-        router: Router,
+        router: RouterControl,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec, self._cluster, self._router, self._clock = spec, cluster, router, clock
@@ -174,13 +174,13 @@ class Manager:
                 stay.setdefault(_split(name)[0], []).append(states[name].url)
         return stay
 
-    def _with_role(self, pool: Pool) -> Pool:
+    def _with_role(self, pool: ReplicaPool) -> ReplicaPool:
         """Return a pool with the options of its role in a hand-over."""
         if pool.label in self._spec.prefill_labels:
             return pool.reading()
         return pool.writing(self._peers.get(pool.prefill, ())) if pool.prefill else pool
 
-    def _note_peers(self, pool: Pool, status: PoolStatus) -> None:
+    def _note_peers(self, pool: ReplicaPool, status: PoolStatus) -> None:
         """Note where a pool reads prompts, once all of its replicas have places."""
         found = {
             f"{urlsplit(one.state.url).hostname}:{pool.peer_port + int(_split(one.name)[2])}"
@@ -191,7 +191,7 @@ class Manager:
             self._peers[pool.label] = sorted(found)
 
     def _tend(
-        self, pool: Pool, states: Mapping[str, ServerState], view: RouterView | None
+        self, pool: ReplicaPool, states: Mapping[str, ServerState], view: RouterView | None
     ) -> PoolStatus:
         """Bring one pool closer to what it shall be."""
         now_s, (least, most) = self._clock(), pool.bounds

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from twostroke.fleet.cluster.spec import FleetSpec, Pool
+    from twostroke.fleet.cluster.spec import FleetSpec, ReplicaPool
 
 _logger = logging.getLogger("twostroke.fleet")
 _NAMESPACE: Final = "twostroke"
@@ -106,7 +106,7 @@ class RayCluster:
         self._heard: dict[str, tuple[float, ServerState]] = {}  # when it last answered, and what
         self._closing: dict[str, Any] = {}
 
-    def start(self, name: str, pool: Pool | None) -> None:
+    def start(self, name: str, pool: ReplicaPool | None) -> None:
         """Ask Ray for a replica of `pool`, or for the router; it may wait for a place."""
         if pool is None:
             router = self._spec.router

@@ -27,7 +27,7 @@ _FILE: Final = re.compile(r"(-\d{5}-of-\d{5})?\.(gguf|safetensors)$")
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,48}[a-z0-9])?")
 
 
-class Pool(Frozen, forbid_unknown_fields=True, kw_only=True):
+class ReplicaPool(Frozen, forbid_unknown_fields=True, kw_only=True):
     """Replicas of one model: ordinary servers with the same options.
 
     Attributes:
@@ -95,12 +95,12 @@ class Pool(Frozen, forbid_unknown_fields=True, kw_only=True):
         facts = (*own, self.peer_port, self.options)
         return sha256(msgspec.json.encode(facts, order="deterministic")).hexdigest()[:8]
 
-    def reading(self, number: int = 0) -> Pool:
+    def reading(self, number: int = 0) -> ReplicaPool:
         """Return the pool as one that reads prompts for another; its replicas have numbers."""
         address = f"{HOST}:{self.peer_port + number}"
         return replace(self, options={**self.options, "role": "prefill", "peer-address": address})
 
-    def writing(self, peers: Sequence[str]) -> Pool:
+    def writing(self, peers: Sequence[str]) -> ReplicaPool:
         """Return the pool as one whose prompts are read at the addresses of `peers`."""
         options = {**self.options, "role": "decode", "prefill-peer": list(peers)}
         return replace(self, options=options)
@@ -139,7 +139,7 @@ class RouterSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
 class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
     """A router, and pools of replicas behind it."""
 
-    models: tuple[Pool, ...]
+    models: tuple[ReplicaPool, ...]
     name: str = "twostroke"
     router: RouterSpec = RouterSpec()
 
@@ -182,7 +182,7 @@ class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
                     raise UsageError(reason, field=f"models[{index}].peer_port")
                 taken[port] = pool.label
 
-    def _check_prefill(self, pool: Pool, field: str) -> None:
+    def _check_prefill(self, pool: ReplicaPool, field: str) -> None:
         """Refuse a pool that cannot read prompts for this one."""
         others = {one.label: one for one in self.models if one is not pool}
         other = others.get(pool.prefill)
@@ -207,7 +207,7 @@ def read_spec(path: Path) -> tuple[FleetSpec, YamlFile]:
     needs = f"Fleets need the packages ray and pyyaml: run {install_command('cluster')}."
     file = YamlFile(path, needs)
     spec = file.read(FleetSpec)
-    parts: list[tuple[list[str | int], Pool | RouterSpec]] = [(["router"], spec.router)]
+    parts: list[tuple[list[str | int], ReplicaPool | RouterSpec]] = [(["router"], spec.router)]
     parts += [(["models", index], pool) for index, pool in enumerate(spec.models)]
     for place, part in parts:
         try:

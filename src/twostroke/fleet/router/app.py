@@ -14,8 +14,8 @@ from twostroke.core.service_tier import DEFAULT_SERVICE, SERVICES
 from twostroke.fleet.router.content_hash import content_hash
 from twostroke.fleet.router.credentials import credentials
 from twostroke.fleet.router.forward import Forwarder
-from twostroke.fleet.router.health_checker import Watch, decoded, fetch, fetch_status, rows
-from twostroke.fleet.router.metrics import Metrics
+from twostroke.fleet.router.health_checker import HealthChecker, decoded, fetch, fetch_status, rows
+from twostroke.fleet.router.metrics import RouterMetrics
 from twostroke.fleet.router.paths import (
     COMPUTED,
     FILE_ID,
@@ -27,14 +27,14 @@ from twostroke.fleet.router.paths import (
     is_harmless,
     stored_path,
 )
-from twostroke.fleet.router.proxied_request import Errand
+from twostroke.fleet.router.proxied_request import ProxiedRequest
 from twostroke.fleet.router.refusals import NO_BACKGROUND, NO_BATCHES, NO_RECORDS, BatchPathError
-from twostroke.fleet.router.replica_registry import Fleet, hash_of
+from twostroke.fleet.router.replica_registry import ReplicaRegistry, hash_of
 from twostroke.fleet.router.response import LostError, ReplicaError
 from twostroke.fleet.router.state import fleet_state
-from twostroke.fleet.router.usage_meter import Meter, Pace
+from twostroke.fleet.router.usage_meter import TokenRate, UsageMeter
 from twostroke.fleet.routing.prompt import read_prompt
-from twostroke.server.auth.key_refresher import Upkeep
+from twostroke.server.auth.key_refresher import KeyRefresher
 from twostroke.server.auth.keys import KeyCheck
 from twostroke.server.auth.limits import LimitCheck
 from twostroke.server.auth.usage import UsageBook
@@ -62,12 +62,12 @@ if TYPE_CHECKING:
 
     from twostroke.fleet.router.options import RouteOptions
     from twostroke.fleet.router.replica_registry import Replica
-    from twostroke.fleet.routing.prompt import Prompt
+    from twostroke.fleet.routing.prompt import RoutedPrompt
     from twostroke.server.http.request_context import Observer
     from twostroke.server.storage import Records
 
 
-class _Route:
+class _RouteLabel:
     """What the counts of responses call a path."""
 
     def __init__(self, path: str) -> None:
@@ -75,8 +75,8 @@ class _Route:
 
 
 _LARGE_BODY_BYTES: Final = 64 * 1024
-_OTHER: Final = _Route("other")
-_ROUTES: Final = {path: _Route(path) for path in (*COMPUTED, *TENANTS)}
+_OTHER: Final = _RouteLabel("other")
+_ROUTES: Final = {path: _RouteLabel(path) for path in (*COMPUTED, *TENANTS)}
 
 
 class Router:
@@ -86,11 +86,11 @@ class Router:
         """Know the replicas that the options name; `records` keep keys and usage."""
         self.options = options
         usage = UsageBook("unknown")
-        self.upkeep = Upkeep(records, options.api_keys, usage)
-        self._keeps_usage, self._pace = records is not None, Pace()
-        self.fleet = Fleet(options)
-        self.watch = Watch(self.fleet)
-        self.metrics = Metrics(self.fleet)
+        self.upkeep = KeyRefresher(records, options.api_keys, usage)
+        self._keeps_usage, self._pace = records is not None, TokenRate()
+        self.fleet = ReplicaRegistry(options)
+        self.watch = HealthChecker(self.fleet)
+        self.metrics = RouterMetrics(self.fleet)
         self.observers: list[Observer] = [AccessLog()] if options.access_log else []
         self.observers += [usage] if records is not None else []
         self.is_draining = False
@@ -108,7 +108,7 @@ class Router:
             "/v1/models": self._models,
         }
         self._own |= {f"/page/{name}": self._file for name in self._site}
-        self._own_routes = {path: _Route(path) for path in self._own}
+        self._own_routes = {path: _RouteLabel(path) for path in self._own}
 
     def find_endpoint(self, scope: Scope) -> str:
         """Return the path that a request counts for; "other" for most paths that are proxied."""
@@ -159,7 +159,9 @@ class Router:
             self._forwarder.killers.check(content)
             meter = self._admit(prompt, scope)
             key = self.options.replica_key
-            errand = Errand(scope, receive, send, data, key, meter=meter, model=prompt.model)
+            errand = ProxiedRequest(
+                scope, receive, send, data, key, meter=meter, model=prompt.model
+            )
             errand.content = content
             has_file_id = FILE_ID.search(data) is not None
             del data  # the errand drops it once it has an answer
@@ -178,7 +180,7 @@ class Router:
         meter = self._admit(prompt, scope) if method == "POST" else None
         key, (_, _, model) = self.options.replica_key, path.partition("/v1/models/")
         model = model or request.query_params.get("model", "")
-        errand = Errand(scope, receive, send, body, key, meter=meter, model=model)
+        errand = ProxiedRequest(scope, receive, send, body, key, meter=meter, model=model)
         del body
         errand.is_safe = method in {"GET", "HEAD"}
         if stored is not None:
@@ -197,7 +199,7 @@ class Router:
             return content_hash(body, name)
         return await asyncio.to_thread(content_hash, body, name)  # streams do not wait for it
 
-    def _admit(self, prompt: Prompt, scope: Scope) -> Meter | None:
+    def _admit(self, prompt: RoutedPrompt, scope: Scope) -> UsageMeter | None:
         """Hold a request to what its key allows; return what measures it, if usage is kept.
 
         Raises:
@@ -219,9 +221,9 @@ class Router:
             raise RequestError(NO_BACKGROUND, field="background")
         num_answer = 0 if path in READ else self._max_answer_tokens(prompt, path)
         served.reserve(prompt.num_tokens + num_answer)
-        return Meter(prompt.num_tokens, num_answer, self._pace)
+        return UsageMeter(prompt.num_tokens, num_answer, self._pace)
 
-    def _max_answer_tokens(self, prompt: Prompt, path: str) -> int:
+    def _max_answer_tokens(self, prompt: RoutedPrompt, path: str) -> int:
         """Return the largest number of answer tokens that a request may have at any replica."""
         length = self.fleet.context_length
         return prompt.max_answer_tokens(path, length, is_foreign=self._has_foreign)
@@ -247,7 +249,7 @@ class Router:
         """Return the replica that stores a tenant's files; None if no replica stores files."""
         return self.fleet.home(hash_of(salt.hex()), is_ours=self._keeps_usage)
 
-    async def _at(self, errand: Errand, finding: Awaitable[Replica]) -> None:
+    async def _at(self, errand: ProxiedRequest, finding: Awaitable[Replica]) -> None:
         await self._forwarder.run_at(errand, await finding)
 
     async def _storing(self, id_: str, scope: Scope) -> Replica:

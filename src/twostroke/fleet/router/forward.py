@@ -14,7 +14,7 @@ from twostroke.core.errors import EngineDiedError, OverloadedError, TwostrokeErr
 from twostroke.fleet.router.engine_killers import MAX_TRIES, Killers, refused
 from twostroke.fleet.router.paths import COMPUTED, FREE
 from twostroke.fleet.router.proxied_request import HOPS, tokens
-from twostroke.fleet.router.replica_registry import State
+from twostroke.fleet.router.replica_registry import ReplicaState
 from twostroke.fleet.router.response import FailedReplicaError, LostError, ReplicaError
 from twostroke.fleet.routing.prompt import UNREADABLE
 from twostroke.server.auth.usage_header import MARK, STREAMS, USAGE_HEADER
@@ -26,12 +26,12 @@ from twostroke.server.http.write_coalescer import WRITE
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from twostroke.fleet.router.proxied_request import Errand, Headers
-    from twostroke.fleet.router.replica_registry import Fleet, Replica
+    from twostroke.fleet.router.proxied_request import Headers, ProxiedRequest
+    from twostroke.fleet.router.replica_registry import Replica, ReplicaRegistry
     from twostroke.fleet.router.response import Head
-    from twostroke.fleet.router.upstream import Connection
-    from twostroke.fleet.router.usage_meter import Meter
-    from twostroke.fleet.routing.dispatch import Asked, Ticket
+    from twostroke.fleet.router.upstream import UpstreamConnection
+    from twostroke.fleet.router.usage_meter import UsageMeter
+    from twostroke.fleet.routing.dispatch import RoutedRequest, RoutingKey
 
 _MOST_HELD: Final = 1 << 20  # of an event that is not complete
 _BUSY: Final = frozenset((429, 503, 529))  # another replica may have room
@@ -52,13 +52,13 @@ _logger = logging.getLogger("twostroke.router")
 class Forwarder:
     """Passes requests on to the replicas of a fleet."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: ReplicaRegistry) -> None:
         """Choose among `fleet`'s replicas."""
         self._fleet = fleet
-        self.running: set[Errand] = set()
+        self.running: set[ProxiedRequest] = set()
         self.killers = Killers()
 
-    async def run(self, errand: Errand, asked: Asked) -> None:
+    async def run(self, errand: ProxiedRequest, asked: RoutingKey) -> None:
         """Pass a request on to where its first token comes soonest; elsewhere if that fails.
 
         Raises:
@@ -88,7 +88,9 @@ class Forwarder:
                 tried.clear()
                 continue
 
-    async def _try_choice(self, request: Errand, choice: Ticket) -> TwostrokeError | None:
+    async def _try_choice(
+        self, request: ProxiedRequest, choice: RoutedRequest
+    ) -> TwostrokeError | None:
         """Let a replica answer a request; return its error if another replica may be tried.
 
         Raises:
@@ -112,9 +114,9 @@ class Forwarder:
             self._fleet.dispatcher.end(choice)
         return None
 
-    async def run_at(self, errand: Errand, replica: Replica) -> None:
+    async def run_at(self, errand: ProxiedRequest, replica: Replica) -> None:
         """Pass a request on to one replica, which alone can answer it. Raises as `run`."""
-        if replica.state is State.DOWN:
+        if replica.state is ReplicaState.DOWN:
             raise ReplicaError(f"{replica.url}, which stores this, is down: {replica.reason}")
         try:
             async with self.killers.turn(errand.content):
@@ -122,7 +124,9 @@ class Forwarder:
         except _BusyError as error:
             await error.pass_on(errand)
 
-    async def _try(self, errand: Errand, replica: Replica, ticket: Ticket | None) -> None:
+    async def _try(
+        self, errand: ProxiedRequest, replica: Replica, ticket: RoutedRequest | None
+    ) -> None:
         """Send a request to a replica, and its response to the client."""
         errand.sent_s = time.monotonic()
         replica.num_requests += 1
@@ -145,7 +149,7 @@ class Forwarder:
             replica.look.set()
             raise
 
-    def _note_death(self, request: Errand, replica: Replica) -> None:
+    def _note_death(self, request: ProxiedRequest, replica: Replica) -> None:
         """Note that a replica's engine died while it computed a request."""
         request.passage.num_tries += 1
         self.killers.note_death(request.content, replica.url, request.sent_s)
@@ -155,7 +159,7 @@ class Forwarder:
         )
         replica.look.set()
 
-    async def _send(self, errand: Errand, replica: Replica) -> Connection:
+    async def _send(self, errand: ProxiedRequest, replica: Replica) -> UpstreamConnection:
         """Return a connection on which the request was sent, and the response has begun."""
         head, body = errand.request_to(replica)
         is_head = errand.scope["method"] == "HEAD"
@@ -188,15 +192,15 @@ class Forwarder:
                 raise
             return connection
 
-    async def _take(self, replica: Replica) -> Connection:
+    async def _take(self, replica: Replica) -> UpstreamConnection:
         try:
             return await replica.pool.take()
         except ReplicaError as error:
-            self._fleet.set(replica, State.DOWN, str(error))
+            self._fleet.set(replica, ReplicaState.DOWN, str(error))
             raise
 
     async def _upload(
-        self, errand: Errand, connection: Connection, body: AsyncIterator[bytes]
+        self, errand: ProxiedRequest, connection: UpstreamConnection, body: AsyncIterator[bytes]
     ) -> None:
         is_chunked = not any(name == b"content-length" for name, _ in errand.scope["headers"])
         async for part in body:
@@ -205,7 +209,11 @@ class Forwarder:
             await connection.write(b"0\r\n\r\n")
 
     async def _answer(
-        self, errand: Errand, replica: Replica, ticket: Ticket | None, connection: Connection
+        self,
+        errand: ProxiedRequest,
+        replica: Replica,
+        ticket: RoutedRequest | None,
+        connection: UpstreamConnection,
     ) -> None:
         """Pass the response on. Its head waits for its first byte, so that a loss costs nothing."""
         head, meter = await connection.head(), errand.meter
@@ -251,7 +259,7 @@ class Forwarder:
         elif head.status < 300:
             self.killers.clear(errand.content)
 
-    async def _fail(self, errand: Errand, replica: Replica, error: _BusyError) -> None:
+    async def _fail(self, errand: ProxiedRequest, replica: Replica, error: _BusyError) -> None:
         """Pass an error of another server on, or let another replica answer if it has failed."""
         if await replica.is_well():
             return await error.pass_on(errand)
@@ -259,7 +267,7 @@ class Forwarder:
         raise FailedReplicaError(f"{replica.url} answers with an error and is not healthy.")
 
     async def _pass_body(
-        self, request: Errand, connection: Connection, data: bytes, pieces: _Pieces
+        self, request: ProxiedRequest, connection: UpstreamConnection, data: bytes, pieces: _Pieces
     ) -> None:
         """Pass a body on as it comes, from its first bytes on."""
         meter, send = request.meter, request.send
@@ -284,7 +292,7 @@ class Forwarder:
             meter.finish(request.served)
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
-    async def guard(self, errand: Errand, work: Any) -> None:
+    async def guard(self, errand: ProxiedRequest, work: Any) -> None:
         """Do `work` for a client as long as it is there; end a response that has begun."""
         errand.hold()
         gone: asyncio.Future[None] | None = None
@@ -314,7 +322,7 @@ class Forwarder:
                 gone.cancel()
                 await asyncio.gather(gone, return_exceptions=True)
 
-    async def _end(self, errand: Errand, error: TwostrokeError) -> None:
+    async def _end(self, errand: ProxiedRequest, error: TwostrokeError) -> None:
         """End a response after its begin: with an event where the protocol has one, or a cut."""
         report(error, errand.scope)
         if isinstance(error, ReplicaError):
@@ -343,7 +351,7 @@ class _Pieces:
     `has_died` says whether an event of the stream reported the death of the engine.
     """
 
-    def __init__(self, ends: tuple[bytes, ...] | None, meter: Meter | None) -> None:
+    def __init__(self, ends: tuple[bytes, ...] | None, meter: UsageMeter | None) -> None:
         self.ends = ends
         self.has_died = False
         self._meter = meter
@@ -370,7 +378,7 @@ class _BusyError(OverloadedError):
         super().__init__("The replica has no room.")
         self.head, self.body, self.is_full = head, body, head.status != 503
 
-    async def pass_on(self, errand: Errand) -> None:
+    async def pass_on(self, errand: ProxiedRequest) -> None:
         """Let the client read the replica's own response."""
         head = {"status": self.head.status, "headers": _returned(self.head)}
         await errand.send({"type": "http.response.start", **head})
@@ -398,7 +406,7 @@ def _tells_death(line: bytes) -> bool:
     return _ENGINE_DIED in msgspec.json.encode(errors)
 
 
-async def _whole(connection: Connection) -> bytes:
+async def _whole(connection: UpstreamConnection) -> bytes:
     body = bytearray()
     while data := await connection.read():
         body += data

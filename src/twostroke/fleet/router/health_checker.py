@@ -15,7 +15,7 @@ from twostroke.core.errors import UsageError
 from twostroke.core.event_wait import wait_until_set
 from twostroke.core.files import read_regular_file
 from twostroke.core.frozen import Frozen
-from twostroke.fleet.router.replica_registry import Facts, State
+from twostroke.fleet.router.replica_registry import ReplicaFacts, ReplicaState
 from twostroke.fleet.router.response import CutOffError, ReplicaError
 from twostroke.fleet.router.upstream import Address, is_name, request_head
 from twostroke.fleet.routing.prompt import UNREADABLE
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from twostroke.fleet.router.replica_registry import Fleet, Replica
-    from twostroke.fleet.router.upstream import Connection
+    from twostroke.fleet.router.replica_registry import Replica, ReplicaRegistry
+    from twostroke.fleet.router.upstream import UpstreamConnection
 
 _EVERY_S: Final = 0.5
 _PER_REPLICA_S: Final = 0.004  # so that a thousand take a fraction of a core
@@ -37,10 +37,10 @@ _MOST_TEXT: Final = 300
 _logger = logging.getLogger("twostroke.router")
 
 
-class Watch:
+class HealthChecker:
     """Looks after the replicas of a fleet while a router runs."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: ReplicaRegistry) -> None:
         """Look after `fleet`, whose options name the replicas."""
         self._fleet = fleet
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -106,22 +106,22 @@ class Watch:
             if silent_s < _ANSWER_S:  # it sends answers, but not this one
                 return
             reason = f"It has been silent for {silent_s:.0f} s."
-            fleet.set(replica, State.DOWN, reason)
+            fleet.set(replica, ReplicaState.DOWN, reason)
             if silent_s >= fleet.options.eject_s - _EVERY_S:
                 pool.fail(ReplicaError(f"{replica.url} has been silent for {silent_s:.0f} s."))
         except ReplicaError as error:
-            fleet.set(replica, State.DOWN, str(error))
+            fleet.set(replica, ReplicaState.DOWN, str(error))
             silent_s = asyncio.get_running_loop().time() - pool.heard_s
             if isinstance(error, CutOffError) and silent_s >= _CUT_OFF_S:
                 pool.fail(error)
         else:
             if facts is not None:
-                if state is State.READY and (why := fleet.stranger(replica, facts)):
-                    state, reason = State.REFUSED, why
+                if state is ReplicaState.READY and (why := fleet.stranger(replica, facts)):
+                    state, reason = ReplicaState.REFUSED, why
                 fleet.learn(replica, facts)
             fleet.set(replica, state, reason)
 
-    async def _ask(self, replica: Replica) -> tuple[State, str, Facts | None]:
+    async def _ask(self, replica: Replica) -> tuple[ReplicaState, str, ReplicaFacts | None]:
         """Return how a replica says that it is, why, and what it is."""
         key = self._fleet.options.replica_key
         headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
@@ -130,30 +130,34 @@ class Watch:
             is_itself = self._fleet.mark.encode() in body  # requests would go round in circles
             if status == 401 or is_itself:
                 why = "It is this router itself." if is_itself else _wants_key(key)
-                return State.REFUSED if is_itself else State.DOWN, why, None
+                return ReplicaState.REFUSED if is_itself else ReplicaState.DOWN, why, None
             replica.is_foreign = status == 404
             if status == 200 and (said := _load(body)) is not None:
                 return self._take(replica, said)
         status, body = await _probe(replica, "/health", headers)
         state = _status(body)
         if state == "draining":
-            return State.DRAINING, "It is stopping.", None
+            return ReplicaState.DRAINING, "It is stopping.", None
         if status >= 400 and status != 404:  # 404: a server without it
             why = f" ({state})." if state else f": {text}" if (text := _message(body)) else "."
-            return State.DOWN, f"It says {status}{why}", None
-        if replica.facts.models and replica.state is State.READY:
-            return State.READY, "", replica.facts
+            return ReplicaState.DOWN, f"It says {status}{why}", None
+        if replica.facts.models and replica.state is ReplicaState.READY:
+            return ReplicaState.READY, "", replica.facts
         status, body = await _probe(replica, "/v1/models", headers)
         if status == 401:
-            return State.DOWN, _wants_key(key), None
+            return ReplicaState.DOWN, _wants_key(key), None
         models = _models(body) if status == 200 else ()
         if not models:
-            return State.DOWN, f"It is not a server of models: /v1/models gives {status}.", None
-        return State.READY, "", Facts(models, context_length=_context_length(body))
+            return (
+                ReplicaState.DOWN,
+                f"It is not a server of models: /v1/models gives {status}.",
+                None,
+            )
+        return ReplicaState.READY, "", ReplicaFacts(models, context_length=_context_length(body))
 
-    def _take(self, replica: Replica, said: Load) -> tuple[State, str, Facts]:
+    def _take(self, replica: Replica, said: ServerLoad) -> tuple[ReplicaState, str, ReplicaFacts]:
         """Take in what a server of ours says of its queue and its cache."""
-        facts = Facts(
+        facts = ReplicaFacts(
             said.models,
             said.epoch,
             said.version,
@@ -173,10 +177,10 @@ class Watch:
         if said.epoch == replica.facts.epoch:
             self._fleet.dispatcher.report(replica.place, said.work_s, said.horizon_s)
         if said.status == "draining":
-            return State.DRAINING, "It is stopping.", facts
+            return ReplicaState.DRAINING, "It is stopping.", facts
         if said.status != "ok":
-            return State.DOWN, f"It says that its engine is {said.status}.", facts
-        return State.READY, "", facts
+            return ReplicaState.DOWN, f"It says that its engine is {said.status}.", facts
+        return ReplicaState.READY, "", facts
 
     async def _discover(self, name: str, port: int) -> None:
         while True:
@@ -230,7 +234,7 @@ class Watch:
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # that sums of them can be counted in
 
 
-class Load(Frozen):
+class ServerLoad(Frozen):
     """What `GET /api/load` of a server of ours says."""
 
     status: str
@@ -286,7 +290,10 @@ async def _probe(
 
 
 async def _exchange(
-    connection: Connection, replica: Replica, path: str, headers: Sequence[tuple[bytes, bytes]]
+    connection: UpstreamConnection,
+    replica: Replica,
+    path: str,
+    headers: Sequence[tuple[bytes, bytes]],
 ) -> tuple[int, bytes]:
     connection.send(request_head(replica.address, "GET", path.encode(), headers, None))
     head = await connection.head()
@@ -298,7 +305,7 @@ async def _exchange(
     return head.status, bytes(body)
 
 
-_loads: Final = msgspec.json.Decoder(Load)
+_loads: Final = msgspec.json.Decoder(ServerLoad)
 
 
 def _wants_key(shown: str | None) -> str:
@@ -307,7 +314,7 @@ def _wants_key(shown: str | None) -> str:
     return "It does not accept the router's TWOSTROKE_REPLICA_KEY: give it the same one."
 
 
-def _load(body: bytes) -> Load | None:
+def _load(body: bytes) -> ServerLoad | None:
     try:
         return _loads.decode(body)
     except UNREADABLE:

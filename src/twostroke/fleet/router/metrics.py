@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from twostroke.fleet.router.replica_registry import State
+from twostroke.fleet.router.replica_registry import ReplicaState
 from twostroke.fleet.router.state import wanted
 
 if TYPE_CHECKING:
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from twostroke.fleet.router.replica_registry import Fleet
+    from twostroke.fleet.router.replica_registry import ReplicaRegistry
 
 
-class Metrics(Collector):
+class RouterMetrics(Collector):
     """Counts responses, and reads everything else when Prometheus asks."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: ReplicaRegistry) -> None:
         """Measure `fleet`."""
         self._fleet = fleet
         self.registry = CollectorRegistry()
@@ -47,7 +47,7 @@ class Metrics(Collector):
         states = GaugeMetricFamily(
             "twostroke_router_replicas", "Replicas by state.", labels=("state",)
         )
-        for state in State:
+        for state in ReplicaState:
             count = sum(one.state is state for one in fleet.replicas.values())
             states.add_metric((state.value,), count)
         yield states

@@ -10,7 +10,7 @@ from twostroke.core.errors import UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.ranges import check_range
 from twostroke.fleet.routing.policy import POLICIES
-from twostroke.server.http.limits import Limits
+from twostroke.server.http.limits import RequestLimits
 from twostroke.server.http.origins import check_access, is_loopback
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class RouteOptions(Frozen):
     mixed: bool = False
     busy_s: float = 1.0
     dashboard: bool | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:
         """Refuse what is out of range.

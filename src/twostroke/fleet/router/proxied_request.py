@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.fleet.router.credentials import CREDENTIALS, credentials
 from twostroke.fleet.router.upstream import request_head
-from twostroke.fleet.router.usage_meter import Passage, asking
+from twostroke.fleet.router.usage_meter import ProxyLog, asking
 from twostroke.server.auth.usage_header import USAGE_HEADER
 from twostroke.server.http.body_memory import FREE_BYTES
 from twostroke.server.http.request_context import served_of
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from twostroke.fleet.router.replica_registry import Replica
-    from twostroke.fleet.router.upstream import Connection
-    from twostroke.fleet.router.usage_meter import Meter
+    from twostroke.fleet.router.upstream import UpstreamConnection
+    from twostroke.fleet.router.usage_meter import UsageMeter
     from twostroke.server.http.request_context import ServedRequest
 
     Headers = list[tuple[bytes, bytes]]
@@ -33,7 +33,7 @@ _NOT_SENT: Final = HOPS | {
 }
 
 
-class Errand:
+class ProxiedRequest:
     """One request to be passed on.
 
     `body` is whole, or comes piece by piece from the client; then it can be sent only once. A
@@ -49,7 +49,7 @@ class Errand:
         body: bytes | AsyncIterator[bytes],
         replica_key: str | None = None,
         *,
-        meter: Meter | None = None,
+        meter: UsageMeter | None = None,
         model: str = "",
     ) -> None:
         """Pass on the request of a scope; `replica_key` is shown in place of the client's."""
@@ -58,13 +58,13 @@ class Errand:
         self.meter, self.model = meter, model
         self.content = b""
         self.sent_s = 0.0  # when it was sent to a replica last
-        self.passage = Passage(meter)
+        self.passage = ProxyLog(meter)
         self.served: ServedRequest = served_of(scope)
         self.served.running = self.passage
         self.is_safe = True
         self.was_stale = False  # sent on a connection that had ended
         self.has_begun = False  # the response to the client
-        self.connection: Connection | None = None
+        self.connection: UpstreamConnection | None = None
         self.is_gone = False  # the client
         self.media_type = b""  # of the response
         self.is_foreign = False  # the replica, as it was sent there

@@ -15,7 +15,7 @@ import numpy as np
 
 from twostroke.core.event_wait import wait_until_set
 from twostroke.core.frozen import Frozen
-from twostroke.fleet.router.upstream import Address, Pool
+from twostroke.fleet.router.upstream import Address, ConnectionPool
 from twostroke.fleet.routing.dispatch import Dispatcher
 from twostroke.fleet.routing.policy import mix
 from twostroke.fleet.routing.prompt import extent
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from twostroke.fleet.router.options import RouteOptions
-    from twostroke.fleet.router.upstream import Connection
+    from twostroke.fleet.router.upstream import UpstreamConnection
 
 _MOST_IDS: Final = 100_000
 _ASK_S: Final = 2.5
@@ -48,7 +48,7 @@ class NoReplicaError(GatewayError):
     code = "no_replica"
 
 
-class State(StrEnum):
+class ReplicaState(StrEnum):
     """How a replica is; only a ready one gets requests."""
 
     NEW = "new"  # not asked yet
@@ -58,7 +58,7 @@ class State(StrEnum):
     REFUSED = "refused"  # answers, and does not suit the others
 
 
-class Facts(Frozen):
+class ReplicaFacts(Frozen):
     """What a replica says of itself; empty where it says nothing.
 
     `numerics` is what must be equal for equal answers; `epoch` is another after each start;
@@ -104,10 +104,10 @@ class Replica:
     def __init__(self, address: Address, place: int) -> None:
         """Begin as a stranger."""
         self.address, self.place = address, place
-        self.pool = Pool(address)
-        self.state, self.reason = State.NEW, "It was not asked yet."
+        self.pool = ConnectionPool(address)
+        self.state, self.reason = ReplicaState.NEW, "It was not asked yet."
         self.since_s = time.time()
-        self.facts = Facts()
+        self.facts = ReplicaFacts()
         self.is_foreign = False  # not a server of ours
         self.trusts_router = True  # about tenants; of others' servers it is not asked
         self.is_listed = True  # by its user or by DNS
@@ -116,7 +116,7 @@ class Replica:
         self.work_s: float | None = None  # as it says
         self.horizon_s: float | None = None
         self.prefill_per_decode: float | None = None  # prefill engines that it can use
-        self.probe: Connection | None = None  # on which it is asked
+        self.probe: UpstreamConnection | None = None  # on which it is asked
         self.look = asyncio.Event()  # to be asked at once
         self.was_asked = asyncio.Event()
 
@@ -135,7 +135,7 @@ class Replica:
         self.was_asked.clear()
         self.look.set()
         await wait_until_set(self.was_asked, _ASK_S)
-        return self.state is State.READY
+        return self.state is ReplicaState.READY
 
     def close(self) -> None:
         """Close the connections that no request uses."""
@@ -144,7 +144,7 @@ class Replica:
             self.probe.close()
 
 
-class Fleet:
+class ReplicaRegistry:
     """All replicas. It belongs to the event loop."""
 
     def __init__(self, options: RouteOptions) -> None:
@@ -191,31 +191,33 @@ class Fleet:
     @property
     def ready(self) -> list[Replica]:
         """The replicas that get requests."""
-        return [one for one in self.replicas.values() if one.state is State.READY]
+        return [one for one in self.replicas.values() if one.state is ReplicaState.READY]
 
-    def set(self, replica: Replica, state: State, reason: str = "") -> None:
+    def set(self, replica: Replica, state: ReplicaState, reason: str = "") -> None:
         """Note how a replica is."""
-        if state is State.READY and not replica.is_listed:
-            state, reason = State.DRAINING, "It is not listed any more."
+        if state is ReplicaState.READY and not replica.is_listed:
+            state, reason = ReplicaState.DRAINING, "It is not listed any more."
         if state is not replica.state or reason != replica.reason:
             is_news = state is not replica.state
             replica.reason = reason
             if is_news:
                 replica.since_s = time.time()
-                level = logging.INFO if state is State.READY else logging.WARNING
+                level = logging.INFO if state is ReplicaState.READY else logging.WARNING
                 text = f" {reason}" if reason else ""
                 _logger.log(level, "Replica %s is %s.%s", replica.url, state.value, text)
         replica.state = state
-        if state is State.DOWN:
+        if state is ReplicaState.DOWN:
             replica.is_foreign = False  # another server may come back
-        self.dispatcher.open(replica.place, is_open=state is State.READY)
-        if state is State.READY:
+        self.dispatcher.open(replica.place, is_open=state is ReplicaState.READY)
+        if state is ReplicaState.READY:
             self._changed.set()
             self._changed = asyncio.Event()
 
-    def learn(self, replica: Replica, facts: Facts) -> None:
+    def learn(self, replica: Replica, facts: ReplicaFacts) -> None:
         """Note what a replica says of itself; one that was started again holds nothing."""
-        if facts.epoch != replica.facts.epoch or (not facts.epoch and replica.state is State.DOWN):
+        if facts.epoch != replica.facts.epoch or (
+            not facts.epoch and replica.state is ReplicaState.DOWN
+        ):
             self.dispatcher.restart(replica.place)
         named = facts.models, facts.takes_any_name
         if named != (replica.facts.models, replica.facts.takes_any_name):
@@ -241,7 +243,7 @@ class Fleet:
         where = f"At {count} of {len(self.replicas)} replicas tenants {_SHARED}"
         return where if count else ""
 
-    def stranger(self, replica: Replica, facts: Facts) -> str:
+    def stranger(self, replica: Replica, facts: ReplicaFacts) -> str:
         """Return why a replica does not suit those that are ready; empty if it does."""
         if self.options.mixed:
             return ""

@@ -6,12 +6,12 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from twostroke.fleet.router.replica_registry import Fleet
+    from twostroke.fleet.router.replica_registry import ReplicaRegistry
 
 _STREAMS: Final = 8
 
 
-def fleet_state(fleet: Fleet) -> dict[str, Any]:
+def fleet_state(fleet: ReplicaRegistry) -> dict[str, Any]:
     """Return the replicas with their work in seconds, and the hit rate beside the best possible.
 
     Rates are shares of the prompts' bytes; the best possible one has all that any replica holds.
@@ -55,7 +55,7 @@ def fleet_state(fleet: Fleet) -> dict[str, Any]:
     }
 
 
-def wanted(fleet: Fleet, model: str | None = None) -> int:
+def wanted(fleet: ReplicaRegistry, model: str | None = None) -> int:
     """Return how many replicas, or of those of a model, bring the mean wait to `busy_s`; or one.
 
     Fewer than there are only if half as many would still be enough, and as many as leave each

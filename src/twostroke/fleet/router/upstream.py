@@ -70,14 +70,14 @@ class Address(Frozen):
         return cls(whole, parts.hostname or "", port, parts.scheme == "https", path, host)
 
 
-class Connection(asyncio.Protocol):
+class UpstreamConnection(asyncio.Protocol):
     """One connection, which has at most one request at a time.
 
     `has_answered`: a byte of the present request's response has come. `sink` gets what comes of the
     body while `read` waits, if it returns true: no task has to wake. The end is always read.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         """Belong to a pool."""
         self._pool = pool
         self._transport: asyncio.Transport | None = None
@@ -254,7 +254,7 @@ class Connection(asyncio.Protocol):
             self._waiter.set_result(None)
 
 
-class Pool:
+class ConnectionPool:
     """The connections to one replica: those in use, and those that wait for the next request.
 
     `heard_s` is when the last byte came from it, in the event loop's time.
@@ -264,11 +264,11 @@ class Pool:
         """Open none yet."""
         self.address = address
         self.heard_s = 0.0
-        self._busy: set[Connection] = set()
-        self._idle: list[Connection] = []
+        self._busy: set[UpstreamConnection] = set()
+        self._idle: list[UpstreamConnection] = []
         self._tls = ssl.create_default_context() if address.is_tls else None
 
-    async def take(self, *, is_fresh: bool = False) -> Connection:
+    async def take(self, *, is_fresh: bool = False) -> UpstreamConnection:
         """Return a connection; a new one if `is_fresh`, or if none waits.
 
         Raises:
@@ -285,7 +285,7 @@ class Pool:
         self._busy.add(connection)
         return connection
 
-    def take_back(self, connection: Connection, *, is_reusable: bool) -> None:
+    def take_back(self, connection: UpstreamConnection, *, is_reusable: bool) -> None:
         """Keep a connection for the next request, or close it."""
         self._busy.discard(connection)
         if is_reusable:
@@ -294,7 +294,7 @@ class Pool:
         else:
             connection.close()
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: UpstreamConnection) -> None:
         """Drop a connection that has ended."""
         self._busy.discard(connection)
         if connection in self._idle:
@@ -316,12 +316,12 @@ class Pool:
             connection.close()
         self._idle.clear()
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> UpstreamConnection:
         address = self.address
         loop = asyncio.get_running_loop()
         name = address.host if address.is_tls else None
         opening = loop.create_connection(
-            lambda: Connection(self),
+            lambda: UpstreamConnection(self),
             address.host,
             address.port,
             ssl=self._tls,

@@ -18,7 +18,13 @@ from msgspec import Raw
 from twostroke.core.json_lines import encode_json
 from twostroke.fleet.router.response import LostError
 from twostroke.fleet.routing.prompt import FALSE, UNREADABLE
-from twostroke.server.auth.usage_header import MARK, STREAMS, USAGE_HEADER, Spent, read_usage
+from twostroke.server.auth.usage_header import (
+    MARK,
+    STREAMS,
+    USAGE_HEADER,
+    ReportedUsage,
+    read_usage,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,17 +45,17 @@ _MOST_LAST: Final = 80  # bytes of that line
 _MOST_TOLD: Final = 10**12  # tokens
 
 
-class Passage:
+class ProxyLog:
     """A request on its way through the router, as logs and accounts see it."""
 
-    def __init__(self, meter: Meter | None) -> None:
+    def __init__(self, meter: UsageMeter | None) -> None:
         """Begin with no replica."""
         self.num_open, self.num_tries = 1, 0
         self.replica: Replica | None = None
         self._meter = meter
 
     @property
-    def used(self) -> Spent | None:
+    def used(self) -> ReportedUsage | None:
         """The tokens that were taken so far; None if they are not counted, or it was refused."""
         meter = self._meter
         return meter.used if meter is not None and self.replica is not None else None
@@ -62,7 +68,7 @@ class Passage:
         return {"replica": url, "tries": self.num_tries, **counts}
 
 
-class Pace:
+class TokenRate:
     """How many tokens of an answer come in a second, with all waiting."""
 
     def __init__(self) -> None:
@@ -75,14 +81,14 @@ class Pace:
         self.per_s += (_NEWEST if self.per_s else 1.0) * (newest - self.per_s)
 
 
-class Meter:
+class UsageMeter:
     """The usage of one request. Bytes of its answer are searched, and parsed only at its end."""
 
-    def __init__(self, num_prompt: int, most: int, pace: Pace) -> None:
+    def __init__(self, num_prompt: int, most: int, pace: TokenRate) -> None:
         """Begin with a guess of the prompt's tokens, and the most tokens of its answers."""
         self._began_s, self._most, self._pace = time.monotonic(), most, pace
-        self._guess = Spent(num_prompt)
-        self._used: Spent | None = self._guess
+        self._guess = ReportedUsage(num_prompt)
+        self._used: ReportedUsage | None = self._guess
         self._is_told = self._is_final = self._strips = self._has_begun = False
         self._end = b"\n\n"
         self._num_events = self._num_bytes = 0
@@ -91,7 +97,7 @@ class Meter:
         self.take: Callable[[bytes], bytes] = bytes
 
     @property
-    def used(self) -> Spent | None:
+    def used(self) -> ReportedUsage | None:
         """What was used so far; None if the request was refused."""
         used = self._used
         if used is None or self._is_final:
@@ -101,7 +107,7 @@ class Meter:
             elapsed_s = time.monotonic() - self._began_s
             num_output = min(self._most, int(self._pace.per_s * elapsed_s))
         num_output = max(used.completion_tokens, num_output)
-        return Spent(used.prompt_tokens, used.cached_tokens, num_output)
+        return ReportedUsage(used.prompt_tokens, used.cached_tokens, num_output)
 
     def restart(self) -> None:
         """Forget what a replica has answered that did not take the request."""
@@ -151,10 +157,12 @@ class Meter:
             parts = _parts([b"".join(self._body)])
             found = [] if any(one.says_first for one in parts) else list(map(_spent, parts))
             found = [one for one in found if one is not None]
-            sums = [sum(getattr(one, name) for one in found) for name in Spent.__struct_fields__]
+            sums = [
+                sum(getattr(one, name) for one in found) for name in ReportedUsage.__struct_fields__
+            ]
             num_output = min(self._most, self._num_bytes // _TOKEN_BYTES)
-            guess = Spent(self._guess.prompt_tokens, 0, num_output)
-            self._used, self._is_final = Spent(*sums) if found else guess, True
+            guess = ReportedUsage(self._guess.prompt_tokens, 0, num_output)
+            self._used, self._is_final = ReportedUsage(*sums) if found else guess, True
 
     def _take_told(self, data: bytes) -> bytes:
         """Take events of a server of ours, and its last line away."""
@@ -197,8 +205,8 @@ class Meter:
         if before is self._guess:
             self._used = found
             return
-        names, join = Spent.__struct_fields__, sum if bytes(part.timings) else max
-        self._used = Spent(*(join((getattr(before, n), getattr(found, n))) for n in names))
+        names, join = ReportedUsage.__struct_fields__, sum if bytes(part.timings) else max
+        self._used = ReportedUsage(*(join((getattr(before, n), getattr(found, n))) for n in names))
 
 
 def asking(body: bytes, path: str) -> bytes | None:
@@ -221,7 +229,7 @@ class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class _UsageFields(msgspec.Struct):
     """OpenAI's and Anthropic's usage."""
 
     prompt_tokens: int | None = None
@@ -234,7 +242,7 @@ class _Usage(msgspec.Struct):
     cache_creation_input_tokens: int | None = None
     total_tokens: int | None = None  # alone, where nothing is written
 
-    def spent(self) -> Spent:
+    def spent(self) -> ReportedUsage:
         details = self.prompt_tokens_details or self.input_tokens_details
         beside = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
         output = self.completion_tokens or self.output_tokens or 0
@@ -245,13 +253,13 @@ class _Usage(msgspec.Struct):
 
 
 class _Inner(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: _UsageFields | None = None
 
 
 class _Part(msgspec.Struct):
     """A body or an event: that of llama-server and of Ollama have the counts in themselves."""
 
-    usage: _Usage | None = None
+    usage: _UsageFields | None = None
     response: _Inner | str | None = None
     message: _Inner | str | None = None
     choices: Raw = Raw()
@@ -284,7 +292,7 @@ def _parts(texts: list[bytes]) -> list[_Part]:
     return parts
 
 
-def _spent(part: _Part) -> Spent | None:
+def _spent(part: _Part) -> ReportedUsage | None:
     """Return the usage that an object says, if it does."""
     inner = [one.usage for one in (part.response, part.message) if isinstance(one, _Inner)]
     usage = next((one for one in (part.usage, *inner) if one is not None), None)
@@ -295,6 +303,6 @@ def _spent(part: _Part) -> Spent | None:
     return None if prompt is None else _bounded(prompt, 0, output)
 
 
-def _bounded(*counts: int) -> Spent:
+def _bounded(*counts: int) -> ReportedUsage:
     """Return counts of another server, which has -1 for unknown ones, as the records can add up."""
-    return Spent(*(min(max(0, one), _MOST_TOLD) for one in counts))
+    return ReportedUsage(*(min(max(0, one), _MOST_TOLD) for one in counts))

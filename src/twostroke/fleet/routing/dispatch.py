@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from twostroke.core.frozen import Frozen
-from twostroke.fleet.routing.hash_ring import Ring
-from twostroke.fleet.routing.policy import LOOKS_AT_PREFIXES, POLICIES, View, mix
-from twostroke.fleet.routing.prefix_tree import Known, Run
+from twostroke.fleet.routing.hash_ring import HashRing
+from twostroke.fleet.routing.policy import LOOKS_AT_PREFIXES, POLICIES, RoutingState, mix
+from twostroke.fleet.routing.prefix_tree import PrefixTree, TreeEdge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     import numpy.typing as npt
 
-    from twostroke.fleet.routing.prefix_tree import Path, Stay
+    from twostroke.fleet.routing.prefix_tree import CachedPrefix, Path
 
 MAX_BLOCKS: Final = 1_000_000
 _KEPT: Final = 0.95  # of the sums of a pace, at each first token
@@ -30,7 +30,7 @@ _WRITING: Final = 32  # units that a request counts as, as long as its answer is
 _LATE: Final = 0.5  # of the work that should be done by now and is not
 
 
-class Asked(Frozen):
+class RoutingKey(Frozen):
     """What counts of a prompt: the keys of its blocks, its units, and the hash of its homes.
 
     A unit is a byte of the prompt's text.
@@ -41,7 +41,7 @@ class Asked(Frozen):
     affinity: int
 
 
-class Ticket:
+class RoutedRequest:
     """A request at a replica. `hit` units of its prompt should be there, `best` are anywhere."""
 
     __slots__ = ("at_s", "best", "has_begun", "hit", "is_over", "missing", "place", "stay",
@@ -51,7 +51,7 @@ class Ticket:
         """Begin."""
         self.place, self.at_s, self.hit, self.best, self.missing = place, at_s, hit, best, missing
         self.units_ahead = 0.0
-        self.stay: Stay | None = None
+        self.stay: CachedPrefix | None = None
         self.has_begun = self.is_over = False
 
 
@@ -73,7 +73,7 @@ class Dispatcher:
 
         `extent` returns the units of a prompt's first blocks, from their number.
         """
-        self.known = Known(most_blocks)
+        self.known = PrefixTree(most_blocks)
         self.pace_s: list[float] = []  # of a unit, by place
         self.num_units = self.num_hit = self.num_best = 0  # of all prompts
         self._decide, self._looks = POLICIES[policy], policy in LOOKS_AT_PREFIXES
@@ -88,7 +88,7 @@ class Dispatcher:
         self._least_s = np.zeros(0)  # of a wait; inf where no request may go
         self._num_open = np.zeros(0)
         self._is_open: list[bool] = []
-        self._ring = Ring()
+        self._ring = HashRing()
 
     def __len__(self) -> int:
         return len(self.pace_s)
@@ -138,8 +138,11 @@ class Dispatcher:
         return int(self._num_open[place])
 
     def decide(
-        self, asked: Asked, among: npt.NDArray[np.bool_] | None = None, tried: Collection[int] = ()
-    ) -> Ticket | None:
+        self,
+        asked: RoutingKey,
+        among: npt.NDArray[np.bool_] | None = None,
+        tried: Collection[int] = (),
+    ) -> RoutedRequest | None:
         """Choose a replica for a request and charge it; None if none is open.
 
         `among` says by place which replicas suit it, `tried` are those that have failed.
@@ -153,7 +156,7 @@ class Dispatcher:
         nearest = int(wait_s.argmin())
         if wait_s.item(nearest) == math.inf:
             return None
-        longest, held, path = 0, dict[int, int](), list[tuple[Run, int]]()
+        longest, held, path = 0, dict[int, int](), list[tuple[TreeEdge, int]]()
         if self._looks:
             path = self.known.find(asked.keys)
             longest, held = self._candidates(path, asked.affinity, wait_s, nearest)
@@ -162,9 +165,9 @@ class Dispatcher:
             place: (total - extent(num) + _WRITING * self._num_open.item(place)) * pace_s[place]
             for place, num in held.items()
         }
-        place = self._decide(View(self._number, wait_s, self._num_open, missing_s))
+        place = self._decide(RoutingState(self._number, wait_s, self._num_open, missing_s))
         hit = extent(held.get(place, 0))
-        ticket = Ticket(place, now_s, hit, extent(longest), total - hit)
+        ticket = RoutedRequest(place, now_s, hit, extent(longest), total - hit)
         self._number += 1
         self._charge(asked, ticket)
         if self._looks:
@@ -182,7 +185,7 @@ class Dispatcher:
                 held[place] = self.known.num_held(path, place)
         return longest, held
 
-    def _charge(self, asked: Asked, ticket: Ticket) -> None:
+    def _charge(self, asked: RoutingKey, ticket: RoutedRequest) -> None:
         place = ticket.place
         ticket.units_ahead = self._pending[place]
         begin_s = max(ticket.at_s, self._free_at_s.item(place))
@@ -193,7 +196,7 @@ class Dispatcher:
         self.num_hit += ticket.hit
         self.num_best += ticket.best
 
-    def begin(self, ticket: Ticket, *, is_whole: bool = False) -> None:
+    def begin(self, ticket: RoutedRequest, *, is_whole: bool = False) -> None:
         """Note the first token of a request, from which its replica's pace is learned.
 
         An answer that `is_whole` took longer, for its other tokens. It counts only as long as no
@@ -213,7 +216,7 @@ class Dispatcher:
             self.pace_s = [self._mean_pace_s] * len(self)
         self._settle(ticket, now_s)
 
-    def _learn(self, ticket: Ticket, took_s: float) -> None:
+    def _learn(self, ticket: RoutedRequest, took_s: float) -> None:
         place = ticket.place
         count = ticket.units_ahead + ticket.missing + _OVERHEAD
         seconds, units = self._all = self._all[0] * _KEPT + took_s, self._all[1] * _KEPT + count
@@ -222,7 +225,7 @@ class Dispatcher:
         own_s, own = self._sums[place] = own_s * _KEPT + took_s, own * _KEPT + count
         self.pace_s[place] = (own_s + mean_s * _PRIOR) / (own + _PRIOR)
 
-    def _learn_whole(self, ticket: Ticket, took_s: float) -> None:
+    def _learn_whole(self, ticket: RoutedRequest, took_s: float) -> None:
         """Follow the fastest answers of a replica, whose other tokens took the least time."""
         own_s, own = self._sums[ticket.place]
         pace_s = took_s / (ticket.units_ahead + ticket.missing + _OVERHEAD)
@@ -233,7 +236,7 @@ class Dispatcher:
         self._all = mean_s, 1.0
         self.pace_s = [seconds if count else mean_s for seconds, count in self._sums]
 
-    def end(self, ticket: Ticket) -> None:
+    def end(self, ticket: RoutedRequest) -> None:
         """Note the end of a request, whether it was answered or not."""
         if ticket.is_over:
             return
@@ -245,7 +248,7 @@ class Dispatcher:
         self._num_open[ticket.place] -= 1
         self._expect(ticket.place, self._pending[ticket.place])
 
-    def _settle(self, ticket: Ticket, now_s: float) -> None:
+    def _settle(self, ticket: RoutedRequest, now_s: float) -> None:
         """Take a request's work from what is pending."""
         ticket.has_begun = True
         place, pace_s = ticket.place, self.pace_s[ticket.place]

@@ -16,7 +16,7 @@ _SHIFT: Final = 48  # of a hash, to one of 65,536 parts of the circle: a bisecti
 _MOST_PASSED: Final = 1000  # points of replicas that are shut
 
 
-class Ring:
+class HashRing:
     """Points of replicas on a circle: the homes of a hash are the replicas that follow it.
 
     When a replica leaves, only what it was a home of moves.

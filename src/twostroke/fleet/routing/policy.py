@@ -19,7 +19,7 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 _MASK: Final = (1 << 64) - 1
 
 
-class View(Frozen):
+class RoutingState(Frozen):
     """What a router knows when a request comes; replicas have places from 0.
 
     Attributes:
@@ -39,10 +39,10 @@ class View(Frozen):
     missing_s: Mapping[int, float] = {}
 
 
-Policy = Callable[[View], int]  # to the place of a replica whose wait is finite
+Policy = Callable[[RoutingState], int]  # to the place of a replica whose wait is finite
 
 
-def prefix(view: View, weight: float = WEIGHT) -> int:
+def prefix(view: RoutingState, weight: float = WEIGHT) -> int:
     """Take the candidate with the soonest first token, where computing counts more than waiting.
 
     A second that is computed also delays those that come later; one that is waited does not.
@@ -57,12 +57,12 @@ def prefix(view: View, weight: float = WEIGHT) -> int:
     return best
 
 
-def least_work(view: View) -> int:
+def least_work(view: RoutingState) -> int:
     """Take the replica with the shortest wait; of several, the one with the fewest requests."""
     return int(view.wait_s.argmin())
 
 
-def two_choices(view: View) -> int:
+def two_choices(view: RoutingState) -> int:
     """Take the one with the shorter wait of two random replicas (Mitzenmacher, 2001)."""
     places = np.flatnonzero(np.isfinite(view.wait_s))
     mixed = mix(view.number)
@@ -71,7 +71,7 @@ def two_choices(view: View) -> int:
     return min(first, other, key=view.wait_s.item)
 
 
-def round_robin(view: View) -> int:
+def round_robin(view: RoutingState) -> int:
     """Take the replicas in turn."""
     places = np.flatnonzero(np.isfinite(view.wait_s))
     return int(places[view.number % len(places)])

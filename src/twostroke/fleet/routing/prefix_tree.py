@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    Path = list[tuple["Run", int]]
+    Path = list[tuple["TreeEdge", int]]
 
 _MOST_HOLDERS: Final = 8  # of the longest prefix that are looked at: the last ones
 _FREED: Final = 4  # runs, with each prompt: all at once would take too long
 
 
-class Stay:
+class CachedPrefix:
     """Blocks that a replica was sent with one request; `epoch` counts its restarts.
 
     `used_s` is when the request ended, after which they may be evicted; until then it is inf.
@@ -27,7 +27,7 @@ class Stay:
         self.place, self.epoch, self.used_s = place, epoch, math.inf
 
 
-class Run:
+class TreeEdge:
     """Blocks that so far have only come one after another: an edge of a radix tree.
 
     `holders` has the last stay of all of them, by place, the newest last. A run that `has_branches`
@@ -36,13 +36,15 @@ class Run:
 
     __slots__ = ("generation", "has_branches", "holders", "keys")
 
-    def __init__(self, keys: tuple[int, ...], holders: dict[int, Stay], generation: int) -> None:
+    def __init__(
+        self, keys: tuple[int, ...], holders: dict[int, CachedPrefix], generation: int
+    ) -> None:
         """Begin."""
         self.keys, self.holders, self.generation = keys, holders, generation
         self.has_branches = False
 
 
-class Known:
+class PrefixTree:
     """The last `most` blocks, by the keys of their prompts up to their ends.
 
     A conversation that stays at its replica is one run, found by its first key, so that a prompt
@@ -54,9 +56,9 @@ class Known:
     def __init__(self, most: int) -> None:
         """Begin with none."""
         self._half = max(1, most // 2)
-        self._young: dict[int, Run] = {}  # by first key; all of the present generation
-        self._old: dict[int, Run] = {}
-        self._dead: dict[int, Run] = {}
+        self._young: dict[int, TreeEdge] = {}  # by first key; all of the present generation
+        self._old: dict[int, TreeEdge] = {}
+        self._dead: dict[int, TreeEdge] = {}
         self._num_young = self._num_old = 0  # blocks
         self._generation = 0
         self._epochs: list[int] = []  # by place
@@ -117,12 +119,12 @@ class Known:
             num_blocks += count
         return num_blocks
 
-    def add(self, keys: tuple[int, ...], path: Path, place: int) -> Stay:
+    def add(self, keys: tuple[int, ...], path: Path, place: int) -> CachedPrefix:
         """Note that a replica was sent the blocks of a prompt; the caller ends their stay.
 
         `path` is what `find` has just returned for it.
         """
-        stay, num_known, run = Stay(place, self._epochs[place]), 0, None
+        stay, num_known, run = CachedPrefix(place, self._epochs[place]), 0, None
         for run, count in path:
             if count < len(run.keys):
                 self._split(run, count)
@@ -134,22 +136,22 @@ class Known:
             if run is not None and len(run.holders) == 1 and not run.has_branches:
                 run.keys += rest
             else:
-                self._young[rest[0]] = Run(rest, {place: stay}, self._generation)
+                self._young[rest[0]] = TreeEdge(rest, {place: stay}, self._generation)
                 if run is not None:
                     run.has_branches = True
             self._num_young += len(rest)
         self._forget()
         return stay
 
-    def _split(self, run: Run, count: int) -> None:
+    def _split(self, run: TreeEdge, count: int) -> None:
         """Leave a run its first blocks; the others become one for themselves."""
-        tail = Run(run.keys[count:], run.holders.copy(), run.generation)
+        tail = TreeEdge(run.keys[count:], run.holders.copy(), run.generation)
         tail.has_branches, run.has_branches = run.has_branches, True
         run.keys = run.keys[:count]
         is_young = run.generation == self._generation
         (self._young if is_young else self._old)[tail.keys[0]] = tail
 
-    def _keep(self, run: Run) -> None:
+    def _keep(self, run: TreeEdge) -> None:
         """Count a run to those that were asked for lately."""
         if run.generation != self._generation:
             run.generation = self._generation
@@ -166,7 +168,7 @@ class Known:
         for _ in range(min(len(self._dead), _FREED)):
             self._dead.popitem()
 
-    def _is_valid(self, stay: Stay) -> bool:
+    def _is_valid(self, stay: CachedPrefix) -> bool:
         place = stay.place
         return stay.epoch == self._epochs[place] and stay.used_s >= self._cutoffs_s[place]
 

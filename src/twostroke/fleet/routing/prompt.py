@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Raw
 
 from twostroke.core.frozen import Frozen
-from twostroke.fleet.routing.dispatch import Asked
+from twostroke.fleet.routing.dispatch import RoutingKey
 from twostroke.server.http.answer_limits import ANSWER_FIELDS, AnswerFields
 from twostroke.server.http.nesting import nesting_of
 
@@ -37,7 +37,7 @@ UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)  
 FALSE: Final = frozenset((b"", b"false", b"null", b"0"))  # some servers take 1 and "true"
 
 
-class _Body(msgspec.Struct):
+class _PromptBody(msgspec.Struct):
     """The fields that count, as they were sent; no value of them is wrong here."""
 
     model: Raw = _NONE
@@ -65,7 +65,7 @@ class _Body(msgspec.Struct):
     background: Raw = _NONE
 
 
-class Prompt(Frozen):
+class RoutedPrompt(Frozen):
     """What a body says; empty strings where it says nothing.
 
     `previous` is the id of the stored answer or conversation that it continues.
@@ -75,7 +75,7 @@ class Prompt(Frozen):
     response is sent before the answer is complete.
     """
 
-    asked: Asked
+    asked: RoutingKey
     num_tokens: int
     model: str = ""
     previous: str = ""
@@ -118,11 +118,11 @@ class _Reference(msgspec.Struct):
 
 
 _references: Final = msgspec.json.Decoder(_Reference)
-_decoder: Final = msgspec.json.Decoder(_Body)
+_decoder: Final = msgspec.json.Decoder(_PromptBody)
 _options: Final = msgspec.json.Decoder(_Options)
 
 
-def read_prompt(body: bytes, salt: bytes) -> Prompt:
+def read_prompt(body: bytes, salt: bytes) -> RoutedPrompt:
     """Return what a body says; of one that is not a JSON object, only its size.
 
     The salt tells tenants apart, whose pages are not shared.
@@ -131,7 +131,7 @@ def read_prompt(body: bytes, salt: bytes) -> Prompt:
     try:
         found = _decoder.decode(body)
     except UNREADABLE:
-        return Prompt(Asked((), len(body), _hash(salt)), num_tokens)
+        return RoutedPrompt(RoutingKey((), len(body), _hash(salt)), num_tokens)
     model = _text(found.model)[:_MOST_NAME]
     salt += model.encode()
     # A conversation grows at the end of a list or a text: what closes these does not count.
@@ -141,8 +141,8 @@ def read_prompt(body: bytes, salt: bytes) -> Prompt:
         affinity = _hash(salt + conversation.encode())
     else:
         affinity = keys[0] if keys else _hash(salt + text)
-    return Prompt(
-        Asked(keys, len(text), affinity),
+    return RoutedPrompt(
+        RoutingKey(keys, len(text), affinity),
         num_tokens,
         model,
         _text(found.previous_response_id) or _conversation_id(found.conversation),
@@ -200,7 +200,7 @@ def _number(raw: Raw) -> int | None:
         return None
 
 
-def _limits_of(body: _Body) -> dict[str, int]:
+def _limits_of(body: _PromptBody) -> dict[str, int]:
     """Return the fields that limit answers and have whole numbers; servers refuse other values.
 
     Numbers of answers in quotes count, too, since some servers read them.

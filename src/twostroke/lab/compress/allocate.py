@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from twostroke.backends.activation_bits.allocate import Item, allocate
+from twostroke.backends.activation_bits.allocate import KnapsackItem, allocate
 from twostroke.core.errors import UsageError
 from twostroke.core.files import megabytes
 from twostroke.core.frozen import Frozen
@@ -100,12 +100,12 @@ def _sizes(formats: Mapping[str, Iterable[str]], num_values: Mapping[str, int]) 
 
 def _chosen(minimized: Measure, limited: Measure, limit: float) -> dict[str, str]:
     """Return the formats that make one measure least, with the other one within the limit."""
-    parts: list[list[Item]] = []
+    parts: list[list[KnapsackItem]] = []
     floors = 0.0
     for name, each in limited.items():
         floor = min(each.values())
         floors += floor
-        parts.append([Item(minimized[name][fmt], each[fmt] - floor) for fmt in each])
+        parts.append([KnapsackItem(minimized[name][fmt], each[fmt] - floor) for fmt in each])
     numbers = allocate(parts, max(limit - floors, limit * 1e-9), _BINS)
     return {
         name: list(each)[number]

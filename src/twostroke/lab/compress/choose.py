@@ -11,7 +11,7 @@ from twostroke.lab.compress.allocate import Goal, size_limit, within_kl, within_
 from twostroke.lab.compress.calibrate import own_pieces, text_pieces
 from twostroke.lab.compress.report import TextFacts
 from twostroke.lab.compress.round import round_matrix
-from twostroke.lab.compress.saved_work import Kept
+from twostroke.lab.compress.saved_work import SavedWork
 from twostroke.lab.compress.sensitivity import Trials, formats_for, sensitivity_of
 from twostroke.lab.compress.walk import round_products, watched
 from twostroke.model.load import build_tokenizer
@@ -31,7 +31,7 @@ _NEAR: Final = 0.85  # of a divergence that is asked for: good enough
 _AIM: Final = 0.9  # of it, in the next attempt
 
 
-class Calibration:
+class CalibrationText:
     """The text that a model is calibrated on: of the user, or the model's own answers.
 
     `kept` has what was made of the model before.
@@ -42,7 +42,7 @@ class Calibration:
     ) -> None:
         """Take what the text is made from; it is made when it is first needed."""
         self._source, self._given, self._num_tokens = source, text, num_tokens
-        self._notice, self.kept = notice, Kept(source)
+        self._notice, self.kept = notice, SavedWork(source)
         self.facts: TextFacts | None = None
 
     @cached_property
@@ -66,7 +66,7 @@ def rounded_to(
     program: Program,
     tensors: Mapping[str, QuantTensor],
     formats: Mapping[str, str],
-    calibration: Calibration,
+    calibration: CalibrationText,
     notice: Notice,
 ) -> dict[str, QuantTensor]:
     """Return the matrices in `formats`, rounded, by name; after an interruption, the others."""
@@ -98,7 +98,7 @@ def check_size(
     return min(size_limit(formats, values, goal, other_bytes), sum(largest))
 
 
-class Chooser:
+class FormatChooser:
     """Finds the formats that reach a goal, by what was measured of the model."""
 
     def __init__(
@@ -107,7 +107,7 @@ class Chooser:
         source: LoadedModel,
         tensors: Mapping[str, QuantTensor],
         names: Sequence[str],
-        calibration: Calibration,
+        calibration: CalibrationText,
         notice: Notice,
     ) -> None:
         """Measure the model's sensitivity, if it is not known.

@@ -113,7 +113,7 @@ def distill(
         begun = Student(metadata, fixed, base.spec, base.tensors)
         if shape is not None:
             begun = _cut(begun, shape, examples, folder, report)
-        run = _Run.begin(
+        run = _DistillRun.begin(
             begun, folder, about, None if translation else Teacher(loaded), examples, options
         )
         if saved is None:
@@ -126,7 +126,7 @@ def distill(
         return run.path
 
 
-class _Run(Frozen):
+class _DistillRun(Frozen):
     """A student in training, and the folder in which it is saved."""
 
     student: Student
@@ -143,7 +143,7 @@ class _Run(Frozen):
         teacher: Teacher | None,
         examples: list[Example],
         options: DistillOptions,
-    ) -> _Run:
+    ) -> _DistillRun:
         """Make the student's weights ready to be trained."""
         model = TorchModel(build_program(student.spec), student.tensors)
         for weight in model.weights.values():

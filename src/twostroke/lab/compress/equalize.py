@@ -35,7 +35,7 @@ _MOST: Final = np.log(np.float32(256))  # of a factor, which float16 must hold
 _ONE: Final = np.float32(1)
 
 
-class Evener:
+class ChannelEqualizer:
     """Chooses factors for the products of a Program, whose matrices `rounded` rounds.
 
     They are kept in `store`. `changed` are the weights from which factors were taken.

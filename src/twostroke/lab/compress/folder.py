@@ -15,7 +15,7 @@ from twostroke.core.errors import ModelFormatError, TwostrokeError
 from twostroke.core.files import write_json, write_text
 from twostroke.core.unfinished import need
 from twostroke.engine.canary import REPORT_FILE
-from twostroke.lab.compress.equalize import Evener
+from twostroke.lab.compress.equalize import ChannelEqualizer
 from twostroke.lab.compress.grids import group_grid
 from twostroke.lab.compress.hf_files import config_of, write_tokenizer
 from twostroke.lab.compress.mixes import tell_left_in_floats
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from twostroke.lab.compress.choose import Calibration
+    from twostroke.lab.compress.choose import CalibrationText
     from twostroke.lab.compress.report import FileReport
     from twostroke.lab.compress.round import Moments
     from twostroke.model.quant import Floats
@@ -50,7 +50,7 @@ _IN_WORD: Final = 8  # codes of 4 bits
 
 
 def write_folder(
-    source: LoadedModel, target: str, part: Path, calibration: Calibration, notice: Notice
+    source: LoadedModel, target: str, part: Path, calibration: CalibrationText, notice: Notice
 ) -> FileReport:
     """Write `source` into the folder `part` as `target`, one of FOLDER_TARGETS.
 
@@ -87,7 +87,7 @@ def write_folder(
     need(part, sum(sizes))
     pieces = calibration.pieces
     store = calibration.kept.matrices(tensors, f"{fmt.name} evened", pieces)
-    evener = Evener(program, rounded, store)
+    evener = ChannelEqualizer(program, rounded, store)
     matrices = round_products(
         *(program, tensors, products, pieces, rounded),
         lambda name: store.get(name, tensors[name].shape, fmt),

@@ -50,7 +50,7 @@ class Rounded(Frozen, eq=False):
         return _shares(-self.smallest, self.bottoms)
 
 
-class Grid(Frozen):
+class BlockGrid(Frozen):
     """A block format as steps: a value is a scale times a level, plus a smallest value if any.
 
     Levels are the entries of `table`, or whole numbers from `low` to `high`. Trials of a scale
@@ -112,13 +112,13 @@ def _pack_groups_of_16(rounded: Rounded, half: int, pack: Packer) -> Bytes:
     return pack(rounded.tops, rounded.shares, codes)
 
 
-def _groups_of_16(half: int, pack: Packer, peaks: tuple[float, ...], most: int) -> Grid:
+def _groups_of_16(half: int, pack: Packer, peaks: tuple[float, ...], most: int) -> BlockGrid:
     shares = -most, most - 1
     pack_levels = partial(_pack_groups_of_16, half=half, pack=pack)
-    return Grid(pack_levels, -half, half - 1, peaks, group=16, num_groups=16, shares=shares)
+    return BlockGrid(pack_levels, -half, half - 1, peaks, group=16, num_groups=16, shares=shares)
 
 
-def group_grid(bits: int, group: int, dtype: str) -> Grid:
+def group_grid(bits: int, group: int, dtype: str) -> BlockGrid:
     """Return the grid of published groups, whose scales are F16 or BF16.
 
     Those of 4 bits have zero points, those of 8 bits none.
@@ -127,9 +127,11 @@ def group_grid(bits: int, group: int, dtype: str) -> Grid:
     pack_scale = encode_bfloat if is_bfloat else half_bytes
     pack = partial(_pack_group, pack_scale=pack_scale, has_zeros=bits == 4)
     if bits == 4:
-        return Grid(pack, 0, 15, group=group, has_bfloat_scales=is_bfloat, has_whole_zeros=True)
+        return BlockGrid(
+            pack, 0, 15, group=group, has_bfloat_scales=is_bfloat, has_whole_zeros=True
+        )
     peaks = 127.0, 126.0, -128.0, -127.0
-    return Grid(pack, -128, 127, peaks, group=group, has_bfloat_scales=is_bfloat)
+    return BlockGrid(pack, -128, 127, peaks, group=group, has_bfloat_scales=is_bfloat)
 
 
 def _pack_group(
@@ -148,18 +150,18 @@ def _peaks(half: int) -> tuple[float, ...]:
     return peaks + tuple(half * factor for factor in np.linspace(0.8, 1.1, 7).tolist())
 
 
-def _around_zero(bits: int) -> Grid:
+def _around_zero(bits: int) -> BlockGrid:
     half = 1 << (bits - 1)
-    return Grid(partial(_pack_around_zero, bits=bits), -half, half - 1, _peaks(half))
+    return BlockGrid(partial(_pack_around_zero, bits=bits), -half, half - 1, _peaks(half))
 
 
-def _from_smallest(bits: int) -> Grid:
-    return Grid(partial(_pack_from_smallest, bits=bits), 0, (1 << bits) - 1)
+def _from_smallest(bits: int) -> BlockGrid:
+    return BlockGrid(partial(_pack_from_smallest, bits=bits), 0, (1 << bits) - 1)
 
 
-def _super_blocks(bits: int) -> Grid:
+def _super_blocks(bits: int) -> BlockGrid:
     high = (1 << bits) - 1
-    return Grid(partial(_pack_k, bits=bits), 0, high, num_groups=8, shares=(0, 63))
+    return BlockGrid(partial(_pack_k, bits=bits), 0, high, num_groups=8, shares=(0, 63))
 
 
 _TABLE = tuple(LEVELS.tolist())
@@ -171,9 +173,9 @@ GRIDS = {
     "Q4_1": _from_smallest(4),
     "Q5_0": _around_zero(5),
     "Q5_1": _from_smallest(5),
-    "Q8_0": Grid(_pack_bytes, -127, 127, (127.0, 126.0, 125.0)),
-    "IQ4_NL": Grid(_pack_nl, -127, 113, _IQ4_PEAKS, _TABLE),
-    "IQ4_XS": Grid(_pack_xs, -127, 113, _IQ4_PEAKS, _TABLE, num_groups=8, shares=(-32, 31)),
+    "Q8_0": BlockGrid(_pack_bytes, -127, 127, (127.0, 126.0, 125.0)),
+    "IQ4_NL": BlockGrid(_pack_nl, -127, 113, _IQ4_PEAKS, _TABLE),
+    "IQ4_XS": BlockGrid(_pack_xs, -127, 113, _IQ4_PEAKS, _TABLE, num_groups=8, shares=(-32, 31)),
     "Q3_K": _groups_of_16(4, pack_q3_k, _peaks(4), 32),
     "Q4_K": _super_blocks(4),
     "Q5_K": _super_blocks(5),

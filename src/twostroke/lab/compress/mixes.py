@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from twostroke.model.quant import QuantTensor
 
 
-class Mix(Frozen):
+class FormatMix(Frozen):
     """Formats by kind of matrix; `file_type` is the mix's number in GGUF files.
 
     Matrices of a kind in `finer` have its format in layers that `is_finer(layer, num_layers)`
@@ -43,29 +43,29 @@ def _ends_and_each_third(layer: int, count: int) -> bool:
     return layer < eighth or layer >= 7 * count // 8 or (layer - eighth) % 3 == 2
 
 
-def _medium(file_type: int, layers: str) -> Mix:
+def _medium(file_type: int, layers: str) -> FormatMix:
     finer = {"attn_v": "Q6_K", "ffn_down": "Q6_K"}
-    return Mix(file_type, layers, "Q6_K", finer, _ends_and_each_third)
+    return FormatMix(file_type, layers, "Q6_K", finer, _ends_and_each_third)
 
 
 # File types: `llama_ftype` in llama.cpp's include/llama.h. Which layers are finer in the mixes of
 # K formats, and FALLBACKS, follow its src/llama-quant.cpp (both as of 2025-11).
 MIXES = {
-    "f32": Mix(0, "F32", "F32"),
-    "f16": Mix(1, "F16", "F16"),
-    "bf16": Mix(32, "BF16", "BF16"),
-    "q4_0": Mix(2, "Q4_0"),
-    "q4_1": Mix(3, "Q4_1"),
-    "q5_0": Mix(8, "Q5_0"),
-    "q5_1": Mix(9, "Q5_1"),
-    "q8_0": Mix(7, "Q8_0"),
-    "iq4_nl": Mix(25, "IQ4_NL"),
-    "iq4_xs": Mix(30, "IQ4_XS", "Q6_K"),
-    "q4_k_s": Mix(14, "Q4_K", "Q6_K", {"attn_v": "Q5_K", "ffn_down": "Q5_K"}, _first_eighth),
+    "f32": FormatMix(0, "F32", "F32"),
+    "f16": FormatMix(1, "F16", "F16"),
+    "bf16": FormatMix(32, "BF16", "BF16"),
+    "q4_0": FormatMix(2, "Q4_0"),
+    "q4_1": FormatMix(3, "Q4_1"),
+    "q5_0": FormatMix(8, "Q5_0"),
+    "q5_1": FormatMix(9, "Q5_1"),
+    "q8_0": FormatMix(7, "Q8_0"),
+    "iq4_nl": FormatMix(25, "IQ4_NL"),
+    "iq4_xs": FormatMix(30, "IQ4_XS", "Q6_K"),
+    "q4_k_s": FormatMix(14, "Q4_K", "Q6_K", {"attn_v": "Q5_K", "ffn_down": "Q5_K"}, _first_eighth),
     "q4_k_m": _medium(15, "Q4_K"),
-    "q5_k_s": Mix(16, "Q5_K", "Q6_K"),
+    "q5_k_s": FormatMix(16, "Q5_K", "Q6_K"),
     "q5_k_m": _medium(17, "Q5_K"),
-    "q6_k": Mix(18, "Q6_K", "Q6_K"),
+    "q6_k": FormatMix(18, "Q6_K", "Q6_K"),
 }
 
 FLOATS = frozenset({"F32", "F16", "BF16"})
@@ -74,7 +74,9 @@ FLOATS = frozenset({"F32", "F16", "BF16"})
 FALLBACKS = {"Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
-def formats_of(program: Program, tensors: Mapping[str, QuantTensor], mix: Mix) -> dict[str, str]:
+def formats_of(
+    program: Program, tensors: Mapping[str, QuantTensor], mix: FormatMix
+) -> dict[str, str]:
     """Return the format of each matrix: floats if its rows fill no whole blocks."""
     num_layers = 1 + max((layer_of(key) for key in tensors if key.startswith("blk.")), default=0)
     formats: dict[str, str] = {}
@@ -102,7 +104,7 @@ def float_format(tensor: QuantTensor) -> str:
 
 
 def left_in_floats(
-    formats: Mapping[str, str], tensors: Mapping[str, QuantTensor], mix: Mix
+    formats: Mapping[str, str], tensors: Mapping[str, QuantTensor], mix: FormatMix
 ) -> dict[str, int]:
     """Return the matrices that have no format of the mix, with the widths of their rows."""
     if mix.layers in FLOATS:

@@ -11,7 +11,7 @@ from twostroke.core.files import megabytes
 from twostroke.core.options import ComputeOptions
 from twostroke.core.unfinished import need, unfinished, unfinished_folder
 from twostroke.engine.canary import REPORT_KEY
-from twostroke.lab.compress.choose import Calibration, Chooser, check_size, rounded_to
+from twostroke.lab.compress.choose import CalibrationText, FormatChooser, check_size, rounded_to
 from twostroke.lab.compress.folder import FOLDER_TARGETS, write_folder
 from twostroke.lab.compress.mixes import (
     MIXES,
@@ -91,7 +91,7 @@ def quantize(
         raise UsageError("must not be the source's file.", field="out")
     with closing(scoring_backend(source)) as backend:
         sound_canary(source, backend, _DAMAGED)
-    calibration = Calibration(source, text, num_tokens, notice)
+    calibration = CalibrationText(source, text, num_tokens, notice)
     if isinstance(wanted, str) and is_folder:
         if tuning_minutes:
             raise UsageError("is for GGUF files, not for folders.", field="tuning_minutes")
@@ -113,7 +113,7 @@ def _write(
     source: LoadedModel,
     wanted: str | Goal,
     part: Path,
-    calibration: Calibration,
+    calibration: CalibrationText,
     notice: Notice,
     tuning_minutes: float,
 ) -> FileReport:
@@ -139,7 +139,7 @@ def _write(
         other_bytes = _other_bytes(source, tensors, fixed, rounded)
         if wanted.kl is None:
             need(part, other_bytes + check_size(tensors, rounded, wanted, other_bytes))
-        chooser = Chooser(program, source, tensors, list(rounded), calibration, notice)
+        chooser = FormatChooser(program, source, tensors, list(rounded), calibration, notice)
         tensors |= chooser.reach(wanted, other_bytes)
         need(part, sum(tensor.num_bytes for tensor in tensors.values()))
         chosen = {key: tensors[key].format.name for key in rounded}

@@ -22,7 +22,7 @@ from twostroke.core.options import (
 )
 from twostroke.engine.canary import Canary, FirstLoad, read_report, score_canary
 from twostroke.lab.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
-from twostroke.lab.measure.divergence import Comparison  # noqa: TC001 - msgspec needs it
+from twostroke.lab.measure.divergence import LogitsComparison  # noqa: TC001 - msgspec needs it
 from twostroke.lab.measure.questions import Flips, choices
 from twostroke.lab.measure.single_step import NUM_CYCLES, Shape, SingleStep
 from twostroke.model.families import build_program
@@ -57,7 +57,7 @@ class TextFacts(Frozen):
         return cls(hashlib.sha256(text.encode()).hexdigest(), sum(map(len, pieces)))
 
 
-class Kind(Frozen):
+class MatrixReport(Frozen):
     """The matrices of one kind, such as `ffn_down`: their formats, and the bits of a value."""
 
     name: str
@@ -66,7 +66,7 @@ class Kind(Frozen):
     num_bytes: int
 
 
-class _Measured(Frozen):
+class _FileMeasurement(Frozen):
     """What a file showed when it was read back.
 
     `memory_bytes` are those of the weights, and of the keys and values of 1,024 tokens. `machine`
@@ -91,10 +91,10 @@ class FileReport(Frozen):
     source_bits: float
     target: str
     bits: float
-    kinds: tuple[Kind, ...]
+    kinds: tuple[MatrixReport, ...]
     num_bytes: int
     memory_bytes: int
-    comparison: Comparison
+    comparison: LogitsComparison
     held_out: TextFacts
     calibration: TextFacts | None
     rows_per_s: float
@@ -193,10 +193,10 @@ def bits_of(tensors: Mapping[str, QuantTensor]) -> float:
     return 8 * sum(tensor.num_bytes for tensor in tensors.values()) / values
 
 
-def _measure(loaded: LoadedModel) -> _Measured:
+def _measure(loaded: LoadedModel) -> _FileMeasurement:
     program, tokenizer = build_program(loaded.spec), build_tokenizer(loaded)
     with closing(scoring_backend(loaded)) as backend:
-        return _Measured(
+        return _FileMeasurement(
             sound_canary(loaded, backend),
             backend.facts.weight_bytes + _stored_bytes(program),
             1 / _step_s(backend, program, _shape(program)),
@@ -235,7 +235,7 @@ def _step_s(backend: CpuBackend, program: Program, shape: Shape) -> float:
         single.close()
 
 
-def _kinds(tensors: Mapping[str, QuantTensor]) -> tuple[Kind, ...]:
+def _kinds(tensors: Mapping[str, QuantTensor]) -> tuple[MatrixReport, ...]:
     """Return the kinds of matrices, in the order of `tensors`."""
     groups: dict[str, dict[str, QuantTensor]] = {}
     for key, tensor in tensors.items():
@@ -243,7 +243,7 @@ def _kinds(tensors: Mapping[str, QuantTensor]) -> tuple[Kind, ...]:
             name = key.removesuffix(".weight").split(".")[-1]
             groups.setdefault(name, {})[key] = tensor
     return tuple(
-        Kind(
+        MatrixReport(
             name,
             ", ".join(sorted({tensor.format.name for tensor in group.values()})),
             bits_of(group),

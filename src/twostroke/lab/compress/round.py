@@ -27,7 +27,7 @@ from twostroke.model.quant import FORMATS, QuantTensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from twostroke.lab.compress.grids import Grid
+    from twostroke.lab.compress.grids import BlockGrid
     from twostroke.model.quant import Floats, Format
 
     Run = Callable[..., Iterable[Any]]  # as map, or a pool's
@@ -134,7 +134,7 @@ def round_matrix(
 
 
 def round_to(
-    weight: Floats, moments: Moments, grid: Grid, fmt: Format, num_threads: int | None = None
+    weight: Floats, moments: Moments, grid: BlockGrid, fmt: Format, num_threads: int | None = None
 ) -> QuantTensor:
     """Return a matrix (outputs, inputs) in a format whose grid is `grid`."""
     data = grid.pack(round_groups(weight, moments, grid, num_threads))
@@ -142,7 +142,7 @@ def round_to(
 
 
 def round_groups(
-    weight: Floats, moments: Moments, grid: Grid, num_threads: int | None = None
+    weight: Floats, moments: Moments, grid: BlockGrid, num_threads: int | None = None
 ) -> Rounded:
     """Return a matrix (outputs, inputs) as groups, row by row."""
     num_outputs, num_inputs = weight.shape
@@ -201,7 +201,7 @@ class _RoundRecord(ctypes.Structure):
     )
 
 
-def _grid_record(grid: Grid) -> _GridRecord:
+def _grid_record(grid: BlockGrid) -> _GridRecord:
     peaks = (c_float * len(grid.peaks))(*grid.peaks)
     table = (c_float * len(grid.table))(*grid.table) if grid.table else None
     return _GridRecord(

@@ -34,7 +34,7 @@ _DIGEST_BYTES: Final = 16
 _OLDEST_S: Final = 7 * 24 * 3600  # what was interrupted before is dropped
 
 
-class Kept:
+class SavedWork:
     """What was made of one model."""
 
     def __init__(self, source: LoadedModel) -> None:

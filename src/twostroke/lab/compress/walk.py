@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from twostroke.backends.reference.operations import PagedCache, StepState, apply
-from twostroke.backends.spans import Span
+from twostroke.backends.reference.operations import PagedCache, ReferenceStepState, apply
+from twostroke.backends.spans import RowSpan
 from twostroke.lab.compress.equalize import divided_moments
 from twostroke.lab.compress.round import moments_of, squares_of
 from twostroke.lab.compress.threads import own_threads
@@ -22,7 +22,7 @@ from twostroke.model.program import ops
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from twostroke.lab.compress.equalize import Evener
+    from twostroke.lab.compress.equalize import ChannelEqualizer
     from twostroke.lab.compress.round import Moments
     from twostroke.model.program import Op, Program
     from twostroke.model.quant import Floats, QuantTensor
@@ -41,7 +41,7 @@ def round_products(
     rounded: Rounder,
     known: Callable[[str], QuantTensor | None] = lambda _: None,
     *,
-    evener: Evener | None = None,
+    evener: ChannelEqualizer | None = None,
 ) -> Iterator[tuple[str, QuantTensor]]:
     """Yield the rounded weight of each Linear in `names`, in the order of the Program.
 
@@ -106,7 +106,7 @@ class Stream:
         pages = np.arange(num_groups * len(pieces)).reshape(num_groups, -1)
         ends = np.cumsum([len(piece) for piece in pieces])
         self._spans = tuple(
-            Span(slice(int(end) - len(piece), int(end)), 0, pages[:, i : i + 1])
+            RowSpan(slice(int(end) - len(piece), int(end)), 0, pages[:, i : i + 1])
             for i, (piece, end) in enumerate(zip(pieces, ends, strict=True))
         )
         self._tokens = np.concatenate([np.array(piece, np.int64) for piece in pieces])
@@ -118,7 +118,9 @@ class Stream:
     def run(self, op: Op, weights: Mapping[str, Floats]) -> None:
         """Compute `op`, and forget the values that nothing else needs."""
         sampled = np.arange(len(self._tokens))
-        step = StepState(self._tokens, self._positions, self._spans, sampled, weights, self._cache)
+        step = ReferenceStepState(
+            self._tokens, self._positions, self._spans, sampled, weights, self._cache
+        )
         self.values[op.output] = apply(op, self.values, step)  # type: ignore[arg-type]
         for name in op.inputs:
             if self._last_use[name] is op:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends import Backend
     from twostroke.core.options import CacheOptions, ComputeOptions
-    from twostroke.lab.measure.divergence import Comparison
+    from twostroke.lab.measure.divergence import LogitsComparison
     from twostroke.model.program import Program
 
     Array = NDArray[np.float32]
@@ -58,7 +58,7 @@ class Subject(Frozen):
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
 
-class Report(Frozen):
+class ComparisonReport(Frozen):
     """One subject against the one that counts as right.
 
     `drift[i]` is the root mean square of the difference of the hidden states after layer i, over
@@ -66,7 +66,7 @@ class Report(Frozen):
     """
 
     name: str
-    comparison: Comparison
+    comparison: LogitsComparison
     drift: tuple[float, ...]
     rows_per_s: float
     generated: bool = False
@@ -123,7 +123,7 @@ def pieces_of(
 
 def compare_subjects(
     right: Subject, others: Sequence[Subject], pieces: Sequence[list[int]], notice: Notice
-) -> Iterator[Report]:
+) -> Iterator[ComparisonReport]:
     """Yield a report for each of the others, and two for a reader with two kinds of rows.
 
     One model at a time is in memory; the logits of the right one are in a temporary file.
@@ -183,7 +183,7 @@ def _finite(logits: Array, subject: Subject) -> Array:
 
 def _read_other(
     subject: Subject, right: _Answers, pieces: Sequence[list[int]], notice: Notice
-) -> Iterator[Report]:
+) -> Iterator[ComparisonReport]:
     program, backend = _open(subject, max(map(len, pieces)))
     try:
         name = f"{backend.facts.name}, {backend.facts.full_detail}"
@@ -195,7 +195,7 @@ def _read_other(
             comparison, seconds = _compared(backend, subject, right, pieces, generated=generated)
             drift = _drift(right.hidden, _hidden(backend, program, pieces[0], generated=generated))
             rows_per_s = sum(map(len, pieces)) / seconds
-            yield Report(line, comparison, drift, rows_per_s, generated)
+            yield ComparisonReport(line, comparison, drift, rows_per_s, generated)
     finally:
         backend.close()
 
@@ -207,7 +207,7 @@ def _compared(
     pieces: Sequence[list[int]],
     *,
     generated: bool,
-) -> tuple[Comparison, float]:
+) -> tuple[LogitsComparison, float]:
     """Score all pieces; return the comparison and the seconds that scoring took."""
     seconds = 0.0
 

@@ -20,7 +20,7 @@ _CHUNK_VALUES = 1 << 22  # logits that are widened to float64 at once
 _HIGH = 0.999
 
 
-class Comparison(Frozen):
+class LogitsComparison(Frozen):
     """One reader's logits against those of another that counts as right.
 
     `mean_kl` is the mean Kullback-Leibler divergence KL(right || other) of the next-token
@@ -56,7 +56,7 @@ class Comparison(Frozen):
         )
 
 
-def compare(pieces: Iterable[tuple[Array, Array, Sequence[int]]]) -> Comparison:
+def compare(pieces: Iterable[tuple[Array, Array, Sequence[int]]]) -> LogitsComparison:
     """Compare (right, other, tokens) of several sequences, at least one of them of two tokens.
 
     Logits are (len(tokens), vocab_size). Row i predicts token i + 1, so a sequence's last row
@@ -83,7 +83,7 @@ def compare(pieces: Iterable[tuple[Array, Array, Sequence[int]]]) -> Comparison:
             logprob_changes.append(np.abs(other_logprobs - right_logprobs))
             num_predicted += len(following)
     every, changes = np.concatenate(divergences), np.concatenate(logprob_changes)
-    return Comparison(
+    return LogitsComparison(
         num_rows=num_rows,
         mean_kl=float(every.mean()),
         max_kl=float(every.max()),

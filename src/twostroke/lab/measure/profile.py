@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from twostroke.backends.cpu import CpuBackend
-    from twostroke.backends.cpu.plan import OpTime
+    from twostroke.backends.cpu.plan import MeasuredOpTime
     from twostroke.backends.gpu.backend import GpuBackend
     from twostroke.core.hardware import Hardware
     from twostroke.lab.measure.single_step import Shape
@@ -297,7 +297,7 @@ def _profile(
 
 def _measure(
     backend: TimedBackend, single: SingleStep, wanted: Wanted
-) -> tuple[list[float], list[list[OpTime]]]:
+) -> tuple[list[float], list[list[MeasuredOpTime]]]:
     """Compute the step once to warm up, then as often as wanted.
 
     Returns, for each step, the seconds of the whole call and the times of its operations.
@@ -305,7 +305,7 @@ def _measure(
     single.run()
     backend.times()
     runs_s: list[float] = []
-    times: list[list[OpTime]] = []
+    times: list[list[MeasuredOpTime]] = []
     began, rounds = time.monotonic(), wanted.rounds
     while len(runs_s) * rounds < (wanted.num_steps or MOST_STEPS):
         is_long = (time.monotonic() - began) * rounds > MEASURED_S

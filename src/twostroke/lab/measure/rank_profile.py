@@ -13,7 +13,7 @@ from twostroke.backends.cpu.shared import lower_rank
 from twostroke.backends.create import cost_model
 from twostroke.backends.machine_limits import machine
 from twostroke.backends.parallel.mesh_for import mesh_for
-from twostroke.backends.parallel.predicted_gain import Shares, divide
+from twostroke.backends.parallel.predicted_gain import TimeShares, divide
 from twostroke.backends.parallel.rank_group import RankGroup
 from twostroke.backends.parallel.speeds import measure_link, own_cores, rates_of
 from twostroke.core.errors import MemoryLimitError
@@ -74,8 +74,8 @@ class RanksProfile(Frozen):
     run_s: Spread
     start_s: float
     link: LinkSpeed
-    measured: Shares
-    predicted: Shares
+    measured: TimeShares
+    predicted: TimeShares
 
 
 def profile_ranks(
@@ -218,7 +218,7 @@ def _profile(
         run_s=Spread.of(runs_s),
         start_s=max(0.0, all_s - in_operations_s),
         link=divided.link,
-        measured=Shares((all_s - moving_s) / run_s, moving_s / run_s),
+        measured=TimeShares((all_s - moving_s) / run_s, moving_s / run_s),
         predicted=divided.collective_shares(shape.batch),
     )
 

@@ -90,7 +90,7 @@ class Latency(Frozen):
     percentiles: dict[str, Percentile]
 
 
-class Report(Frozen):
+class RunReport(Frozen):
     """The figures of a run.
 
     Rates are counted by time stamp in the window from a tenth of the arrivals' time to the last
@@ -123,7 +123,7 @@ class Report(Frozen):
         return self.output_per_s / self.concurrency if self.concurrency else 0.0
 
 
-def make_report(logs: Sequence[RequestLog], objectives: Objectives) -> Report:
+def make_report(logs: Sequence[RequestLog], objectives: Objectives) -> RunReport:
     """Return the figures of at least one request."""
     done = [log for log in logs if log.outcome == COMPLETED]
     scheduled = np.array([log.timings.arrival_s for log in logs])
@@ -136,7 +136,7 @@ def make_report(logs: Sequence[RequestLog], objectives: Objectives) -> Report:
     good = [log for log in logs if objectives.are_met(log)] if objectives else None
     num_prompt = sum(log.num_prompt for log in done)
     late = [log.sent_s - log.timings.arrival_s for log in logs]
-    return Report(
+    return RunReport(
         num_requests=len(logs),
         num_completed=len(done),
         num_refused=sum(log.outcome == REFUSED for log in logs),
@@ -158,7 +158,7 @@ def make_report(logs: Sequence[RequestLog], objectives: Objectives) -> Report:
     )
 
 
-def latency_rows(report: Report) -> list[tuple[str, ...]]:
+def latency_rows(report: RunReport) -> list[tuple[str, ...]]:
     """Return a table of the latencies in milliseconds, its headings first."""
     rows = [("", "MEAN MS", *(f"P{one}" for one in PERCENTILES))]
     for name, one in report.latencies.items():

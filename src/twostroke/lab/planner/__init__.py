@@ -10,7 +10,7 @@ from twostroke.lab.planner.calibration import (
 from twostroke.lab.planner.devices import Device, find_device, known_devices, this_machine
 from twostroke.lab.planner.models import PlannedModel, planned_model
 from twostroke.lab.planner.plan import Plan, WhatIf, make_plan
-from twostroke.lab.planner.planner import Memory, Row
+from twostroke.lab.planner.planner import MemoryPlan, Row
 from twostroke.lab.planner.question import Question, usual_budget, usual_kv_format
 from twostroke.lab.planner.reference_calibration import usual
 from twostroke.model.program.storage import WEIGHTS
@@ -19,7 +19,7 @@ __all__ = [
     "WEIGHTS",
     "Calibration",
     "Device",
-    "Memory",
+    "MemoryPlan",
     "Plan",
     "PlannedModel",
     "Question",

@@ -13,7 +13,7 @@ from twostroke.core.ranges import check_range
 from twostroke.lab.measure.digits import digits, milliseconds
 from twostroke.lab.planner.planner import Planner
 from twostroke.lab.planner.question import MEMORY_SHARE, context_shortfall
-from twostroke.lab.planner.replicas import UNITS, Place, Replicas
+from twostroke.lab.planner.replicas import UNITS, DeviceGroup, Replicas
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.models import PlannedModel
     from twostroke.lab.planner.prices import ApiPrice
     from twostroke.lab.planner.question import Question
-    from twostroke.lab.planner.replicas import Replica
+    from twostroke.lab.planner.replicas import PlannedReplica
 
 DAYS: Final = 365.25 / 12  # of a month
 HOURS: Final = {  # requests in each hour of a day, as weights
@@ -96,7 +96,7 @@ class Costs(Frozen):
         return self.devices_usd + self.engineering_usd
 
 
-class Comparison(Frozen):
+class CostComparison(Frozen):
     """An API beside self-hosting, in dollars of a month.
 
     `break_even` is the number of requests a day from which self-hosting costs less, None if it
@@ -142,9 +142,9 @@ class Buy(Frozen):
 
     model: str
     device: str
-    replica: Replica
+    replica: PlannedReplica
     costs: Costs
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[CostComparison, ...]
     against: str
     swings: tuple[Swing, ...]
     peak_availability: float
@@ -181,7 +181,7 @@ def compare(case: Case, prices: Sequence[ApiPrice], today: str) -> Buy:
     )
 
 
-def _replica(case: Case) -> Replica:
+def _replica(case: Case) -> PlannedReplica:
     """Return one replica with all of its devices' time, busy for the share that is allowed."""
     device, asked = case.device, case.question
     usd = asked.price_of(device)
@@ -191,7 +191,7 @@ def _replica(case: Case) -> Replica:
     if device.memory_bytes is None:
         raise UsageError(f"The memory of {device.name} is not known: use a .toml file.")
     usable = device.memory_bytes * asked.count * MEMORY_SHARE
-    place = Place(device, asked.count, usable, usd * asked.count, device.name)
+    place = DeviceGroup(device, asked.count, usable, usd * asked.count, device.name)
     planner = Planner(case.model, device, asked)
     maker = Replicas(0, planner, float("inf"), case.hosting.utilization)
     whole = [one for one in maker.on(place) if one.share == UNITS]
@@ -207,7 +207,7 @@ def _replica(case: Case) -> Replica:
     return max(whole, key=lambda one: one.requests_per_s)
 
 
-def _hosted(case: Case, replica: Replica) -> Costs:
+def _hosted(case: Case, replica: PlannedReplica) -> Costs:
     """Return what a month of hosting costs; requests that can wait fill hours with room."""
     hosting, traffic = case.hosting, case.traffic
     each = replica.requests_per_s * 3600  # requests of a replica in an hour
@@ -242,9 +242,9 @@ def _api_usd(case: Case, price: ApiPrice) -> float:
     return day * DAYS * case.api_factor * (1 - batch + batch * price.batch_share)
 
 
-def _beside(case: Case, replica: Replica, price: ApiPrice, today: str) -> Comparison:
+def _beside(case: Case, replica: PlannedReplica, price: ApiPrice, today: str) -> CostComparison:
     usd = _api_usd(case, price)
-    return Comparison(
+    return CostComparison(
         api=price.model,
         source_date=price.source_date,
         months_old=price.months_old(today),
@@ -256,7 +256,7 @@ def _beside(case: Case, replica: Replica, price: ApiPrice, today: str) -> Compar
     )
 
 
-def _saving(case: Case, replica: Replica, price: ApiPrice, per_day: float) -> float:
+def _saving(case: Case, replica: PlannedReplica, price: ApiPrice, per_day: float) -> float:
     """Return what a month saves at another load."""
     other = replace(case, traffic=replace(case.traffic, requests_per_day=per_day))
     return _api_usd(other, price) - _hosted(other, replica).usd
@@ -279,7 +279,7 @@ def _break_even(saving: Callable[[float], float]) -> float | None:
     return high
 
 
-def _months(case: Case, replica: Replica, price: ApiPrice) -> int | None:
+def _months(case: Case, replica: PlannedReplica, price: ApiPrice) -> int | None:
     """Return the month in which savings have paid for the setup, at the growth of the load."""
     saved, load = -case.hosting.setup_usd, case.traffic.requests_per_day
     for month in range(1, _MONTHS + 1):

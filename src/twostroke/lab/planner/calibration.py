@@ -21,7 +21,7 @@ from twostroke.core.hardware import num_cores, processor_name, resolve_num_threa
 from twostroke.core.options import ComputeOptions
 from twostroke.lab.measure.single_step import Shape
 from twostroke.lab.planner.overhead import (
-    OverLeast,
+    OverheadRatio,
     cell_of,
     factors_at,
     mean_near,
@@ -187,12 +187,12 @@ class Calibration(Frozen):
 
 
 @lru_cache(maxsize=4)
-def _over_least(calibration: Calibration, roofline: Roofline) -> tuple[OverLeast, ...]:
+def _over_least(calibration: Calibration, roofline: Roofline) -> tuple[OverheadRatio, ...]:
     found = []
     for one in calibration.points:
         floor = roofline.least(one.batch)
         factors = one.attention_s / floor.attention_s, one.products_s / floor.products_s
-        found.append(OverLeast(place_of(one.batch), one.name, *factors, one.rest_s))
+        found.append(OverheadRatio(place_of(one.batch), one.name, *factors, one.rest_s))
     return tuple(found)
 
 

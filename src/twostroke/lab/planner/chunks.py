@@ -8,7 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
-from twostroke.lab.planner.roofline import OpTime, StepTime
+from twostroke.lab.planner.roofline import PlannedOpTime, PlannedStepTime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _COUNTED: Final = 6  # of a prompt's chunks; times of those between are linear
 
 
-class Chunk(Frozen):
+class PrefillChunk(Frozen):
     """`rows` of a prompt after `start` tokens; it stands for `times` chunks like it."""
 
     start: int
@@ -25,7 +25,7 @@ class Chunk(Frozen):
     is_last: bool
 
 
-def chunks(start: int, end: int, most: int | None) -> list[Chunk]:
+def chunks(start: int, end: int, most: int | None) -> list[PrefillChunk]:
     """Return the chunks of at most `most` tokens from `start` to `end`; None is for a single one.
 
     Of many, a few stand for all: those that interpolation between them gives.
@@ -36,12 +36,12 @@ def chunks(start: int, end: int, most: int | None) -> list[Chunk]:
     between = (np.diff(places) - 1) / 2
     times = 1 + np.concatenate(([0], between)) + np.concatenate((between, [0]))
     found = [
-        Chunk(start + place * most, most, one, is_last=False)
+        PrefillChunk(start + place * most, most, one, is_last=False)
         for place, one in zip(places.tolist(), times.tolist(), strict=True)
         if num_whole
     ]
     last = start + num_whole * most
-    return [*found, Chunk(last, end - last, 1.0, is_last=True)]
+    return [*found, PrefillChunk(last, end - last, 1.0, is_last=True)]
 
 
 def num_chunks(num_tokens: int, most: int | None) -> int:
@@ -49,20 +49,20 @@ def num_chunks(num_tokens: int, most: int | None) -> int:
     return 1 if most is None else -(-num_tokens // most)
 
 
-def together(steps: Sequence[tuple[StepTime, float]]) -> StepTime:
+def together(steps: Sequence[tuple[PlannedStepTime, float]]) -> PlannedStepTime:
     """Return the sum of steps, each so many times; an operation's bound is that of the longest."""
     if len(steps) == 1:
         return steps[0][0]
-    ops: dict[str, OpTime] = {}
+    ops: dict[str, PlannedOpTime] = {}
     longest: dict[str, float] = {}
     moving_s = rest_s = 0.0
     for step, times in steps:
         moving_s, rest_s = moving_s + times * step.moving_s, rest_s + times * step.rest_s
         for label, op in step.ops.items():
-            old, seconds = ops.get(label, OpTime(0.0, 0, 0, op.bound)), times * op.seconds
+            old, seconds = ops.get(label, PlannedOpTime(0.0, 0, 0, op.bound)), times * op.seconds
             is_longest = seconds > longest.get(label, 0.0)
             longest[label] = max(seconds, longest.get(label, 0.0))
-            ops[label] = OpTime(
+            ops[label] = PlannedOpTime(
                 old.seconds + seconds,
                 old.flops + times * op.flops,
                 old.bytes + times * op.bytes,

@@ -209,7 +209,7 @@ def _borrowing(spec: ModelSpec, layer: int, x: str, output: str, stored: int) ->
     sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
     return [
         ops.Linear(q, x, f"{name}.attn_q.weight", spec.hidden_size, width),
-        ops.BorrowingAttention(mixed, q, "", "", stored, *sizes, 1.0, size),
+        ops.SharedKvAttention(mixed, q, "", "", stored, *sizes, 1.0, size),
         ops.Linear(output, mixed, f"{name}.attn_output.weight", width, spec.hidden_size),
     ]
 

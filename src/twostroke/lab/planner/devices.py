@@ -57,7 +57,7 @@ class Device(Frozen):
         return wanted if wanted in self.peaks else next(iter(self.peaks))
 
 
-class _Row(Frozen, forbid_unknown_fields=True):
+class _DeviceRow(Frozen, forbid_unknown_fields=True):
     """A line of devices.csv, or a user's file."""
 
     name: str
@@ -101,7 +101,7 @@ def known_devices() -> dict[str, Device]:
     text = resources.files("twostroke.lab.planner").joinpath("devices.csv").read_text("utf-8")
     rows = csv.DictReader(text.splitlines())
     given = [{key: value for key, value in row.items() if value} for row in rows]
-    devices = [msgspec.convert(row, _Row, strict=False).device() for row in given]
+    devices = [msgspec.convert(row, _DeviceRow, strict=False).device() for row in given]
     return {device.name: device for device in devices}
 
 
@@ -161,7 +161,7 @@ def device_of(limits: Hardware) -> Device:
 def _read(path: Path) -> Device:
     try:
         text = read_small_file(path).decode()
-        return msgspec.convert(tomllib.loads(text), _Row).device()
+        return msgspec.convert(tomllib.loads(text), _DeviceRow).device()
     except UsageError as error:  # of __post_init__
         keys = [line.partition("=")[0].strip(" \t\"'") for line in text.splitlines()]
         line = keys.index(error.field or "") + 1

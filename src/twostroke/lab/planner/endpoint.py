@@ -19,7 +19,7 @@ from twostroke.server.http.errors import UnknownPathError
 from twostroke.server.http.fair_queue import Readers
 from twostroke.server.http.json_responses import to_json
 from twostroke.server.http.request_context import served_of
-from twostroke.server.openapi.operation import BODY, Operation
+from twostroke.server.openapi.operation import BODY, RouteDescription
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from twostroke.backends.machine_limits import Limits
+    from twostroke.backends.machine_limits import MachineLimits
     from twostroke.core.hardware import Hardware
     from twostroke.engine.process.served import ServedEngine
     from twostroke.lab.planner import Device, Plan, PlannedModel
@@ -114,14 +114,14 @@ class PlanChoices(msgspec.Struct, frozen=True):
 
 
 _OPERATIONS: Final = {
-    ("GET", PATH): Operation(
+    ("GET", PATH): RouteDescription(
         "What a plan can be asked for",
         "Server",
         "For the page; there if the dashboard is.",
         answer=PlanChoices,
         errors=(UnknownPathError, OverloadedError),
     ),
-    ("POST", PATH): Operation(
+    ("POST", PATH): RouteDescription(
         "What the model could do on this machine, or on a device of the table",
         "Server",
         "The object of `twostroke plan --json`; see `docs/planning.md`. Times are in seconds.",
@@ -147,9 +147,9 @@ class Plans:
     """
 
     bodies: ClassVar[Mapping[str, type[msgspec.Struct]]] = {PATH: PlanRequest}
-    operations: ClassVar[Mapping[tuple[str, str], Operation]] = _OPERATIONS
+    operations: ClassVar[Mapping[tuple[str, str], RouteDescription]] = _OPERATIONS
 
-    def __init__(self, engine: ServedEngine, name: str, limits: Limits | None) -> None:
+    def __init__(self, engine: ServedEngine, name: str, limits: MachineLimits | None) -> None:
         """Plan for the model of `engine`, called `name`, and the machine of `limits`."""
         self._card, self._name, self._limits = engine.card, name, limits
         self._token_budget = engine.facts.config.token_budget

@@ -12,11 +12,11 @@ from twostroke.model.program.formats import FORMATS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.lab.planner.planner import Memory, Planner
-    from twostroke.lab.planner.roofline import Roofline, StepTime
+    from twostroke.lab.planner.planner import MemoryPlan, Planner
+    from twostroke.lab.planner.roofline import PlannedStepTime, Roofline
 
 
-def explain(planner: Planner, memory: Memory, streams: int) -> Iterator[str]:
+def explain(planner: Planner, memory: MemoryPlan, streams: int) -> Iterator[str]:
     """Yield each formula with its numbers, a line each."""
     yield from _limits(planner)
     yield from _memory(planner, memory)
@@ -37,7 +37,7 @@ def _limits(planner: Planner) -> Iterator[str]:
     )
 
 
-def _memory(planner: Planner, memory: Memory) -> Iterator[str]:
+def _memory(planner: Planner, memory: MemoryPlan) -> Iterator[str]:
     asked, model = planner.question, planner.model
     yield (
         f"weights = {model.num_weights / 1e9:.4g} G weights, {model.stored} = "
@@ -144,7 +144,7 @@ def _figures(planner: Planner, streams: int) -> Iterator[str]:
     )
 
 
-def _stroke(name: str, step: StepTime, least: StepTime, roofline: Roofline) -> str:
+def _stroke(name: str, step: PlannedStepTime, least: PlannedStepTime, roofline: Roofline) -> str:
     computing_s, reading_s = step.flops / roofline.peak, step.bytes / roofline.bandwidth
     limits = (
         f"{name}: {_number(step.flops / 1e9)} G operations = {computing_s * 1e3:.4g} ms, "

@@ -14,7 +14,7 @@ from twostroke.lab.planner.devices import find_device, known_devices
 from twostroke.lab.planner.models import planned_model
 from twostroke.lab.planner.packing import Demand, Packer
 from twostroke.lab.planner.planner import Planner
-from twostroke.lab.planner.replicas import UNITS, Place, Replicas
+from twostroke.lab.planner.replicas import UNITS, DeviceGroup, Replicas
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.devices import Device
     from twostroke.lab.planner.fleet_file import FleetQuestion
     from twostroke.lab.planner.models import PlannedModel
-    from twostroke.lab.planner.packing import Option, Packed, Pattern
+    from twostroke.lab.planner.packing import Option, PackingResult, PlacementPattern
     from twostroke.lab.planner.replicas import Shortfall
 
 _MOST_BOUGHT: Final = 100_000  # devices; a load that needs more is refused
@@ -46,7 +46,7 @@ class PlacedReplica(Frozen):
     bound: str
 
 
-class Group(Frozen):
+class PlacementGroup(Frozen):
     """Places that hold the same replicas; `count` devices are one place, and there are `times`."""
 
     device: str
@@ -58,7 +58,7 @@ class Group(Frozen):
     replicas: tuple[PlacedReplica, ...]
 
 
-class Served(Frozen):
+class ServedLoad(Frozen):
     """A model's load and how much of it is carried, in requests per second.
 
     `next_usd` is what an hour of one request per second more would cost; for "performance", the
@@ -79,7 +79,7 @@ class Alternative(Frozen):
     missing_share: float
 
 
-class Fleet(Frozen):
+class FleetPlan(Frozen):
     """The answer. `verdict` says why there is none: then there are no groups.
 
     `least_usd` is a bound on the price: no fleet of the replicas looked at costs less (None for
@@ -91,15 +91,15 @@ class Fleet(Frozen):
     mbu: float
     usd_per_hour: float
     least_usd: float | None
-    groups: tuple[Group, ...]
-    models: tuple[Served, ...]
+    groups: tuple[PlacementGroup, ...]
+    models: tuple[ServedLoad, ...]
     binding: tuple[str, ...]
     alternatives: tuple[Alternative, ...]
     verdict: str = ""
     assumed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by model, as a plan's
 
 
-def make_fleet(question: FleetQuestion) -> Fleet:
+def make_fleet(question: FleetQuestion) -> FleetPlan:
     """Return the fleet of least cost, or of most performance.
 
     Raises:
@@ -125,7 +125,7 @@ class _Choice:
         self._options = self._replicas(self._places)
         self._packer = Packer(self._options)
 
-    def answer(self) -> Fleet:
+    def answer(self) -> FleetPlan:
         """Return the fleet."""
         shortfalls = [maker.context_shortfall(self._names[i]) for i, maker in self._makers]
         if any(shortfalls):
@@ -146,7 +146,7 @@ class _Choice:
                 f"The load needs {bought:,} devices, and at most {_MOST_BOUGHT:,} are planned: it "
                 "is more than any fleet of the table can carry."
             )
-        return Fleet(
+        return FleetPlan(
             objective=self._asked.objective,
             mfu=self._asked.mfu,
             mbu=self._asked.mbu,
@@ -163,11 +163,13 @@ class _Choice:
             },
         )
 
-    def _none(self, verdict: str) -> Fleet:
+    def _none(self, verdict: str) -> FleetPlan:
         asked = self._asked
-        return Fleet(asked.objective, asked.mfu, asked.mbu, 0.0, None, (), (), (), (), verdict)
+        return FleetPlan(asked.objective, asked.mfu, asked.mbu, 0.0, None, (), (), (), (), verdict)
 
-    def _all_places(self, kinds: Sequence[Device], stock: Mapping[str, int]) -> Iterator[Place]:
+    def _all_places(
+        self, kinds: Sequence[Device], stock: Mapping[str, int]
+    ) -> Iterator[DeviceGroup]:
         asked = self._asked
         for device in kinds:
             price = self._prices.get(device.name, device.usd_per_hour)
@@ -181,9 +183,9 @@ class _Choice:
                 if count > most or (count > 1 and device.link is None):
                     break
                 usable = device.memory_bytes * count * asked.memory_share
-                yield Place(device, count, usable, (price or 0.0) * count, device.name)
+                yield DeviceGroup(device, count, usable, (price or 0.0) * count, device.name)
 
-    def _replicas(self, places: Sequence[Place]) -> list[Option]:
+    def _replicas(self, places: Sequence[DeviceGroup]) -> list[Option]:
         return [
             (place, [found for _, maker in self._makers for found in maker.on(place)])
             for place in places
@@ -220,7 +222,7 @@ class _Choice:
         nearest = min(lacks, key=lambda one: (-order.index(one.figure), one.times))
         return f"{self._names[index]}: {_told(nearest)}"
 
-    def _refused(self, demand: Demand, packed: Packed) -> str:
+    def _refused(self, demand: Demand, packed: PackingResult) -> str:
         """Return how much load stays, and what would carry it."""
         pairs = list(zip(self._names, packed.missing, self._loads, strict=True))
         shares = [f"{name} {lack / load:.0%}" for name, lack, load in pairs if lack > 1e-6 * load]
@@ -260,11 +262,11 @@ class _Choice:
         shopping = ", ".join(f"{count:,} x {name}" for name, count in counts.items())
         return f"Enough would be {shopping} more, for {more.usd_per_hour:,.2f} $ an hour."
 
-    def _groups(self, packed: Packed) -> Iterator[Group]:
+    def _groups(self, packed: PackingResult) -> Iterator[PlacementGroup]:
         ordered = sorted(packed.used, key=lambda one: -one[0].place.usd_per_hour * one[1])
         for pattern, times in ordered:
             place, replicas = pattern.place, pattern.replicas
-            yield Group(
+            yield PlacementGroup(
                 device=place.device.name,
                 count=place.count,
                 times=times,
@@ -274,7 +276,7 @@ class _Choice:
                 replicas=tuple(self._placed(pattern)),
             )
 
-    def _placed(self, pattern: Pattern) -> Iterator[PlacedReplica]:
+    def _placed(self, pattern: PlacementPattern) -> Iterator[PlacedReplica]:
         for one in dict.fromkeys(pattern.replicas):
             yield PlacedReplica(
                 self._names[one.model],
@@ -289,13 +291,15 @@ class _Choice:
                 one.bound,
             )
 
-    def _served(self, demand: Demand, packed: Packed) -> Iterator[Served]:
+    def _served(self, demand: Demand, packed: PackingResult) -> Iterator[ServedLoad]:
         only_decides = 0.0 if demand.must_serve else demand.usd_weight * packed.usd_per_hour
         rows = zip(self._names, self._loads, packed.missing, packed.load_prices, strict=True)
         for name, load, missing, price in rows:
-            yield Served(name, load, load - missing, price if price * load > only_decides else 0.0)
+            yield ServedLoad(
+                name, load, load - missing, price if price * load > only_decides else 0.0
+            )
 
-    def _binding(self, demand: Demand, packed: Packed) -> Iterator[str]:
+    def _binding(self, demand: Demand, packed: PackingResult) -> Iterator[str]:
         unit = "save {:,.2f} $ an hour" if demand.must_serve else "add a value of {:,.3g} a second"
         for name, price in packed.stock_prices.items():
             if price > 1e-9:
@@ -314,7 +318,7 @@ class _Choice:
                 f"{full[1] / full[2]:.0%}."
             )
 
-    def _alternatives(self, demand: Demand, packed: Packed) -> Iterator[Alternative]:
+    def _alternatives(self, demand: Demand, packed: PackingResult) -> Iterator[Alternative]:
         """Yield the best fleet without each of the kinds that cost most."""
         usd: dict[str, float] = {}
         for pattern, times in packed.used:

@@ -16,7 +16,7 @@ _OF_ROWS: Final = 2  # of a place's coordinates: rows, and rows of a request
 _CELLS: Final = 8  # for each doubling of a coordinate
 
 
-class OverLeast(NamedTuple):
+class OverheadRatio(NamedTuple):
     """A known step: its place, its name, and what its parts take over their least times."""
 
     place: tuple[float, ...]
@@ -26,7 +26,7 @@ class OverLeast(NamedTuple):
     rest_s: float
 
 
-def factors_at(place: Sequence[float], known: Sequence[OverLeast]) -> Factors:
+def factors_at(place: Sequence[float], known: Sequence[OverheadRatio]) -> Factors:
     """Return the factors of a step at a place. Contexts matter to attention alone."""
     near = [nearness(place, one.place) for one in known]
     rows = place[:_OF_ROWS]

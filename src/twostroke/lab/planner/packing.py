@@ -20,7 +20,7 @@ import numpy as np
 from twostroke.core.errors import UsageError
 from twostroke.core.extras import install_command
 from twostroke.core.frozen import Frozen
-from twostroke.lab.planner.replicas import UNITS, Place, Replica
+from twostroke.lab.planner.replicas import UNITS, DeviceGroup, PlannedReplica
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,14 +36,14 @@ _BLENDS: Final = np.linspace(0, 1, 7)[:, None]
 _PRICES: Final = np.linspace(0.2, 1, 9)[:, None, None]
 
 
-Option: TypeAlias = "tuple[Place, Sequence[Replica]]"  # what a place may hold
+Option: TypeAlias = "tuple[DeviceGroup, Sequence[PlannedReplica]]"  # what a place may hold
 
 
-class Pattern(Frozen):
+class PlacementPattern(Frozen):
     """Replicas in one place."""
 
-    place: Place
-    replicas: tuple[Replica, ...]
+    place: DeviceGroup
+    replicas: tuple[PlannedReplica, ...]
 
 
 class Demand(Frozen):
@@ -61,7 +61,7 @@ class Demand(Frozen):
     usd_weight: float = 1.0
 
 
-class Packed(Frozen):
+class PackingResult(Frozen):
     """How often each pattern is used.
 
     `missing` is the load of each model that is not carried. `bound` is the least value that any
@@ -69,7 +69,7 @@ class Packed(Frozen):
     per second would raise the value, `stock_prices` by how much one device more would lower it.
     """
 
-    used: tuple[tuple[Pattern, int], ...]
+    used: tuple[tuple[PlacementPattern, int], ...]
     missing: tuple[float, ...]
     value: float
     bound: float
@@ -106,9 +106,9 @@ class Packer:
             ) from None
         self._highs: Any = highspy
         self._items = [_Items(place, found) for place, found in options if found]
-        self._patterns: list[Pattern] = []
+        self._patterns: list[PlacementPattern] = []
 
-    def pack(self, demand: Demand, without: str = "", time_limit_s: float = 8.0) -> Packed:
+    def pack(self, demand: Demand, without: str = "", time_limit_s: float = 8.0) -> PackingResult:
         """Return the packing of least value, without devices of the kind `without`."""
         items = [one for one in self._items if one.place.device.name != without]
         program = _Program(self._highs, demand)
@@ -136,7 +136,7 @@ class Packer:
 class _Items:
     """The replicas of a place that may be worth it as arrays: units of time, cells of memory."""
 
-    def __init__(self, place: Place, replicas: Sequence[Replica]) -> None:
+    def __init__(self, place: DeviceGroup, replicas: Sequence[PlannedReplica]) -> None:
         self.place, self._replicas = place, list(replicas)
         self._arrange()
         kept = [self._undominated(group, self._rates) for group in self._groups]
@@ -155,7 +155,7 @@ class _Items:
         self._cells = np.ceil(cells - 1e-9).astype(int)
         self._sizes = _BLENDS * (self._units / UNITS) + (1 - _BLENDS) * (self._cells / _CELLS)
 
-    def best(self, program: _Program) -> Pattern | None:
+    def best(self, program: _Program) -> PlacementPattern | None:
         """Return the pattern that lowers the program's value most, if any does."""
         cost = program.cost(self.place)
         worth = program.worth(self._models, self._rates)
@@ -168,7 +168,7 @@ class _Items:
         value, chosen = self._knapsack(groups, worth)
         if value <= gained:
             return None
-        return Pattern(self.place, tuple(self._replicas[index] for index in chosen))
+        return PlacementPattern(self.place, tuple(self._replicas[index] for index in chosen))
 
     def _useful(self, worth: NDArray[Any], cost: float, gained: float) -> NDArray[Any]:
         """Return which replicas may be in a pattern that is worth more than `gained`.
@@ -241,7 +241,7 @@ class _Program:
         self._highs, self._demand = highs, demand
         self._solver = highs.Highs()
         self._solver.setOptionValue("output_flag", False)  # noqa: FBT003 - takes no names
-        self._columns: list[Pattern] = []
+        self._columns: list[PlacementPattern] = []
         num_models = len(demand.loads)
         self._stocks = {name: 2 * num_models + i for i, name in enumerate(demand.stock)}
         self._budget_row = 2 * num_models + len(self._stocks)
@@ -259,7 +259,7 @@ class _Program:
             rows = [row, num_models + row]
             self._solver.addCol(penalty * load, 0, 1, 2, rows, [1.0, 2.0])
 
-    def add(self, pattern: Pattern) -> None:
+    def add(self, pattern: PlacementPattern) -> None:
         """Add a column."""
         place, entries = pattern.place, dict[int, float]()
         for one in pattern.replicas:  # at most one of a model
@@ -308,13 +308,13 @@ class _Program:
         of_load, of_replica = self._duals[: 2 * len(self._loads)].clip(0).reshape(2, -1)
         return np.asarray(of_load[models] * shares + of_replica[models] * _counted(shares))
 
-    def cost(self, place: Place) -> float:
+    def cost(self, place: DeviceGroup) -> float:
         """Return what a place costs at the prices of stock and budget."""
         cost = (self._demand.usd_weight - self._duals[self._budget_row]) * place.usd_per_hour
         row = self._stocks.get(place.stock)
         return float(cost if row is None else cost - self._duals[row] * place.count)
 
-    def packed(self, time_limit_s: float, prices: _Prices) -> Packed:
+    def packed(self, time_limit_s: float, prices: _Prices) -> PackingResult:
         """Return the best packing with the known patterns; `prices` are shown with it."""
         demand, solver = self._demand, self._solver
         bound, num_models = float(solver.getInfo().objective_function_value), len(demand.loads)
@@ -334,7 +334,7 @@ class _Program:
         lacking = tuple(max(0.0, share) * load for share, load in shares)
         usd = sum(pattern.place.usd_per_hour * count for pattern, count in used)
         lost = sum(p * lack for p, lack in zip(demand.penalties, lacking, strict=True))
-        return Packed(
+        return PackingResult(
             used,
             lacking,
             demand.usd_weight * usd + lost,

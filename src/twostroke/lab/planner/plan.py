@@ -14,7 +14,7 @@ from twostroke.lab.planner.explain import explain
 from twostroke.lab.planner.planner import Planner, last_that
 from twostroke.lab.planner.question import MAX_DEVICES, MOST_UNASKED, context_shortfall
 from twostroke.lab.planner.queueing import loads, user_load
-from twostroke.lab.planner.reference_calibration import MEASURED, Usual
+from twostroke.lab.planner.reference_calibration import MEASURED, ReferenceCalibration
 from twostroke.lab.planner.roofline import kv_bytes
 from twostroke.lab.planner.variants import variants
 from twostroke.model.program.batch import BatchShape
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.calibration import Calibration
     from twostroke.lab.planner.devices import Device
     from twostroke.lab.planner.models import PlannedModel
-    from twostroke.lab.planner.planner import Memory, Row
+    from twostroke.lab.planner.planner import MemoryPlan, Row
     from twostroke.lab.planner.question import Question
     from twostroke.lab.planner.queueing import Loaded, UserLoad
-    from twostroke.lab.planner.roofline import StepTime
+    from twostroke.lab.planner.roofline import PlannedStepTime
 
 _MOST_STREAMS = 1 << 14  # that a plan looks at
 _DRAFTS, _ACCEPTANCE, _DRAFT_COST = 3, 0.7, 0.1  # of the speculation that a plan looks at
@@ -94,13 +94,13 @@ class Plan(Frozen):
     context_length: int
     arithmetic: str
     roof: Roof
-    memory: Memory
+    memory: MemoryPlan
     knee: float
     ttft_s: float
     prefill_bottleneck: str
     shown: int
-    prefill: StepTime
-    decode: StepTime
+    prefill: PlannedStepTime
+    decode: PlannedStepTime
     rows: tuple[Row, ...]
     chosen: Row | None
     verdict: str
@@ -126,7 +126,7 @@ def make_plan(
     model: PlannedModel,
     device: Device,
     question: Question,
-    calibration: Calibration | Usual | None = None,
+    calibration: Calibration | ReferenceCalibration | None = None,
 ) -> Plan:
     """Return the answer to `question` for a model on devices of one kind.
 
@@ -169,7 +169,7 @@ def make_plan(
         steps=tuple(explain(planner, memory, shown)),
         user_load=None if chosen is None else user_load(planner, chosen.streams),
         calibrated=_calibrated(planner, shown),
-        usual=MEASURED if isinstance(calibration, Usual) else "",
+        usual=MEASURED if isinstance(calibration, ReferenceCalibration) else "",
         assumed=model.assumed,
     )
 
@@ -182,14 +182,14 @@ def _roof(planner: Planner) -> Roof:
 
 def _calibrated(planner: Planner, streams: int) -> Calibrated | None:
     known = planner.calibration
-    if known is None or isinstance(known, Usual):
+    if known is None or isinstance(known, ReferenceCalibration):
         return None
     nearest = planner.decode(streams).nearest
     error = known.error(planner.roofline.measured)
     return Calibrated(known.date, known.num_threads, known.num_steps, error, nearest)
 
 
-def _verdict(planner: Planner, memory: Memory, fitting: int, most: int) -> str:
+def _verdict(planner: Planner, memory: MemoryPlan, fitting: int, most: int) -> str:
     """Return why what is asked cannot be, by how much, and what would do it; else nothing."""
     asked, name = planner.question, planner.device.name
     context_length = planner.model.program.context_length
@@ -231,7 +231,7 @@ def _late(planner: Planner, most: int) -> str:
     return ""
 
 
-def _bound(planner: Planner, memory: Memory, streams: int) -> str:
+def _bound(planner: Planner, memory: MemoryPlan, streams: int) -> str:
     """Return what keeps a plan from more streams, in the words of `Replica.bound`."""
     asked = planner.question
     if asked.streams is not None:
@@ -245,7 +245,7 @@ def _bound(planner: Planner, memory: Memory, streams: int) -> str:
     return "the default" if asked.tpot_s is None or streams == _MOST_STREAMS else "TPOT"
 
 
-def _what_fits(planner: Planner, memory: Memory) -> str:
+def _what_fits(planner: Planner, memory: MemoryPlan) -> str:
     """Return what would make room for one request."""
     asked, model, usable = planner.question, planner.model, memory.usable or 0
     needed = memory.devices_needed

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.devices import Device
     from twostroke.lab.planner.models import PlannedModel
     from twostroke.lab.planner.question import Question
-    from twostroke.lab.planner.reference_calibration import Usual
-    from twostroke.lab.planner.roofline import StepTime, Work
+    from twostroke.lab.planner.reference_calibration import ReferenceCalibration
+    from twostroke.lab.planner.roofline import OpWork, PlannedStepTime
 
 
-class Memory(Frozen):
+class MemoryPlan(Frozen):
     """Bytes on all devices together; `most_streams` whole requests fit at once.
 
     Alone, a request of `most_tokens` fits: all of the model's context, or whole pages. `usable` is
@@ -79,12 +79,12 @@ class Planner:
         model: PlannedModel,
         device: Device,
         question: Question,
-        calibration: Calibration | Usual | None = None,
+        calibration: Calibration | ReferenceCalibration | None = None,
     ) -> None:
         self.model, self.device, self.question = model, device, question
         self.calibration = calibration
         self.roofline = Roofline(model, device, question, calibration)
-        self._works: dict[int, tuple[Work, NDArray[np.float64]]] = {}  # by streams
+        self._works: dict[int, tuple[OpWork, NDArray[np.float64]]] = {}  # by streams
         self._times_s: dict[int, tuple[float, float, float]] = {}
 
     def on(self, device: Device, count: int) -> Planner:
@@ -104,7 +104,7 @@ class Planner:
         other._works, other._times_s = {}, {}  # noqa: SLF001 - a copy of this one
         return other
 
-    def prefill(self, *, is_limit: bool = False) -> StepTime:
+    def prefill(self, *, is_limit: bool = False) -> PlannedStepTime:
         """Return the time of a prompt alone: the sum of its steps, or of their least times."""
         asked, steps = self.question, []
         time_of = self.roofline.least if is_limit else self.roofline.step
@@ -113,7 +113,7 @@ class Planner:
             steps.append((time_of(batch), one.times))
         return together(steps)
 
-    def decode(self, streams: int, *, is_limit: bool = False) -> StepTime:
+    def decode(self, streams: int, *, is_limit: bool = False) -> PlannedStepTime:
         """Return the time of a step that gives each of so many streams a token, or its least."""
         batch = self._decoding(streams)
         return self.roofline.least(batch) if is_limit else self.roofline.step(batch)
@@ -121,7 +121,7 @@ class Planner:
     def _decoding(self, streams: int) -> BatchShape:
         return BatchShape.decode((self.question.mean_context,) * streams)
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryPlan:
         """Return what the model takes, and what remains for requests."""
         asked, usable = self.question, None
         num_tokens = asked.prompt + asked.output
@@ -133,7 +133,7 @@ class Planner:
             most, longest = max(0, int(free // request)), fitting_context(self.model, asked, free)
             needed = self._devices_needed(num_tokens)
         token = kv_bytes(self.model, asked, 1)
-        return Memory(usable, self.model.all_bytes, token, request, most, longest, needed)
+        return MemoryPlan(usable, self.model.all_bytes, token, request, most, longest, needed)
 
     def _devices_needed(self, num_tokens: int) -> int | None:
         usable = (self.device.memory_bytes or 0) * MEMORY_SHARE

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from twostroke.lab.planner.plan import Plan
     from twostroke.lab.planner.planner import Row
-    from twostroke.lab.planner.roofline import StepTime
+    from twostroke.lab.planner.roofline import PlannedStepTime
 
 # Blue and vermilion are told apart with any colour vision (Okabe and Ito, 2008).
 PREFILL: Final = "#0072b2"
@@ -97,7 +97,9 @@ def _roofline(axes: Axes, plan: Plan) -> None:
     _finish(axes)
 
 
-def _step(axes: Axes, name: str, step: StepTime, marks: list[_Mark], look: tuple[str, str]) -> None:
+def _step(
+    axes: Axes, name: str, step: PlannedStepTime, marks: list[_Mark], look: tuple[str, str]
+) -> None:
     colour, shape = look
     axes.scatter(
         [one.intensity for one in marks],
@@ -127,7 +129,7 @@ def _step(axes: Axes, name: str, step: StepTime, marks: list[_Mark], look: tuple
         )  # fmt: skip
 
 
-def _marks(step: StepTime) -> list[_Mark]:
+def _marks(step: PlannedStepTime) -> list[_Mark]:
     """Return where the operations of a step are that compute; near ones are one mark."""
     found: list[_Mark] = []
     ops = sorted(step.ops.items(), key=lambda item: -item[1].seconds)

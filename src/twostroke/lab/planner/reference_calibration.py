@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
 from twostroke.lab.measure.single_step import Shape
-from twostroke.lab.planner.overhead import OverLeast, cell_of, factors_at, middle_of, place_of
+from twostroke.lab.planner.overhead import OverheadRatio, cell_of, factors_at, middle_of, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 MEASURED: Final = "gemma3-270m on two threads of an AMD EPYC"
 
 
-class Usual(Frozen):
+class ReferenceCalibration(Frozen):
     """Corrects least times by the steps of another model, `known`; see `calibration.Calibration`.
 
     Time around operations counts for each layer.
     """
 
-    known: tuple[OverLeast, ...]
+    known: tuple[OverheadRatio, ...]
 
     def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:
         """Return how a step like `batch` is corrected."""
@@ -53,20 +53,22 @@ class Usual(Frozen):
         return replace(found, rest_s=found.rest_s * roofline.num_layers)
 
 
-def usual(device: Device) -> Usual | None:
+def usual(device: Device) -> ReferenceCalibration | None:
     """Return what kernels usually take on this machine; None if that is not known of its kind."""
     (kernels, *_) = device.peaks
     known = _known().get(kernels)
-    return Usual(known) if known else None
+    return ReferenceCalibration(known) if known else None
 
 
 @lru_cache(maxsize=1)
-def _known() -> dict[str, tuple[OverLeast, ...]]:
+def _known() -> dict[str, tuple[OverheadRatio, ...]]:
     text = resources.files("twostroke.lab.planner").joinpath("usual.csv").read_text("utf-8")
-    found: dict[str, tuple[OverLeast, ...]] = {}
+    found: dict[str, tuple[OverheadRatio, ...]] = {}
     for row in csv.DictReader(text.splitlines()):
         shape = Shape(int(row["streams"]), int(row["context"]), int(row["prompt"]))
         factors = float(row["attention"]), float(row["products"])
-        one = OverLeast(place_of(shape.batch), shape.name, *factors, float(row["rest_us"]) * 1e-6)
+        one = OverheadRatio(
+            place_of(shape.batch), shape.name, *factors, float(row["rest_us"]) * 1e-6
+        )
         found[row["kernels"]] = (*found.get(row["kernels"], ()), one)
     return found

@@ -24,7 +24,7 @@ _STREAMS: Final = sorted({round(2 ** (power / 8)) for power in range(97)})  # up
 _LEAST_GAIN: Final = 1.02  # in requests per second, for which more streams are worth their memory
 
 
-class Place(Frozen):
+class DeviceGroup(Frozen):
     """Devices of one kind that work as one; replicas on them share their memory and time.
 
     `memory_bytes` is what replicas may use, None if it is not known. `usd_per_hour` is for all of
@@ -43,7 +43,7 @@ class Place(Frozen):
         return f"{self.count} x {self.device.name}" if self.count > 1 else self.device.name
 
 
-class Replica(Frozen):
+class PlannedReplica(Frozen):
     """A model on a share of a place's memory and time.
 
     `model` is its index. `requests_per_s` is the load that it may be given, at most that of the
@@ -95,19 +95,19 @@ class Replicas:
         context_length = self.model.program.context_length
         return context_shortfall(name, context_length, self._planner.question)
 
-    def on(self, place: Place) -> list[Replica]:
+    def on(self, place: DeviceGroup) -> list[PlannedReplica]:
         """Return the replicas that a place can hold and that meet the objectives."""
         one, weights = self._on(place), self._planner.model.all_bytes
         request = self._bytes(place.count)
         fitting = int((place.memory_bytes - weights) // request)
         if fitting < 1:
             return []
-        found: list[Replica] = []
+        found: list[PlannedReplica] = []
         for units in _SHARES:
             share = units / UNITS
             for streams, bound in self._counts(one, share, fitting):
                 found.append(
-                    Replica(
+                    PlannedReplica(
                         self._index,
                         self._planner.model.stored,
                         streams,
@@ -121,7 +121,7 @@ class Replicas:
                 )
         return found
 
-    def shortfall(self, place: Place) -> Shortfall:
+    def shortfall(self, place: DeviceGroup) -> Shortfall:
         """Return why a place holds no replica."""
         one, asked = self._on(place), self._planner.question
         needed = self._planner.model.all_bytes + self._bytes(place.count)
@@ -168,7 +168,7 @@ class Replicas:
         )
         return min(limits, key=lambda one: one[0])
 
-    def _on(self, place: Place) -> Planner:
+    def _on(self, place: DeviceGroup) -> Planner:
         return self._planner.on(place.device, place.count)
 
     def _bytes(self, count: int) -> float:

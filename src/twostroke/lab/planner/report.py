@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from twostroke.lab.planner.plan import Plan
-    from twostroke.lab.planner.roofline import StepTime
+    from twostroke.lab.planner.roofline import PlannedStepTime
 
 # The plots' colours, which the style sheet has for light and for dark.
 _COLOURS: Final = {
@@ -96,7 +96,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str, float]]:
         yield name, f"{num_bytes / 1e9:,.4g} GB ({num_bytes / whole:.0%})", num_bytes / drawn
 
 
-def _operations(step: StepTime) -> Iterator[tuple[str, ...]]:
+def _operations(step: PlannedStepTime) -> Iterator[tuple[str, ...]]:
     """Yield the rows of a step's table, the longest operation first."""
     for name, op in sorted(step.ops.items(), key=lambda item: -item[1].seconds):
         if op.seconds < _LEAST_SHARE * step.seconds:
@@ -109,7 +109,7 @@ def _operations(step: StepTime) -> Iterator[tuple[str, ...]]:
             yield name, *_time(seconds, step), "–", "–", "–", "–"
 
 
-def _time(seconds: float, step: StepTime) -> tuple[str, str]:
+def _time(seconds: float, step: PlannedStepTime) -> tuple[str, str]:
     return milliseconds(seconds), f"{seconds / step.seconds:.0%}"
 
 

@@ -64,7 +64,7 @@ class Correction(Protocol):
         """Return how the steps of a cell are corrected."""
 
 
-class OpTime(Frozen):
+class PlannedOpTime(Frozen):
     """What operations of one label take in a step: seconds, operations, bytes."""
 
     seconds: float
@@ -73,7 +73,7 @@ class OpTime(Frozen):
     bound: str  # "arithmetic" or "memory"
 
 
-class Work(Frozen):
+class OpWork(Frozen):
     """What steps have to do, by kind of operation; all operations of a kind count together.
 
     `flops` and `bytes`: (steps, kinds); `num_rows`: (steps,).
@@ -84,13 +84,13 @@ class Work(Frozen):
     num_rows: NDArray[np.int64]
 
 
-class StepTime(Frozen):
+class PlannedStepTime(Frozen):
     """The time of a step, by label of its operations.
 
     `moving_s` is between devices, `rest_s` what is around operations, as far as it was measured.
     """
 
-    ops: dict[str, OpTime]
+    ops: dict[str, PlannedOpTime]
     moving_s: float
     rest_s: float = 0.0
     nearest: str | None = None  # the measured step by which it was corrected most
@@ -192,7 +192,7 @@ class Roofline:
         self._of_samples: dict[tuple[int, int], Totals] = {}  # by rows, and those with logits
         self._factors: dict[tuple[int, ...], Factors] = {}
 
-    def step(self, batch: BatchShape) -> StepTime:
+    def step(self, batch: BatchShape) -> PlannedStepTime:
         """Return the time of a step."""
         least = self.least(batch)
         if self._correction is None:
@@ -206,35 +206,35 @@ class Roofline:
             )
             for label, op in least.ops.items()
         }
-        return StepTime(ops, least.moving_s, factors.rest_s, factors.nearest)
+        return PlannedStepTime(ops, least.moving_s, factors.rest_s, factors.nearest)
 
-    def work(self, batches: Sequence[BatchShape]) -> Work:
+    def work(self, batches: Sequence[BatchShape]) -> OpWork:
         """Return what steps have to do, which is the same on all devices, copies left out."""
         costs = [[self._costs[key].flops_and_bytes(one) for key in self._ops] for one in batches]
         times = np.array(list(self._ops.values()), dtype=float)
         flops, moved = np.moveaxis(np.array(costs, dtype=float), -1, 0)
-        return Work(times * flops, times * moved, np.array([one.num_rows for one in batches]))
+        return OpWork(times * flops, times * moved, np.array([one.num_rows for one in batches]))
 
-    def least(self, batch: BatchShape) -> StepTime:
+    def least(self, batch: BatchShape) -> PlannedStepTime:
         """Return the least time of a step."""
         work = self.work([batch])
-        found: dict[str, OpTime] = {}
+        found: dict[str, PlannedOpTime] = {}
         moved = work.bytes[0] * self._copies
         columns = (work.flops[0], moved, work.flops[0] / self.peak, moved / self.bandwidth)
         for (label, *_), *values in zip(self._ops, *map(np.ndarray.tolist, columns), strict=True):
             flops, read, computing_s, reading_s = values
             bound = "arithmetic" if computing_s > reading_s else "memory"
             seconds = max(computing_s, reading_s)
-            before = found.get(label, OpTime(0.0, 0, 0, bound))
-            found[label] = OpTime(
+            before = found.get(label, PlannedOpTime(0.0, 0, 0, bound))
+            found[label] = PlannedOpTime(
                 before.seconds + seconds,
                 before.flops + flops,
                 before.bytes + read,
                 bound if seconds > before.seconds else before.bound,
             )
-        return StepTime(found, self._moving_s(batch.num_rows))
+        return PlannedStepTime(found, self._moving_s(batch.num_rows))
 
-    def least_s(self, work: Work) -> NDArray[np.float64]:
+    def least_s(self, work: OpWork) -> NDArray[np.float64]:
         """Return the least seconds of each step, for searches that need nothing else: (steps,)."""
         moved = work.bytes * self._copies
         times_s = np.maximum(work.flops / self.peak, moved / self.bandwidth)

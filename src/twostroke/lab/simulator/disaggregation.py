@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.disaggregation.placement import Chooser
-from twostroke.engine.disaggregation.prefill_cost import OVERHEAD_S, Overhead, There
+from twostroke.engine.disaggregation.placement import PrefillPlacement
+from twostroke.engine.disaggregation.prefill_cost import OVERHEAD_S, Overhead, PrefillEngineState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.engine.disaggregation.placement import Chosen
-    from twostroke.engine.scheduler.request_state import Ticket
+    from twostroke.engine.disaggregation.placement import RemotePrefill
+    from twostroke.engine.scheduler.request_state import RequestState
     from twostroke.engine.scheduler.transfers import Transfer, Transfers
-    from twostroke.lab.simulator.replica import Clock, Replica
+    from twostroke.lab.simulator.replica import Clock, SimulatedReplica
     from twostroke.model.program.cost import StepCost
 
 _NOTHING: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -36,23 +36,25 @@ class Prefill(Frozen):
     bytes_per_s: float
 
 
-class _Away(Frozen):
+class _RemotePrompt(Frozen):
     """A request whose prompt is read elsewhere."""
 
-    ticket: Ticket
+    ticket: RequestState
     decoder: int
-    chosen: Chosen
+    chosen: RemotePrefill
     reader: Request  # at the replica that reads
     begun_s: float
 
 
-class HandOvers:
+class SimulatedTransfers:
     """The transfers of a fleet. Replicas that it is asked about show all that they have done."""
 
-    def __init__(self, prefill: Prefill, replicas: Sequence[Replica], clock: Clock) -> None:
+    def __init__(
+        self, prefill: Prefill, replicas: Sequence[SimulatedReplica], clock: Clock
+    ) -> None:
         self._prefill, self._replicas, self._clock = prefill, replicas, clock
         self._choosers = {
-            index: Chooser(
+            index: PrefillPlacement(
                 prefill.rule,
                 replicas[index].scheduler,
                 prefill.cost,
@@ -64,7 +66,7 @@ class HandOvers:
         for replica in replicas:
             replica.notes_pace = True
         self._overheads: defaultdict[tuple[int, int], Overhead] = defaultdict(Overhead)
-        self._away: dict[int, _Away] = {}  # by number of the request
+        self._away: dict[int, _RemotePrompt] = {}  # by number of the request
         self._unused: dict[int, deque[tuple[Request, Transfer]]] = {
             index: deque() for index in self._choosers
         }
@@ -78,7 +80,7 @@ class HandOvers:
                 total[reason] = total.get(reason, 0) + count
         return total
 
-    def consider(self, decoder: int, ticket: Ticket) -> tuple[int, Request] | None:
+    def consider(self, decoder: int, ticket: RequestState) -> tuple[int, Request] | None:
         """Return the replica that reads the prompt of a request that was just queued, and what.
 
         None if the request's own replica does.
@@ -97,7 +99,9 @@ class HandOvers:
         transfer, request = chosen.transfer, ticket.request
         end = (transfer.first_place + len(transfer.keys)) * replica.page_size
         reader = Request(request.id, request.tokens[:end], end, _NOTHING, seed=request.seed)
-        self._away[int(request.id)] = _Away(ticket, decoder, chosen, reader, self._clock.now_s)
+        self._away[int(request.id)] = _RemotePrompt(
+            ticket, decoder, chosen, reader, self._clock.now_s
+        )
         return chosen.index, reader
 
     def finished(self, number: int) -> float:
@@ -135,10 +139,10 @@ class HandOvers:
     def _transfers(self, decoder: int) -> Transfers:
         return self._replicas[decoder].scheduler.prefixes.transfers
 
-    def _outlook(self, decoder: int, index: int) -> There:
+    def _outlook(self, decoder: int, index: int) -> PrefillEngineState:
         flops = next(iter(self._choosers.values())).flops
         readers = [one.reader for one in self._away.values() if one.chosen.index == index]
         queue_flops = sum(flops(r.num_computed, r.num_prompt) for r in readers if not r.is_finished)
         pace = self._replicas[index].prefill_pace()
         overhead_s = self._overheads[decoder, index].seconds(self._clock.now_s)
-        return There(queue_flops, pace, self._prefill.bytes_per_s, overhead_s)
+        return PrefillEngineState(queue_flops, pace, self._prefill.bytes_per_s, overhead_s)

@@ -11,19 +11,19 @@ from twostroke.core.errors import ContextLengthError, OverloadedError
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.output import Timings
-from twostroke.fleet.routing.dispatch import Asked, Dispatcher
+from twostroke.fleet.routing.dispatch import Dispatcher, RoutingKey
 from twostroke.fleet.routing.policy import LOOKS_AT_PREFIXES
 from twostroke.fleet.routing.prompt import block_keys, extent
 from twostroke.lab.measure.requests import REFUSED, RequestLog
-from twostroke.lab.simulator.disaggregation import HandOvers
+from twostroke.lab.simulator.disaggregation import SimulatedTransfers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.fleet.routing.dispatch import Ticket
+    from twostroke.fleet.routing.dispatch import RoutedRequest
     from twostroke.lab.simulator.disaggregation import Prefill
-    from twostroke.lab.simulator.load import Arrival, Load
-    from twostroke.lab.simulator.replica import Clock, Replica
+    from twostroke.lab.simulator.load import RequestArrival, Workload
+    from twostroke.lab.simulator.replica import Clock, SimulatedReplica
 
 START_S: Final = 1.0  # of virtual time: 0 stands for what has not happened
 _REPORT_S: Final = 0.5  # after which a replica is asked again what it has evicted
@@ -38,7 +38,7 @@ class _Event(IntEnum):
     ARRIVAL = 3  # of a request
 
 
-class Fleet:
+class SimulatedFleet:
     """Replicas of one model, and the router before them.
 
     Attributes:
@@ -48,7 +48,7 @@ class Fleet:
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        replicas: Sequence[SimulatedReplica],
         routing: str,
         clock: Clock,
         vocab_size: int,
@@ -63,16 +63,16 @@ class Fleet:
         self.logs: dict[int, RequestLog] = {}
         self.refusals: list[tuple[int, str]] = []
         self._replicas, self._clock = replicas, clock
-        self._handovers = HandOvers(prefill, replicas, clock) if prefill else None
+        self._handovers = SimulatedTransfers(prefill, replicas, clock) if prefill else None
         self._num_readers = prefill.count if prefill else 0
         among = range(self._num_readers, len(replicas))
-        self._route = _Route(replicas, among, routing, clock)
+        self._route = _SimulatedRouter(replicas, among, routing, clock)
         self._vocab_size, self._overhead_s = vocab_size, overhead_s
         self._events: list[tuple[float, _Event, int]] = []
         self._first_s: dict[str, float] = {}
         self._touched: set[int] = set()  # replicas that may start a step after this moment's events
 
-    def run(self, load: Load) -> None:
+    def run(self, load: Workload) -> None:
         """Serve all requests of a load."""
         self._load, begin_s = load, START_S + self._overhead_s
         for number, one in enumerate(load.arrivals):
@@ -204,16 +204,16 @@ class Fleet:
         self.refusals.append((number, str(error)))
 
 
-class _Route:
+class _SimulatedRouter:
     """The router before some of the replicas: it knows of them what a real one would."""
 
     def __init__(
-        self, replicas: Sequence[Replica], among: range, policy: str, clock: Clock
+        self, replicas: Sequence[SimulatedReplica], among: range, policy: str, clock: Clock
     ) -> None:
         self._replicas, self._among, self._clock = replicas, among, clock
         self._looks = policy in LOOKS_AT_PREFIXES
         self._dispatcher = Dispatcher(policy, clock.read, extent)
-        self._tickets: dict[str, Ticket] = {}
+        self._tickets: dict[str, RoutedRequest] = {}
         self._due_s = 0.0
         for index in among:
             self._dispatcher.open(self._dispatcher.join(str(index)), is_open=True)
@@ -234,7 +234,7 @@ class _Route:
         """Return a replica's index for a request, whose tokens stand for the prompt's text."""
         text = array("I", request.tokens).tobytes()
         keys = block_keys(text, request.salt) if self._looks else ()
-        asked = Asked(keys, len(text), keys[0] if keys else int(request.id))
+        asked = RoutingKey(keys, len(text), keys[0] if keys else int(request.id))
         ticket = self._dispatcher.decide(asked)
         assert ticket is not None, "all replicas are open"
         self._tickets[request.id] = ticket
@@ -249,7 +249,7 @@ class _Route:
         self._dispatcher.end(self._tickets.pop(request.id))
 
 
-def _request(number: int, one: Arrival, vocab_size: int) -> Request:
+def _request(number: int, one: RequestArrival, vocab_size: int) -> Request:
     params = SamplingParams(max_tokens=one.num_output, temperature=0.0, ignore_eos=True)
     # An array does all that the scheduler asks of a list: it grows at its end and is cut.
     tokens = cast("list[int]", one.tokens(number, vocab_size))

@@ -21,7 +21,7 @@ _MOST_TOKENS: Final = 1 << 24  # of a prompt or an answer
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
 
 
-class Arrival(Frozen):
+class RequestArrival(Frozen):
     """A request that arrives `at_s` seconds after the start.
 
     Prompts with equal `blocks` at their beginning have equal tokens there, `block_size` for each.
@@ -57,11 +57,11 @@ class Arrival(Frozen):
         return array("I", (ids % np.uint64(vocab_size)).astype(np.uint32).tobytes())
 
 
-class Load(Frozen):
+class Workload(Frozen):
     """Requests in the order of their arrival; `name` says where they come from."""
 
     name: str
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[RequestArrival, ...]
 
     @property
     def rate(self) -> float:
@@ -69,7 +69,7 @@ class Load(Frozen):
         seconds = self.arrivals[-1].at_s - self.arrivals[0].at_s
         return (len(self.arrivals) - 1) / seconds if seconds else 0.0
 
-    def changed(self, *, speed: float = 1.0, scale: float = 1.0) -> Load:
+    def changed(self, *, speed: float = 1.0, scale: float = 1.0) -> Workload:
         """Return the load `speed` times as fast, all lengths multiplied by `scale`.
 
         Blocks are scaled too, so that prompts share what they shared.
@@ -83,11 +83,11 @@ class Load(Frozen):
         if longest > _MOST_TOKENS:
             reason = f"makes a text of {longest:,.0f} tokens: at most {_MOST_TOKENS:,} can be."
             raise UsageError(reason, field="scale")
-        return Load(self.name, tuple(_changed(one, speed, scale) for one in self.arrivals))
+        return Workload(self.name, tuple(_changed(one, speed, scale) for one in self.arrivals))
 
-    def first(self, count: int | None) -> Load:
+    def first(self, count: int | None) -> Workload:
         """Return the first `count` requests."""
-        return self if count is None else Load(self.name, self.arrivals[:count])
+        return self if count is None else Workload(self.name, self.arrivals[:count])
 
 
 class Synthetic(Frozen):
@@ -127,7 +127,7 @@ class Synthetic(Frozen):
             reason = f"must be at least 0 and below the prompt's {self.prompt}, got {self.shared}."
             raise UsageError(reason, field="shared")
 
-    def load(self, seed: int) -> Load:
+    def load(self, seed: int) -> Workload:
         """Return the requests; the same seed gives the same ones."""
         chance = np.random.default_rng(seed)
         at_s = np.cumsum(self._gaps(chance)) / self.rate
@@ -138,10 +138,10 @@ class Synthetic(Frozen):
             strict=True,
         )
         name = f"{self.arrivals} arrivals"
-        return Load(
+        return Workload(
             name,
             tuple(
-                Arrival(at, prompt, output, num_shared=min(self.shared, prompt - 1))
+                RequestArrival(at, prompt, output, num_shared=min(self.shared, prompt - 1))
                 for at, prompt, output in lengths
             ),
         )
@@ -163,15 +163,15 @@ class Synthetic(Frozen):
         return lengths
 
 
-def in_order(name: str, arrivals: Sequence[Arrival]) -> Load:
+def in_order(name: str, arrivals: Sequence[RequestArrival]) -> Workload:
     """Return a load of these requests, whose first arrives at 0."""
     ordered = sorted(arrivals, key=lambda one: one.at_s)
     first_s = ordered[0].at_s
-    return Load(name, tuple(replace(one, at_s=one.at_s - first_s) for one in ordered))
+    return Workload(name, tuple(replace(one, at_s=one.at_s - first_s) for one in ordered))
 
 
-def _changed(one: Arrival, speed: float, scale: float) -> Arrival:
-    return Arrival(
+def _changed(one: RequestArrival, speed: float, scale: float) -> RequestArrival:
+    return RequestArrival(
         one.at_s / speed,
         max(1, round(one.num_prompt * scale)),
         max(1, round(one.num_output * scale)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.core.hardware import Hardware
-from twostroke.engine.speculation import Speculator, StepTime, budgets
+from twostroke.engine.speculation import Speculator, StepTimeModel, budgets
 from twostroke.engine.speculation.proposal import Proposal
 from twostroke.lab.simulator.replica import drawn
 from twostroke.model.program.batch import BatchShape
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.core.request import Request
-    from twostroke.engine.speculation.proposal import Outcome, Price
+    from twostroke.engine.speculation.proposal import DraftCost, DraftOutcome
     from twostroke.lab.planner.roofline import Roofline
     from twostroke.lab.simulator.replica import Clock
     from twostroke.model.program.cost import StepCost
@@ -24,7 +24,7 @@ _CHANCES = 1 << 16
 _WORD = (1 << 64) - 1
 
 
-class Guesser:
+class SimulatedProposer:
     """Guesses next tokens, each right with chance `odds` if those before it are.
 
     A guess for all requests takes `cost` times a decode step of theirs, in virtual time.
@@ -38,7 +38,7 @@ class Guesser:
         self._odds, self._cost, self._vocab_size = odds, cost, vocab_size
         self._roofline, self._clock = roofline, clock
 
-    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
+    def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
         """Return guesses for each request, as many as may pay."""
         starts = tuple([len(request.tokens) - 1 for request in requests])
         next_s = self._cost * self._roofline.totals(BatchShape.decode(starts)).seconds
@@ -52,7 +52,7 @@ class Guesser:
         self._clock.now_s += count * next_s
         return [self._proposal(request, count) if count else None for request in requests]
 
-    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
+    def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
         """Learn nothing: the odds are known."""
 
     def finish(self, request: Request) -> None:
@@ -77,9 +77,9 @@ class Guesser:
 
 
 def make_speculator(
-    guesser: Guesser, cost: StepCost, roofline: Roofline, clock: Clock
+    guesser: SimulatedProposer, cost: StepCost, roofline: Roofline, clock: Clock
 ) -> Speculator:
     """Return the engine's controller for guesses of `guesser`, under virtual time."""
     limits = Hardware("simulated", 1, 0, roofline.bandwidth, roofline.peak, "", "")
-    step_time = StepTime(cost, limits)
+    step_time = StepTimeModel(cost, limits)
     return Speculator([guesser], budgets(step_time, None), step_time, clock=clock.read)

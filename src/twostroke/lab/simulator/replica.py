@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
     from twostroke.engine.scheduler import Scheduler
-    from twostroke.engine.scheduler.request_state import Ticket
-    from twostroke.engine.speculation import Guesses, Speculator
+    from twostroke.engine.scheduler.request_state import RequestState
+    from twostroke.engine.speculation import Speculator, StepDrafts
     from twostroke.lab.planner.roofline import Totals
 
 
@@ -52,7 +52,7 @@ class _Quiet(Frozen):
     bytes: list[float]
 
 
-class Replica:
+class SimulatedReplica:
     """Does what the engine's loop does, except that a step takes what `totals` says of its shape.
 
     A request's next token follows from its seed and place (`drawn`), whatever was guessed. So steps
@@ -82,7 +82,7 @@ class Replica:
         self._totals, self._clock, self._vocab_size = totals, clock, vocab_size
         self._speculator = speculator
         self._fresh: list[Request] = []  # without a token yet
-        self._flight: tuple[StepPlan, BatchShape, Guesses | None, float] | None = None
+        self._flight: tuple[StepPlan, BatchShape, StepDrafts | None, float] | None = None
         self._quiet: _Quiet | None = None
         self._prompt_steps: list[tuple[float, float, float]] = []  # ends, FLOPs and seconds
         self.notes_pace = False
@@ -105,7 +105,7 @@ class Replica:
         seconds = sum([took_s for _, _, took_s in recent])
         return sum([flops for _, flops, _ in recent]) / seconds if seconds else 0.0
 
-    def submit(self, request: Request) -> Ticket:
+    def submit(self, request: Request) -> RequestState:
         """Queue a request; return its ticket.
 
         Raises:

@@ -17,15 +17,15 @@ from twostroke.core.process_tuning import paused_collector
 from twostroke.core.ranges import check_range
 from twostroke.engine.build import build_scheduler
 from twostroke.fleet.routing.policy import LOOKS_AT_PREFIXES, POLICIES
-from twostroke.lab.measure.requests import Objectives, Report, make_report
+from twostroke.lab.measure.requests import Objectives, RunReport, make_report
 from twostroke.lab.planner.formulas import usd_per_million
 from twostroke.lab.planner.planner import fitting_context
 from twostroke.lab.planner.question import MEMORY_SHARE, Question
 from twostroke.lab.planner.roofline import Roofline, kv_bytes
 from twostroke.lab.simulator.disaggregation import Prefill
-from twostroke.lab.simulator.fleet import START_S, Fleet
-from twostroke.lab.simulator.proposer import Guesser, make_speculator
-from twostroke.lab.simulator.replica import Clock, Replica
+from twostroke.lab.simulator.fleet import START_S, SimulatedFleet
+from twostroke.lab.simulator.proposer import SimulatedProposer, make_speculator
+from twostroke.lab.simulator.replica import Clock, SimulatedReplica
 from twostroke.model.program.cost import CostModel
 from twostroke.model.program.formats import FORMATS
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from twostroke.backends.kv_size import CacheSize
     from twostroke.lab.measure.requests import RequestLog
     from twostroke.lab.planner import Calibration, Device, PlannedModel
-    from twostroke.lab.planner.reference_calibration import Usual
-    from twostroke.lab.simulator.load import Load
+    from twostroke.lab.planner.reference_calibration import ReferenceCalibration
+    from twostroke.lab.simulator.load import Workload
     from twostroke.model.program.cost import StepCost
 
 MOST_REPLICAS = 1024
@@ -64,7 +64,7 @@ class Setup(Frozen):
     batch: BatchOptions = BatchOptions()
     replicas: int = 1
     routing: str = "least-work"
-    calibration: Calibration | Usual | None = None
+    calibration: Calibration | ReferenceCalibration | None = None
     is_here: bool = False
     acceptance: float | None = None
     draft_cost: float = 0.0
@@ -177,7 +177,7 @@ class Simulation(Frozen):
     about prompts that prefill replicas could read, by the words of `choice.REASONS`.
     """
 
-    report: Report
+    report: RunReport
     busy: tuple[float, ...]
     num_steps: int
     mfu: float
@@ -192,7 +192,7 @@ class Simulation(Frozen):
     assumed: tuple[str, ...] = ()  # as a plan's
 
 
-def simulate(setup: Setup, load: Load, objectives: Objectives | None = None) -> Simulation:
+def simulate(setup: Setup, load: Workload, objectives: Objectives | None = None) -> Simulation:
     """Return what becomes of a load.
 
     Raises:
@@ -204,7 +204,9 @@ def simulate(setup: Setup, load: Load, objectives: Objectives | None = None) -> 
     cost = CostModel(program, setup.model.weight_bytes, FORMATS[size.kv_format]).per_step()
     prefill = setup.prefill(cost, size)
     replicas = _replicas(setup, roofline, clock, size, cost)
-    fleet = Fleet(replicas, setup.routing, clock, program.vocab_size, setup.overhead_s, prefill)
+    fleet = SimulatedFleet(
+        replicas, setup.routing, clock, program.vocab_size, setup.overhead_s, prefill
+    )
     with paused_collector():
         fleet.run(load)
     logs = tuple([fleet.logs[number] for number in range(len(load.arrivals))])
@@ -242,7 +244,7 @@ def _cost(usd_per_hour: float | None, per_s: float | None, count: float) -> floa
 
 def _replicas(
     setup: Setup, roofline: Roofline, clock: Clock, size: CacheSize, cost: StepCost
-) -> list[Replica]:
+) -> list[SimulatedReplica]:
     model, program = setup.model, setup.model.program
     facts = BackendFacts(
         name="simulated",
@@ -260,10 +262,10 @@ def _replicas(
         speculator = None
         if setup.acceptance is not None:
             odds = setup.acceptance, setup.draft_cost
-            guesser = Guesser(*odds, roofline, clock, program.vocab_size)
+            guesser = SimulatedProposer(*odds, roofline, clock, program.vocab_size)
             speculator = make_speculator(guesser, cost, roofline, clock)
         replicas.append(
-            Replica(
+            SimulatedReplica(
                 scheduler, roofline.totals, clock, program.vocab_size, size.page_size, speculator
             )
         )

@@ -12,8 +12,8 @@ from twostroke.lab.simulator.simulation import simulate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from twostroke.lab.measure.requests import Objectives, Report
-    from twostroke.lab.simulator.load import Load
+    from twostroke.lab.measure.requests import Objectives, RunReport
+    from twostroke.lab.simulator.load import Workload
     from twostroke.lab.simulator.simulation import Setup, Simulation
 
 GOOD_SHARE: Final = 0.9
@@ -23,7 +23,7 @@ _MOST_DOUBLINGS: Final = 20
 _CLOSE: Final = 1.03  # the search ends when two speeds differ by less
 
 
-class Probe(Frozen):
+class LoadProbe(Frozen):
     """A load that was tried: its speed, and whether enough requests met the objectives."""
 
     speed: float
@@ -35,8 +35,8 @@ class Probe(Frozen):
 class Sweep(Frozen):
     """The loads that were tried, by speed; `best` is the highest that met the objectives."""
 
-    probes: tuple[Probe, ...]
-    best: Probe
+    probes: tuple[LoadProbe, ...]
+    best: LoadProbe
 
     @property
     def warning(self) -> str:
@@ -55,10 +55,10 @@ class Sweep(Frozen):
 
 def sweep(
     setup: Setup,
-    load: Load,
+    load: Workload,
     objectives: Objectives,
     share: float = GOOD_SHARE,
-    watch: Callable[[Probe], None] = lambda _: None,
+    watch: Callable[[LoadProbe], None] = lambda _: None,
 ) -> Sweep:
     """Search for the highest speed at which `share` of the requests meet the objectives.
 
@@ -71,13 +71,13 @@ def sweep(
     check_objectives(objectives)
     if not 0 < share <= 1:
         raise UsageError(f"must be above 0 and at most 1, got {share}.", field="share")
-    probes: list[Probe] = []
+    probes: list[LoadProbe] = []
 
     def meets(speed: float) -> bool:
         changed = load.changed(speed=speed)
         found = simulate(setup, changed, objectives)
         enough = (found.report.good_share or 0.0) >= share and not found.report.is_growing
-        probes.append(Probe(speed, changed.rate, enough, found))
+        probes.append(LoadProbe(speed, changed.rate, enough, found))
         watch(probes[-1])
         return enough
 
@@ -108,7 +108,7 @@ def check_objectives(objectives: Objectives) -> None:
         raise UsageError("needs an objective: {ttft}, {tpot} or both.", field="sweep", **facts)
 
 
-def _late(report: Report, objectives: Objectives) -> Iterator[str]:
+def _late(report: RunReport, objectives: Objectives) -> Iterator[str]:
     """Yield which latencies are too long, and by how much."""
     for name, limit_s in (("ttft", objectives.ttft_s), ("tpot", objectives.tpot_s)):
         found = report.latencies.get(name)

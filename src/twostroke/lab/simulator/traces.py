@@ -18,7 +18,7 @@ from twostroke.core.errors import DownloadError, UsageError, nearest
 from twostroke.core.files import open_regular_file, place_file, read_regular_file
 from twostroke.core.frozen import Frozen
 from twostroke.lab.measure.requests import RequestLog  # noqa: TC001 - msgspec reads it
-from twostroke.lab.simulator.load import MOST_REQUESTS, Arrival, Load, in_order
+from twostroke.lab.simulator.load import MOST_REQUESTS, RequestArrival, Workload, in_order
 from twostroke.model.hub.disk import file_sha256
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ PUBLISHED: Final = {
 _READERS: Final = (".csv", ".jsonl", ".json")
 
 
-def read_trace(name: str) -> Load:
+def read_trace(name: str) -> Workload:
     """Return the load of a published trace or of a file.
 
     A CSV file names its columns in the first line, a JSON line its values: a time (`arrival_s` in
@@ -104,7 +104,7 @@ def read_trace(name: str) -> Load:
     return in_order(name if known else path.name, arrivals)
 
 
-def _lines(path: Path) -> Iterator[Arrival]:
+def _lines(path: Path) -> Iterator[RequestArrival]:
     rows = _csv_rows(path) if path.suffix == ".csv" else _json_rows(path)
     for count, (line, row) in enumerate(rows):
         if count == MOST_REQUESTS:
@@ -145,13 +145,15 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             yield number, {str(name).lower(): value for name, value in row.items()}
 
 
-def _arrival(row: Mapping[str, Any], *, is_json: bool) -> Arrival:
+def _arrival(row: Mapping[str, Any], *, is_json: bool) -> RequestArrival:
     """Return the request of a line; ValueError says what is wrong with it."""
     prompt, output = _count(row, _PROMPTS), _count(row, _OUTPUTS)
     ids = row.get("hash_ids", ()) if is_json else ()
     if not isinstance(ids, list | tuple) or not all(_is_id(one) for one in ids):
         raise ValueError("hash_ids must be a list of whole numbers from 0 on")
-    return Arrival(_seconds(row, is_json=is_json), prompt, output, tuple(ids), _BLOCK if ids else 0)
+    return RequestArrival(
+        _seconds(row, is_json=is_json), prompt, output, tuple(ids), _BLOCK if ids else 0
+    )
 
 
 def _count(row: Mapping[str, Any], names: tuple[str, ...]) -> int:
@@ -193,7 +195,7 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
 
 
-def _recorded(path: Path) -> list[Arrival]:
+def _recorded(path: Path) -> list[RequestArrival]:
     """Return the requests of a run that was recorded, measured or simulated."""
 
     class Recorded(Frozen):

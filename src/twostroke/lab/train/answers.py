@@ -15,8 +15,8 @@ from twostroke.core.options import BatchOptions, CacheOptions, EngineOptions, Sp
 from twostroke.core.sampling import OPENAI_DEFAULTS
 from twostroke.engine.build import build
 from twostroke.engine.prompts import encode_chat, encode_text
-from twostroke.lab.train.prompts import Prompt, prompts
-from twostroke.lab.train.record import Answer, Recorder, Store, kept_answers
+from twostroke.lab.train.prompts import TrainingPrompt, prompts
+from twostroke.lab.train.record import RecordedAnswer, Recorder, SampleStore, kept_answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ _TEMPERATURES = (0.0, 0.0, 0.7)  # in turn
 
 def collect(
     model: str, spec: ModelSpec, folder: Path, options: LearnOptions, report: Report
-) -> list[Answer]:
+) -> list[RecordedAnswer]:
     """Return answers with `options.num_tokens` in all: those in `folder`, then new ones.
 
     New answers are written to `folder` as they come, so that an interrupted run can continue.
@@ -57,8 +57,10 @@ def collect(
     engine_options = EngineOptions(
         cache=cache, batch=batch, speculation=SpeculationOptions(method="off")
     )
-    store = Store(folder, len(answers))
-    finished = deque[Answer]()  # from the engine's thread; an engine ignores its watcher's errors
+    store = SampleStore(folder, len(answers))
+    finished = deque[
+        RecordedAnswer
+    ]()  # from the engine's thread; an engine ignores its watcher's errors
     with build(model, engine_options, watcher=Recorder(finished.append)) as engine:
         some = _prompts(options, has_chat=engine.card.can_chat)
         num_before = num_reported = sum(map(len, answers))
@@ -82,7 +84,7 @@ def collect(
     return answers
 
 
-def _prompts(options: LearnOptions, *, has_chat: bool) -> Iterator[Prompt]:
+def _prompts(options: LearnOptions, *, has_chat: bool) -> Iterator[TrainingPrompt]:
     """Return built-in prompts, or a file's: each line is a question, or {"prompt": "a text"}."""
     if options.data == "self":
         return prompts(options.seed, chat=has_chat)
@@ -97,7 +99,7 @@ def _prompts(options: LearnOptions, *, has_chat: bool) -> Iterator[Prompt]:
         if not line.strip():
             continue
         if not line.startswith("{"):
-            found.append(Prompt(line, has_chat))
+            found.append(TrainingPrompt(line, has_chat))
             continue
         try:
             text = json.loads(line)["prompt"]
@@ -105,11 +107,11 @@ def _prompts(options: LearnOptions, *, has_chat: bool) -> Iterator[Prompt]:
             text = None
         if not isinstance(text, str):
             raise UsageError(f'--data {path}: line {number} is not an object with a "prompt".')
-        found.append(Prompt(text, is_chat=False))
+        found.append(TrainingPrompt(text, is_chat=False))
     return iter(found)
 
 
-def _answer(engine: Engine, some: Iterator[Prompt], first: int) -> Iterator[None]:
+def _answer(engine: Engine, some: Iterator[TrainingPrompt], first: int) -> Iterator[None]:
     """Answer prompts in batches, and yield after each answer; skips the first `first`."""
     waiting: deque[Generation] = deque()
     try:
@@ -137,7 +139,7 @@ def _answer(engine: Engine, some: Iterator[Prompt], first: int) -> Iterator[None
             generation.cancel()
 
 
-def encode_prompt(card: ModelCard, prompt: Prompt) -> list[int]:
+def encode_prompt(card: ModelCard, prompt: TrainingPrompt) -> list[int]:
     """Return the token ids of a prompt, as a message of a chat if it is one."""
     if prompt.is_chat:
         return encode_chat(card, [{"role": "user", "content": prompt.text}])

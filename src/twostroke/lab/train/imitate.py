@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from twostroke.backends.torch.operations import StepState
+from twostroke.backends.torch.operations import TorchStepState
 from twostroke.backends.torch.pages import WholeSequences
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
@@ -116,7 +116,7 @@ class Imitator:
             for part in (tokens, positions, sampled, following)
         )
         keeper = WholeSequences([len(part) for part in tokens], self.model.program.ops)
-        step = StepState(rows, places, drawn, self.weights(), keeper)
+        step = TorchStepState(rows, places, drawn, self.weights(), keeper)
         name = self.model.program.ops[-1].output
         logits = self.model.run(step, (name,))[name].float()
         if self.teacher is None:

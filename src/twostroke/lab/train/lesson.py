@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from twostroke.core.frozen import Frozen
-from twostroke.lab.train.unroll import Batch
+from twostroke.lab.train.unroll import TrainingBatch
 from twostroke.model.families.heads import TABLE
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from twostroke.lab.train.record import Answer
+    from twostroke.lab.train.record import RecordedAnswer
     from twostroke.model.families.spec import ModelSpec
     from twostroke.model.quant import QuantTensor
 
@@ -29,7 +29,7 @@ _LEAST_ROWS = 8  # of a piece
 class Rows(Frozen):
     """A batch, with the next token of each row and the state at that token."""
 
-    batch: Batch
+    batch: TrainingBatch
     following: Tensor
     states: Tensor
 
@@ -58,7 +58,7 @@ class Target:
 class Lesson:
     """Pieces of answers to train with, and pieces held out for tests."""
 
-    def __init__(self, answers: Sequence[Answer], length: int) -> None:
+    def __init__(self, answers: Sequence[RecordedAnswer], length: int) -> None:
         """Cut answers into pieces of `length` rows at most."""
         self._answers = answers
         self._length = length
@@ -66,7 +66,7 @@ class Lesson:
         self.pieces = self._cut(ours)
         self.held_out = self._cut([index for index in range(len(answers)) if not index % _HELD_OUT])
 
-    def learned(self) -> list[Answer]:
+    def learned(self) -> list[RecordedAnswer]:
         """Return the answers that are not held out."""
         return [answer for index, answer in enumerate(self._answers) if index % _HELD_OUT]
 
@@ -84,7 +84,7 @@ class Lesson:
             hidden[row, :count] = answer.hidden[start : start + count]
             states[row, :count] = answer.hidden[start + 1 : start + 1 + count]
             valid[row, :count] = True
-        batch = Batch(*(torch.from_numpy(part) for part in (tokens, hidden, valid)))
+        batch = TrainingBatch(*(torch.from_numpy(part) for part in (tokens, hidden, valid)))
         return Rows(batch, torch.from_numpy(following), torch.from_numpy(states))
 
     def _count(self, index: int, start: int) -> int:
@@ -100,7 +100,9 @@ class Lesson:
         ]
 
 
-def frequent_tokens(answers: Sequence[Answer], vocab_size: int, count: int) -> tuple[int, ...]:
+def frequent_tokens(
+    answers: Sequence[RecordedAnswer], vocab_size: int, count: int
+) -> tuple[int, ...]:
     """Return the `count` most frequent tokens of the answers, in ascending order.
 
     If fewer occur, the lowest others fill up the number.

@@ -25,14 +25,14 @@ _WORDS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml")
 _SHARE_OF_CHAT = 0.7
 
 
-class Prompt(Frozen):
+class TrainingPrompt(Frozen):
     """A message of a chat, or a text to continue."""
 
     text: str
     is_chat: bool
 
 
-def prompts(seed: int, *, chat: bool) -> Iterator[Prompt]:
+def prompts(seed: int, *, chat: bool) -> Iterator[TrainingPrompt]:
     """Yield prompts without end; the same seed gives the same ones.
 
     Without `chat`, for models that have no chat template, all are texts to continue.
@@ -42,7 +42,7 @@ def prompts(seed: int, *, chat: bool) -> Iterator[Prompt]:
         is_chat = chat and rng.random() < _SHARE_OF_CHAT
         kinds = _ASKED if is_chat else _CONTINUED
         (make,) = rng.choices(list(kinds), list(kinds.values()))
-        yield Prompt(make(rng), is_chat)
+        yield TrainingPrompt(make(rng), is_chat)
 
 
 def _question(rng: random.Random) -> str:

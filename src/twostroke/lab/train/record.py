@@ -29,7 +29,7 @@ _DAMAGE = (OSError, ValueError, TypeError, OverflowError, RecursionError, ModelF
 _PART_ROWS = 25_000  # in one pair of files
 
 
-class Answer(Frozen):
+class RecordedAnswer(Frozen):
     """The last token of a prompt and the tokens of its answer, with the hidden states.
 
     `hidden[i]`, float16 (width), is the state at `tokens[i]`, from which `tokens[i + 1]` was drawn.
@@ -50,7 +50,7 @@ class Answer(Frozen):
 class Recorder:
     """A watcher that passes each finished answer to `keep`."""
 
-    keep: Callable[[Answer], None]
+    keep: Callable[[RecordedAnswer], None]
     _rows: dict[Request, list[NDArray[np.float16]]] = field(default_factory=dict)
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
@@ -70,11 +70,11 @@ class Recorder:
         tokens = np.array(request.tokens[begin:], np.int32)
         hidden = np.concatenate(rows)[: len(tokens) - 1]
         if 2 <= len(hidden) == len(tokens) - 1:
-            self.keep(Answer(tokens, hidden, tuple(request.tokens[:begin])))
+            self.keep(RecordedAnswer(tokens, hidden, tuple(request.tokens[:begin])))
 
 
 @dataclass(slots=True)
-class Store:
+class SampleStore:
     """Writes answers in parts; a part's name is the number of answers before it.
 
     A part is a file of float16 states, and a JSON file with the tokens of each prompt and answer.
@@ -83,16 +83,16 @@ class Store:
     folder: Path
     num_answers: int
     num_rows: int = 0
-    _waiting: list[Answer] = field(default_factory=list)
+    _waiting: list[RecordedAnswer] = field(default_factory=list)
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: RecordedAnswer) -> None:
         """Add an answer; it is written once there are enough of them. Errors as `flush`."""
         self._waiting.append(answer)
         self.num_rows += len(answer)
         if sum(map(len, self._waiting)) >= _PART_ROWS:
             self.flush()
 
-    def take(self, answers: deque[Answer]) -> None:
+    def take(self, answers: deque[RecordedAnswer]) -> None:
         """Move answers from a list, to which another thread may add."""
         while answers:
             self.add(answers.popleft())
@@ -120,13 +120,13 @@ class Store:
         self._waiting = []
 
 
-def kept_answers(folder: Path, width: int) -> list[Answer]:
+def kept_answers(folder: Path, width: int) -> list[RecordedAnswer]:
     """Return the answers in a folder, in their order; states have `width` numbers.
 
     Raises:
         UsageError: they are damaged, or of another model.
     """
-    answers: list[Answer] = []
+    answers: list[RecordedAnswer] = []
     for path in sorted(folder.glob("*.json")):
         try:
             parts, digest = _read(path)
@@ -141,7 +141,7 @@ def kept_answers(folder: Path, width: int) -> list[Answer]:
             raise UsageError(message) from None
         ends = np.cumsum(counts)
         answers += [
-            Answer(own, rows[end - count : end], prompt)
+            RecordedAnswer(own, rows[end - count : end], prompt)
             for prompt, own, end, count in zip(prompts, tokens, ends, counts, strict=True)
         ]
     return answers

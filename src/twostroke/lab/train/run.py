@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from twostroke.lab.train.learn import Score
     from twostroke.lab.train.options import TrainOptions
-    from twostroke.lab.train.record import Answer
+    from twostroke.lab.train.record import RecordedAnswer
     from twostroke.model.weights import LoadedModel
 
     Report = Callable[[str], None]
@@ -61,12 +61,12 @@ def train_heads(model: str, output: Path, options: TrainOptions, report: Report)
         token_ids = saved.token_ids
         learner = _learner(loaded, options, lesson, token_ids, [])
         learner.descent.restore(saved.arrays, saved.seconds, saved.num_steps)
-    run = _Run(output, about, token_ids, learner)
+    run = _HeadTraining(output, about, token_ids, learner)
     what = f"heads so far are in {output}"
     train(learner.descent, learner.stepper(), run.save, what, report)
 
 
-class _Run(Frozen):
+class _HeadTraining(Frozen):
     """Heads in training, and the folder in which they are saved."""
 
     folder: Path
@@ -106,7 +106,7 @@ def _learner(
     options: TrainOptions,
     lesson: Lesson,
     token_ids: tuple[int, ...],
-    answers: list[Answer],
+    answers: list[RecordedAnswer],
 ) -> Learner:
     """Return heads to train; an empty `answers` leaves their first fit out."""
     ffn_size = options.ffn_size or max(32, loaded.spec.ffn_size * 2 // 3 // 32 * 32)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from torch.nn import functional
 
 from twostroke.backends.torch import TorchModel
-from twostroke.backends.torch.operations import StepState, apply
+from twostroke.backends.torch.operations import TorchStepState, apply
 from twostroke.backends.torch.pages import WholeSequences
 from twostroke.model.families import build_program
 from twostroke.model.program.ops import Embed, Scale
@@ -59,18 +59,20 @@ def choose_layers(
     whole = TorchModel(build_program(spec), tensors)
     kept = list(range(spec.num_layers))
     with torch.no_grad():
-        right = _Cut(whole, spec, sequences, kept).log_probabilities()
+        right = _ShortenedModel(whole, spec, sequences, kept).log_probabilities()
         for left in range(_ROUNDS, 0, -1):
             num_dropped = -(-(len(kept) - count) // left)
             if not num_dropped:
                 continue
-            before = _Cut(whole, spec, sequences, kept).states()
+            before = _ShortenedModel(whole, spec, sequences, kept).states()
             losses = {}
             for at, layer in enumerate(kept):
                 if at % _REPORT_EVERY == 0:
                     report(f"layers: left out {at} of {len(kept)}, each on its own")
                 rest = [other for other in kept if other != layer]
-                found = _Cut(whole, spec, sequences, rest).log_probabilities(at, before[at])
+                found = _ShortenedModel(whole, spec, sequences, rest).log_probabilities(
+                    at, before[at]
+                )
                 loss = functional.kl_div(found, right, reduction="batchmean", log_target=True)
                 losses[layer] = float(loss)
             dropped = sorted(losses, key=losses.__getitem__)[:num_dropped]
@@ -80,7 +82,7 @@ def choose_layers(
     return kept
 
 
-class _Cut:
+class _ShortenedModel:
     """A model that has some layers of a whole one, at work on sequences."""
 
     def __init__(
@@ -96,7 +98,7 @@ class _Cut:
         tokens = torch.tensor([token for one in sequences for token in one])
         places = torch.cat([torch.arange(len(one)) for one in sequences])
         keeper = WholeSequences([len(one) for one in sequences], self._program.ops)
-        self._state = StepState(tokens, places, torch.arange(len(tokens)), weights, keeper)
+        self._state = TorchStepState(tokens, places, torch.arange(len(tokens)), weights, keeper)
 
     def states(self) -> list[Tensor]:
         """Return the hidden states before each layer."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from twostroke.lab.train.lesson import Target
-    from twostroke.lab.train.record import Answer
+    from twostroke.lab.train.record import RecordedAnswer
     from twostroke.model.families.heads import HeadsSpec
     from twostroke.model.program import Program
     from twostroke.model.quant import QuantTensor
@@ -31,7 +31,7 @@ def first_weights(
     program: Program,
     target: Target,
     tensors: Mapping[str, QuantTensor],
-    answers: Sequence[Answer],
+    answers: Sequence[RecordedAnswer],
     seed: int,
 ) -> dict[str, Tensor]:
     """Return the weights of untrained heads; those to be trained require gradients.
@@ -70,7 +70,7 @@ def first_weights(
     return weights
 
 
-def _fit(target: Target, answers: Sequence[Answer]) -> tuple[Tensor, Tensor]:
+def _fit(target: Target, answers: Sequence[RecordedAnswer]) -> tuple[Tensor, Tensor]:
     """Return the matrices that predict the next state from a state and the token after it.
 
     Ridge regression on normed rows.

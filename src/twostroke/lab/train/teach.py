@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from twostroke.backends.torch.operations import StepState, apply
+from twostroke.backends.torch.operations import TorchStepState, apply
 from twostroke.backends.torch.pages import WholeSequences
 from twostroke.core.frozen import Frozen
 from twostroke.model.families import build_program
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from twostroke.lab.train.record import Answer
+    from twostroke.lab.train.record import RecordedAnswer
     from twostroke.model.tokenizer.translation import Translation
     from twostroke.model.weights import LoadedModel
 
@@ -57,14 +57,14 @@ class Teacher:
         """Return the logits (rows, vocabulary) of states (rows, width)."""
         every = torch.arange(len(states))
         keeper = WholeSequences([len(states)], self._ops)
-        step = StepState(every, every, every, self._weights, keeper)
+        step = TorchStepState(every, every, every, self._weights, keeper)
         values = {self._states: states}
         for op in self._ops:
             values[op.output] = apply(op, values, step)
         return values[self._ops[-1].output]
 
 
-def same_tokens(answers: Iterable[Answer], length: int) -> Iterator[Example]:
+def same_tokens(answers: Iterable[RecordedAnswer], length: int) -> Iterator[Example]:
     """Yield answers as examples of at most `length` tokens; the first of a long prompt are cut."""
     for answer in answers:
         num_rows = min(len(answer), length - 1)
@@ -75,7 +75,7 @@ def same_tokens(answers: Iterable[Answer], length: int) -> Iterator[Example]:
 
 
 def other_tokens(
-    answers: Iterable[Answer], translation: Translation, length: int
+    answers: Iterable[RecordedAnswer], translation: Translation, length: int
 ) -> Iterator[Example]:
     """Yield answers, with their prompts, in the tokens of a student with another vocabulary.
 

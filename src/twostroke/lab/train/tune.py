@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from twostroke.lab.train.descent import Report
-    from twostroke.lab.train.record import Answer
+    from twostroke.lab.train.record import RecordedAnswer
     from twostroke.model.program import Program
     from twostroke.model.weights import LoadedModel
 
@@ -42,7 +42,7 @@ _COPIES: Final = 4  # of the weights in float32: parts, products with factors, t
 def tune(
     source: LoadedModel,
     tensors: Mapping[str, QuantTensor],
-    answers: Sequence[Answer],
+    answers: Sequence[RecordedAnswer],
     minutes: float,
     folder: Path,
     report: Report,

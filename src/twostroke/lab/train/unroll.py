@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from twostroke.backends.torch.operations import StepState, apply
+from twostroke.backends.torch.operations import TorchStepState, apply
 from twostroke.core.frozen import Frozen
 from twostroke.model.families.heads import EAGLE, last_hidden
 from twostroke.model.program import ops
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from twostroke.model.program import Program
 
 
-class Batch(Frozen):
+class TrainingBatch(Frozen):
     """Pieces of answers: all tensors are (pieces, length) but for `hidden` (.., width).
 
     Row i of a piece has the state `hidden[i]`, from which `tokens[i]` was drawn; `valid` rows have
@@ -50,7 +50,7 @@ class NoPages:
 
 
 def unroll(
-    spec: HeadsSpec, program: Program, weights: Mapping[str, Tensor], batch: Batch
+    spec: HeadsSpec, program: Program, weights: Mapping[str, Tensor], batch: TrainingBatch
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each depth the logits (rows, num_tokens) and which rows of the batch have them.
 
@@ -62,7 +62,7 @@ def unroll(
 
 
 def _eagle(
-    spec: HeadsSpec, program: Program, weights: Mapping[str, Tensor], batch: Batch
+    spec: HeadsSpec, program: Program, weights: Mapping[str, Tensor], batch: TrainingBatch
 ) -> Iterator[tuple[Tensor, Tensor]]:
     pieces, length = batch.tokens.shape
     tokens = batch.tokens.flatten()
@@ -71,7 +71,7 @@ def _eagle(
     for depth in range(spec.depth):
         rows = batch.valid & (torch.arange(length) >= depth)
         flat = given.flatten(0, 1)
-        state = StepState(
+        state = TorchStepState(
             tokens, positions, rows.flatten().nonzero()[:, 0], weights, NoPages(), flat
         )
         values: dict[str, Tensor] = {}
@@ -85,14 +85,16 @@ def _eagle(
 
 
 def _medusa(
-    spec: HeadsSpec, program: Program, weights: Mapping[str, Tensor], batch: Batch
+    spec: HeadsSpec, program: Program, weights: Mapping[str, Tensor], batch: TrainingBatch
 ) -> Iterator[tuple[Tensor, Tensor]]:
     _, length = batch.tokens.shape
     for depth in range(spec.depth):
         rows = batch.valid & (torch.arange(length) >= depth)
         given = _later(batch.hidden, depth)[rows]
         every = torch.arange(len(given))
-        state = StepState(torch.full_like(every, depth), every, every, weights, NoPages(), given)
+        state = TorchStepState(
+            torch.full_like(every, depth), every, every, weights, NoPages(), given
+        )
         values: dict[str, Tensor] = {}
         for op in program.ops:
             values[op.output] = apply(op, values, state)

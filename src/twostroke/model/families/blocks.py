@@ -80,8 +80,8 @@ def attention(
     origin = None
     if lender is None:
         made_q, made_k = (_made(spec, name, part, query_key_norm) for part in normed)
-        origin = ops.Origin(made_q, made_k, _rope(spec, layer, f"{name}.k", kv_heads))
-    mixed, kind = f"{name}.mixed", ops.Attention if lender is None else ops.BorrowingAttention
+        origin = ops.QkProjections(made_q, made_k, _rope(spec, layer, f"{name}.k", kv_heads))
+    mixed, kind = f"{name}.mixed", ops.Attention if lender is None else ops.SharedKvAttention
     parts.append(
         kind(
             mixed,
@@ -132,10 +132,10 @@ def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[O
     scale = whole**-0.5 if spec.attention_scale is None else spec.attention_scale
     joints = sizes.rotated, sizes.rank
     rope = _rope(spec, layer, f"{name}.k.joined", 1)
-    keys, latents = _read_by(spec, name, "k_pe"), ops.Made(f"{weight}_kv_a_norm.weight")
+    keys, latents = _read_by(spec, name, "k_pe"), ops.Projection(f"{weight}_kv_a_norm.weight")
     queries = _read_by(spec, name, "q")
     if sizes.query_rank:
-        queries = ops.Made(f"{weight}_q_b.weight", None, f"{weight}_q_a_norm.weight")
+        queries = ops.Projection(f"{weight}_q_b.weight", None, f"{weight}_q_a_norm.weight")
     return [
         *parts,
         ops.HeadLinear(f"{q}.latent", q, matrices("k_b"), sizes.key, sizes.rank, whole),
@@ -153,7 +153,7 @@ def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[O
             1,
             width,
             scale,
-            origin=ops.Origin(queries, keys, rope, latents=latents),
+            origin=ops.QkProjections(queries, keys, rope, latents=latents),
             rotated=sizes.rotated,
             key=sizes.key,
             value=sizes.value,
@@ -327,16 +327,16 @@ def _latent_norm(x: str, weight: str, width: int) -> ops.RMSNorm:
     return ops.RMSNorm(f"{x}.normed", x, f"{weight}.weight", width, _LATENT_EPSILON)
 
 
-def _made(spec: ModelSpec, name: str, part: str, query_key_norm: QueryKeyNorm) -> ops.Made:
+def _made(spec: ModelSpec, name: str, part: str, query_key_norm: QueryKeyNorm) -> ops.Projection:
     weight, offset = f"{name}.attn_{part}", spec.norm_offset
     if query_key_norm is not None:
-        return ops.Made(f"{weight}_norm.weight", offset=offset)
+        return ops.Projection(f"{weight}_norm.weight", offset=offset)
     return _read_by(spec, name, part, f"{weight}.bias" if spec.qkv_bias else None)
 
 
-def _read_by(spec: ModelSpec, name: str, part: str, bias: str | None = None) -> ops.Made:
+def _read_by(spec: ModelSpec, name: str, part: str, bias: str | None = None) -> ops.Projection:
     weight = f"{name}.attn_{part}.weight"
-    return ops.Made(weight, bias, f"{name}.attn_norm.weight", spec.norm_offset)
+    return ops.Projection(weight, bias, f"{name}.attn_norm.weight", spec.norm_offset)
 
 
 def _query_key_norm(

@@ -28,7 +28,7 @@ from twostroke.model.families.fields import (
     Fields,
 )
 from twostroke.model.families.rope import config_rope
-from twostroke.model.families.spec import BorrowingSpec, ExpertSpec, RopeSpec
+from twostroke.model.families.spec import ExpertSpec, RopeSpec, SharedKvSpec
 from twostroke.model.program import Activation, ops
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def borrowing_layers(fields: Fields, spec: ModelSpec, count: int, ffn_size: int)
     own = {spec.window_of(layer) is None for layer in range(spec.num_layers - count)}
     if own != {spec.window_of(layer) is None for layer in range(spec.num_layers)}:
         fields.fault(f"has {count} layers that read keys and values of earlier ones, not of a kind")
-    return replace(spec, borrowing=BorrowingSpec(count, ffn_size))
+    return replace(spec, borrowing=SharedKvSpec(count, ffn_size))
 
 
 def _experts(fields: Fields, spec: ModelSpec, count: str, used: str, width: str) -> ExpertSpec:

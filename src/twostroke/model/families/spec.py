@@ -90,7 +90,7 @@ class LatentSpec(Frozen):
     query_rank: int = 0
 
 
-class BorrowingSpec(Frozen):
+class SharedKvSpec(Frozen):
     """The last `count` layers read keys and values of an earlier one (arXiv:2405.12981).
 
     It is the last layer before them that slides as they do. Their feed-forward is `ffn_size` wide.
@@ -138,7 +138,7 @@ class ModelSpec(Frozen):
     window: WindowSpec | None = None
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
-    borrowing: BorrowingSpec | None = None
+    borrowing: SharedKvSpec | None = None
     layer_inputs: int = 0
     layer_factors: bool = False
     keys_give_values: bool = False

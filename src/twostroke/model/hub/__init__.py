@@ -19,15 +19,15 @@ from twostroke.model.hub.inventory import (
     use,
     verify,
 )
-from twostroke.model.hub.progress import Progress, Watcher
+from twostroke.model.hub.progress import DownloadProgress, Watcher
 from twostroke.model.hub.records import ModelRecord
 
 __all__ = [
     "CATALOGUE",
+    "DownloadProgress",
     "Leftover",
     "ModelRecord",
     "PackagedModel",
-    "Progress",
     "Watcher",
     "drop",
     "find",

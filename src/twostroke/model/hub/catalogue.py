@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class Part(Frozen):
+class WheelPart(Frozen):
     """A file inside a wheel: a model, or a piece of one."""
 
     package: str
@@ -58,7 +58,7 @@ class PackagedModel(Frozen):
     name: str
     title: str
     file_name: str
-    parts: tuple[Part, ...]
+    parts: tuple[WheelPart, ...]
     file_bytes: int | None = None
     sha256: str | None = None
     licence: str | None = None
@@ -82,7 +82,7 @@ def _read_entry(name: str, entry: Mapping[str, Any]) -> PackagedModel:
         numbers = {"index": index, "n": index + 1}
         part_package = package.format(**numbers)
         folder = part_package.replace("-", "_")
-        parts.append(Part(part_package, version, path.format(folder=folder, **numbers)))
+        parts.append(WheelPart(part_package, version, path.format(folder=folder, **numbers)))
     return PackagedModel(name, parts=tuple(parts), hub=hub, **facts)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from twostroke.core.errors import DownloadError
 from twostroke.core.files import locks, megabytes
 from twostroke.core.frozen import Frozen
-from twostroke.model.hub.progress import Progress, Watcher
+from twostroke.model.hub.progress import DownloadProgress, Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ CHUNK_BYTES = 1 << 20
 _SPARE_BYTES = 16 << 20  # left free by a download
 
 
-class Place(Frozen):
+class ModelFolder(Frozen):
     """A folder for models; users move it with the environment variable `variable`."""
 
     folder: Path
@@ -66,7 +66,7 @@ def locked(path: Path, watch: Watcher) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         if not locks(file.fileno()):
-            watch(Progress("wait"))
+            watch(DownloadProgress("wait"))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -90,5 +90,5 @@ def file_sha256(path: Path, watch: Watcher, before: int = 0, total_bytes: int | 
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
             done += len(chunk)
-            watch(Progress("verify", done, total))
+            watch(DownloadProgress("verify", done, total))
     return digest.hexdigest()

@@ -50,7 +50,7 @@ class RepoFile(Frozen):
     sha256: str | None = None
 
 
-class Choice(Frozen):
+class FileSelection(Frozen):
     """The files of one model; `entry` is the one to load, None for their folder.
 
     `number_format` is the quantization, if file names show it. `note` says which model was chosen
@@ -63,7 +63,7 @@ class Choice(Frozen):
     note: str | None = None
 
 
-def choose(name: HubName, files: Sequence[RepoFile]) -> Choice:
+def choose(name: HubName, files: Sequence[RepoFile]) -> FileSelection:
     """Return the files to fetch for `name` from a repository with `files`.
 
     For safetensors these are the small files; `add_weights` adds the others.
@@ -95,8 +95,8 @@ def choose(name: HubName, files: Sequence[RepoFile]) -> Choice:
 
 
 def add_weights(
-    choice: Choice, index: Mapping[str, object] | None, files: Sequence[RepoFile]
-) -> Choice:
+    choice: FileSelection, index: Mapping[str, object] | None, files: Sequence[RepoFile]
+) -> FileSelection:
     """Return the choice of a safetensors repository with its weights.
 
     `index` is the content of its index file, None if it has none.
@@ -163,11 +163,11 @@ def _find_named(name: HubName, asked: str, models: list[_Model]) -> _Model:
     raise ModelNotFoundError(f"{name.repo!r} has no {name.file!r}, but {has}.{hint}")
 
 
-def _gguf(model: _Model, note: str | None = None) -> Choice:
+def _gguf(model: _Model, note: str | None = None) -> FileSelection:
     entry = model[0].path
     if not _is_complete(model):
         raise ModelNotFoundError(f"The repository lacks some of the parts of {entry!r}.")
-    return Choice(model, entry, quantization(entry) or "GGUF", note)
+    return FileSelection(model, entry, quantization(entry) or "GGUF", note)
 
 
 def _listed(models: list[_Model]) -> str:
@@ -176,7 +176,7 @@ def _listed(models: list[_Model]) -> str:
     return ", ".join(labels[:_MAX_LISTED]) + more
 
 
-def _choose_folder(name: HubName, files: Sequence[RepoFile]) -> Choice:
+def _choose_folder(name: HubName, files: Sequence[RepoFile]) -> FileSelection:
     known = {file.path: file for file in files}
     if WHOLE not in known and INDEX not in known:
         pickled = any(path.endswith((".bin", ".pt", ".pth", ".ckpt")) for path in known)
@@ -187,4 +187,4 @@ def _choose_folder(name: HubName, files: Sequence[RepoFile]) -> Choice:
             raise ModelFormatError(f"{name.repo!r} has no {needed}, which its weights need.")
     small = [known[path] for path in _SMALL if path in known]
     small += [file for path, file in known.items() if _TEMPLATE.fullmatch(path)]
-    return Choice(tuple(small), None, SAFETENSORS)
+    return FileSelection(tuple(small), None, SAFETENSORS)

@@ -37,7 +37,7 @@ _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _LOGIN: Final = "log in with 'hf auth login' or set HF_TOKEN"
 
 
-class UnreachableError(DownloadError):
+class HubUnreachableError(DownloadError):
     """The hub could not be asked."""
 
 
@@ -98,7 +98,7 @@ class Hub:
                 )
             )
             return _listing(info)
-        except UnreachableError:
+        except HubUnreachableError:
             cached = self._cached_listing()
             if cached is None:
                 raise
@@ -205,7 +205,7 @@ class Hub:
                     grew(partial, size)
                     if size > file.num_bytes:  # not what was announced
                         return
-            except UnreachableError as error:
+            except HubUnreachableError as error:
                 problem = error
             if size < file.num_bytes:
                 num_failures = 0 if size > before else num_failures + 1
@@ -284,7 +284,7 @@ class Hub:
         """Return the error that tells a user what to do about a failure of the client."""
         errors, repo, status = self._errors, self.name.repo, _status(error)
         if isinstance(error, errors.OfflineModeIsEnabled):
-            return UnreachableError(f"{repo!r} cannot be fetched: HF_HUB_OFFLINE is set.")
+            return HubUnreachableError(f"{repo!r} cannot be fetched: HF_HUB_OFFLINE is set.")
         if isinstance(error, errors.GatedRepoError):
             return DownloadError(f"{repo!r} is gated: accept its licence at {self.page}; {_LOGIN}.")
         if isinstance(error, errors.RevisionNotFoundError):
@@ -301,7 +301,7 @@ class Hub:
             return DownloadError(f"The hub answered {repo!r} with status {status}: {advice}.")
         if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
             return error  # of the disk, not of the network
-        return UnreachableError(
+        return HubUnreachableError(
             f"The hub at {self.endpoint} could not be reached for {repo!r}: check the network, the "
             "proxy settings or HF_ENDPOINT."
         )

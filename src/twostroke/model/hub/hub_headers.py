@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from twostroke.model.hub.file_selection import Choice, RepoFile
+    from twostroke.model.hub.file_selection import FileSelection, RepoFile
     from twostroke.model.hub.names import HubName
 
     # Returns the ranges (start, size) that are needed besides the header; None if it is cut off.
@@ -57,7 +57,7 @@ class _Heads:
             self._fetch_gguf(file, inspect)
         return self._path(choice.entry)
 
-    def _fetch_folder(self, choice: Choice) -> None:
+    def _fetch_folder(self, choice: FileSelection) -> None:
         for file in choice.files:
             if file.path in {CONFIG, INDEX}:
                 self._read(file, 0, file.num_bytes)

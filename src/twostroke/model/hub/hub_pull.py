@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from twostroke.core.files import file_size, megabytes, read_json
-from twostroke.model.hub.disk import Place, file_sha256, locked
+from twostroke.model.hub.disk import ModelFolder, file_sha256, locked
 from twostroke.model.hub.file_selection import (
     CONFIG,
     INDEX,
     SAFETENSORS,
-    Choice,
+    FileSelection,
     add_weights,
     choose,
     quantization,
 )
 from twostroke.model.hub.hub import Hub, Listing
-from twostroke.model.hub.progress import Progress, ignore
+from twostroke.model.hub.progress import DownloadProgress, ignore
 from twostroke.model.hub.records import ModelRecord, StoredFile, stored_records
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ def pull_from_hub(name: HubName, inspect: Inspect, watch: Watcher) -> ModelRecor
         ModelFormatError: the model cannot run here; at most some megabytes were fetched.
         DownloadError: network, disk, rights or checksum failed; what has arrived is kept.
     """
-    pull = _Pull(Hub(name), inspect, watch)
+    pull = _HubDownload(Hub(name), inspect, watch)
     with pull.place.filling(str(name), pull.kept):
         return pull.run()
 
 
-class _Pull:
+class _HubDownload:
     """One download: `wanted` are its large files, of `total_bytes` that are not here yet."""
 
     def __init__(self, hub: Hub, inspect: Inspect, watch: Watcher) -> None:
@@ -54,7 +54,7 @@ class _Pull:
         self.name = hub.name
         self.inspect = inspect
         self.watch = watch
-        self.place = Place(hub.cache, "HF_HOME")
+        self.place = ModelFolder(hub.cache, "HF_HOME")
         self.listing = Listing("", (), None)
         self.were_here: set[RepoFile] = set()
         self.wanted: list[RepoFile] = []
@@ -64,7 +64,7 @@ class _Pull:
         self.listing = self.hub.listing()
         choice = choose(self.name, self.listing.files)
         if choice.note:
-            self.watch(Progress("choose", note=choice.note))
+            self.watch(DownloadProgress("choose", note=choice.note))
         self.were_here = {file for file in self.listing.files if self.is_here(file)}
         if choice.entry is None:
             choice = self.fetch_small_files(choice)
@@ -85,7 +85,7 @@ class _Pull:
         name = entry or CONFIG
         return self.inspect(self.path(name), name)
 
-    def fetch_small_files(self, choice: Choice) -> Choice:
+    def fetch_small_files(self, choice: FileSelection) -> FileSelection:
         """Fetch the configuration first, to refuse what cannot run; then find the weights."""
         self.fetch([file for file in choice.files if file.path == CONFIG])
         self.family(None)
@@ -113,7 +113,9 @@ class _Pull:
         sizes = [*_INSPECTED_BYTES, file.num_bytes] if is_entry else []
 
         def grew(partial: Path, size: int) -> None:
-            self.watch(Progress("download", min(before + size, self.total_bytes), self.total_bytes))
+            self.watch(
+                DownloadProgress("download", min(before + size, self.total_bytes), self.total_bytes)
+            )
             if sizes and size >= sizes[0]:
                 is_known = self.inspect(partial, file.path) is not None
                 sizes[:] = [] if is_known else [one for one in sizes if one > size]
@@ -128,7 +130,7 @@ class _Pull:
             return "Nothing was kept."
         return f"{megabytes(kept)} are kept: pull again to continue."
 
-    def record(self, choice: Choice) -> ModelRecord:
+    def record(self, choice: FileSelection) -> ModelRecord:
         """Write down what was fetched."""
         snapshot, path = self.path(None), self.path(choice.entry)
         old = next((one for one in stored_records() if one.path == path), None)

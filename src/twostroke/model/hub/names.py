@@ -10,7 +10,7 @@ from urllib.parse import unquote
 from twostroke.core import env
 from twostroke.core.errors import ModelNotFoundError, UsageError, nearest
 from twostroke.core.frozen import Frozen
-from twostroke.model.hub.catalogue import CATALOGUE, PackagedModel, Part
+from twostroke.model.hub.catalogue import CATALOGUE, PackagedModel, WheelPart
 from twostroke.model.hub.records import stored_records
 
 DEFAULT_REVISION: Final = "main"
@@ -98,7 +98,7 @@ def _parse_package(name: str) -> PackagedModel:
     match = _PYPI.fullmatch(name)
     if match is None or ".." in Path(match["path"]).parts:
         raise UsageError(f"{name!r} does not have the form {_PACKAGE_FORM}.")
-    part = Part(match["package"], match["version"], match["path"])
+    part = WheelPart(match["package"], match["version"], match["path"])
     file_name = f"{part.package}-{part.version}-{match['file']}"
     return PackagedModel(name, match["file"], file_name, (part,))
 

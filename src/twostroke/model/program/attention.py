@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from twostroke.model.program.sharding import Range
 
 
-class Made(Frozen):
+class Projection(Frozen):
     """What made queries or keys: a product with a `bias`, or a norm of heads or of the row.
 
     `weight` is that of the product (width, in_width), whose input was normed by `input_norm`, or
@@ -35,18 +35,18 @@ class Made(Frozen):
     offset: float = 0.0
 
 
-class Origin(Frozen):
+class QkProjections(Frozen):
     """Where a layer's queries and keys, rotated by `rope`, come from, and so how large they are.
 
     `first` is the place, among the keys of the whole layer, of this part's first value. Of latent
     attention, `keys` are the rotated part, and `latents` what follows it.
     """
 
-    queries: Made
-    keys: Made
+    queries: Projection
+    keys: Projection
     rope: Rope
     first: int = 0
-    latents: Made | None = None
+    latents: Projection | None = None
 
 
 class Attention(Operation):
@@ -76,7 +76,7 @@ class Attention(Operation):
     soft_cap: float | None = None
     group: int | None = None
     first_head: int = 0
-    origin: Origin | None = None
+    origin: QkProjections | None = None
 
     reads: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     sharding = Sharding.BY_COLUMN_PARTS
@@ -153,7 +153,7 @@ class Attention(Operation):
         return "attention" if self.window is None else f"attention({self.window})"
 
 
-class BorrowingAttention(Attention):
+class SharedKvAttention(Attention):
     """Attention to the keys and values that an earlier operation stores, for cache layer `layer`.
 
     It has none of its own: `k` and `v` are empty (arXiv:2405.12981). Heads, their width and the

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _LITTLE = 1.05  # times what all ranks together must store
 
 
-class Place(Frozen):
+class MeshCoordinate(Frozen):
     """Where a rank is in a mesh."""
 
     stage: int
@@ -69,13 +69,13 @@ class Mesh(Frozen):
         """Return the tokens in a page: a piece for each rank that has some, else those asked."""
         return PIECE_TOKENS * self.num_places if self.num_places > 1 else asked
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> MeshCoordinate:
         """Return where a rank is."""
         later, within = divmod(rank, self.ranks_per_stage)
         row_part, column_part = divmod(within, len(self.column_parts))
-        return Place(len(self.stages) - 1 - later, row_part, column_part)
+        return MeshCoordinate(len(self.stages) - 1 - later, row_part, column_part)
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: MeshCoordinate) -> int:
         """Return the rank at a place."""
         later = len(self.stages) - 1 - place.stage
         within = place.row_part * len(self.column_parts) + place.column_part

@@ -10,14 +10,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.model.program.attention import Attention, BorrowingAttention, Made, Origin
+from twostroke.model.program.attention import (
+    Attention,
+    Projection,
+    QkProjections,
+    SharedKvAttention,
+)
 from twostroke.model.program.collectives import AllGather, AllReduce, Receive, Send, TakeColumns
 from twostroke.model.program.experts import Expert, ExpertTerms, MixtureOfExperts, Route, SumTerms
 from twostroke.model.program.latent import HeadLinear, Join, LatentAttention
 from twostroke.model.program.operation import Activation, Operation
 from twostroke.model.program.rope import Rope
 from twostroke.model.program.sharding import COLUMN_GRAIN, Sharding, TokenParts, Weight
-from twostroke.model.program.split_kv import AttentionPieces
+from twostroke.model.program.split_kv import SplitKvAttention
 from twostroke.model.program.work import Cost, each_row, each_sampled_row, once_if_sampled
 
 if TYPE_CHECKING:
@@ -33,8 +38,6 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "Attention",
-    "AttentionPieces",
-    "BorrowingAttention",
     "Embed",
     "Expert",
     "ExpertTerms",
@@ -46,16 +49,18 @@ __all__ = [
     "Linear",
     "LocalOp",
     "Logits",
-    "Made",
     "MixtureOfExperts",
     "Op",
-    "Origin",
+    "Projection",
+    "QkProjections",
     "RMSNorm",
     "Receive",
     "Rope",
     "Route",
     "Scale",
     "Send",
+    "SharedKvAttention",
+    "SplitKvAttention",
     "SumTerms",
     "TakeColumns",
 ]
@@ -286,7 +291,7 @@ LocalOp = (
     | Join
     | Rope
     | Attention
-    | BorrowingAttention
+    | SharedKvAttention
     | LatentAttention
     | GatedActivation
     | Route
@@ -298,4 +303,4 @@ LocalOp = (
     | Logits
     | TakeColumns
 )
-Op = LocalOp | AllGather | AllReduce | Send | Receive | AttentionPieces
+Op = LocalOp | AllGather | AllReduce | Send | Receive | SplitKvAttention

@@ -18,7 +18,7 @@ from twostroke.model.program.held_value import HeldValue, cuts_of
 from twostroke.model.program.kv_format import CacheGroup
 from twostroke.model.program.ops import Attention, Embed, Linear
 from twostroke.model.program.sharding import ColumnParts, RowParts, Sharding, cuts
-from twostroke.model.program.split_kv import AttentionPieces, heads_of_each
+from twostroke.model.program.split_kv import SplitKvAttention, heads_of_each
 from twostroke.model.program.stages import cut_into_stages
 from twostroke.model.program.sums import split_sums
 
@@ -205,7 +205,7 @@ class _Stage:
         for index in range(self._size):
             team, place = self._team(index, self._size)
             output = value.at(index) or f"{op.output}.none"
-            part = AttentionPieces.of(op, team, place, head_cuts)
+            part = SplitKvAttention.of(op, team, place, head_cuts)
             names = {field: x.at(index) for field, x in zip(op.reads, read, strict=True)}
             self._emit(index, replace(part, output=output, **names))
         self._held[op.output] = [value]

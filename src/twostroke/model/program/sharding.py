@@ -47,7 +47,7 @@ class Weight(Frozen):
     is_divided: bool = False
 
 
-class _Cut(Frozen):
+class _CutParts(Frozen):
     """Member i of a team holds what lies between `cuts[i]` and `cuts[i + 1]`."""
 
     cuts: tuple[int, ...]
@@ -59,17 +59,17 @@ class _Cut(Frozen):
         return (self.cuts[place + 1] - self.cuts[place]) / self.cuts[-1]
 
 
-class ColumnParts(_Cut):
+class ColumnParts(_CutParts):
     """Member i of a team holds the columns from `cuts[i]` to `cuts[i + 1]` of each row."""
 
 
-class TokenParts(_Cut):
+class TokenParts(_CutParts):
     """Member i of a team holds the rows whose token is in `range(cuts[i], cuts[i + 1])`."""
 
     are_rows = True
 
 
-class TermParts(_Cut):
+class TermParts(_CutParts):
     """Member i of a team holds the terms of the experts in `range(cuts[i], cuts[i + 1])`.
 
     `scores` names the value by which each row chooses `num_used` experts.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Self
 
-    from twostroke.model.program.attention import Attention, Origin
+    from twostroke.model.program.attention import Attention, QkProjections
     from twostroke.model.program.kv_format import CacheFormat
     from twostroke.model.program.operation import Work
     from twostroke.model.program.sharding import Range
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _VALUE_BYTES = 4  # shares travel as float32
 
 
-class AttentionPieces(Operation):
+class SplitKvAttention(Operation):
     """The part of an `Attention` that one rank of a team computes; fields by name are those of it.
 
     Attention sums over pieces of `PIECE_TOKENS` positions, counted from a request's first. A
@@ -59,7 +59,7 @@ class AttentionPieces(Operation):
     team: tuple[int, ...]
     place: int
     head_cuts: tuple[int, ...]  # column part i merges the heads from cut i to cut i + 1
-    origin: Origin | None = None
+    origin: QkProjections | None = None
     values_are_keys: bool = False
     borrows: bool = False  # keys and values, of an earlier operation
 
@@ -69,7 +69,7 @@ class AttentionPieces(Operation):
     @classmethod
     def of(
         cls, op: Attention, team: tuple[int, ...], place: int, head_cuts: tuple[int, ...]
-    ) -> AttentionPieces:
+    ) -> SplitKvAttention:
         """Return the part of a whole attention that a member of a team computes."""
         return cls(
             op.output, op.q, op.k, op.v, op.layer, op.num_heads, op.num_kv_heads, op.head_dim,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from twostroke.model.program.attention import BorrowingAttention
+from twostroke.model.program.attention import SharedKvAttention
 from twostroke.model.program.batch import BatchShape
 from twostroke.model.program.kv_format import FLOAT16
 from twostroke.model.program.work import StepCost
@@ -47,7 +47,7 @@ def stage_ends(program: Program, ops: Sequence[Op]) -> list[int]:
     A stage has layers together with those that borrow their keys and values.
     """
     stored = {layer: place for place, op in enumerate(ops) for layer in op.stores}
-    lent = [(stored[op.layer], i) for i, op in enumerate(ops) if isinstance(op, BorrowingAttention)]
+    lent = [(stored[op.layer], i) for i, op in enumerate(ops) if isinstance(op, SharedKvAttention)]
     ends = [place + 1 for place, op in enumerate(ops) if op.output in program.layer_outputs]
     return [end for end in ends if not any(first < end <= last for first, last in lent)]
 

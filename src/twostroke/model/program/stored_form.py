@@ -10,7 +10,13 @@ from typing import Final
 import msgspec
 
 # By the present name of a class or a field: the name in stored forms.
-STORED_CLASSES: Final[dict[str, str]] = {}
+STORED_CLASSES: Final = {
+    "Projection": "Made",
+    "QkProjections": "Origin",
+    "SharedKvAttention": "BorrowingAttention",
+    "SplitKvAttention": "AttentionPieces",
+    "MeshCoordinate": "Place",
+}
 STORED_FIELDS: Final[dict[tuple[str, str], str]] = {}
 
 

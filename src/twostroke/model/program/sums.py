@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import lcm
 from typing import TYPE_CHECKING
 
-from twostroke.model.program.ops import Attention, BorrowingAttention, Linear
+from twostroke.model.program.ops import Attention, Linear, SharedKvAttention
 from twostroke.model.program.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def split_sums(ops: Collection[Op], block_sizes: Mapping[str, int]) -> dict[str,
     whole blocks of its weight, which have `block_sizes` values; the sums of others are not split.
     Nor are those after attention whose keys and values others read: these are all cut alike.
     """
-    lent = {op.layer for op in ops if isinstance(op, BorrowingAttention)}
+    lent = {op.layer for op in ops if isinstance(op, SharedKvAttention)}
     grains: dict[str, int] = {}  # of values that ranks hold by columns
     split: dict[str, int] = {}
     for op in ops:

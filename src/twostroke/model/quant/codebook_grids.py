@@ -19,7 +19,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.model.quant.format import Bytes  # noqa: TC001
 
 
-class Grid(Frozen):
+class CodebookGrid(Frozen):
     """The shape of a codebook: `width` digits below `num_levels`, and where its bits begin."""
 
     num_levels: int
@@ -33,12 +33,12 @@ class Grid(Frozen):
 
 
 GRIDS: Final = {
-    "IQ1_S": Grid(3, 8, 0),
-    "IQ2_XXS": Grid(3, 8, 821),
-    "IQ2_XS": Grid(3, 8, 1642),
-    "IQ2_S": Grid(3, 8, 2463),
-    "IQ3_XXS": Grid(8, 4, 3284),
-    "IQ3_S": Grid(8, 4, 3796),
+    "IQ1_S": CodebookGrid(3, 8, 0),
+    "IQ2_XXS": CodebookGrid(3, 8, 821),
+    "IQ2_XS": CodebookGrid(3, 8, 1642),
+    "IQ2_S": CodebookGrid(3, 8, 2463),
+    "IQ3_XXS": CodebookGrid(8, 4, 3284),
+    "IQ3_S": CodebookGrid(8, 4, 3796),
 }
 
 

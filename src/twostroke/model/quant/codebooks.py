@@ -199,7 +199,7 @@ def _iq1_m(blocks: Bytes) -> Parts:
     return scale.view(np.uint8).reshape(-1, 2), steps, entries | minus
 
 
-class _Kind(Frozen, eq=False):
+class _CodebookFormat(Frozen, eq=False):
     """A format of files: the kernels' codebook, bytes of a block, and the reader of its parts."""
 
     book: Codebook
@@ -217,7 +217,7 @@ class _Kind(Frozen, eq=False):
         return _decode(self.book, self.to_kernel(blocks))
 
 
-def _format(name: str, gguf_id: int, kind: _Kind, packed_bits: float) -> Format:
+def _format(name: str, gguf_id: int, kind: _CodebookFormat, packed_bits: float) -> Format:
     return Format(
         name,
         kind.book.kernel_id,
@@ -231,10 +231,10 @@ def _format(name: str, gguf_id: int, kind: _Kind, packed_bits: float) -> Format:
     )
 
 
-IQ1_S = _format("IQ1_S", 19, _Kind(_IQ1, 50, _iq1_s), 3.625)
-IQ1_M = _format("IQ1_M", 29, _Kind(_IQ1, 56, _iq1_m), 3.625)
-IQ2_XXS = _format("IQ2_XXS", 16, _Kind(_IQ2_XXS, 66, _iq2_xxs), 3.375)
-IQ2_XS = _format("IQ2_XS", 17, _Kind(_IQ2, 74, _iq2_xs), 3.625)
-IQ2_S = _format("IQ2_S", 22, _Kind(_IQ2, 82, _iq2_s), 3.625)
-IQ3_XXS = _format("IQ3_XXS", 18, _Kind(_IQ3_XXS, 98, _iq3_xxs), 4.375)
-IQ3_S = _format("IQ3_S", 21, _Kind(_IQ3_S, 110, _iq3_s), 4.375)
+IQ1_S = _format("IQ1_S", 19, _CodebookFormat(_IQ1, 50, _iq1_s), 3.625)
+IQ1_M = _format("IQ1_M", 29, _CodebookFormat(_IQ1, 56, _iq1_m), 3.625)
+IQ2_XXS = _format("IQ2_XXS", 16, _CodebookFormat(_IQ2_XXS, 66, _iq2_xxs), 3.375)
+IQ2_XS = _format("IQ2_XS", 17, _CodebookFormat(_IQ2, 74, _iq2_xs), 3.625)
+IQ2_S = _format("IQ2_S", 22, _CodebookFormat(_IQ2, 82, _iq2_s), 3.625)
+IQ3_XXS = _format("IQ3_XXS", 18, _CodebookFormat(_IQ3_XXS, 98, _iq3_xxs), 4.375)
+IQ3_S = _format("IQ3_S", 21, _CodebookFormat(_IQ3_S, 110, _iq3_s), 4.375)

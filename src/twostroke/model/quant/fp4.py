@@ -38,7 +38,7 @@ def _nv_scales() -> Floats:
     return scales
 
 
-class _Kind(Frozen, eq=False):
+class _Fp4Format(Frozen, eq=False):
     """A layout: `num_groups` scales, then the groups' codes."""
 
     group: int
@@ -61,11 +61,11 @@ class _Kind(Frozen, eq=False):
         return groups.reshape(len(data), -1)
 
 
-def _decode(kind: _Kind, blocks: Bytes) -> Floats:
+def _decode(kind: _Fp4Format, blocks: Bytes) -> Floats:
     return kind.kernel.dequantize(kind.to_kernel(blocks))
 
 
-def _encode(kind: _Kind, values: Floats) -> Bytes:
+def _encode(kind: _Fp4Format, values: Floats) -> Bytes:
     groups = values.reshape(-1, kind.group)
     scales = kind.nearest(np.abs(groups).max(axis=1, keepdims=True))
     halves = kind.scales[scales] * np.float32(0.5)
@@ -89,7 +89,7 @@ def _nearest_nv(largest: Floats) -> Bytes:
     return nearest_e4m3(largest / np.float32(6))
 
 
-def _format(name: str, gguf_id: int, kind: _Kind) -> Format:
+def _format(name: str, gguf_id: int, kind: _Fp4Format) -> Format:
     return Format(
         name,
         kind.kernel.kernel_id,
@@ -103,5 +103,5 @@ def _format(name: str, gguf_id: int, kind: _Kind) -> Format:
     )
 
 
-MXFP4 = _format("MXFP4", 39, _Kind(32, 1, E8M0, _nearest_mx))
-NVFP4 = _format("NVFP4", 40, _Kind(16, 4, _nv_scales(), _nearest_nv))
+MXFP4 = _format("MXFP4", 39, _Fp4Format(32, 1, E8M0, _nearest_mx))
+NVFP4 = _format("NVFP4", 40, _Fp4Format(16, 4, _nv_scales(), _nearest_nv))

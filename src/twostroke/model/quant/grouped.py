@@ -86,7 +86,7 @@ def grouped(
         raise ValueError(f"there is no format of {bits} bits in groups of {group} with {scale}")
     if table not in (None, "e2m1") or (table and (bits != 4 or zero)):
         raise ValueError(f"there is no format of {bits} bits with table {table}")
-    kind = _Kind(bits, group, scale, zero, table)
+    kind = _GroupedFormat(bits, group, scale, zero, table)
     return Format(
         kind.name,
         KERNEL_IDS.get((bits, zero, table, kind.kernel_group), NO_KERNEL),
@@ -128,7 +128,7 @@ def scale_rows(tensor: QuantTensor, factors: Floats) -> QuantTensor:
     return QuantTensor(tensor.format, tensor.shape, blocks.reshape(tensor.data.shape))
 
 
-class _Kind(Frozen):
+class _GroupedFormat(Frozen):
     """What `grouped` was asked for."""
 
     bits: int
@@ -185,7 +185,7 @@ class _Kind(Frozen):
         return out.reshape(rows, -1)
 
 
-def _decode(kind: _Kind, blocks: Bytes) -> Floats:
+def _decode(kind: _GroupedFormat, blocks: Bytes) -> Floats:
     scales = kind.scales_of(blocks)
     codes = kind.codes_of(blocks)
     if kind.table:
@@ -200,7 +200,7 @@ def _decode(kind: _Kind, blocks: Bytes) -> Floats:
     return values
 
 
-def _encode(kind: _Kind, values: Floats) -> Bytes:
+def _encode(kind: _GroupedFormat, values: Floats) -> Bytes:
     """Round: the scale first, to its own type, then the codes with that scale."""
     most = np.float32((1 << kind.bits) - 1)
     half = np.float32(1 << (kind.bits - 1))

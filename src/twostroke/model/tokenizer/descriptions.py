@@ -35,7 +35,7 @@ Description = dict[str, Any]
 _SCHEMES = (frozenset({"always", "first"}), frozenset({"always"}), frozenset[str]())
 
 
-class Words(Frozen):
+class WordSplitter(Frozen):
     """How words are made of a text: it is normalized, then cut.
 
     `cut` cuts the first stretch of a text, `cut_rest` each stretch after an added token.
@@ -51,7 +51,7 @@ class Words(Frozen):
     spells_bytes: bool
 
 
-def read_words(description: Description) -> Words:
+def read_words(description: Description) -> WordSplitter:
     """Return how the description of a whole tokenizer makes words.
 
     Raises ModelFormatError for a step of a kind that is not known. A damaged description raises
@@ -73,7 +73,7 @@ def read_words(description: Description) -> Words:
         exact.insert(0, _spell)
     elif not has_bytes:  # a normalizer may be what marks the spaces
         exact.insert(0, marking(prefix=False))
-    return Words(
+    return WordSplitter(
         normalize=normalizing(normalize),
         cut=words_by(first),
         cut_rest=words_by(rest),

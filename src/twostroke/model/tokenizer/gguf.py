@@ -61,10 +61,10 @@ def from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
             f"The tokenizer kind '{kind}' (tokenizer.ggml.model) is not known; "
             f"known are {', '.join(_KINDS)}.{nearest(str(kind), _KINDS)}"
         )
-    return build(_Fields(metadata))
+    return build(_TokenizerFields(metadata))
 
 
-def _byte_level(fields: _Fields) -> Tokenizer:
+def _byte_level(fields: _TokenizerFields) -> Tokenizer:
     """GPT-2's kind: words by a pattern, bytes spelled as characters, merges listed."""
     name = fields.get("pre", str) or "default"
     if name in PIECES:
@@ -87,7 +87,7 @@ def _byte_level(fields: _Fields) -> Tokenizer:
     )
 
 
-def _sentencepiece(fields: _Fields) -> Tokenizer:
+def _sentencepiece(fields: _TokenizerFields) -> Tokenizer:
     """SentencePiece's kind: characters merged by scores, others as bytes."""
     # Runs of spaces are listed as user-defined, but are merged like ordinary tokens, before them.
     runs = {token.id for token in fields.added() if not token.special and _is_spaces(token.text)}
@@ -122,7 +122,7 @@ def _sentencepiece(fields: _Fields) -> Tokenizer:
     )
 
 
-def _sentencepiece_merges(fields: _Fields) -> Tokenizer:
+def _sentencepiece_merges(fields: _TokenizerFields) -> Tokenizer:
     """Gemma 4's kind: characters merged as listed, others as bytes."""
     added, bytes_of = fields.added(), _byte_tokens(fields)
     vocabulary = Vocabulary(fields.tokens, [*_specials(added), *bytes_of])
@@ -139,7 +139,7 @@ def _sentencepiece_merges(fields: _Fields) -> Tokenizer:
 
 
 # The readers by `tokenizer.ggml.model`.
-_KINDS: dict[str, Callable[[_Fields], Tokenizer]] = {
+_KINDS: dict[str, Callable[[_TokenizerFields], Tokenizer]] = {
     "gemma4": _sentencepiece_merges,
     "gpt2": _byte_level,
     "llama": _sentencepiece,
@@ -147,7 +147,12 @@ _KINDS: dict[str, Callable[[_Fields], Tokenizer]] = {
 
 
 def _parts(
-    fields: _Fields, added: tuple[AddedToken, ...], merges: Merges, cut: Cut, *, begin: bool
+    fields: _TokenizerFields,
+    added: tuple[AddedToken, ...],
+    merges: Merges,
+    cut: Cut,
+    *,
+    begin: bool,
 ) -> TokenizerParts:
     """Return the parts that both kinds share; `begin` is the default of `add_bos_token`."""
     prefix, suffix = fields.around(begin=begin)
@@ -186,7 +191,7 @@ def _is_spaces(text: str) -> bool:
     return bool(text) and not text.strip(" ")
 
 
-def _characters(fields: _Fields, bytes_of: Mapping[int, bytes]) -> MergeOptions:
+def _characters(fields: _TokenizerFields, bytes_of: Mapping[int, bytes]) -> MergeOptions:
     """Return how SentencePiece's kinds spell a word: as characters, others as bytes."""
     ids_of = {value[0]: id_ for id_, value in bytes_of.items()}
     return MergeOptions(
@@ -197,7 +202,7 @@ def _characters(fields: _Fields, bytes_of: Mapping[int, bytes]) -> MergeOptions:
     )
 
 
-def _byte_tokens(fields: _Fields) -> dict[int, bytes]:
+def _byte_tokens(fields: _TokenizerFields) -> dict[int, bytes]:
     """Return the byte tokens; by their texts if SentencePiece's file has none of that type."""
     ids: Iterable[int] = [id_ for id_, kind in fields.types.items() if kind == _BYTE]
     if not ids and fields.spells_pieces:
@@ -206,7 +211,7 @@ def _byte_tokens(fields: _Fields) -> dict[int, bytes]:
     return {id_: value for id_, value in pairs if value is not None}
 
 
-class _Fields:
+class _TokenizerFields:
     """The fields that every kind of tokenizer has in a file, as Python values.
 
     Each method raises ModelFormatError for a value that is missing or of the wrong type.

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from twostroke.core.preface import Preface
+    from twostroke.core.preface import ReasoningSection
     from twostroke.model.tokenizer.tokenizer import Tokenizer
 
 MAX_BLANKS: Final = 100  # before the opening mark
 
 
-class Part(Enum):
+class SegmentKind(Enum):
     """The kinds of stretches of an answer."""
 
     MARK = "mark"  # opens or closes the preface
@@ -28,54 +28,54 @@ class PrefaceCutter:
     Only text that may be part of a mark is held back.
     """
 
-    def __init__(self, preface: Preface) -> None:
+    def __init__(self, preface: ReasoningSection) -> None:
         """Begin at the beginning of an answer."""
         self._begin, self._end = preface.begin, preface.end
         self._held = ""
-        self.place = Part.MARK if preface.begin else Part.INSIDE  # of the next text
+        self.place = SegmentKind.MARK if preface.begin else SegmentKind.INSIDE  # of the next text
 
-    def feed(self, text: str) -> list[tuple[Part, str]]:
+    def feed(self, text: str) -> list[tuple[SegmentKind, str]]:
         """Return the stretches that `text` makes certain; none is empty."""
         self._held += text
-        found: list[tuple[Part, str]] = []
-        if self.place is Part.MARK:
+        found: list[tuple[SegmentKind, str]] = []
+        if self.place is SegmentKind.MARK:
             self._open(found)
-        if self.place is Part.INSIDE:
+        if self.place is SegmentKind.INSIDE:
             self._close(found)
-        if self.place is Part.AFTER:
-            self._take(found, Part.AFTER, len(self._held))
+        if self.place is SegmentKind.AFTER:
+            self._take(found, SegmentKind.AFTER, len(self._held))
         return found
 
-    def finish(self) -> list[tuple[Part, str]]:
+    def finish(self) -> list[tuple[SegmentKind, str]]:
         """Return the text that was held back."""
-        found: list[tuple[Part, str]] = []
-        part = Part.AFTER if self.place is Part.MARK else self.place
+        found: list[tuple[SegmentKind, str]] = []
+        part = SegmentKind.AFTER if self.place is SegmentKind.MARK else self.place
         self._take(found, part, len(self._held))
         return found
 
-    def _open(self, found: list[tuple[Part, str]]) -> None:
+    def _open(self, found: list[tuple[SegmentKind, str]]) -> None:
         """Look for the opening mark; blanks may come before it."""
         body = self._held.lstrip()
         num_blanks = len(self._held) - len(body)
         if num_blanks > MAX_BLANKS:
-            self.place = Part.AFTER
+            self.place = SegmentKind.AFTER
         elif body.startswith(self._begin):
-            self._take(found, Part.MARK, num_blanks + len(self._begin))
-            self.place = Part.INSIDE
+            self._take(found, SegmentKind.MARK, num_blanks + len(self._begin))
+            self.place = SegmentKind.INSIDE
         elif not self._begin.startswith(body):
-            self.place = Part.AFTER
+            self.place = SegmentKind.AFTER
 
-    def _close(self, found: list[tuple[Part, str]]) -> None:
+    def _close(self, found: list[tuple[SegmentKind, str]]) -> None:
         """Look for the closing mark."""
         at = self._held.find(self._end)
         if at < 0:
-            self._take(found, Part.INSIDE, len(self._held) - overlap(self._held, self._end))
+            self._take(found, SegmentKind.INSIDE, len(self._held) - overlap(self._held, self._end))
             return
-        self._take(found, Part.INSIDE, at)
-        self._take(found, Part.MARK, len(self._end))
-        self.place = Part.AFTER
+        self._take(found, SegmentKind.INSIDE, at)
+        self._take(found, SegmentKind.MARK, len(self._end))
+        self.place = SegmentKind.AFTER
 
-    def _take(self, found: list[tuple[Part, str]], part: Part, size: int) -> None:
+    def _take(self, found: list[tuple[SegmentKind, str]], part: SegmentKind, size: int) -> None:
         if size:
             found.append((part, self._held[:size]))
             self._held = self._held[size:]
@@ -84,7 +84,7 @@ class PrefaceCutter:
 class PrefaceCounter:
     """Counts the tokens of an answer that belong to its preface, marks included."""
 
-    def __init__(self, preface: Preface, tokenizer: Tokenizer) -> None:
+    def __init__(self, preface: ReasoningSection, tokenizer: Tokenizer) -> None:
         """Begin at the beginning of an answer."""
         # Bytes are read as characters: a token may be a part of one.
         marks = (mark.encode().decode("latin-1") for mark in (preface.begin, preface.end))
@@ -96,12 +96,14 @@ class PrefaceCounter:
     def feed(self, tokens: Iterable[int]) -> None:
         """Take more tokens of the answer."""
         for token in tokens:
-            if self._cutter.place is Part.AFTER:
+            if self._cutter.place is SegmentKind.AFTER:
                 return
             self._num_undecided += 1
             text = self._tokenizer.token_bytes(token).decode("latin-1")
             found = self._cutter.feed(text)
-            if self._cutter.place is Part.INSIDE or (found and found[0][0] is not Part.AFTER):
+            if self._cutter.place is SegmentKind.INSIDE or (
+                found and found[0][0] is not SegmentKind.AFTER
+            ):
                 self.count += self._num_undecided
                 self._num_undecided = 0
 

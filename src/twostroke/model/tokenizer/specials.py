@@ -91,16 +91,16 @@ class Splitter:
                 yield start, position, self._index.by_text[text[start:position]]
 
     @cached_property
-    def _index(self) -> _Index:
+    def _index(self) -> _TokenPrefixes:
         # Made when it is first needed: some models have thousands of control tokens.
         by_text: dict[str, AddedToken] = {}
         for token in self._tokens:
             if text := self._normalize(token.text):
                 by_text.setdefault(text, token)
-        return _Index(by_text)
+        return _TokenPrefixes(by_text)
 
 
-class _Index:
+class _TokenPrefixes:
     """Tokens by text, and the lengths of tokens by their first two characters."""
 
     def __init__(self, by_text: dict[str, AddedToken]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import codecs
 from typing import TYPE_CHECKING, Final
 
-from twostroke.model.tokenizer.preface import Part, PrefaceCutter, overlap
+from twostroke.model.tokenizer.preface import PrefaceCutter, SegmentKind, overlap
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from twostroke.core.preface import Preface
+    from twostroke.core.preface import ReasoningSection
     from twostroke.model.tokenizer.tokenizer import Tokenizer
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
@@ -36,7 +36,7 @@ class StreamDecoder:
         include_stop: bool = False,
         shown_ids: Collection[int] = (),
         min_tokens: int = 0,
-        preface: Preface | None = None,
+        preface: ReasoningSection | None = None,
         drops_space: bool = False,
     ) -> None:
         """The first `min_tokens` tokens and a `preface` are not searched for stop strings.
@@ -114,10 +114,10 @@ class StreamDecoder:
         if self._cutter is None:
             return "", text
         found = self._cutter.feed(text) + (self._cutter.finish() if is_last else [])
-        after = "".join([part for kind, part in found if kind is Part.AFTER])
-        if self._cutter.place is Part.AFTER:
+        after = "".join([part for kind, part in found if kind is SegmentKind.AFTER])
+        if self._cutter.place is SegmentKind.AFTER:
             self._cutter = None
-        return "".join([part for kind, part in found if kind is not Part.AFTER]), after
+        return "".join([part for kind, part in found if kind is not SegmentKind.AFTER]), after
 
     def _release(self, text: str) -> str:
         assert self._matcher is not None

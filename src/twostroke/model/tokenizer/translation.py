@@ -16,7 +16,7 @@ _CONTINUES, _BEGINS = 0x80, 0xC0  # first bytes of the rest of a character, and 
 
 
 @dataclass(slots=True)
-class Said:
+class TranslatedTokens:
     """Translated tokens; `ends[i]` is the byte of the text at which `tokens[i]` ends.
 
     `is_whole` is false if the text ends inside a character, whose beginning is not translated yet.
@@ -45,9 +45,9 @@ class Translation:
             for token in source.special_ids
         }
 
-    def say(self, ids: Iterable[int]) -> Said:
+    def say(self, ids: Iterable[int]) -> TranslatedTokens:
         """Return the same text in the target's tokens, up to its last whole character."""
-        said, text, at = Said(), bytearray(), 0
+        said, text, at = TranslatedTokens(), bytearray(), 0
         for token in ids:
             data = self.source.token_bytes(token)
             if token not in self._special:
@@ -81,7 +81,7 @@ class Translation:
         said = self._encode(string.printable)
         return b"".join(map(self.target.token_bytes, said)) == string.printable.encode()
 
-    def _add_text(self, said: Said, text: bytearray, start: int) -> int:
+    def _add_text(self, said: TranslatedTokens, text: bytearray, start: int) -> int:
         """Add the tokens of a text that begins at byte `start`; return where it ends.
 
         Bytes that are not UTF-8 are left out.
@@ -99,7 +99,7 @@ class Translation:
             rest, at = rest[size + skipped :], at + size + skipped
         return start + len(text)
 
-    def _add_tokens(self, said: Said, text: bytes, start: int) -> None:
+    def _add_tokens(self, said: TranslatedTokens, text: bytes, start: int) -> None:
         """Add the tokens of a text of whole characters.
 
         Where a tokenizer changes the text, later tokens get the end of the whole text.

@@ -66,7 +66,7 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[_Count, _Count]
 
 
-class _Index(msgspec.Struct, frozen=True):
+class _ShardIndex(msgspec.Struct, frozen=True):
     """The file of a sharded model that says which file has each tensor."""
 
     weight_map: Annotated[dict[str, _ShardName], msgspec.Meta(min_length=1)]
@@ -103,7 +103,7 @@ def read_safetensors(path: Path) -> WeightFiles:
 
 def read_sharded(index: Path) -> WeightFiles:
     """Read all files that a `model.safetensors.index.json` names; errors as `read_safetensors`."""
-    weight_map = decode_json(read_small_file(index), _Index, index.name).weight_map
+    weight_map = decode_json(read_small_file(index), _ShardIndex, index.name).weight_map
     names = sorted(set(weight_map.values()))
     files = join_files([read_safetensors(index.with_name(name)) for name in names])
     if missing := sorted(weight_map.keys() - files.tensors.keys() - files.unsupported.keys()):

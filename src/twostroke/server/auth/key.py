@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import UsageError, nearest
 from twostroke.server.http.api_key import FORM, MAX_LENGTH, WORD, Key
-from twostroke.server.storage import DamagedRowError, Mark
+from twostroke.server.storage import DamagedRowError, FolderMarker
 from twostroke.server.storage.row_digests import is_intact_in_sql, row_digest
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ def add(db: Connection, name: str, tenant: str, **facts: Any) -> tuple[Key, str]
     return key, text
 
 
-def had_keys(folder: Path) -> Mark:
+def had_keys(folder: Path) -> FolderMarker:
     """Return the mark of a records folder that has had keys, which a lost database cannot take."""
-    return Mark(folder, "has-keys")
+    return FolderMarker(folder, "has-keys")
 
 
 def find(db: Connection, word: str) -> Key:

@@ -24,7 +24,7 @@ _LOOKS: Final = 4  # after so many, usage is written: what a kill may lose
 _logger = logging.getLogger("twostroke.serve")
 
 
-class Upkeep:
+class KeyRefresher:
     """Looks for changed keys twice a second, in the thread that reads the records.
 
     Every two seconds it writes what was used. Where the records cannot be read, the keys stay as

@@ -69,7 +69,7 @@ class Bucket:
         self.per_minute = per_minute
 
 
-class Account:
+class KeyLimiter:
     """One key's buckets and running requests. A request starts where no bucket is empty.
 
     A request takes all the tokens that it might need before it is computed, and gives back those
@@ -153,7 +153,7 @@ class Account:
 class Spending:
     """One running request of an account."""
 
-    def __init__(self, account: Account, began_s: float) -> None:
+    def __init__(self, account: KeyLimiter, began_s: float) -> None:
         """Begin with no tokens."""
         self._account, self._began_s, self._num_tokens = account, began_s, 0
 
@@ -185,7 +185,7 @@ class LimitCheck:
     def __init__(self, app: ASGIApp, counts: Callable[[str], bool]) -> None:
         """Wrap `app`; posts to the paths for which `counts` is true count."""
         self._app, self._counts = app, counts
-        self._accounts: dict[str, Account] = {}  # by the id of the key
+        self._accounts: dict[str, KeyLimiter] = {}  # by the id of the key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -213,9 +213,9 @@ class LimitCheck:
         finally:
             spending.end(_num_used(served))
 
-    def account(self, key: Key) -> Account:
+    def account(self, key: Key) -> KeyLimiter:
         """Return a key's account, with its present limits."""
-        account = self._accounts.setdefault(key.id, Account(time.monotonic))
+        account = self._accounts.setdefault(key.id, KeyLimiter(time.monotonic))
         account.set(key.limits)
         return account
 

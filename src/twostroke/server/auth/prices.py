@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from twostroke.server.auth.usage import Amount
 
 
-class Price(Frozen, forbid_unknown_fields=True, kw_only=True):
+class TokenPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
     """The price of a million tokens of a model.
 
     `cached` is that of prompt tokens found in the cache, without it that of the others; requests of
@@ -47,7 +47,7 @@ class Prices(Frozen, forbid_unknown_fields=True, kw_only=True):
     """The prices of models, in one currency."""
 
     currency: str = "USD"
-    models: dict[str, Price]
+    models: dict[str, TokenPrice]
 
     def cost(self, amount: Amount) -> float:
         """Return what an amount costs; raises UsageError if its model has no price."""
@@ -77,7 +77,7 @@ def read_prices(path: Path) -> Prices:
         prices = {}
         for name, price in msgspec.convert(table, _Models).models.items():
             where = f" at model '{name}'"
-            prices[name] = msgspec.convert(price, Price)
+            prices[name] = msgspec.convert(price, TokenPrice)
         where = ""
         return msgspec.convert({**table, "models": prices}, Prices)
     except UnicodeDecodeError:

@@ -21,7 +21,7 @@ MARK: Final = b": twostroke-usage "  # begins the last line of a stream; a comme
 _FIGURES: Final = re.compile(rb"([0-9]{1,15}) ([0-9]{1,15}) ([0-9]{1,15})")
 
 
-class Spent(Frozen):
+class ReportedUsage(Frozen):
     """Tokens that a request has used; `cached_tokens` are a part of its prompt's."""
 
     prompt_tokens: int = 0
@@ -29,7 +29,7 @@ class Spent(Frozen):
     completion_tokens: int = 0
 
 
-class UsageTeller:
+class UsageReporter:
     """Answers requests that have the header `x-twostroke-usage` with their usage.
 
     It is in the same header of the response: prompt, cached and completion tokens. A stream's
@@ -54,7 +54,7 @@ class UsageTeller:
             used = counted(served) if is_start or is_last else None
             if is_start and message["status"] < 400:
                 ends = STREAMS.get(media_type(message["headers"]), ())
-                used = used or (Spent() if ends else None)
+                used = used or (ReportedUsage() if ends else None)
             if used is not None and is_start:
                 message["headers"] = [*message["headers"], (USAGE_HEADER, _written(used))]
             elif used is not None:
@@ -64,10 +64,10 @@ class UsageTeller:
         await self._app(scope, receive, send_with_usage)
 
 
-def read_usage(text: bytes) -> Spent | None:
+def read_usage(text: bytes) -> ReportedUsage | None:
     """Return the usage in a header or at the end of a stream; None if there is none."""
     found = _FIGURES.match(text)
-    return None if found is None else Spent(*map(int, found.groups()))
+    return None if found is None else ReportedUsage(*map(int, found.groups()))
 
 
 def media_type(headers: list[tuple[bytes, bytes]]) -> bytes:

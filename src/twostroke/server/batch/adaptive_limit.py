@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core.event_wait import wait_until_set
 
 if TYPE_CHECKING:
-    from twostroke.server.http.internal_requests import Answer
+    from twostroke.server.http.internal_requests import InternalResponse
 
 _MOST_PAUSE_S: Final = 30.0
 _logger = logging.getLogger("twostroke.serve")
 
 
-class Valve:
+class AdaptiveLimit:
     """Lets the lines of one batch through. It belongs to the event loop.
 
     A refusal halves how many may be under way and begins a pause for all of them, which is logged;
@@ -50,7 +50,7 @@ class Valve:
         self._num_sent += 1
         return time.monotonic()
 
-    def leave(self, sent_s: float, answer: Answer | None, *, is_refused: bool) -> None:
+    def leave(self, sent_s: float, answer: InternalResponse | None, *, is_refused: bool) -> None:
         """Note what became of a line sent at `sent_s`; `answer` is None if it was cut off."""
         now_s = time.monotonic()
         if answer is not None and not is_refused:

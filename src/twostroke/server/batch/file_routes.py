@@ -22,14 +22,16 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.limits import RequestLimits
     from twostroke.server.storage import Records
 
 
 class FileRoutes:
     """Answers requests about files."""
 
-    def __init__(self, records: Callable[[], Records], rooms: files.Rooms, limits: Limits) -> None:
+    def __init__(
+        self, records: Callable[[], Records], rooms: files.StorageQuota, limits: RequestLimits
+    ) -> None:
         """Store files in the result of `records`, which raises if the server stores no files."""
         self._records, self._rooms, self._limits = records, rooms, limits
 

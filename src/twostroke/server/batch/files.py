@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.limits import RequestLimits
     from twostroke.server.storage import Records, Temporary
 
 PATH: Final = "/v1/files"
@@ -204,13 +204,13 @@ async def keep(
         raise
 
 
-class Rooms:
+class StorageQuota:
     """The room that tenants have for files, less what is promised to uploads and results.
 
     It belongs to the event loop.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RequestLimits) -> None:
         """Begin without promises."""
         self._limits = limits
         self._promised: Counter[str] = Counter()  # bytes by tenant
@@ -245,12 +245,12 @@ class Rooms:
         self._promised[tenant] += num_bytes
         return num_bytes
 
-    def share(self, tenant: str, num_bytes: int) -> Share:
+    def share(self, tenant: str, num_bytes: int) -> QuotaReservation:
         """Return the share of a batch of a tenant, which has results of this size already."""
         self._promised[tenant] += num_bytes
-        return Share(tenant, num_bytes)
+        return QuotaReservation(tenant, num_bytes)
 
-    async def grow(self, records: Records, share: Share, num_bytes: int) -> None:
+    async def grow(self, records: Records, share: QuotaReservation, num_bytes: int) -> None:
         """Make room in a share for the next result; raises BodySizeError if there is none."""
         while num_bytes > share.num_left:
             least = num_bytes - share.num_left
@@ -260,12 +260,12 @@ class Rooms:
             share.num_left += more
         share.num_left -= num_bytes
 
-    def end(self, share: Share) -> None:
+    def end(self, share: QuotaReservation) -> None:
         """Take a share back, whose results are in files now."""
         self._promised[share.tenant] -= share.num_bytes
 
 
-class Share:
+class QuotaReservation:
     """What a batch has of its tenant's room for its results."""
 
     def __init__(self, tenant: str, num_bytes: int) -> None:
@@ -273,7 +273,7 @@ class Share:
         self.tenant, self.num_bytes, self.num_left = tenant, num_bytes, 0
 
 
-def check_room(db: Connection, tenant: str, limits: Limits) -> None:
+def check_room(db: Connection, tenant: str, limits: RequestLimits) -> None:
     """Raise BodySizeError if a tenant's files take all their room, or are too many."""
     _check_count(db, tenant, limits)
     if _num_bytes(db, tenant) >= limits.max_files_bytes:
@@ -281,7 +281,7 @@ def check_room(db: Connection, tenant: str, limits: Limits) -> None:
 
 
 def insert_new(
-    db: Connection, file: FileBody, tenant: str, limits: Limits, digest: str = ""
+    db: Connection, file: FileBody, tenant: str, limits: RequestLimits, digest: str = ""
 ) -> None:
     """Keep the record of a tenant's new file; raises BodySizeError if there is no room."""
     _check_count(db, tenant, limits)
@@ -290,13 +290,13 @@ def insert_new(
     insert(db, file, tenant, digest)
 
 
-def _check_count(db: Connection, tenant: str, limits: Limits) -> None:
+def _check_count(db: Connection, tenant: str, limits: RequestLimits) -> None:
     [count] = db.execute("SELECT count(*) FROM files WHERE tenant = ?", (tenant,)).fetchone()
     if count >= limits.max_files:
         raise BodySizeError(f"You have {count} files, the limit. Delete some.")
 
 
-def _full(limits: Limits) -> BodySizeError:
+def _full(limits: RequestLimits) -> BodySizeError:
     message = f"Your files, with those that arrive, have {limits.max_files_bytes} bytes, the limit."
     return BodySizeError(f"{message} Delete some.")
 

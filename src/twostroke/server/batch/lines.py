@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterator
     from pathlib import Path
 
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.limits import RequestLimits
 
 _MAX_ID_LENGTH: Final = 512
 _MAX_ERRORS: Final = 100  # that a batch lists
@@ -27,7 +27,7 @@ _MOST_LINES: Final = 64  # that are read at a time
 _MOST_BYTES: Final = 1 << 20
 
 
-class Place(Frozen):
+class ReadOffset(Frozen):
     """A position in an input file.
 
     Before it there are `number` lines, `num_requests` lines that are not blank, and `num_bytes`.
@@ -47,20 +47,20 @@ class Line(Frozen):
     body: bytes
 
 
-class _Fields(msgspec.Struct):
+class _LineFields(msgspec.Struct):
     custom_id: Any = None
     method: Any = None
     url: Any = None
     body: msgspec.Raw = msgspec.Raw()
 
 
-class _Body(msgspec.Struct):
+class _LineBody(msgspec.Struct):
     stream: Any = None
 
 
 # Made before threads use them.
-_fields: Final = msgspec.json.Decoder(_Fields)
-_body: Final = msgspec.json.Decoder(_Body)
+_fields: Final = msgspec.json.Decoder(_LineFields)
+_body: Final = msgspec.json.Decoder(_LineBody)
 
 
 class WrongLineError(Exception):
@@ -76,17 +76,17 @@ def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
 
     A line is cut after `max_bytes`, so that it does not fill the memory. Raises OSError.
     """
-    for place, text in _read(path, max_bytes, Place()):
+    for place, text in _read(path, max_bytes, ReadOffset()):
         yield place.number, text
 
 
 def next_lines(
     path: Path,
-    start: Place,
+    start: ReadOffset,
     done: Container[int],
-    limits: Limits,
+    limits: RequestLimits,
     digests: array[int] | None = None,
-) -> tuple[list[Line], Place | None]:
+) -> tuple[list[Line], ReadOffset | None]:
     """Return the next lines of a checked file whose numbers are not in `done`, some at a time.
 
     Also returns the position of the next lines; None at the end. With `digests` of the lines that
@@ -136,7 +136,7 @@ def _line_digest(text: bytes) -> int:
     return int.from_bytes(blake2b(text.strip(), digest_size=8).digest())
 
 
-def _read(path: Path, max_bytes: int, start: Place) -> Iterator[tuple[Place, bytes]]:
+def _read(path: Path, max_bytes: int, start: ReadOffset) -> Iterator[tuple[ReadOffset, bytes]]:
     """Yield each line that is not blank, and where it ends."""
     with open_regular_file(path) as file:
         file.seek(start.num_bytes)
@@ -145,11 +145,11 @@ def _read(path: Path, max_bytes: int, start: Place) -> Iterator[tuple[Place, byt
             number += not is_rest
             if not is_rest and text.strip():
                 num_requests += 1
-                yield Place(number, file.tell(), num_requests), text
+                yield ReadOffset(number, file.tell(), num_requests), text
             is_rest = not text.endswith(b"\n")
 
 
-def parse(number: int, text: bytes, limits: Limits) -> Line:
+def parse(number: int, text: bytes, limits: RequestLimits) -> Line:
     """Return a line; raises WrongLineError."""
 
     def wrong(code: str, message: str, param: str | None = None) -> WrongLineError:
@@ -191,7 +191,9 @@ def parse(number: int, text: bytes, limits: Limits) -> Line:
     return Line(number, id_, fields.url, raw)
 
 
-def check(path: Path, endpoint: str | None, limits: Limits) -> tuple[int, list[LineError], int]:
+def check(
+    path: Path, endpoint: str | None, limits: RequestLimits
+) -> tuple[int, list[LineError], int]:
     """Return the number of lines, the first errors, and the number of all errors.
 
     `endpoint` is the path that all lines must have; None for that of the first line.

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from twostroke.server.batch.pace import Pace
-    from twostroke.server.batch.runner import Runner
-    from twostroke.server.http.internal_requests import Answer
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.batch.pace import BatchPace
+    from twostroke.server.batch.runner import BatchRunner
+    from twostroke.server.http.internal_requests import InternalResponse
+    from twostroke.server.http.limits import RequestLimits
     from twostroke.server.http.request_context import ServedRequest
     from twostroke.server.storage import Records, Temporary
 
@@ -133,7 +133,10 @@ class MessageBatches:
     """Answers requests about message batches."""
 
     def __init__(
-        self, records: Callable[[], tuple[Records, Runner]], rooms: files.Rooms, limits: Limits
+        self,
+        records: Callable[[], tuple[Records, BatchRunner]],
+        rooms: files.StorageQuota,
+        limits: RequestLimits,
     ) -> None:
         """Keep them in `records`, which raises if the server keeps none."""
         self._records = records
@@ -225,7 +228,7 @@ class MessageBatches:
         return await files.content_of(db, batch.output_file, "application/x-jsonl", name)
 
 
-def body_of(batch: Batch, pace: Pace | None, request: Request) -> MessageBatch:
+def body_of(batch: Batch, pace: BatchPace | None, request: Request) -> MessageBatch:
     """Return a batch in Anthropic's form; `pace` is how far it is while its lines run."""
     since = {name: datetime.fromtimestamp(time_s, UTC) for name, time_s in batch.since.items()}
     status: Literal["in_progress", "canceling", "ended"] = "in_progress"
@@ -250,7 +253,7 @@ def body_of(batch: Batch, pace: Pace | None, request: Request) -> MessageBatch:
     )
 
 
-def _counts(batch: Batch, pace: Pace | None) -> MessageCounts:
+def _counts(batch: Batch, pace: BatchPace | None) -> MessageCounts:
     if batch.is_open:
         done, failed = (pace.num_done, pace.num_failed) if pace is not None else (0, 0)
         return MessageCounts(batch.total - done, done - failed, failed)
@@ -262,7 +265,7 @@ def _counts(batch: Batch, pace: Pace | None) -> MessageCounts:
     )
 
 
-def _write_lines(body: mmap, file: Temporary, limits: Limits) -> int:
+def _write_lines(body: mmap, file: Temporary, limits: RequestLimits) -> int:
     """Write each request as a line of a batch's input, and return their number.
 
     Raises:
@@ -319,7 +322,7 @@ def _new(id_: str, served: ServedRequest, input_file: str, total: int) -> Batch:
     )
 
 
-def _result(custom_id: str, answer: Answer) -> bytes:
+def _result(custom_id: str, answer: InternalResponse) -> bytes:
     kind, name = ("succeeded", "message") if answer.status < 400 else ("errored", "error")
     return _line(custom_id, {"type": kind, name: msgspec.Raw(answer.body)})
 

@@ -18,7 +18,7 @@ import msgspec
 from twostroke.core.errors import UsageError
 from twostroke.server.batch.lines import (
     InputChangedError,
-    Place,
+    ReadOffset,
     WrongLineError,
     line_digests,
     next_lines,
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from twostroke.server.batch.lines import Line
-    from twostroke.server.http.internal_requests import Answer
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.internal_requests import InternalResponse
+    from twostroke.server.http.limits import RequestLimits
 
-    Send = Callable[[Line], Awaitable[Answer]]
+    Send = Callable[[Line], Awaitable[InternalResponse]]
 
 # In a result's id: digests of the model and of the line, so that they are as durable as the result,
 # and of the result itself, so that damage is noticed. Ids of earlier versions had 8 random digits
@@ -49,7 +49,7 @@ _logger = logging.getLogger("twostroke.serve")
 _SYNC_S: Final = 1.0  # a loss of power costs the lines of the last second, which are run again
 
 
-class Progress(msgspec.Struct):
+class BatchProgress(msgspec.Struct):
     """How far a file is: lines that have ended, failures among them, and tokens written.
 
     `num_before` lines had results from an earlier run.
@@ -67,13 +67,13 @@ class _Id(msgspec.Struct):
     id: str = ""
 
 
-class _Usage(msgspec.Struct):
+class _LineUsage(msgspec.Struct):
     completion_tokens: int = 0
     output_tokens: int = 0
 
 
 class _Answered(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: _LineUsage | None = None
 
 
 # Made before threads use them.
@@ -208,13 +208,13 @@ class Files(msgspec.Struct):
     model: str | None = None
     digests: array[int] | None = None
 
-    def lines(self, limits: Limits) -> Iterator[Line]:
+    def lines(self, limits: RequestLimits) -> Iterator[Line]:
         """Yield the lines of the input that were checked.
 
         Raises:
             UsageError: the input has changed since the check.
         """
-        start: Place | None = Place()
+        start: ReadOffset | None = ReadOffset()
         while start is not None:
             try:
                 lines, start = next_lines(self.input, start, (), limits, self.digests)
@@ -225,7 +225,7 @@ class Files(msgspec.Struct):
                 ) from None
             yield from lines
 
-    def check(self, limits: Limits) -> None:
+    def check(self, limits: RequestLimits) -> None:
         """Raise a UsageError if the output has results of another input, or of another model.
 
         Results whose ids have no digests, as other programs write them, are taken as they are.
@@ -250,7 +250,7 @@ class Files(msgspec.Struct):
                 f"not have: remove it to begin again, or choose another output."
             )
 
-    def result(self, line: Line, answer: Answer) -> bytes:
+    def result(self, line: Line, answer: InternalResponse) -> bytes:
         """Return the result of a line."""
         id_ = self._begin_id(line) + "0" * _RESULT_LENGTH
         body = result(line.custom_id, answer, id_)
@@ -265,9 +265,9 @@ async def run(
     files: Files,
     send: Send,
     most: int,
-    limits: Limits,
-    progress: Progress,
-    show: Callable[[Progress], None],
+    limits: RequestLimits,
+    progress: BatchProgress,
+    show: Callable[[BatchProgress], None],
 ) -> None:
     """Run the lines that have no result, at most `most` at once; `show` is called after each.
 
@@ -325,7 +325,7 @@ def _is_intact(id_: str, line: bytes) -> bool:
     return _with_digest(id_, body) == id_.encode()
 
 
-def _num_tokens(answer: Answer) -> int:
+def _num_tokens(answer: InternalResponse) -> int:
     try:
         usage = _answered.decode(answer.body).usage
     except msgspec.ValidationError:  # another server's form

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from twostroke.server.batch.pace import Pace
-    from twostroke.server.batch.runner import Runner
+    from twostroke.server.batch.pace import BatchPace
+    from twostroke.server.batch.runner import BatchRunner
     from twostroke.server.http.fair_queue import Readers
     from twostroke.server.http.ignored import Ignored
-    from twostroke.server.http.internal_requests import Answer
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.internal_requests import InternalResponse
+    from twostroke.server.http.limits import RequestLimits
     from twostroke.server.http.request_context import ServedRequest
     from twostroke.server.storage import Records
 
@@ -150,8 +150,8 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {PATH: BatchRequest}
 
 
 def routes(
-    records: Callable[[], tuple[Records, Runner]],
-    limits: Limits,
+    records: Callable[[], tuple[Records, BatchRunner]],
+    limits: RequestLimits,
     note: Callable[[Iterable[Ignored], ServedRequest], None],
     readers: Readers,
 ) -> list[Route]:
@@ -215,7 +215,7 @@ async def find(records: Records, request: Request, protocol: str) -> Batch:
     return found
 
 
-def body_of(batch: Batch, pace: Pace | None) -> BatchBody:
+def body_of(batch: Batch, pace: BatchPace | None) -> BatchBody:
     """Return a batch in OpenAI's form; `pace` is how far it is while its lines run."""
     since = {status: int(time_s) for status, time_s in batch.since.items()}
     counts = RequestCounts(batch.total, batch.completed, batch.failed)
@@ -271,7 +271,7 @@ def _new(asked: BatchRequest, served: ServedRequest) -> Batch:
     )
 
 
-def result(custom_id: str, answer: Answer, id_: str | None = None) -> bytes:
+def result(custom_id: str, answer: InternalResponse, id_: str | None = None) -> bytes:
     """Return the line of a result; without `id_`, its id is random."""
     body = msgspec.Raw(answer.body)
     response = {

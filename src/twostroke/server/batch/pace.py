@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 
-class Pace:
+class BatchPace:
     """How far a running batch is. It belongs to the event loop."""
 
     def __init__(self, num_done: int, num_failed: int, total: int) -> None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import EngineStoppedError, UsageError
 from twostroke.core.json_lines import encode_json, escape_line_ends
-from twostroke.server.http.internal_requests import Answer
+from twostroke.server.http.internal_requests import InternalResponse
 
 if TYPE_CHECKING:
     from twostroke.server.batch.lines import Line
@@ -58,7 +58,7 @@ class Remote:
         self._threads = ThreadPoolExecutor(concurrency, "twostroke-remote")
         self._has_answered = False
 
-    async def send(self, line: Line) -> Answer:
+    async def send(self, line: Line) -> InternalResponse:
         """Return the response to a line; waits and tries again where the server asks for it.
 
         Raises:
@@ -87,7 +87,7 @@ class Remote:
                 pause_s = max(2.0**num_tries / 8, _seconds(answer.headers.get("retry-after", "")))
             await asyncio.sleep(min(pause_s, _MOST_PAUSE_S))
 
-    def _checked(self, answer: Answer) -> Answer:
+    def _checked(self, answer: InternalResponse) -> InternalResponse:
         """Return an answer whose body is one line of JSON, as a proxy's need not be."""
         if answer.status == HTTPStatus.UNAUTHORIZED:
             message = f"The server at {self._url} refuses the key: set TWOSTROKE_API_KEY."
@@ -111,7 +111,7 @@ class Remote:
         for connection in self._open:
             connection.close()
 
-    def _post(self, line: Line) -> Answer:
+    def _post(self, line: Line) -> InternalResponse:
         connection = self._connection()
         try:
             connection.request("POST", self._path + line.url, line.body, self._headers)
@@ -122,7 +122,7 @@ class Remote:
             raise
         headers = {name.lower(): value for name, value in response.getheaders()}
         headers.setdefault("x-request-id", "")
-        return Answer(response.status, headers, body)
+        return InternalResponse(response.status, headers, body)
 
     def _connection(self) -> http.client.HTTPConnection:
         found: http.client.HTTPConnection | None = getattr(self._local, "connection", None)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from twostroke.server.batch.batch import Batch
     from twostroke.server.http.fair_queue import Readers
-    from twostroke.server.http.internal_requests import Answer
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.internal_requests import InternalResponse
+    from twostroke.server.http.limits import RequestLimits
     from twostroke.server.storage import Records, Temporary
 
 _TURN_S: Final = 0.02  # of a batch, after which another tenant's has one
@@ -45,7 +45,7 @@ class Form(Frozen):
         purpose: of the files.
     """
 
-    result: Callable[[str, Answer], bytes]
+    result: Callable[[str, InternalResponse], bytes]
     unrun: Callable[[str, Batch], bytes]
     has_error_file: bool
     purpose: str
@@ -54,7 +54,7 @@ class Form(Frozen):
 class Endings:
     """Ends batches: one of a tenant at a time. It belongs to the event loop."""
 
-    def __init__(self, records: Records, readers: Readers, limits: Limits) -> None:
+    def __init__(self, records: Records, readers: Readers, limits: RequestLimits) -> None:
         """Have `readers` write the files, in turns of tenants."""
         self._records, self._readers, self._limits = records, readers, limits
         self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant
@@ -81,7 +81,7 @@ class Endings:
 
 
 async def finish(
-    records: Records, readers: Readers, batch: Batch, form: Form, limits: Limits
+    records: Records, readers: Readers, batch: Batch, form: Form, limits: RequestLimits
 ) -> Batch:
     """Write the files of a batch whose lines are over, and return its last state.
 
@@ -151,7 +151,7 @@ def _write(
 
 
 def _outcomes(
-    records: Records, batch: Batch, form: Form, limits: Limits
+    records: Records, batch: Batch, form: Form, limits: RequestLimits
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the outcome and result of each line; without the input, only of finished lines."""
     with records.alone() as db:
@@ -174,7 +174,7 @@ def _outcomes(
 
 
 def _unrun(
-    records: Records, batch: Batch, form: Form, limits: Limits
+    records: Records, batch: Batch, form: Form, limits: RequestLimits
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the number and result of each line that was not run; stop where the input changed."""
     path = records.files.path(batch.input_file)

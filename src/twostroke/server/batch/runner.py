@@ -15,20 +15,20 @@ from twostroke.core.files import IrregularFileError
 from twostroke.core.service_tier import BATCH_SERVICE
 from twostroke.server.batch import batch as kept
 from twostroke.server.batch import files
-from twostroke.server.batch.adaptive_limit import Valve
+from twostroke.server.batch.adaptive_limit import AdaptiveLimit
 from twostroke.server.batch.deadline import anchored, seconds_left
 from twostroke.server.batch.lines import (
     InputChangedError,
-    Place,
+    ReadOffset,
     WrongLineError,
     check,
     line_digests,
     next_lines,
     whole_digest,
 )
-from twostroke.server.batch.pace import Pace
+from twostroke.server.batch.pace import BatchPace
 from twostroke.server.batch.results import Endings
-from twostroke.server.batch.slots import Room
+from twostroke.server.batch.slots import BatchSlots
 from twostroke.server.http import internal_requests as inside
 from twostroke.server.http.errors import BodySizeError, ServerStoppingError
 from twostroke.server.http.fair_queue import Readers
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from twostroke.server.batch.files import FileBody
     from twostroke.server.batch.lines import Line
     from twostroke.server.batch.results import Form
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.limits import RequestLimits
     from twostroke.server.storage import Records
 
 _MOST_DEATHS: Final = 3  # of engines that computed a line, which is then not run again
@@ -62,7 +62,7 @@ class _NoKeyError(Exception):
     """The tenant of a batch has no valid key any more."""
 
 
-class Runner:
+class BatchRunner:
     """Runs the batches of all tenants. It belongs to the event loop of the server.
 
     A line goes through the server's own layers, as its tenant's request in the class `batch`. Its
@@ -73,7 +73,7 @@ class Runner:
         self,
         records: Records,
         forms: Mapping[str, Form],
-        limits: Limits,
+        limits: RequestLimits,
         room: Callable[[], int],
         may_run: Callable[[str], bool],
     ) -> None:
@@ -85,15 +85,15 @@ class Runner:
         self._records = records
         self._forms = forms
         self._limits = limits
-        self._room = Room(room)
+        self._room = BatchSlots(room)
         self._may_run = may_run
         self._app: ASGIApp | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
-        self._paces: dict[str, Pace] = {}
-        self._valves: dict[str, Valve] = {}
-        self._shares: dict[str, files.Share] = {}
-        self.rooms = files.Rooms(limits)
+        self._paces: dict[str, BatchPace] = {}
+        self._valves: dict[str, AdaptiveLimit] = {}
+        self._shares: dict[str, files.QuotaReservation] = {}
+        self.rooms = files.StorageQuota(limits)
         self._disk_said_s = -_DISK_PAUSE_S  # when the log said last that a disk fails
         self._dropping: asyncio.Task[None] | None = None
         self.readers = Readers(1)  # of whole files
@@ -177,7 +177,7 @@ class Runner:
             event.set()
         return found
 
-    def pace(self, batch: Batch) -> Pace | None:
+    def pace(self, batch: Batch) -> BatchPace | None:
         """Return how far a batch is; None if no line of it runs."""
         return self._paces.get(batch.id)
 
@@ -255,8 +255,8 @@ class Runner:
         done, num_failed, num_bytes = await self._records.read_long(count)
         self._end_share(batch.id)
         self._shares[batch.id] = self.rooms.share(batch.tenant, num_bytes)
-        self._paces[batch.id] = Pace(len(done), num_failed, batch.total)
-        self._valves[batch.id] = Valve(batch.id)
+        self._paces[batch.id] = BatchPace(len(done), num_failed, batch.total)
+        self._valves[batch.id] = AdaptiveLimit(batch.id)
         cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
         running = asyncio.create_task(self._send_all(batch, done, digests))
         is_open, faults = True, list[Exception]()
@@ -340,7 +340,7 @@ class Runner:
     async def _send_all(self, batch: Batch, done: set[int], digests: array[int]) -> None:
         """Run the lines that have no result."""
         path = self._records.files.path(batch.input_file)
-        start: Place | None = Place()
+        start: ReadOffset | None = ReadOffset()
         async with asyncio.TaskGroup() as group:
             while start is not None:
                 read = partial(
@@ -357,7 +357,7 @@ class Runner:
 
         A line that pauses leaves its room to other batches.
         """
-        answer: inside.Answer | None = None
+        answer: inside.InternalResponse | None = None
         valve = self._valves[batch.id]
         while answer is None:
             await valve.wait()
@@ -372,7 +372,7 @@ class Runner:
             finally:
                 self._room.leave()
 
-    async def _try(self, batch: Batch, line: Line, sent_s: float) -> inside.Answer | None:
+    async def _try(self, batch: Batch, line: Line, sent_s: float) -> inside.InternalResponse | None:
         """Return the answer to a line; None if it has to be tried again."""
         assert self._app is not None
         sender = inside.Sender(batch.tenant, BATCH_SERVICE, batch.key)
@@ -395,7 +395,7 @@ class Runner:
         if not self._may_run(batch.tenant):
             raise _NoKeyError
 
-    async def _keep(self, batch: Batch, line: Line, answer: inside.Answer) -> None:
+    async def _keep(self, batch: Batch, line: Line, answer: inside.InternalResponse) -> None:
         """Keep the result of a line; raises BodySizeError if there is no room for it."""
         is_ok = answer.status < 400
         body = self._forms[batch.protocol].result(line.custom_id, answer)

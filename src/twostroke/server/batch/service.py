@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.server.batch import files, messages, openai, uploads
 from twostroke.server.batch.file_routes import FileRoutes
-from twostroke.server.batch.runner import Runner
+from twostroke.server.batch.runner import BatchRunner
 from twostroke.server.batch.uploads import Uploads
 from twostroke.server.body.attached_files import AttachedFile
 from twostroke.server.body.explain import MAX_NAME_LENGTH
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from twostroke.server.body.attached_files import ReadFile
     from twostroke.server.http.fair_queue import Readers
     from twostroke.server.http.ignored import Ignored
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.limits import RequestLimits
     from twostroke.server.http.request_context import ServedRequest
     from twostroke.server.storage import Records
 
@@ -36,13 +36,13 @@ _SWEEP_S: Final = 60.0
 FORMS = {openai.PROTOCOL: openai.FORM, messages.PROTOCOL: messages.FORM}
 
 
-class Keeping:
+class BatchService:
     """The files and batches of one server; without records, their routes say how to get them."""
 
     def __init__(
         self,
         records: Records | None,
-        limits: Limits,
+        limits: RequestLimits,
         room: Callable[[], int],
         keys: ApiKeys | None = None,
     ) -> None:
@@ -56,7 +56,7 @@ class Keeping:
         self._runner = None
         if records is not None:
             may_run = keys.has_valid if keys is not None else lambda _tenant: True
-            self._runner = Runner(records, FORMS, limits, room, may_run)
+            self._runner = BatchRunner(records, FORMS, limits, room, may_run)
         self._stopping: asyncio.Task[None] | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -65,13 +65,13 @@ class Keeping:
     ) -> list[Route]:
         """Return the routes; `note` takes ignored fields, `readers` read long bodies."""
 
-        def both() -> tuple[Records, Runner]:
+        def both() -> tuple[Records, BatchRunner]:
             if self._records is None or self._runner is None:
                 message = "This server keeps no files or batches: start it with --records DIR."
                 raise UnknownPathError(message)
             return self._records, self._runner
 
-        rooms = self._runner.rooms if self._runner is not None else files.Rooms(self._limits)
+        rooms = self._runner.rooms if self._runner is not None else files.StorageQuota(self._limits)
         return [
             *FileRoutes(lambda: both()[0], rooms, self._limits).routes(),
             *Uploads(lambda: both()[0], rooms, self._limits, note, readers).routes(),

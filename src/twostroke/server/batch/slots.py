@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.event_wait import wait_until_set
-from twostroke.server.http.fair_queue import Turns
+from twostroke.server.http.fair_queue import FairQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _LOOK_S: Final = 0.05  # how often to look whether interactive requests have left room
 
 
-class Room:
+class BatchSlots:
     """How many lines may be in the engine, and how many are. It belongs to the event loop."""
 
     def __init__(self, size: Callable[[], int]) -> None:
@@ -22,7 +22,7 @@ class Room:
         self._size = size
         self._num_lines = 0
         self._left = asyncio.Event()  # set when a line leaves
-        self._turns = Turns()  # of tenants whose lines wait
+        self._turns = FairQueue()  # of tenants whose lines wait
 
     async def enter(self, tenant: str) -> None:
         """Wait until there is room for a line of a tenant, and take it."""

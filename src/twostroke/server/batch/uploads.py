@@ -24,7 +24,7 @@ from twostroke.server.batch.files import (
     PURPOSES,
     DamagedFileError,
     FileBody,
-    Rooms,
+    StorageQuota,
 )
 from twostroke.server.body import field
 from twostroke.server.body.decode import BodyDecoder
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from twostroke.server.http.fair_queue import Readers
     from twostroke.server.http.ignored import Ignored
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.limits import RequestLimits
     from twostroke.server.http.request_context import ServedRequest
     from twostroke.server.storage import Records, Temporary
 
@@ -144,8 +144,8 @@ class Uploads:
     def __init__(
         self,
         records: Callable[[], Records],
-        rooms: Rooms,
-        limits: Limits,
+        rooms: StorageQuota,
+        limits: RequestLimits,
         note: Callable[[Iterable[Ignored], ServedRequest], None],
         readers: Readers,
     ) -> None:
@@ -341,7 +341,7 @@ def find_pending(db: Connection, id_: str, tenant: str) -> StoredUpload:
     return stored
 
 
-def check_count(db: Connection, tenant: str, limits: Limits) -> None:
+def check_count(db: Connection, tenant: str, limits: RequestLimits) -> None:
     """Raise BodySizeError if a tenant has as many uploads as it may have files."""
     [count] = db.execute("SELECT count(*) FROM uploads WHERE tenant = ?", (tenant,)).fetchone()
     if count >= limits.max_files:

@@ -24,7 +24,7 @@ _MAX_WHOLE = 2**53  # larger numbers with a fraction are not exact
 
 
 @dataclass(slots=True)
-class _Fields:
+class _StructFields:
     """The fields of a struct, by their names in JSON.
 
     `inner` are those with something inside to look at, `droppable` have the types of those that may
@@ -48,7 +48,7 @@ class _Shape:
 
     item: _Shape | None = None
     max_items: int | None = None
-    structs: dict[str | None, _Fields] = field(default_factory=dict)
+    structs: dict[str | None, _StructFields] = field(default_factory=dict)
     tag_field: str | None = None
     is_integer: bool = False
     left_out: Mapping[str, Any] | None = None
@@ -63,7 +63,7 @@ class _Shape:
             return False
         return not any(word in tag for word in self.left_out["refused"])
 
-    def fields_of(self, value: Mapping[str, Any]) -> _Fields | None:
+    def fields_of(self, value: Mapping[str, Any]) -> _StructFields | None:
         """Return the fields that an object may have; None if its tag is not known."""
         tag = value.get(self.tag_field) if self.tag_field is not None else None
         if tag is None and len(self.structs) == 1:
@@ -122,7 +122,7 @@ class _Fitting:
                 self.found.setdefault((id(shape), item[tag_field]), left_out)
         items[:] = kept_items
 
-    def _fit_object(self, value: dict[str, Any], fields: _Fields, where: str) -> None:
+    def _fit_object(self, value: dict[str, Any], fields: _StructFields, where: str) -> None:
         if fields.is_closed and (unknown := value.keys() - fields.names):
             for name in sorted(unknown) if len(unknown) <= MAX_IGNORED else unknown:
                 refusal = partial(unknown_field, where, name, fields.names)
@@ -144,7 +144,7 @@ class _Fitting:
                 self._note(fields, name, where, partial(explain, *why), is_known=True)
 
     def _note(
-        self, fields: _Fields, name: str, where: str, refusal: Any, *, is_known: bool
+        self, fields: _StructFields, name: str, where: str, refusal: Any, *, is_known: bool
     ) -> None:
         key = (id(fields), name)
         if key not in self.found and len(self.found) < MAX_IGNORED:
@@ -173,7 +173,7 @@ def _shape_of(kind: Any) -> _Shape | None:
     return _describe(type_of(kind), {})
 
 
-def _describe(kind: inspect.Type, known: dict[type, _Fields]) -> _Shape | None:
+def _describe(kind: inspect.Type, known: dict[type, _StructFields]) -> _Shape | None:
     """Return the shape of a type; None if nothing in it could be dropped or changed."""
     shape = _Shape()
     all_parts = list(parts([kind]))
@@ -192,11 +192,11 @@ def _describe(kind: inspect.Type, known: dict[type, _Fields]) -> _Shape | None:
     return shape if has_effect else None
 
 
-def _fields_in(kind: inspect.StructType, known: dict[type, _Fields]) -> _Fields:
+def _fields_in(kind: inspect.StructType, known: dict[type, _StructFields]) -> _StructFields:
     if kind.cls in known:
         return known[kind.cls]
     names = {one.encode_name for one in kind.fields} | {kind.tag_field or ""} - {""}
-    fields = known[kind.cls] = _Fields(frozenset(names), kind.forbid_unknown_fields)
+    fields = known[kind.cls] = _StructFields(frozenset(names), kind.forbid_unknown_fields)
     types = {one.encode_name: one.type for one in msgspec.structs.fields(kind.cls)}
     for one in kind.fields:
         if (inner := _describe(one.type, known)) is not None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from twostroke.server.body.decode import BodyDecoder
     from twostroke.server.http.fair_queue import Readers
     from twostroke.server.http.ignored import Ignored
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.limits import RequestLimits
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -24,7 +24,7 @@ LARGE_BODY_BYTES: Final = 16 * 1024
 
 
 async def receive_fields(
-    request: Request, decoder: BodyDecoder[T], limits: Limits, readers: Readers
+    request: Request, decoder: BodyDecoder[T], limits: RequestLimits, readers: Readers
 ) -> tuple[T, list[Ignored]]:
     """Return the fields of a request's body, as `decoder` does; long bodies take turns.
 

@@ -11,8 +11,8 @@ from twostroke.engine.structured_output.schema.verify import UncheckedError
 from twostroke.server.http.logs import FIGURES
 
 if TYPE_CHECKING:
-    from twostroke.engine.structured_output.schema.verify import Fault, Verifier
-    from twostroke.server.observability.metrics import Metrics
+    from twostroke.engine.structured_output.schema.verify import SchemaViolation, Verifier
+    from twostroke.server.observability.metrics import ServerMetrics
 
 _MAX_WAITING: Final = 256  # texts; more are counted as unchecked
 _logger = logging.getLogger("twostroke.serve")
@@ -21,13 +21,13 @@ _logger = logging.getLogger("twostroke.serve")
 class AnswerChecks:
     """Checks answers one at a time, and reports misses in metrics and log."""
 
-    def __init__(self, verifier: Verifier, metrics: Metrics) -> None:
+    def __init__(self, verifier: Verifier, metrics: ServerMetrics) -> None:
         self._verifier = verifier
         self._metrics = metrics
         self._thread = ThreadPoolExecutor(1, "twostroke-check")
         self._num_waiting = 0
 
-    async def fault(self, schema: str, text: str) -> Fault | None:
+    async def fault(self, schema: str, text: str) -> SchemaViolation | None:
         """Return the schema rule that a part of an answer breaks; None if it breaks none.
 
         Raises:
@@ -51,7 +51,7 @@ class AnswerChecks:
         """Count an answer that is generated again."""
         self._metrics.redraws.inc()
 
-    def report(self, fault: Fault, kind: str, request_id: str) -> None:
+    def report(self, fault: SchemaViolation, kind: str, request_id: str) -> None:
         """Log that the final answer breaks its schema."""
         figures = {"request_id": request_id, "part": kind}
         extra = {FIGURES: figures | {"keyword": fault.keyword, "place": fault.place}}

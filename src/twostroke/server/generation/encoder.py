@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from twostroke.core.frozen import Frozen
-from twostroke.engine.chat.reader import PLAIN, Reading
+from twostroke.engine.chat.reader import PLAIN, AnswerFormat
 from twostroke.server.generation.events import EventReader
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from twostroke.server.generation.job import Job
 
 
-class Reply(Frozen):
+class ResponseInfo(Frozen):
     """The facts of one response that do not change while it is written.
 
     `prompts` are the job's token ids, `reading` says how to read the answers, and `created_s` is
@@ -30,7 +30,7 @@ class Reply(Frozen):
     job: Job
     prompts: Sequence[Sequence[int]]
     tokenizer: Tokenizer
-    reading: Reading = PLAIN
+    reading: AnswerFormat = PLAIN
     as_llama_server: bool = False
 
     def reader(self) -> EventReader:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from twostroke.engine.chat.call_reader import Piece
-    from twostroke.engine.chat.reader import AnswerReader, Reading
+    from twostroke.engine.chat.reader import AnswerFormat, AnswerReader
     from twostroke.engine.output import Completion
     from twostroke.model.tokenizer import Tokenizer
 
@@ -73,7 +73,7 @@ class ContentBlock(msgspec.Struct, eq=False):
         return "".join(self.texts)
 
 
-class Began(msgspec.Struct, frozen=True):
+class ChoiceStarted(msgspec.Struct, frozen=True):
     """A choice has its first output; `usage` is known unless prompt logprobs come first.
 
     `tokens` are the ids of the answer's tokens so far; the list grows with the answer, also by
@@ -85,7 +85,7 @@ class Began(msgspec.Struct, frozen=True):
     tokens: list[int]
 
 
-class Read(msgspec.Struct, frozen=True):
+class PrefillAdvanced(msgspec.Struct, frozen=True):
     """So many tokens of a choice's prompt are read, if the job asks for progress."""
 
     choice: int
@@ -93,7 +93,7 @@ class Read(msgspec.Struct, frozen=True):
     usage: Usage
 
 
-class Opened(msgspec.Struct, frozen=True):
+class BlockOpened(msgspec.Struct, frozen=True):
     """A block begins, without content."""
 
     block: ContentBlock
@@ -141,21 +141,31 @@ class Ended(msgspec.Struct, frozen=True):
     schema_miss: str = ""
 
 
-class Finished(msgspec.Struct, frozen=True):
+class AnswerFinished(msgspec.Struct, frozen=True):
     """All choices ended; `usage` is their sum, `num_reasoning` of its tokens were reasoning."""
 
     usage: Usage
     num_reasoning: int
 
 
-class Failed(msgspec.Struct, frozen=True):
+class StreamFailed(msgspec.Struct, frozen=True):
     """The stream ends here because of an error."""
 
     error: TwostrokeError
     request_id: str
 
 
-Event = Began | Read | Opened | Added | Closed | PromptScored | Ended | Finished | Failed
+Event = (
+    ChoiceStarted
+    | PrefillAdvanced
+    | BlockOpened
+    | Added
+    | Closed
+    | PromptScored
+    | Ended
+    | AnswerFinished
+    | StreamFailed
+)
 
 
 class EventReader:
@@ -163,7 +173,7 @@ class EventReader:
 
     def __init__(
         self,
-        reading: Reading,
+        reading: AnswerFormat,
         tokenizer: Tokenizer,
         *,
         has_logprobs: bool,
@@ -175,7 +185,7 @@ class EventReader:
         self._reading = reading
         self._tokenizer = tokenizer
         self._has_logprobs = has_logprobs
-        self._answers: dict[int, _Answer] = {}  # by choice
+        self._answers: dict[int, _ChoiceState] = {}  # by choice
 
     def read(self, output: Output | Completion) -> list[Event]:
         """Return the events of an output, or of a whole answer."""
@@ -183,13 +193,13 @@ class EventReader:
         if answer is not None:
             return answer.read(output)
         reader = None if self._reading.is_plain else self._reading.reader(self._tokenizer)
-        answer = _Answer(output.index, reader, has_logprobs=self._has_logprobs)
+        answer = _ChoiceState(output.index, reader, has_logprobs=self._has_logprobs)
         self._answers[output.index] = answer
-        return [Began(output.index, output.usage, answer.tokens), *answer.read(output)]
+        return [ChoiceStarted(output.index, output.usage, answer.tokens), *answer.read(output)]
 
-    def finish(self, usage: Usage) -> Finished:
+    def finish(self, usage: Usage) -> AnswerFinished:
         """Return the event after the last output; `usage` is that of all choices."""
-        return Finished(usage, sum(answer.num_reasoning for answer in self._answers.values()))
+        return AnswerFinished(usage, sum(answer.num_reasoning for answer in self._answers.values()))
 
     def read_whole(self, answers: Iterable[Completion], usage: Usage) -> Iterator[Event]:
         """Yield all events of a job from its whole answers."""
@@ -198,7 +208,7 @@ class EventReader:
         yield self.finish(usage)
 
 
-class _Answer:
+class _ChoiceState:
     """One choice: its open block, and the reader that finds blocks in its text."""
 
     def __init__(self, choice: int, reader: AnswerReader | None, *, has_logprobs: bool) -> None:
@@ -233,13 +243,13 @@ class _Answer:
             self._end(output, output.finish_reason, events)
         return events
 
-    def _progress(self, num_read: int, usage: Usage | None) -> Iterator[Read]:
+    def _progress(self, num_read: int, usage: Usage | None) -> Iterator[PrefillAdvanced]:
         """Yield events about prefill progress; the first event has the number of cached tokens."""
         assert usage is not None
         if not self._has_progress and num_read > usage.cached_tokens:
-            yield Read(self._choice, usage.cached_tokens, usage)
+            yield PrefillAdvanced(self._choice, usage.cached_tokens, usage)
         self._has_progress = True
-        yield Read(self._choice, num_read, usage)
+        yield PrefillAdvanced(self._choice, num_read, usage)
 
     def _take(self, piece: Piece, events: list[Event]) -> None:
         match piece:
@@ -276,7 +286,7 @@ class _Answer:
             index = self._block.index + 1
         self._block = ContentBlock(self._choice, index, kind, name, self._num_calls, [])
         self._num_calls += kind is BlockKind.CALL
-        events.append(Opened(self._block))
+        events.append(BlockOpened(self._block))
         return self._block
 
     def _score(self, output: Output | Completion, events: list[Event]) -> None:

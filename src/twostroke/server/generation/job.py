@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
 from twostroke.core.sampling import MAX_BIAS, MAX_TOKENS
-from twostroke.engine.chat.reader import PLAIN, Reading
+from twostroke.engine.chat.reader import PLAIN, AnswerFormat
 from twostroke.engine.chat.reasoning import AS_IT_IS
 from twostroke.engine.client import Caller
 from twostroke.engine.prompts import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from twostroke.core.embedding import EmbeddingParams
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
-    from twostroke.engine.chat.conversation import Turn
+    from twostroke.engine.chat.conversation import PreparedChat
     from twostroke.engine.chat.reasoning import Thinking
     from twostroke.engine.chat.tool_form import ToolForm
     from twostroke.engine.chat.tools import Tools
@@ -135,7 +135,9 @@ class Conversation(Frozen):
         unfollowed = [Ignored.of(error, is_known=error.field == param) for error in errors]
         return [*self.left_out, *unfollowed]
 
-    def turn(self, card: ModelCard, tools: Tools | None, form: Constraint | None = None) -> Turn:
+    def turn(
+        self, card: ModelCard, tools: Tools | None, form: Constraint | None = None
+    ) -> PreparedChat:
         """Return its prompt, and how answers are held and read.
 
         They may call `tools`, and have a `form` if they do not.
@@ -180,7 +182,7 @@ class Encoded:
     prompts: list[list[int]]
     params: SamplingParams
     hints: Hints
-    reading: Reading = PLAIN
+    reading: AnswerFormat = PLAIN
     ignored: tuple[Ignored, ...] = ()
     calls: ToolForm | None = None
     gaps: tuple[str, ...] = ()

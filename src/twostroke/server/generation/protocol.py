@@ -12,14 +12,14 @@ from twostroke.server.generation.stream import SSE, Framing
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from twostroke.server.generation.encoder import Encoder, Reply
+    from twostroke.server.generation.encoder import Encoder, ResponseInfo
     from twostroke.server.generation.job import EmbeddingJob, Job
     from twostroke.server.generation.response_store import Tenant
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-class Dialect(Frozen, Generic[T]):
+class ApiProtocol(Frozen, Generic[T]):
     """A protocol for answers.
 
     Attributes:
@@ -41,7 +41,7 @@ class Dialect(Frozen, Generic[T]):
     prefix: str
     request: type[T]
     read: Callable[[T, Tenant], Job]
-    encoder: Callable[[Reply], Encoder]
+    encoder: Callable[[ResponseInfo], Encoder]
     names: Callable[[T], Mapping[str, str]] = lambda _asked: {}
     recalls: bool = False
     framing: Framing = SSE
@@ -50,8 +50,8 @@ class Dialect(Frozen, Generic[T]):
     read_as_llama_server: Callable[[T, Tenant], Job] | None = None
 
 
-class EmbeddingDialect(Frozen, Generic[T]):
-    """A protocol for embeddings; `request`, `read`, `empty` and `keep_s` as in `Dialect`.
+class EmbeddingProtocol(Frozen, Generic[T]):
+    """A protocol for embeddings; `request`, `read`, `empty` and `keep_s` as in `ApiProtocol`.
 
     `whole` makes the response, from the model's name, a part for each text, the number of tokens
     in all texts, and the seconds since the request came.
@@ -64,9 +64,10 @@ class EmbeddingDialect(Frozen, Generic[T]):
     keep_s: Callable[[T], float | None] = lambda _asked: None
 
 
-class Inquiry(Frozen, Generic[T]):
-    """A request that needs no engine; `request`, with a field `model`, and `names` as in `Dialect`.
+class UtilityEndpoint(Frozen, Generic[T]):
+    """A request that needs no engine.
 
+    `request`, with a field `model`, and `names` are as in `ApiProtocol`.
     `answer` turns a checked request into the response; raises RequestError. If it `recalls` stored
     answers, its last argument is the sender.
     """

@@ -27,12 +27,12 @@ from twostroke.engine.structured_output.schema.verify import UncheckedError
 from twostroke.server.generation.callers import begun
 from twostroke.server.generation.events import (
     Added,
-    Began,
+    AnswerFinished,
     BlockKind,
+    BlockOpened,
+    ChoiceStarted,
     Closed,
     Ended,
-    Finished,
-    Opened,
     PromptScored,
 )
 
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from twostroke.engine.output import Completion, Output
     from twostroke.engine.settling import Miss, Settled
     from twostroke.engine.structured_output.schema.spans import PathPattern
-    from twostroke.engine.structured_output.schema.verify import Fault
+    from twostroke.engine.structured_output.schema.verify import SchemaViolation
     from twostroke.server.generation.checks import AnswerChecks
-    from twostroke.server.generation.encoder import Reply
+    from twostroke.server.generation.encoder import ResponseInfo
     from twostroke.server.generation.events import ContentBlock, Event, EventReader
     from twostroke.server.generation.job import Encoded
     from twostroke.server.generation.running import Answers
@@ -71,9 +71,11 @@ class AnswerGuard:
     """
 
     def __init__(
-        self, checks: AnswerChecks, reply: Reply, encoded: Encoded, request: ServedRequest
+        self, checks: AnswerChecks, reply: ResponseInfo, encoded: Encoded, request: ServedRequest
     ) -> None:
-        self.faults: dict[int, Fault] = {}  # rules that the final answers break, by choice
+        self.faults: dict[
+            int, SchemaViolation
+        ] = {}  # rules that the final answers break, by choice
         self._checks = checks
         self._reply = reply
         self._encoded = encoded
@@ -116,7 +118,7 @@ class AnswerGuard:
             rereader = self._reply.reader()
             yield list(self.marked(choice.rest(rereader.read(settled), settled)))
             num_reasoning += rereader.finish(answers.usage).num_reasoning
-        yield [Finished(answers.usage, num_reasoning)]
+        yield [AnswerFinished(answers.usage, num_reasoning)]
 
     async def settle(
         self, answers: Answers, answer: Completion, sent: _Sent | None = None
@@ -130,7 +132,7 @@ class AnswerGuard:
             SchemaMissError: the answer and all new answers break a strict schema.
         """
         work = settling(answer, self._parts, self._reply.tokenizer, sent)
-        result: Fault | Completion | None = None
+        result: SchemaViolation | Completion | None = None
         error: TwostrokeError | None = None
         while True:
             try:
@@ -185,7 +187,7 @@ class AnswerGuard:
                 parts.append(CheckedPart(block.text, rule.schema, rule.is_strict, kind, index))
         return parts
 
-    async def _check(self, part: CheckedPart) -> Fault | None:
+    async def _check(self, part: CheckedPart) -> SchemaViolation | None:
         """Return the rule that a part breaks; None if it breaks none, or cannot be checked."""
         try:
             return await self._checks.fault(part.schema, part.text)
@@ -209,7 +211,7 @@ class _Sent:
         self.outputs: list[Output] = []
         self.is_held = False
         self._guard = guard
-        self._begin_event: Began | None = None
+        self._begin_event: ChoiceStarted | None = None
         self._num_scored = 0
         self._has_prompt_scores = False
         self._blocks: list[ContentBlock] = []
@@ -226,11 +228,11 @@ class _Sent:
         ready: list[Event] = []
         for event in events:
             match event:
-                case Began():
+                case ChoiceStarted():
                     self._begin_event = event
                 case PromptScored():
                     self._has_prompt_scores = True
-                case Opened():
+                case BlockOpened():
                     self._open(event.block)
                 case Added():
                     reader = self._readers[event.block.index]
@@ -282,7 +284,7 @@ class _Sent:
     def is_continued_by(self, answer: Completion) -> bool:
         """Return whether a new answer begins with the text that the stream has sent."""
         events = self._guard.read(answer)
-        blocks = [event.block for event in events if isinstance(event, Opened)]
+        blocks = [event.block for event in events if isinstance(event, BlockOpened)]
         if len(blocks) < len(self._blocks):
             return False
         return all(
@@ -298,12 +300,12 @@ class _Sent:
         left = list(self._num_sent)
         for event in events:
             match event:
-                case Began() if self._begin_event is not None:
+                case ChoiceStarted() if self._begin_event is not None:
                     self._begin_event.tokens[:] = answer.token_ids
                     continue
                 case PromptScored() if self._has_prompt_scores:
                     continue
-                case Opened() if event.block.index < len(left):
+                case BlockOpened() if event.block.index < len(left):
                     event.block.id = self._blocks[event.block.index].id
                     continue
                 case Closed() if event.block.index < num_closed:

@@ -53,7 +53,7 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class StoredResponse:
     """One stored response, with its request and the response that it continues.
 
     A removed response cannot be found, but keeps its memory as long as a later one continues it.
@@ -77,7 +77,7 @@ class Kept:
     asked: bytes
     answer: bytes
     item_ids: tuple[str, ...]
-    previous: Kept | None = None
+    previous: StoredResponse | None = None
     kind: str = RESPONSE
     is_open: bool = False
     is_damaged: bool = False
@@ -94,14 +94,14 @@ class Kept:
         self.total_bytes = self.num_bytes + (before.total_bytes if before else 0)
         self.total_items = len(self.item_ids) + (before.total_items if before else 0)
 
-    def conversation(self) -> Iterator[Kept]:
+    def conversation(self) -> Iterator[StoredResponse]:
         """Iterate over the conversation up to here, from its first response on.
 
         Raises:
             DamagedRowError: a response is damaged, so that the conversation has a gap.
         """
-        found: list[Kept] = []
-        step: Kept | None = self
+        found: list[StoredResponse] = []
+        step: StoredResponse | None = self
         while step is not None:
             if step.is_damaged:
                 raise DamagedRowError(
@@ -114,22 +114,22 @@ class Kept:
 
 
 @dataclass(slots=True)
-class _Shelf:
+class _TenantResponses:
     """One tenant's responses by id, the oldest first, and by the ids of their items."""
 
-    answers: dict[str, Kept] = field(default_factory=dict)
-    items: dict[str, Kept] = field(default_factory=dict)
+    answers: dict[str, StoredResponse] = field(default_factory=dict)
+    items: dict[str, StoredResponse] = field(default_factory=dict)
     num_bytes: int = 0
 
-    def oldest_but(self, spared: Kept | None) -> Kept | None:
+    def oldest_but(self, spared: StoredResponse | None) -> StoredResponse | None:
         return next((kept for kept in self.answers.values() if kept is not spared), None)
 
-    def hold(self, kept: Kept | None) -> list[Kept]:
+    def hold(self, kept: StoredResponse | None) -> list[StoredResponse]:
         """Add a reference; the first one counts the memory of the response and those before it.
 
         Returns those whose memory was not counted before, the newest first.
         """
-        counted: list[Kept] = []
+        counted: list[StoredResponse] = []
         while kept is not None:
             kept.num_holders += 1
             if kept.num_holders > 1:
@@ -139,9 +139,9 @@ class _Shelf:
             kept = kept.previous
         return counted
 
-    def release(self, kept: Kept | None) -> list[Kept]:
+    def release(self, kept: StoredResponse | None) -> list[StoredResponse]:
         """Drop a reference; free the memory with the last one. Returns those that are freed."""
-        freed: list[Kept] = []
+        freed: list[StoredResponse] = []
         while kept is not None:
             kept.num_holders -= 1
             if kept.num_holders:
@@ -152,7 +152,7 @@ class _Shelf:
         return freed
 
 
-class Store:
+class ResponseStore:
     """Keeps the newest responses of all tenants, within bounds.
 
     Over a bound, the tenant with the most loses its oldest. A conversation that is too large is
@@ -167,7 +167,7 @@ class Store:
         self.journal = journal
         self.max_answers = max_answers
         self.max_bytes = max_bytes
-        self.shelves: dict[str, _Shelf] = {}  # by tenant; none is empty
+        self.shelves: dict[str, _TenantResponses] = {}  # by tenant; none is empty
         self.lock = Lock()
 
     def __len__(self) -> int:
@@ -187,14 +187,14 @@ class Store:
         if self.journal is not None:
             await self.journal.load(self, end)
 
-    def shelve(self, tenant: str, kept: Kept) -> list[Kept]:
+    def shelve(self, tenant: str, kept: StoredResponse) -> list[StoredResponse]:
         """Add a response, whatever the bounds; return what takes memory for it."""
-        shelf = self.shelves.setdefault(tenant, _Shelf())
+        shelf = self.shelves.setdefault(tenant, _TenantResponses())
         shelf.answers[kept.id] = kept
         shelf.items |= dict.fromkeys(kept.item_ids, kept)
         return shelf.hold(kept)
 
-    def evict(self, newest: Kept | None) -> None:
+    def evict(self, newest: StoredResponse | None) -> None:
         """Remove the oldest response of the largest tenant until in bounds; `newest` stays."""
         while (has_many := len(self) > self.max_answers) or self.num_bytes > self.max_bytes:
             sizes = {
@@ -221,7 +221,7 @@ class Store:
         if not shelf.answers:
             del self.shelves[tenant]
 
-    def swap(self, tenant: str, old: Kept, new: Kept) -> None:
+    def swap(self, tenant: str, old: StoredResponse, new: StoredResponse) -> None:
         """Store `new` in the place of `old`, which is stored; the caller holds the lock."""
         tenant_responses = self.shelves[tenant]
         del tenant_responses.answers[old.id]
@@ -238,9 +238,9 @@ class Tenant(Frozen):
     """The sender of a request, with a view of the store."""
 
     name: str
-    store: Store
+    store: ResponseStore
 
-    def fits(self, kept: Kept) -> bool:
+    def fits(self, kept: StoredResponse) -> bool:
         """Whether a response, with its conversation, is within the bounds."""
         return (
             self.store.max_answers > 0
@@ -248,7 +248,7 @@ class Tenant(Frozen):
             and kept.total_items <= MAX_CONVERSATION_ITEMS
         )
 
-    def put(self, kept: Kept) -> bool:
+    def put(self, kept: StoredResponse) -> bool:
         """Store a response as the newest; return whether it fits."""
         if not self.fits(kept):
             return False
@@ -259,20 +259,20 @@ class Tenant(Frozen):
             self.store.evict(kept)
         return True
 
-    def find(self, id_: str, kind: str = RESPONSE) -> Kept | None:
+    def find(self, id_: str, kind: str = RESPONSE) -> StoredResponse | None:
         """Return a response of this tenant; None if it is not stored."""
         with self.store.lock:
             found = self._shelf.answers.get(id_)
         return found if found is not None and found.kind == kind else None
 
-    def all(self, kind: str) -> list[Kept]:
+    def all(self, kind: str) -> list[StoredResponse]:
         """Return the responses of this tenant and kind, the oldest first."""
         with self.store.lock:
             return [kept for kept in self._shelf.answers.values() if kept.kind == kind]
 
-    def replace(self, kept: Kept, answer: bytes) -> None:
+    def replace(self, kept: StoredResponse, answer: bytes) -> None:
         """Store another answer in the place of a response that nothing continues."""
-        new = Kept(kept.id, kept.asked, answer, kept.item_ids, kind=kept.kind)
+        new = StoredResponse(kept.id, kept.asked, answer, kept.item_ids, kind=kept.kind)
         with self.store.lock:
             shelf = self._shelf
             if shelf.answers.get(kept.id) is kept:
@@ -283,7 +283,7 @@ class Tenant(Frozen):
                     self.store.journal.change(self.name, kept, answer)
                 self.store.evict(new)
 
-    def supersede(self, old: Kept, new: Kept) -> bool:
+    def supersede(self, old: StoredResponse, new: StoredResponse) -> bool:
         """Store `new` as the newest in the place of `old`, which has the same id.
 
         Returns whether that was possible: `new` fits, and `old` is still stored.
@@ -296,7 +296,7 @@ class Tenant(Frozen):
             self.store.swap(self.name, old, new)
         return True
 
-    def find_item(self, id_: str) -> Kept | None:
+    def find_item(self, id_: str) -> StoredResponse | None:
         """Return the response of this tenant that an item belongs to; None if not stored."""
         with self.store.lock:
             return self._shelf.items.get(id_)
@@ -316,8 +316,8 @@ class Tenant(Frozen):
         self.remove(id_)
 
     @property
-    def _shelf(self) -> _Shelf:
-        return self.store.shelves.get(self.name) or _Shelf()
+    def _shelf(self) -> _TenantResponses:
+        return self.store.shelves.get(self.name) or _TenantResponses()
 
 
 class Journal:
@@ -328,7 +328,7 @@ class Journal:
         self._records = records
         self._said_s = -_QUIET_S
 
-    def put(self, tenant: str, held: Sequence[Kept], found: Kept) -> None:
+    def put(self, tenant: str, held: Sequence[StoredResponse], found: StoredResponse) -> None:
         """Keep answers, of which the newest, `found`, comes first and can be found."""
         rows = [
             (
@@ -346,7 +346,7 @@ class Journal:
         ]
         self._write(lambda db: db.executemany(_PUT, rows))
 
-    def change(self, tenant: str, response: Kept, answer: bytes) -> None:
+    def change(self, tenant: str, response: StoredResponse, answer: bytes) -> None:
         """Replace the answer of a stored response."""
         values = (answer, _digest(tenant, response, answer), response.id)
         self._write(lambda db: db.execute(_CHANGE, values))
@@ -363,26 +363,26 @@ class Journal:
         if rows:
             self._write(lambda db: db.executemany("DELETE FROM answers WHERE id = ?", rows))
 
-    async def load(self, store: Store, end: Callable[[bytes], bytes | None]) -> None:
+    async def load(self, store: ResponseStore, end: Callable[[bytes], bytes | None]) -> None:
         """Put stored answers into an empty store, within its bounds; the log says if that fails.
 
-        `end` is described at `Store.load`.
+        `end` is described at `ResponseStore.load`.
         """
         try:
             rows = await self._records.read_long(partial(_rows, path=self._records.path))
         except RecordsError as error:
             _logger.error("Stored answers are not there: %s", error)  # noqa: TRY400 the sentence is enough
             return
-        known: dict[str, Kept] = {}
+        known: dict[str, StoredResponse] = {}
         for id_, tenant, kind, previous, is_found, *content in rows:
             if content == _DAMAGED:
-                known[id_] = Kept(id_, b"", b"", (), kind=kind, is_damaged=True)
+                known[id_] = StoredResponse(id_, b"", b"", (), kind=kind, is_damaged=True)
                 continue
             if previous is not None and previous not in known:
                 continue  # the disk failed when that was written
             item_ids, request_items, answer = content
             ended_answer = end(answer)
-            response = Kept(
+            response = StoredResponse(
                 id=id_,
                 asked=request_items,
                 answer=answer if ended_answer is None else ended_answer,
@@ -414,11 +414,11 @@ class Journal:
         _logger.error("Stored answers will be missing after a restart: %s", error)
 
 
-def _is_unused(response: Kept) -> bool:
+def _is_unused(response: StoredResponse) -> bool:
     return not (response.num_holders or response.is_damaged)
 
 
-def _digest(tenant: str, response: Kept, answer: bytes | None = None) -> str:
+def _digest(tenant: str, response: StoredResponse, answer: bytes | None = None) -> str:
     """Return the digest of a response's row, with another answer if there is one."""
     previous = response.previous
     return row_digest(

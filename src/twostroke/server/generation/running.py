@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from twostroke.engine.output import Completion, Output
     from twostroke.engine.process.served import ServedEngine, ServedOutputs
     from twostroke.server.generation.job import EmbeddingJob, Encoded, Job
-    from twostroke.server.http.retry_after import Returns
-    from twostroke.server.observability.metrics import Metrics
+    from twostroke.server.http.retry_after import RetryAfter
+    from twostroke.server.observability.metrics import ServerMetrics
 
 
 class Accepting:
     """A request, in a `with` block, that the engine has not accepted yet, as while it starts."""
 
-    def __init__(self, service: str, running: set[Open], returns: Returns) -> None:
+    def __init__(self, service: str, running: set[Open], returns: RetryAfter) -> None:
         """Be in `running` during the block; `service` is the request's class.
 
         If the engine refuses it, `returns` say when to come back.
@@ -84,7 +84,7 @@ class Answers:
         engine: ServedEngine,
         job: Job,
         encoded: Encoded,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         running: set[Open],
     ) -> Self:
         """Queue the job in the engine; it is in `running` until `cancel`.
@@ -107,7 +107,7 @@ class Answers:
         engine: ServedEngine,
         job: Job,
         encoded: Encoded,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         running: set[Open],
         outputs: ServedOutputs,
     ) -> None:
@@ -298,7 +298,7 @@ class Vectors:
         engine: ServedEngine,
         job: EmbeddingJob,
         texts: list[list[int]],
-        metrics: Metrics,
+        metrics: ServerMetrics,
         running: set[Open],
     ) -> Self:
         """Begin; the work is in `running` until `cancel`.
@@ -316,7 +316,7 @@ class Vectors:
         engine: ServedEngine,
         job: EmbeddingJob,
         texts: list[list[int]],
-        metrics: Metrics,
+        metrics: ServerMetrics,
         running: set[Open],
         outputs: ServedOutputs,
     ) -> None:
@@ -385,7 +385,7 @@ def _is_unrun(error: TwostrokeError) -> bool:
     return bool(error.facts.get("is_unrun"))
 
 
-def _count_failure(error: TwostrokeError, engine: ServedEngine, metrics: Metrics) -> None:
+def _count_failure(error: TwostrokeError, engine: ServedEngine, metrics: ServerMetrics) -> None:
     """Count a failure of the engine.
 
     Raises:

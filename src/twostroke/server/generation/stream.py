@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from twostroke.core.frozen import Frozen
-from twostroke.server.generation.events import Failed
+from twostroke.server.generation.events import StreamFailed
 from twostroke.server.http.disconnect import drop, until_gone
 from twostroke.server.http.errors import report
 from twostroke.server.http.request_context import served_of
@@ -136,7 +136,7 @@ class EventStream:
         except Exception as error:  # a response that has begun can only end with an error event
             if not self._has_begun:
                 raise
-            yield write(Failed(report(error, scope), served_of(scope).request_id))
+            yield write(StreamFailed(report(error, scope), served_of(scope).request_id))
 
     async def _send(self, send: Send, data: bytes) -> None:
         self._sending_since_s = time.monotonic()

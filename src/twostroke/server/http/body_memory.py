@@ -29,7 +29,7 @@ class TenantBodiesError(BodiesError):
     http_status = 429
 
 
-class Arriving:
+class BodyMemory:
     """Counts the bytes of bodies that arrive or wait to be read. It belongs to the event loop."""
 
     def __init__(self, most: int, most_of_one: int) -> None:

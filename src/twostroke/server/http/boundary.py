@@ -7,7 +7,7 @@ import re
 import secrets
 from typing import TYPE_CHECKING, Final
 
-from twostroke.server.http.body_memory import Arriving
+from twostroke.server.http.body_memory import BodyMemory
 from twostroke.server.http.error_forms import error_form
 from twostroke.server.http.errors import FramingError, HeaderSizeError, report, to_response
 from twostroke.server.http.ignored import HEADER, header_of
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client import Counter
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.limits import RequestLimits
     from twostroke.server.http.origins import Origins
     from twostroke.server.http.request_context import Observer
 
@@ -42,7 +42,7 @@ class Boundary:
         self,
         app: ASGIApp,
         responses: Counter,
-        limits: Limits,
+        limits: RequestLimits,
         origins: Origins,
         observers: Sequence[Observer] = (),
         *,
@@ -55,7 +55,7 @@ class Boundary:
         self._app = app
         self._responses = responses
         self._limits = limits
-        self._arriving = Arriving(limits.max_arriving_bytes, limits.max_tenant_arriving_bytes)
+        self._arriving = BodyMemory(limits.max_arriving_bytes, limits.max_tenant_arriving_bytes)
         self._origins = origins
         self._observers = observers
         self._find_endpoint = find_endpoint
@@ -107,7 +107,7 @@ class Boundary:
                 _logger.error("A request could not be logged: %s", type(error).__name__)  # noqa: TRY400
 
 
-def _begin(scope: Scope, arriving: Arriving) -> ServedRequest:
+def _begin(scope: Scope, arriving: BodyMemory) -> ServedRequest:
     """Return the facts of a request; the path becomes the one that is served.
 
     A slash at its end does not count.

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from twostroke.server.http.disconnect import ABORT
 from twostroke.server.http.errors import ServerStoppingError
-from twostroke.server.http.write_coalescer import WRITE, Gathering, read_less
+from twostroke.server.http.write_coalescer import WRITE, WriteCoalescer, read_less
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from uvicorn.config import Config
     from uvicorn.server import ServerState
 
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.limits import RequestLimits
 
 _MOMENT_S: Final = 0.5  # for bytes that were sent already
 _CLOSE: Final = (b"connection", b"close")
 _END: Final[Message] = {"type": "http.response.body", "body": b""}
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """Drops clients that do not finish the headers of a request in time."""
 
     def __init__(
@@ -40,10 +40,10 @@ class Connection(H11Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        limits: Limits,
+        limits: RequestLimits,
         is_draining: Callable[[], bool],
         most: int,
-        idle: dict[Connection, None],
+        idle: dict[HttpConnection, None],
     ) -> None:
         """Serve one client, of whom there are at most `most`.
 
@@ -73,7 +73,7 @@ class Connection(H11Protocol):
         """Wait for the first headers; one connection too many replaces the longest idle one."""
         super().connection_made(transport)
         read_less(transport)
-        self.transport: Gathering = Gathering(transport, self.loop)
+        self.transport: WriteCoalescer = WriteCoalescer(transport, self.loop)
         if len(self.connections) > self._most:
             other = next(iter(self._idle), self)
             self._idle.pop(other, None)
@@ -198,7 +198,7 @@ class BodyReader:
         self,
         receive: Receive,
         send: Send,
-        limits: Limits,
+        limits: RequestLimits,
         is_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         """Read from `receive`, and delay the end of the response to `send`.

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Turn(Frozen):
+class FairSlot(Frozen):
     """A turn that began at `began_s`; `who` is whether it is among the last, and a tenant."""
 
     who: tuple[bool, str]
     began_s: float
 
 
-class Turns:
+class FairQueue:
     """Up to `max_turns` turns at a time: the next is of the tenant that has used the least time.
 
     It belongs to the event loop.
@@ -45,7 +45,7 @@ class Turns:
 
     def __init__(self, max_turns: int = 1, max_per_tenant: int | None = None) -> None:
         """Begin without tenants; each that has a name gets at most `max_per_tenant` at a time."""
-        self._lines: dict[tuple[bool, str], deque[asyncio.Future[Turn]]] = {}  # who waits
+        self._lines: dict[tuple[bool, str], deque[asyncio.Future[FairSlot]]] = {}  # who waits
         self._used_s: dict[tuple[bool, str], float] = {}  # on the clocks that are at `_now_s`
         self._now_s = {False: 0.0, True: 0.0}  # the last have a clock of their own
         self._max_turns = max_turns
@@ -57,12 +57,12 @@ class Turns:
         """Return how many of a tenant wait, besides the last and those that were cancelled."""
         return sum(not one.cancelled() for one in self._lines.get((False, tenant), ()))
 
-    async def take(self, tenant: str, *, is_last: bool = False) -> Turn:
+    async def take(self, tenant: str, *, is_last: bool = False) -> FairSlot:
         """Wait for a turn, with `is_last` after all others; `end` ends it.
 
         A caller that is cancelled meanwhile has none.
         """
-        waiting: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[FairSlot] = asyncio.get_running_loop().create_future()
         who = (is_last, tenant)
         if who not in self._lines:
             self._lines[who] = deque()
@@ -76,7 +76,7 @@ class Turns:
                 self.end(waiting.result())
             raise
 
-    def end(self, turn: Turn) -> None:
+    def end(self, turn: FairSlot) -> None:
         """End a turn, and begin the next."""
         self._used_s[turn.who] += time.monotonic() - turn.began_s
         self._num_turns[turn.who] -= 1
@@ -96,7 +96,7 @@ class Turns:
             if not line:
                 del self._lines[tenant_key]
             if not waiting.cancelled():
-                waiting.set_result(Turn(tenant_key, time.monotonic()))
+                waiting.set_result(FairSlot(tenant_key, time.monotonic()))
                 self._free -= 1
                 self._num_turns[tenant_key] += 1
                 self._now_s[tenant_key[0]] = self._used_s[tenant_key]
@@ -113,7 +113,7 @@ class Readers:
 
     def __init__(self, num_threads: int) -> None:
         """Start threads when they are needed."""
-        self._turns = Turns(num_threads, max(1, num_threads - 1))
+        self._turns = FairQueue(num_threads, max(1, num_threads - 1))
         self._threads = ThreadPoolExecutor(num_threads, "twostroke-readers")
 
     async def run(

@@ -26,7 +26,7 @@ class Sender(Frozen):
     key: str = ""
 
 
-class Answer(Frozen):
+class InternalResponse(Frozen):
     """A whole response; names of headers are in lower case. `error` is the code of its error."""
 
     status: int
@@ -41,7 +41,7 @@ def sender_of(scope: Scope) -> Sender | None:
     return found
 
 
-async def post(app: ASGIApp, path: str, body: bytes, sender: Sender) -> Answer:
+async def post(app: ASGIApp, path: str, body: bytes, sender: Sender) -> InternalResponse:
     """Return the response to a body of JSON; if this is cancelled, the work is cancelled, too."""
     scope: Scope = {
         "type": "http",
@@ -76,11 +76,11 @@ async def post(app: ASGIApp, path: str, body: bytes, sender: Sender) -> Answer:
     served: ServedRequest | None = scope.get("state", {}).get(STATE_KEY)
     error = served.error if served is not None else None
     body = b"".join(part.get("body", b"") for part in parts)
-    return Answer(start["status"], headers, body, error)
+    return InternalResponse(start["status"], headers, body, error)
 
 
-def refused(path: str, error: TwostrokeError, request_id: str) -> Answer:
+def refused(path: str, error: TwostrokeError, request_id: str) -> InternalResponse:
     """Return the response to a request that is not sent because of an error."""
     form = error_form({"path": path, "headers": []})
     body = form.body(error, request_id, str)
-    return Answer(form.status(error), {"x-request-id": request_id}, body, error.code)
+    return InternalResponse(form.status(error), {"x-request-id": request_id}, body, error.code)

@@ -31,7 +31,7 @@ _FROM_PROGRAMS: Final = ("", "application/x-www-form-urlencoded")
 _FROM_BROWSERS: Final = ("origin", "sec-fetch-site")  # one of them comes with every POST
 
 
-class Limits(Frozen):
+class RequestLimits(Frozen):
     """Limits for one client: sizes, and how slowly it may send and read.
 
     Attributes:
@@ -88,7 +88,7 @@ class Limits(Frozen):
     compile_timeout_s: float = 5.0
 
 
-def check_headers(scope: Scope, limits: Limits) -> None:
+def check_headers(scope: Scope, limits: RequestLimits) -> None:
     """Check the size of the path and the headers, and that the body has one length.
 
     The HTTP parser only checks the size of headers that come in several pieces.
@@ -107,7 +107,7 @@ def check_headers(scope: Scope, limits: Limits) -> None:
 
 
 @asynccontextmanager
-async def body_of(request: Request, limits: Limits) -> AsyncIterator[bytes]:
+async def body_of(request: Request, limits: RequestLimits) -> AsyncIterator[bytes]:
     """Yield the request's body, which counts as arriving until the end of the block.
 
     A body from inside does not count: the server has it in memory anyhow.
@@ -140,7 +140,7 @@ async def body_of(request: Request, limits: Limits) -> AsyncIterator[bytes]:
             arriving.give(tenant, num_counted)
 
 
-async def read_json(request: Request, limits: Limits) -> bytes:
+async def read_json(request: Request, limits: RequestLimits) -> bytes:
     """Return the request's body; raises as `body_of`."""
     async with body_of(request, limits) as body:
         return body

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.errors import Naming, TwostrokeError
     from twostroke.server.http.api_key import Key
-    from twostroke.server.http.body_memory import Arriving
+    from twostroke.server.http.body_memory import BodyMemory
 
 STATE_KEY: Final = "served"  # in the state of the ASGI scope
 LATER: Final = frozenset((408, 429, 503, 529))  # the same request may succeed later
@@ -56,7 +56,7 @@ class Used(Protocol):
         """Tokens of the answers."""
 
 
-class Work(Protocol):
+class RequestWork(Protocol):
     """What is done for a request: by an engine, or by another server."""
 
     @property
@@ -124,11 +124,11 @@ class ServedRequest:
     response_id: str = ""
     known_model: str = ""
     keep_s: float | None = None
-    running: Work | None = None
+    running: RequestWork | None = None
     reserve: Callable[[int], None] = lambda _num_tokens: None
     is_client_gone: bool = False
     trace_id: str = ""
-    arriving: Arriving | None = None
+    arriving: BodyMemory | None = None
 
     def own(self, key: Key) -> None:
         """Note whose request it is."""

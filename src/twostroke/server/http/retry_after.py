@@ -70,7 +70,7 @@ async def in_time(served: ServedRequest) -> AsyncIterator[None]:
         raise DeadlineError.of_timeout(served.timeout_s) from None
 
 
-class Returns:
+class RetryAfter:
     """Gives refused clients times to come back, one after another at the engine's pace.
 
     It counts on all of them to come back, so those that do find room. Once their turns take longer

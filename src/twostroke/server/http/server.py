@@ -21,7 +21,7 @@ from twostroke.core.errors import PortInUseError, UsageError
 from twostroke.core.heap import trim_regularly
 from twostroke.core.open_files import allow_files
 from twostroke.core.slice import run_at_once
-from twostroke.server.http.connection import Connection
+from twostroke.server.http.connection import HttpConnection
 from twostroke.server.http.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.limits import RequestLimits
 
 _BACKLOG = 2048
 _PER_TURN = 8  # new connections in a turn of the event loop, so that those that are there get on
@@ -43,7 +43,7 @@ class Options(Protocol):
     """What a server needs to know."""
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> RequestLimits:
         """Limits for one client."""
 
     @property
@@ -51,7 +51,7 @@ class Options(Protocol):
         """How long running requests may take once the server stops."""
 
 
-class Vitals(Protocol):
+class AppHealth(Protocol):
     """Whether an application gets on."""
 
     @property
@@ -70,7 +70,7 @@ class Application(Protocol):
         """How it is served."""
 
     @property
-    def vitals(self) -> Vitals:
+    def vitals(self) -> AppHealth:
         """How it is."""
 
     @property
@@ -231,7 +231,7 @@ class _Shutdown:
         self._watchdog.stop()
         state = self._server.server_state
         for connection in state.connections:
-            if isinstance(connection, Connection):
+            if isinstance(connection, HttpConnection):
                 connection.hurry()
         loop = asyncio.get_running_loop()
         self._draining = loop.create_task(self._stop_after(set(state.tasks)))
@@ -269,7 +269,7 @@ class _Shutdown:
 def _config(app: ASGIApp, application: Application) -> uvicorn.Config:
     limits = application.options.limits
     connection: Any = partial(
-        Connection,
+        HttpConnection,
         limits=limits,
         is_draining=lambda: application.is_draining,
         most=allow_files() // 2,  # a router has another for each

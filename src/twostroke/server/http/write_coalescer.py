@@ -16,7 +16,7 @@ def read_less(transport: asyncio.BaseTransport) -> None:
     transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of all Python's transports
 
 
-class Gathering(asyncio.Transport):
+class WriteCoalescer(asyncio.Transport):
     """Joins the writes of one round of the event loop: each send takes longer than the joining."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:

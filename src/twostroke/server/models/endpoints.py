@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from twostroke.engine.model_card import ModelCard
     from twostroke.server.models.about import ModelBody
-    from twostroke.server.models.registry import Catalogue, Served
+    from twostroke.server.models.registry import ModelRegistry, ServedModel
 
 _LISTED: Final = 20  # models of one of Anthropic's pages
 _MAX_LISTED: Final = 1000
@@ -47,10 +47,10 @@ class AnthropicModels(msgspec.Struct, frozen=True):
     last_id: str | None
 
 
-def model_routes(models: Catalogue) -> list[Route]:
+def model_routes(models: ModelRegistry) -> list[Route]:
     """Return the routes that describe the models under their names."""
 
-    def body(name: str, served: Served) -> ModelBody:
+    def body(name: str, served: ServedModel) -> ModelBody:
         return model_body(served.card, name, models.state(served.name))
 
     async def several(request: Request) -> Response:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import OverloadedError, RequestError
 from twostroke.engine.chat.tool_form import ToolForm
-from twostroke.server.http.fair_queue import Turns
+from twostroke.server.http.fair_queue import FairQueue
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from twostroke.core.constraint import Constraint
-    from twostroke.server.http.fair_queue import Turn
+    from twostroke.server.http.fair_queue import FairSlot
 
     Found = tuple[Constraint, tuple[str, ...]]
 
@@ -45,7 +45,7 @@ class Compiler:
         self._compile = compile_
         self._limit_s, self._is_ready = limit_s, is_ready
         self._started, self._knowing = started, started()
-        self._turns = Turns()
+        self._turns = FairQueue()
         # What a constraint's grammar does not hold, or why it is refused.
         self._known: OrderedDict[Constraint, tuple[str, ...] | str] = OrderedDict()
 
@@ -101,7 +101,7 @@ class Compiler:
         raise RequestError(reason, field=constraint.param)
 
     def _done(
-        self, constraint: Constraint, turn: Turn, work: asyncio.Future[tuple[str, ...]]
+        self, constraint: Constraint, turn: FairSlot, work: asyncio.Future[tuple[str, ...]]
     ) -> None:
         """Let the next constraint have its turn, even if nobody waits for this one any more."""
         self._turns.end(turn)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.event_wait import wait_until_set
 from twostroke.core.hardware import memory_used
-from twostroke.engine.health import Health, Progress
-from twostroke.server.models.residency import Residence, decide, worth_of
+from twostroke.engine.health import Health, StepProgress
+from twostroke.server.models.residency import ModelResidency, decide, worth_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import Caller
     from twostroke.engine.model_card import ModelCard
-    from twostroke.engine.process.served import EngineFacts, Reading, ServedOutputs
-    from twostroke.server.models.on_demand import SleepingEngine
+    from twostroke.engine.process.served import EngineFacts, EngineStatus, ServedOutputs
+    from twostroke.server.models.on_demand import OnDemandEngine
 
 _TICK_S: Final = 0.05  # between decisions while a request waits
 _QUIET_TICK_S: Final = 0.25
 
 
-class Roster:
+class ModelPool:
     """Implements `ServedEngine` with the first of several engines, and looks after all of them."""
 
-    def __init__(self, engines: Mapping[str, SleepingEngine], budget_bytes: int) -> None:
+    def __init__(self, engines: Mapping[str, OnDemandEngine], budget_bytes: int) -> None:
         """Let `engines`, by name, share `budget_bytes` of memory."""
         self.engines = engines
         self.budget_bytes = budget_bytes
@@ -56,10 +56,10 @@ class Roster:
         return Health.STOPPED if self._has_ended else Health.READY
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> StepProgress:
         """The steps of all engines, and the longest present one."""
         all_ = [engine.progress for engine in self.engines.values()]
-        return Progress(sum(one.num_steps for one in all_), max(one.step_s for one in all_))
+        return StepProgress(sum(one.num_steps for one in all_), max(one.step_s for one in all_))
 
     @property
     def memory_bytes(self) -> int:
@@ -87,7 +87,7 @@ class Roster:
         """Compile a constraint for the first model."""
         return await self._first.compile(constraint, limit_s)
 
-    async def read(self, spans: Sequence[tuple[int, int]] = ()) -> Reading:
+    async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
         """Return what the first engine counts."""
         return await self._first.read(spans)
 
@@ -113,7 +113,8 @@ class Roster:
             self._changed.clear()
             self._decide()
             is_quiet = all(
-                engine.residence in {Residence.OUT, Residence.IN} and not engine.num_waiting
+                engine.residence in {ModelResidency.OUT, ModelResidency.IN}
+                and not engine.num_waiting
                 for engine in self.engines.values()
             )
             await wait_until_set(self._changed, _QUIET_TICK_S if is_quiet else _TICK_S)

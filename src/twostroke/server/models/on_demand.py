@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from twostroke.backends import BackendFacts
 from twostroke.backends.create import auto_kv_format, cost_model, weight_bytes, working_bytes
 from twostroke.backends.kv_size import WORKING_BYTES, size_cache
-from twostroke.backends.machine_limits import Limits
+from twostroke.backends.machine_limits import MachineLimits
 from twostroke.core.embedding import Pooling
 from twostroke.core.errors import (
     MemoryLimitError,
@@ -27,16 +27,16 @@ from twostroke.engine.client import UNDRAWN, new_request
 from twostroke.engine.counters import Counters
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.remote import RemoteEngine
-from twostroke.engine.process.served import EngineFacts, Reading
+from twostroke.engine.process.served import EngineFacts, EngineStatus
 from twostroke.engine.scheduler import SchedulerConfig, SchedulerStats
 from twostroke.engine.scheduler.config import max_len
 from twostroke.engine.speculation import SpeculationStats
-from twostroke.engine.view import View
+from twostroke.engine.view import RunningRequests
 from twostroke.model.families import build_program
 from twostroke.model.load import build_tokenizer, load
 from twostroke.model.program.kv_groups import PageGroups
 from twostroke.model.weights import weights_identity
-from twostroke.server.models.residency import Residence, ResidentView
+from twostroke.server.models.residency import ModelResidency, ModelUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -51,7 +51,7 @@ _REFUSED_S: Final = 5.0  # after a load that failed
 _logger = logging.getLogger("twostroke.serve")
 
 
-class SleepingEngine(RemoteEngine):
+class OnDemandEngine(RemoteEngine):
     """A `RemoteEngine` without a process until `wake`, and after `rest`.
 
     Attributes:
@@ -65,7 +65,12 @@ class SleepingEngine(RemoteEngine):
     """
 
     def __init__(
-        self, load_: wire.Load, card: ModelCard, ready: wire.Ready, num_bytes: int, keep_s: float
+        self,
+        load_: wire.LoadModel,
+        card: ModelCard,
+        ready: wire.EngineReady,
+        num_bytes: int,
+        keep_s: float,
     ) -> None:
         """Serve the model of `card`, once it is loaded; `ready` is what is known before that."""
         super().__init__(load_, card, None, ready)
@@ -141,19 +146,19 @@ class SleepingEngine(RemoteEngine):
         backend = BackendFacts("none", "not loaded", 0, *sizes)
         facts = EngineFacts(backend, config, (), keeps_pages=options.tiers.is_used)
         about = wire.EngineCard(size.context_length, identity, cost.cache, None, None, 0.0)
-        ready = wire.Ready(about, facts, _nothing_read(card, size.num_pages))
+        ready = wire.EngineReady(about, facts, _nothing_read(card, size.num_pages))
         num_bytes = num_weight_bytes + size.cache_bytes + num_working
-        message = wire.Load(wire.VERSION, model, options, log_level)
+        message = wire.LoadModel(wire.VERSION, model, options, log_level)
         return cls(message, replace(card, name=name or card.name), ready, num_bytes, keep_s)
 
     @property
-    def residence(self) -> Residence:
+    def residence(self) -> ModelResidency:
         """Where the model is."""
         if self._is_leaving:
-            return Residence.LEAVING
+            return ModelResidency.LEAVING
         if self._life.rests:
-            return Residence.OUT
-        return Residence.IN if self._life.is_up else Residence.LOADING
+            return ModelResidency.OUT
+        return ModelResidency.IN if self._life.is_up else ModelResidency.LOADING
 
     @property
     def load_s(self) -> float:
@@ -180,7 +185,7 @@ class SleepingEngine(RemoteEngine):
         """What the engine's process used when it was last asked; 0 without one."""
         return 0 if self._life.rests else self._last.memory_bytes
 
-    def view(self, now_s: float) -> ResidentView:
+    def view(self, now_s: float) -> ModelUse:
         """Return what `decide` needs to know of it."""
         compiling = any(isinstance(asked, wire.Compile) for asked, _ in self._asked.values())
         state, is_in = self.residence, self._life.is_up
@@ -192,7 +197,7 @@ class SleepingEngine(RemoteEngine):
         since = [outputs.asked_s for outputs in self._book.unsent.values()]
         if self._wanted_since_s is not None:
             since.append(self._wanted_since_s)
-        return ResidentView(
+        return ModelUse(
             self.card.name,
             self.num_bytes,
             self.load_s,
@@ -251,7 +256,9 @@ class SleepingEngine(RemoteEngine):
         _logger.info("Unloaded %s in %.1f s.", self.card.name, time.monotonic() - began_s)
         self.changed()
 
-    async def _ask(self, message: wire.Generate | wire.Embed, num_answers: int) -> RemoteOutputs:
+    async def _ask(
+        self, message: wire.Generate | wire.EmbedTexts, num_answers: int
+    ) -> RemoteOutputs:
         self._used_s = time.monotonic()
         if self._life.is_up and not self.is_closed:
             return await super()._ask(message, num_answers)
@@ -265,7 +272,7 @@ class SleepingEngine(RemoteEngine):
         self.changed()
         return outputs
 
-    async def _inquire(self, message: wire.Compile | wire.Read) -> object:
+    async def _inquire(self, message: wire.Compile | wire.GetStatus) -> object:
         if isinstance(message, wire.Compile) and not self._life.is_up:
             self._check_may_load()
             if len(self._asked) >= self.facts.config.max_waiting_requests:
@@ -273,7 +280,7 @@ class SleepingEngine(RemoteEngine):
         self.changed()
         return await super()._inquire(message)
 
-    def _check_fits(self, message: wire.Generate | wire.Embed) -> None:
+    def _check_fits(self, message: wire.Generate | wire.EmbedTexts) -> None:
         """Refuse what can never run, rather than load the model for it.
 
         Raises:
@@ -284,7 +291,7 @@ class SleepingEngine(RemoteEngine):
         groups = PageGroups(backend.page_size, backend.windows)
         most_tokens = groups.most_tokens(backend.num_pages, context_length)
         caller = message.caller
-        if isinstance(message, wire.Embed):
+        if isinstance(message, wire.EmbedTexts):
             requests = [new_request(one, UNDRAWN, caller, Pooling.LAST) for one in message.texts]
         else:
             requests = [new_request(one, message.params, caller) for one in message.prompts]
@@ -295,7 +302,7 @@ class SleepingEngine(RemoteEngine):
         if self._refusal is not None and time.monotonic() < self._refusal[0]:
             raise self._refusal[1]
 
-    def runs_again(self, ready: wire.Ready) -> None:
+    def runs_again(self, ready: wire.EngineReady) -> None:
         """Give the process what waits."""
         if ready.card.identity != self.card.identity:
             reason = "Its files are not those with which the server was started: start it again."
@@ -308,7 +315,7 @@ class SleepingEngine(RemoteEngine):
         if not self._is_on_gpu:  # whose memory a process does not see
             self.num_bytes = max(self.num_bytes, ready.reading.memory_bytes)
         self.facts, self._last, self.draft = ready.facts, ready.reading, ready.card.draft
-        self.limits = Limits.known(ready.card.hardware) if ready.card.hardware else None
+        self.limits = MachineLimits.known(ready.card.hardware) if ready.card.hardware else None
         name, load_s, count = self.card.name, self._life.load_s, len(self._book.open)
         noun = "request" if count == 1 else "requests"
         _logger.info("Loaded %s in %.1f s; %d %s had waited.", name, load_s, count, noun)
@@ -338,9 +345,9 @@ class SleepingEngine(RemoteEngine):
         return True
 
 
-def _nothing_read(card: ModelCard, num_pages: int) -> Reading:
+def _nothing_read(card: ModelCard, num_pages: int) -> EngineStatus:
     """Return what is known of an engine that has not run."""
     stats = SchedulerStats(0, 0, 0, num_pages, *[0] * 6)
     counters = Counters(card.cost.per_step(), lambda: stats, SpeculationStats())
-    view = View(stats, (), (0,) * num_pages, (), None)
-    return Reading(counters.snapshot(), view, (), (), 0)
+    view = RunningRequests(stats, (), (0,) * num_pages, (), None)
+    return EngineStatus(counters.snapshot(), view, (), (), 0)

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from twostroke.engine.health import Health
 from twostroke.server.models.grammar_compiler import Compiler
-from twostroke.server.models.model_pool import Roster
+from twostroke.server.models.model_pool import ModelPool
 from twostroke.server.models.names import ModelNames
-from twostroke.server.models.residency import Residence
+from twostroke.server.models.residency import ModelResidency
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _NEVER_S: Final = 100 * 365 * 86_400.0  # after which a model would leave the memory
 
 
-class Served:
+class ServedModel:
     """A model: its name, its engine, and what compiles constraints for it."""
 
     def __init__(
@@ -53,14 +53,14 @@ class Served:
         return self.engine.health is not Health.RECOVERING
 
 
-class Catalogue:
+class ModelRegistry:
     """All models of a server: one under each of its names, or several of a roster."""
 
     def __init__(self, engine: ServedEngine, options: ServeOptions) -> None:
         """Serve `engine`'s model, or those of a roster; the first is the default."""
         timeout_s = options.limits.compile_timeout_s
-        serve = partial(Served, parses_special=options.parses_special)
-        self.roster = roster = engine if isinstance(engine, Roster) else None
+        serve = partial(ServedModel, parses_special=options.parses_special)
+        self.roster = roster = engine if isinstance(engine, ModelPool) else None
         if roster is not None:
             self._models = {
                 name: serve(name, served_engine, timeout_s)
@@ -71,16 +71,16 @@ class Catalogue:
             self._models = dict.fromkeys(names, serve(names[0], engine, timeout_s))
         self.names = ModelNames(tuple(self._models), options.any_model)
 
-    def __iter__(self) -> Iterator[tuple[str, Served]]:
+    def __iter__(self) -> Iterator[tuple[str, ServedModel]]:
         """Yield all names and their models."""
         return iter(self._models.items())
 
     @property
-    def default(self) -> Served:
+    def default(self) -> ServedModel:
         """The model of requests that name none."""
         return self._models[self.names.known[0]]
 
-    def find(self, asked: str | None) -> tuple[str, Served]:
+    def find(self, asked: str | None) -> tuple[str, ServedModel]:
         """Return the name for the response, and the model.
 
         Raises:
@@ -90,7 +90,7 @@ class Catalogue:
 
     def choose(
         self, asked: str | None, served: ServedRequest, keep_s: float | None
-    ) -> tuple[str, Served]:
+    ) -> tuple[str, ServedModel]:
         """Do as `find`, and note the model in the served request, for `note`."""
         name, model = self.find(asked)
         served.known_model, served.keep_s = model.name, keep_s
@@ -98,7 +98,7 @@ class Catalogue:
 
     def state(self, name: str) -> str:
         """Return where a model is, in one word."""
-        return (self.roster.engines[name].residence if self.roster else Residence.IN).value
+        return (self.roster.engines[name].residence if self.roster else ModelResidency.IN).value
 
     def num_bytes(self, name: str) -> int:
         """Return what a model takes in memory."""

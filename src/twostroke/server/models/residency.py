@@ -27,7 +27,7 @@ DWELL: Final = 4.0
 FORSAKEN: Final = 16.0
 
 
-class Residence(Enum):
+class ModelResidency(Enum):
     """Where a model is: memory is taken in all states but the first."""
 
     OUT = "unloaded"
@@ -36,7 +36,7 @@ class Residence(Enum):
     LEAVING = "unloading"
 
 
-class ResidentView(Frozen):
+class ModelUse(Frozen):
     """What is known of a model; all times are in seconds of one clock.
 
     Attributes:
@@ -56,7 +56,7 @@ class ResidentView(Frozen):
     name: str
     num_bytes: int
     load_s: float
-    state: Residence = Residence.OUT
+    state: ModelResidency = ModelResidency.OUT
     asked_s: float | None = None
     used_s: float = 0.0
     loaded_s: float = 0.0
@@ -82,7 +82,7 @@ def worth_of(num_bytes: int, load_s: float, worth_of_last_gone: float) -> float:
     return worth_of_last_gone + load_s / max(1, num_bytes)
 
 
-def decide(now_s: float, budget_bytes: int, views: Sequence[ResidentView]) -> Decision:
+def decide(now_s: float, budget_bytes: int, views: Sequence[ModelUse]) -> Decision:
     """Return what to do now with models that share `budget_bytes`.
 
     Models load in the order in which they were asked for; a later one never takes memory that an
@@ -91,18 +91,18 @@ def decide(now_s: float, budget_bytes: int, views: Sequence[ResidentView]) -> De
     """
     views = [replace(view, num_bytes=min(view.num_bytes, budget_bytes)) for view in views]
     free_bytes = budget_bytes - sum(
-        view.num_bytes for view in views if view.state is not Residence.OUT
+        view.num_bytes for view in views if view.state is not ModelResidency.OUT
     )
     coming_bytes = 0  # once closed models have gone
     load: list[str] = []
-    closed: list[ResidentView] = []
+    closed: list[ModelUse] = []
     for asked_s, model in _waiting(views):
         if model.num_bytes <= free_bytes:
             load.append(model.name)
             free_bytes -= model.num_bytes
             continue
         lacking = model.num_bytes - free_bytes - coming_bytes
-        victims: list[ResidentView] = []
+        victims: list[ModelUse] = []
         for victim in _in_order(views, closed):
             if lacking > 0 and _may_go(victim, model, asked_s, now_s):
                 victims.append(victim)
@@ -117,28 +117,28 @@ def decide(now_s: float, budget_bytes: int, views: Sequence[ResidentView]) -> De
     return Decision(tuple(load), (*leaving, *idle), tuple(view.name for view in closed))
 
 
-def _waiting(views: Iterable[ResidentView]) -> list[tuple[float, ResidentView]]:
+def _waiting(views: Iterable[ModelUse]) -> list[tuple[float, ModelUse]]:
     """Return the models to load with the time of their oldest request, the oldest first."""
     found = [
         (view.asked_s, view)
         for view in views
-        if view.state is Residence.OUT and view.asked_s is not None
+        if view.state is ModelResidency.OUT and view.asked_s is not None
     ]
     return sorted(found, key=lambda pair: (pair[0], pair[1].name))
 
 
-def _in_order(views: Iterable[ResidentView], closed: Sequence[ResidentView]) -> list[ResidentView]:
+def _in_order(views: Iterable[ModelUse], closed: Sequence[ModelUse]) -> list[ModelUse]:
     """Return the loaded models that are not closed yet, those that should go first before others.
 
     The choice of the decision before is kept.
     """
-    found = [view for view in views if view.state is Residence.IN and view not in closed]
+    found = [view for view in views if view.state is ModelResidency.IN and view not in closed]
     return sorted(
         found, key=lambda view: (not view.is_closed, view.num_running > 0, view.worth, view.used_s)
     )
 
 
-def _may_go(victim: ResidentView, model: ResidentView, asked_s: float, now_s: float) -> bool:
+def _may_go(victim: ModelUse, model: ModelUse, asked_s: float, now_s: float) -> bool:
     """Whether `model`, asked for since `asked_s`, may have the memory of `victim`."""
     stayed_s, unused_s = now_s - victim.loaded_s, now_s - victim.used_s
     if victim.is_closed or unused_s >= FORSAKEN * victim.load_s:
@@ -147,6 +147,6 @@ def _may_go(victim: ResidentView, model: ResidentView, asked_s: float, now_s: fl
     return is_free and now_s - asked_s >= PATIENCE * model.load_s
 
 
-def _is_idle(view: ResidentView, now_s: float) -> bool:
+def _is_idle(view: ModelUse, now_s: float) -> bool:
     has_none = view.asked_s is None and not view.num_running
-    return view.state is Residence.IN and has_none and now_s - view.used_s >= view.keep_s
+    return view.state is ModelResidency.IN and has_none and now_s - view.used_s >= view.keep_s

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from twostroke.engine.disaggregation_stats import BorrowerView, LenderView
+    from twostroke.engine.disaggregation_stats import DecodeSideStats, PrefillSideStats
     from twostroke.engine.model_card import ModelCard
-    from twostroke.engine.process.served import Reading
+    from twostroke.engine.process.served import EngineStatus
 
 _TYPICAL: Final = 1024  # tokens of a prompt
 _BORROWED: Final = (
@@ -34,7 +34,7 @@ _LENT: Final = (
 )
 
 
-def describe_handover(reading: Reading, card: ModelCard) -> dict[str, Any] | None:
+def describe_handover(reading: EngineStatus, card: ModelCard) -> dict[str, Any] | None:
     """Return an engine's part in a hand-over for /api/state; None without a role."""
     if reading.handover is None:
         return None
@@ -43,7 +43,7 @@ def describe_handover(reading: Reading, card: ModelCard) -> dict[str, Any] | Non
     return described | ({} if ratio is None else {"prefill_per_decode": ratio})
 
 
-def handover_metrics(reading: Reading, card: ModelCard) -> Iterator[Metric]:
+def handover_metrics(reading: EngineStatus, card: ModelCard) -> Iterator[Metric]:
     """Yield what an engine lent or borrowed; nothing without a role."""
     view = reading.handover
     if view is not None and view.borrower is not None:
@@ -55,7 +55,7 @@ def handover_metrics(reading: Reading, card: ModelCard) -> Iterator[Metric]:
         yield from _lent(view.lender)
 
 
-def prefill_per_decode(reading: Reading, card: ModelCard) -> float | None:
+def prefill_per_decode(reading: EngineStatus, card: ModelCard) -> float | None:
     """Return how many prefill engines a decode engine like this one can use, once that is known.
 
     That is the time to read all prompts so far, at the best pace of a prefill engine, over the time
@@ -75,7 +75,7 @@ def prefill_per_decode(reading: Reading, card: ModelCard) -> float | None:
     return prefill_s / (num_drawn * decode.time_s / decode.rows)
 
 
-def _borrowed(view: BorrowerView) -> Iterator[Metric]:
+def _borrowed(view: DecodeSideStats) -> Iterator[Metric]:
     text = "Prompts by where they were read, or why they were read here."
     yield _counts("prompts", text, "where", REASONS, view.decisions)
     text = "Transfers by how they ended; all but done left something to compute here."
@@ -89,7 +89,7 @@ def _borrowed(view: BorrowerView) -> Iterator[Metric]:
     yield peers
 
 
-def _lent(view: LenderView) -> Iterator[Metric]:
+def _lent(view: PrefillSideStats) -> Iterator[Metric]:
     for key, name, text in _LENT:
         yield CounterMetricFamily(f"twostroke_handover_{name}", text, getattr(view, key))
     text = "Decode engines that are connected."

@@ -13,7 +13,7 @@ from twostroke.server.http.json_responses import to_json
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.retry_after import RETRY_AFTER_S
 from twostroke.server.models.about import VERSION, HealthBody, LoadBody, ProgressBody
-from twostroke.server.models.model_pool import Roster
+from twostroke.server.models.model_pool import ModelPool
 from twostroke.server.observability.disaggregation import prefill_per_decode
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from twostroke.engine.process.served import Reading, ServedEngine
+    from twostroke.engine.process.served import EngineStatus, ServedEngine
     from twostroke.server.models.names import ModelNames
     from twostroke.server.storage import Records
 
@@ -43,7 +43,7 @@ class HealthReports:
     ) -> None:
         """Report on a server that calls its models `names`, and keeps files in its records."""
         self._engine, self._names, self._is_draining = engine, names, is_draining
-        several = list(engine.engines.values()) if isinstance(engine, Roster) else []
+        several = list(engine.engines.values()) if isinstance(engine, ModelPool) else []
         self._engines: list[ServedEngine] = [*several] or [engine]
         self._keeps_files = records is not None
         self._name, self._started = names.known[0], secrets.token_hex(8)
@@ -102,9 +102,9 @@ class HealthReports:
         readings = await asyncio.gather(*(one.read() for one in self._engines))
         stats = [one.snapshot.scheduler for one in readings]
         horizons = [one.horizon_s for one in stats if one.horizon_s is not None]
-        if isinstance(engine, Roster) and engine.unloaded_s is not None:
+        if isinstance(engine, ModelPool) and engine.unloaded_s is not None:
             horizons.append(time.monotonic() - engine.unloaded_s)
-        several = engine.engines if isinstance(engine, Roster) else {self._name: engine}
+        several = engine.engines if isinstance(engine, ModelPool) else {self._name: engine}
         numerics = {name: how for name, one in several.items() if (how := _numerics(one))}
         body = LoadBody(
             status="ok" if status == Health.READY.value else status,
@@ -135,7 +135,7 @@ def _numerics(engine: ServedEngine) -> str:
     return " ".join(filter(None, how)) if backend.num_threads else ""
 
 
-def _work_s(reading: Reading) -> float:
+def _work_s(reading: EngineStatus) -> float:
     """Return how long an engine's queue takes, at the pace of past prefill."""
     stats, prefill = reading.snapshot.scheduler, reading.snapshot.strokes.prefill
     pace_s = prefill.time_s / prefill.rows if prefill.rows else 0.0

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from twostroke.core.request import FinishReason
 from twostroke.engine.health import Health
 from twostroke.server.models.about import VERSION
-from twostroke.server.models.residency import Residence
+from twostroke.server.models.residency import ModelResidency
 from twostroke.server.observability.disaggregation import handover_metrics
 from twostroke.server.observability.llama_metrics import llama_metrics
 from twostroke.server.observability.objectives import ALL, GOOD_TOKENS, MET, MISSED, Goodput
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from twostroke.backends import RankState
-    from twostroke.backends.machine_limits import Limits
+    from twostroke.backends.machine_limits import MachineLimits
     from twostroke.engine.counters import ServiceTotals, Snapshot, SpeculationTotals, TierTotals
     from twostroke.engine.histogram import Distribution
-    from twostroke.engine.process.served import Reading, ServedEngine
-    from twostroke.engine.seconds import Span
-    from twostroke.server.models.model_pool import Roster
-    from twostroke.server.models.registry import Catalogue
+    from twostroke.engine.process.served import EngineStatus, ServedEngine
+    from twostroke.engine.seconds import TimeSpan
+    from twostroke.server.models.model_pool import ModelPool
+    from twostroke.server.models.registry import ModelRegistry
     from twostroke.server.options import Objective
 
     Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -124,13 +124,13 @@ _RESIDENT_COUNTS: Final = (
 )
 
 
-class Metrics(Collector):
+class ServerMetrics(Collector):
     """Counts HTTP responses; reads everything else when Prometheus asks."""
 
     def __init__(
         self,
-        models: Catalogue,
-        limits: Limits | None = None,
+        models: ModelRegistry,
+        limits: MachineLimits | None = None,
         objectives: Iterable[Objective] = (),
         *,
         has_llama_metrics: bool = False,
@@ -146,7 +146,7 @@ class Metrics(Collector):
         self.goodput = Goodput(objectives)
         self._models, self._limits = models, limits
         self._has_llama_metrics = has_llama_metrics
-        self._readings: dict[str, Reading] = {}
+        self._readings: dict[str, EngineStatus] = {}
         self.registry = CollectorRegistry()
         self.responses = Counter(
             "twostroke_http_responses",
@@ -210,7 +210,7 @@ class Metrics(Collector):
         if self.goodput.has_objectives:
             yield from _goodput(self.goodput)
 
-    def _of(self, engine: ServedEngine, reading: Reading) -> Iterator[Metric]:
+    def _of(self, engine: ServedEngine, reading: EngineStatus) -> Iterator[Metric]:
         """Yield the metrics of one engine."""
         facts, snapshot = engine.facts.backend, reading.snapshot
         deaths = [((), engine.num_deaths)]
@@ -245,11 +245,11 @@ def _model(engine: ServedEngine) -> Metric:
     return InfoMetricFamily("twostroke_model", "The model that is served.", facts)
 
 
-def _residents(roster: Roster) -> Iterator[Metric]:
+def _residents(roster: ModelPool) -> Iterator[Metric]:
     """Yield where models are, how often they were loaded, and who waits for them."""
     engines = roster.engines.items()
     yield _gauge("memory_budget_bytes", "Memory for all models.", value=roster.budget_bytes)
-    loaded = [((model,), one.residence is Residence.IN) for model, one in engines]
+    loaded = [((model,), one.residence is ModelResidency.IN) for model, one in engines]
     yield _gauge("model_loaded", "Whether a model is loaded.", "model", samples=loaded)
     for key, name, text in _RESIDENT_GAUGES:
         samples = [((model,), getattr(one, key)) for model, one in engines]
@@ -259,7 +259,7 @@ def _residents(roster: Roster) -> Iterator[Metric]:
         yield _counter(name, text, "model", samples=samples)
 
 
-def _utilization(limits: Limits | None, span: Span[Snapshot]) -> Iterator[Metric]:
+def _utilization(limits: MachineLimits | None, span: TimeSpan[Snapshot]) -> Iterator[Metric]:
     """Yield the shares of the machine that the last seconds used."""
     seconds = WINDOWS[0]
     strokes = span.last.strokes - span.first.strokes

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.engine.view import View
+    from twostroke.engine.view import RunningRequests
 
 MOST_CELLS: Final = 4096
 
 _FREE, _CACHED = 0, 1
 
 
-class Pages(Frozen):
+class PageUsage(Frozen):
     """How many requests hold each page, and which pages each of them holds.
 
     `held` has the pages of all running requests, those of the last request first. `holders` and
@@ -37,7 +37,7 @@ class Pages(Frozen):
     groups: NDArray[np.uint8]
 
     @classmethod
-    def of(cls, view: View) -> Pages:
+    def of(cls, view: RunningRequests) -> PageUsage:
         """Read a view; hundreds of short tuples become arrays at once."""
         lists = [
             (place, group, pages)
@@ -63,7 +63,7 @@ class Pages(Frozen):
         return int((self.counts > 1).sum())
 
 
-def page_map(pages: Pages, cached: tuple[int, ...], num_groups: int) -> dict[str, Any]:
+def page_map(pages: PageUsage, cached: tuple[int, ...], num_groups: int) -> dict[str, Any]:
     """Return the map's arrays, with a cell for each page or, of many pages, for several in a row.
 
     `cells`: 0 free, 1 cached, n held by n - 1 requests (255: by 254 or more). A cell of several

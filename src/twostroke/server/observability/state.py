@@ -14,23 +14,23 @@ from msgspec.structs import asdict
 from twostroke.core.json_lines import encode_json
 from twostroke.model.program.ops import Attention, Embed, MixtureOfExperts
 from twostroke.server.models.about import VERSION
-from twostroke.server.models.residency import Residence
+from twostroke.server.models.residency import ModelResidency
 from twostroke.server.observability.disaggregation import describe_handover
 from twostroke.server.observability.objectives import ALL, GOOD_TOKENS, MET, MISSED
-from twostroke.server.observability.pages import Pages, page_map
+from twostroke.server.observability.pages import PageUsage, page_map
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from twostroke.backends import RankState
-    from twostroke.backends.machine_limits import Limits
+    from twostroke.backends.machine_limits import MachineLimits
     from twostroke.core.hardware import Hardware
-    from twostroke.engine.counters import ServiceTotals, Snapshot, Stroke
+    from twostroke.engine.counters import PhaseTotals, ServiceTotals, Snapshot
     from twostroke.engine.model_card import ModelCard
-    from twostroke.engine.process.served import Reading, ServedEngine
-    from twostroke.engine.seconds import Span
-    from twostroke.engine.view import RequestView, View
-    from twostroke.server.models.registry import Catalogue
+    from twostroke.engine.process.served import EngineStatus, ServedEngine
+    from twostroke.engine.seconds import TimeSpan
+    from twostroke.engine.view import RequestView, RunningRequests
+    from twostroke.server.models.registry import ModelRegistry
     from twostroke.server.observability.objectives import Goodput
 
 WINDOWS: Final = (10, 60)  # seconds
@@ -40,21 +40,23 @@ _MAX_AGE_S: Final = 0.5
 _PERCENTILES: Final = {"p50": (0.5, 1), "p90": (0.9, 10), "p99": (0.99, 100)}  # least samples
 
 
-class States:
+class DashboardStates:
     """Describes a server's models, each with its engine."""
 
-    def __init__(self, models: Catalogue, limits: Limits | None, goodput: Goodput) -> None:
+    def __init__(
+        self, models: ModelRegistry, limits: MachineLimits | None, goodput: Goodput
+    ) -> None:
         """Describe `models`; the machine has `limits`."""
         self._models = models
         names: dict[str, list[str]] = {}
         for name, served in models:
             names.setdefault(served.name, []).append(name)
         self._states = {
-            one: State(models, models.find(one)[1].engine, limits, goodput, all_)
+            one: DashboardState(models, models.find(one)[1].engine, limits, goodput, all_)
             for one, all_ in names.items()
         }
 
-    def of(self, asked: str | None) -> State:
+    def of(self, asked: str | None) -> DashboardState:
         """Return a model's state; without a name, that of the first loaded one.
 
         Raises:
@@ -62,18 +64,18 @@ class States:
         """
         if asked:
             return self._states[self._models.find(asked)[1].name]
-        loaded = (one for one in self._states if self._models.state(one) == Residence.IN.value)
+        loaded = (one for one in self._states if self._models.state(one) == ModelResidency.IN.value)
         return self._states[next(loaded, self._models.default.name)]
 
 
-class State:
+class DashboardState:
     """Describes a server with one of its engines. A description is kept for half a second."""
 
     def __init__(
         self,
-        models: Catalogue,
+        models: ModelRegistry,
         engine: ServedEngine,
-        limits: Limits | None,
+        limits: MachineLimits | None,
         goodput: Goodput,
         names: Sequence[str],
     ) -> None:
@@ -96,7 +98,7 @@ class State:
             self._kept[has_past] = now_s, body
         return body
 
-    def _past(self, spans: Iterable[Span[Snapshot]]) -> Iterator[dict[str, Any]]:
+    def _past(self, spans: Iterable[TimeSpan[Snapshot]]) -> Iterator[dict[str, Any]]:
         """Yield requests and rates of earlier moments, in the form of the present ones."""
         for ago_s, span in zip(PAST_S, spans, strict=True):
             if not span.seconds:
@@ -108,10 +110,10 @@ class State:
                 "window": _rates(span) | _objectives(self._goodput, WINDOWS[0], ago_s),
             }
 
-    def _describe(self, health: str, now_s: float, reading: Reading) -> dict[str, Any]:
+    def _describe(self, health: str, now_s: float, reading: EngineStatus) -> dict[str, Any]:
         facts = self._engine.facts
         view, snapshot, backend = reading.view, reading.snapshot, facts.backend
-        pages, totals = Pages.of(view), _sums(snapshot.services.values())
+        pages, totals = PageUsage.of(view), _sums(snapshot.services.values())
         limits_now, hardware = self._limits or getattr(self._engine, "limits", None), None
         if limits_now:
             hardware = limits_now.above(
@@ -174,7 +176,7 @@ class State:
             for name, engine in roster.engines.items()
         ]
 
-    def _pages(self, view: View, pages: Pages) -> dict[str, Any]:
+    def _pages(self, view: RunningRequests, pages: PageUsage) -> dict[str, Any]:
         facts, stats = self._engine.facts.backend, view.stats
         groups = self._engine.card.cost.program.cache_groups
         return {
@@ -255,7 +257,7 @@ def _rank(rank: RankState, link: str) -> dict[str, Any]:
     }
 
 
-def _requests(view: View, pages: Pages, now_s: float) -> dict[str, Any]:
+def _requests(view: RunningRequests, pages: PageUsage, now_s: float) -> dict[str, Any]:
     held, shared = pages.per_request(len(view.running))
     since_s = view.waiting_since_s
     return {
@@ -297,7 +299,7 @@ def _sums(services: Iterable[ServiceTotals]) -> dict[str, int]:
     }
 
 
-def _rates(span: Span[Snapshot]) -> dict[str, Any]:
+def _rates(span: TimeSpan[Snapshot]) -> dict[str, Any]:
     first, last, seconds = span.first, span.last, max(1, span.seconds)
     early, late = _sums(first.services.values()), _sums(last.services.values())
     added = {name: late[name] - early[name] for name in late}
@@ -314,7 +316,7 @@ def _rates(span: Span[Snapshot]) -> dict[str, Any]:
     }
 
 
-def _window(span: Span[Snapshot], hardware: Hardware | None) -> dict[str, Any]:
+def _window(span: TimeSpan[Snapshot], hardware: Hardware | None) -> dict[str, Any]:
     first, last, seconds = span.first, span.last, max(1, span.seconds)
     strokes = last.strokes - first.strokes
     return {
@@ -349,7 +351,7 @@ def _latencies(early: ServiceTotals, late: ServiceTotals) -> dict[str, Any]:
     }
 
 
-def _stroke(stroke: Stroke, seconds: int, hardware: Hardware | None) -> dict[str, Any]:
+def _stroke(stroke: PhaseTotals, seconds: int, hardware: Hardware | None) -> dict[str, Any]:
     has_run = stroke.time_s > 0
     return {
         "steps": stroke.steps,

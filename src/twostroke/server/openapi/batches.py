@@ -7,7 +7,7 @@ from typing import Any, Final
 from twostroke.core.errors import OverloadedError, RequestError
 from twostroke.server.batch import files, messages, openai, uploads
 from twostroke.server.http import errors
-from twostroke.server.openapi.operation import BODY, HELLO, TEXT, Operation, parameter
+from twostroke.server.openapi.operation import BODY, HELLO, TEXT, RouteDescription, parameter
 from twostroke.server.storage import RecordsError
 
 _TAG: Final = "OpenAI"
@@ -60,8 +60,8 @@ def _limit(default: int, most: int) -> dict[str, Any]:
     return parameter("query", "limit", "The size of a page.", **bounds)
 
 
-OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
-    ("POST", files.PATH): Operation(
+OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
+    ("POST", files.PATH): RouteDescription(
         "Upload a file",
         _TAG,
         f"Without `--records` this and the following paths answer 404. {_IN_ANTHROPICS_FORM}",
@@ -80,7 +80,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
             "required": ["purpose", "file"],
         },
     ),
-    ("GET", files.PATH): Operation(
+    ("GET", files.PATH): RouteDescription(
         "List files, page by page",
         _TAG,
         f"{_IN_ANTHROPICS_FORM} Their pages have the fields of Anthropic's lists: `limit`, "
@@ -96,7 +96,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
             _ANTHROPIC_VERSION,
         ),
     ),
-    ("GET", files.FILE_PATH): Operation(
+    ("GET", files.FILE_PATH): RouteDescription(
         "Return a file's metadata",
         _TAG,
         _IN_ANTHROPICS_FORM,
@@ -104,7 +104,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         media={"application/json": _METADATA},
         **_OF_FILE,
     ),
-    ("DELETE", files.FILE_PATH): Operation(
+    ("DELETE", files.FILE_PATH): RouteDescription(
         "Delete a file",
         _TAG,
         _IN_ANTHROPICS_FORM,
@@ -112,13 +112,13 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         media={"application/json": {"type": "object", "required": ["id", "type"]}},
         **_OF_FILE,
     ),
-    ("GET", f"{files.FILE_PATH}/content"): Operation(
+    ("GET", f"{files.FILE_PATH}/content"): RouteDescription(
         "Return a file's content",
         _TAG,
         media={"application/jsonl": TEXT, "application/octet-stream": TEXT},
         **_OF_FILE,
     ),
-    ("POST", uploads.PATH): Operation(
+    ("POST", uploads.PATH): RouteDescription(
         "Begin an upload of a file in parts",
         _TAG,
         "The parts can be sent within an hour.",
@@ -139,10 +139,10 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
             ("POST", uploads.CANCEL_PATH),
         ),
     ),
-    ("GET", uploads.UPLOAD_PATH): Operation(
+    ("GET", uploads.UPLOAD_PATH): RouteDescription(
         "Return an upload", _TAG, answer=uploads.UploadBody, **_OF_UPLOAD
     ),
-    ("POST", uploads.PARTS_PATH): Operation(
+    ("POST", uploads.PARTS_PATH): RouteDescription(
         "Send a part of a file",
         _TAG,
         f"A part has at most {uploads.MAX_PART_BYTES >> 20} MiB.",
@@ -151,7 +151,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         parameters=_OF_UPLOAD["parameters"],
         form={"type": "object", "properties": {"data": _FILE}, "required": ["data"]},
     ),
-    ("POST", uploads.COMPLETE_PATH): Operation(
+    ("POST", uploads.COMPLETE_PATH): RouteDescription(
         "Join the parts of an upload into a file",
         _TAG,
         answer=uploads.UploadBody,
@@ -159,10 +159,10 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         parameters=_OF_UPLOAD["parameters"],
         examples={"complete": {"part_ids": ["part_0"]}},
     ),
-    ("POST", uploads.CANCEL_PATH): Operation(
+    ("POST", uploads.CANCEL_PATH): RouteDescription(
         "Cancel an upload, and delete its parts", _TAG, answer=uploads.UploadBody, **_OF_UPLOAD
     ),
-    ("POST", openai.PATH): Operation(
+    ("POST", openai.PATH): RouteDescription(
         "Run the requests of a file",
         _TAG,
         answer=openai.BatchBody,
@@ -175,18 +175,20 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
             }
         },
     ),
-    ("GET", openai.PATH): Operation(
+    ("GET", openai.PATH): RouteDescription(
         "List batches, the newest first",
         _TAG,
         answer=openai.BatchList,
         errors=(RequestError, *_OFF),
         parameters=(_AFTER, _limit(openai.LISTED, openai.MAX_LISTED)),
     ),
-    ("GET", openai.ONE): Operation("Return a batch", _TAG, answer=openai.BatchBody, **_OF_BATCH),
-    ("POST", f"{openai.ONE}/cancel"): Operation(
+    ("GET", openai.ONE): RouteDescription(
+        "Return a batch", _TAG, answer=openai.BatchBody, **_OF_BATCH
+    ),
+    ("POST", f"{openai.ONE}/cancel"): RouteDescription(
         "Stop a batch; the results so far are kept", _TAG, answer=openai.BatchBody, **_OF_BATCH
     ),
-    ("POST", messages.PATH): Operation(
+    ("POST", messages.PATH): RouteDescription(
         "Answer many conversations, for which nobody waits",
         _ANTHROPIC,
         "Without `--records` this and the following paths answer 404.",
@@ -201,29 +203,29 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
             }
         },
     ),
-    ("GET", messages.PATH): Operation(
+    ("GET", messages.PATH): RouteDescription(
         "List message batches, the newest first",
         _ANTHROPIC,
         answer=messages.MessageBatchList,
         errors=(RequestError, *_OFF),
         parameters=(*_PLACE, _limit(messages.LISTED, messages.MAX_LISTED)),
     ),
-    ("GET", messages.ONE): Operation(
+    ("GET", messages.ONE): RouteDescription(
         "Return a message batch", _ANTHROPIC, answer=messages.MessageBatch, **_OF_BATCH
     ),
-    ("DELETE", messages.ONE): Operation(
+    ("DELETE", messages.ONE): RouteDescription(
         "Delete a message batch that has ended, and its results",
         _ANTHROPIC,
         answer=messages.DeletedMessageBatch,
         **_OF_BATCH,
     ),
-    ("POST", f"{messages.ONE}/cancel"): Operation(
+    ("POST", f"{messages.ONE}/cancel"): RouteDescription(
         "Stop a message batch; the results so far are kept",
         _ANTHROPIC,
         answer=messages.MessageBatch,
         **_OF_BATCH,
     ),
-    ("GET", f"{messages.ONE}/results"): Operation(
+    ("GET", f"{messages.ONE}/results"): RouteDescription(
         "Return the results of a message batch, a line each",
         _ANTHROPIC,
         media={"application/x-jsonl": TEXT},

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from starlette.routing import Route
 
     from twostroke.server.http.request_context import ErrorForm
-    from twostroke.server.openapi.operation import Operation
+    from twostroke.server.openapi.operation import RouteDescription
 
     Bodies = Mapping[str, type[msgspec.Struct]]
-    Operations = Mapping[tuple[str, str], Operation]
+    Operations = Mapping[tuple[str, str], RouteDescription]
     Parts = dict[str, Any]
 
 JSON: Final = "application/json"
@@ -96,7 +96,7 @@ _TIMEOUT: Final = parameter(
 )
 
 
-class Facts(Frozen):
+class ServerFacts(Frozen):
     """The facts of one running server that its document states."""
 
     version: str
@@ -106,7 +106,7 @@ class Facts(Frozen):
 
 
 def document(
-    routes: Iterable[Route], bodies: Bodies, facts: Facts, operations: Operations = OPERATIONS
+    routes: Iterable[Route], bodies: Bodies, facts: ServerFacts, operations: Operations = OPERATIONS
 ) -> Parts:
     """Return the description of a server with these routes.
 
@@ -144,7 +144,7 @@ def document(
 
 
 def components(
-    bodies: Bodies, facts: Facts, operations: Operations = OPERATIONS
+    bodies: Bodies, facts: ServerFacts, operations: Operations = OPERATIONS
 ) -> dict[str, Parts]:
     """Return the JSON Schemas of all structs of requests and responses, by name."""
     asked = [*bodies.values(), *get_args(Item)]
@@ -198,7 +198,7 @@ def schema_of(kind: Any) -> Parts:
     return found
 
 
-def _with_facts(schema: Any, facts: Facts) -> Any:
+def _with_facts(schema: Any, facts: ServerFacts) -> Any:
     """Return a copy with the values of facts; alternatives in `oneOf` replace the type's own."""
     if isinstance(schema, str):
         return facts.values.get(schema, schema)
@@ -239,7 +239,7 @@ def described_routes(routes: Iterable[Route]) -> Iterator[tuple[str, str]]:
                 yield method, route.path_format
 
 
-def _operation(method: str, path: str, operation: Operation, *, has_keys: bool) -> Parts:
+def _operation(method: str, path: str, operation: RouteDescription, *, has_keys: bool) -> Parts:
     forms = _error_forms(path, operation)
     is_open = path in OPEN_PATHS
     described: Parts = {
@@ -260,7 +260,7 @@ def _operation(method: str, path: str, operation: Operation, *, has_keys: bool) 
     return described
 
 
-def _error_forms(path: str, operation: Operation) -> list[ErrorForm]:
+def _error_forms(path: str, operation: RouteDescription) -> list[ErrorForm]:
     """Return the form of errors on a path; a described header may ask for a second form."""
     header = ANTHROPIC_HEADER.decode()
     has_header = any(described["name"] == header for described in operation.parameters)
@@ -274,14 +274,14 @@ def _id(method: str, path: str) -> str:
     return "_".join((method.lower(), *filter(None, words)))
 
 
-def _body(operation: Operation, kind: type[msgspec.Struct], facts: Facts) -> Parts:
+def _body(operation: RouteDescription, kind: type[msgspec.Struct], facts: ServerFacts) -> Parts:
     model = facts.values[Fact.MODEL_NAMES][0]
     first = {"model": model} if "model" in kind.__struct_fields__ else {}
     examples = {name: {"value": {**first, **value}} for name, value in operation.examples.items()}
     return {"required": True, "content": {JSON: {"schema": reference(kind), "examples": examples}}}
 
 
-def _responses(operation: Operation, forms: list[ErrorForm], *, needs_key: bool) -> Parts:
+def _responses(operation: RouteDescription, forms: list[ErrorForm], *, needs_key: bool) -> Parts:
     form = forms[0]
     ids = ["x-request-id", *([form.id_header.decode()] if form.id_header else [])]
     content: Parts = {kind: {"schema": schema} for kind, schema in operation.media.items()}
@@ -326,7 +326,7 @@ def _response(description: str, content: Parts, headers: Iterable[str]) -> Parts
     return {"description": description, "headers": refs, "content": content}
 
 
-def _lines(operation: Operation, form: ErrorForm) -> Parts:
+def _lines(operation: RouteDescription, form: ErrorForm) -> Parts:
     """Return the schema of a stream of lines; as of `_stream`, each schema is that of one line."""
     kinds = [reference(struct) for struct in (*operation.lines, form.struct)]
     return {
@@ -337,7 +337,7 @@ def _lines(operation: Operation, form: ErrorForm) -> Parts:
     }
 
 
-def _stream(operation: Operation, form: ErrorForm) -> Parts:
+def _stream(operation: RouteDescription, form: ErrorForm) -> Parts:
     """Return the schema of a stream's events; each is an object with the event's fields.
 
     OpenAPI 3.1 has no notation for streams; 3.2 calls this `itemSchema`.

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Final
 
-from twostroke.server.openapi.operation import BODY, CITY, GENERATION, HELLO, WEATHER, Operation
+from twostroke.server.openapi.operation import (
+    BODY,
+    CITY,
+    GENERATION,
+    HELLO,
+    WEATHER,
+    RouteDescription,
+)
 from twostroke.server.protocols.ollama import embed, models, reply
 
 _STREAMED: Final = "Streams lines of JSON unless `stream` is false."
 
-OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
-    ("POST", "/api/chat"): Operation(
+OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
+    ("POST", "/api/chat"): RouteDescription(
         "Answer a conversation",
         "Ollama",
         _STREAMED,
@@ -34,7 +41,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
             },
         },
     ),
-    ("POST", "/api/generate"): Operation(
+    ("POST", "/api/generate"): RouteDescription(
         "Answer a prompt, or continue it",
         "Ollama",
         _STREAMED,
@@ -55,7 +62,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
             },
         },
     ),
-    ("POST", "/api/embed"): Operation(
+    ("POST", "/api/embed"): RouteDescription(
         "Turn texts into vectors",
         "Ollama",
         "Vectors have length 1.",
@@ -66,7 +73,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
             "several": {"input": ["The sky is blue.", "Grass is green."], "dimensions": 16},
         },
     ),
-    ("POST", "/api/embeddings"): Operation(
+    ("POST", "/api/embeddings"): RouteDescription(
         "Turn a text into a vector",
         "Ollama",
         "The older form of `/api/embed`.",
@@ -74,23 +81,23 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         errors=GENERATION,
         examples={"text": {"prompt": "The sky is blue."}},
     ),
-    ("GET", "/api/tags"): Operation(
+    ("GET", "/api/tags"): RouteDescription(
         "The model, by each of its names", "Ollama", answer=models.TaggedModels
     ),
-    ("GET", "/api/ps"): Operation(
+    ("GET", "/api/ps"): RouteDescription(
         "The model, which stays in memory", "Ollama", answer=models.LoadedModels
     ),
-    ("GET", "/api/version"): Operation(
+    ("GET", "/api/version"): RouteDescription(
         "The version of Ollama whose API this is", "Ollama", answer=models.VersionBody
     ),
-    ("POST", "/api/show"): Operation(
+    ("POST", "/api/show"): RouteDescription(
         "Describe the model",
         "Ollama",
         answer=models.ShownModel,
         errors=BODY,
         examples={"served": {}},
     ),
-    ("POST", "/api/pull"): Operation(
+    ("POST", "/api/pull"): RouteDescription(
         "Say that the model is there",
         "Ollama",
         "Only for the model that is served; nothing is fetched.",

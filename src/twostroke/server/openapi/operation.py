@@ -54,7 +54,7 @@ WEATHER: Final = {
 TEXT: Final = {"type": "string"}
 
 
-class Operation(Frozen):
+class RouteDescription(Frozen):
     """A route as people see it.
 
     Attributes:

@@ -27,7 +27,7 @@ from twostroke.server.openapi.operation import (
     HELLO,
     TEXT,
     WEATHER,
-    Operation,
+    RouteDescription,
     parameter,
 )
 from twostroke.server.protocols.anthropic import messages, reply
@@ -75,39 +75,41 @@ _ANTHROPIC_MODELS: Final = {
     "required": ["data", "has_more", "first_id", "last_id"],
 }
 
-_OWN: Final[dict[tuple[str, str], Operation]] = {
-    ("GET", "/"): Operation(
+_OWN: Final[dict[tuple[str, str], RouteDescription]] = {
+    ("GET", "/"): RouteDescription(
         "The server, its model and its paths",
         "Server",
         "A browser, which accepts `text/html`, gets the page.",
         answer=AboutBody,
         media={"text/html": TEXT},
     ),
-    ("GET", "/health"): Operation(
+    ("GET", "/health"): RouteDescription(
         "Whether a request would be answered now",
         "Server",
         answer=HealthBody,
         may_be_unready=True,
     ),
-    ("GET", "/health/live"): Operation(
+    ("GET", "/health/live"): RouteDescription(
         "Whether the server's process answers", "Server", answer=HealthBody
     ),
-    ("GET", "/health/ready"): Operation(
+    ("GET", "/health/ready"): RouteDescription(
         "Whether a request would be answered now, as /health",
         "Server",
         answer=HealthBody,
         may_be_unready=True,
     ),
-    ("GET", "/health/progress"): Operation(
+    ("GET", "/health/progress"): RouteDescription(
         "Whether the engine finishes steps", "Server", answer=ProgressBody, may_be_unready=True
     ),
-    ("GET", "/api/load"): Operation("What a router needs to know", "Server", answer=LoadBody),
-    ("GET", "/metrics"): Operation(
+    ("GET", "/api/load"): RouteDescription(
+        "What a router needs to know", "Server", answer=LoadBody
+    ),
+    ("GET", "/metrics"): RouteDescription(
         "Metrics for Prometheus",
         "Server",
         media={"text/plain": TEXT, "application/openmetrics-text": TEXT},
     ),
-    ("GET", "/api/state"): Operation(
+    ("GET", "/api/state"): RouteDescription(
         "The server's state, now and during the last minute",
         "Server",
         "For the dashboard; see `docs/observability.md`.",
@@ -124,14 +126,14 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
         },
         errors=(errors.UnknownPathError,),
     ),
-    ("GET", "/openapi.json"): Operation(
+    ("GET", "/openapi.json"): RouteDescription(
         "This description",
         "Server",
         media={
             "application/json": {"type": "object", "required": ["openapi", "info", "paths"]},
         },
     ),
-    ("GET", "/v1/models"): Operation(
+    ("GET", "/v1/models"): RouteDescription(
         "The model, by each of its names",
         "OpenAI",
         "Requests with the header `anthropic-version` get Anthropic's form, page by page.",
@@ -140,7 +142,7 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
         errors=(RequestError,),
         parameters=_ANTHROPIC_PAGE,
     ),
-    ("GET", "/v1/models/{model}"): Operation(
+    ("GET", "/v1/models/{model}"): RouteDescription(
         "The model, by one of its names",
         "OpenAI",
         answer=ModelBody,
@@ -148,13 +150,13 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
         errors=(ModelNotFoundError,),
         parameters=(_MODEL, _ANTHROPIC_VERSION),
     ),
-    ("POST", "/v1/chat/completions"): Operation(
+    ("POST", "/v1/chat/completions"): RouteDescription(
         "Answer a conversation",
         "OpenAI",
         "OpenAI's chat protocol, with vLLM's further fields. With `stream` each event is a chunk; "
         "the last event is `[DONE]`.",
         answer=chat_reply.ChatCompletion,
-        events=(chat_reply.Chunk, errors.ErrorBody),
+        events=(chat_reply.ChatChunk, errors.ErrorBody),
         errors=GENERATION,
         examples={
             "answer": {"messages": HELLO, "max_tokens": 64, "temperature": 0},
@@ -179,7 +181,7 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
             },
         },
     ),
-    ("POST", "/v1/completions"): Operation(
+    ("POST", "/v1/completions"): RouteDescription(
         "Continue texts",
         "OpenAI",
         "OpenAI's older protocol. With `stream` each event has a piece of the text; the last event "
@@ -198,7 +200,7 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
             },
         },
     ),
-    ("POST", "/v1/embeddings"): Operation(
+    ("POST", "/v1/embeddings"): RouteDescription(
         "Turn texts into vectors",
         "OpenAI",
         "Vectors have length 1. Texts of similar meaning have similar vectors, if the model was "
@@ -211,7 +213,7 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
             "ids": {"input": [[5, 6, 7]], "encoding_format": "base64", "pooling": "last"},
         },
     ),
-    ("POST", "/v1/messages"): Operation(
+    ("POST", "/v1/messages"): RouteDescription(
         "Answer a conversation",
         "Anthropic",
         "Anthropic's Messages API. With `stream` events have names, which are their `type`.",
@@ -238,7 +240,7 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
         },
         parameters=(_ANTHROPIC_VERSION,),
     ),
-    ("POST", "/v1/messages/count_tokens"): Operation(
+    ("POST", "/v1/messages/count_tokens"): RouteDescription(
         "Count a request's tokens",
         "Anthropic",
         answer=messages.TokenCount,
@@ -246,7 +248,7 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
         examples={"count": {"messages": HELLO, "system": "Be brief."}},
         parameters=(_ANTHROPIC_VERSION,),
     ),
-    ("POST", "/v1/responses"): Operation(
+    ("POST", "/v1/responses"): RouteDescription(
         "Answer a conversation, which may continue an earlier answer",
         "OpenAI",
         "OpenAI's Responses API. With `stream` events have names, which are their `type`; the "
@@ -279,7 +281,7 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
             ("GET", "/v1/responses/{response_id}/input_items"),
         ),
     ),
-    ("POST", "/v1/responses/compact"): Operation(
+    ("POST", "/v1/responses/compact"): RouteDescription(
         "Replace a conversation by a summary, which the model writes",
         "OpenAI",
         "Begin the `input` of later requests with the items of `output`.",
@@ -287,7 +289,7 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
         errors=GENERATION,
         examples={"compact": {"input": "Why is the sky blue?"}},
     ),
-    ("POST", "/v1/chat/completions/input_tokens"): Operation(
+    ("POST", "/v1/chat/completions/input_tokens"): RouteDescription(
         "Count the tokens of a conversation's prompt",
         "OpenAI",
         "As llama-server does; the fields are those of `/v1/chat/completions`.",
@@ -295,14 +297,14 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
         errors=BODY,
         examples={"count": {"messages": HELLO}},
     ),
-    ("POST", "/v1/responses/input_tokens"): Operation(
+    ("POST", "/v1/responses/input_tokens"): RouteDescription(
         "Count a request's tokens",
         "OpenAI",
         answer=InputTokens,
         errors=BODY,
         examples={"count": {"input": "Why is the sky blue?", "instructions": "Be brief."}},
     ),
-    ("POST", "/tokenize"): Operation(
+    ("POST", "/tokenize"): RouteDescription(
         "Return the token ids of a text or a conversation",
         "vLLM",
         "llama-server's clients send `content`.",
@@ -314,14 +316,14 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
             "conversation": {"messages": HELLO},
         },
     ),
-    ("POST", "/detokenize"): Operation(
+    ("POST", "/detokenize"): RouteDescription(
         "Return the text of token ids",
         "vLLM",
         answer=tokens.DetokenizeBody,
         errors=BODY,
         examples={"ids": {"tokens": [5, 6, 7]}},
     ),
-    ("POST", "/completion"): Operation(
+    ("POST", "/completion"): RouteDescription(
         "Continue texts",
         "llama-server",
         "llama-server's own protocol, also at `/completions`. Several prompts or answers make a "
@@ -337,7 +339,7 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
             "chosen": {"prompt": "2 + 2 =", "n_predict": 4, "response_fields": ["content"]},
         },
     ),
-    ("POST", "/infill"): Operation(
+    ("POST", "/infill"): RouteDescription(
         "Write the text between a prefix and a suffix",
         "llama-server",
         "For models that can fill in the middle; further fields as in `/completion`.",
@@ -354,14 +356,14 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
             },
         },
     ),
-    ("POST", "/apply-template"): Operation(
+    ("POST", "/apply-template"): RouteDescription(
         "Return the text that the chat template makes of a conversation",
         "llama-server",
         answer=tokens.TemplateBody,
         errors=BODY,
         examples={"conversation": {"messages": HELLO}},
     ),
-    ("POST", "/embeddings"): Operation(
+    ("POST", "/embeddings"): RouteDescription(
         "Turn texts into vectors",
         "llama-server",
         "llama-server's own form, also at `/embedding`. Vectors have length 1.",
@@ -369,19 +371,19 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
         errors=GENERATION,
         examples={"text": {"content": "The sky is blue."}},
     ),
-    ("GET", tokens.INFO_PATH): Operation(
+    ("GET", tokens.INFO_PATH): RouteDescription(
         "Describe the tokenizer",
         "vLLM",
         "lm-evaluation-harness sends this request before it uses the server's tokenizer.",
         answer=tokens.TokenizerInfo,
         errors=(ModelNotFoundError,),
     ),
-    ("GET", "/props"): Operation(
+    ("GET", "/props"): RouteDescription(
         "The server's properties, and the settings of `/completion` that are not asked for",
         "llama-server",
         answer=info.Props,
     ),
-    ("GET", "/slots"): Operation(
+    ("GET", "/slots"): RouteDescription(
         "The running requests, each in a place of its own",
         "llama-server",
         "With `fail_on_no_slot` in the query an error is sent if there is no free place.",
@@ -389,7 +391,7 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
         errors=(info.SlotsOffError, OverloadedError),
         parameters=(parameter("query", "fail_on_no_slot", "Anything but an empty text.", **TEXT),),
     ),
-    ("GET", "/lora-adapters"): Operation(
+    ("GET", "/lora-adapters"): RouteDescription(
         "An empty list: there are no adapters",
         "llama-server",
         media={"application/json": {"type": "array", "maxItems": 0}},

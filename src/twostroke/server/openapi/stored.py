@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from twostroke.core.errors import RequestError
-from twostroke.server.openapi.operation import BODY, TEXT, Operation, parameter
+from twostroke.server.openapi.operation import BODY, TEXT, RouteDescription, parameter
 from twostroke.server.protocols.common.listing import INCLUDABLE, LISTED, MAX_LISTED, ItemList
 from twostroke.server.protocols.openai import stored_chat
 from twostroke.server.protocols.responses import conversation_routes as conversations
@@ -86,8 +86,8 @@ _OF_ITEM: Final[dict[str, Any]] = {
 }
 _GREETING: Final = {"role": "user", "content": "Why is the sky blue?"}
 
-OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
-    ("GET", "/v1/responses/{response_id}"): Operation(
+OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
+    ("GET", "/v1/responses/{response_id}"): RouteDescription(
         "Return a stored answer, or stream its events again",
         "OpenAI",
         "The events of a background answer can be streamed from any number on. If they are not "
@@ -97,14 +97,14 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         errors=(RequestError, ResponseNotFoundError),
         parameters=(_RESPONSE_ID, _INCLUDE, *_EVENTS),
     ),
-    ("DELETE", "/v1/responses/{response_id}"): Operation(
+    ("DELETE", "/v1/responses/{response_id}"): RouteDescription(
         "Delete a stored answer",
         "OpenAI",
         answer=Deleted,
         errors=(RequestError, ResponseNotFoundError, RecordsError),
         parameters=(_RESPONSE_ID,),
     ),
-    ("GET", "/v1/responses/{response_id}/input_items"): Operation(
+    ("GET", "/v1/responses/{response_id}/input_items"): RouteDescription(
         "List the input of a stored answer, page by page",
         "OpenAI",
         "Includes the items of the earlier answers that it continues.",
@@ -112,7 +112,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         errors=(RequestError, ResponseNotFoundError),
         parameters=(_RESPONSE_ID, _INCLUDE, *_PAGE),
     ),
-    ("POST", "/v1/responses/{response_id}/cancel"): Operation(
+    ("POST", "/v1/responses/{response_id}/cancel"): RouteDescription(
         "Stop a background answer",
         "OpenAI",
         "An answer that has ended does not change. To stop an answer that is not in the "
@@ -121,7 +121,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         errors=(RequestError, ResponseNotFoundError),
         parameters=(_RESPONSE_ID,),
     ),
-    ("POST", conversations.LIST_PATH): Operation(
+    ("POST", conversations.LIST_PATH): RouteDescription(
         "Begin a conversation, which responses may continue",
         "OpenAI",
         answer=ConversationBody,
@@ -134,10 +134,10 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
             ("POST", conversations.ITEMS_PATH),
         ),
     ),
-    ("GET", conversations.PATH): Operation(
+    ("GET", conversations.PATH): RouteDescription(
         "Return a conversation", "OpenAI", answer=ConversationBody, **_OF_CONVERSATION
     ),
-    ("POST", conversations.PATH): Operation(
+    ("POST", conversations.PATH): RouteDescription(
         "Replace the metadata of a conversation",
         "OpenAI",
         answer=ConversationBody,
@@ -145,21 +145,21 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         parameters=(_CONVERSATION_ID,),
         examples={"label": {"metadata": {"project": "a"}}},
     ),
-    ("DELETE", conversations.PATH): Operation(
+    ("DELETE", conversations.PATH): RouteDescription(
         "Delete a conversation; its responses stay",
         "OpenAI",
         answer=conversations.DeletedConversation,
         errors=(RequestError, ConversationNotFoundError, RecordsError),
         parameters=(_CONVERSATION_ID,),
     ),
-    ("GET", conversations.ITEMS_PATH): Operation(
+    ("GET", conversations.ITEMS_PATH): RouteDescription(
         "List the items of a conversation, page by page",
         "OpenAI",
         answer=ItemList,
         errors=(RequestError, ConversationNotFoundError),
         parameters=(_CONVERSATION_ID, _INCLUDE, *_PAGE),
     ),
-    ("POST", conversations.ITEMS_PATH): Operation(
+    ("POST", conversations.ITEMS_PATH): RouteDescription(
         "Add items at the end of a conversation",
         "OpenAI",
         answer=ItemList,
@@ -167,13 +167,13 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         parameters=(_CONVERSATION_ID, _INCLUDE),
         examples={"add": {"items": [_GREETING]}},
     ),
-    ("GET", conversations.ITEM_PATH): Operation(
+    ("GET", conversations.ITEM_PATH): RouteDescription(
         "Return an item of a conversation", "OpenAI", answer=dict[str, Any], **_OF_ITEM
     ),
-    ("DELETE", conversations.ITEM_PATH): Operation(
+    ("DELETE", conversations.ITEM_PATH): RouteDescription(
         "Delete an item of a conversation", "OpenAI", answer=ConversationBody, **_OF_ITEM
     ),
-    ("GET", "/v1/chat/completions"): Operation(
+    ("GET", "/v1/chat/completions"): RouteDescription(
         "List stored completions, page by page",
         "OpenAI",
         "Those of requests with `store`, the oldest first unless `order` is `desc`.",
@@ -189,10 +189,10 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
             },
         ),
     ),
-    ("GET", "/v1/chat/completions/{completion_id}"): Operation(
+    ("GET", "/v1/chat/completions/{completion_id}"): RouteDescription(
         "Return a stored completion", "OpenAI", answer=stored_chat.StoredCompletion, **_OF_CHAT
     ),
-    ("POST", "/v1/chat/completions/{completion_id}"): Operation(
+    ("POST", "/v1/chat/completions/{completion_id}"): RouteDescription(
         "Replace the metadata of a stored completion",
         "OpenAI",
         answer=stored_chat.StoredCompletion,
@@ -200,10 +200,10 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         parameters=(_COMPLETION_ID,),
         examples={"label": {"metadata": {"project": "a"}}},
     ),
-    ("DELETE", "/v1/chat/completions/{completion_id}"): Operation(
+    ("DELETE", "/v1/chat/completions/{completion_id}"): RouteDescription(
         "Delete a stored completion", "OpenAI", answer=stored_chat.DeletedCompletion, **_OF_CHAT
     ),
-    ("GET", "/v1/chat/completions/{completion_id}/messages"): Operation(
+    ("GET", "/v1/chat/completions/{completion_id}/messages"): RouteDescription(
         "List the messages that a stored completion answers, page by page",
         "OpenAI",
         answer=ItemList,

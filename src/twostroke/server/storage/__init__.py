@@ -6,7 +6,15 @@
 
 from twostroke.server.storage.database import Records, beside
 from twostroke.server.storage.errors import RecordsError
-from twostroke.server.storage.folder import Folder, Mark, Temporary
+from twostroke.server.storage.folder import Folder, FolderMarker, Temporary
 from twostroke.server.storage.row_digests import DamagedRowError
 
-__all__ = ["DamagedRowError", "Folder", "Mark", "Records", "RecordsError", "Temporary", "beside"]
+__all__ = [
+    "DamagedRowError",
+    "Folder",
+    "FolderMarker",
+    "Records",
+    "RecordsError",
+    "Temporary",
+    "beside",
+]

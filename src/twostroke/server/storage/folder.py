@@ -140,7 +140,7 @@ class Temporary:
             raise explain(error, self._folder / id_) from None
 
 
-class Mark:
+class FolderMarker:
     """A file of a records folder that says, apart from the database, what it once had."""
 
     def __init__(self, path: Path, name: str) -> None:

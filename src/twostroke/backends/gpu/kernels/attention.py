@@ -39,7 +39,7 @@ MERGE = 4  # numbers: row, first slot, slots, 0
 _WITH_OPERANDS_IN_MEMORY = 90, 100
 
 
-class Heads(Frozen):
+class HeadLayout(Frozen):
     """The shape of attention, and where a layer's keys and values lie.
 
     Query head h reads key-value head `h // group`. Tokens of a page are `page_size`; a page's keys
@@ -100,7 +100,7 @@ class Heads(Frozen):
         }
 
 
-class Work(Frozen, eq=False):
+class AttentionItems(Frozen, eq=False):
     """What a step's attention is to do: places in the frame's header of (offset, count) pairs.
 
     `frame` has the items and merges at these offsets. Sums of pieces go to `sums` (slots, heads,
@@ -137,13 +137,13 @@ def large_block(group: int, head_dim: int) -> int:
 
 def launch(
     gpu: Gpu,
-    work: Work,
+    work: AttentionItems,
     place: int,
     block_m: int,
     q: Tensor,
     cache: Tensor,
     output: Tensor,
-    heads: Heads,
+    heads: HeadLayout,
 ) -> None:
     """Compute the items at `place` of the header.
 
@@ -191,7 +191,7 @@ def launch(
     )
 
 
-def merge(gpu: Gpu, work: Work, place: int, output: Tensor, heads: Heads) -> None:
+def merge(gpu: Gpu, work: AttentionItems, place: int, output: Tensor, heads: HeadLayout) -> None:
     """Add up the pieces of rows that have several, in their order."""
     num_programs = gpu.programs(16)
     gpu.launch(

@@ -39,9 +39,9 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from twostroke.backends.gpu.kernels.attention import Heads, Work
+    from twostroke.backends.gpu.kernels.attention import AttentionItems, HeadLayout
     from twostroke.backends.gpu.kernels.norm import Norm
-    from twostroke.backends.gpu.kernels.rope import Places, Turn
+    from twostroke.backends.gpu.kernels.rope import Rotation, SlotMapping
     from twostroke.backends.gpu.launch import Gpu
 
 _LEAST_PAIRS = 16
@@ -75,7 +75,7 @@ def block_of(gpu: Gpu, num_heads: int, *, is_few: bool) -> int:
     return _LEAST_PAIRS if num_heads <= _LEAST_PAIRS else _MOST_PAIRS
 
 
-def levels_of(heads: Heads) -> int:
+def levels_of(heads: HeadLayout) -> int:
     """Return the power of two of neighbours that int8 spreads together, in both of its parts."""
     if heads.kv_format != "int8":
         return 0
@@ -87,10 +87,10 @@ def store(
     gpu: Gpu,
     header: Tensor,
     num_rows: int,
-    places: Places,
+    places: SlotMapping,
     sources: Sources,
-    turn: Turn,
-    heads: Heads,
+    turn: Rotation,
+    heads: HeadLayout,
     cache: Tensor,
     output: Tensor,
     balance: Tensor | None = None,
@@ -148,7 +148,7 @@ def _constants_of(sources: Sources) -> dict[str, Any]:
     }
 
 
-def _constants(heads: Heads) -> dict[str, Any]:
+def _constants(heads: HeadLayout) -> dict[str, Any]:
     found = heads.constants
     for name in ("KV_HEADS", "DIM", "KEYS_AT", "VALUES_AT"):
         del found[name]
@@ -157,13 +157,13 @@ def _constants(heads: Heads) -> dict[str, Any]:
 
 def launch(
     gpu: Gpu,
-    work: Work,
+    work: AttentionItems,
     place: int,
     block_m: int,
     q: Tensor,
     cache: Tensor,
     output: Tensor,
-    heads: Heads,
+    heads: HeadLayout,
 ) -> None:
     """Compute the items at `place` of the header, in tiles of `block_m` pairs (`block_of`).
 

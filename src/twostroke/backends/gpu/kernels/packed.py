@@ -18,7 +18,13 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from twostroke.backends.gpu.stored import TILE_INPUTS, TILE_OUTPUTS, Layout, grouped_of, layout_of
+from twostroke.backends.gpu.stored import (
+    TILE_INPUTS,
+    TILE_OUTPUTS,
+    PackedLayout,
+    grouped_of,
+    layout_of,
+)
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -33,7 +39,7 @@ if TYPE_CHECKING:
 _CODES_AT_ONCE: Final = 1 << 25
 
 
-class Packed(Frozen, eq=False):
+class PackedMatrix(Frozen, eq=False):
     """A matrix (width, depth), or a stack of them, on a device.
 
     `codes` are int16 (matrices, tiles of outputs, tiles of inputs, steps, 64, columns); `high`
@@ -42,7 +48,7 @@ class Packed(Frozen, eq=False):
     float32, are padded as the codes are: with scales of 0.
     """
 
-    layout: Layout
+    layout: PackedLayout
     width: int
     depth: int
     codes: Tensor
@@ -66,7 +72,7 @@ class Packed(Frozen, eq=False):
         return sum(x.numel() * x.element_size() for x in arrays if x is not None)
 
 
-def pack(tensor: QuantTensor, device: torch.device) -> Packed:
+def pack(tensor: QuantTensor, device: torch.device) -> PackedMatrix:
     """Bring a matrix (width, depth) into its layout, on the device: its bytes go there as they are.
 
     A large one goes in parts, so that their codes, a byte each, need little memory.
@@ -80,10 +86,10 @@ def pack(tensor: QuantTensor, device: torch.device) -> Packed:
         _pack_rows(tensor.format, data[start : start + grain], depth, device)
         for start in range(0, width, grain)
     ]
-    return joined([Packed(layout, width, depth, *part) for part in parts], width)
+    return joined([PackedMatrix(layout, width, depth, *part) for part in parts], width)
 
 
-def joined(parts: Sequence[Packed], width: int) -> Packed:
+def joined(parts: Sequence[PackedMatrix], width: int) -> PackedMatrix:
     """Return matrices of one layout and depth as one with `width` outputs in all.
 
     All but the last end with a whole tile.
@@ -99,7 +105,7 @@ def joined(parts: Sequence[Packed], width: int) -> Packed:
     assert codes is not None
     assert scales is not None
     given = first.layout, width, first.depth, codes, scales
-    return Packed(*given, whole("high", 1), whole("offsets", -1))
+    return PackedMatrix(*given, whole("high", 1), whole("offsets", -1))
 
 
 def _pack_rows(
@@ -119,23 +125,23 @@ def _pack_rows(
     return words, _groups(scales, shape, layout), high, found
 
 
-def pack_stack(matrices: Iterable[QuantTensor], count: int, device: torch.device) -> Packed:
+def pack_stack(matrices: Iterable[QuantTensor], count: int, device: torch.device) -> PackedMatrix:
     """Bring `count` matrices of one format and shape into one stack, each by itself."""
-    whole: Packed | None = None
+    whole: PackedMatrix | None = None
     for index, matrix in enumerate(matrices):
         own = pack(matrix, device)
         if whole is None:
             names = ("codes", "scales", "high", "offsets")
             arrays = {name: x for name in names if (x := getattr(own, name)) is not None}
             room = {name: x.new_empty((count, *x.shape[1:])) for name, x in arrays.items()}
-            whole = Packed(own.layout, own.width, own.depth, **room)
+            whole = PackedMatrix(own.layout, own.width, own.depth, **room)
         for name in room:
             getattr(whole, name)[index] = getattr(own, name)[0]
     assert whole is not None
     return whole
 
 
-def _tiles(codes: Tensor, layout: Layout) -> Tensor:
+def _tiles(codes: Tensor, layout: PackedLayout) -> Tensor:
     """Return codes (stack, width, depth) as (stack, tiles, tiles, steps, 64, planes, columns)."""
     stack, width, depth = codes.shape
     rows, inputs = -(-width // TILE_OUTPUTS), -(-depth // TILE_INPUTS)
@@ -146,7 +152,7 @@ def _tiles(codes: Tensor, layout: Layout) -> Tensor:
     return codes.reshape(shape).permute(0, 1, 3, 4, 2, 5, 6)
 
 
-def _words(tiles: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
+def _words(tiles: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor | None]:
     """Return the words of codes, and those of their upper bits."""
     if layout.planes == 2:
         return _in_words(tiles[..., 0, :], tiles[..., 1, :]), None
@@ -168,7 +174,7 @@ def _in_words(low: Tensor, high: Tensor) -> Tensor:
     return torch.stack([low, high], -1).view(torch.int16).squeeze(-1)
 
 
-def _groups(values: Tensor, shape: tuple[int, int], layout: Layout) -> Tensor:
+def _groups(values: Tensor, shape: tuple[int, int], layout: PackedLayout) -> Tensor:
     """Return values of blocks (rows * blocks, words) as (1, groups, words, outputs)."""
     width, depth = shape
     size = TILE_INPUTS if layout.scales in {"k", "q6_k"} else layout.group

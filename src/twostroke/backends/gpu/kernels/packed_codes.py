@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.backends.gpu.stored import Layout
+    from twostroke.backends.gpu.stored import PackedLayout
 
 
-def has_offset(layout: Layout) -> bool:
+def has_offset(layout: PackedLayout) -> bool:
     return layout.offset is not None or layout.scales == "k"
 
 
-def constants(gpu: Gpu, layout: Layout, *, is_centered: bool) -> dict[str, Any]:
+def constants(gpu: Gpu, layout: PackedLayout, *, is_centered: bool) -> dict[str, Any]:
     """Return what kernels need to know of a layout.
 
     Codes that are not centered come out with `SHIFT` added, which costs nothing, and a multiple of
@@ -38,7 +38,7 @@ def constants(gpu: Gpu, layout: Layout, *, is_centered: bool) -> dict[str, Any]:
     return _constants(layout, shift, assembly)
 
 
-def numbers(gpu: Gpu, layout: Layout) -> dict[str, Any]:
+def numbers(gpu: Gpu, layout: PackedLayout) -> dict[str, Any]:
     """Return `constants` for kernels that make codes float32: numbers that are too large by SHIFT.
 
     `ASSEMBLY` has PTX, or the table, for each step and plane.
@@ -51,7 +51,7 @@ def numbers(gpu: Gpu, layout: Layout) -> dict[str, Any]:
     return _constants(layout, shift, tuple(_number(layout, index) for index in range(count)))
 
 
-def _constants(layout: Layout, shift: int, assembly: tuple[str, ...]) -> dict[str, Any]:
+def _constants(layout: PackedLayout, shift: int, assembly: tuple[str, ...]) -> dict[str, Any]:
     return {
         "BITS": layout.bits,
         "GROUP": layout.group,
@@ -65,7 +65,7 @@ def _constants(layout: Layout, shift: int, assembly: tuple[str, ...]) -> dict[st
     }
 
 
-def without_assembly(layout: Layout) -> tuple[str, ...]:
+def without_assembly(layout: PackedLayout) -> tuple[str, ...]:
     """Return `ASSEMBLY` for kernels whose values Triton makes."""
     return (layout.table or "",) * layout.steps
 
@@ -78,7 +78,7 @@ _MAGIC: Final = {
 }
 
 
-def _assembly(layout: Layout, element: torch.dtype, step: int, *, is_centered: bool) -> str:
+def _assembly(layout: PackedLayout, element: torch.dtype, step: int, *, is_centered: bool) -> str:
     """Return PTX that makes two values of each plane of two words.
 
     A code is put below the bits of 128 (bfloat16) or 1024 (float16), where it counts ones.
@@ -110,7 +110,7 @@ def _assembly(layout: Layout, element: torch.dtype, step: int, *, is_centered: b
     return "{" + " ".join(lines) + "}"
 
 
-def _number(layout: Layout, index: int) -> str:
+def _number(layout: PackedLayout, index: int) -> str:
     """Return PTX that makes two numbers in float32 of a plane's codes in two words.
 
     A code is put below the bits of 128 (bfloat16, whose bits are the upper ones of float32), one of
@@ -151,7 +151,7 @@ def _signed_bytes(out: str, source: str, element: torch.dtype) -> list[str]:
     ]
 
 
-def _upper_bits(out: str, source: str, layout: Layout, step: int, plane: int) -> list[str]:
+def _upper_bits(out: str, source: str, layout: PackedLayout, step: int, plane: int) -> list[str]:
     count = layout.bits - 4
     per_word = 8 if count == 1 else 16
     left = 4 - count * (step * layout.planes + plane) % per_word

@@ -23,10 +23,10 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from twostroke.backends.gpu.kernels.packed import Packed
+    from twostroke.backends.gpu.kernels.packed import PackedMatrix
     from twostroke.backends.gpu.kernels.parts import Parts
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.backends.gpu.stored import Layout, Matrix
+    from twostroke.backends.gpu.stored import Matrix, PackedLayout
 
 LIBRARY_ROWS: Final = 1024  # from which the library multiplies (ADR 0059)
 _OLDEST: Final = 89
@@ -49,13 +49,13 @@ class RoundedRows(Frozen, eq=False):
     room: Tensor
 
 
-def is_for(gpu: Gpu, num_rows: int, weight: Packed, output: Parts) -> bool:
+def is_for(gpu: Gpu, num_rows: int, weight: PackedMatrix, output: Parts) -> bool:
     """Whether a product takes this way; those into float32, such as logits, never do."""
     is_many = num_rows > FEW_ROWS and output.count == 1 and output.values.dtype == gpu.element
     return is_many and are_known(gpu, weight.layout)
 
 
-def are_known(gpu: Gpu, layout: Layout) -> bool:
+def are_known(gpu: Gpu, layout: PackedLayout) -> bool:
     """Whether products of many rows with matrices of a layout take this way."""
     has_scales = layout.has_row_scales or layout.group == _GROUP
     is_known = gpu.architecture >= _OLDEST and not gpu.same_tokens
@@ -73,7 +73,7 @@ def scratch_bytes(gpu: Gpu, num_rows: int, matrix: Matrix) -> int:
     return size
 
 
-def _suits_library(gpu: Gpu, num_rows: int, layout: Layout, width: int) -> bool:
+def _suits_library(gpu: Gpu, num_rows: int, layout: PackedLayout, width: int) -> bool:
     """Whether PyTorch multiplies E4M3 with E4M3 by cuBLAS, with a scale for each row.
 
     On other GPUs and with older CUDA it takes kernels that may ignore the stride of output rows.
@@ -86,13 +86,13 @@ def _suits_library(gpu: Gpu, num_rows: int, layout: Layout, width: int) -> bool:
     return gpu.architecture == 90 and gpu.element == torch.bfloat16 and cuda >= (12, 9)
 
 
-def rounded_bytes(num_rows: int, depth: int, layout: Layout) -> int:
+def rounded_bytes(num_rows: int, depth: int, layout: PackedLayout) -> int:
     """Return how many bytes rounded rows take."""
     (rows, padded), groups = _shape(num_rows, depth, layout)
     return rows * padded + 4 * groups * rows
 
 
-def _shape(num_rows: int, depth: int, layout: Layout) -> tuple[tuple[int, int], int]:
+def _shape(num_rows: int, depth: int, layout: PackedLayout) -> tuple[tuple[int, int], int]:
     """Return the shape of codes, and the groups of scales."""
     padded = -(-depth // TILE_INPUTS) * TILE_INPUTS
     rows = -(-num_rows // _BLOCK_M) * _BLOCK_M
@@ -100,7 +100,7 @@ def _shape(num_rows: int, depth: int, layout: Layout) -> tuple[tuple[int, int], 
 
 
 def round_rows(
-    gpu: Gpu, header: Tensor, num_rows: int, x: Tensor, layout: Layout, scratch: Tensor
+    gpu: Gpu, header: Tensor, num_rows: int, x: Tensor, layout: PackedLayout, scratch: Tensor
 ) -> RoundedRows:
     """Round x (rows, depth) for products with matrices of a layout, into the `scratch`, bytes."""
     depth = x.shape[1]
@@ -125,7 +125,7 @@ def round_rows(
 
 
 def launch(
-    gpu: Gpu, header: Tensor, num_rows: int, x: RoundedRows, weight: Packed, output: Parts
+    gpu: Gpu, header: Tensor, num_rows: int, x: RoundedRows, weight: PackedMatrix, output: Parts
 ) -> None:
     """Write `x @ weight.T` into `output`, for a matrix (width, depth)."""
     assert x.has_row_scales == weight.layout.has_row_scales
@@ -159,7 +159,9 @@ def launch(
     )
 
 
-def _launch_library(gpu: Gpu, num_rows: int, x: RoundedRows, weight: Packed, output: Parts) -> None:
+def _launch_library(
+    gpu: Gpu, num_rows: int, x: RoundedRows, weight: PackedMatrix, output: Parts
+) -> None:
     width, padded = weight.width, x.codes.shape[1]
     matrix = x.room[: weight.codes.nbytes].view(torch.float8_e4m3fn).view(-1, padded)
     write_rows(gpu, weight, matrix)
@@ -175,7 +177,7 @@ def _launch_library(gpu: Gpu, num_rows: int, x: RoundedRows, weight: Packed, out
     )
 
 
-def write_rows(gpu: Gpu, weight: Packed, output: Tensor) -> None:
+def write_rows(gpu: Gpu, weight: PackedMatrix, output: Tensor) -> None:
     """Write E4M3 codes row after row into `output`, (width, depth), both padded to whole tiles.
 
     A row's inputs stay in the order that tiles have them in.

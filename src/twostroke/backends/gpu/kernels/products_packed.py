@@ -33,7 +33,7 @@ from twostroke.backends.gpu.stored import TILE_INPUTS, TILE_OUTPUTS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from twostroke.backends.gpu.kernels.packed import Packed
+    from twostroke.backends.gpu.kernels.packed import PackedMatrix
     from twostroke.backends.gpu.kernels.parts import Parts
     from twostroke.backends.gpu.kernels.routing import Grouped
     from twostroke.backends.gpu.launch import Gpu
@@ -53,7 +53,7 @@ def launch(
     header: Tensor,
     num_rows: int,
     x: Tensor,
-    weight: Packed,
+    weight: PackedMatrix,
     output: Parts,
     scratch: Tensor | None = None,
 ) -> None:
@@ -77,7 +77,7 @@ def launch(
     products_tiles.launch(gpu, header, num_rows, x, weight, output, tile)
 
 
-def launch_grouped(gpu: Gpu, x: Tensor, weight: Packed, output: Parts, rows: Grouped) -> None:
+def launch_grouped(gpu: Gpu, x: Tensor, weight: PackedMatrix, output: Parts, rows: Grouped) -> None:
     """Write the products of a mixture's pairs, one line each; `weight` is a stack of matrices."""
     routes = rows.routes
     if routes.block <= FEW_ROWS:
@@ -88,12 +88,12 @@ def launch_grouped(gpu: Gpu, x: Tensor, weight: Packed, output: Parts, rows: Gro
     products_tiles.launch(gpu, routes.header, 0, x, weight, output, tile, rows)
 
 
-def most_in_block(gpu: Gpu, stack: Packed) -> int:
+def most_in_block(gpu: Gpu, stack: PackedMatrix) -> int:
     """Return how many rows of a mixture a block has at most."""
     return products_tiles.tile_of(gpu, 128, stack.layout, stack.depth, in_groups=True).rows
 
 
-def write_out(gpu: Gpu, weight: Packed, output: Tensor) -> None:
+def write_out(gpu: Gpu, weight: PackedMatrix, output: Tensor) -> None:
     """Write a matrix in the element type into `output` (width, depth)."""
     gpu.launch(
         _write_out,
@@ -111,7 +111,7 @@ def _start(
     gpu: Gpu,
     header: Tensor,
     x: Tensor,
-    weight: Packed,
+    weight: PackedMatrix,
     output: Parts,
     block_m: int,
     rows: Grouped | None,

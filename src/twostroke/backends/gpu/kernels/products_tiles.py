@@ -17,7 +17,7 @@ from twostroke.backends.gpu.kernels.packed_codes import (
     upper_of,
 )
 from twostroke.backends.gpu.kernels.routing import rows_again, rows_of
-from twostroke.backends.gpu.stored import TILE_INPUTS, Layout
+from twostroke.backends.gpu.stored import TILE_INPUTS, PackedLayout
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from twostroke.backends.gpu.kernels.packed import Packed
+    from twostroke.backends.gpu.kernels.packed import PackedMatrix
     from twostroke.backends.gpu.kernels.parts import Parts
     from twostroke.backends.gpu.kernels.routing import Grouped
     from twostroke.backends.gpu.launch import Gpu
 
 SAME_ROWS: Final = 32  # of each tile, for the same tokens
 MOST_PARTS: Final = 8
-_PLAIN: Final = Layout(4, 32)  # as most weights have, by which sums are divided
+_PLAIN: Final = PackedLayout(4, 32)  # as most weights have, by which sums are divided
 _SUM_COST: Final = 6  # multiplications by one unit, while all units write and read a float32
 
 
@@ -55,7 +55,12 @@ def most_rows(gpu: Gpu) -> int:
 
 
 def tile_of(
-    gpu: Gpu, num_rows: int, layout: Layout, depth: int = TILE_INPUTS, *, in_groups: bool = False
+    gpu: Gpu,
+    num_rows: int,
+    layout: PackedLayout,
+    depth: int = TILE_INPUTS,
+    *,
+    in_groups: bool = False,
 ) -> Tile:
     """Return the tile for a product with codes of a layout, of a mixture if `in_groups`.
 
@@ -106,7 +111,7 @@ def launch(
     header: Tensor,
     num_rows: int,
     x: Tensor,
-    weight: Packed,
+    weight: PackedMatrix,
     output: Parts,
     tile: Tile,
     rows: Grouped | None = None,
@@ -125,7 +130,7 @@ def start(
     header: Tensor,
     num_rows: int,
     x: Tensor,
-    weight: Packed,
+    weight: PackedMatrix,
     output: Parts,
     tile: Tile,
     rows: Grouped | None,

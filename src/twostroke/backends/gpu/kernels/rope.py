@@ -15,12 +15,12 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from twostroke.backends.gpu.kernels.attention import Heads
+    from twostroke.backends.gpu.kernels.attention import HeadLayout
     from twostroke.backends.gpu.kernels.norm import Norm
     from twostroke.backends.gpu.launch import Gpu
 
 
-class Source(Frozen, eq=False):
+class HeadSource(Frozen, eq=False):
     """The heads of queries, keys or values as a product left them, and what is done with each."""
 
     parts: Parts
@@ -28,7 +28,7 @@ class Source(Frozen, eq=False):
     norm: Norm | None = None
 
 
-class Turn(Frozen, eq=False):
+class Rotation(Frozen, eq=False):
     """A rotation: `table` (positions, 2, pairs) has each position's cosines and sines, float32."""
 
     table: Tensor
@@ -36,7 +36,7 @@ class Turn(Frozen, eq=False):
     is_interleaved: bool
 
 
-class Places(Frozen, eq=False):
+class SlotMapping(Frozen, eq=False):
     """Where a step's rows are stored: each row's position and table of pages, int32.
 
     Row r is also stored in the tables at `extra` from `first_extra[r]` to `first_extra[r + 1]`.
@@ -53,10 +53,10 @@ def launch(
     gpu: Gpu,
     header: Tensor,
     num_rows: int,
-    places: Places,
-    sources: tuple[Source, ...],
-    turns: tuple[Turn | None, Turn | None],
-    heads: Heads,
+    places: SlotMapping,
+    sources: tuple[HeadSource, ...],
+    turns: tuple[Rotation | None, Rotation | None],
+    heads: HeadLayout,
     cache: Tensor,
     output: Tensor,
     balance: Tensor | None = None,
@@ -112,7 +112,9 @@ def _levels(head_dim: int) -> int:
     return (head_dim & -head_dim).bit_length() - 1
 
 
-def _constants_of(sources: tuple[Source, ...], turns: tuple[Turn | None, ...]) -> dict[str, Any]:
+def _constants_of(
+    sources: tuple[HeadSource, ...], turns: tuple[Rotation | None, ...]
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, source in zip("QKV", sources, strict=True):
         found[f"{name}_STRIDE"] = source.parts.row_stride

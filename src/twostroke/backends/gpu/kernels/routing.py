@@ -72,7 +72,7 @@ def routes_in(
     return Routes(*counts, header, items, chosen, order, shares.view(torch.float32))
 
 
-class Choice(Frozen, eq=False):
+class ExpertSelection(Frozen, eq=False):
     """How a row's scores choose experts, and become their shares (`ops.Route`).
 
     `wanted` is added to shares where they choose; `factors` multiply those that are chosen. Both
@@ -96,7 +96,7 @@ def launch(
     scores: Parts,
     bias: Tensor | None,
     routes: Routes,
-    choice: Choice,
+    choice: ExpertSelection,
 ) -> None:
     """Choose the experts of each row by its scores, and put the pairs in order.
 

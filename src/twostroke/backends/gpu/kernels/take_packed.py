@@ -21,7 +21,7 @@ from twostroke.backends.gpu.stored import TILE_INPUTS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from twostroke.backends.gpu.kernels.packed import Packed
+    from twostroke.backends.gpu.kernels.packed import PackedMatrix
     from twostroke.backends.gpu.launch import Gpu
 
 
@@ -29,7 +29,7 @@ def launch(
     gpu: Gpu,
     header: Tensor,
     num_rows: int,
-    table: Packed,
+    table: PackedMatrix,
     chosen: Tensor,
     output: Tensor,
     *,

@@ -6,7 +6,7 @@ import ctypes
 import threading
 from typing import TYPE_CHECKING, Final, Protocol
 
-from twostroke.backends.parallel.links.rendezvous import Meeting
+from twostroke.backends.parallel.links.rendezvous import Rendezvous
 from twostroke.core.errors import BackendError, RanksLostError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _CONNECT_S: Final = 15.0
 
 
-class Engine(Protocol):
+class LinkEngine(Protocol):
     """One rank's use of an engine such as UCX. Any thread may call `interrupt` and `progress`."""
 
     record: LinkRecord
@@ -46,18 +46,18 @@ class HostLink:
 
     files = ()
 
-    def __init__(self, kind: str, rank: int, num_ranks: int, host: str, engine: Engine) -> None:
+    def __init__(self, kind: str, rank: int, num_ranks: int, host: str, engine: LinkEngine) -> None:
         """Prepare; `host` is the address at which others reach rank 0, which alone needs it."""
         self.kind = kind
         self._rank, self._num_ranks, self._host = rank, num_ranks, host
         self._engine = engine
-        self._meeting: Meeting | None = None
+        self._meeting: Rendezvous | None = None
         self.record = engine.record
 
     def renew(self) -> str:
         """Return the text with which all ranks join; only on rank 0."""
         self._leave()
-        self._meeting = Meeting(self._rank, self._num_ranks, self._engine.interrupt)
+        self._meeting = Rendezvous(self._rank, self._num_ranks, self._engine.interrupt)
         return self._meeting.open(self._host)
 
     def join(self, link: str) -> None:
@@ -68,7 +68,7 @@ class HostLink:
         """
         if self._rank != 0:
             self._leave()
-            self._meeting = Meeting(self._rank, self._num_ranks, self._engine.interrupt)
+            self._meeting = Rendezvous(self._rank, self._num_ranks, self._engine.interrupt)
         assert self._meeting is not None
         own_host = self._meeting.enter(link)
         try:

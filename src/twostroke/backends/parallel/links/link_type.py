@@ -13,10 +13,10 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from twostroke.backends.parallel.links.host_link import Engine
+    from twostroke.backends.parallel.links.host_link import LinkEngine
 
 
-class Kind(Frozen):
+class LinkType(Frozen):
     """A kind of link: why it cannot be used here (None: it can), its version, its engine.
 
     `engine` takes the rank, the number of ranks, and the level of native code.
@@ -24,13 +24,13 @@ class Kind(Frozen):
 
     obstacle: Callable[[], str | None]
     version: Callable[[], str]
-    engine: Callable[[int, int, str], Engine]
+    engine: Callable[[int, int, str], LinkEngine]
 
 
 # Fastest first (benchmarks/links.py).
 KINDS: Final = {
-    "ucx": Kind(ucx.obstacle, ucx.version, UcxEngine),
-    "gloo": Kind(
+    "ucx": LinkType(ucx.obstacle, ucx.version, UcxEngine),
+    "gloo": LinkType(
         gloo.obstacle,
         gloo.version,
         lambda rank, num_ranks, _: gloo.GlooEngine(rank, num_ranks),

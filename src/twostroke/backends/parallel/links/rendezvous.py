@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 
 from twostroke.core.errors import RanksLostError
-from twostroke.core.transport.channel import ChannelClosedError, Kind, Listener, connect
+from twostroke.core.transport.channel import ChannelClosedError, Listener, MessageType, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ _LOOK_S: Final = 0.1
 _SILENCE_S: Final = 3  # of the other host, until its connection counts as ended
 
 
-class Meeting:
+class Rendezvous:
     """Each rank's connection to rank 0, at which they exchange what their engines need.
 
     The connections stay open: when one ends, all do, and each rank calls `on_end`.
@@ -124,12 +124,12 @@ class Meeting:
             self._channels[rank], parts[rank] = channel, part
         everybody = [parts[rank] for rank in range(self._num_ranks)]
         for channel in self._channels.values():
-            channel.send(Kind.HELLO, msgspec.msgpack.encode(everybody))
+            channel.send(MessageType.HELLO, msgspec.msgpack.encode(everybody))
         return everybody
 
     def _hear(self, own: bytes) -> list[bytes]:
         channel = self._channels[0]
-        channel.send(Kind.HELLO, msgspec.msgpack.encode((self._rank, own)))
+        channel.send(MessageType.HELLO, msgspec.msgpack.encode((self._rank, own)))
         return _decode(_next(channel), list[bytes])
 
     def _watch(self) -> None:

@@ -13,7 +13,7 @@ from twostroke.engine.structured_output.schema.scalars import can_be_written, wr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from twostroke.engine.structured_output.schema.branch import Branch, Contains, State
+    from twostroke.engine.structured_output.schema.branch import Contains, SchemaBranch, State
     from twostroke.engine.structured_output.schema.expand import Expander
 
     Schema = dict[str, Any]
@@ -30,7 +30,7 @@ _NO_PLACES: Final[Mapping[int, Sequence[Contains]]] = {}
 _LONGEST: Final = 64  # array whose places are looked at one by one
 
 
-def arrays(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema]:
+def arrays(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[Schema]:
     """Yield schemas of a branch's arrays, and note in it what they do not hold."""
     listed = _distinct(branch, expander)
     if listed is not None:
@@ -50,7 +50,7 @@ def arrays(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema]
 
 
 def _containing_each(
-    branch: Branch, keywords: Sequence[Contains], child: Child
+    branch: SchemaBranch, keywords: Sequence[Contains], child: Child
 ) -> Iterator[Schema]:
     """Yield arrays with an item for each of several `contains`; an item may fit several of them."""
     high = branch.items.high
@@ -62,7 +62,7 @@ def _containing_each(
             yield from _made(branch, child, fixed)
 
 
-def _containing(branch: Branch, asked: Contains, child: Child) -> Iterator[Schema]:
+def _containing(branch: SchemaBranch, asked: Contains, child: Child) -> Iterator[Schema]:
     """Yield arrays with a row of items that fit; if their number is limited, no others do."""
     low, high = asked.least, branch.items.high
     most = low if asked.most is None else min(asked.most, low + _MOST_IN_ROW)
@@ -81,7 +81,7 @@ def _containing(branch: Branch, asked: Contains, child: Child) -> Iterator[Schem
 
 
 def _made(
-    branch: Branch,
+    branch: SchemaBranch,
     child: Child,
     fixed: Mapping[int, Sequence[Contains]] = _NO_PLACES,
     limited: Contains | None = None,
@@ -122,7 +122,7 @@ def _made(
     yield schema
 
 
-def _distinct(branch: Branch, expander: Expander) -> list[list[Any]] | None:
+def _distinct(branch: SchemaBranch, expander: Expander) -> list[list[Any]] | None:
     """Return all arrays of distinct items if they are few; else note that they may repeat."""
     high = branch.items.high
     if branch.unique is None or (high is not None and high < 2):
@@ -138,7 +138,7 @@ def _distinct(branch: Branch, expander: Expander) -> list[list[Any]] | None:
     return spelled
 
 
-def _spelled(branch: Branch, expander: Expander, length: int) -> list[list[Any]] | None:
+def _spelled(branch: SchemaBranch, expander: Expander, length: int) -> list[list[Any]] | None:
     """Return all arrays of distinct items; None if they are many, or items are not listed.
 
     From the place `length` on, all items have the same schema.
@@ -175,7 +175,7 @@ def _spelled(branch: Branch, expander: Expander, length: int) -> list[list[Any]]
     return spelled
 
 
-def _are_apart(branch: Branch, expander: Expander, length: int) -> bool:
+def _are_apart(branch: SchemaBranch, expander: Expander, length: int) -> bool:
     """Return whether no two of the first items can be equal."""
     states = [expander.state(branch.item(place)) for place in range(length)]
     return all(

@@ -8,7 +8,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from twostroke.engine.structured_output.schema.patterns import Pattern, matches
+from twostroke.engine.structured_output.schema.patterns import RegexPattern, matches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,20 +20,20 @@ KINDS: Final = ("null", "boolean", "integer", "fraction", "string", "array", "ob
 _NUMBERS: Final = frozenset(("integer", "fraction"))
 
 
-class Item(NamedTuple):
+class SchemaItem(NamedTuple):
     """A schema that a value must fit, or must not."""
 
     node: Node
     holds: bool = True
 
     @property
-    def flipped(self) -> Item:
+    def flipped(self) -> SchemaItem:
         """The opposite."""
-        return Item(self.node, not self.holds)
+        return SchemaItem(self.node, not self.holds)
 
 
 # Items that a value must fit all. Without any, each value fits; None if no value fits.
-State = tuple[Item, ...]
+State = tuple[SchemaItem, ...]
 # For unevaluated*: the applications of schemas that something belongs to.
 Scope = tuple[int, ...]
 
@@ -42,7 +42,7 @@ class ObjectPart(NamedTuple):
     """What the `properties` of one schema, and its neighbours, say of members."""
 
     names: dict[str, State | None]
-    patterns: dict[Pattern, State | None]
+    patterns: dict[RegexPattern, State | None]
     others: State | None  # of members that neither of these name
     is_open: bool  # it does not speak of others
     scope: Scope = ()
@@ -70,7 +70,7 @@ class ArrayPart(NamedTuple):
 class Contains(NamedTuple):
     """How many items fit a schema: at least, and at most."""
 
-    item: Item
+    item: SchemaItem
     least: int
     most: int | None
     place: str
@@ -86,7 +86,7 @@ class Unevaluated(NamedTuple):
     scope: Scope
 
 
-class Choice(NamedTuple):
+class Alternatives(NamedTuple):
     """Alternatives, of which one must hold.
 
     An inexact choice allows values that the keyword does not.
@@ -118,7 +118,7 @@ class Range(NamedTuple):
         return self.high is not None and self.low > self.high
 
 
-class Branch:
+class SchemaBranch:
     """A conjunction: for each type, what it says of the values of that type."""
 
     def __init__(self) -> None:
@@ -130,24 +130,24 @@ class Branch:
         self.most: tuple[Any, bool] | None = None
         self.multiple: Fraction | None = None
         self.lengths = Range()
-        self.patterns: dict[Pattern, None] = {}
+        self.patterns: dict[RegexPattern, None] = {}
         self.known: dict[str, None] = {}  # the names of members, as they were met
         self.plain: dict[str, tuple[State | None, ...]] = {}  # of parts that say no more
         self.objects: list[ObjectPart] = []
         self.required: dict[str, None] = {}
         self.members = Range()
-        self.names: list[Item] = []
+        self.names: list[SchemaItem] = []
         self.arrays: list[ArrayPart] = []
         self.items = Range()
         self.contains: list[Contains] = []
         self.unique: str | None = None  # the place of uniqueItems
         self.unevaluated: list[Unevaluated] = []
-        self.choices: list[Choice] = []
+        self.choices: list[Alternatives] = []
         self.gaps: dict[str, str] = {}  # place to the kind of values it is about; "" for all
-        self.seen: set[tuple[Item, Scope]] = set()
+        self.seen: set[tuple[SchemaItem, Scope]] = set()
         self.is_touched = False  # by anything but choices
 
-    def copy(self) -> Branch:
+    def copy(self) -> SchemaBranch:
         """Return a branch that changes on its own."""
         other = copy(self)
         for name, value in vars(self).items():
@@ -218,7 +218,7 @@ class Branch:
     def _unevaluated_members(self, one: Unevaluated) -> ObjectPart:
         inside = [part for part in self.objects if one.application in part.scope]
         names: dict[str, State | None] = {name: () for part in inside for name in part.names}
-        patterns: dict[Pattern, State | None] = {
+        patterns: dict[RegexPattern, State | None] = {
             pattern: () for part in inside for pattern in part.patterns
         }
         if any(not part.is_open for part in inside) or self._is_inner(one):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.engine.structured_output.schema.branch import (
+    Alternatives,
     ArrayPart,
-    Branch,
-    Choice,
     Contains,
-    Item,
     ObjectPart,
+    SchemaBranch,
+    SchemaItem,
     Unevaluated,
 )
 from twostroke.engine.structured_output.schema.document import NAMED_SCHEMAS, SCHEMAS
@@ -22,7 +22,7 @@ from twostroke.engine.structured_output.schema.negate import (
     denials,
 )
 from twostroke.engine.structured_output.schema.overlap import exclusive
-from twostroke.engine.structured_output.schema.patterns import Pattern, translated
+from twostroke.engine.structured_output.schema.patterns import RegexPattern, translated
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -61,16 +61,16 @@ class Expander:
         self.document, self._deadline = document, deadline
         self.work = 0
         self._latest = "$schema (/)"  # keyword with its place, for errors
-        self._known: dict[State, list[Branch]] = {}
-        self._started: dict[State, Branch] = {}
+        self._known: dict[State, list[SchemaBranch]] = {}
+        self._started: dict[State, SchemaBranch] = {}
         self._open: set[State] = set()
         self._applications = 0
 
     def state(self, states: Iterable[State | None]) -> State | None:
         """Return the state of values that fit all of these, in its simplest form."""
-        found: dict[Item, None] = {}
-        seen: set[Item] = set()
-        waiting: list[Item | None] = []
+        found: dict[SchemaItem, None] = {}
+        seen: set[SchemaItem] = set()
+        waiting: list[SchemaItem | None] = []
         for state in reversed(list(states)):
             waiting += [None] if state is None else reversed(state)
         while waiting:
@@ -88,7 +88,7 @@ class Expander:
                 waiting += reversed(inner)
         return tuple(found)
 
-    def _inner(self, item: Item) -> list[Item | None] | None:
+    def _inner(self, item: SchemaItem) -> list[SchemaItem | None] | None:
         """Return what a schema consists of that only refers to others; None if it says more."""
         node, holds = item
         schema = node.schema
@@ -108,11 +108,11 @@ class Expander:
                 return [self._item(one, node, holds=holds) for one in schema[says[0]]]
         return None
 
-    def _item(self, schema: AnySchema, near: Node, *, holds: bool = True) -> Item | None:
+    def _item(self, schema: AnySchema, near: Node, *, holds: bool = True) -> SchemaItem | None:
         """Return the item of a schema in another one; None if no value fits."""
         if isinstance(schema, bool):
-            return None if schema is not holds else Item(self.document.made({}, near, "any"))
-        return Item(self.document.node(schema, near), holds)
+            return None if schema is not holds else SchemaItem(self.document.made({}, near, "any"))
+        return SchemaItem(self.document.node(schema, near), holds)
 
     def keywords(self, state: State) -> list[str]:
         """Return the keywords of a state's schemas, each with its JSON pointer."""
@@ -128,7 +128,7 @@ class Expander:
         item = self._item(schema, near)
         return None if item is None else (item,)
 
-    def branches(self, state: State) -> list[Branch]:
+    def branches(self, state: State) -> list[SchemaBranch]:
         """Return branches: a value fits the state if it fits one of them."""
         if state not in self._known:
             self._open.add(state)
@@ -137,21 +137,21 @@ class Expander:
             self._open.discard(state)
         return self._known[state]
 
-    def alternatives(self, state: State) -> Choice | None:
+    def alternatives(self, state: State) -> Alternatives | None:
         """Return the one choice that a state consists of, if it does."""
         branch = self._first(state)
         if branch.is_touched or len(branch.choices) != 1 or branch.unevaluated or branch.gaps:
             return None
         return branch.choices[0]
 
-    def _first(self, state: State) -> Branch:
+    def _first(self, state: State) -> SchemaBranch:
         """Return what a state says before any choice is made."""
         if state not in self._started:
-            self._started[state] = Branch()
+            self._started[state] = SchemaBranch()
             self._apply(self._started[state], [(item, ()) for item in state])
         return self._started[state]
 
-    def _expanded(self, state: State) -> list[Branch]:
+    def _expanded(self, state: State) -> list[SchemaBranch]:
         first = self._first(state).copy()
         for choice in first.choices[_MOST_CHOICES:]:
             first.gap(choice.place)
@@ -179,7 +179,7 @@ class Expander:
                 waiting.append(other)
         return done
 
-    def _is_possible(self, branch: Branch) -> bool:
+    def _is_possible(self, branch: SchemaBranch) -> bool:
         """Return whether a value may fit a branch, as far as its required members show."""
         if not branch.is_possible():
             return False
@@ -198,7 +198,7 @@ class Expander:
         """Return whether a state has no branch; one that is being looked at has."""
         return state not in self._open and not self.branches(state)
 
-    def _apply(self, branch: Branch, items: Sequence[tuple[Item, Scope]]) -> None:
+    def _apply(self, branch: SchemaBranch, items: Sequence[tuple[SchemaItem, Scope]]) -> None:
         """Add schemas, and those that they refer to, to a branch."""
         tasks: list[tuple[Node, str | None, Scope, bool]] = [
             (item.node, None, scope, item.holds) for item, scope in reversed(items)
@@ -212,9 +212,9 @@ class Expander:
                 inner = self._keyword(branch, node, keyword, scope)
                 tasks += [(item.node, None, scope, item.holds) for item in reversed(inner)]
                 continue
-            if (Item(node, holds), scope) in branch.seen:
+            if (SchemaItem(node, holds), scope) in branch.seen:
                 continue
-            branch.seen.add((Item(node, holds), scope))
+            branch.seen.add((SchemaItem(node, holds), scope))
             if not holds:
                 self._deny(branch, node)
                 continue
@@ -233,7 +233,9 @@ class Expander:
                     scope = (*scope, self._applications)
             tasks += [(node, one, scope, True) for one in reversed(keywords)]
 
-    def _keyword(self, branch: Branch, node: Node, keyword: str, scope: Scope) -> list[Item]:
+    def _keyword(
+        self, branch: SchemaBranch, node: Node, keyword: str, scope: Scope
+    ) -> list[SchemaItem]:
         """Add one keyword to a branch, and return the schemas that it adds in place."""
         value = node.schema[keyword]
         if keyword in _IN_PLACE:
@@ -259,7 +261,7 @@ class Expander:
             self._parts(branch, node, keyword, scope)
         return []
 
-    def _parts(self, branch: Branch, node: Node, keyword: str, scope: Scope) -> None:
+    def _parts(self, branch: SchemaBranch, node: Node, keyword: str, scope: Scope) -> None:
         """Add what a keyword says of members or items: once for those that belong together."""
         for group in (_OBJECT, _ARRAY):
             if keyword in group and keyword != next(one for one in node.schema if one in group):
@@ -281,7 +283,7 @@ class Expander:
             elif least:
                 branch.kinds -= {"array"}
 
-    def _in_place(self, branch: Branch, node: Node, keyword: str) -> list[Item | None]:
+    def _in_place(self, branch: SchemaBranch, node: Node, keyword: str) -> list[SchemaItem | None]:
         """Return the schemas that a value must fit as well."""
         value = node.schema[keyword]
         match keyword:
@@ -297,18 +299,20 @@ class Expander:
             return []
         return [self._item(found, node)]
 
-    def _choices(self, node: Node, keyword: str, scope: Scope) -> Iterator[Choice]:
+    def _choices(self, node: Node, keyword: str, scope: Scope) -> Iterator[Alternatives]:
         """Yield the choices that a keyword leaves."""
         value, place = node.schema[keyword], node.place(keyword)
         match keyword:
             case "anyOf":
                 items = [self._item(one, node) for one in value]
-                yield Choice(tuple(((one,), scope) for one in items if one is not None), place)
+                yield Alternatives(
+                    tuple(((one,), scope) for one in items if one is not None), place
+                )
             case "oneOf":
                 items = [self._item(one, node) for one in value]
                 known = [one for one in items if one is not None]
                 alternatives, is_exact = exclusive(known, self)
-                yield Choice(tuple((one, scope) for one in alternatives), place, is_exact)
+                yield Alternatives(tuple((one, scope) for one in alternatives), place, is_exact)
             case "if":
                 yield from self._condition(node, scope)
             case "dependentRequired" | "dependentSchemas" | "dependencies":
@@ -324,12 +328,12 @@ class Expander:
                         else self._item(needs, node)
                     )
                     other = [] if item is None else [((given, item), scope)]
-                    yield Choice((*other, ((without,), ())), place)
+                    yield Alternatives((*other, ((without,), ())), place)
 
-    def _made(self, schema: dict[str, Any], node: Node, own: object) -> Item:
-        return Item(self.document.made(schema, node, own))
+    def _made(self, schema: dict[str, Any], node: Node, own: object) -> SchemaItem:
+        return SchemaItem(self.document.made(schema, node, own))
 
-    def _spelled(self, node: Node, keyword: str, values: Sequence[Any]) -> Choice:
+    def _spelled(self, node: Node, keyword: str, values: Sequence[Any]) -> Alternatives:
         """Return the choice of one of several values, with objects and arrays as schemas."""
         scalars = [one for one in values if not isinstance(one, list | dict)]
         schemas: list[dict[str, Any]] = [{"enum": scalars}] if scalars else []
@@ -346,9 +350,9 @@ class Expander:
             self.document.made(schema, node, ("spelled", id(node), number))
             for number, schema in enumerate(schemas)
         ]
-        return Choice(tuple(((Item(one),), ()) for one in made), node.place(keyword))
+        return Alternatives(tuple(((SchemaItem(one),), ()) for one in made), node.place(keyword))
 
-    def _condition(self, node: Node, scope: Scope) -> Iterator[Choice]:
+    def _condition(self, node: Node, scope: Scope) -> Iterator[Alternatives]:
         """Yield the choice between a condition with what then holds, and its opposite."""
         schema = node.schema
         if "then" not in schema and "else" not in schema:
@@ -359,12 +363,12 @@ class Expander:
             rest = self._item(schema.get(keyword, True), node)
             if condition is not None and rest is not None:
                 alternatives.append(((condition, rest), scope))
-        yield Choice(tuple(alternatives), node.place("if"))
+        yield Alternatives(tuple(alternatives), node.place("if"))
 
-    def _object_part(self, branch: Branch, node: Node, scope: Scope) -> ObjectPart:
+    def _object_part(self, branch: SchemaBranch, node: Node, scope: Scope) -> ObjectPart:
         schema = node.schema
         named = schema.get("properties", {})
-        patterns: dict[Pattern, State | None] = {}
+        patterns: dict[RegexPattern, State | None] = {}
         for source, inner in schema.get("patternProperties", {}).items():
             pattern = translated(source)
             if pattern is None or pattern.other_texts:
@@ -390,12 +394,12 @@ class Expander:
         others = self.one(schema.get(rest, True), node)
         return [ArrayPart(states, others, rest not in schema, scope)]
 
-    def _deny(self, branch: Branch, node: Node) -> None:
+    def _deny(self, branch: SchemaBranch, node: Node) -> None:
         """Add that a schema does not fit."""
         found = list(denials(self.document, node))
         exact = all(one.is_exact for one in found)
         branch.choices.append(
-            Choice(tuple(((one.item,), ()) for one in found), node.place("not"), exact)
+            Alternatives(tuple(((one.item,), ()) for one in found), node.place("not"), exact)
         )
 
     def _spend(self, count: int = 1) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.engine.structured_output.schema.automata import opposite
-from twostroke.engine.structured_output.schema.branch import Branch, kinds_of
+from twostroke.engine.structured_output.schema.branch import SchemaBranch, kinds_of
 from twostroke.engine.structured_output.schema.formats import FORMATS
 from twostroke.engine.structured_output.schema.negate import NOT_ENUM, NOT_PATTERN, NOT_TYPE
-from twostroke.engine.structured_output.schema.patterns import Pattern, relaxed, translated
+from twostroke.engine.structured_output.schema.patterns import RegexPattern, relaxed, translated
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,44 +16,44 @@ if TYPE_CHECKING:
     from twostroke.engine.structured_output.schema.document import Node
 
 
-def _type(branch: Branch, value: Any) -> None:
+def _type(branch: SchemaBranch, value: Any) -> None:
     branch.kinds &= kinds_of(value)
 
 
-def _not_type(branch: Branch, value: Any) -> None:
+def _not_type(branch: SchemaBranch, value: Any) -> None:
     branch.kinds -= kinds_of(value)
 
 
-def _above(branch: Branch, value: Any) -> None:
+def _above(branch: SchemaBranch, value: Any) -> None:
     if not isinstance(value, bool):  # draft 4's stand beside the limit
         branch.limit_low(value, is_open=True)
 
 
-def _below(branch: Branch, value: Any) -> None:
+def _below(branch: SchemaBranch, value: Any) -> None:
     if not isinstance(value, bool):
         branch.limit_high(value, is_open=True)
 
 
-def _required(branch: Branch, value: Any) -> None:
+def _required(branch: SchemaBranch, value: Any) -> None:
     if isinstance(value, list):
         branch.required |= dict.fromkeys(value)
 
 
-def _at_least(name: str) -> Callable[[Branch, Any], None]:
+def _at_least(name: str) -> Callable[[SchemaBranch, Any], None]:
     return lambda branch, value: setattr(branch, name, getattr(branch, name).narrowed(value))
 
 
-def _at_most(name: str) -> Callable[[Branch, Any], None]:
+def _at_most(name: str) -> Callable[[SchemaBranch, Any], None]:
     return lambda branch, value: setattr(branch, name, getattr(branch, name).narrowed(0, value))
 
 
-LIMITS: Final[dict[str, Callable[[Branch, Any], None]]] = {
+LIMITS: Final[dict[str, Callable[[SchemaBranch, Any], None]]] = {
     "type": _type,
     NOT_TYPE: _not_type,
-    NOT_ENUM: Branch.exclude,
+    NOT_ENUM: SchemaBranch.exclude,
     "exclusiveMinimum": _above,
     "exclusiveMaximum": _below,
-    "multipleOf": Branch.limit_multiple,
+    "multipleOf": SchemaBranch.limit_multiple,
     "required": _required,
     "minLength": _at_least("lengths"),
     "maxLength": _at_most("lengths"),
@@ -64,17 +64,17 @@ LIMITS: Final[dict[str, Callable[[Branch, Any], None]]] = {
 }
 
 
-def _low(branch: Branch, node: Node) -> None:
+def _low(branch: SchemaBranch, node: Node) -> None:
     is_open = node.schema.get("exclusiveMinimum") is True
     branch.limit_low(node.schema["minimum"], is_open=is_open)
 
 
-def _high(branch: Branch, node: Node) -> None:
+def _high(branch: SchemaBranch, node: Node) -> None:
     is_open = node.schema.get("exclusiveMaximum") is True
     branch.limit_high(node.schema["maximum"], is_open=is_open)
 
 
-def _pattern(branch: Branch, node: Node) -> None:
+def _pattern(branch: SchemaBranch, node: Node) -> None:
     pattern = translated(node.schema["pattern"])
     if pattern is None:
         branch.gap(node.place("pattern"), "string")
@@ -83,29 +83,29 @@ def _pattern(branch: Branch, node: Node) -> None:
         branch.patterns[pattern] = None
 
 
-def _not_pattern(branch: Branch, node: Node) -> None:
+def _not_pattern(branch: SchemaBranch, node: Node) -> None:
     source = node.schema[NOT_PATTERN]
     text = opposite(source)
     assert text is not None
-    branch.patterns[Pattern(text, text)] = None
+    branch.patterns[RegexPattern(text, text)] = None
 
 
-def _format(branch: Branch, node: Node) -> None:
+def _format(branch: SchemaBranch, node: Node) -> None:
     name = node.schema["format"]
     known = FORMATS.get(name) if isinstance(name, str) else None
     if known is not None:
-        branch.patterns[Pattern(known, known)] = None
+        branch.patterns[RegexPattern(known, known)] = None
     elif name == "regex":  # no regular language
         branch.gap(node.place("format"), "string")
 
 
-def _unique(branch: Branch, node: Node) -> None:
+def _unique(branch: SchemaBranch, node: Node) -> None:
     if node.schema["uniqueItems"] is True:
         branch.unique = node.place("uniqueItems")
 
 
 # Those for which the schema around them matters, or its place.
-PLACED_LIMITS: Final[dict[str, Callable[[Branch, Node], None]]] = {
+PLACED_LIMITS: Final[dict[str, Callable[[SchemaBranch, Node], None]]] = {
     "minimum": _low,
     "maximum": _high,
     "pattern": _pattern,

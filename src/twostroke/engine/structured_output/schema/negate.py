@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from twostroke.engine.structured_output.schema.automata import opposite
-from twostroke.engine.structured_output.schema.branch import Item
+from twostroke.engine.structured_output.schema.branch import SchemaItem
 from twostroke.engine.structured_output.schema.document import SCHEMAS
 
 if TYPE_CHECKING:
@@ -19,15 +19,15 @@ NOT_TYPE: Final = "not type"
 NOT_PATTERN: Final = "not pattern"
 
 
-class Denial(NamedTuple):
+class Negation(NamedTuple):
     """A schema that fits if a keyword does not hold; if it is not exact, also some other values."""
 
-    item: Item
+    item: SchemaItem
     keyword: str
     is_exact: bool
 
 
-def denials(document: Document, node: Node) -> Iterator[Denial]:
+def denials(document: Document, node: Node) -> Iterator[Negation]:
     """Yield the ways in which a value can fail to fit a schema."""
     schema = node.schema
     is_hidden = node.resource.is_old and "$ref" in schema
@@ -43,8 +43,8 @@ def denials(document: Document, node: Node) -> Iterator[Denial]:
                 continue
             ways, is_exact = [{"type": _WEAK[keyword]} if keyword in _WEAK else {}], False
         for number, made in enumerate(ways):
-            item = Item(document.made(made, node, ("denied", id(node), keyword, number)))
-            yield Denial(item, keyword, is_exact)
+            item = SchemaItem(document.made(made, node, ("denied", id(node), keyword, number)))
+            yield Negation(item, keyword, is_exact)
 
 
 def _limits(value: Any, typ: str, keyword: str) -> list[dict[str, Any]] | None:

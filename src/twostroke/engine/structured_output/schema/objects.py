@@ -13,9 +13,9 @@ from twostroke.engine.structured_output.schema.scalars import can_be_written
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from twostroke.engine.structured_output.schema.branch import Branch, ObjectPart, State
+    from twostroke.engine.structured_output.schema.branch import ObjectPart, SchemaBranch, State
     from twostroke.engine.structured_output.schema.expand import Expander
-    from twostroke.engine.structured_output.schema.patterns import Pattern
+    from twostroke.engine.structured_output.schema.patterns import RegexPattern
 
     Schema = dict[str, Any]
     AnySchema = Schema | bool
@@ -28,7 +28,7 @@ _MOST_MATCHES: Final = 20_000  # comparisons of a name with a pattern
 MAX_NAME_SHOWN: Final = 80  # characters of a name
 
 
-def objects(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema]:
+def objects(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[Schema]:
     """Yield schemas of a branch's objects, and note in it what they do not hold."""
     parts = branch.object_parts()
     allowed = _Names(branch, expander)
@@ -60,7 +60,7 @@ def objects(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema
     yield from _counted(branch, members, more)
 
 
-def _counted(branch: Branch, members: dict[str, AnySchema], more: Schema) -> Iterator[Schema]:
+def _counted(branch: SchemaBranch, members: dict[str, AnySchema], more: Schema) -> Iterator[Schema]:
     """Yield schemas with the right number of members: `more` are those without a name."""
     low, high = branch.members
     required = [name for name in members if name in branch.required]
@@ -125,7 +125,7 @@ def _counts(low: int, high: int | None) -> Schema:
     return found if high is None else {**found, "maxProperties": high}
 
 
-def _is_asked(branch: Branch, parts: Sequence[ObjectPart]) -> bool:
+def _is_asked(branch: SchemaBranch, parts: Sequence[ObjectPart]) -> bool:
     """Return whether the schema speaks of all members that it does not name.
 
     By default they are allowed beside named ones, but then nobody waits for them.
@@ -144,7 +144,7 @@ def _less(more: Schema, *, is_named: bool) -> Schema:
     return {} if is_named and not patterns else more
 
 
-def _patterns(parts: Sequence[ObjectPart]) -> dict[Pattern, None]:
+def _patterns(parts: Sequence[ObjectPart]) -> dict[RegexPattern, None]:
     return {pattern: None for part in parts for pattern in part.patterns}
 
 
@@ -184,9 +184,9 @@ def _others(
     )
 
 
-def _grouped(patterns: Sequence[Pattern]) -> list[list[Pattern]]:
+def _grouped(patterns: Sequence[RegexPattern]) -> list[list[RegexPattern]]:
     """Return patterns in groups: no name matches patterns of two groups."""
-    groups: list[list[Pattern]] = []
+    groups: list[list[RegexPattern]] = []
     for pattern in patterns:
         near = [group for group in groups if not all(are_apart(pattern, one) for one in group)]
         groups = [group for group in groups if group not in near]
@@ -201,12 +201,12 @@ class _Names:
     if not all of those are allowed.
     """
 
-    def __init__(self, branch: Branch, expander: Expander) -> None:
+    def __init__(self, branch: SchemaBranch, expander: Expander) -> None:
         self.listed: tuple[str, ...] = ()
         self.pattern: str | None = None
         self.is_closed = False
         self.is_weak = False
-        self._branches: list[Branch] | None = None
+        self._branches: list[SchemaBranch] | None = None
         if not branch.names:
             return
         state = expander.state([(item,) for item in branch.names])
@@ -246,12 +246,12 @@ class _Names:
         )
 
 
-def _num_limits(names: Branch) -> int:
+def _num_limits(names: SchemaBranch) -> int:
     num_patterns = sum(1 + len(pattern.other_texts) for pattern in names.patterns)
     return num_patterns + (names.lengths != Range()) + bool(names.excluded)
 
 
-def _pattern(names: Branch) -> str | None:
+def _pattern(names: SchemaBranch) -> str | None:
     """Return a pattern of a branch of names, which may hold one of several limits only."""
     low, high = names.lengths
     if names.patterns:

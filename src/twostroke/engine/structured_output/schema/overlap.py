@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from twostroke.engine.structured_output.schema.branch import Item, key, kind
+from twostroke.engine.structured_output.schema.branch import SchemaItem, key, kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from twostroke.engine.structured_output.schema.branch import Branch, State
+    from twostroke.engine.structured_output.schema.branch import SchemaBranch, State
     from twostroke.engine.structured_output.schema.document import Document
 
 _DEEPEST: Final = 3
@@ -34,11 +34,11 @@ class Space(Protocol):
     def state(self, states: Iterable[State | None]) -> State | None:
         """Return the state of values that fit all of these."""
 
-    def branches(self, state: State) -> list[Branch]:
+    def branches(self, state: State) -> list[SchemaBranch]:
         """Return branches: a value fits the state if it fits one of them."""
 
 
-def exclusive(items: Sequence[Item], space: Space) -> tuple[list[State], bool]:
+def exclusive(items: Sequence[SchemaItem], space: Space) -> tuple[list[State], bool]:
     """Return alternatives of which one holds and no other, and whether that is certain.
 
     An alternative that could hold together with another one excludes it.
@@ -64,7 +64,7 @@ def exclusive(items: Sequence[Item], space: Space) -> tuple[list[State], bool]:
     return (found, True) if is_exact else ([(one,) for one in items], False)
 
 
-def _are_tagged(items: Sequence[Item], space: Space) -> bool:
+def _are_tagged(items: Sequence[SchemaItem], space: Space) -> bool:
     """Return whether a required member has values that tell the schemas apart."""
     branches = [space.branches(space.state([(item,)]) or ()) for item in items]
     if not all(len(one) == 1 and one[0].kinds == {"object"} for one in branches):
@@ -75,7 +75,7 @@ def _are_tagged(items: Sequence[Item], space: Space) -> bool:
     )
 
 
-def _is_tag(name: str, branches: Sequence[Branch], space: Space) -> bool:
+def _is_tag(name: str, branches: Sequence[SchemaBranch], space: Space) -> bool:
     seen: set[Any] = set()
     for branch in branches:
         state = space.state(branch.member(name)) if name in branch.required else ()
@@ -87,7 +87,7 @@ def _is_tag(name: str, branches: Sequence[Branch], space: Space) -> bool:
     return True
 
 
-def _excluding(other: Item, one: Item, space: Space) -> Item | None:
+def _excluding(other: SchemaItem, one: SchemaItem, space: Space) -> SchemaItem | None:
     """Return a schema of values that do not fit `other`, but may fit `one`; None if unknown."""
     if other.holds and _PLAIN.issuperset(other.node.schema):
         return other.flipped
@@ -100,7 +100,7 @@ def _excluding(other: Item, one: Item, space: Space) -> Item | None:
         return None
     # Those that lack a member which the other one needs.
     made = space.document.made({"required": names}, other.node, ("needs", *names))
-    return Item(made, holds=False)
+    return SchemaItem(made, holds=False)
 
 
 def are_apart(one: State, other: State, space: Space, depth: int = 0) -> bool:
@@ -116,7 +116,7 @@ def are_apart(one: State, other: State, space: Space, depth: int = 0) -> bool:
     return all(_apart(x, y, space, depth) for x in a for y in b)
 
 
-def _apart(x: Branch, y: Branch, space: Space, depth: int) -> bool:
+def _apart(x: SchemaBranch, y: SchemaBranch, space: Space, depth: int) -> bool:
     """Return whether no value fits both branches."""
     kinds = x.kinds & y.kinds
     for one, other in ((x, y), (y, x)):
@@ -140,7 +140,7 @@ def _apart(x: Branch, y: Branch, space: Space, depth: int) -> bool:
     return "object" not in kinds or _objects_apart(x, y, space, depth)
 
 
-def _numbers_apart(x: Branch, y: Branch) -> bool:
+def _numbers_apart(x: SchemaBranch, y: SchemaBranch) -> bool:
     both = x.copy()
     if y.least is not None:
         both.limit_low(y.least[0], is_open=y.least[1])
@@ -149,7 +149,7 @@ def _numbers_apart(x: Branch, y: Branch) -> bool:
     return not both.has_range()
 
 
-def _arrays_apart(x: Branch, y: Branch, space: Space, depth: int) -> bool:
+def _arrays_apart(x: SchemaBranch, y: SchemaBranch, space: Space, depth: int) -> bool:
     both = x.items.narrowed(*y.items)
     return both.is_empty or any(
         _states_apart(x.item(place), y.item(place), space, depth)
@@ -157,7 +157,7 @@ def _arrays_apart(x: Branch, y: Branch, space: Space, depth: int) -> bool:
     )
 
 
-def _objects_apart(x: Branch, y: Branch, space: Space, depth: int) -> bool:
+def _objects_apart(x: SchemaBranch, y: SchemaBranch, space: Space, depth: int) -> bool:
     return x.members.narrowed(*y.members).is_empty or any(
         _states_apart(x.member(name), y.member(name), space, depth)
         for name in {**x.required, **y.required}

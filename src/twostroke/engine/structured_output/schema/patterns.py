@@ -54,7 +54,7 @@ _MOST_KNOWN: Final = 512
 _MOST_MATCHERS: Final = 32  # one of a hostile pattern takes up to half a megabyte
 
 
-class Pattern(Frozen):
+class RegexPattern(Frozen):
     """A regular expression as its author wrote it (`source`), and for llguidance (`text`).
 
     If there are `other_texts`, a value must match all of them as well.
@@ -66,7 +66,7 @@ class Pattern(Frozen):
 
 
 @lru_cache(_MOST_KNOWN)
-def translated(source: str) -> Pattern | None:
+def translated(source: str) -> RegexPattern | None:
     """Return a pattern for llguidance, or None if it cannot be one.
 
     Text in front of its first match, and after it, is free, as JSON Schema has it.
@@ -75,10 +75,10 @@ def translated(source: str) -> Pattern | None:
     if pattern is not None:
         return pattern
     texts = without_look_around(source)
-    return Pattern(source, texts[0], texts[1:]) if texts else None
+    return RegexPattern(source, texts[0], texts[1:]) if texts else None
 
 
-def _spelled_alike(source: str) -> Pattern | None:
+def _spelled_alike(source: str) -> RegexPattern | None:
     """Return a pattern that needs no rewriting; None if llguidance does not know a part of it."""
     parts: list[str] = []
     place, was_count = 0, False
@@ -113,11 +113,11 @@ def _spelled_alike(source: str) -> Pattern | None:
             place += 1
         was_count = is_count
     parts = [_EACH_UNWRITTEN.get(part, part) for part in parts]
-    return Pattern(source, "".join(parts)) if _has_outer_anchors(parts) else None
+    return RegexPattern(source, "".join(parts)) if _has_outer_anchors(parts) else None
 
 
 @lru_cache(_MOST_KNOWN)
-def relaxed(source: str) -> Pattern | None:
+def relaxed(source: str) -> RegexPattern | None:
     r"""Return a pattern without its look-around, `\b` and `\B`, or None if that cannot be one.
 
     These only restrict what the rest matches, so it matches each text that the whole one does.
@@ -262,19 +262,19 @@ def _matcher(source: str) -> jsonschema_rs.Validator | None:
         return None
 
 
-def matches(pattern: Pattern, text: str) -> bool:
+def matches(pattern: RegexPattern, text: str) -> bool:
     """Return whether a pattern matches a text, in linear time; true if nobody can tell."""
     matcher = _matcher(pattern.source)
     return matcher is None or matcher.is_valid(text)
 
 
-def spelled(pattern: Pattern) -> list[str]:
+def spelled(pattern: RegexPattern) -> list[str]:
     """Return the texts that a pattern matches, if it lists them, such as `^(a|b)$`."""
     found = _LIST.fullmatch(pattern.source)
     return (found[1] or found[2]).split("|") if found else []
 
 
-def are_apart(one: Pattern, other: Pattern) -> bool:
+def are_apart(one: RegexPattern, other: RegexPattern) -> bool:
     """Return whether no text matches both patterns, as far as their beginnings show."""
     a, b = (_begun(pattern.source) for pattern in (one, other))
     return bool(a and b) and not (a.startswith(b) or b.startswith(a))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.frozen import Frozen
 from twostroke.engine.structured_output.schema.arrays import arrays
-from twostroke.engine.structured_output.schema.branch import KINDS, Branch, Item
+from twostroke.engine.structured_output.schema.branch import KINDS, SchemaBranch, SchemaItem
 from twostroke.engine.structured_output.schema.deadline import Deadline
 from twostroke.engine.structured_output.schema.document import Document
 from twostroke.engine.structured_output.schema.escapes import needs_escapes, with_plain_strings
@@ -117,9 +117,9 @@ class _Rewriter:
 
     def whole(self) -> Schema:
         """Return the whole schema."""
-        root = self._child([(Item(self._root),)])
+        root = self._child([(SchemaItem(self._root),)])
         if root is False:
-            raise ValueError(self._why_empty([(Item(self._root),)]))
+            raise ValueError(self._why_empty([(SchemaItem(self._root),)]))
         states: list[State] = []
         while len(self._schemas) < len(self._numbers):
             states = list(self._numbers)[len(self._schemas) :]
@@ -184,7 +184,7 @@ class _Rewriter:
             found += self._branch(branch)
         return _any_of(found)
 
-    def _branch(self, branch: Branch) -> Iterator[Schema]:
+    def _branch(self, branch: SchemaBranch) -> Iterator[Schema]:
         if branch.kinds == frozenset(KINDS) and _is_free(branch):
             self._note(branch)
             yield {}
@@ -203,7 +203,7 @@ class _Rewriter:
                 branch.gap("not (of objects or arrays)")
         self._note(branch)
 
-    def _note(self, branch: Branch) -> None:
+    def _note(self, branch: SchemaBranch) -> None:
         """Note the gaps that are about values that a branch allows."""
         for place, of in branch.gaps.items():
             is_listed = branch.values is not None and of != "string"  # whose patterns count
@@ -340,9 +340,9 @@ def _any_of(schemas: list[Schema]) -> Schema | bool:
     return {"anyOf": schemas} if len(schemas) > 1 else schemas[0] if schemas else False
 
 
-def _is_free(branch: Branch) -> bool:
+def _is_free(branch: SchemaBranch) -> bool:
     """Return whether a branch says nothing that could be written."""
-    free = vars(Branch())
+    free = vars(SchemaBranch())
     return all(
         value == free[name]
         for name, value in vars(branch).items()

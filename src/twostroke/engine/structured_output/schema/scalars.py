@@ -12,7 +12,7 @@ from twostroke.engine.structured_output.schema.patterns import without
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from twostroke.engine.structured_output.schema.branch import Branch
+    from twostroke.engine.structured_output.schema.branch import SchemaBranch
 
     Schema = dict[str, Any]
 
@@ -27,7 +27,7 @@ _LARGEST_WITH_ZEROS: Final = 50_000
 _MOST_DIGITS: Final = 8
 
 
-def scalars(branch: Branch) -> Iterator[Schema]:
+def scalars(branch: SchemaBranch) -> Iterator[Schema]:
     """Yield schemas of a branch's scalar values, and note in it what they do not hold."""
     values = branch.allowed()
     if values is not None:
@@ -45,7 +45,7 @@ def scalars(branch: Branch) -> Iterator[Schema]:
         yield from _strings(branch)
 
 
-def _listed(branch: Branch, values: Sequence[Any]) -> Iterator[Schema]:
+def _listed(branch: SchemaBranch, values: Sequence[Any]) -> Iterator[Schema]:
     texts = [value for value in values if isinstance(value, str) and can_be_written(value)]
     others = [value for value in values if not isinstance(value, str) and is_exact(value)]
     for value in others:
@@ -57,7 +57,7 @@ def _listed(branch: Branch, values: Sequence[Any]) -> Iterator[Schema]:
         yield {"enum": texts, **_patterns(branch, [])}
 
 
-def _numbers(branch: Branch) -> Iterator[Schema]:
+def _numbers(branch: SchemaBranch) -> Iterator[Schema]:
     both = branch.kinds & {"integer", "fraction"}
     schema: Schema = {"type": "integer" if both == {"integer"} else "number"}
     if both == {"fraction"}:
@@ -102,7 +102,9 @@ def _digits_read(number: float) -> float:
     return number
 
 
-def _bounds(branch: Branch, low: tuple[Any, bool] | None, high: tuple[Any, bool] | None) -> Schema:
+def _bounds(
+    branch: SchemaBranch, low: tuple[Any, bool] | None, high: tuple[Any, bool] | None
+) -> Schema:
     found: Schema = {}
     is_whole = "fraction" not in branch.kinds
     for bound, other, keyword, sign in ((low, high, "inimum", 1), (high, low, "aximum", -1)):
@@ -138,7 +140,7 @@ def _apart(low: tuple[Any, bool] | None, high: tuple[Any, bool] | None) -> Itera
         yield (number + sign * step, False) if is_moved else (number, is_open)
 
 
-def _strings(branch: Branch) -> Iterator[Schema]:
+def _strings(branch: SchemaBranch) -> Iterator[Schema]:
     schema: Schema = {"type": "string"}
     if branch.lengths.low:
         schema["minLength"] = branch.lengths.low
@@ -155,7 +157,7 @@ def _strings(branch: Branch) -> Iterator[Schema]:
     yield schema | _patterns(branch, patterns)
 
 
-def _patterns(branch: Branch, more: Sequence[str]) -> Schema:
+def _patterns(branch: SchemaBranch, more: Sequence[str]) -> Schema:
     texts = [text for pattern in branch.patterns for text in (pattern.text, *pattern.other_texts)]
     texts += more
     if len(texts) < 2:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.engine.structured_output.schema.verify import Fault
+    from twostroke.engine.structured_output.schema.verify import SchemaViolation
 
     Path = tuple[str | int, ...]
     PathPattern = tuple[str | int | None, ...]  # None matches any name or index
@@ -22,7 +22,7 @@ _REPEATED: Final = "(names that repeat)"
 _IN_PLACE: Final = frozenset(("allOf", "anyOf", "oneOf"))  # followed by an index
 
 
-def wrong_span(text: str, fault: Fault) -> tuple[int, int]:
+def wrong_span(text: str, fault: SchemaViolation) -> tuple[int, int]:
     """Return the start and end offsets of the wrong value that a fault is about.
 
     For a name that occurs twice, these are the offsets of its second occurrence. If the fault's

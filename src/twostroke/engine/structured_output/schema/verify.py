@@ -25,7 +25,7 @@ MAX_ANSWER: Final = 1 << 20  # characters
 _LIMIT_S: Final = 20.0  # of a check: the process itself ends after 2 seconds of processor time
 
 
-class Fault(Frozen):
+class SchemaViolation(Frozen):
     """The schema rule that an answer breaks.
 
     Attributes:
@@ -70,7 +70,7 @@ class Verifier:
         with self._lock:
             self._ask(schema, None)
 
-    def fault(self, schema: str, answer: str) -> Fault | None:
+    def fault(self, schema: str, answer: str) -> SchemaViolation | None:
         """Return why a text is not a valid value of a schema, or None if it is.
 
         Raises:
@@ -81,7 +81,7 @@ class Verifier:
         with self._lock:
             return self._ask(schema, answer)
 
-    def _ask(self, schema: str, answer: str | None) -> Fault | None:
+    def _ask(self, schema: str, answer: str | None) -> SchemaViolation | None:
         process = self._running()
         limit = threading.Timer(_LIMIT_S, process.kill)
         limit.daemon = True
@@ -104,7 +104,7 @@ class Verifier:
             raise UncheckedError(verdict["error"])
         if reason is None:
             return None
-        return Fault(**{**reason, "path": tuple(reason.get("path", ()))})
+        return SchemaViolation(**{**reason, "path": tuple(reason.get("path", ()))})
 
     def _running(self) -> subprocess.Popen[bytes]:
         """Return the process, or a new one if it has ended."""

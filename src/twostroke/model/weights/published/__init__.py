@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 
-class Layout(Protocol):
+class QuantLayout(Protocol):
     """How a quantized module is stored: its `parts` besides `weight`, and how they are read."""
 
     @property
@@ -45,7 +45,7 @@ class Layout(Protocol):
         """Return a module's matrix; ModelFormatError if its tensors contradict each other."""
 
 
-_LAYOUTS: dict[str, Callable[[Fields], Layout]] = {
+_LAYOUTS: dict[str, Callable[[Fields], QuantLayout]] = {
     "gptq": gptq_layout,
     "auto-round": auto_round_layout,
     "intel/auto-round": auto_round_layout,
@@ -73,7 +73,7 @@ _LEFT_OUT = frozenset(
 )
 
 
-def published_layout(config: Fields) -> Layout | None:
+def published_layout(config: Fields) -> QuantLayout | None:
     """Return the layout that a config.json names, None for a folder that is not quantized.
 
     Raises ModelFormatError for one that is not supported.
@@ -89,7 +89,7 @@ def published_layout(config: Fields) -> Layout | None:
     return _LAYOUTS[method](quantization)
 
 
-def assemble_published(file: str, files: WeightFiles, layout: Layout) -> WeightFiles:
+def assemble_published(file: str, files: WeightFiles, layout: QuantLayout) -> WeightFiles:
     """Return weight files in which every quantized module has one tensor, `NAME.weight`.
 
     Raises ModelFormatError about `file` if the tensors of a module contradict each other or the
@@ -116,7 +116,7 @@ def assemble_published(file: str, files: WeightFiles, layout: Layout) -> WeightF
     return replace(files, tensors=placed, unsupported=unsupported, arrays={})
 
 
-def _modules(file: str, files: WeightFiles, layout: Layout) -> dict[str, Module]:
+def _modules(file: str, files: WeightFiles, layout: QuantLayout) -> dict[str, Module]:
     """Return the quantized modules by name: their parts, or the type of `weight`, tell them."""
     parts = (*layout.parts, "weight")
 

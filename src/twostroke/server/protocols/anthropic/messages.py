@@ -25,7 +25,11 @@ from twostroke.server.protocols.anthropic.tools import (
     read_tools,
     text_of,
 )
-from twostroke.server.protocols.common.cache_control import CacheControl, CacheMark, marked_s
+from twostroke.server.protocols.common.cache_control import (
+    CacheControl,
+    CacheControlField,
+    marked_s,
+)
 from twostroke.server.protocols.common.fields import StopText
 from twostroke.server.protocols.common.structured_output import to_schema
 from twostroke.server.protocols.common.tools import TOOL_CHOICE, ToolsAs, arguments_text
@@ -182,7 +186,7 @@ def read(asked: MessagesRequest, tenant: Tenant) -> Job:
     )
 
 
-def _marks(asked: MessagesRequest) -> Iterator[CacheMark | None]:
+def _marks(asked: MessagesRequest) -> Iterator[CacheControlField | None]:
     """Yield the fields `cache_control` of a request, of its tools and of its texts."""
     yield asked.cache_control
     parts: list[Any] = [asked.system, *(message.content for message in asked.messages), asked.tools]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from twostroke.engine.output import Usage
-    from twostroke.server.generation.encoder import Reply
+    from twostroke.server.generation.encoder import ResponseInfo
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -161,7 +161,7 @@ _DELTAS: Final[dict[events.BlockKind, type[TextDelta | ThinkingDelta | InputDelt
 class MessageEncoder:
     """Writes the events of one message."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: ResponseInfo) -> None:
         """Write `reply`."""
         self._reply = reply
         self._stop = StopBody("end_turn", None)
@@ -175,7 +175,7 @@ class MessageEncoder:
                 if self._is_omitted(block):
                     return b""
                 return named_sse(BlockDelta(block.index, _DELTAS[block.kind](event.text)))
-            case events.Opened(block=block):
+            case events.BlockOpened(block=block):
                 start = named_sse(BlockStart(block.index, _begun(block)))
                 return start if block.index else start + _PING
             case events.Closed(block=block):
@@ -184,16 +184,16 @@ class MessageEncoder:
                     signature = SignatureDelta(_signature(block.text))
                     last = named_sse(BlockDelta(block.index, signature))
                 return last + named_sse(BlockStop(block.index))
-            case events.Began():
+            case events.ChoiceStarted():
                 assert event.usage is not None
                 return named_sse(MessageStart(self._message([], event.usage)))
             case events.Ended():
                 self._end(event, has_calls=event.has_calls)
-            case events.Finished():
+            case events.AnswerFinished():
                 usage = _usage_body(event.usage)
                 last_delta = MessageDelta(self._stop, usage, self._timings, self._schema_miss)
                 return named_sse(last_delta) + named_sse(MessageStop())
-            case events.Failed():
+            case events.StreamFailed():
                 error = ANTHROPIC.body(event.error, event.request_id, str)
                 return b"event: error\ndata: %b\n\n" % error
         return b""
@@ -211,7 +211,7 @@ class MessageEncoder:
                 case events.Ended():
                     is_called = any(isinstance(block, ToolUseBody) for block in content)
                     self._end(event, has_calls=event.has_calls and is_called)
-                case events.Finished():
+                case events.AnswerFinished():
                     message = self._message(content, event.usage)
         message.stop_reason = self._stop.stop_reason
         message.stop_sequence = self._stop.stop_sequence

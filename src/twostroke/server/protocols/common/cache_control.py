@@ -16,14 +16,14 @@ _MARKED_S: Final = {None: 300.0, "5m": 300.0, "1h": 3600.0}  # by `ttl`
 _RETAINED_S: Final = {"24h": 86_400.0}
 
 
-class CacheMark(field.TaggedObject, tag="ephemeral"):
+class CacheControlField(field.TaggedObject, tag="ephemeral"):
     """Anthropic's mark: what stands before it is to be kept, for 5 minutes if it says nothing."""
 
     ttl: Literal["5m", "1h"] | None = None
 
 
 CacheControl = Annotated[
-    CacheMark | None, field.keeping('`{"type": "ephemeral", "ttl": "1h"}` or `"5m"`')
+    CacheControlField | None, field.keeping('`{"type": "ephemeral", "ttl": "1h"}` or `"5m"`')
 ]
 # OpenAI's reference has in_memory, which is what happens anyway; its SDKs have written in-memory.
 Retention = Annotated[
@@ -32,7 +32,7 @@ Retention = Annotated[
 ]
 
 
-def marked_s(marks: Iterable[CacheMark | None]) -> float:
+def marked_s(marks: Iterable[CacheControlField | None]) -> float:
     """Return the longest time that marks ask for."""
     return max((_MARKED_S[mark.ttl] for mark in marks if mark is not None), default=0.0)
 

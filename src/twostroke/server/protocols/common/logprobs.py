@@ -84,8 +84,8 @@ class CompletionScorer:
         self._name_of = partial(_named, tokenizer, as_ids=as_ids, prefix="bytes:")
         self._tokenizer = tokenizer
         self._echoed = iter(echoed)
-        self._prompt = Offsets(tokenizer, prompt=text)
-        self._answer = Offsets(tokenizer, len(text), begins=False)
+        self._prompt = TextOffsets(tokenizer, prompt=text)
+        self._answer = TextOffsets(tokenizer, len(text), begins=False)
         self._body = CompletionLogprobs([], [], [], [])
         for token in echoed[:1]:
             next(self._echoed)
@@ -111,7 +111,7 @@ class CompletionScorer:
         """Whether anything was added since the last `take`."""
         return bool(self._body.tokens)
 
-    def _add(self, token: int, found: TokenLogprobs | None, offsets: Offsets) -> None:
+    def _add(self, token: int, found: TokenLogprobs | None, offsets: TextOffsets) -> None:
         body, tokenizer = self._body, self._tokenizer
         data = tokenizer.token_bytes(token)
         name = self._name_of(token)
@@ -129,7 +129,7 @@ class CompletionScorer:
         body.top_logprobs.append(top | {name: found.logprob})
 
 
-class Offsets:
+class TextOffsets:
     """Counts characters, to find where each token of an answer or a prompt begins.
 
     A token inside a character begins where that character does.

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 if TYPE_CHECKING:
     from twostroke.engine.output import Timings, Usage
-    from twostroke.server.generation.events import Read
+    from twostroke.server.generation.events import PrefillAdvanced
 
 
 class LlamaTimings(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class PromptProgress(msgspec.Struct, frozen=True):
     time_ms: float
 
 
-def to_progress(event: Read, elapsed_s: float) -> PromptProgress:
+def to_progress(event: PrefillAdvanced, elapsed_s: float) -> PromptProgress:
     """Return the report of a prompt that is being read."""
     usage = event.usage
     return PromptProgress(

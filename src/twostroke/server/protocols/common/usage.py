@@ -16,7 +16,12 @@ from twostroke.server.protocols.common.timings import LlamaTimings, final_timing
 
 if TYPE_CHECKING:
     from twostroke.engine.output import Timings, Usage
-    from twostroke.server.generation.events import Began, Ended, Failed, Finished
+    from twostroke.server.generation.events import (
+        AnswerFinished,
+        ChoiceStarted,
+        Ended,
+        StreamFailed,
+    )
     from twostroke.server.generation.job import Job
 
 _DONE: Final = b"data: [DONE]\n\n"
@@ -79,9 +84,9 @@ class UsageSoFar:
     def __init__(self, job: Job) -> None:
         """Report usage if the request of `job` asks for it."""
         self.is_reported = job.include_usage and job.continuous_usage
-        self._begun: dict[int, Began] = {}  # by choice
+        self._begun: dict[int, ChoiceStarted] = {}  # by choice
 
-    def begin(self, event: Began) -> None:
+    def begin(self, event: ChoiceStarted) -> None:
         """Count the tokens of a choice from now on."""
         self._begun[event.choice] = event
 
@@ -131,7 +136,7 @@ def finish_reason(reason: FinishReason, *, has_calls: bool = False) -> Finish:
     return "tool_calls" if has_calls else "stop"
 
 
-def finish_stream(chunk: StreamBody, event: Finished) -> bytes:
+def finish_stream(chunk: StreamBody, event: AnswerFinished) -> bytes:
     """Return the end of a stream; `chunk` has a usage if the request asked for it."""
     if chunk.usage is UNSET:
         return _DONE
@@ -139,6 +144,6 @@ def finish_stream(chunk: StreamBody, event: Finished) -> bytes:
     return sse(encode_json(chunk)) + _DONE
 
 
-def fail_stream(event: Failed) -> bytes:
+def fail_stream(event: StreamFailed) -> bytes:
     """Return the end of a stream that failed."""
     return sse(OPENAI.body(event.error, event.request_id, str)) + _DONE

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from twostroke.core.errors import OverloadedError, TwostrokeError
 from twostroke.server.http.json_responses import to_json
 from twostroke.server.models.about import FINGERPRINT
-from twostroke.server.models.residency import Residence
+from twostroke.server.models.residency import ModelResidency
 from twostroke.server.protocols.llama_server.fields import DEFAULTS, TextFields, to_params
 from twostroke.server.protocols.llama_server.settings import GenerationSettings, settings_of
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from twostroke.engine.view import RequestView
-    from twostroke.server.models.registry import Catalogue
+    from twostroke.server.models.registry import ModelRegistry
     from twostroke.server.options import ServeOptions
 
 
@@ -90,7 +90,7 @@ class SlotsOffError(TwostrokeError):
     code = "slots_not_shown"
 
 
-def info_routes(models: Catalogue, options: ServeOptions) -> list[Route]:
+def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
     """Return the routes; `?model=NAME` asks for another model than the first."""
     all_places: dict[str, _Places] = defaultdict(_Places)
 
@@ -114,7 +114,7 @@ def info_routes(models: Catalogue, options: ServeOptions) -> list[Route]:
                 bos_token=texts.get("bos_token", ""),
                 eos_token=texts.get("eos_token", ""),
                 build_info=FINGERPRINT,
-                is_sleeping=models.state(served.name) != Residence.IN.value,
+                is_sleeping=models.state(served.name) != ModelResidency.IN.value,
             )
         )
 

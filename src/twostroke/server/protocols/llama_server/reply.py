@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.step import TokenLogprobs
     from twostroke.model.tokenizer import Tokenizer
-    from twostroke.server.generation.encoder import Reply
+    from twostroke.server.generation.encoder import ResponseInfo
 
 NO_SLOT = -1
 
@@ -101,7 +101,7 @@ class LlamaCompletion(msgspec.Struct, kw_only=True, frozen=True):
 class _Progress:
     """One answer so far: its text, and how many of its tokens were sent."""
 
-    def __init__(self, began: events.Began, began_s: float) -> None:
+    def __init__(self, began: events.ChoiceStarted, began_s: float) -> None:
         self.tokens = began.tokens
         self.usage = began.usage
         self.prompt_s = time.monotonic() - began_s
@@ -110,7 +110,7 @@ class _Progress:
         self.scored: list[ScoredToken] = []
         self.num_sent = 0
 
-    def read(self, event: events.Read, elapsed_s: float) -> None:
+    def read(self, event: events.PrefillAdvanced, elapsed_s: float) -> None:
         """Note how much of the prompt is read."""
         self.usage, self.prompt_s, self.began_s = event.usage, elapsed_s, time.monotonic()
 
@@ -124,7 +124,7 @@ class _Progress:
 class LlamaEncoder:
     """Writes pieces of text as they come, and each answer's facts in its last event."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: ResponseInfo) -> None:
         """Write `reply`."""
         assert isinstance(reply.job, LlamaJob)
         self._reply = reply
@@ -138,9 +138,9 @@ class LlamaEncoder:
     def write(self, event: events.Event) -> bytes:
         """Return the server-sent events of an event."""
         match event:
-            case events.Began():
+            case events.ChoiceStarted():
                 self._answers[event.choice] = _Progress(event, self._began_s)
-            case events.Read():
+            case events.PrefillAdvanced():
                 elapsed_s = time.monotonic() - self._began_s
                 self._answers[event.choice].read(event, elapsed_s)
                 return self._write(event.choice, "", [], progress=to_progress(event, elapsed_s))
@@ -157,7 +157,7 @@ class LlamaEncoder:
                 last = replace(self._end(event), content="", tokens=[])
                 last = replace(last, completion_probabilities=UNSET)
                 return unsent + sse(encode_json(self._chosen(last)))
-            case events.Failed():
+            case events.StreamFailed():
                 return sse(LLAMA_SERVER.body(event.error, event.request_id, str))
         return b""
 
@@ -166,7 +166,7 @@ class LlamaEncoder:
         found = []
         for event in stream:
             match event:
-                case events.Began():
+                case events.ChoiceStarted():
                     self._answers[event.choice] = _Progress(event, self._began_s)
                 case events.Added():
                     self._add(event)

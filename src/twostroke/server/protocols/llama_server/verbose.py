@@ -13,19 +13,19 @@ from twostroke.server.protocols.llama_server.reply import NO_SLOT, LlamaCompleti
 from twostroke.server.protocols.llama_server.settings import settings_of
 
 if TYPE_CHECKING:
-    from twostroke.server.generation.encoder import Reply
-    from twostroke.server.generation.events import Began, Ended
+    from twostroke.server.generation.encoder import ResponseInfo
+    from twostroke.server.generation.events import ChoiceStarted, Ended
 
 
 class Verbose:
     """Keeps the tokens of each answer, if the request asks for `__verbose`."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: ResponseInfo) -> None:
         """Describe the answers of `reply`."""
         self._reply = reply
         self._tokens: dict[int, list[int]] = {}  # by choice
 
-    def begin(self, event: Began) -> None:
+    def begin(self, event: ChoiceStarted) -> None:
         """Follow the tokens of a choice from now on."""
         self._tokens[event.choice] = event.tokens
 

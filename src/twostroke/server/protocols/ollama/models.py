@@ -13,14 +13,14 @@ from starlette.routing import Route
 from twostroke.server.body import field
 from twostroke.server.http.errors import UnknownPathError
 from twostroke.server.http.json_responses import to_json
-from twostroke.server.models.residency import Residence
+from twostroke.server.models.residency import ModelResidency
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
     from twostroke.engine.model_card import ModelCard
-    from twostroke.server.models.registry import Catalogue
+    from twostroke.server.models.registry import ModelRegistry
 
 # The version of Ollama whose paths this server has; clients ask for a least one.
 API_VERSION: Final = "0.14.0"
@@ -172,7 +172,7 @@ def pull(_asked: PullRequest, _card: ModelCard) -> PullStatus:
     return PullStatus()
 
 
-def ollama_routes(models: Catalogue) -> list[Route]:
+def ollama_routes(models: ModelRegistry) -> list[Route]:
     """Return the routes that list the models."""
 
     async def tags(_request: Request) -> Response:
@@ -197,7 +197,7 @@ def ollama_routes(models: Catalogue) -> list[Route]:
                 context_length=served.card.context_length,
             )
             for name, served in models
-            if models.state(served.name) == Residence.IN.value
+            if models.state(served.name) == ModelResidency.IN.value
         ]
         return to_json(LoadedModels(found))
 

@@ -21,7 +21,7 @@ from twostroke.server.protocols.ollama.stay import keep_s
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from twostroke.server.generation.encoder import Reply
+    from twostroke.server.generation.encoder import ResponseInfo
     from twostroke.server.protocols.ollama.request import (
         OllamaChatRequest,
         OllamaGenerateRequest,
@@ -125,7 +125,7 @@ def empty_generate(asked: OllamaGenerateRequest, model: str) -> OllamaGenerateLi
 class LineEncoder:
     """Writes a line for each piece of the answer, and for each complete call."""
 
-    def __init__(self, reply: Reply, make: MakeLine) -> None:
+    def __init__(self, reply: ResponseInfo, make: MakeLine) -> None:
         """Write `reply` in lines that `make` makes of the model's name and the line's content."""
         self._reply = reply
         self._make = make
@@ -134,7 +134,7 @@ class LineEncoder:
     def write(self, event: events.Event) -> bytes:
         """Return the line of an event."""
         match event:
-            case events.Began():
+            case events.ChoiceStarted():
                 self._tokens = event.tokens
                 return b""
             case events.Added(block=block):
@@ -148,7 +148,7 @@ class LineEncoder:
             case events.Ended():
                 line = self._line()
                 self._end(line, event)
-            case events.Failed():
+            case events.StreamFailed():
                 return OLLAMA.body(event.error, event.request_id, str) + b"\n"
             case _:
                 return b""
@@ -160,7 +160,7 @@ class LineEncoder:
         scored: list[TokenLogprob] = []
         for event in stream:
             match event:
-                case events.Began():
+                case events.ChoiceStarted():
                     self._tokens = event.tokens
                 case events.Added():
                     scored += chat_logprobs(self._reply.tokenizer, event.scored)

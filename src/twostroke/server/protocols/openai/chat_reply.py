@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from twostroke.core.step import TokenLogprobs
-    from twostroke.server.generation.encoder import Reply
+    from twostroke.server.generation.encoder import ResponseInfo
 
 
 class FunctionCallBody(msgspec.Struct):
@@ -103,7 +103,7 @@ class ChatCompletion(msgspec.Struct):
     verbose: LlamaCompletion | UnsetType = msgspec.field(default=UNSET, name="__verbose")
 
 
-class Delta(msgspec.Struct):
+class ChatDelta(msgspec.Struct):
     """An addition to the message; clients look for reasoning under either name."""
 
     role: Literal["assistant"] | UnsetType = UNSET
@@ -118,7 +118,7 @@ class ChunkChoice(msgspec.Struct):
     """One answer's part of a chunk."""
 
     index: int
-    delta: Delta
+    delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: Finish | None = None
     timings: TimingsBody | UnsetType = UNSET
@@ -126,7 +126,7 @@ class ChunkChoice(msgspec.Struct):
     schema_miss: SchemaMiss = UNSET
 
 
-class Chunk(msgspec.Struct):
+class ChatChunk(msgspec.Struct):
     """One event of a streamed response."""
 
     id: str
@@ -146,11 +146,11 @@ class Chunk(msgspec.Struct):
 class ChatEncoder:
     """Writes each answer's role first, then its pieces, then its finish reason alone."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: ResponseInfo) -> None:
         """Write `reply`; one chunk is filled again and again."""
         self._reply = reply
-        self._choice = ChunkChoice(0, Delta())
-        self._chunk = Chunk(
+        self._choice = ChunkChoice(0, ChatDelta())
+        self._chunk = ChatChunk(
             reply.id,
             "chat.completion.chunk",
             reply.created_s,
@@ -176,19 +176,19 @@ class ChatEncoder:
                 elif event.block.kind is events.BlockKind.TEXT and not self._is_counted:
                     return self._write_text(event.block.choice, event.text)
                 return self._write(event.block.choice, _delta(event.block, event.text))
-            case events.Began() | events.Read():
+            case events.ChoiceStarted() | events.PrefillAdvanced():
                 return self._begin(event)
-            case events.Opened(block=events.ContentBlock(kind=events.BlockKind.CALL)):
-                return self._write(event.block.choice, Delta(tool_calls=[_call(event.block)]))
+            case events.BlockOpened(block=events.ContentBlock(kind=events.BlockKind.CALL)):
+                return self._write(event.block.choice, ChatDelta(tool_calls=[_call(event.block)]))
             case events.Ended():
                 self._end(self._choice, event)
                 self._chunk.timings = self._timings
                 self._chunk.verbose = self._verbose.body(event)
-                return self._write(event.choice, Delta())
-            case events.Finished():
+                return self._write(event.choice, ChatDelta())
+            case events.AnswerFinished():
                 self._chunk.timings = self._timings
                 return finish_stream(self._chunk, event)
-            case events.Failed():
+            case events.StreamFailed():
                 return fail_stream(event)
         return b""
 
@@ -199,7 +199,7 @@ class ChatEncoder:
         verbose: LlamaCompletion | UnsetType = UNSET  # of the first answer
         for event in stream:
             match event:
-                case events.Began():
+                case events.ChoiceStarted():
                     self._ids.begin(event)
                     self._verbose.begin(event)
                     logprobs = ChatLogprobs([]) if reply.has_logprobs else None
@@ -218,7 +218,7 @@ class ChatEncoder:
                         message.content = message.content or None
                     self._end(choices[-1], event)
                     verbose = verbose or self._verbose.body(event)
-                case events.Finished():
+                case events.AnswerFinished():
                     usage = usage_body(event.usage, event.num_reasoning)
         return ChatCompletion(
             reply.id,
@@ -245,9 +245,9 @@ class ChatEncoder:
         """Whether each chunk tells more of the answer's tokens than their text."""
         return self._usage.is_reported or self._ids.is_reported
 
-    def _begin(self, event: events.Began | events.Read) -> bytes:
+    def _begin(self, event: events.ChoiceStarted | events.PrefillAdvanced) -> bytes:
         """Write the role, or how much of the prompt is read."""
-        if isinstance(event, events.Began):
+        if isinstance(event, events.ChoiceStarted):
             self._usage.begin(event)
             self._ids.begin(event)
             self._verbose.begin(event)
@@ -255,30 +255,30 @@ class ChatEncoder:
                 self._chunk.prompt_token_ids = list(self._reply.prompts[0])
             return self._write(event.choice, self._first_delta)
         self._chunk.prompt_progress = to_progress(event, time.monotonic() - self._began_s)
-        return self._write(event.choice, Delta())
+        return self._write(event.choice, ChatDelta())
 
     @property
-    def _first_delta(self) -> Delta:
+    def _first_delta(self) -> ChatDelta:
         """The role, with an empty text unless the answer may begin with a call, as OpenAI sends.
 
         Clients such as Vercel's AI SDK show a text as soon as there is any content, even if empty.
         """
         reply = self._reply
         if reply.as_llama_server:
-            return Delta("assistant", content=None)
+            return ChatDelta("assistant", content=None)
         may_call = reply.job.tools is not None
-        return Delta("assistant", content=None if may_call else "", refusal=None)
+        return ChatDelta("assistant", content=None if may_call else "", refusal=None)
 
     def _write_text(self, index: int, text: str) -> bytes:
         """Write a chunk that only has text; the rest of it is encoded once for each choice."""
         around = self._around_text.get(index)
         if around is None:
-            before, key, after = self._write(index, Delta(content="")).partition(b'"content":')
+            before, key, after = self._write(index, ChatDelta(content="")).partition(b'"content":')
             around = before + key, after.removeprefix(b'""')
             self._around_text[index] = around
         return encode_json(text).join(around)
 
-    def _write(self, index: int, delta: Delta) -> bytes:
+    def _write(self, index: int, delta: ChatDelta) -> bytes:
         choice = self._choice
         choice.index, choice.delta = index, delta
         if self._usage.is_reported:
@@ -305,14 +305,14 @@ class ChatEncoder:
             choice.timings = timings_body(event.usage, event.timings)
 
 
-def _delta(block: events.ContentBlock, text: str) -> Delta:
+def _delta(block: events.ContentBlock, text: str) -> ChatDelta:
     match block.kind:
         case events.BlockKind.TEXT:
-            return Delta(content=text)
+            return ChatDelta(content=text)
         case events.BlockKind.REASONING:
-            return Delta(reasoning_content=text, reasoning=text)
+            return ChatDelta(reasoning_content=text, reasoning=text)
         case events.BlockKind.CALL:
-            return Delta(tool_calls=[_piece(block, text)])
+            return ChatDelta(tool_calls=[_piece(block, text)])
 
 
 def _call(block: events.ContentBlock) -> CallBody:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from twostroke.core.step import TokenLogprobs
-    from twostroke.server.generation.encoder import Reply
+    from twostroke.server.generation.encoder import ResponseInfo
 
 
 class CompletionChoice(msgspec.Struct):
@@ -72,7 +72,7 @@ class CompletionBody(msgspec.Struct):
 class CompletionEncoder:
     """Writes pieces of text, and each answer's finish reason in an event without text."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: ResponseInfo) -> None:
         """Write `reply`; in a stream one body is filled again and again."""
         self._reply = reply
         self._choice = CompletionChoice(0, "")
@@ -100,7 +100,7 @@ class CompletionEncoder:
                 if event.scored:
                     self._score(event)
                 return self._write(event.block.choice, event.text)
-            case events.Began():
+            case events.ChoiceStarted():
                 self._usage.begin(event)
                 text = self._begin(event)
                 if self._ids.is_reported:
@@ -108,7 +108,7 @@ class CompletionEncoder:
                 data = self._write(event.choice, text) if text or self._ids.is_reported else b""
                 self._choice.prompt_token_ids = UNSET
                 return data
-            case events.Read():
+            case events.PrefillAdvanced():
                 elapsed_s = time.monotonic() - self._began_s
                 self._body.prompt_progress = to_progress(event, elapsed_s)
                 data = self._write(event.choice, "")
@@ -118,10 +118,10 @@ class CompletionEncoder:
                 self._score(event)
             case events.Ended():
                 return self._end(event)
-            case events.Finished():
+            case events.AnswerFinished():
                 self._body.timings = self._timings
                 return finish_stream(self._body, event)
-            case events.Failed():
+            case events.StreamFailed():
                 return fail_stream(event)
         return b""
 
@@ -130,7 +130,7 @@ class CompletionEncoder:
         choices: list[CompletionChoice] = []
         for event in stream:
             match event:
-                case events.Began():
+                case events.ChoiceStarted():
                     choices.append(CompletionChoice(event.choice, self._begin(event)))
                 case events.Added():
                     self._score(event)
@@ -143,12 +143,12 @@ class CompletionEncoder:
                     self._add_reports(choices[-1])
                     self._finish(choices[-1], event)
                     self._body.verbose = self._body.verbose or self._verbose.body(event)
-                case events.Finished():
+                case events.AnswerFinished():
                     self._body.usage = usage_body(event.usage)
         self._body.choices, self._body.timings = choices, self._timings
         return self._body
 
-    def _begin(self, event: events.Began) -> str:
+    def _begin(self, event: events.ChoiceStarted) -> str:
         """Begin a choice; return the prompt to echo before its answer, or an empty string."""
         reply, tokens, text, choice = self._reply, list[int](), "", event.choice
         self._ids.begin(event)

@@ -16,7 +16,7 @@ from twostroke.server.body.decode import BodyDecoder
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.body.receive import receive_fields
 from twostroke.server.generation import events
-from twostroke.server.generation.response_store import Kept
+from twostroke.server.generation.response_store import StoredResponse
 from twostroke.server.http.json_responses import to_json
 from twostroke.server.http.request_context import served_of
 from twostroke.server.protocols.common.fields import Pairs
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from twostroke.server.generation.encoder import Encoder, Reply
+    from twostroke.server.generation.encoder import Encoder, ResponseInfo
     from twostroke.server.generation.job import Job
     from twostroke.server.generation.response_store import Tenant
     from twostroke.server.http.fair_queue import Readers
     from twostroke.server.http.ignored import Ignored
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.limits import RequestLimits
     from twostroke.server.http.request_context import ServedRequest
     from twostroke.server.protocols.openai.chat import ChatRequest
 
@@ -109,7 +109,7 @@ def _keeper(asked: ChatRequest, tenant: Tenant) -> Callable[[ChatCompletion], No
             for place, message in enumerate(asked.messages)
         ]
         answer = _labelled(encode_json(completion), labels)
-        tenant.put(Kept(id_, encode_json(messages), answer, (), kind=_KIND))
+        tenant.put(StoredResponse(id_, encode_json(messages), answer, (), kind=_KIND))
 
     return keep
 
@@ -117,7 +117,7 @@ def _keeper(asked: ChatRequest, tenant: Tenant) -> Callable[[ChatCompletion], No
 class StoringEncoder:
     """Writes a completion and stores it, whole, when it has ended."""
 
-    def __init__(self, reply: Reply, keep: Callable[[ChatCompletion], None]) -> None:
+    def __init__(self, reply: ResponseInfo, keep: Callable[[ChatCompletion], None]) -> None:
         """Write `reply`; `keep` gets the completion."""
         self._inner = ChatEncoder(reply)
         self._keep = keep
@@ -128,7 +128,7 @@ class StoringEncoder:
         data = self._inner.write(event)
         if not isinstance(event, events.Added) or event.scored:
             self._seen.append(event)
-        if isinstance(event, events.Finished):
+        if isinstance(event, events.AnswerFinished):
             self.whole(sorted(self._seen, key=_choice_of))
         return data
 
@@ -139,7 +139,7 @@ class StoringEncoder:
         return completion
 
 
-def encoder(reply: Reply) -> Encoder:
+def encoder(reply: ResponseInfo) -> Encoder:
     """Return the encoder of a chat completion, which stores it if the request says so."""
     keep = reply.job.keep
     return ChatEncoder(reply) if keep is None else StoringEncoder(reply, keep)
@@ -147,7 +147,7 @@ def encoder(reply: Reply) -> Encoder:
 
 def routes(
     tenant_of: Callable[[Request], Tenant],
-    limits: Limits,
+    limits: RequestLimits,
     note: Callable[[Iterable[Ignored], ServedRequest], None],
     readers: Readers,
 ) -> list[Route]:
@@ -157,7 +157,7 @@ def routes(
     """
     decoder = BodyDecoder(MetadataRequest, limits.max_json_depth)
 
-    def find(request: Request) -> Kept:
+    def find(request: Request) -> StoredResponse:
         id_ = request.path_params["completion_id"]
         kept = tenant_of(request).find(id_, _KIND)
         if kept is None:
@@ -205,7 +205,7 @@ def routes(
     ]
 
 
-def _page(kept: list[Kept], asked: dict[str, str]) -> Any:
+def _page(kept: list[StoredResponse], asked: dict[str, str]) -> Any:
     """Return a page of completions with the model and the metadata that are asked for."""
     labels = {
         name.removeprefix(_METADATA).removesuffix("]"): value
@@ -236,8 +236,8 @@ def _labelled(completion: bytes, labels: dict[str, str]) -> bytes:
 def _choice_of(event: events.Event) -> int:
     """Return the choice that an event belongs to; the end of all comes last."""
     match event:
-        case events.Opened() | events.Added() | events.Closed():
+        case events.BlockOpened() | events.Added() | events.Closed():
             return event.block.choice
-        case events.Began() | events.Ended() | events.PromptScored():
+        case events.ChoiceStarted() | events.Ended() | events.PromptScored():
             return event.choice
     return 2**31

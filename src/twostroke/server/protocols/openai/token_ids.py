@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.step import TokenLogprobs
     from twostroke.model.tokenizer import Tokenizer
-    from twostroke.server.generation.events import Began
+    from twostroke.server.generation.events import ChoiceStarted
     from twostroke.server.generation.job import Job
 
 
@@ -37,7 +37,7 @@ class TokenIds:
         self._tokens: dict[int, list[int]] = {}  # by choice; they grow with the answers
         self._num_sent: dict[int, int] = {}
 
-    def begin(self, event: Began) -> None:
+    def begin(self, event: ChoiceStarted) -> None:
         """Follow the tokens of a choice from now on."""
         self._tokens[event.choice] = event.tokens
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from twostroke.engine.model_card import ModelCard
     from twostroke.model.tokenizer import Tokenizer
     from twostroke.server.generation.job import Conversation
-    from twostroke.server.models.registry import Catalogue
+    from twostroke.server.models.registry import ModelRegistry
 
 INFO_PATH: Final = "/tokenizer_info"
 # The ways to give a text, and the fields that suit only one of them.
@@ -164,7 +164,7 @@ class TemplateBody(msgspec.Struct, frozen=True):
     prompt: str
 
 
-def tokenizer_routes(models: Catalogue) -> list[Route]:
+def tokenizer_routes(models: ModelRegistry) -> list[Route]:
     """Return the route of facts; `?model=NAME` asks for another model than the first."""
 
     async def tokenizer_info(request: Request) -> Response:

@@ -15,7 +15,7 @@ import msgspec
 
 from twostroke.core.errors import RequestError
 from twostroke.core.json_lines import encode_json
-from twostroke.server.generation.events import Failed
+from twostroke.server.generation.events import StreamFailed
 from twostroke.server.generation.stream import EventStream, read_events
 from twostroke.server.http.errors import report, to_message
 from twostroke.server.http.json_responses import named_sse, to_json
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from twostroke.server.generation.job import Job
-    from twostroke.server.generation.response_store import Kept
+    from twostroke.server.generation.response_store import StoredResponse
     from twostroke.server.generation.running import Answers
     from twostroke.server.generation.stream import Started
     from twostroke.server.http.request_context import ServedRequest
@@ -79,7 +79,7 @@ class BackgroundRun:
             if self._is_cancelled:
                 runs.log(self, encoder.cancel())
             else:
-                failed = Failed(report(error, scope), served_of(scope).request_id)
+                failed = StreamFailed(report(error, scope), served_of(scope).request_id)
                 runs.log(self, encoder.write_each(failed))
         finally:
             answers.cancel()
@@ -239,7 +239,7 @@ class FollowingStream(EventStream):
             yield named_sse(event)
 
 
-def replayed(response: Kept, after: int | None) -> bytes:
+def replayed(response: StoredResponse, after: int | None) -> bytes:
     """Return the events of a stored response whose own events are not there any more.
 
     Its last event has the whole answer. `after` is the number of the last event that the client

@@ -17,7 +17,7 @@ from twostroke.server.protocols.responses.tools import FunctionTool
 
 if TYPE_CHECKING:
     from twostroke.engine.output import Usage
-    from twostroke.server.generation.encoder import Reply
+    from twostroke.server.generation.encoder import ResponseInfo
     from twostroke.server.protocols.responses.tools import ResponsesTool
 
 # The fields of a request that its response repeats.
@@ -170,7 +170,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     schema_miss: SchemaMiss = UNSET
 
 
-def begun(reply: Reply) -> ResponseBody:
+def begun(reply: ResponseInfo) -> ResponseBody:
     """Return the response before its first token."""
     exchange, params = exchange_of(reply), reply.job.params
     asked = exchange.asked
@@ -204,7 +204,7 @@ def _shown(tool: ResponsesTool) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None or name in own}
 
 
-def exchange_of(reply: Reply) -> Exchange:
+def exchange_of(reply: ResponseInfo) -> Exchange:
     """Return the conversation that a reply answers."""
     (exchange,) = reply.job.prompts
     assert isinstance(exchange, Exchange)

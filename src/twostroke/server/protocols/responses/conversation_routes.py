@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from twostroke.server.generation.response_store import Kept, Tenant
+    from twostroke.server.generation.response_store import StoredResponse, Tenant
     from twostroke.server.http.fair_queue import Readers
     from twostroke.server.http.ignored import Ignored
-    from twostroke.server.http.limits import Limits
+    from twostroke.server.http.limits import RequestLimits
     from twostroke.server.http.request_context import ServedRequest
     from twostroke.server.protocols.responses.recall import RawItem
 
@@ -105,7 +105,7 @@ class Conversations:
     def __init__(
         self,
         tenant_of: Callable[[Request], Tenant],
-        limits: Limits,
+        limits: RequestLimits,
         note: Callable[[Iterable[Ignored], ServedRequest], None],
         readers: Readers,
         with_files: Callable[[bytes, Request], bytes],
@@ -214,7 +214,7 @@ class Conversations:
 
         return to_json(await self._readers.run_for(request, work))
 
-    def _find(self, request: Request) -> tuple[Tenant, Kept]:
+    def _find(self, request: Request) -> tuple[Tenant, StoredResponse]:
         tenant = self._tenant_of(request)
         return tenant, find_conversation(tenant, request.path_params["conversation_id"])
 

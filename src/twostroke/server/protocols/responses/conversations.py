@@ -19,7 +19,7 @@ from twostroke.server.generation.response_store import (
     CONVERSATION,
     MAX_CONVERSATION_BYTES,
     MAX_CONVERSATION_ITEMS,
-    Kept,
+    StoredResponse,
 )
 from twostroke.server.protocols.responses.recall import items_of
 
@@ -71,7 +71,7 @@ def store_conversation(
         raise _no_room(tenant)
 
 
-def find_conversation(tenant: Tenant, id_: str) -> Kept:
+def find_conversation(tenant: Tenant, id_: str) -> StoredResponse:
     """Return the record of a conversation; raises ConversationNotFoundError."""
     record = tenant.find(id_, CONVERSATION)
     if record is None:
@@ -81,32 +81,34 @@ def find_conversation(tenant: Tenant, id_: str) -> Kept:
     return record
 
 
-def body_of(record: Kept) -> ConversationBody:
+def body_of(record: StoredResponse) -> ConversationBody:
     """Return a conversation as clients see it."""
     return _decoder.decode(record.answer)
 
 
-def items_in(record: Kept) -> list[RawItem]:
+def items_in(record: StoredResponse) -> list[RawItem]:
     """Return the items of a conversation, the oldest first."""
     if record.previous is None:
         return []
     return [item for turn in record.previous.conversation() for item in items_of(turn)]
 
 
-def add_items(tenant: Tenant, record: Kept, items: Sequence[RawItem]) -> None:
+def add_items(tenant: Tenant, record: StoredResponse, items: Sequence[RawItem]) -> None:
     """Add items at the end of a conversation; raises RequestError if it becomes too large."""
     if not append_turn(tenant, record.id, _turn_of(items, record.previous)):
         raise _no_room(tenant)
 
 
-def append_turn(tenant: Tenant, id_: str, turn: Kept) -> bool:
+def append_turn(tenant: Tenant, id_: str, turn: StoredResponse) -> bool:
     """Add a turn at the end of a conversation; return whether there is room for it.
 
     If other turns came meanwhile, it follows them. A deleted conversation stays deleted.
     """
     while (record := tenant.find(id_, CONVERSATION)) is not None:
         if turn.previous is not record.previous:
-            turn = Kept(_new_turn_id(), turn.asked, turn.answer, turn.item_ids, record.previous)
+            turn = StoredResponse(
+                _new_turn_id(), turn.asked, turn.answer, turn.item_ids, record.previous
+            )
         new_record = _record(id_, record.answer, turn)
         if not tenant.fits(new_record):
             return False
@@ -115,7 +117,7 @@ def append_turn(tenant: Tenant, id_: str, turn: Kept) -> bool:
     return True
 
 
-def replace_items(tenant: Tenant, record: Kept, items: Sequence[RawItem]) -> bool:
+def replace_items(tenant: Tenant, record: StoredResponse, items: Sequence[RawItem]) -> bool:
     """Give a conversation other items; return whether it is the same as it was when it was read."""
     last_turn = _turn_of(items, None) if items else None
     return tenant.supersede(record, _record(record.id, record.answer, last_turn))
@@ -134,19 +136,19 @@ def relabel(tenant: Tenant, id_: str, metadata: dict[str, str]) -> ConversationB
             return body
 
 
-def check_room(tenant: Tenant, turn: Kept) -> None:
+def check_room(tenant: Tenant, turn: StoredResponse) -> None:
     """Raise a RequestError if a conversation has no room for a turn."""
     if not tenant.fits(_record("", b"", turn)):
         raise _no_room(tenant)
 
 
-def _record(id_: str, answer: bytes, last_turn: Kept | None) -> Kept:
-    return Kept(id_, _NO_ITEMS, answer, (), last_turn, kind=CONVERSATION)
+def _record(id_: str, answer: bytes, last_turn: StoredResponse | None) -> StoredResponse:
+    return StoredResponse(id_, _NO_ITEMS, answer, (), last_turn, kind=CONVERSATION)
 
 
-def _turn_of(items: Sequence[RawItem], previous: Kept | None) -> Kept:
+def _turn_of(items: Sequence[RawItem], previous: StoredResponse | None) -> StoredResponse:
     ids = tuple(item["id"] for item in items)
-    return Kept(_new_turn_id(), encode_json(items), _NO_OUTPUT, ids, previous)
+    return StoredResponse(_new_turn_id(), encode_json(items), _NO_OUTPUT, ids, previous)
 
 
 def _new_turn_id() -> str:

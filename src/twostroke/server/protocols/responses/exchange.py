@@ -13,7 +13,7 @@ from twostroke.core.json_lines import encode_json
 from twostroke.engine.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.generation.job import Conversation, Job, check_messages
-from twostroke.server.generation.response_store import Kept
+from twostroke.server.generation.response_store import StoredResponse
 from twostroke.server.http.answer_limits import RESPONSES
 from twostroke.server.http.errors import MissingFieldError
 from twostroke.server.http.ignored import Ignored
@@ -78,21 +78,21 @@ class Exchange(Conversation, kw_only=True):
 
     asked: ResponsesRequest
     tenant: Tenant
-    draft: Kept
+    draft: StoredResponse
     is_stored: bool
 
-    def response(self, id_: str, answer: bytes, item_ids: Sequence[str]) -> Kept:
+    def response(self, id_: str, answer: bytes, item_ids: Sequence[str]) -> StoredResponse:
         """Return the answer as it is stored; its output consists of items with `item_ids`."""
         ids = (*self.draft.item_ids, *item_ids)
-        return Kept(id_, self.draft.asked, answer, ids, self.draft.previous)
+        return StoredResponse(id_, self.draft.asked, answer, ids, self.draft.previous)
 
-    def hold(self, id_: str, answer: bytes) -> Kept | None:
+    def hold(self, id_: str, answer: bytes) -> StoredResponse | None:
         """Store an answer that has not ended, which no request can continue."""
         response = self.response(id_, answer, ())
         response.is_open = True
         return response if self.is_stored and self.tenant.put(response) else None
 
-    def keep(self, response: Kept, queued: Kept | None) -> bool:
+    def keep(self, response: StoredResponse, queued: StoredResponse | None) -> bool:
         """Store the answer for later requests, if possible; return whether it is stored.
 
         It replaces what `hold` has stored, unless that was deleted.
@@ -103,17 +103,17 @@ class Exchange(Conversation, kw_only=True):
             return self.tenant.supersede(queued, response)
         return self.tenant.put(response)
 
-    def keep_alone(self, queued: Kept, answer: bytes, item_ids: Sequence[str]) -> None:
+    def keep_alone(self, queued: StoredResponse, answer: bytes, item_ids: Sequence[str]) -> None:
         """Store an answer in the background that is too large with its conversation, without it.
 
         Clients can read it, and no request can continue it.
         """
         ids = (*self.draft.item_ids, *item_ids)
-        alone = Kept(queued.id, self.draft.asked, answer, ids)
+        alone = StoredResponse(queued.id, self.draft.asked, answer, ids)
         if not self.tenant.supersede(queued, alone):
             self.tenant.remove(queued.id)
 
-    def join_conversation(self, response: Kept) -> None:
+    def join_conversation(self, response: StoredResponse) -> None:
         """Add the answer to the stored conversation that it continues, if there is one."""
         conversation = conversation_id(self.asked)
         if conversation is not None:
@@ -197,7 +197,9 @@ def _exchange(
     messages = to_messages([*earlier, *own_items], len(earlier))
     if not messages:
         raise RequestError("must have at least one message.", field="input")
-    draft = Kept("", encode_json(own_items), b"", tuple(item["id"] for item in own_items), previous)
+    draft = StoredResponse(
+        "", encode_json(own_items), b"", tuple(item["id"] for item in own_items), previous
+    )
     if request.conversation is not None:
         check_room(tenant, draft)
     exchange = Exchange(
@@ -235,7 +237,7 @@ def _thinking(asked: ResponsesRequest) -> Thinking:
     return Thinking(effort=effort, param="reasoning.effort", variables=variables)
 
 
-def _previous(request: ResponsesRequest, tenant: Tenant) -> Kept | None:
+def _previous(request: ResponsesRequest, tenant: Tenant) -> StoredResponse | None:
     """Return the response that a request continues, or the newest turn of its conversation."""
     if (conversation := conversation_id(request)) is not None:
         return find_conversation(tenant, conversation).previous

@@ -14,14 +14,14 @@ from twostroke.server.generation.response_store import MAX_CONVERSATION_BYTES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from twostroke.server.generation.response_store import Kept, Tenant
+    from twostroke.server.generation.response_store import StoredResponse, Tenant
 
 RawItem = dict[str, Any]  # from JSON
 
 MAX_REFERENCES: Final = 1024
 
 
-def items_of(kept: Kept) -> list[RawItem]:
+def items_of(kept: StoredResponse) -> list[RawItem]:
     """Return the items of one response and of its request."""
     asked: list[RawItem] = msgspec.json.decode(kept.asked)
     answer: dict[str, Any] = msgspec.json.decode(kept.answer)
@@ -39,7 +39,7 @@ def recall(ids: Mapping[int, str], tenant: Tenant) -> dict[int, RawItem]:
     if len(ids) > MAX_REFERENCES:
         reason = f"takes at most {MAX_REFERENCES} items of type item_reference."
         raise RequestError(reason, field="input")
-    wanted: dict[Kept, set[str]] = {}
+    wanted: dict[StoredResponse, set[str]] = {}
     for id_ in ids.values():
         response = tenant.find_item(id_)
         if response is not None:

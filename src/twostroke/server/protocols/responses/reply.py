@@ -35,8 +35,8 @@ from twostroke.server.protocols.responses.tools import split_name
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from twostroke.server.generation.encoder import Reply
-    from twostroke.server.generation.response_store import Kept
+    from twostroke.server.generation.encoder import ResponseInfo
+    from twostroke.server.generation.response_store import StoredResponse
     from twostroke.server.protocols.common.logprobs import TokenLogprob
     from twostroke.server.protocols.responses.body import OutputItem, OutputPart
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 class ResponsesEncoder:
     """Fills the response item by item, one for each block, and reports it by numbered events."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: ResponseInfo) -> None:
         """Write `reply`."""
         self._reply = reply
         self._body = begun(reply)
@@ -52,7 +52,7 @@ class ResponsesEncoder:
         self._block: events.ContentBlock | None = None  # the open one
         self._logprobs: list[TokenLogprob] = []  # of the open block
         self._num_events = 0
-        self._queued: Kept | None = None  # as it is stored until it ends
+        self._queued: StoredResponse | None = None  # as it is stored until it ends
 
     @property
     def body(self) -> ResponseBody:
@@ -105,17 +105,17 @@ class ResponsesEncoder:
         match event:
             case events.Added():
                 yield self._add(event)
-            case events.Began():
+            case events.ChoiceStarted():
                 yield from self._begin()
-            case events.Opened():
+            case events.BlockOpened():
                 yield from self._open(event.block)
             case events.Closed():
                 yield from self._close(event.block)
             case events.Ended():
                 self._end(event)
-            case events.Finished():
+            case events.AnswerFinished():
                 yield self._finish(event)
-            case events.Failed():
+            case events.StreamFailed():
                 if not self._num_events:
                     yield from self._begin()
                 yield self._fail(event)
@@ -204,7 +204,7 @@ class ResponsesEncoder:
         if self._reply.job.timings:
             self._body.timings = timings_body(event.usage, event.timings)
 
-    def _finish(self, event: events.Finished) -> sent.StreamEvent:
+    def _finish(self, event: events.AnswerFinished) -> sent.StreamEvent:
         """Complete the response, and store it for later requests."""
         body = self._body
         body.usage = usage_body(event.usage, event.num_reasoning)
@@ -217,7 +217,7 @@ class ResponsesEncoder:
             return sent.ResponseCompleted(body)
         return sent.ResponseIncomplete(body)
 
-    def _fail(self, event: events.Failed) -> sent.StreamEvent:
+    def _fail(self, event: events.StreamFailed) -> sent.StreamEvent:
         """End the response with an error; it is stored, so that it can be looked at."""
         if self._block is not None:
             self._complete(self._block, is_cut=True)

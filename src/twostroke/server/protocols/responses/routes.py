@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from twostroke.server.generation.response_store import Kept, Tenant
+    from twostroke.server.generation.response_store import StoredResponse, Tenant
     from twostroke.server.options import ServeOptions
     from twostroke.server.protocols.responses.background import BackgroundRuns
 
@@ -109,7 +109,7 @@ class StoredResponses:
             raise RequestError(reason, field="response_id")
         return Response(stored.answer, media_type="application/json")
 
-    def _find(self, request: Request) -> Kept:
+    def _find(self, request: Request) -> StoredResponse:
         id_ = request.path_params["response_id"]
         response = self._tenant_of(request).find(id_)
         if response is None:
@@ -127,7 +127,7 @@ def _starting_after(query: dict[str, str]) -> int | None:
     return int(text)
 
 
-def _page(kept: Kept, asked: dict[str, str]) -> ItemList:
+def _page(kept: StoredResponse, asked: dict[str, str]) -> ItemList:
     """Return a page of the items that a response answered: earlier ones, and its request's."""
     *earlier, last = kept.conversation()
     items = [item for step in earlier for item in items_of(step)]
