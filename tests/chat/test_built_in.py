@@ -7,7 +7,7 @@ import pytest
 from support.byte_tokenizer import byte_tokenizer
 from twostroke.core.errors import UsageError
 from twostroke.engine.chat.template import ChatTemplate
-from twostroke.model.tokenizer.built_in_templates import BUILT_IN, check_template, template_source
+from twostroke.model.built_in_templates import BUILT_IN, check_template, template_source
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

@@ -14,9 +14,7 @@ from twostroke.lab.planner import (
     find_device,
     make_plan,
     planned_model,
-)
-from twostroke.lab.planner import (
-    reference_calibration as usual,
+    usual,
 )
 from twostroke.lab.planner.roofline import Roofline
 from twostroke.lab.planner.words import facts

@@ -12,12 +12,12 @@ import pytest
 
 from support.byte_tokenizer import byte_tokenizer
 from support.servers import chat_body, live_server, post_bytes, wait_for
-from twostroke import server as serve
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import OverloadedError, RequestError
 from twostroke.engine.structured_output import grammar
 from twostroke.engine.structured_output.grammar import Grammars
 from twostroke.server.http.limits import RequestLimits
+from twostroke.server.models import grammar_compiler
 from twostroke.server.models.grammar_compiler import MAX_WAITING, Compiler
 from twostroke.server.options import ServeOptions
 
@@ -101,7 +101,7 @@ def test_an_engine_that_started_again_is_asked_again_in_turn() -> None:
 
 def test_engines_keep_more_than_the_server_knows() -> None:
     """What an engine has forgotten it compiles out of turn, while others wait."""
-    assert serve.compiler._MAX_KNOWN < grammar._MAX_KNOWN
+    assert grammar_compiler._MAX_KNOWN < grammar._MAX_KNOWN
 
 
 def test_waiting_for_others_does_not_count(grammars: SlowGrammars) -> None:

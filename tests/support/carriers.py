@@ -87,7 +87,7 @@ def use(patch: pytest.MonkeyPatch, choose: Callable[[], str] = lambda: "") -> No
     """Let engines use such carriers, as if NIXL was installed."""
     patch.setattr(Carrier, "choose", staticmethod(choose))
     for module in (lending, ways):
-        patch.setattr(module, "Carrier", Carrier)
+        patch.setattr(module, "NixlProcess", Carrier)
     for module in (lending, ways):
         patch.setattr(module, "MOVE_S", _MOVE_S)
     for module in (nixl, ways):

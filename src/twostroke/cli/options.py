@@ -48,7 +48,7 @@ from twostroke.core.options import (
 )
 from twostroke.core.sampling import BOUNDS, DEFAULTED, LOCAL_DEFAULTS, SamplingParams
 from twostroke.core.tier_options import OffloadOptions
-from twostroke.model.tokenizer.built_in_templates import BUILT_IN, check_template
+from twostroke.model.built_in_templates import BUILT_IN, check_template
 
 T = TypeVar("T", bound=Frozen)
 _NO_DRAFT: Final = "none"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ModelFormatError
 from twostroke.model import hub as fetch
+from twostroke.model.built_in_templates import template_source
 from twostroke.model.tokenizer import from_gguf, from_tokenizer_json
-from twostroke.model.tokenizer.built_in_templates import template_source
 from twostroke.model.weights import GgufTokenizer, load_path, peek_family
 
 if TYPE_CHECKING:

@@ -200,7 +200,7 @@ from support.cpu import cpu_backend, greedy_request, run
 from support.programs import PROGRAMS, random_tensors
 from twostroke.core.errors import MemoryLimitError
 from twostroke.core.step import Slice
-from twostroke.core.draft_tree import ROOT, Branch
+from twostroke.core.draft_tree import ROOT, DraftBranch
 program = replace(PROGRAMS["many experts"], context_length=8192)
 with cpu_backend((program, random_tensors(program)), "portable", 400) as backend:
     request = greedy_request([i % 250 for i in range(6000)])
