@@ -70,6 +70,7 @@ def _flood_server(server: LiveServer, most: int, num_bytes: int, seed: int) -> l
             for method in sorted(set(route.methods or ()) - {"HEAD"}):
                 flood.ask(method, route.path)
         _show("server", flood)
+        print(f"  tenants competed for turns on {flood.num_competed} paths")
         return flood.wrong
 
 

@@ -83,6 +83,7 @@ def test_work_ends_with_its_client_and_other_tenants_take_turns(
     flood.abandon(server, path, body)
     flood.take_turns(server, path, body)
     assert not flood.wrong, flood.wrong
+    assert flood.num_competed == 1
 
 
 def test_no_body_keeps_the_router_from_others(server: LiveServer) -> None:
