@@ -157,10 +157,8 @@ def build(
         size = ranks.size() if ranks else _size(loaded, program, mesh, options)
         card = _card(loaded, program, size, options)
         (accept or (lambda _: None))(card)
-        draft, heads = (
-            Draft.wanted(speculation, model, card),
-            DraftHeads.wanted(speculation, loaded),
-        )
+        draft = Draft.wanted(speculation, model, card)
+        heads = DraftHeads.wanted(speculation, loaded)
         first_load = FirstLoad.of(loaded, card.tokenizer, program, options)
         digest = weights_digest(loaded) if options.tiers.is_used else ""
         tensors, release = loaded.tensors, partial(release_tensors, loaded.mappings)
@@ -180,12 +178,10 @@ def build(
         guessing = replace(speculation, method="off") if ahead else speculation
         scheduler = build_scheduler(options.cache, options.batch, size, facts, draws_ahead=ahead)
         trained = heads.build(options, running, backend, limits.hardware()) if heads else None
-        if trained is not None:
-            if_it_fails.callback(trained.close)
         drafter = draft.build(options, card, backend, limits.hardware()) if draft else None
-        if drafter is not None:
-            if_it_fails.callback(drafter.close)
-        helpers = [one for one in (trained, drafter) if one is not None]
+        helpers = [proposer for proposer in (trained, drafter) if proposer is not None]
+        for proposer in helpers:
+            if_it_fails.callback(proposer.close)
         watchers = [one for one in (watcher, trained) if one is not None]
         card = replace(card, cost=replace(card.cost, stops_rows=facts.stops_rows))
         cost, together = card.cost.per_step(), facts.rows_together

@@ -306,9 +306,7 @@ class Api:
             if (empty := dialect.empty(asked, name)) is not None:
                 return to_json(empty)
             try:
-                is_llama_path = not served.path.startswith("/v1/")
-                reader = dialect.read_as_llama_server if is_llama_path else None
-                job = (reader or dialect.read)(asked, self._tenant(request))
+                job = dialect.reader_of(served.path)(asked, self._tenant(request))
             except errors.MissingFieldError as error:
                 raise meant(error, ignored) from None
             self._ignored.note(job.ignored, served)
@@ -318,8 +316,7 @@ class Api:
             job = replace(job, caller=replace(job.caller, cuts_limit=cuts_limit))
             job = sent_by(served, job, self.metrics.goodput)
             job = replace(job, params=model.card.sampling.fill(job.params, job.usual))
-            split = self.options.splits_reasoning
-            encoded = job.encode(model.card, splits_reasoning=split)
+            encoded = job.encode(model.card, splits_reasoning=self.options.splits_reasoning)
             self._ignored.note(encoded.ignored, served)
             return job, encoded, name, model
 

@@ -49,6 +49,11 @@ class ApiProtocol(Frozen, Generic[T]):
     keep_s: Callable[[T], float | None] = lambda _asked: None
     read_as_llama_server: Callable[[T, Tenant], Job] | None = None
 
+    def reader_of(self, path: str) -> Callable[[T, Tenant], Job]:
+        """Return the function that translates requests of a path."""
+        is_llama_path = not path.startswith("/v1/")
+        return (self.read_as_llama_server if is_llama_path else None) or self.read
+
 
 class EmbeddingProtocol(Frozen, Generic[T]):
     """A protocol for embeddings; `request`, `read`, `empty` and `keep_s` as in `ApiProtocol`.
