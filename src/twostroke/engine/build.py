@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     )
     from twostroke.core.sampling import SamplingDefaults
     from twostroke.engine.speculation import Proposer, Watcher
+    from twostroke.engine.speculation.draft_model import DraftModel
+    from twostroke.engine.speculation.heads import EagleHeads, MedusaHeads
     from twostroke.model.program import Program
     from twostroke.model.program.cost import CostModel, StepCost
     from twostroke.model.tokenizer import Tokenizer
@@ -93,9 +95,8 @@ class Engine(Frozen):
 
     def describe_gain(self) -> str:
         """Return in a sentence what this engine's ranks should gain over one process."""
-        from twostroke.backends.parallel.predicted_gain import (
-            describe_gain,  # one process needs nothing of it
-        )
+        # One process needs nothing of it.
+        from twostroke.backends.parallel.predicted_gain import describe_gain
 
         return describe_gain(
             facts=self.facts,
@@ -178,10 +179,10 @@ def build(
         guessing = replace(speculation, method="off") if ahead else speculation
         scheduler = build_scheduler(options.cache, options.batch, size, facts, draws_ahead=ahead)
         trained = heads.build(options, running, backend, limits.hardware()) if heads else None
+        _close_later(trained, if_it_fails)
         drafter = draft.build(options, card, backend, limits.hardware()) if draft else None
+        _close_later(drafter, if_it_fails)
         helpers = [proposer for proposer in (trained, drafter) if proposer is not None]
-        for proposer in helpers:
-            if_it_fails.callback(proposer.close)
         watchers = [one for one in (watcher, trained) if one is not None]
         card = replace(card, cost=replace(card.cost, stops_rows=facts.stops_rows))
         cost, together = card.cost.per_step(), facts.rows_together
@@ -192,6 +193,11 @@ def build(
         if_it_fails.pop_all()
     name = draft.loaded.name if draft and drafter else None
     return Engine(client, facts, size.context_length, limits, name, mesh)
+
+
+def _close_later(proposer: DraftModel | EagleHeads | MedusaHeads | None, stack: ExitStack) -> None:
+    if proposer is not None:
+        stack.callback(proposer.close)
 
 
 def _with_known_bits(
