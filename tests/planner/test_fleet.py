@@ -11,7 +11,7 @@ from support.configs import write_config
 from twostroke.core.errors import ModelNotFoundError, UsageError
 from twostroke.lab.planner import find_device, planned_model
 from twostroke.lab.planner.fleet import make_fleet
-from twostroke.lab.planner.fleet_file import at_line, read_fleet
+from twostroke.lab.planner.fleet_file import at_line, read_fleet, read_fleet_with_lines
 from twostroke.lab.planner.planner import Planner
 from twostroke.lab.planner.replicas import DeviceGroup, Replicas
 
@@ -187,8 +187,9 @@ def test_a_model_is_called_by_the_last_part_of_its_path(tmp_path):
 def test_a_model_that_is_not_there_is_named_with_its_line(tmp_path):
     path = tmp_path / "fleet.yaml"
     path.write_text("mfu: 0.5\nmodels:\n- requests_per_s: 1\n  model: ./nothing.gguf\n")
+    question, lines = read_fleet_with_lines(path)
     with pytest.raises(ModelNotFoundError) as caught:
-        make_fleet(read_fleet(path))
-    found = at_line(path, caught.value)
+        make_fleet(question)
+    found = at_line(lines, caught.value)
     assert isinstance(found, ModelNotFoundError)
     assert str(found).startswith("fleet.yaml, line 4: ")

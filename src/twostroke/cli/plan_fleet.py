@@ -33,14 +33,14 @@ def command(file: Path, as_json: bool) -> None:
     """
     from twostroke.core.errors import TwostrokeError, UnreachableError
     from twostroke.lab.planner.fleet import make_fleet
-    from twostroke.lab.planner.fleet_file import at_line, read_fleet
+    from twostroke.lab.planner.fleet_file import at_line, read_fleet_with_lines
     from twostroke.lab.planner.words import left_out
 
-    question = read_fleet(file)
+    question, source = read_fleet_with_lines(file)
     try:
         fleet = make_fleet(question)
     except TwostrokeError as error:
-        raise at_line(file, error) from None
+        raise at_line(source, error) from None
     if as_json:
         click.echo(encode_json(fleet).decode())
     if fleet.verdict:

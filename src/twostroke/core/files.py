@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_JSON_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 20
 _CHECKSUM, _CHECKSUM_BYTES = "checksum", 16
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8, which editors on Windows write
 
@@ -88,12 +89,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_at_most(file: BinaryIO, max_bytes: int) -> bytes:
+    """Return the rest of an open file, but no more than the first `max_bytes`.
+
+    A read reserves memory for its limit, and a pipe has no size that could be its limit: chunks
+    keep the memory small.
+    """
+    chunks: list[bytes] = []
+    while max_bytes > 0 and (chunk := file.read(min(max_bytes, _CHUNK_BYTES))):
+        chunks.append(chunk)
+        max_bytes -= len(chunk)
+    return b"".join(chunks)
+
+
 def read_small_file(path: Path) -> bytes:
     """Return a file's bytes; ModelFormatError if it cannot be read, or is too large."""
     try:
         with open_regular_file(path) as file:
-            # A read reserves memory for its limit: the file's size keeps that small.
-            raw = file.read(min(path.stat().st_size, MAX_JSON_BYTES) + 1)
+            raw = read_at_most(file, MAX_JSON_BYTES + 1)
     except OSError as error:
         name = path.name or str(path)  # of "." there is none
         raise ModelFormatError(f"{name!r} cannot be read: {error.strerror}.") from None

@@ -132,7 +132,12 @@ class FleetQuestion(Frozen, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_fleet(path: Path) -> FleetQuestion:
-    """Return what a file asks.
+    """Return what a file asks; raises as `read_fleet_with_lines`."""
+    return read_fleet_with_lines(path)[0]
+
+
+def read_fleet_with_lines(path: Path) -> tuple[FleetQuestion, YamlFile]:
+    """Return what a file asks, and the file's lines for later errors: a pipe is read only once.
 
     Raises:
         UsageError: it is not YAML, or a value is wrong; with the file's name and line.
@@ -153,11 +158,11 @@ def read_fleet(path: Path) -> FleetQuestion:
             except TwostrokeError as error:
                 step = index if field == "devices" else device
                 raise file.at([field, step], str(error)) from None
-    return question
+    return question, file
 
 
-def at_line(path: Path, error: TwostrokeError) -> TwostrokeError:
+def at_line(file: YamlFile, error: TwostrokeError) -> TwostrokeError:
     """Return an error about a field of the file with the field's line; others as they are."""
     if error.field is None:
         return error
-    return type(error)(str(YamlFile(path, _needs()).at(steps(error.field), str(error))))
+    return type(error)(str(file.at(steps(error.field), str(error))))

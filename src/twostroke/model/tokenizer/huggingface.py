@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.core.files import BYTE_ORDER_MARK, is_there, open_regular_file
+from twostroke.core.files import BYTE_ORDER_MARK, is_there, open_regular_file, read_at_most
 from twostroke.core.notices import first_names, notice
 from twostroke.model.tokenizer.added_tokens import read_added_tokens
 from twostroke.model.tokenizer.alphabets import (
@@ -266,8 +266,7 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     try:
         with open_regular_file(file) as opened:
-            # A read reserves memory for its limit: the file's size keeps that small.
-            data = opened.read(min(file.stat().st_size, _MAX_FILE_BYTES) + 1)
+            data = read_at_most(opened, _MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ModelFormatError(f"{file.name} cannot be read: {error.strerror}.") from None
     if len(data) > _MAX_FILE_BYTES:

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.errors import ModelFormatError
-from twostroke.core.files import is_there, open_regular_file
+from twostroke.core.files import is_there, open_regular_file, read_at_most
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,6 +70,6 @@ def _text(file: Path) -> str:
     """
     try:
         with open_regular_file(file) as opened:
-            return opened.read(min(file.stat().st_size, _MAX_BYTES)).decode("utf-8", "replace")
+            return read_at_most(opened, _MAX_BYTES).decode("utf-8", "replace")
     except OSError as error:
         raise ModelFormatError(f"{file.name} cannot be read: {error.strerror}.") from None

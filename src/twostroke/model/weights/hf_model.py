@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from twostroke.core.files import MAX_JSON_BYTES
+from twostroke.core.files import MAX_JSON_BYTES, read_at_most
 from twostroke.model.families import ARCHITECTURES, MODEL_TYPES, ModelSpec
 from twostroke.model.families.common_fields import read_sizes
 from twostroke.model.families.fields import MAX_VOCAB, Fields
@@ -109,8 +109,7 @@ def hf_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         with path.open("rb") as file:
-            size = min(path.stat().st_size, MAX_JSON_BYTES)
-            return file.read(size).decode("utf-8", "replace")
+            return read_at_most(file, MAX_JSON_BYTES).decode("utf-8", "replace")
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
