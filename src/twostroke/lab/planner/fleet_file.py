@@ -132,12 +132,12 @@ class FleetQuestion(Frozen, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_fleet(path: Path) -> FleetQuestion:
-    """Return what a file asks; raises as `read_fleet_with_lines`."""
+    """Read the question in a file; raises as `read_fleet_with_lines`."""
     return read_fleet_with_lines(path)[0]
 
 
 def read_fleet_with_lines(path: Path) -> tuple[FleetQuestion, YamlFile]:
-    """Return what a file asks, and the file's lines for later errors: a pipe is read only once.
+    """Read the question in a file, with lines for later errors: a pipe can be read only once.
 
     Raises:
         UsageError: it is not YAML, or a value is wrong; with the file's name and line.
