@@ -6,7 +6,10 @@ import ssl
 from functools import cache, wraps
 from typing import Any
 
-import certifi
+try:
+    import certifi
+except ImportError:  # an environment of its own, without HTTP clients
+    certifi = None  # type: ignore[assignment]
 
 _create = ssl.create_default_context
 
@@ -25,4 +28,5 @@ def _create_or_share(*args: Any, **options: Any) -> ssl.SSLContext:
 
 def share() -> None:
     """Let clients of httpx share a context: to read all authorities takes each some 20 ms."""
-    ssl.create_default_context = _create_or_share
+    if certifi is not None:
+        ssl.create_default_context = _create_or_share
