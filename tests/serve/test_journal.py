@@ -49,6 +49,43 @@ def answer(server: LiveServer, **fields: Any) -> Any:
     return found.json()
 
 
+def assert_not_continued(server: LiveServer, id_: str, log: str) -> None:
+    """Check that a response with a gap before it is refused in words that a client can act on."""
+    fields = {"input": "and?", "previous_response_id": id_}
+    refused = server.http.post(PATH, json=fields)
+    assert refused.status_code == 500
+    assert refused.headers["x-should-retry"] == "false"
+    assert "retry-after" not in refused.headers
+    assert refused.json()["error"]["code"] == "record_damaged"
+    assert "is damaged or missing: restore a backup" in refused.json()["error"]["message"]
+    [line] = [line for line in log.splitlines() if "can be read but not continued" in line]
+    assert id_ in line
+
+
+@pytest.mark.parametrize("column", ["id", "answer", "row"])
+def test_answers_stay_when_an_earlier_one_is_damaged(
+    tmp_path: Path, records: Records, caplog: pytest.LogCaptureFixture, column: str
+) -> None:
+    with serve(tmp_path, records) as server:
+        first = answer(server)["id"]
+        second = answer(server, previous_response_id=first)["id"]
+        third = answer(server, previous_response_id=second)["id"]
+    change = "DELETE FROM answers WHERE id = ?"
+    if column != "row":
+        change = f"UPDATE answers SET {column} = '7' || {column} WHERE id = ?"
+    asyncio.run(records.write(lambda db: db.execute(change, (first,)).rowcount))
+    for _ in range(2):
+        caplog.clear()
+        with serve(tmp_path, records) as server:
+            assert server.http.get(f"{PATH}/{first}").status_code == 404
+            for id_ in (second, third):
+                assert server.http.get(f"{PATH}/{id_}").status_code == 200
+                assert_not_continued(server, id_, caplog.text)
+    query = "SELECT count(*) FROM answers"
+    [count] = asyncio.run(records.read(lambda db: db.execute(query).fetchone()))
+    assert count == (2 if column == "row" else 3)
+
+
 def test_conversation_goes_on_after_a_restart(tmp_path: Path, records: Records) -> None:
     with serve(tmp_path, records) as server:
         first = answer(server)
@@ -120,8 +157,9 @@ def test_full_disk_costs_no_answer_and_delays_a_deletion(
         continued = answer(server, previous_response_id=lost[0])["id"]
     with serve(tmp_path, records) as server:
         assert server.http.get(f"{PATH}/{kept}").status_code == 200
-        for id_ in (*lost, continued):
-            assert server.http.get(f"{PATH}/{id_}").status_code == 404
+        assert {server.http.get(f"{PATH}/{id_}").status_code for id_ in lost} == {404}
+        assert server.http.get(f"{PATH}/{continued}").status_code == 200
+        assert_not_continued(server, continued, caplog.text)
 
 
 def test_what_is_read_is_what_was_stored_after_any_operations(records: Records) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from support.keys import add, keyed_server
 from support.servers import wait_for
 from twostroke.server.auth.usage import amounts
+from twostroke.server.batch import adaptive_limit
 from twostroke.server.http.api_key import KeyLimits
 from twostroke.server.storage import beside
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
     from support.servers import LiveServer
 
@@ -51,14 +55,18 @@ def test_limits_pause_lines_and_fail_none(tmp_path: Path) -> None:
     assert (amount.requests, amount.output) == (12, 36)
 
 
-def test_paused_batch_leaves_room_to_others(tmp_path: Path) -> None:
+def test_paused_batch_leaves_room_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    endless = SimpleNamespace(uniform=lambda _least, _most: 10_000.0)
+    monkeypatch.setattr(adaptive_limit, "random", endless)  # the pause outlasts the test
     folder = tmp_path / "records"
     _, slow = add(folder, "slow", "anna", limits=KeyLimits(requests_per_minute=1))
     _, fast = add(folder, "fast", "ben")
     with keyed_server(folder, tmp_path) as server:
         server.http.headers["x-api-key"] = slow
         first = begin(server, 600)
-        wait_for(lambda: counts(server, first)[1] == 1, 20)
+        wait_for(lambda: counts(server, first)[1] == 1 and "pauses for" in caplog.text, 20)
         server.http.headers["x-api-key"] = fast
         second = begin(server, 4)
         wait_for(lambda: counts(server, second) == ("completed", 4, 0), 20)

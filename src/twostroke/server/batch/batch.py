@@ -286,7 +286,7 @@ def drop_results(db: Connection) -> bool:
         if (found := db.execute(query, (id_,)).fetchone()) is None:
             return False
         [id_] = found
-        if db.execute("SELECT 1 FROM batches WHERE id = ? AND is_open", found).fetchone() is None:
+        if _has_ended(db, id_):
             break
     query = "SELECT line, length(body) FROM results WHERE batch = ? ORDER BY line LIMIT ?"
     num_bytes = 0
@@ -295,6 +295,19 @@ def drop_results(db: Connection) -> bool:
         if (num_bytes := num_bytes + size) >= _MOST_DROPPED_BYTES:
             break
     return True
+
+
+def _has_ended(db: Connection, id_: str) -> bool:
+    """Return whether a batch has certainly ended: its record says so, or was deleted."""
+    query = f"SELECT body, {_INTACT} FROM batches WHERE id = ? AND NOT is_open"  # noqa: S608 constants
+    row = db.execute(query, (id_,)).fetchone()
+    if row is None:
+        query = f"SELECT 1 FROM batches WHERE id = ? OR NOT {_INTACT} LIMIT 1"  # noqa: S608 constants
+        return db.execute(query, (id_,)).fetchone() is None
+    try:
+        return not _decode(*row).is_open
+    except _DAMAGE:
+        return False
 
 
 def _values(batch: Batch) -> tuple[str | bytes, ...]:

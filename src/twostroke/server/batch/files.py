@@ -408,12 +408,15 @@ def _num_bytes(db: Connection, tenant: str) -> int:
 
 
 def delete_expired(db: Connection, now_s: float) -> list[str]:
-    """Delete the records of expired files and return their ids; inputs of open batches are kept."""
-    condition = (
-        "expires_at <= ? AND NOT EXISTS "
-        "(SELECT 1 FROM batches WHERE is_open AND input_file = files.id)"
-    )
-    rows = db.execute(f"SELECT id FROM files WHERE {condition}", (int(now_s),)).fetchall()  # noqa: S608 constants
+    """Delete the records of expired files and return their ids; inputs of open batches are kept.
+
+    A damaged record stays, as its time may be another.
+    """
+    query = f"""
+        SELECT id FROM files WHERE expires_at <= ? AND {_INTACT}
+            AND NOT EXISTS (SELECT 1 FROM batches WHERE is_open AND input_file = files.id)
+    """  # noqa: S608 constants
+    rows = db.execute(query, (int(now_s),)).fetchall()
     db.executemany("DELETE FROM files WHERE id = ?", rows)
     return [id_ for (id_,) in rows]
 

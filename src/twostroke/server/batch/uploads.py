@@ -421,11 +421,13 @@ def update(db: Connection, stored: StoredUpload) -> None:
 def delete_expired(db: Connection, now_s: float) -> list[str]:
     """Delete the records of old uploads and of their parts; return the ids of the parts.
 
-    Parts can be sent until an upload expires. Its record stays for the same time once more.
+    Parts can be sent until an upload expires. Its record stays for the same time once more. A
+    damaged record stays with its parts, as its time may be another.
     """
-    query = "SELECT id, tenant FROM uploads WHERE expires_at <= ?"
+    query = f"SELECT id, tenant FROM uploads WHERE expires_at <= ? AND {_INTACT}"  # noqa: S608 constants
     part_ids: list[str] = []
     for id_, tenant in db.execute(query, (int(now_s),)).fetchall():
         part_ids += remove_parts(db, id_, tenant)
-    db.execute("DELETE FROM uploads WHERE expires_at <= ?", (int(now_s) - MAX_UPLOAD_S,))
+    query = f"DELETE FROM uploads WHERE expires_at <= ? AND {_INTACT}"  # noqa: S608 constants
+    db.execute(query, (int(now_s) - MAX_UPLOAD_S,))
     return part_ids

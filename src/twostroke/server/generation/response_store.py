@@ -49,6 +49,7 @@ _ALL: Final = f"""
         id, tenant, kind, previous, is_found, items, asked, answer FROM answers ORDER BY seq
 """  # noqa: S608 constants
 _DAMAGED: Final = [None, None, None]  # the content of a row
+_MAX_NAMED_ANSWERS: Final = 20  # in one line of the log
 _logger = logging.getLogger("twostroke.serve")
 
 
@@ -105,8 +106,9 @@ class StoredResponse:
         while step is not None:
             if step.is_damaged:
                 raise DamagedRowError(
-                    f"The record of '{step.id}', which '{self.id}' continues, is damaged: restore "
-                    "a backup of the server's records, or begin another conversation."
+                    f"The record of '{step.id}', which '{self.id}' continues, is damaged or "
+                    "missing: restore a backup of the server's records, or begin another "
+                    "conversation."
                 )
             found.append(step)
             step = step.previous
@@ -374,12 +376,12 @@ class Journal:
             _logger.error("Stored answers are not there: %s", error)  # noqa: TRY400 the sentence is enough
             return
         known: dict[str, StoredResponse] = {}
-        for id_, tenant, kind, previous, is_found, *content in rows:
+        for id_, tenant, kind, previous_id, is_found, *content in rows:
             if content == _DAMAGED:
-                known[id_] = StoredResponse(id_, b"", b"", (), kind=kind, is_damaged=True)
+                known[id_] = _stand_in(id_, kind)
                 continue
-            if previous is not None and previous not in known:
-                continue  # the disk failed when that was written
+            if previous_id is not None and previous_id not in known:
+                known[previous_id] = _stand_in(previous_id, kind)
             item_ids, request_items, answer = content
             ended_answer = end(answer)
             response = StoredResponse(
@@ -387,7 +389,7 @@ class Journal:
                 asked=request_items,
                 answer=answer if ended_answer is None else ended_answer,
                 item_ids=item_ids,
-                previous=known.get(previous),
+                previous=known.get(previous_id),
                 kind=kind,
             )
             known[id_] = response
@@ -395,9 +397,32 @@ class Journal:
                 self.change(tenant, response, ended_answer)
             if is_found and store.max_answers:
                 store.shelve(tenant, response)
+        is_damaged = any(response.is_damaged for response in known.values())
+        if is_damaged:
+            self._name_incomplete(known.values())
         with store.lock:
-            self.drop(id_ for id_, *_ in rows if id_ not in known or _is_unused(known[id_]))
+            if not is_damaged:  # else a damaged response may continue one that seems unused
+                self.drop(id_ for id_, response in known.items() if not response.num_holders)
             store.evict(None)
+
+    def _name_incomplete(self, responses: Iterable[StoredResponse]) -> None:
+        """Log which responses cannot be continued, as their conversations have gaps."""
+        incomplete_ids: list[str] = []
+        damaged_ids: set[str] = set()
+        for response in responses:  # each after the one that it continues
+            if response.is_damaged:
+                damaged_ids.add(response.id)
+            elif response.previous is not None and response.previous.id in damaged_ids:
+                damaged_ids.add(response.id)
+                incomplete_ids.append(response.id)
+        if incomplete_ids:
+            _logger.error(
+                "%d stored answers can be read but not continued, as the record of an earlier "
+                "answer is damaged or missing in %s: %s.",
+                len(incomplete_ids),
+                self._records.path,
+                ", ".join(incomplete_ids[:_MAX_NAMED_ANSWERS]),
+            )
 
     def _write(self, work: Callable[[Connection], object]) -> Future[Any]:
         def do(db: Connection) -> None:
@@ -414,8 +439,9 @@ class Journal:
         _logger.error("Stored answers will be missing after a restart: %s", error)
 
 
-def _is_unused(response: StoredResponse) -> bool:
-    return not (response.num_holders or response.is_damaged)
+def _stand_in(id_: str, kind: str) -> StoredResponse:
+    """Return what stands for a response whose record is damaged or missing."""
+    return StoredResponse(id_, b"", b"", (), kind=kind, is_damaged=True)
 
 
 def _digest(tenant: str, response: StoredResponse, answer: bytes | None = None) -> str:

@@ -25,7 +25,7 @@ from twostroke.core.json_lines import encode_json
 from twostroke.server.http.body_memory import BodiesError
 from twostroke.server.http.request_context import ErrorForm, served_of
 from twostroke.server.http.retry_after import retry_after
-from twostroke.server.storage import RecordsError
+from twostroke.server.storage import DamagedRowError, RecordsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE_LENGTH = 1000
 RETRY_STATUSES: Final = frozenset((429, 503, 529))
+SHOULD_RETRY_HEADER: Final = "x-should-retry"  # the SDKs of OpenAI and Anthropic obey it
 ErrorType = Literal[
     "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
 ]
@@ -162,7 +163,7 @@ def to_message(error: TwostrokeError, naming: Naming = str) -> str:
         return one_line(error.sentence(naming))
     if isinstance(error, (BodiesError, DeadlineError, GatewayError)):
         return str(error)
-    if isinstance(error, SchemaMissError):
+    if isinstance(error, (SchemaMissError, DamagedRowError)):
         return one_line(str(error))
     if isinstance(error, RecordsError):
         return "The server's records are not available. Try again later."
@@ -180,6 +181,8 @@ def to_response(error: TwostrokeError, scope: Scope) -> Response:
     headers, status = {}, form.status(error)
     if status in RETRY_STATUSES:
         headers["retry-after"] = retry_after(error)
+    if isinstance(error, DamagedRowError):
+        headers[SHOULD_RETRY_HEADER] = "false"
     is_unread = status in {408, 413, 431} or isinstance(error, (BodiesError, FramingError))
     if is_unread:  # the rest may be long
         headers["connection"] = "close"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
+from twostroke.server.storage.damaged_ids import has_damaged_rows, restore_ids, stored_ids
 from twostroke.server.storage.errors import RecordsError
 from twostroke.server.storage.folder import Folder, explain
 from twostroke.server.storage.row_digests import damaged_rows, use_row_digests
@@ -64,9 +65,7 @@ class Records:
             _migrate(self._writer, self.path)
             self._reader = _connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
-            for sentence in itertools.islice(damaged_rows(self._reader), _MAX_NAMED_ROWS):
-                _logger.error("%s of %s.", sentence, self.path)
-            self.files.keep_only({id_ for (id_,) in self._reader.execute("SELECT id FROM files")})
+            self._clean_up()
         except _FAULTS as error:
             os.close(self._lock)
             raise _explain(error, self.path) from None
@@ -149,6 +148,28 @@ class Records:
             with suppress(sqlite3.Error):
                 connection.close()
         os.close(self._lock)
+
+    def _clean_up(self) -> None:
+        """Name what is damaged, restore ids, and delete files that a crash has left.
+
+        While any record is damaged, a file without a record may be that record's: it stays.
+        """
+        known_ids = stored_ids(self._writer, "files")
+        faults = restore_ids(self._writer)
+        is_doubtful = bool(faults) or has_damaged_rows(self._reader, "files")
+        faults += itertools.islice(damaged_rows(self._reader), _MAX_NAMED_ROWS)
+        for sentence in faults[:_MAX_NAMED_ROWS]:
+            _logger.error("%s of %s.", sentence, self.path)
+        known_ids |= stored_ids(self._reader, "files")
+        self.files.remove_unfinished()
+        unknown_ids = self.files.ids() - known_ids
+        if is_doubtful and unknown_ids:
+            names = ", ".join(sorted(unknown_ids)[:_MAX_NAMED_ROWS])
+            reason = "%d files of %s stay, though no record names them, as records are damaged: %s."
+            _logger.error(reason, len(unknown_ids), self.files.path(""), names)
+            return
+        for id_ in unknown_ids:
+            self.files.remove(id_)
 
     def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
         try:

@@ -14,7 +14,6 @@ from twostroke.core.files import open_regular_file
 from twostroke.server.storage.errors import RecordsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
 
@@ -54,13 +53,15 @@ class Folder:
         with suppress(OSError):
             self.path(id_).unlink(missing_ok=True)
 
-    def keep_only(self, ids: Iterable[str]) -> None:
-        """Delete files that no record names, which a crash has left."""
-        known = set(ids)
-        for path in (*self._unfinished.iterdir(), *self._files.iterdir()):
-            if path.parent == self._unfinished or path.name not in known:
-                with suppress(OSError):
-                    path.unlink()
+    def ids(self) -> set[str]:
+        """Return the ids of all files."""
+        return {path.name for path in self._files.iterdir()}
+
+    def remove_unfinished(self) -> None:
+        """Delete files that were not written whole, which a crash has left."""
+        for path in self._unfinished.iterdir():
+            with suppress(OSError):
+                path.unlink()
 
 
 _READ_BYTES: Final = 1 << 20

@@ -50,8 +50,9 @@ _DIGEST_BYTES: Final = 8  # against accidents, not against people who can write 
 
 
 class DamagedRowError(RecordsError):
-    """A row of the database has other values than were written."""
+    """A row of the database has other values than were written; to try again does not help."""
 
+    http_status = 500
     code = "record_damaged"
 
 
@@ -80,7 +81,7 @@ def is_intact_in_sql(table: str) -> str:
 def damaged_rows(db: Connection) -> Iterator[str]:
     """Yield a sentence for each damaged row of files, batches, keys and uploads."""
     for table, noun in _CHECKED_AT_START.items():
-        query = f"SELECT id FROM {table} WHERE NOT {is_intact_in_sql(table)}"  # noqa: S608 constants
+        query = f"SELECT id FROM {table} NOT INDEXED WHERE NOT {is_intact_in_sql(table)}"  # noqa: S608 constants
         for (id_,) in db.execute(query):
             yield f"The record of {noun} {id_} is damaged and left out: restore a backup"
 

@@ -1,0 +1,113 @@
+"""Restores ids and indexes that changed on the disk, at a start; each row has its id twice.
+
+The row and the index of ids both have the id. Where they differ, the row's digest tells which copy
+is right. The other copy is written again, so that all queries agree.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import TYPE_CHECKING, Final
+
+from twostroke.server.storage.row_digests import COLUMNS, is_intact_in_sql, row_digest
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+# Tables with a rowid and a unique id, and what people call a row of each.
+NOUNS: Final = {
+    "files": "file",
+    "batches": "batch",
+    "keys": "key",
+    "uploads": "upload",
+    "answers": "stored answer",
+}
+
+
+def stored_ids(db: Connection, table: str) -> set[str]:
+    """Return the ids of a table's rows, as the rows have them and as the index has them."""
+    return {*_ids_in_rows(db, table).values(), *_ids_in_index(db, table).values()}
+
+
+def restore_ids(db: Connection) -> list[str]:
+    """Restore what can be restored of ids and indexes; return a sentence for each fault."""
+    faults: list[str] = []
+    for table, noun in NOUNS.items():
+        row_ids, index_ids = _ids_in_rows(db, table), _ids_in_index(db, table)
+        lost_ids = [index_ids[row] for row in index_ids.keys() - row_ids.keys()]
+        faults += [f"The record of {noun} {id_} is lost: restore a backup" for id_ in lost_ids]
+        table_faults = _structure_faults(db, table, "quick_check")
+        index_faults = _structure_faults(db, table, "integrity_check") - table_faults
+        faults += [f"The table {table} is damaged ({fault})" for fault in sorted(table_faults)]
+        if lost_ids or table_faults or not index_faults:
+            continue  # the index may be the only place that still has an id
+        faults += _restore_table(db, table, noun, row_ids, index_ids)
+    return faults
+
+
+def _restore_table(
+    db: Connection, table: str, noun: str, row_ids: dict[int, str], index_ids: dict[int, str]
+) -> list[str]:
+    """Restore the ids and the indexes of a table whose rows are all there."""
+    true_ids: dict[int, str] = {}
+    faults, undecided = list[str](), list[str]()
+    for row, index_id in index_ids.items():
+        row_id = row_ids[row]
+        if row_id == index_id:
+            continue
+        if _is_intact(db, table, row, index_id):
+            true_ids[row] = index_id
+            faults.append(f"The id of {noun} {index_id} was damaged ({row_id}) and is restored")
+        elif _is_intact(db, table, row, row_id):
+            reason = f"was damaged in the index ({index_id}) and is restored"
+            faults.append(f"The id of {noun} {row_id} {reason}")
+        else:
+            undecided.append(f"The record of {noun} {row_id} or {index_id} is damaged")
+    if undecided:
+        return undecided
+    try:
+        _make_again(db, table, true_ids)
+    except sqlite3.Error as error:
+        return [f"The table {table} is damaged ({error})"]
+    return faults or [f"An index of the table {table} was damaged and is made again"]
+
+
+def _make_again(db: Connection, table: str, true_ids: dict[int, str]) -> None:
+    """Make the indexes of a table from its rows, and write the true ids; all or nothing."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        db.execute(f"REINDEX {table}")  # first: an update looks for the old id in the index
+        for row, id_ in true_ids.items():
+            db.execute(f"UPDATE {table} SET id = ? WHERE rowid = ?", (id_, row))  # noqa: S608 constants
+        db.execute("COMMIT")
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+
+
+def _ids_in_rows(db: Connection, table: str) -> dict[int, str]:
+    return dict(db.execute(f"SELECT rowid, id FROM {table} NOT INDEXED"))  # noqa: S608 constants
+
+
+def _ids_in_index(db: Connection, table: str) -> dict[int, str]:
+    index = f"sqlite_autoindex_{table}_1"
+    return dict(db.execute(f"SELECT rowid, id FROM {table} INDEXED BY {index}"))  # noqa: S608 constants
+
+
+def _structure_faults(db: Connection, table: str, check: str) -> set[str]:
+    """Return SQLite's own findings about a table; only `integrity_check` reads its indexes."""
+    return {text for (text,) in db.execute(f"PRAGMA {check}({table})")} - {"ok"}
+
+
+def _is_intact(db: Connection, table: str, row: int, id_: str) -> bool:
+    """Return whether a row would have its digest with this id; false for rows without digests."""
+    columns = ", ".join(f"CAST({column} AS BLOB)" for column in COLUMNS[table][1:])
+    query = f"SELECT row_digest, {columns} FROM {table} NOT INDEXED WHERE rowid = ?"  # noqa: S608 constants
+    digest, *values = db.execute(query, (row,)).fetchone()
+    return bool(digest == row_digest((id_, *values)))
+
+
+def has_damaged_rows(db: Connection, table: str) -> bool:
+    """Return whether a row of a table has other values than were written."""
+    query = f"SELECT 1 FROM {table} NOT INDEXED WHERE NOT {is_intact_in_sql(table)} LIMIT 1"  # noqa: S608 constants
+    return db.execute(query).fetchone() is not None

@@ -1,0 +1,179 @@
+"""A flipped bit in an id deletes nothing: the id is restored, or what may be its own stays."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from twostroke.server.batch import batch as batches
+from twostroke.server.batch import files, uploads
+from twostroke.server.batch.batch import Batch
+from twostroke.server.storage import Records
+from twostroke.server.storage.row_digests import row_digest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ID = "file-000000000000000000000007"
+OTHER_ID = "file-000000000000000000000009"
+FLIPPED_ID = "file-000000000000000000000006"
+BATCH = Batch(
+    id="batch-7",
+    tenant="anna",
+    protocol="openai",
+    endpoint="/v1/completions",
+    input_file=ID,
+    window="24h",
+    expires_at=1e10,
+    total=5,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Records with two files and a batch, and a file that a crash has left."""
+    with closing(Records(tmp_path)) as records:
+        for id_ in (ID, OTHER_ID):
+            body = files.new_file(id_, 2, "in.jsonl", "batch")
+            records.post(partial(insert_file, body=body)).result()
+        records.post(lambda db: batches.insert(db, BATCH)).result()
+        for id_ in (ID, OTHER_ID, "left-by-a-crash"):
+            records.files.path(id_).write_bytes(b"{}")
+    return tmp_path
+
+
+def insert_file(db: sqlite3.Connection, body: files.FileBody) -> None:
+    files.insert(db, body, "anna", "")
+
+
+def file_names(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "files").iterdir()}
+
+
+def served_ids(records: Records) -> tuple[set[str], set[str]]:
+    """Return the ids of files that are listed, and those that are found."""
+    found = set[str]()
+    for id_ in (ID, OTHER_ID, FLIPPED_ID):
+        try:
+            find = partial(files.find, id_=id_, tenant="anna")
+            found.add(asyncio.run(records.read(find)).id)
+        except files.NoSuchFileError:
+            continue
+    listing = asyncio.run(records.read(lambda db: files.page(db, "anna", {})))
+    return {file.id for file in listing.data}, found
+
+
+def change(folder: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(folder / "records.db")) as db, db:
+        for statement in statements:
+            db.execute(statement)
+
+
+def flip_copy(folder: Path, copy: int) -> None:
+    """Flip a bit in one copy of an id: 0 and 1 are in the files, the others in the batch."""
+    data = bytearray((folder / "records.db").read_bytes())
+    places = [at for at in range(len(data)) if data.startswith(ID.encode(), at)]
+    assert len(places) == 5, "the file's row, its index; the batch's column, its body, its index"
+    data[places[copy] + len(ID) - 1] ^= 1
+    (folder / "records.db").write_bytes(data)
+
+
+@pytest.mark.parametrize("copy", range(5))
+def test_a_file_is_served_whichever_copy_of_its_id_is_flipped(
+    folder: Path, caplog: pytest.LogCaptureFixture, copy: int
+) -> None:
+    flip_copy(folder, copy)
+    for _ in range(2):
+        with closing(Records(folder)) as records:
+            assert served_ids(records) == ({ID, OTHER_ID}, {ID, OTHER_ID})
+            assert file_names(folder) >= {ID, OTHER_ID}
+    assert "damaged" in caplog.text
+
+
+@pytest.mark.parametrize("copy", range(2))
+def test_a_flipped_copy_of_an_id_is_restored(
+    folder: Path, caplog: pytest.LogCaptureFixture, copy: int
+) -> None:
+    flip_copy(folder, copy)
+    for _ in range(2):
+        Records(folder).close()
+    told = [record.getMessage() for record in caplog.records]
+    [sentence] = [text for text in told if FLIPPED_ID in text]
+    assert f"The id of file {ID} was damaged" in sentence
+    assert "left-by-a-crash" in told[-1], "named and kept at the damaged start"
+    assert file_names(folder) == {ID, OTHER_ID}, "the next start finds nothing damaged"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        f"UPDATE files SET id = '{FLIPPED_ID}' WHERE id = '{ID}'",
+        f"UPDATE files SET id = x'ff' WHERE id = '{ID}'",
+        f"UPDATE files SET tenant = 'ben' WHERE id = '{OTHER_ID}'",
+    ],
+)
+def test_no_file_is_deleted_while_a_record_is_damaged(
+    folder: Path, caplog: pytest.LogCaptureFixture, statement: str
+) -> None:
+    names = file_names(folder)
+    change(folder, statement)
+    for _ in range(2):
+        caplog.clear()
+        Records(folder).close()
+        assert file_names(folder) == names
+        assert "left-by-a-crash" in caplog.text
+    if ID in statement:
+        assert ID in caplog.text
+
+
+def test_a_file_that_a_crash_has_left_is_deleted(folder: Path) -> None:
+    Records(folder).close()
+    assert file_names(folder) == {ID, OTHER_ID}
+
+
+def test_a_damaged_time_deletes_neither_file_nor_upload(folder: Path) -> None:
+    def fill(db: sqlite3.Connection) -> None:
+        values = ("upload-7", "anna", 9**9, b"{}")
+        insert = "INSERT INTO uploads (id, tenant, expires_at, body, row_digest) VALUES"
+        db.execute(f"{insert} (?, ?, ?, ?, ?)", (*values, row_digest(values)))
+        files.insert(db, files.new_file("part-7", 2, "upload-7", files.PART), "anna", "")
+
+    with closing(Records(folder)) as records:
+        records.post(fill).result()
+    change(folder, "UPDATE files SET expires_at = 1", "UPDATE uploads SET expires_at = 1")
+
+    def expire(db: sqlite3.Connection) -> list[str]:
+        return [*files.delete_expired(db, 9**9), *uploads.delete_expired(db, 9**9)]
+
+    with closing(Records(folder)) as records:
+        assert records.post(expire).result() == []
+        query = "SELECT (SELECT count(*) FROM files), (SELECT count(*) FROM uploads)"
+        assert asyncio.run(records.read(lambda db: db.execute(query).fetchone())) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("statement", "is_kept"),
+    [
+        ("UPDATE batches SET is_open = 0", True),
+        ("UPDATE batches SET id = 'batch-6'", True),
+        ("UPDATE batches SET is_open = 0, body = x'00'", True),
+        ("DELETE FROM batches", False),
+    ],
+)
+def test_results_stay_unless_their_batch_has_ended(
+    folder: Path, statement: str, *, is_kept: bool
+) -> None:
+    change(folder, statement)
+
+    def drop(db: sqlite3.Connection) -> Any:
+        batches.keep_result(db, BATCH.id, 1, b"{}", is_ok=True)
+        batches.drop_results(db)
+        return db.execute("SELECT count(*) FROM results").fetchone()
+
+    with closing(Records(folder)) as records:
+        assert records.post(drop).result() == (int(is_kept),)
