@@ -401,7 +401,7 @@ class Journal:
         if is_damaged:
             self._name_incomplete(known.values())
         with store.lock:
-            if not is_damaged:  # else a damaged response may continue one that seems unused
+            if not is_damaged:  # a damaged response may continue a response that seems unused
                 self.drop(id_ for id_, response in known.items() if not response.num_holders)
             store.evict(None)
 
@@ -409,7 +409,7 @@ class Journal:
         """Log which responses cannot be continued, as their conversations have gaps."""
         incomplete_ids: list[str] = []
         damaged_ids: set[str] = set()
-        for response in responses:  # each after the one that it continues
+        for response in responses:  # each response comes after its predecessor
             if response.is_damaged:
                 damaged_ids.add(response.id)
             elif response.previous is not None and response.previous.id in damaged_ids:
@@ -440,7 +440,7 @@ class Journal:
 
 
 def _stand_in(id_: str, kind: str) -> StoredResponse:
-    """Return what stands for a response whose record is damaged or missing."""
+    """Return a placeholder for a response whose record is damaged or missing."""
     return StoredResponse(id_, b"", b"", (), kind=kind, is_damaged=True)
 
 

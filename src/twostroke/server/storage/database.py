@@ -150,7 +150,7 @@ class Records:
         os.close(self._lock)
 
     def _clean_up(self) -> None:
-        """Name what is damaged, restore ids, and delete files that a crash has left.
+        """Log damaged records, restore ids, and delete files that a crash has left.
 
         While any record is damaged, a file without a record may be that record's: it stays.
         """
