@@ -159,6 +159,46 @@ def test_reasoning_that_each_prompt_opens_is_closed_at_once(asked: dict[str, Any
     assert "think" not in begun.text
 
 
+# The template opens reasoning, and never mentions how it ends.
+OPENS_ONLY = talkers.ALWAYS_THINKS.replace("(m.content or '').split('</think>')[-1]", "m.content")
+
+
+def test_reasoning_that_only_the_prompt_marks_is_closed_too() -> None:
+    assert "</think>" not in OPENS_ONLY
+    assert preface(OPENS_ONLY, [USER]) == INSIDE
+    assert preface(OPENS_ONLY, [USER], is_on=True) == INSIDE
+    assert preface(OPENS_ONLY, [USER], effort="none") is None
+    assert preface(OPENS_ONLY, [USER], variables={"enable_thinking": False}) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "asked", "expected", "ignored"),
+    [
+        (talkers.ALWAYS_THINKS, {"variables": {"enable_thinking": True}}, INSIDE, []),
+        (talkers.ALWAYS_THINKS, {"effort": "high", "off": "enable_thinking"}, None, ["field"]),
+        (talkers.ALWAYS_THINKS, {"is_on": True, "off": "thinking"}, None, ["field"]),
+        (talkers.THINKS, {"effort": "high", "off": "enable_thinking"}, None, ["field"]),
+        (talkers.THINKS, {"effort": "none", "off": "enable_thinking"}, None, []),
+        (
+            talkers.THINKS,
+            {"effort": "none", "variables": {"enable_thinking": True}},
+            ANEW,
+            ["field"],
+        ),
+    ],
+)
+def test_a_field_that_contradicts_a_switch_is_told(
+    template: str, asked: dict[str, Any], expected: ReasoningSection | None, ignored: list[str]
+) -> None:
+    asked = dict(asked)
+    if switch := asked.pop("off", None):
+        asked["variables"] = {switch: False}
+    chat = Chat(tokenizer_of(template))
+    followed, errors = chat.follow(Thinking(**asked, param="field"))
+    assert [error.field for error in errors] == ignored
+    assert chat.turn(chat.render([USER], thinking=followed)).preface == expected
+
+
 @pytest.mark.parametrize("asked", [{"is_on": False}, {"effort": "none"}])
 def test_what_is_so_already_may_be_asked_for(asked: dict[str, Any]) -> None:
     assert preface(CHATML, [USER], **asked) is None

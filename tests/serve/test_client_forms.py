@@ -171,6 +171,21 @@ def test_allowed_tools_that_cannot_run_are_left_out(server: LiveServer, path: st
     assert "must be the name of one of the tools, got 'h'" in said
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_allowed_and_forced_functions_are_not_custom_tools(server: LiveServer, path: str) -> None:
+    body = allowing(path, "auto", ["f"])
+    named = {"custom": {"name": "f"}} if path == CHAT else {"name": "f"}
+    custom: Fields = {"type": "custom", **named}
+    field = "tool_choice.type"
+    said = refused(ask(server, path, **body | {"tool_choice": custom}), 400, field)
+    assert "must be 'function', the type of the tool 'f', got 'custom'" in said
+    choice = body["tool_choice"]
+    allowed = choice["allowed_tools"] if path == CHAT else choice
+    allowed["tools"] = [custom]
+    prefix = "tool_choice.allowed_tools" if path == CHAT else "tool_choice"
+    refused(ask(server, path, **body), 400, f"{prefix}.tools[0].type")
+
+
 def _name(path: str) -> str:
     if path == CHAT:
         return "tool_choice.allowed_tools.tools[0].function.name"

@@ -22,6 +22,7 @@ from twostroke.engine.chat.reasoning import (
     find_marks,
     followed,
     is_switched_off,
+    opened_marks,
     preface_of,
     variables_of,
     with_reasoning,
@@ -125,15 +126,12 @@ class TriedTemplate:
     @cached_property
     def marks(self) -> ReasoningMarks | None:
         """The texts around the model's reasoning, and whether each prompt opens it."""
-        marks = find_marks(self.template, self._tokenizer)
-        if marks is None:
-            return None
         user = [{"role": "user", "content": "Hello"}]
         try:
             text = self.template.render(self._in_parts(user), tools=self._without_tools).text
         except TwostrokeError:
-            return marks
-        return replace(marks, is_opened=text.rstrip().endswith(marks.begin))
+            text = ""
+        return opened_marks(text) or find_marks(self.template, self._tokenizer)
 
     @cached_property
     def turn_order(self) -> TurnOrder:

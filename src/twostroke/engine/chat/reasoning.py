@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import field
 from msgspec.structs import replace
 
-from twostroke.core.errors import RequestError, nearest
+from twostroke.core.errors import Field, RequestError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.preface import ReasoningSection
 from twostroke.model.tokenizer import Piece, Prompt
@@ -83,6 +83,15 @@ def find_marks(template: ChatTemplate, tokenizer: Tokenizer) -> ReasoningMarks |
     return None
 
 
+def opened_marks(text: str) -> ReasoningMarks | None:
+    """Return the marks of the reasoning that the end of a rendered prompt opens, if it does."""
+    text = text.rstrip()
+    for begin, end in _PAIRS:
+        if text.endswith(begin):
+            return ReasoningMarks(begin, end, is_of_template=True, is_opened=True)
+    return None
+
+
 def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> ReasoningSection | None:
     """Return the reasoning that may come first after a prompt, or None if it is over.
 
@@ -112,6 +121,8 @@ def followed(
     }
     given = {name: value for name, value in thinking.variables.items() if name not in errors}
     kept = replace(thinking, variables=given)
+    if (contradiction := _contradiction(kept)) is not None:
+        return replace(kept, is_on=None, effort=None), [*errors.values(), contradiction]
     try:
         _switched(thinking, known, marks)
     except RequestError as error:
@@ -197,10 +208,29 @@ def _switched(
     raise RequestError(reason, field=thinking.param)
 
 
+def _contradiction(thinking: Thinking) -> RequestError | None:
+    """Return the error of a field that contradicts a switch in the variables, which is followed."""
+    is_on = thinking.is_on
+    if thinking.effort is not None:
+        if thinking.effort not in EFFORTS:
+            return None
+        is_on = thinking.effort != "none"
+    for name in _SWITCHES:
+        value = thinking.variables.get(name)
+        if is_on is not None and isinstance(value, bool) and value != is_on:
+            reason = "contradicts {switch}. Send one of the two."
+            switch = f"{thinking.variables_param}.{name}"
+            return RequestError(reason, field=thinking.param, switch=Field(switch))
+    return None
+
+
 def _is_met(name: str, value: object, marks: ReasoningMarks | None) -> bool:
-    """Whether a model without such a variable follows its value, false: no reasoning is needed."""
-    needs_none = not _reasons(marks) or _can_be_closed(marks)
-    return name in _SWITCHES and value is False and needs_none
+    """Return whether a switch that the template does not read is followed nevertheless."""
+    if name not in _SWITCHES or not isinstance(value, bool):
+        return False
+    if value:
+        return _reasons(marks)
+    return not _reasons(marks) or _can_be_closed(marks)
 
 
 def _unknown_variable(thinking: Thinking, name: str, known: Collection[str]) -> RequestError:

@@ -141,8 +141,15 @@ class NamedFunction(field.RequestObject):
     """The name of a function."""
 
     other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
+    kind: ClassVar[str] = "function"
 
     name: str
+
+
+class NamedCustom(NamedFunction):
+    """The name of a custom tool."""
+
+    kind: ClassVar[str] = "custom"
 
 
 class NamedChoice(field.TaggedObject, tag="function"):
@@ -161,10 +168,10 @@ class NamedChoice(field.TaggedObject, tag="function"):
 class NamedCustomChoice(field.TaggedObject, tag="custom"):
     """The answer must call this custom tool."""
 
-    custom: NamedFunction
+    custom: NamedCustom
 
     @property
-    def named(self) -> NamedFunction:
+    def named(self) -> NamedCustom:
         """The tool."""
         return self.custom
 
@@ -248,6 +255,7 @@ def to_tools(
         if choice.name not in known:
             reason = "must be the name of one of the tools, got '{value}'."
             raise RequestError(reason, field="tool_choice.name", value=choice.name[:_MAX_NAME])
+        _check_kind(choice, known[choice.name], "tool_choice")
         known = {choice.name: known[choice.name]}
     return Tools(
         shown=tuple(_shown(function) for function in functions),
@@ -283,16 +291,27 @@ def only_allowed(
     if tools is None:
         return None
     names = [tool.name for tool in allowed]
+    functions_by_name = {function.name: function for function in tools.functions}
     for index, name in enumerate(names):
-        if name not in tools.names:
+        if name not in functions_by_name:
             reason = "must be the name of one of the tools, got '{value}'.{hint}"
             param = f"{where}[{index}].{name_field}"
             hint = nearest(name[:_MAX_NAME], tools.names)
             raise RequestError(reason, field=param, value=name[:_MAX_NAME], hint=hint)
+        _check_kind(allowed[index], functions_by_name[name], f"{where}[{index}]")
     if not names and mode == "required":
         raise RequestError("must have a tool that can be called here.", field=where)
     functions = tuple(function for function in tools.functions if function.name in names)
     return replace(tools, functions=functions) if functions else None
+
+
+def _check_kind(named: NamedFunction, function: Function, where: str) -> None:
+    """Raise RequestError unless a tool has the right type, function or custom tool."""
+    kind = "custom" if function.is_custom else "function"
+    if named.kind != kind:
+        reason = "must be '{kind}', the type of the tool '{name}', got '{got}'."
+        facts = {"kind": kind, "name": function.name, "got": named.kind}
+        raise RequestError(reason, field=f"{where}.type", **facts)
 
 
 def _is_held(function: Function) -> bool:

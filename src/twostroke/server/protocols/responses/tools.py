@@ -15,6 +15,7 @@ from twostroke.server.protocols.common.tools import (
     FunctionBody,
     FunctionName,
     GrammarDefinition,
+    NamedCustom,
     NamedFunction,
     Text,
     check_name,
@@ -81,7 +82,7 @@ class NamedTool(NamedFunction, tag_field="type", tag="function"):
     """The name of one of the functions."""
 
 
-class NamedCustomTool(NamedFunction, tag_field="type", tag="custom"):
+class NamedCustomTool(NamedCustom, tag_field="type", tag="custom"):
     """The name of one of the custom tools."""
 
 
