@@ -144,6 +144,10 @@ def test_a_wrong_file_names_the_line_and_the_nearest_word(tmp_path):
         (model + "  prompt: 2.5\n", "line 4: must be a whole number such as 2048, got a fraction"),
         (model + "  prompt: 010\n", "line 4: must be a whole number"),
         (model + "  cached: 10%\n", "line 4: must be a number such as 2.5 or 1e3, got a text"),
+        (
+            model + "stock: {L4: 1000000000}\n",
+            "stock must be greater than 0 and less than 1,000,000,000, got 1000000000 L4",
+        ),
         (model + "  tpot: .inf\n", "line 4: tpot must be greater than 0 and at most"),
         (model + "mfu: .nan\n", "line 4: mfu must be from 0.001 to 1, got nan"),
         (model + "  ttft: -1\n", "line 4: ttft must be greater than 0 and at most .*, got -1"),

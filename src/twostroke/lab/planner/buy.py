@@ -202,7 +202,7 @@ def _replica(case: Case) -> PlannedReplica:
             raise UnreachableError(f"It does not fit on {place.name}: it needs {sizes}.")
         raise UnreachableError(
             f"On {place.name} {lack.figure} is at least {milliseconds(lack.value)} ms, "
-            f"{lack.times:.2f} times the objective: more devices, or fewer bits for each weight."
+            f"{lack.times:,.2f} times the objective: more devices, or fewer bits for each weight."
         )
     return max(whole, key=lambda one: one.requests_per_s)
 

@@ -233,7 +233,7 @@ class _Choice:
             if free.carries(demand):
                 return (
                     f"The budget is too small: the cheapest fleet costs {free.usd_per_hour:,.2f} $ "
-                    f"an hour, {times:.2f} times the budget."
+                    f"an hour, {times:,.2f} times the budget."
                 )
         text = f"The devices cannot carry the load; missing in the best packing: {shown}."
         return f"{text} {self._enough(demand)}"
@@ -244,7 +244,7 @@ class _Choice:
         times = least_usd / (self._asked.budget or least_usd)
         return (
             f"The budget is too small for any replica: the cheapest place costs {least_usd:,.2f} $ "
-            f"an hour, {times:.2f} times the budget."
+            f"an hour, {times:,.2f} times the budget."
         )
 
     def _enough(self, demand: Demand) -> str:
@@ -369,6 +369,6 @@ def _told(lack: Shortfall) -> str:
     what = "a shorter prompt or more of it cached" if lack.figure == "TTFT" else "speculation"
     return (
         f"no device meets its objectives: on {lack.place} {lack.figure} is at least "
-        f"{milliseconds(lack.value)} ms, {lack.times:.2f} times the objective. Allow more "
+        f"{milliseconds(lack.value)} ms, {lack.times:,.2f} times the objective. Allow more "
         f"most_devices, fewer bits (weights), or {what}."
     )

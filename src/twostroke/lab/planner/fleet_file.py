@@ -124,7 +124,8 @@ class FleetQuestion(Frozen, forbid_unknown_fields=True, kw_only=True):
         for field, values in (("stock", self.stock), ("prices", self.prices)):
             for name, value in values.items():
                 if not 0 < value < 1e9:
-                    raise UsageError(f"must be greater than 0, got {value} {name}.", field=field)
+                    reason = "must be greater than 0 and less than 1,000,000,000"
+                    raise UsageError(f"{reason}, got {value} {name}.", field=field)
         if self.objective == "performance" and not self.stock and self.budget is None:
             raise UsageError("'performance' needs a stock or a budget.", field="objective")
         if self.stock and self.devices:

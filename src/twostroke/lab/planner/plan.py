@@ -225,7 +225,7 @@ def _late(planner: Planner, most: int) -> str:
         if limit_s is not None and (taken_s := time_s(planner, streams)) > limit_s:
             return (
                 f"{what} takes at least {milliseconds(taken_s)} ms with {streams:,} "
-                f"{'streams' if streams > 1 else 'stream'}, {taken_s / limit_s:.2f} times the "
+                f"{'streams' if streams > 1 else 'stream'}, {taken_s / limit_s:,.2f} times the "
                 f"objective: {_devices(planner, time_s, limit_s)}, {otherwise}{fewer}."
             )
     return ""

@@ -114,7 +114,7 @@ def _late(report: RunReport, objectives: Objectives) -> Iterator[str]:
         found = report.latencies.get(name)
         taken_s = found.percentiles["p90"].value if found else 0.0
         if limit_s is not None and taken_s > limit_s:
-            times = f"{taken_s / limit_s:.2f} times the objective"
+            times = f"{taken_s / limit_s:,.2f} times the objective"
             yield f"P90 of {name.upper()} is {milliseconds(taken_s)} ms, {times}"
 
 
