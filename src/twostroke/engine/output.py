@@ -133,7 +133,7 @@ class Completion(Frozen):
     If the request asked for them, `logprobs` has an entry for each token and `prompt_logprobs` one
     for each prompt token except the first; else they are empty. The answer to a conversation has
     its `reasoning` and its `tool_calls` apart from its `text`. `schema_miss` is the rule of its
-    schema that it breaks, such as `uniqueItems (/uniqueItems)`, although it was drawn again.
+    schema that it breaks, such as `uniqueItems (#)`, although it was drawn again.
     """
 
     index: int

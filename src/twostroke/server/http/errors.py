@@ -179,6 +179,8 @@ def to_response(error: TwostrokeError, scope: Scope) -> Response:
     served.error = error.code or "server_error"
     form = served.error_form
     headers, status = {}, form.status(error)
+    if isinstance(error, SchemaMissError):  # the server has tried again; a retry repeats all of it
+        headers["x-should-retry"] = "false"
     if status in RETRY_STATUSES:
         headers["retry-after"] = retry_after(error)
     if isinstance(error, DamagedRowError):

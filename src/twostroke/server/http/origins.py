@@ -45,7 +45,7 @@ _COUNTED: Final = ("requests", "tokens")
 _COUNTS: Final = ("limit", "remaining", "reset")
 _EXPOSED: Final = ", ".join(
     (
-        *("x-request-id", "request-id", "retry-after", "twostroke-ignored"),
+        *("x-request-id", "request-id", "retry-after", "x-should-retry", "twostroke-ignored"),
         *(f"x-ratelimit-{what}-{name}" for name in _COUNTED for what in _COUNTS),
         *(f"anthropic-ratelimit-{name}-{what}" for name in _COUNTED for what in _COUNTS),
     )

@@ -41,11 +41,12 @@ class SchemaViolation(Frozen):
     name: str = ""
 
     def __str__(self) -> str:
-        """Return the keyword with its JSON pointer, such as `uniqueItems (/uniqueItems)`.
+        """Return the keyword with the JSON pointer of its schema: `uniqueItems (/items)`.
 
-        `#` is the schema's root, as for the schema `false`.
+        `#` is the schema's root, as in errors about schemas.
         """
-        detail = ascii(self.name) if self.name else self.place or "#"
+        schema_place = self.place.removesuffix(f"/{self.keyword}")
+        detail = ascii(self.name) if self.name else schema_place or "#"
         return f"{self.keyword} ({detail})"
 
 
