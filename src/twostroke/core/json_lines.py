@@ -24,6 +24,8 @@ def encode_json(body: Any) -> bytes:
 
 def escape_line_ends(data: bytes) -> bytes:
     """Return the same JSON, with escapes for the characters at which some readers end a line."""
+    if data.isascii():  # much faster than three searches
+        return data
     for character, escaped in _LINE_ENDS.items():
         if character in data:
             data = data.replace(character, escaped)

@@ -142,6 +142,36 @@ def check_token_values(texts: Sequence[Sequence[int]], width: int) -> None:
         raise RequestError(reason, field="pooling")
 
 
+def check_total_values(
+    texts: Sequence[Sequence[int]],
+    params: EmbeddingParams,
+    pooling: Pooling,
+    *,
+    width: int,
+    limit: int,
+    field: str,
+) -> None:
+    """Check that the vectors of all texts of a request have at most `limit` values together.
+
+    `width` is the length of the model's vectors, `field` the request's field with the texts.
+
+    Raises:
+        RequestError: there are too many tokens, or with vectors of whole texts too many texts.
+    """
+    width = params.dimensions or width
+    is_of_tokens = pooling is Pooling.NONE
+    num_vectors = sum(map(len, texts)) if is_of_tokens else len(texts)
+    if num_vectors * width <= limit:
+        return
+    unit = "tokens in all with the pooling 'none'" if is_of_tokens else "texts"
+    reason = (
+        "takes at most {most:,} {unit}, since each vector has {width:,} values and the vectors "
+        "of a request at most {limit:,} together, got {count:,}."
+    )
+    facts = {"most": limit // width, "unit": unit, "width": width, "limit": limit}
+    raise RequestError(reason.format(**facts, count=num_vectors), field=field)
+
+
 def choose_pooling(
     params: EmbeddingParams, model: str, own_pooling: str | None, width: int
 ) -> Pooling:

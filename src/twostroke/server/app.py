@@ -28,7 +28,7 @@ from twostroke.server.body.receive import LARGE_BODY_BYTES
 from twostroke.server.generation.callers import begun, sent_by
 from twostroke.server.generation.checks import AnswerChecks
 from twostroke.server.generation.encoder import ResponseInfo
-from twostroke.server.generation.job import check_choices, check_texts
+from twostroke.server.generation.job import check_choices, check_texts, check_vectors
 from twostroke.server.generation.redraw import AnswerGuard
 from twostroke.server.generation.response_store import Journal, ResponseStore, Tenant
 from twostroke.server.generation.running import Accepting, Answers, Vectors
@@ -38,7 +38,7 @@ from twostroke.server.http import errors
 from twostroke.server.http.disconnect import while_connected
 from twostroke.server.http.fair_queue import Readers
 from twostroke.server.http.ignored import IgnoredFields
-from twostroke.server.http.json_responses import to_json
+from twostroke.server.http.json_responses import JsonInChunks, to_json
 from twostroke.server.http.limits import body_of
 from twostroke.server.http.logs import AccessLog
 from twostroke.server.http.paths import wants_page
@@ -73,6 +73,7 @@ from twostroke.server.web_ui.site import Site
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import msgspec
     from starlette.requests import Request
 
     from twostroke.backends.machine_limits import MachineLimits
@@ -95,6 +96,7 @@ STATE_PATH: Final = "/api/state"
 
 # Python runs one thread at a time: more would only delay the event loop.
 _NUM_READERS = 2
+_LARGE_RESPONSE_BYTES: Final = 1 << 20  # sent in chunks
 _WAITING_LINES: Final = 16  # of batches, so that a step need not wait for the next
 
 
@@ -389,7 +391,9 @@ class Api:
             job = dialect.read(asked, self._tenant(request))
             job = sent_by(served, job, self.metrics.goodput)
             check_texts(job, limits.max_inputs)
-            return job, job.encode(model.card), name, model
+            texts = job.encode(model.card)
+            check_vectors(job, texts, model.card, limits.max_vector_values)
+            return job, texts, name, model
 
         async def embed(request: Request) -> Response:
             found = await self._read(request, prepare)
@@ -403,11 +407,19 @@ class Api:
                 vectors = await Vectors.start(model.engine, job, texts, self.metrics, self._open)
             served.running, served.model = vectors, name
             try:
-                parts = await while_connected(request.receive, vectors.whole())
+                is_last = served.service == BATCH_SERVICE
+                work = vectors.whole(partial(self._readers.run, served.tenant, is_last=is_last))
+                parts = await while_connected(request.receive, work)
             finally:
                 vectors.cancel()
             elapsed_s = time.monotonic() - served.began_s
-            return to_json(dialect.whole(name, parts, vectors.num_tokens, elapsed_s))
+
+            def body(parts: list[msgspec.Raw]) -> object:
+                return dialect.whole(name, parts, vectors.num_tokens, elapsed_s)
+
+            if sum(memoryview(part).nbytes for part in parts) <= _LARGE_RESPONSE_BYTES:
+                return to_json(body(parts))
+            return JsonInChunks(body, parts)
 
         return embed
 

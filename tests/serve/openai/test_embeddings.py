@@ -12,13 +12,20 @@ import pytest
 
 from support.servers import live_server, post_bytes, wait_for
 from twostroke.core.errors import OverloadedError
+from twostroke.server import app
+from twostroke.server.generation import running
+from twostroke.server.http import json_responses
+from twostroke.server.http.json_responses import JsonInChunks
 from twostroke.server.http.limits import RequestLimits
 from twostroke.server.options import ServeOptions
+from twostroke.server.protocols.common.encoded_vectors import encode_vectors
+from twostroke.server.protocols.llama_server import embeddings as llama_embeddings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import httpx
+    import msgspec
     from numpy.typing import NDArray
 
     from support.servers import LiveServer
@@ -129,7 +136,7 @@ def test_ids_and_texts_may_follow_each_other(server: LiveServer, path: str) -> N
         ({"input": [2**63]}, "input", "invalid_value", "outside 0 to"),
         ({"input": [True]}, "input[0]", "invalid_value", ""),
         ({"input": 5}, "input", "invalid_value", ""),
-        ({"input": ["a"] * 2049}, "input", "invalid_value", "takes at most 2048 texts, got 2049"),
+        ({"input": ["a"] * 2049}, "input", "invalid_value", "takes at most 2,048 texts, got 2,049"),
         ({"dimensions": 0}, "dimensions", "invalid_value", "at least 1"),
         ({"dimensions": 65}, "dimensions", "invalid_value", "from 1 to 64"),
         ({"dimensions": 2**63}, "dimensions", "invalid_value", "from 1 to 64"),
@@ -236,10 +243,95 @@ def test_a_text_that_poisons_its_step_fails_alone(tmp_path: Path) -> None:
         assert "twostroke_failed_requests_total 1.0" in server.http.get("/metrics").text
 
 
+# Texts of ids, the fields besides them, and why the vectors are too large; None if they are not.
+TOO_LARGE: list[tuple[str, str, list[Any], dict[str, Any], str | None]] = [
+    ("/v1/embeddings", "input", [[5]] * 4, {"dimensions": 10}, None),
+    ("/v1/embeddings", "input", [[5]] * 5, {"dimensions": 10}, "takes at most 4 texts"),
+    ("/embeddings", "content", [[5] * 9] * 5, {}, "content takes at most"),
+    ("/embeddings", "content", [[5] * 9], {"pooling": "none"}, "tokens in all"),
+    ("/embeddings", "input", [[5], [5], [5]], {"pooling": "none"}, "input takes at most"),
+    ("/api/embed", "input", ["a"] * 4, {"dimensions": 10}, None),
+    ("/api/embed", "input", ["a"] * 5, {"dimensions": 10}, "input takes at most 4 texts"),
+]
+
+
+def test_the_values_of_all_vectors_of_a_request_are_limited(tmp_path: Path) -> None:
+    options = ServeOptions(limits=RequestLimits(max_vector_values=40), drain_s=1)
+    with live_server(tmp_path, options) as server:
+        for path, name, texts, fields, reason in TOO_LARGE:
+            response = server.http.post(path, json={name: texts, **fields})
+            assert response.status_code == (400 if reason else 200), response.text
+            assert reason is None or reason in response.text
+            assert reason is None or "at most 40 together" in response.text
+
+
+@pytest.mark.parametrize("width", [1, 4096, 4097, 10_000])
+def test_vectors_that_are_encoded_in_parts_are_the_same_json(width: int) -> None:
+    values = np.random.default_rng(width).standard_normal((2, width)).astype(np.float32)
+    assert json.loads(bytes(encode_vectors(values))) == values.tolist()
+    assert json.loads(bytes(encode_vectors(values[0]))) == values[0].tolist()
+
+
+def test_large_vectors_are_encoded_outside_of_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[str] = set()
+
+    def encode(vectors: NDArray[np.float32]) -> msgspec.Raw:
+        threads.add(threading.current_thread().name)
+        return encode_vectors(vectors)
+
+    monkeypatch.setattr(running, "_MANY_VALUES", 40)
+    monkeypatch.setattr(llama_embeddings, "encode_vectors", encode)
+    with live_server(tmp_path) as server:
+        body = {"content": [[5] * 60, [6]], "pooling": "none"}
+        found = server.http.post("/embeddings", json=body).json()
+    assert [len(one["embedding"]) for one in found] == [60, 1]
+    assert threads
+    assert all("readers" in name for name in threads)
+
+
+BODIES = [
+    ("/v1/embeddings", {"input": [[5], [6, 7]]}),
+    ("/v1/embeddings", {"input": [[5], [6, 7]], "encoding_format": "base64"}),
+    ("/embeddings", {"content": [[5], [6, 7]], "pooling": "none"}),
+    ("/api/embed", {"input": ["a", "b c"]}),
+    ("/api/embeddings", {"prompt": "b c"}),
+]
+
+
+def test_large_responses_are_sent_in_chunks(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found() -> list[Any]:
+        bodies = [server.http.post(path, json=body).json() for path, body in BODIES]
+        return [
+            {key: body[key] for key in body if "duration" not in key}
+            if isinstance(body, dict)
+            else body
+            for body in bodies
+        ]
+
+    expected = found()
+    sent = []
+
+    def in_chunks(*args: Any) -> JsonInChunks:
+        sent.append(args)
+        return JsonInChunks(*args)
+
+    monkeypatch.setattr(app, "_LARGE_RESPONSE_BYTES", 0)
+    monkeypatch.setattr(json_responses, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(app, "JsonInChunks", in_chunks)
+    assert found() == expected
+    assert len(sent) == len(BODIES)
+
+
 def test_the_number_of_inputs_is_a_limit_of_the_server(tmp_path: Path) -> None:
     options = ServeOptions(limits=RequestLimits(max_inputs=3), drain_s=1)
     with live_server(tmp_path, options) as server:
         assert len(vectors(embed(server, input=["a"] * 3))) == 3
         assert "takes at most 3 texts" in embed(server, input=["a"] * 4).json()["error"]["message"]
+        error = server.http.post("/embeddings", json={"content": ["a"] * 4}).json()["error"]
+        assert error["message"] == "content takes at most 3 texts, got 4."
         text = json.dumps(server.http.get("/openapi.json").json()["components"]["schemas"])
         assert '"maxItems": 3' in text

@@ -16,6 +16,7 @@ from twostroke.core.sampling import MAX_BIAS, MAX_TOKENS
 from twostroke.engine.chat.reader import PLAIN, AnswerFormat
 from twostroke.engine.chat.reasoning import AS_IT_IS
 from twostroke.engine.client import Caller
+from twostroke.engine.embedding import check_total_values, choose_pooling
 from twostroke.engine.prompts import (
     chat_of,
     encode_beginning,
@@ -30,7 +31,7 @@ from twostroke.model.tokenizer import TooManyTokensError
 from twostroke.server.http.ignored import Ignored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from twostroke.core.constraint import Constraint
     from twostroke.core.embedding import EmbeddingParams
@@ -413,5 +414,16 @@ def check_choices(job: Job, limit: int) -> None:
 
 def check_texts(job: EmbeddingJob, limit: int) -> None:
     """Raise a RequestError if a job has too many texts."""
-    if len(job.texts) > limit:
-        raise RequestError(f"takes at most {limit} texts, got {len(job.texts)}.", field="input")
+    if (num_texts := len(job.texts)) > limit:
+        reason = f"takes at most {limit:,} texts, got {num_texts:,}."
+        raise RequestError(reason, field=job.caller.prompt_field)
+
+
+def check_vectors(
+    job: EmbeddingJob, texts: Sequence[Sequence[int]], card: ModelCard, limit: int
+) -> None:
+    """Raise a RequestError if the vectors of a job's encoded texts have too many values."""
+    width = card.embedding_width
+    pooling = choose_pooling(job.params, card.name, card.pooling, width)
+    field = job.caller.prompt_field
+    check_total_values(texts, job.params, pooling, width=width, limit=limit, field=field)

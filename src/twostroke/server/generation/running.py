@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
@@ -23,7 +23,7 @@ from twostroke.engine.settling import in_place_of
 from twostroke.server.http.errors import ServerStoppingError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from twostroke.server.generation.job import EmbeddingJob, Encoded, Job
     from twostroke.server.http.retry_after import RetryAfter
     from twostroke.server.observability.metrics import ServerMetrics
+
+_MANY_VALUES: Final = 4096  # of an embedding; encoding more takes milliseconds
 
 
 class Accepting:
@@ -329,8 +331,8 @@ class Vectors:
         self._running = running
         running.add(self)
 
-    async def whole(self) -> list[msgspec.Raw]:
-        """Return the encoded embeddings, in the order of the texts.
+    async def whole(self, run_in_thread: Callable[..., Awaitable[Any]]) -> list[msgspec.Raw]:
+        """Return the encoded embeddings, in the order of the texts; threads encode large ones.
 
         Raises:
             EngineStoppedError: the engine or the server stopped.
@@ -344,7 +346,11 @@ class Vectors:
                 embedding = Embedding.of(output)
                 self._num_cached += embedding.usage.cached_tokens
                 self.num_open -= 1
-                parts[embedding.index] = self._job.write(embedding)
+                if embedding.vector.size <= _MANY_VALUES:
+                    part = self._job.write(embedding)
+                else:
+                    part = await run_in_thread(self._job.write, embedding)
+                parts[embedding.index] = part
         except TwostrokeError as error:
             self._is_unrun = self.num_open == len(parts) and _is_unrun(error)
             _count_failure(error, self._engine, self._metrics)

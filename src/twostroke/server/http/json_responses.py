@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import secrets
+from typing import TYPE_CHECKING, Final
 
+import msgspec
 from starlette.responses import Response
 
 from twostroke.core.json_lines import encode_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    import msgspec
+    from starlette.types import Receive, Scope, Send
+
+_CHUNK_BYTES: Final = 1 << 18
 
 
 def to_json(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return a response with a body of JSON."""
     return Response(encode_json(body), status, headers, media_type="application/json")
+
+
+class JsonInChunks(Response):
+    """A large response of JSON, sent in chunks between which the event loop does other work."""
+
+    media_type = "application/json"
+
+    def __init__(
+        self, body: Callable[[list[msgspec.Raw]], object], parts: list[msgspec.Raw]
+    ) -> None:
+        """Respond with `body(parts)`; `body` puts encoded parts into one list, or takes one."""
+        marker = b'"%b"' % secrets.token_hex(16).encode()
+        before, _, after = encode_json(body([msgspec.Raw(marker)])).partition(marker)
+        self._pieces = [before]
+        for index, part in enumerate(parts):
+            self._pieces += [b",", part] if index else [part]
+        self._pieces.append(after)
+        size = sum(memoryview(piece).nbytes for piece in self._pieces)
+        super().__init__(headers={"content-length": str(size)})
+
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        """Send the response."""
+        status, headers = self.status_code, self.raw_headers
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for piece in self._pieces:
+            view = memoryview(piece)
+            for first in range(0, view.nbytes, _CHUNK_BYTES):
+                chunk = bytes(view[first : first + _CHUNK_BYTES])
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def sse(data: bytes) -> bytes:

@@ -51,6 +51,7 @@ class RequestLimits(Frozen):
         max_unread: how many outputs a stream may be behind the engine.
         max_choices: prompts times n of one request.
         max_inputs: texts to embed of one request.
+        max_vector_values: of all vectors of a request for embeddings.
         max_file_bytes: an uploaded file.
         max_files: files of a tenant when another is uploaded.
         max_files_bytes: all files of a tenant together, uploads included.
@@ -77,6 +78,7 @@ class RequestLimits(Frozen):
     max_unread: int = 4096
     max_choices: int = 1024
     max_inputs: int = 2048
+    max_vector_values: int = 1 << 23  # 2,048 vectors of 4,096 values
     max_file_bytes: int = 200 * 1024 * 1024
     max_files: int = 100_000
     max_files_bytes: int = 10 * 1024**3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 import numpy as np
@@ -13,6 +13,7 @@ from twostroke.engine.client import Caller
 from twostroke.server.body import field
 from twostroke.server.generation.job import EmbeddingJob
 from twostroke.server.http.errors import MissingFieldError
+from twostroke.server.protocols.common.encoded_vectors import encode_vectors
 from twostroke.server.protocols.common.inputs import split_inputs
 
 if TYPE_CHECKING:
@@ -83,5 +84,5 @@ def whole(
 
 
 def _write(embedding: Embedding) -> msgspec.Raw:
-    vectors = np.atleast_2d(embedding.vector).tolist()
+    vectors = cast("list[list[float]]", encode_vectors(np.atleast_2d(embedding.vector)))
     return msgspec.Raw(encode_json(LlamaEmbedding(embedding.index, vectors)))

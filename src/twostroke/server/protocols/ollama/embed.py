@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import msgspec
 
 from twostroke.core.embedding import EmbeddingParams
-from twostroke.core.json_lines import encode_json
 from twostroke.engine.client import Caller
 from twostroke.server.body import field
 from twostroke.server.generation.job import EmbeddingJob
+from twostroke.server.protocols.common.encoded_vectors import encode_vectors
 from twostroke.server.protocols.ollama.reply import nanoseconds
 from twostroke.server.protocols.ollama.stay import KeepAlive
 
@@ -127,4 +127,4 @@ def _job(
 
 
 def _write(embedding: Embedding) -> msgspec.Raw:
-    return msgspec.Raw(encode_json(embedding.vector.tolist()))
+    return encode_vectors(embedding.vector)

@@ -13,6 +13,7 @@ from twostroke.core.errors import RequestError
 from twostroke.core.json_lines import encode_json
 from twostroke.server.body import field
 from twostroke.server.generation.job import EmbeddingJob
+from twostroke.server.protocols.common.encoded_vectors import encode_vectors
 from twostroke.server.protocols.common.fields import ServiceFields, to_caller
 from twostroke.server.protocols.common.inputs import split_inputs
 
@@ -105,7 +106,10 @@ def whole(
 
 def _write(embedding: Embedding, *, in_base64: bool) -> msgspec.Raw:
     vector = embedding.vector
-    shown: list[float] | str = vector.tolist()
+    encoded: msgspec.Raw | str
     if in_base64:
-        shown = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return msgspec.Raw(encode_json(EmbeddingBody(embedding.index, shown)))
+        encoded = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    else:
+        encoded = encode_vectors(vector)
+    body = EmbeddingBody(embedding.index, cast("list[float] | str", encoded))
+    return msgspec.Raw(encode_json(body))
