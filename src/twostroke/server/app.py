@@ -408,7 +408,9 @@ class Api:
             served.running, served.model = vectors, name
             try:
                 is_last = served.service == BATCH_SERVICE
-                work = vectors.whole(partial(self._readers.run, served.tenant, is_last=is_last))
+                work = vectors.encoded_vectors(
+                    partial(self._readers.run, served.tenant, is_last=is_last)
+                )
                 parts = await while_connected(request.receive, work)
             finally:
                 vectors.cancel()

@@ -331,7 +331,9 @@ class Vectors:
         self._running = running
         running.add(self)
 
-    async def whole(self, run_in_thread: Callable[..., Awaitable[Any]]) -> list[msgspec.Raw]:
+    async def encoded_vectors(
+        self, run_in_thread: Callable[..., Awaitable[Any]]
+    ) -> list[msgspec.Raw]:
         """Return the encoded embeddings, in the order of the texts; threads encode large ones.
 
         Raises:
