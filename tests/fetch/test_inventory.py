@@ -196,3 +196,14 @@ def test_only_one_of_two_concurrent_commands_downloads(
             assert (process.returncode, err) == (0, b"")
             assert b"Licence: apache-2.0" in out
     assert len(hub.transfers) == 1
+
+
+def test_a_model_from_the_hub_whose_record_is_damaged_counts_as_not_there(
+    pulled: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = fetch.find(NAME).file
+    path.write_bytes(path.read_bytes().replace(b"apache", b"apachf"))
+    assert NAME not in {one.name for one in fetch.list_models()}
+    with pytest.raises(ModelNotFoundError, match="is not in the cache"):
+        fetch.use(NAME)
+    assert str(path) in caplog.text

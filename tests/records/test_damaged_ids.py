@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 from contextlib import closing
 from functools import partial
@@ -129,6 +130,38 @@ def test_no_file_is_deleted_while_a_record_is_damaged(
         assert "left-by-a-crash" in caplog.text
     if ID in statement:
         assert ID in caplog.text
+
+
+@pytest.mark.parametrize("place", ["header", "first frame", "last frame"])
+def test_a_file_stays_whose_record_was_in_a_damaged_log(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    copy = tmp_path / "copy"
+    with closing(Records(folder)) as records:
+        for number in range(3):  # each is a transaction, and so the log has many frames
+            body = files.new_file(f"new-{number}", 2, "in.jsonl", "batch")
+            records.post(partial(insert_file, body=body)).result()
+            records.files.path(body.id).write_bytes(b"{}")
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("copy"))  # as if killed now
+    intact = tmp_path / "intact"
+    shutil.copytree(copy, intact)
+    log = bytearray((copy / "records.db-wal").read_bytes())
+    log[{"header": 17, "first frame": 100, "last frame": len(log) - 100}[place]] ^= 1
+    (copy / "records.db-wal").write_bytes(log)
+    names = file_names(copy)
+    for _ in range(2):
+        caplog.clear()
+        Records(copy).close()
+        assert file_names(copy) == names
+        assert "new-2" in caplog.text
+        assert str(copy / "lost-records") in caplog.text
+    (copy / "lost-records").unlink()
+    Records(copy).close()
+    assert "new-2" not in file_names(copy)
+    caplog.clear()
+    Records(intact).close()
+    assert file_names(intact) == names
+    assert caplog.text == ""
 
 
 def test_a_file_that_a_crash_has_left_is_deleted(folder: Path) -> None:

@@ -19,7 +19,8 @@ import msgspec
 
 from twostroke.server.storage.damaged_ids import has_damaged_rows, restore_ids, stored_ids
 from twostroke.server.storage.errors import RecordsError
-from twostroke.server.storage.folder import Folder, explain
+from twostroke.server.storage.folder import Folder, FolderMarker, explain
+from twostroke.server.storage.log_check import is_log_cut_off
 from twostroke.server.storage.row_digests import damaged_rows, use_row_digests
 from twostroke.server.storage.schema import migrate
 
@@ -59,9 +60,11 @@ class Records:
         """
         self.path = path / "records.db"
         self.files = Folder(path)
+        self._lost_records = FolderMarker(path, "lost-records")
         self._lock = _lock(path)
         try:
             self._writer = _connect(self.path)
+            self._note_cut_off_log()
             _migrate(self._writer, self.path)
             self._reader = _connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
@@ -149,14 +152,22 @@ class Records:
                 connection.close()
         os.close(self._lock)
 
+    def _note_cut_off_log(self) -> None:
+        """Log that the newest records are lost, and remember it for files without a record."""
+        if is_log_cut_off(self._writer, self.path):
+            reason = "The newest changes of %s may be lost: the end of its log is damaged."
+            _logger.error(reason, self.path)
+            self._lost_records.make()
+
     def _clean_up(self) -> None:
         """Log damaged records, restore ids, and delete files that a crash has left.
 
-        While any record is damaged, a file without a record may be that record's: it stays.
+        While any record is damaged or lost, a file without a record may be that record's: it stays.
         """
         known_ids = stored_ids(self._writer, "files")
         faults = restore_ids(self._writer)
-        is_doubtful = bool(faults) or has_damaged_rows(self._reader, "files")
+        has_lost_records = self._lost_records.is_there
+        is_doubtful = has_lost_records or faults or has_damaged_rows(self._reader, "files")
         faults += itertools.islice(damaged_rows(self._reader), _MAX_NAMED_ROWS)
         for sentence in faults[:_MAX_NAMED_ROWS]:
             _logger.error("%s of %s.", sentence, self.path)
@@ -167,6 +178,8 @@ class Records:
             names = ", ".join(sorted(unknown_ids)[:_MAX_NAMED_ROWS])
             reason = "%d files of %s stay, though no record names them, as records are damaged: %s."
             _logger.error(reason, len(unknown_ids), self.files.path(""), names)
+            if has_lost_records:
+                _logger.error("Delete %s to have them deleted.", self._lost_records.path)
             return
         for id_ in unknown_ids:
             self.files.remove(id_)
