@@ -15,7 +15,8 @@ from twostroke.server.batch import batch as batches
 from twostroke.server.batch import files, uploads
 from twostroke.server.batch.batch import Batch
 from twostroke.server.storage import Records
-from twostroke.server.storage.row_digests import row_digest
+from twostroke.server.storage.damaged_ids import NOUNS, has_damaged_rows, stored_ids
+from twostroke.server.storage.row_digests import COLUMNS, row_digest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,6 +109,37 @@ def test_a_flipped_copy_of_an_id_is_restored(
     assert f"The id of file {ID} was damaged" in sentence
     assert "left-by-a-crash" in told[-1], "named and kept at the damaged start"
     assert file_names(folder) == {ID, OTHER_ID}, "the next start finds nothing damaged"
+
+
+def test_rows_and_indexes_of_all_tables_agree_after_a_flipped_id(tmp_path: Path) -> None:
+    def fill(db: sqlite3.Connection) -> None:
+        for table in NOUNS:
+            columns = {column: f"{column} of {table}" for column in COLUMNS[table]}
+            digest = row_digest(columns.values())
+            if table in {"batches", "answers"}:
+                columns["is_open" if table == "batches" else "is_found"] = "1"
+            if table == "keys":
+                columns |= {"is_revoked": "0", "change": "1"}
+            columns["row_digest"] = digest
+            marks = ", ".join("?" * len(columns))
+            insert = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})"
+            db.execute(insert, tuple(columns.values()))
+
+    with closing(Records(tmp_path)) as records:
+        records.post(fill).result()
+    path = tmp_path / "records.db"
+    whole = path.read_bytes()
+    for table in NOUNS:
+        id_ = f"id of {table}".encode()
+        places = [at for at in range(len(whole)) if whole.startswith(id_, at)]
+        assert len(places) == 2, "in the row and in the index"
+        for place in places:
+            data = bytearray(whole)
+            data[place] ^= 1
+            path.write_bytes(data)
+            with closing(Records(tmp_path)) as records, records.alone() as db:
+                assert stored_ids(db, table) == {id_.decode()}
+                assert not has_damaged_rows(db, table)
 
 
 @pytest.mark.parametrize(

@@ -417,11 +417,11 @@ class Journal:
                 incomplete_ids.append(response.id)
         if incomplete_ids:
             _logger.error(
-                "%d stored answers can be read but not continued, as the record of an earlier "
-                "answer is damaged or missing in %s: %s.",
-                len(incomplete_ids),
+                "Stored answers can be read but not continued, as the record of an earlier answer "
+                "is damaged or missing in %s: %s%s.",
                 self._records.path,
                 ", ".join(incomplete_ids[:_MAX_NAMED_ANSWERS]),
+                " and others" if len(incomplete_ids) > _MAX_NAMED_ANSWERS else "",
             )
 
     def _write(self, work: Callable[[Connection], object]) -> Future[Any]:

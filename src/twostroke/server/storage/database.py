@@ -170,7 +170,7 @@ class Records:
         is_doubtful = has_lost_records or faults or has_damaged_rows(self._reader, "files")
         faults += itertools.islice(damaged_rows(self._reader), _MAX_NAMED_ROWS)
         for sentence in faults[:_MAX_NAMED_ROWS]:
-            _logger.error("%s of %s.", sentence, self.path)
+            _logger.error("%s: %s.", self.path, sentence)
         known_ids |= stored_ids(self._reader, "files")
         self.files.remove_unfinished()
         unknown_ids = self.files.ids() - known_ids
