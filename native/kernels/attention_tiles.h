@@ -9,7 +9,9 @@
 #include "kernels/attention.h"
 #include "kernels/piece.h"
 #include "kernels/spread.h"
+#if TS_LEVEL == 3
 #include "linear/tile.h"
+#endif
 
 namespace ts {
 
