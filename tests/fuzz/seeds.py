@@ -32,7 +32,7 @@ SIZES = {"num_layers": 1, "hidden_size": 2, "ffn_size": 2, "num_heads": 1, "num_
 EXPERT_SIZES = ("expert_feed_forward_length", "moe_intermediate_size")
 NUM_TOKENS = 8
 ALIGNMENT = 8
-ROOMS = ("weights", "models", "tokenize")
+ROOMS = ("model/weights", "model/families", "model/tokenizer")
 
 
 def seeds(target: str) -> dict[str, bytes]:
@@ -172,7 +172,24 @@ def _tokenizer_json() -> dict[str, bytes]:
     whole = tokenizer_json()
     vocab = {text: id_ for id_, text in enumerate([*SPECIAL_TOKENS, "H", "e", "l", "He", "ll"])}
     model = whole["model"] | {"vocab": vocab, "merges": ["H e", "l l"]}
-    return {"byte-level": json.dumps(whole | {"model": model}).encode()}
+    pattern = {"Regex": r"(?i:'s)|\p{N}{1,3}+|[\w&&[^_]]+|\s+(?!\S)"}
+    steps = [
+        {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+    ]
+    changes = [
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
+        {"type": "Strip", "strip_left": True, "strip_right": False},
+        {"type": "Prepend", "prepend": "H"},
+    ]
+    members = {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "normalizer": {"type": "Sequence", "normalizers": changes},
+    }
+    return {
+        "byte-level": json.dumps(whole | {"model": model}).encode(),
+        "steps": json.dumps(whole | members | {"model": model}).encode(),
+    }
 
 
 def _cut(tensors: dict[str, QuantTensor], table: str) -> dict[str, QuantTensor]:

@@ -10,6 +10,7 @@ from twostroke.core.errors import ModelFormatError
 from twostroke.core.frozen import Frozen
 from twostroke.model.tokenizer import normalizers
 from twostroke.model.tokenizer.alphabets import SPACE, byte_level_text, marking
+from twostroke.model.tokenizer.steps import flat
 from twostroke.model.tokenizer.words import (
     DIGIT,
     GPT2,
@@ -25,7 +26,7 @@ from twostroke.model.tokenizer.words import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from twostroke.model.tokenizer.words import Cut, Normalize
 
@@ -54,8 +55,8 @@ class WordSplitter(Frozen):
 def read_words(description: Description) -> WordSplitter:
     """Return how the description of a whole tokenizer makes words.
 
-    Raises ModelFormatError for a step of a kind that is not known. A damaged description raises
-    KeyError, TypeError, AttributeError or ValueError.
+    Raises ModelFormatError for a step of a kind that is not known. The fields of the steps have
+    been checked (`check_steps`).
     """
     changes = list(flat(description.get("normalizer"), "normalizers"))
     normalize = [_step(_NORMALIZERS, step, "normalizer")(step) for step in changes]
@@ -101,17 +102,6 @@ def _spell(word: str) -> list[str]:
     return [byte_level_text(word)]
 
 
-def flat(description: Description | None, key: str) -> Iterator[Description]:
-    """Yield the steps of a description; `key` names those of a sequence, which may be nested."""
-    if not description:
-        return
-    if description.get("type") != "Sequence":
-        yield description
-        return
-    for step in description[key]:
-        yield from flat(step, key)
-
-
 def _step(known: dict[str, Any], step: Description, what: str) -> Any:
     found = known.get(step.get("type", ""))
     if found is None:
@@ -147,19 +137,19 @@ _NORMALIZERS: dict[str, Callable[[Description], Normalize]] = {
 
 
 def _byte_level(step: Description, schemes: frozenset[str]) -> Cut:
-    words = cut_at(GPT2) if step.get("use_regex", True) else lambda text: [text]
+    words = cut_at(GPT2) if step.get("use_regex") is not False else lambda text: [text]
     if not step.get("add_prefix_space") or "always" not in schemes:
         return words
     return lambda text: words(text if text.startswith(" ") else " " + text)
 
 
 def _metaspace(step: Description, schemes: frozenset[str]) -> Cut:
-    mark = str(step.get("replacement", SPACE))
-    scheme = step.get("prepend_scheme", "always")
+    mark = step.get("replacement") or SPACE
+    scheme = step.get("prepend_scheme") or "always"
     if step.get("add_prefix_space") is False:
         scheme = "never"
     prefix = mark if scheme in schemes else ""
-    split = step.get("split", True)
+    split = step.get("split") is not False
     words = cut_at(re.escape(mark), "MergedWithNext") if split else lambda text: [text]
 
     def cut(text: str) -> list[str]:
@@ -167,6 +157,11 @@ def _metaspace(step: Description, schemes: frozenset[str]) -> Cut:
         return words(marked if marked.startswith(mark) else prefix + marked)
 
     return cut
+
+
+def _length(step: Description) -> int:
+    length: int | None = step.get("length")
+    return 5 if length is None else length
 
 
 def _behavior(behavior: str, schemes: frozenset[str]) -> str:
@@ -186,7 +181,7 @@ _PRE_TOKENIZERS: dict[str, Callable[[Description, frozenset[str]], Cut]] = {
     "Whitespace": lambda _step, schemes: cut_at(WORDS, _behavior("Removed", schemes), invert=True),
     "WhitespaceSplit": lambda _step, schemes: cut_at(WHITE_SPACE, _behavior("Removed", schemes)),
     "Punctuation": lambda step, schemes: cut_at(
-        PUNCTUATION, _behavior(step.get("behavior", "Isolated"), schemes)
+        PUNCTUATION, _behavior(step.get("behavior") or "Isolated", schemes)
     ),
     "BertPreTokenizer": lambda _step, schemes: words_by(
         [cut_at(WHITE_SPACE, _behavior("Removed", schemes)), cut_at(PUNCTUATION)]
@@ -194,5 +189,5 @@ _PRE_TOKENIZERS: dict[str, Callable[[Description, frozenset[str]], Cut]] = {
     "CharDelimiterSplit": lambda step, schemes: cut_at(
         re.escape(step["delimiter"]), _behavior("Removed", schemes)
     ),
-    "FixedLength": lambda step, _schemes: cut_by_length(int(step.get("length", 5))),
+    "FixedLength": lambda step, _schemes: cut_by_length(_length(step)),
 }

@@ -16,10 +16,11 @@ from twostroke.model.tokenizer.alphabets import (
     byte_token,
     sentencepiece_bytes,
 )
-from twostroke.model.tokenizer.descriptions import flat, pattern_of, read_words
+from twostroke.model.tokenizer.descriptions import pattern_of, read_words
 from twostroke.model.tokenizer.infill import infill_tokens
 from twostroke.model.tokenizer.merges import ListedPairs, MergeOptions, Merges
 from twostroke.model.tokenizer.specials import end_ids
+from twostroke.model.tokenizer.steps import check_characters, check_steps, flat
 from twostroke.model.tokenizer.template_files import read_chat_templates
 from twostroke.model.tokenizer.tokenizer import Tokenizer, TokenizerParts
 from twostroke.model.tokenizer.vocabulary import Vocabulary
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from twostroke.model.tokenizer.specials import AddedToken
 
 _MAX_FILE_BYTES = 256 * 1024**2
+# Halves of surrogate pairs without the other half.
+_SURROGATE = re.compile(
+    rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
+)
 _MAX_UNUSED_IDS = 1 << 14  # an id without a text takes memory too
 _AROUND_BY_NAME = ("RobertaProcessing", "BertProcessing")  # with one token on each side
 _DECODERS = ("ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")
@@ -64,7 +69,7 @@ def from_tokenizer_json(path: Path, num_rows: int | None = None) -> Tokenizer:
     config = _read(folder / "tokenizer_config.json")
     try:
         return _build(description, model, config, folder, num_rows)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ModelFormatError(
             f"{file.name} is damaged: a part is missing or of another type ({error})."
         ) from error
@@ -77,6 +82,10 @@ def _build(
     folder: Path,
     num_rows: int | None,
 ) -> Tokenizer:
+    try:
+        check_steps(description)
+    except ModelFormatError as error:
+        raise ModelFormatError(f"tokenizer.json cannot be used: {error}") from error
     tokens = read_added_tokens(
         description,
         config,
@@ -93,7 +102,11 @@ def _build(
         prefix, suffix = _around(description.get("post_processor"))
     except ModelFormatError as error:
         raise ModelFormatError(f"tokenizer.json cannot be used: {error}") from error
+    _check_added_ids(added, limit=num_texts + len(added) + _MAX_UNUSED_IDS)
     vocab_size = max(num_texts, *(token.id + 1 for token in added), 0)
+    for id_ in (*prefix, *suffix):
+        if id_ >= vocab_size:
+            raise ModelFormatError(f"tokenizer.json is damaged: its post-processor has id {id_}.")
     ends = [by_text[named["eos_token"]]] if named.get("eos_token") in by_text else []
     ends += _configured_ends(folder)
     return Tokenizer(
@@ -118,6 +131,16 @@ def _build(
             infill=infill_tokens((), (), (), added),
         )
     )
+
+
+def _check_added_ids(added: tuple[AddedToken, ...], *, limit: int) -> None:
+    """Refuse an added token far beyond all other ids: the ids between would take memory."""
+    for token in added:
+        if token.id >= limit:
+            raise ModelFormatError(
+                f"tokenizer.json is damaged: its added token {token.text[:40]!r} has the id "
+                f"{token.id}, which is far beyond the others."
+            )
 
 
 def _with_rows(added: tuple[AddedToken, ...], num_rows: int | None) -> tuple[AddedToken, ...]:
@@ -227,8 +250,8 @@ def _strips_space(description: dict[str, Any]) -> bool:
             raise ModelFormatError(
                 f"its decoder '{kind}' is not known; known are {', '.join(_DECODERS)}, Sequence."
             )
-        prefixed = step.get("prepend_scheme", "always") != "never"
-        from_start = bool(step.get("start")) and step.get("content", " ") == " "
+        prefixed = step.get("prepend_scheme") != "never"
+        from_start = bool(step.get("start")) and (step.get("content") or " ") == " "
         strips |= (kind == "Strip" and from_start) or (kind == "Metaspace" and prefixed)
     return strips
 
@@ -240,7 +263,7 @@ def _piece_bytes(description: dict[str, Any]) -> Callable[[str], bytes]:
         if step.get("type") == "Replace":
             replacements.append(replacing(pattern_of(step), str(step["content"])))
         elif step.get("type") == "Metaspace":
-            replacements.append(replacing(re.escape(str(step.get("replacement", SPACE))), " "))
+            replacements.append(replacing(re.escape(step.get("replacement") or SPACE), " "))
     if not replacements:
         return sentencepiece_bytes
     replaced = normalizing(replacements)
@@ -272,9 +295,14 @@ def _read(file: Path) -> dict[str, Any]:
     if len(data) > _MAX_FILE_BYTES:
         raise ModelFormatError(f"{file.name} is larger than {_MAX_FILE_BYTES // 1024**2} MiB.")
     try:
-        value = json.loads(data.removeprefix(BYTE_ORDER_MARK))
+        value = json.loads(data.removeprefix(BYTE_ORDER_MARK).decode())
     except (ValueError, RecursionError) as error:
         raise ModelFormatError(f"{file.name} is not valid JSON ({error}).") from error
+    if _SURROGATE.search(data):
+        try:
+            check_characters(value)
+        except ModelFormatError as error:
+            raise ModelFormatError(f"{file.name} is damaged: {error}") from None
     if not isinstance(value, dict):
         raise ModelFormatError(f"{file.name} does not hold a JSON object.")
     return value

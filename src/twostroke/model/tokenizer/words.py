@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, reduce
 from itertools import chain, pairwise
 from typing import Literal
 from unicodedata import normalize
@@ -70,21 +70,22 @@ def cut_at(pattern: str, behavior: str = "Isolated", *, invert: bool = False) ->
     """
     if behavior == "Isolated" and not invert and pattern in _GROUPINGS:
         return _GROUPINGS[pattern]
-    if behavior == "Contiguous":
-        pattern = f"(?:{pattern})+"
+    repeated = behavior == "Contiguous"
     join = _JOINS[_INVERTED.get(behavior, behavior) if invert else behavior]
-    compiled = _compile(pattern)
-    if join is _isolated and compiled.groups == 0:
+    compiled = _compile(pattern, "(?:{})+" if repeated else "{}")
+    is_never_empty = compiled.match("") is None
+    if join is _isolated and compiled.groups == 0 and is_never_empty:
         # One call for the whole text: a pattern in parentheses stays among what it splits.
-        split = _compile(f"({pattern})").split
+        split = _compile(pattern, "((?:{})+)" if repeated else "({})").split
 
         return lambda text: [word for word in split(text) if word]
+    matches_of = compiled.finditer if is_never_empty else partial(_matches_in, compiled)
 
     def cut(text: str) -> list[str]:
         gaps: list[str] = []
         matches: list[str] = []
         done = 0
-        for match in compiled.finditer(text):
+        for match in matches_of(text):
             start, end = match.span()
             gaps.append(text[done:start])
             matches.append(text[start:end])
@@ -162,10 +163,25 @@ _INVERTED = {
 }
 
 
-def _compile(pattern: str) -> regex.Pattern[str]:
+def _matches_in(compiled: regex.Pattern[str], text: str) -> Iterator[regex.Match[str]]:
+    """Yield the matches of a pattern that may match nothing, as Oniguruma's callers find them.
+
+    After an empty match the search continues at the next character. `finditer` would first look for
+    a longer match at the same one.
+    """
+    start, last_end = 0, -1
+    while start <= len(text) and (match := compiled.search(text, start)):
+        if match.end() == match.start() == last_end:
+            start += 1
+            continue
+        yield match
+        start = last_end = match.end()
+
+
+def _compile(pattern: str, form: str = "{}") -> regex.Pattern[str]:
     try:
-        return oniguruma.compiled(pattern)
-    except regex.error as error:
+        return oniguruma.compiled(pattern, form)
+    except (regex.error, RecursionError) as error:
         raise ModelFormatError(
             f"The tokenizer's pattern {pattern[:80]!r} is not valid: {error}."
         ) from error
