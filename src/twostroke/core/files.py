@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_JSON_BYTES = 1 << 24
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 17
 _CHECKSUM, _CHECKSUM_BYTES = "checksum", 16
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8, which editors on Windows write
 

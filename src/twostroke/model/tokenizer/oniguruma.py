@@ -53,6 +53,7 @@ _NAMED_CLASSES: Final = {
     "alnum": r"\p{Alphabetic}\p{Nd}",
     "punct": r"\p{P}\p{S}",
 }
+_NAMED_PROPERTIES: Final = {**_NAMED_CLASSES, "punct": r"\p{P}"}
 _PROPERTY: Final = re.compile(r"\\([pP])\{(\^?)([^{}]*)\}")
 _NAMED: Final = re.compile(r"\[:(\^?)(\w+):\]")
 _CODE: Final = re.compile(
@@ -300,7 +301,7 @@ class _Translation:
         if octal_code := self._take(_OCTAL):
             return self._code(int(octal_code[1], 8))
         if name := self._take(_PROPERTY):
-            members = _NAMED_CLASSES.get(name[3].lower())
+            members = _NAMED_PROPERTIES.get(name[3].lower())
             if members:
                 is_inverse = (name[1] == "P") != bool(name[2])
                 if in_class:
@@ -318,7 +319,7 @@ class _Translation:
             return translated
         if char in _REFUSED_ESCAPES:
             raise self._error(f"this version cannot read its escape \\{char}")
-        return regex.escape(char, special_only=False)
+        return str(regex.escape(char, special_only=False))
 
     def _members(self, members: str, *, is_inverse: bool) -> str:
         """Return members for a class, or all others, which are a class inside it."""
