@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from twostroke.model.tokenizer.words import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from twostroke.model.tokenizer.words import Cut, Normalize
 
@@ -59,7 +60,11 @@ def read_words(description: Description) -> WordSplitter:
     been checked (`check_steps`).
     """
     changes = list(flat(description.get("normalizer"), "normalizers"))
-    normalize = [_step(_NORMALIZERS, step, "normalizer")(step) for step in changes]
+    normalize: list[Normalize] = []
+    for step in changes:
+        build = _step(_NORMALIZERS, step, "normalizer")
+        with _naming("normalizer", step):
+            normalize.append(build(step))
     steps = list(flat(description.get("pre_tokenizer"), "pretokenizers"))
     for place, step in enumerate(steps):
         _step(_PRE_TOKENIZERS, step, "pre-tokenizer")
@@ -88,10 +93,20 @@ def _cuts(steps: list[Description], schemes: frozenset[str], *, spells_bytes: bo
     """Return a cut for each step; with `spells_bytes`, ByteLevel spells the bytes of its words."""
     cuts: list[Cut] = []
     for step in steps:
-        cuts.append(_PRE_TOKENIZERS[step["type"]](step, schemes))
+        with _naming("pre-tokenizer", step):
+            cuts.append(_PRE_TOKENIZERS[step["type"]](step, schemes))
         if step["type"] == "ByteLevel" and spells_bytes:
             cuts.append(_spell)
     return cuts
+
+
+@contextmanager
+def _naming(kind: str, step: Description) -> Iterator[None]:
+    """Add the step to an error about its pattern or table."""
+    try:
+        yield
+    except ModelFormatError as error:
+        raise ModelFormatError(f"its {kind} {step['type']} is damaged: {error}") from error
 
 
 def _is_any_byte_level(steps: list[Description]) -> bool:
