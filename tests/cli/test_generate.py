@@ -327,4 +327,4 @@ def test_finished_answer_that_breaks_its_schema_is_printed_and_an_error(
         assert isinstance(json.loads(ran.out), str)
         ran = cli(*asked, str(path), "--json")
         assert ran.code == code
-        assert json.loads(ran.out).get("schema_miss", "") == ("pattern (/pattern)" if code else "")
+        assert json.loads(ran.out).get("schema_miss", "") == ("pattern (#)" if code else "")
