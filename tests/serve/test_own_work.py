@@ -130,4 +130,5 @@ def test_work_ends_with_its_client_and_another_tenant_does_not_wait(
     for connection in connections:
         connection.close()
     wait_for(lambda: line.num_waiting("anna") == 0 and line._free == line._max_turns)
-    assert ends == [AbandonedError.__name__]  # the others were never begun
+    # Another one may begin before the server notices that its client has left, too.
+    assert set(ends) == {AbandonedError.__name__}
