@@ -17,7 +17,7 @@ from compress import FOLDER, twin_and_pieces
 from environments import python_of, run
 from goals import SMOLLM2
 from report import caption, machine_facts, note, save, table
-from twostroke.core.files import write_json
+from twostroke.core.json_io import write_json
 from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.lab.compress.folder import published_names, reordered
 from twostroke.lab.compress.hf_files import config_of, write_tokenizer

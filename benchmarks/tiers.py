@@ -22,10 +22,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from report import caption, machine_facts, note, positive, save, table
-from twostroke.core.options import EngineOptions, SpeculationOptions
+from twostroke.core.options import EngineOptions, OffloadOptions, SpeculationOptions
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.tier_options import OffloadOptions
 from twostroke.engine.build import build
 from twostroke.engine.kv_offload import build as tiers
 from twostroke.engine.kv_offload.disk import DiskTier

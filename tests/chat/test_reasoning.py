@@ -8,8 +8,8 @@ import pytest
 
 from support import talkers
 from support.byte_tokenizer import CHATML, byte_metadata
+from twostroke.core.constraint import ReasoningSection
 from twostroke.core.errors import RequestError
-from twostroke.core.preface import ReasoningSection
 from twostroke.engine.chat.conversation import Chat
 from twostroke.engine.chat.reasoning import Thinking
 from twostroke.model.tokenizer import from_gguf

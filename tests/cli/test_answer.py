@@ -9,7 +9,7 @@ from rich.console import Console
 
 from support.byte_tokenizer import byte_tokenizer
 from twostroke.cli.answer import AnswerStream
-from twostroke.core.preface import ReasoningSection
+from twostroke.core.constraint import ReasoningSection
 from twostroke.core.request import FinishReason
 from twostroke.engine.output import Output
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.unfinished import unfinished
+from twostroke.core.files import unfinished
 from twostroke.lab.compress import choose
 from twostroke.lab.compress import quantize as module
 from twostroke.lab.compress.calibrate import own_pieces

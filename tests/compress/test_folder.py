@@ -8,7 +8,7 @@ import pytest
 
 from support.tiny import tiny_of, write_tiny_folder, write_tiny_gguf
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.core.files import read_json
+from twostroke.core.json_io import read_json
 from twostroke.lab.compress.quantize import quantize
 from twostroke.lab.compress.report import report_of
 from twostroke.lab.measure.compare import held_out_text

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.files import read_json
+from twostroke.core.json_io import read_json
 from twostroke.lab.compress.allocate import Goal
 from twostroke.lab.compress.grids import GRIDS
 from twostroke.lab.compress.mixes import FLOATS, MIXES, fitting, float_format, formats_of

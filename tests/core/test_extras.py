@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from twostroke.core import extras
-from twostroke.core.extras import install_command
+from twostroke.core import env
+from twostroke.core.env import install_command
 
 if TYPE_CHECKING:
     import pytest
@@ -19,7 +19,7 @@ def installed_from(url: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the package be installed from an address, None from an index."""
     text = None if url is None else json.dumps({"url": url, "dir_info": {}})
     found = SimpleNamespace(read_text=lambda _name: text)
-    monkeypatch.setattr(extras, "distribution", lambda _name: found)
+    monkeypatch.setattr(env, "distribution", lambda _name: found)
 
 
 def test_a_package_of_an_index_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_what_is_not_installed_runs_from_its_clone(monkeypatch: pytest.MonkeyPat
     def fail(_name: str) -> None:
         raise metadata.PackageNotFoundError
 
-    monkeypatch.setattr(extras, "distribution", fail)
+    monkeypatch.setattr(env, "distribution", fail)
     root = Path(__file__).parents[2]
     monkeypatch.chdir("/")
     assert install_command("hub") == f"pip install '{root}[hub]'"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.files import IrregularFileError, open_regular_file, read_json, read_regular_file
+from twostroke.core.files import IrregularFileError, open_regular_file, read_regular_file
+from twostroke.core.json_io import read_json
 from twostroke.engine.kv_offload.disk import entry_of, read_page
 from twostroke.fleet.router.health_checker import _listed
 from twostroke.lab.simulator.traces import read_trace

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from twostroke.core.json_lines import encode_json, escape_line_ends
+from twostroke.core.json_io import encode_json, escape_line_ends
 
 # Every character at which `str.splitlines` ends a line.
 LINE_ENDS = [line[-1] for line in "".join(map(chr, range(0x110000))).splitlines(True)[:-1]]

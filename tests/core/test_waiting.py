@@ -10,8 +10,8 @@ import pytest
 
 from support.remote import faked
 from support.tiny import write_tiny_gguf
+from twostroke.core.cancellation import wait_until_set
 from twostroke.core.constraint import Constraint
-from twostroke.core.event_wait import wait_until_set
 from twostroke.server.batch.adaptive_limit import AdaptiveLimit
 from twostroke.server.batch.slots import BatchSlots
 from twostroke.server.generation.running import Accepting

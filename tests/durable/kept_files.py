@@ -30,8 +30,8 @@ from twostroke.backends import machine_limits as limits
 from twostroke.backends.activation_bits import resolve as activations
 from twostroke.core.activation_bits import ActivationBits
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.files import write_checked_json
 from twostroke.core.frozen import Frozen
+from twostroke.core.json_io import write_checked_json
 from twostroke.engine.canary import REPORT_FILE, read_report
 from twostroke.engine.kv_offload import build as tiers
 from twostroke.engine.kv_offload.disk import DiskTier

@@ -25,8 +25,8 @@ from twostroke.core.errors import (
     TwostrokeError,
 )
 from twostroke.core.options import BatchOptions, CacheOptions, ComputeOptions
+from twostroke.core.request import DEFAULT_SERVICE
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.service_tier import DEFAULT_SERVICE
 from twostroke.engine import embedding
 from twostroke.engine.client import Caller
 from twostroke.engine.embedding import Embedding

@@ -16,10 +16,15 @@ from support.stored_pages import kind
 from support.stores import SECRET, missing, store
 from support.tiny import write_tiny_gguf
 from twostroke.core.errors import UsageError
-from twostroke.core.options import CacheOptions, EngineOptions, ParallelOptions, SpeculationOptions
+from twostroke.core.options import (
+    CacheOptions,
+    EngineOptions,
+    OffloadOptions,
+    ParallelOptions,
+    SpeculationOptions,
+)
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.tier_options import OffloadOptions
 from twostroke.engine.build import build
 from twostroke.engine.client import Caller
 from twostroke.engine.kv_offload.disk import DiskTier, entry_of, stored_pages

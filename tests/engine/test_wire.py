@@ -8,10 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from twostroke.core.constraint import Constraint
+from twostroke.core.constraint import Constraint, ReasoningSection
 from twostroke.core.errors import ContextLengthError, Field, OverloadedError, TwostrokeError
 from twostroke.core.options import EngineOptions
-from twostroke.core.preface import ReasoningSection
 from twostroke.core.request import FinishReason, Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import TokenLogprobs

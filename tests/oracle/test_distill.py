@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM, SamplingParams
 from twostroke.core.errors import QualityError, TwostrokeError, UsageError
-from twostroke.core.unfinished import alone
+from twostroke.core.files import alone
 from twostroke.lab.train.options import DistillOptions, StudentShape
 from twostroke.model.families import build_program
 from twostroke.model.load import load

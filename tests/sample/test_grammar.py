@@ -14,10 +14,9 @@ import regex
 
 from support.byte_tokenizer import END, byte_tokenizer
 from twostroke.backends.sampling.masks import allows_only, as_flags
-from twostroke.core.constraint import MAX_CONSTRAINT, NOTATIONS, Constraint
+from twostroke.core.constraint import MAX_CONSTRAINT, NOTATIONS, Constraint, ReasoningSection
 from twostroke.core.draft_tree import ROOT, path_to
 from twostroke.core.errors import RequestError
-from twostroke.core.preface import ReasoningSection
 from twostroke.engine.structured_output.grammar import Grammars
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from support.invariants import check_scheduler
 from support.requests import make_request
 from support.steps import Steps
 from twostroke.core.errors import ContextLengthError, OverloadedError, RequestError, UsageError
-from twostroke.core.request import FinishReason
-from twostroke.core.service_tier import BATCH_SERVICE, SERVICES
+from twostroke.core.request import BATCH_SERVICE, SERVICES, FinishReason
 from twostroke.engine.scheduler import SchedulerConfig
 
 LINE = SERVICES[BATCH_SERVICE]

@@ -13,8 +13,7 @@ from support import talkers
 from support.byte_tokenizer import byte_tokenizer
 from support.servers import events
 from support.talkers import say, talker
-from twostroke.core.constraint import Constraint
-from twostroke.core.preface import ReasoningSection
+from twostroke.core.constraint import Constraint, ReasoningSection
 from twostroke.engine.chat.call_forms import FORMS
 from twostroke.engine.chat.tool_form import ToolForm
 from twostroke.engine.structured_output.grammar import Grammars

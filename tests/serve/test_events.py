@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.core.preface import ReasoningSection
+from twostroke.core.constraint import ReasoningSection
 from twostroke.core.request import FinishReason
 from twostroke.core.step import TokenLogprobs
 from twostroke.engine.chat.reader import PLAIN, AnswerFormat

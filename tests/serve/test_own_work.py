@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from support.servers import live_server, post_bytes, wait_for
-from twostroke.core.abandoned import AbandonedError
+from twostroke.core.cancellation import AbandonedError
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.model.tokenizer.merges import Merges
 from twostroke.server.auth.keys import ApiKeys

@@ -13,8 +13,7 @@ from support.configs import write_config
 from twostroke.backends import BackendFacts
 from twostroke.backends.kv_size import CacheSize
 from twostroke.core.errors import MemoryLimitError, UnreachableError, UsageError
-from twostroke.core.handover_options import DISAGGREGATE
-from twostroke.core.options import BatchOptions, CacheOptions
+from twostroke.core.options import DISAGGREGATE, BatchOptions, CacheOptions
 from twostroke.engine.build import build_scheduler
 from twostroke.fleet.routing.policy import POLICIES
 from twostroke.lab.measure.requests import Objectives

@@ -8,15 +8,15 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from twostroke import LLM, SamplingParams
-from twostroke.core.handover_options import DisaggregationOptions
 from twostroke.core.options import (
     BatchOptions,
     CacheOptions,
     ComputeOptions,
+    DisaggregationOptions,
     EngineOptions,
+    OffloadOptions,
     SpeculationOptions,
 )
-from twostroke.core.tier_options import OffloadOptions
 from twostroke.engine.disaggregation import messages
 from twostroke.engine.disaggregation.connection import PeerConnection, PeerListener, PeerLostError
 

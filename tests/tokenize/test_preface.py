@@ -8,7 +8,7 @@ import time
 import pytest
 
 from support.byte_tokenizer import byte_tokenizer
-from twostroke.core.preface import ReasoningSection
+from twostroke.core.constraint import ReasoningSection
 from twostroke.model.tokenizer.preface import PrefaceCounter, PrefaceCutter, SegmentKind
 
 ANEW, INSIDE = ReasoningSection("<think>", "</think>"), ReasoningSection("", "</think>")

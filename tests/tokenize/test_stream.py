@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.byte_tokenizer import END, byte_tokenizer
-from twostroke.core.preface import ReasoningSection
+from twostroke.core.constraint import ReasoningSection
 from twostroke.model.tokenizer import StreamDecoder
 
 TOKENIZER = byte_tokenizer()

@@ -21,7 +21,7 @@ from support.tiny import (
     write_tiny_gguf,
 )
 from support.tiny_weights import folder_weights
-from twostroke.core import notices
+from twostroke.core import errors
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.lab.compress.hf_files import config_of
 from twostroke.lab.compress.quantize import stored
@@ -43,7 +43,7 @@ MAX_U32 = (1 << 32) - 1
 @pytest.fixture(autouse=True)
 def told_again() -> None:
     """Let each test see the notices that another test has seen."""
-    notices.notice.cache_clear()
+    errors.notice.cache_clear()
 
 
 def floats(values: np.ndarray) -> QuantTensor:

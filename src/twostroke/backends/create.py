@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.library import choose_level, usual_kv_format
+from twostroke.core.env import install_command
 from twostroke.core.errors import BackendError
-from twostroke.core.extras import install_command
 from twostroke.core.hardware import memory_available, resolve_num_threads
 from twostroke.core.options import ACTIVATION_BITS
 from twostroke.model.families import build_program

@@ -11,8 +11,8 @@ from msgspec.structs import asdict, replace
 from twostroke.backends.cpu.team import measure_bandwidth, measure_peak
 from twostroke.core import env
 from twostroke.core.errors import BackendError, ModelFormatError, UsageError
-from twostroke.core.files import read_checked_json, write_checked_json
 from twostroke.core.hardware import Hardware, memory_total, processor_name
+from twostroke.core.json_io import read_checked_json, write_checked_json
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from twostroke.engine.chat.reader import AnswerFormat, AnswerReader
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from twostroke.core.preface import ReasoningSection
+    from twostroke.core.constraint import ReasoningSection
     from twostroke.engine.output import Output
     from twostroke.model.tokenizer import Tokenizer
 

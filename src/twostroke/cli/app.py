@@ -22,7 +22,7 @@ from twostroke.core.errors import MemoryLimitError, TwostrokeError, nearest
 if TYPE_CHECKING:
     from types import FrameType
 
-# Each command lives in a module of its own, imported when it is called: starting stays quick.
+# A command's module is imported when the command is called, so that starting stays quick.
 COMMANDS: Final = {
     "pull": "Fetch a model into the cache.",
     "generate": "Answer one prompt.",
@@ -47,6 +47,11 @@ COMMANDS: Final = {
     "train-heads": "Train heads, which guess tokens ahead (speculation).",
     "models": "List, verify and remove models.",
     "doctor": "Show what this machine can do and what 'auto' means here.",
+}
+# Modules and functions of commands that do not have a module of their own, by command.
+_FUNCTIONS: Final = {
+    "distill": ("train", "distill"),
+    "train-heads": ("train", "train_heads"),
 }
 _EPILOG: Final = "To begin: twostroke generate smollm2 -p 'Why is the sky blue?'"
 _PIPE_CLOSED: Final = 128 + signal.SIGPIPE  # as shells have it
@@ -90,8 +95,10 @@ class Commands(CommandGroup):
         del ctx
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"twostroke.cli.{re.sub('[- ]', '_', cmd_name)}")
-        command: click.Command = module.command
+        default = re.sub("[- ]", "_", cmd_name), "command"
+        module_name, function = _FUNCTIONS.get(cmd_name, default)
+        module = importlib.import_module(f"twostroke.cli.{module_name}")
+        command: click.Command = getattr(module, function)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from msgspec.structs import replace
 
-from twostroke.cli.given import check_batching
 from twostroke.cli.help import Command, option
 from twostroke.cli.options import (
     BATCHING,
     DEFAULT_SAMPLING,
     MACHINE,
     PARALLEL,
+    check_batching,
     engine_options,
     speculation,
 )
@@ -161,7 +161,7 @@ def _there(url: str, most: int) -> Iterator[tuple[Send, int]]:
 def _here(model: str, given: dict[str, Any], *, quiet: bool) -> Iterator[tuple[Send, int]]:
     """Yield what gives lines to an engine in this process, and how many at once."""
     from twostroke.core.process_tuning import ease_collector
-    from twostroke.core.service_tier import DEFAULT_SERVICE
+    from twostroke.core.request import DEFAULT_SERVICE
     from twostroke.engine.health import Health
     from twostroke.engine.process.served import LocalEngine
     from twostroke.server.app import Api

@@ -24,7 +24,7 @@ from twostroke.core.hardware import (
     processor_name,
     resolve_num_threads,
 )
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

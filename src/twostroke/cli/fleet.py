@@ -13,9 +13,9 @@ import click
 from twostroke.cli.help import CommandGroup, option
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core import env
+from twostroke.core.env import install_command
 from twostroke.core.errors import TwostrokeError, UnreachableError, UsageError, nearest
-from twostroke.core.extras import install_command
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -25,7 +25,7 @@ from twostroke.cli.options import (
 from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import printable
 from twostroke.core.errors import ContextLengthError, SchemaMissError, UsageError
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 
 if TYPE_CHECKING:
     from twostroke.core.request import Hints

@@ -14,7 +14,7 @@ from twostroke.cli.help import CommandGroup, option
 from twostroke.cli.terminal import Bar, printable, show_table
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
 from twostroke.core.files import megabytes
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.model import hub as fetch
 from twostroke.model.families import ARCHITECTURES
 

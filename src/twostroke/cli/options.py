@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+from click.core import ParameterSource
 
 from twostroke.cli.help import (
     ByteSize,
@@ -18,37 +22,39 @@ from twostroke.cli.help import (
     read_text,
 )
 from twostroke.core.constraint import Constraint
-from twostroke.core.errors import Field, UsageError
+from twostroke.core.env import install_command
+from twostroke.core.errors import BackendError, Field, UsageError
 from twostroke.core.frozen import Frozen
-from twostroke.core.handover_options import (
-    DEFAULT_PEER_ADDRESS,
-    DISAGGREGATE,
-    PEER_LINKS,
-    ROLES,
-    DisaggregationOptions,
-)
 from twostroke.core.options import (
     AUTO_BITS,
     BACKENDS,
     DEFAULT_PAGE_SIZE,
+    DEFAULT_PEER_ADDRESS,
+    DISAGGREGATE,
     GENERATION_CONFIGS,
     KV_FORMATS,
     KV_SHARES,
     PARTNER,
+    PEER_LINKS,
     POLICIES,
     REDUCTIONS,
+    ROLES,
     SPECULATE,
     BatchOptions,
     CacheOptions,
     ComputeOptions,
+    DisaggregationOptions,
     EngineOptions,
     GenerationOptions,
+    OffloadOptions,
     ParallelOptions,
     SpeculationOptions,
 )
 from twostroke.core.sampling import BOUNDS, DEFAULTED, LOCAL_DEFAULTS, SamplingParams
-from twostroke.core.tier_options import OffloadOptions
 from twostroke.model.built_in_templates import BUILT_IN, check_template
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 T = TypeVar("T", bound=Frozen)
 _NO_DRAFT: Final = "none"
@@ -469,3 +475,78 @@ def constraint(given: dict[str, Any]) -> Constraint | None:
         reason = "cannot be combined with {other}: leave one of them out."
         raise UsageError(reason, field=found[0].param, other=Field(found[1].param))
     return found[0] if found else None
+
+
+def is_given(name: str) -> bool:
+    """Whether an option stands on the command line."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is ParameterSource.COMMANDLINE
+
+
+def check_effect(name: str, other: str, *, has_effect: bool, value: str = "") -> None:
+    """Refuse an option that is given without `other` (with `value`), on which its effect depends.
+
+    Raises:
+        UsageError: it has no effect.
+    """
+    if is_given(name) and not has_effect:
+        reason = f"has no effect without {{other}}{value and ' '}{value}: add that, or leave "
+        raise UsageError(f"{reason}{{this}} out.", field=name, other=Field(other), this=Field(name))
+
+
+def check_batching(policy: str, *, is_server: bool = False) -> None:
+    """Refuse options of a batching policy that is not chosen.
+
+    A server starts a static batch that is not full after `--max-wait`; other commands know when no
+    more requests come.
+
+    Raises:
+        UsageError: one has no effect.
+    """
+    has_wait = policy == "dynamic" or (is_server and policy == "static")
+    check_effect("batch_size", "policy", has_effect=policy != "continuous", value="dynamic")
+    check_effect("max_wait_s", "policy", has_effect=has_wait, value="dynamic")
+
+
+@contextmanager
+def needing_torch(what: str) -> Iterator[None]:
+    """Raise BackendError if an import in the block fails because there is no PyTorch."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise BackendError(f"{what} needs PyTorch: {install_command('train')}.") from None
+
+
+PLOTS: Final = (".svg", ".png")
+
+
+def file_option(suffixes: tuple[str, ...]) -> dict[str, Any]:
+    """Return the type and the placeholder of an option that takes such a file."""
+    kind = click.Path(path_type=Path, dir_okay=False, writable=True)
+    return {"type": kind, "metavar": "|".join(f"FILE{one}" for one in suffixes)}
+
+
+def check_file(path: Path | None, field: str, suffixes: tuple[str, ...]) -> None:
+    """Refuse a file that could not be written.
+
+    Raises:
+        UsageError: its suffix is another, its folder is missing, or matplotlib is.
+    """
+    if path is None:
+        return
+    if path.suffix.lower() not in suffixes:
+        reason = f"must end in {' or '.join(suffixes)}, got '{{value}}'."
+        raise UsageError(reason, field=field, value=path.name)
+    check_folder(path, field)
+    from twostroke.lab.measure.plots import new_figure
+
+    new_figure(1, 1)
+
+
+def check_folder(path: Path, field: str) -> None:
+    """Raise UsageError if a file's folder is missing."""
+    if not path.absolute().parent.is_dir():
+        reason = "is in a folder that does not exist: '{value}'."
+        raise UsageError(reason, field=field, value=path.parent)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from twostroke.cli.drawing import PLOTS, check_file, file_option
-from twostroke.cli.given import check_effect, is_given
 from twostroke.cli.help import Command, option
+from twostroke.cli.options import PLOTS, check_effect, check_file, file_option, is_given
 from twostroke.cli.planning import (
     HERE,
     check_threads,
@@ -23,8 +22,8 @@ from twostroke.cli.planning import (
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core import env
 from twostroke.core.errors import Field, UnreachableError, UsageError
-from twostroke.core.json_lines import encode_json
-from twostroke.core.unfinished import unfinished
+from twostroke.core.files import unfinished
+from twostroke.core.json_io import encode_json
 
 if TYPE_CHECKING:
     from pathlib import Path

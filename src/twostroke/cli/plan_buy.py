@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from twostroke.cli.given import check_effect
 from twostroke.cli.help import Command, option
+from twostroke.cli.options import check_effect
 from twostroke.cli.planning import (
     MS,
     BoundedNumberParam,
@@ -19,7 +19,7 @@ from twostroke.cli.planning import (
     weights_option,
 )
 from twostroke.cli.terminal import printable, show_table
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ import click
 
 from twostroke.cli.help import Command, option
 from twostroke.cli.terminal import printable, show_table
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

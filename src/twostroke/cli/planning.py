@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from twostroke.cli.given import check_effect
 from twostroke.cli.help import OneOf, option
-from twostroke.core.ranges import check_number
+from twostroke.cli.options import check_effect
+from twostroke.core.frozen import check_number
 from twostroke.model.program.formats import FORMATS
 from twostroke.model.program.storage import WEIGHTS
 

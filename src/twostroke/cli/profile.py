@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from twostroke.cli.drawing import PLOTS, check_file, file_option
 from twostroke.cli.help import Command, Counts, option
-from twostroke.cli.options import MACHINE, PARALLEL, engine_options
+from twostroke.cli.options import MACHINE, PARALLEL, PLOTS, check_file, engine_options, file_option
 from twostroke.cli.pull import fetch
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.errors import UsageError
-from twostroke.core.unfinished import unfinished
+from twostroke.core.files import unfinished
 from twostroke.lab.measure import plots
 
 if TYPE_CHECKING:

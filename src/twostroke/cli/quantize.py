@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from twostroke.cli.extras import needing_torch
 from twostroke.cli.help import ByteSize, Command, NumberParam, OneOf, TextFile, option
+from twostroke.cli.options import needing_torch
 from twostroke.cli.pull import fetch
 from twostroke.cli.terminal import printable
 from twostroke.core.errors import UsageError

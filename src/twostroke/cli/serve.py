@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from msgspec.structs import replace
 
-from twostroke.cli.given import check_batching, is_given
 from twostroke.cli.help import ByteSize, Command, NumberParam, OneOf, option, verbose
 from twostroke.cli.listening import listening, open_records, say_stop, tell
 from twostroke.cli.options import (
@@ -24,7 +23,9 @@ from twostroke.cli.options import (
     PARALLEL,
     TEMPLATE,
     TIERS,
+    check_batching,
     engine_options,
+    is_given,
     speculation,
 )
 from twostroke.cli.pull import open_engine, open_remote
@@ -145,7 +146,7 @@ def command(**given: Any) -> int:
 
     Ctrl-C or SIGTERM stops the server after the running answers; a second one cuts them off.
     """
-    from twostroke.core.open_files import allow_files
+    from twostroke.core.process_tuning import allow_files
     from twostroke.engine.process.launch import LaunchedProcess
 
     asked = asked_models(given["model"], given["models"])

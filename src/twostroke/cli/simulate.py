@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from msgspec.structs import replace
 
-from twostroke.cli.drawing import check_folder
-from twostroke.cli.given import check_batching, check_effect, is_given
 from twostroke.cli.help import ByteSize, Command, OneOf, option
-from twostroke.cli.options import BATCHING, MACHINE, engine_options
+from twostroke.cli.options import (
+    BATCHING,
+    MACHINE,
+    check_batching,
+    check_effect,
+    check_folder,
+    engine_options,
+    is_given,
+)
 from twostroke.cli.planning import (
     HERE,
     BoundedNumberParam,
@@ -25,7 +31,7 @@ from twostroke.cli.planning import (
 )
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.errors import Field, UsageError
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,7 +124,7 @@ def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> 
     The engine's own scheduler, pages, prefix cache and speculation run; only steps are not
     computed: each takes what its operations need on the device. MODEL is what plan takes.
     """
-    from twostroke.core.unfinished import unfinished
+    from twostroke.core.files import unfinished
     from twostroke.lab.measure.requests import Objectives
     from twostroke.lab.simulator import simulate, sweep
     from twostroke.lab.simulator.sweep import check_objectives

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from twostroke.core.errors import RequestError
-from twostroke.core.preface import ReasoningSection  # noqa: TC001 - read when a message is decoded
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +18,17 @@ if TYPE_CHECKING:
 
 NOTATIONS: Final = ("json_schema", "regex", "choice", "grammar", "lark")
 MAX_CONSTRAINT = 256 * 1024  # characters
+
+
+class ReasoningSection(Frozen):
+    """A model's reasoning before its answer; constraints and stop strings do not apply to it.
+
+    `begin` is the text that opens it, at the beginning of the output; empty if the prompt has
+    opened it already. Without that text there is no preface. `end` is the text that closes it.
+    """
+
+    begin: str
+    end: str
 
 
 @dataclass(frozen=True, slots=True)

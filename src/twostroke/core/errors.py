@@ -1,16 +1,18 @@
-"""Errors that a user can act on: each says what was wrong, the limit, and the option to change."""
+"""Errors and notices that a user can act on: what was wrong, the limit, the option to change."""
 
 from __future__ import annotations
 
+import logging
 import re
 from difflib import SequenceMatcher
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Final, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     Naming = Callable[[str], str]  # from the engine's name of a field to the caller's
+    from collections.abc import Sequence
 
 _FACT: Final = re.compile(r"\{(\w+)(!r)?\}")
 _SAME_START_SHARE: Final = 0.7  # of the letters of both words
@@ -256,3 +258,27 @@ def _nearest(word: str, known_words: tuple[str, ...]) -> str:
 
 def _bare(word: str) -> str:
     return word.lower().lstrip("-")  # options begin with it
+
+
+MAX_NAME_LENGTH: Final = 120
+_MAX_NAMES: Final = 3
+_logger = logging.getLogger("twostroke.weights")
+
+
+def notice_wrong_id(key: str, value: object) -> None:
+    """Log that a special token of a file is left out because no token has its id."""
+    id_text = "-1" if value == (1 << 32) - 1 else str(value)[:40]
+    notice(f"{key} is {id_text}, which is not the id of a token: left out.")
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first names in quotes, and the number of other names."""
+    text = ", ".join(repr(name[:MAX_NAME_LENGTH]) for name in names[:_MAX_NAMES])
+    num_more = len(names) - _MAX_NAMES
+    return f"{text} and {num_more} more" if num_more > 0 else text
+
+
+@cache
+def notice(text: str) -> None:
+    """Log a sentence as a warning, unless it was logged before."""
+    _logger.warning("%s", text)

@@ -1,25 +1,24 @@
-"""Files: JSON is read within a limit, files are replaced in one step, and locked."""
+"""Read files within a size limit, replace them in one step, lock them, and write large ones."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
-import json
 import os
+import shutil
 import stat
 import threading
-from typing import TYPE_CHECKING, Any, BinaryIO
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, BinaryIO
 
-from twostroke.core.errors import ModelFormatError
+from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator
     from pathlib import Path
 
 MAX_JSON_BYTES = 1 << 24
 _CHUNK_BYTES = 1 << 17
-_CHECKSUM, _CHECKSUM_BYTES = "checksum", 16
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8, which editors on Windows write
 
 
@@ -81,14 +80,6 @@ def _irregular(path: Path) -> IrregularFileError:
     return IrregularFileError(errno.EINVAL, f"{why}, not a file", str(path))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a small file; ModelFormatError if there is none."""
-    value = _parse(path)
-    if not isinstance(value, dict):
-        raise ModelFormatError(f"{path.name!r} is damaged: it is not a JSON object.")
-    return value
-
-
 def read_at_most(file: BinaryIO, max_bytes: int) -> bytes:
     """Return the rest of an open file, but no more than the first `max_bytes`.
 
@@ -123,42 +114,6 @@ def write_text(path: Path, text: str) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def write_json(path: Path, values: Mapping[str, object]) -> None:
-    """Replace a small file by a JSON object, in one step."""
-    write_text(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
-
-
-def write_checked_json(path: Path, values: Mapping[str, object]) -> None:
-    """As `write_json`, with a checksum of name and values, which `read_checked_json` compares."""
-    write_json(path, {**values, _CHECKSUM: _checksum(path, values)})
-
-
-def read_checked_json(path: Path) -> dict[str, Any]:
-    """Return values that `write_checked_json` wrote, or all of a file without a checksum.
-
-    Raises:
-        ModelFormatError: the file cannot be read, has another file's name, or its values have
-            changed since they were written.
-    """
-    values = read_json(path)
-    checksum = values.pop(_CHECKSUM, None)
-    if checksum is not None and checksum != _checksum(path, values):
-        raise ModelFormatError(f"{path.name!r} is damaged: its values differ from its checksum.")
-    return values
-
-
-def _checksum(path: Path, values: Mapping[str, object]) -> str:
-    text = json.dumps([path.name, values], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=_CHECKSUM_BYTES).hexdigest()
-
-
-def _parse(path: Path) -> Any:
-    try:
-        return json.loads(read_small_file(path))
-    except (ValueError, RecursionError):
-        raise ModelFormatError(f"{path.name!r} is damaged: it is not JSON.") from None
 
 
 def place_file(part: Path, path: Path) -> None:
@@ -200,3 +155,85 @@ def locks(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+@contextmanager
+def unfinished(out: Path) -> Iterator[Path]:
+    """Yield a hidden path beside `out`; the file there becomes `out` after the block.
+
+    If the block fails or is interrupted, the hidden file is removed, and `out` stays as it was.
+
+    Raises:
+        UsageError: another process makes it.
+        TwostrokeError: the disk cannot be written.
+    """
+    part = out.with_name(f".{out.stem}.part{out.suffix}")
+    with _told(out), alone(out.with_name(f".{out.name}.lock"), out):
+        try:
+            if out.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            part.touch()  # to fail now, not after the work
+            yield part
+            place_file(part, out)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextmanager
+def unfinished_folder(out: Path) -> Iterator[Path]:
+    """Yield a hidden folder beside `out`, which becomes `out` after the block; as `unfinished`.
+
+    Raises:
+        UsageError: `out` is there already, or another process makes it.
+        TwostrokeError: the disk cannot be written.
+    """
+    if out.exists():
+        raise UsageError(f"{str(out)!r} is there already.", field="out")
+    part = out.with_name(f".{out.name}.part")
+    with _told(out), alone(out.with_name(f".{out.name}.lock"), out):
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            yield part
+            part.replace(out)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def alone(path: Path, out: Path) -> Iterator[None]:
+    """Be the only process that makes `out`, by a lock file at `path`.
+
+    Raises:
+        UsageError: another process makes it.
+    """
+    with path.open("ab") as file:
+        taken = not locks(file.fileno())
+        # The other one may have removed the file just before it was locked here.
+        if taken or not os.fstat(file.fileno()).st_nlink:
+            raise UsageError(f"Another command writes {str(out)!r} now.", field="out")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _told(out: Path) -> Iterator[None]:
+    """Say of each failure that `out` was not written."""
+    try:
+        yield
+    except OSError as error:
+        raise TwostrokeError(f"{str(out)!r} cannot be written: {error.strerror}.") from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"Interrupted. {str(out)!r} was not written. Run the same command to continue."
+        ) from None
+
+
+def need(path: Path, num_bytes: float) -> None:
+    """Raise TwostrokeError if the disk of the file `path` has fewer bytes free."""
+    free = shutil.disk_usage(path.parent).free
+    if free < num_bytes:
+        needed, left = megabytes(int(num_bytes)), megabytes(free)
+        raise TwostrokeError(f"The file needs {needed}, and the disk has {left} left.")

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from twostroke.core.activation_bits import ActivationBits
 from twostroke.core.errors import Field, RequestError, UsageError, nearest
 from twostroke.core.frozen import Frozen
-from twostroke.core.handover_options import DisaggregationOptions
 from twostroke.core.sampling import (
     DEFAULTED,
     LOCAL_DEFAULTS,
@@ -20,7 +19,6 @@ from twostroke.core.sampling import (
     SamplingDefaults,
     SamplingParams,
 )
-from twostroke.core.tier_options import OffloadOptions
 
 BACKENDS: Final = ("auto", "cpu", "gpu", "reference", "torch")
 POLICIES: Final = ("continuous", "dynamic", "static")
@@ -39,6 +37,27 @@ LAUNCHERS: Final = ("auto", "ray")
 GENERATION_CONFIGS: Final = ("auto", "none", "openai")
 MAX_RANKS: Final = 256
 _MAX_RUNNING: Final = 256
+
+
+ROLES: Final = ("mixed", "prefill", "decode")
+
+
+DISAGGREGATE: Final = ("auto", "always", "never")
+
+
+PEER_LINKS: Final = ("auto", "socket", "nixl", "nixl-read", "nixl-write")
+
+
+DEFAULT_PEER_ADDRESS: Final = "127.0.0.1:7800"
+
+
+DEFAULT_PAGE_CACHE_BYTES: Final = 10_000_000_000
+
+
+_LEAST_BYTES: Final = 10_000_000
+
+
+_SCHEMES: Final = ("redis://", "rediss://", "unix://")
 
 
 class ComputeOptions(Frozen):
@@ -324,6 +343,102 @@ class ParallelOptions(Frozen):
             raise UsageError(reason, field=name, other=Field("shares"))
 
 
+class DisaggregationOptions(Frozen):
+    """Whether prompts are read by another engine than the one that answers.
+
+    Attributes:
+        role: "mixed" does both; "prefill" also reads prompts for decode engines, which connect to
+            `peer_address`; "decode" lets the `prefill_peers` read prompts where `disaggregate` says
+            so, and fetches the pages.
+        peer_address: HOST:PORT to listen at; port 0 takes a free one.
+        prefill_peers: HOST:PORT of each prefill engine.
+        disaggregate: "always", "never", or "auto": where it saves time.
+        peer_link: how pages travel between engines that share no memory: by their socket, or by
+            NIXL, where the decode engine reads or the prefill engine writes. "auto" and "nixl" take
+            what is measured to be faster.
+    """
+
+    role: str = "mixed"
+    peer_address: str | None = None
+    prefill_peers: tuple[str, ...] = ()
+    disaggregate: str = "auto"
+    peer_link: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse unknown names, and parts that do not fit together."""
+        names = ("role", ROLES), ("disaggregate", DISAGGREGATE), ("peer_link", PEER_LINKS)
+        for name, known in names:
+            value = getattr(self, name)
+            if value not in known:
+                hint = nearest(value, known)
+                reason = f"must be one of {', '.join(known)}, got '{{value}}'.{hint}"
+                raise UsageError(reason, field=name, value=value)
+        if self.role == "decode" and not self.prefill_peers:
+            reason = "can be decode only with the address of a prefill engine: set {other}."
+            raise UsageError(reason, field="role", other=Field("prefill_peers"))
+        if self.role != "decode" and self.prefill_peers:
+            reason = "needs {other} decode."
+            raise UsageError(reason, field="prefill_peers", other=Field("role"))
+        if self.role != "decode" and self.disaggregate != "auto":
+            raise UsageError("needs {other} decode.", field="disaggregate", other=Field("role"))
+        if self.role != "prefill" and self.peer_address is not None:
+            raise UsageError("needs {other} prefill.", field="peer_address", other=Field("role"))
+        if self.role == "mixed" and self.peer_link != "auto":
+            reason = "needs {other} prefill or decode."
+            raise UsageError(reason, field="peer_link", other=Field("role"))
+        for address in self.prefill_peers:
+            parse_address(address, "prefill_peers")
+        parse_address(self.own_address, "peer_address")
+
+    @property
+    def own_address(self) -> str:
+        """Where a prefill engine listens."""
+        return self.peer_address or DEFAULT_PEER_ADDRESS
+
+
+class OffloadOptions(Frozen):
+    """A folder, a store that machines share, or both; with neither, pages are in memory only.
+
+    `page_cache_bytes` is the most that the folder holds, of all models together; None is 10 GB.
+    `page_store` is the URL of a Redis server.
+    """
+
+    page_cache: str | None = None
+    page_cache_bytes: int | None = None
+    page_store: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what has no effect."""
+        if self.page_cache == "":
+            raise UsageError("must name a folder: leave it out, or name one.", field="page_cache")
+        if self.page_cache_bytes is not None:
+            if self.page_cache is None:
+                raise UsageError(
+                    "needs {other}.", field="page_cache_bytes", other=Field("page_cache")
+                )
+            if self.page_cache_bytes < _LEAST_BYTES:
+                reason = f"must be at least {_LEAST_BYTES // 10**6}MB."
+                raise UsageError(reason, field="page_cache_bytes")
+        if self.page_store is not None and not self.page_store.startswith(_SCHEMES):
+            reason = f"must be a URL that begins with one of: {', '.join(_SCHEMES)}."
+            raise UsageError(reason, field="page_store")
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that the folder holds."""
+        return self.page_cache_bytes or DEFAULT_PAGE_CACHE_BYTES
+
+    @property
+    def is_used(self) -> bool:
+        """Whether pages stay anywhere."""
+        return self.page_cache is not None or self.page_store is not None
+
+    @property
+    def field(self) -> str:
+        """The option that asks for pages to stay."""
+        return "page_store" if self.page_cache is None else "page_cache"
+
+
 class GenerationOptions(Frozen):
     """Default sampling values for requests that leave them out.
 
@@ -452,6 +567,18 @@ def options_of(fields: Mapping[str, Any]) -> EngineOptions:
     flags = {part: values.pop(part)[part] for part in ("accept_quality",) if part in values}
     options = {part: parts[part](**part_fields) for part, part_fields in values.items()}
     return EngineOptions(**options, **flags)
+
+
+def parse_address(text: str, field: str) -> tuple[str, int]:
+    """Return the host and the port of HOST:PORT.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise UsageError("must be HOST:PORT, got {value!r}.", field=field, value=text)
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

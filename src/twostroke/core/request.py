@@ -1,11 +1,11 @@
-"""A request: its tokens, and how many of them are computed."""
+"""A request: its tokens, how many of them are computed, and its class of service."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from twostroke.core.embedding import Pooling
 from twostroke.core.frozen import Frozen
@@ -13,6 +13,21 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from twostroke.core.constraint import Matcher
     from twostroke.core.sampling import SamplingParams
+
+
+DEFAULT_SERVICE: Final = "default"
+
+
+BATCH_SERVICE: Final = "batch"  # lines of batches; clients cannot ask for it
+
+
+# `Request.priority` of each class: lower goes first.
+SERVICES: Final[dict[str, int]] = {
+    DEFAULT_SERVICE: 0,
+    "flex": 1,
+    "priority": -1,
+    BATCH_SERVICE: 2,
+}
 
 
 NO_PAGE = -1  # in a group's list of pages: no later row reads this part

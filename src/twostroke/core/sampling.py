@@ -9,10 +9,12 @@ from typing import Final
 from msgspec import field
 from msgspec.structs import force_setattr, replace
 
-from twostroke.core.constraint import Constraint
+from twostroke.core.constraint import (
+    Constraint,
+    ReasoningSection,
+)
 from twostroke.core.errors import Field, RequestError
 from twostroke.core.frozen import Frozen
-from twostroke.core.preface import ReasoningSection  # noqa: TC001 - read when a message is decoded
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16

@@ -18,8 +18,9 @@ import numpy as np
 from twostroke.core import env
 from twostroke.core.activation_bits import ActivationBits
 from twostroke.core.errors import Field, ModelFormatError, QualityError, TwostrokeError
-from twostroke.core.files import is_there, read_json, write_json
+from twostroke.core.files import is_there
 from twostroke.core.frozen import Frozen
+from twostroke.core.json_io import read_json, write_json
 from twostroke.core.options import ACTIVATION_BITS
 from twostroke.model.weights import GgufTokenizer
 

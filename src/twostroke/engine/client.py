@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core.embedding import Pooling
 from twostroke.core.errors import RequestError, nearest
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import NO_HINTS, Hints, Request
+from twostroke.core.request import DEFAULT_SERVICE, NO_HINTS, Hints, Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.service_tier import DEFAULT_SERVICE
 from twostroke.engine.embedding import Embedder, check_token_values, choose_pooling, in_order
 from twostroke.engine.generation import AsyncGeneration, Generation
 from twostroke.engine.output_processor import OutputProcessor

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from msgspec.structs import astuple
 
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import FinishReason
-from twostroke.core.service_tier import SERVICES
+from twostroke.core.request import SERVICES, FinishReason
 from twostroke.engine.histogram import Distribution, Histogram
 from twostroke.engine.scheduler import SchedulerStats  # noqa: TC001 - read when a message is decoded
 from twostroke.engine.seconds import Seconds

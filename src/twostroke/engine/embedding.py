@@ -9,8 +9,7 @@ import numpy as np
 from twostroke.core.embedding import AUTO, EmbeddingParams, Pooling
 from twostroke.core.errors import EngineStoppedError, RequestError
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import FinishReason
-from twostroke.core.service_tier import DEFAULT_SERVICE
+from twostroke.core.request import DEFAULT_SERVICE, FinishReason
 from twostroke.engine.output import Output
 from twostroke.engine.request_listener import RequestListener
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.core.request import FinishReason
-from twostroke.core.service_tier import DEFAULT_SERVICE
+from twostroke.core.request import DEFAULT_SERVICE, FinishReason
 from twostroke.engine.output import Output
 from twostroke.engine.request_listener import RequestListener
 from twostroke.model.tokenizer import StreamDecoder

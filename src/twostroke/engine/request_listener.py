@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from twostroke.core.service_tier import DEFAULT_SERVICE
+from twostroke.core.request import DEFAULT_SERVICE
 from twostroke.engine.output import Output, Timings, Usage
 
 if TYPE_CHECKING:

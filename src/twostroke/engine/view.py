@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twostroke.core.frozen import Frozen
-from twostroke.core.service_tier import DEFAULT_SERVICE
+from twostroke.core.request import DEFAULT_SERVICE
 from twostroke.engine.scheduler import SchedulerStats  # noqa: TC001 - read when a message is decoded
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.routing import Route
 
-from twostroke.core.json_lines import encode_json
-from twostroke.core.service_tier import BATCH_SERVICE
+from twostroke.core.json_io import encode_json
+from twostroke.core.request import BATCH_SERVICE
 from twostroke.engine.structured_output.schema.verify import Verifier
 from twostroke.server.auth.key_refresher import KeyRefresher
 from twostroke.server.auth.usage import UsageBook

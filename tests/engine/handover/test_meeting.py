@@ -16,7 +16,7 @@ from support.handover import options, prefill, view, wait_until
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
 from twostroke.core.errors import PortInUseError, UsageError
-from twostroke.core.handover_options import DisaggregationOptions
+from twostroke.core.options import DisaggregationOptions
 from twostroke.core.transport.handshake import introduce, receive_exactly
 from twostroke.engine.disaggregation.connection import (
     PeerConnection,

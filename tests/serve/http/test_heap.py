@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from starlette.requests import Request
 
-from twostroke.core import heap
+from twostroke.core import process_tuning
 from twostroke.server.http.error_forms import error_form
 from twostroke.server.http.limits import RequestLimits, body_of
 from twostroke.server.http.request_context import STATE_KEY, ServedRequest
@@ -28,13 +28,13 @@ def _own_bytes() -> int:
 
 
 def test_holes_in_the_heap_are_given_back() -> None:
-    if not heap.trim():
+    if not process_tuning.trim():
         pytest.skip("this C library has no malloc_trim")
     blocks = [b"x" * (100_000 + i) for i in range(400)]
     kept = blocks[::20]
     del blocks
     before = _own_bytes()
-    heap.trim()
+    process_tuning.trim()
     assert _own_bytes() < before - 20 * 2**20
     assert len(kept) == 20
 
@@ -54,13 +54,13 @@ def test_a_server_frees_cycles_and_trims_again_and_again(monkeypatch: pytest.Mon
                 loop.call_soon_threadsafe(done.set)
             return True
 
-        monkeypatch.setattr(heap, "trim", trim)
-        monkeypatch.setattr(heap, "_EVERY_S", 0.001)
+        monkeypatch.setattr(process_tuning, "trim", trim)
+        monkeypatch.setattr(process_tuning, "_EVERY_S", 0.001)
         node = Node()
         node.itself = node  # type: ignore[attr-defined]
         gone = weakref.ref(node)
         del node
-        task = asyncio.create_task(heap.trim_regularly())
+        task = asyncio.create_task(process_tuning.trim_regularly())
         await done.wait()
         task.cancel()
         assert trims[:3] == [None] * 3

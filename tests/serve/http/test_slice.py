@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from twostroke.core.slice import run_at_once
+from twostroke.core.process_tuning import run_at_once
 
 if TYPE_CHECKING:
     from support.servers import LiveServer

@@ -10,8 +10,8 @@ import pytest
 
 from support.refusals import refused
 from support.servers import events, live_server, wait_for
+from twostroke.core.request import SERVICES
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.service_tier import SERVICES
 from twostroke.server.protocols.common.fields import TIERS
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from twostroke.core.json_lines import encode_json
-from twostroke.core.preface import ReasoningSection
+from twostroke.core.constraint import ReasoningSection
+from twostroke.core.json_io import encode_json
 from twostroke.core.request import FinishReason
 from twostroke.core.step import TokenLogprobs
 from twostroke.engine.chat.reader import AnswerFormat

@@ -9,7 +9,7 @@ import pytest
 
 from support.servers import live_server, wait_for
 from twostroke.core.errors import RequestError
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.server.generation import response_store as store_module
 from twostroke.server.generation.response_store import ResponseStore, StoredResponse, Tenant
 from twostroke.server.options import ServeOptions

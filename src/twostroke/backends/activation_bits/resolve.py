@@ -26,8 +26,8 @@ from twostroke.backends.create import is_native
 from twostroke.core import env
 from twostroke.core.activation_bits import ActivationBits
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.files import read_checked_json, write_checked_json
 from twostroke.core.hardware import give_back_memory, resolve_num_threads
+from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.core.options import AUTO_BITS, DEFAULT_ACTIVATION_BITS
 from twostroke.model.load import build_tokenizer
 from twostroke.model.weights import weights_identity

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twostroke.core import env
+from twostroke.core.env import install_command
 from twostroke.core.errors import BackendError
-from twostroke.core.extras import install_command
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available, memory_total
 

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from twostroke.backends.parallel.remote import RankArrival, RemoteRank, RemoteRanks, serve_rank
+from twostroke.core.env import install_command
 from twostroke.core.errors import BackendError, RanksLostError
-from twostroke.core.extras import install_command
 
 _PLACE_S: Final = 60.0
 _END_S: Final = 5.0

@@ -20,7 +20,7 @@ from twostroke.engine.structured_output.schema.prepare import JSON_FORM
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.core.preface import ReasoningSection
+    from twostroke.core.constraint import ReasoningSection
     from twostroke.engine.chat.call_forms import CallForm
     from twostroke.engine.chat.tools import Tools
     from twostroke.model.tokenizer import Tokenizer

@@ -43,8 +43,7 @@ from twostroke.engine.structured_output.lark import special_marks
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from twostroke.core.constraint import Constraint
-    from twostroke.core.preface import ReasoningSection
+    from twostroke.core.constraint import Constraint, ReasoningSection
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.chat.capabilities import TemplateCapabilities
     from twostroke.engine.chat.reasoning import ReasoningMarks, Thinking

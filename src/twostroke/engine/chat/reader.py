@@ -23,7 +23,7 @@ from twostroke.model.tokenizer.preface import PrefaceCounter, PrefaceCutter, Seg
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from twostroke.core.preface import ReasoningSection
+    from twostroke.core.constraint import ReasoningSection
     from twostroke.engine.chat.call_forms import CallForm
     from twostroke.engine.chat.call_reader import Piece
     from twostroke.model.tokenizer import Tokenizer

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import field
 from msgspec.structs import replace
 
+from twostroke.core.constraint import ReasoningSection
 from twostroke.core.errors import Field, RequestError, nearest
 from twostroke.core.frozen import Frozen
-from twostroke.core.preface import ReasoningSection
 from twostroke.model.tokenizer import Piece, Prompt
 
 if TYPE_CHECKING:

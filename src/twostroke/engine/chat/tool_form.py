@@ -15,7 +15,7 @@ from twostroke.engine.chat.call_grammar import CallGrammar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from twostroke.core.preface import ReasoningSection
+    from twostroke.core.constraint import ReasoningSection
     from twostroke.engine.chat.call_forms import CallForm
     from twostroke.engine.chat.tools import Tools
     from twostroke.model.tokenizer import Tokenizer

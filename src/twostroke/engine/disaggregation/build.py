@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core import env
 from twostroke.core.errors import UsageError
-from twostroke.core.handover_options import parse_address
+from twostroke.core.options import parse_address
 from twostroke.engine.disaggregation import nixl
 from twostroke.engine.disaggregation.connection import is_own
 from twostroke.engine.disaggregation.decode_side import DecodeSide
@@ -17,7 +17,7 @@ from twostroke.engine.disaggregation_stats import DisaggregationStats
 
 if TYPE_CHECKING:
     from twostroke.backends import Backend
-    from twostroke.core.handover_options import DisaggregationOptions
+    from twostroke.core.options import DisaggregationOptions
     from twostroke.engine.client import Client
     from twostroke.engine.kv_offload.tier import KvCacheSpec
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.core.slice import run_at_once
+from twostroke.core.process_tuning import run_at_once
 from twostroke.core.transport.frames import WireError, read_frame
 from twostroke.engine.disaggregation.messages import NixlAddress
 from twostroke.engine.disaggregation.nixl import (

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from twostroke.core import env
 from twostroke.core.errors import Field, ModelFormatError, UsageError
-from twostroke.core.files import read_checked_json, write_checked_json
+from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.engine.kv_offload.disk import DiskTier
 from twostroke.engine.kv_offload.manager import OffloadManager
 from twostroke.engine.kv_offload.redis import RedisTier, check_store
@@ -18,7 +18,7 @@ from twostroke.model.program import BatchShape
 from twostroke.model.program.stored_form import stored_form
 
 if TYPE_CHECKING:
-    from twostroke.core.tier_options import OffloadOptions
+    from twostroke.core.options import OffloadOptions
     from twostroke.engine.client import Client
     from twostroke.engine.kv_offload.tier import KvCacheSpec, OffloadTier
     from twostroke.model.weights import LoadedModel

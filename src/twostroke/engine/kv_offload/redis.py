@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from twostroke.core import env
+from twostroke.core.env import install_command
 from twostroke.core.errors import UsageError
-from twostroke.core.extras import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

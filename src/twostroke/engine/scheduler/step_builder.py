@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.core.embedding import Pooling
-from twostroke.core.service_tier import BATCH_SERVICE, SERVICES
+from twostroke.core.request import BATCH_SERVICE, SERVICES
 from twostroke.core.step import Slice
 from twostroke.engine.scheduler.request_state import rank_of
 

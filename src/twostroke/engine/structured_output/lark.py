@@ -13,7 +13,7 @@ from twostroke.model.tokenizer.preface import MAX_BLANKS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from twostroke.core.preface import ReasoningSection
+    from twostroke.core.constraint import ReasoningSection
     from twostroke.engine.structured_output.schema.deadline import Deadline
     from twostroke.model.tokenizer import Tokenizer
 

@@ -19,8 +19,8 @@ import msgspec
 
 from twostroke.core import env
 from twostroke.core.errors import BackendError, ModelFormatError
-from twostroke.core.files import read_checked_json, write_checked_json
 from twostroke.core.frozen import Frozen
+from twostroke.core.json_io import read_checked_json, write_checked_json
 
 _START_S: Final = 60.0
 _END_S: Final = 20.0

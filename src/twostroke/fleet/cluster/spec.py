@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec.structs import replace
 
+from twostroke.core.env import install_command
 from twostroke.core.errors import UsageError, nearest
-from twostroke.core.extras import install_command
-from twostroke.core.frozen import Frozen
-from twostroke.core.ranges import check_number, check_range
+from twostroke.core.frozen import Frozen, check_number, check_range
 from twostroke.core.yaml_file import YamlFile, steps
 
 if TYPE_CHECKING:

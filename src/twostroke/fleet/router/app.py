@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from twostroke.core.errors import RequestError, TwostrokeError
-from twostroke.core.json_lines import encode_json
-from twostroke.core.service_tier import DEFAULT_SERVICE, SERVICES
+from twostroke.core.json_io import encode_json
+from twostroke.core.request import DEFAULT_SERVICE, SERVICES
 from twostroke.fleet.router.content_hash import content_hash
 from twostroke.fleet.router.credentials import credentials
 from twostroke.fleet.router.forward import Forwarder

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 
+from twostroke.core.cancellation import wait_until_set
 from twostroke.core.errors import UsageError
-from twostroke.core.event_wait import wait_until_set
 from twostroke.core.files import read_regular_file
 from twostroke.core.frozen import Frozen
 from twostroke.fleet.router.replica_registry import ReplicaFacts, ReplicaState

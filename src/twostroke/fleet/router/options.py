@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec import field
 
 from twostroke.core.errors import UsageError, nearest
-from twostroke.core.frozen import Frozen
-from twostroke.core.ranges import check_range
+from twostroke.core.frozen import Frozen, check_range
 from twostroke.fleet.routing.policy import POLICIES
 from twostroke.server.http.limits import RequestLimits
 from twostroke.server.http.origins import check_access, is_loopback

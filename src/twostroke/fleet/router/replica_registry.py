@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from twostroke.core.event_wait import wait_until_set
+from twostroke.core.cancellation import wait_until_set
 from twostroke.core.frozen import Frozen
 from twostroke.fleet.router.upstream import Address, ConnectionPool
 from twostroke.fleet.routing.dispatch import Dispatcher

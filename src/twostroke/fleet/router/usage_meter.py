@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Raw
 
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.fleet.router.response import LostError
 from twostroke.fleet.routing.prompt import FALSE, UNREADABLE
 from twostroke.server.auth.usage_header import (

@@ -10,9 +10,9 @@ import msgspec
 
 from twostroke.backends.torch import TorchModel
 from twostroke.core.errors import ModelFormatError, QualityError, TwostrokeError, UsageError
-from twostroke.core.files import read_checked_json, write_checked_json
+from twostroke.core.files import alone, need, unfinished
 from twostroke.core.frozen import Frozen
-from twostroke.core.unfinished import alone, need, unfinished
+from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.engine.drafters import has_same_tokens
 from twostroke.lab.compress.quantize import stored
 from twostroke.lab.compress.report import scoring_backend, sound_canary

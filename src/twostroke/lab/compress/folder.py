@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from twostroke.core.errors import ModelFormatError, TwostrokeError
-from twostroke.core.files import write_json, write_text
-from twostroke.core.unfinished import need
+from twostroke.core.files import need, write_text
+from twostroke.core.json_io import write_json
 from twostroke.engine.canary import REPORT_FILE
 from twostroke.lab.compress.equalize import ChannelEqualizer
 from twostroke.lab.compress.grids import group_grid

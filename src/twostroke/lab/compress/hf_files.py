@@ -6,7 +6,7 @@ import shutil
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.files import read_json, write_json
+from twostroke.core.json_io import read_json, write_json
 from twostroke.lab.measure.compare import held_out_text
 from twostroke.model.load import build_tokenizer
 from twostroke.model.tokenizer import from_tokenizer_json

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.backends.create import check_can_run
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.core.files import megabytes
+from twostroke.core.files import megabytes, need, unfinished, unfinished_folder
 from twostroke.core.options import ComputeOptions
-from twostroke.core.unfinished import need, unfinished, unfinished_folder
 from twostroke.engine.canary import REPORT_KEY
 from twostroke.lab.compress.choose import CalibrationText, FormatChooser, check_size, rounded_to
 from twostroke.lab.compress.folder import FOLDER_TARGETS, write_folder

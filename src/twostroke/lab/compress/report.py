@@ -13,7 +13,7 @@ from twostroke.backends.cpu import CpuBackend
 from twostroke.core.errors import ModelFormatError, QualityError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import resolve_num_threads
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.core.options import (
     DEFAULT_ACTIVATION_BITS,
     CacheOptions,

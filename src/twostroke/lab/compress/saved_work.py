@@ -16,7 +16,8 @@ import numpy as np
 
 from twostroke.core import env
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.files import read_checked_json, read_regular_file, write_checked_json
+from twostroke.core.files import read_regular_file
+from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.model.quant import QuantTensor
 from twostroke.model.weights import weights_identity
 

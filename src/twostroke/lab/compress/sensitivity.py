@@ -18,8 +18,8 @@ import numpy as np
 from twostroke.backends.activation_bits.choice import RightAnswers, choosing_text
 from twostroke.core import env
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.files import read_checked_json, write_checked_json
 from twostroke.core.frozen import Frozen
+from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.lab.compress.grids import GRIDS
 from twostroke.lab.compress.mixes import fitting, layer_of
 from twostroke.lab.compress.round import round_matrix

@@ -6,8 +6,8 @@ import re
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Final
 
+from twostroke.core.env import install_command
 from twostroke.core.errors import UsageError
-from twostroke.core.extras import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

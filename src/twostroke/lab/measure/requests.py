@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from twostroke.core.frozen import Frozen
-from twostroke.core.ranges import check_range
+from twostroke.core.frozen import Frozen, check_range
 from twostroke.engine.output import Timings  # noqa: TC001 - msgspec reads it
 from twostroke.lab.measure.digits import milliseconds
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from twostroke.core.errors import TwostrokeError, UnreachableError, UsageError
-from twostroke.core.frozen import Frozen
-from twostroke.core.ranges import check_range
+from twostroke.core.frozen import Frozen, check_range
 from twostroke.lab.measure.digits import digits, milliseconds
 from twostroke.lab.planner.planner import Planner
 from twostroke.lab.planner.question import MEMORY_SHARE, context_shortfall

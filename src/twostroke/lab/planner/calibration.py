@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from twostroke.core import env
 from twostroke.core.errors import ModelFormatError, UsageError
-from twostroke.core.files import read_checked_json, write_checked_json
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import num_cores, processor_name, resolve_num_threads
+from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.core.options import ComputeOptions
 from twostroke.lab.measure.single_step import Shape
 from twostroke.lab.planner.overhead import (

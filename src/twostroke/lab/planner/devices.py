@@ -12,8 +12,7 @@ import msgspec
 
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.files import read_small_file
-from twostroke.core.frozen import Frozen
-from twostroke.core.ranges import check_range
+from twostroke.core.frozen import Frozen, check_range
 from twostroke.lab.planner.served import on_threads
 
 if TYPE_CHECKING:

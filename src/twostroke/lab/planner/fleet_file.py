@@ -7,10 +7,9 @@ from typing import Literal
 
 import msgspec
 
+from twostroke.core.env import install_command
 from twostroke.core.errors import TwostrokeError, UsageError, nearest
-from twostroke.core.extras import install_command
-from twostroke.core.frozen import Frozen
-from twostroke.core.ranges import check_range
+from twostroke.core.frozen import Frozen, check_range
 from twostroke.core.yaml_file import YamlFile, steps
 from twostroke.lab.planner.devices import find_device
 from twostroke.lab.planner.question import LEAST_SHARE, Question, usual_budget

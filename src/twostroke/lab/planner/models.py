@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from twostroke.core import env
 from twostroke.core.errors import ModelFormatError, UsageError, nearest
-from twostroke.core.files import read_json
 from twostroke.core.frozen import Frozen
+from twostroke.core.json_io import read_json
 from twostroke.lab.planner.described import described_program
 from twostroke.model.families import build_program
 from twostroke.model.families.rope import ROPE_TABLES

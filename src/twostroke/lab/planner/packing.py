@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
+from twostroke.core.env import install_command
 from twostroke.core.errors import UsageError
-from twostroke.core.extras import install_command
 from twostroke.core.frozen import Frozen
 from twostroke.lab.planner.replicas import UNITS, DeviceGroup, PlannedReplica
 

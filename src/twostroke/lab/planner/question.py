@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import UsageError, nearest
-from twostroke.core.frozen import Frozen
+from twostroke.core.frozen import Frozen, check_range
 from twostroke.core.options import BatchOptions, ComputeOptions
-from twostroke.core.ranges import check_range
 from twostroke.model.program.formats import DEFAULT_FORMAT, FORMATS
 
 if TYPE_CHECKING:

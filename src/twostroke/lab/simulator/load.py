@@ -9,8 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from twostroke.core.errors import UsageError, nearest
-from twostroke.core.frozen import Frozen
-from twostroke.core.ranges import check_range
+from twostroke.core.frozen import Frozen, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,12 +9,10 @@ from msgspec.structs import replace
 from twostroke.backends import BackendFacts
 from twostroke.backends.kv_size import WORKING_BYTES, size_cache
 from twostroke.core.errors import Field, MemoryLimitError, UsageError, nearest
-from twostroke.core.frozen import Frozen
-from twostroke.core.handover_options import DISAGGREGATE
+from twostroke.core.frozen import Frozen, check_range
 from twostroke.core.hardware import memory_available
-from twostroke.core.options import BatchOptions, CacheOptions
+from twostroke.core.options import DISAGGREGATE, BatchOptions, CacheOptions
 from twostroke.core.process_tuning import paused_collector
-from twostroke.core.ranges import check_range
 from twostroke.engine.build import build_scheduler
 from twostroke.fleet.routing.policy import LOOKS_AT_PREFIXES, POLICIES
 from twostroke.lab.measure.requests import Objectives, RunReport, make_report

@@ -6,8 +6,8 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
-from twostroke.core.files import read_checked_json, write_checked_json
 from twostroke.core.frozen import Frozen
+from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.weights.safetensors import read_safetensors, write_safetensors
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
+from twostroke.core.env import install_command
 from twostroke.core.errors import UsageError
-from twostroke.core.extras import install_command
 from twostroke.core.frozen import Frozen
 from twostroke.core.yaml_file import YamlFile
 from twostroke.model.families.heads import KINDS

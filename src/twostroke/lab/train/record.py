@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
-from twostroke.core.files import read_checked_json, read_regular_file, write_checked_json
+from twostroke.core.files import read_regular_file
 from twostroke.core.frozen import Frozen
+from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.engine.speculation import drawn_rows
 
 if TYPE_CHECKING:

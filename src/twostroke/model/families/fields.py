@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from twostroke.core.errors import ModelFormatError
+from twostroke.core.errors import ModelFormatError, notice_wrong_id
 from twostroke.core.frozen import Frozen
-from twostroke.core.notices import notice_wrong_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

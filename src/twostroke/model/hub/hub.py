@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from twostroke.core.env import install_command
 from twostroke.core.errors import DownloadError, ModelFormatError, ModelNotFoundError
-from twostroke.core.extras import install_command
 from twostroke.core.files import file_size, place_file, write_text
 from twostroke.core.frozen import Frozen
 from twostroke.model.hub.disk import CHUNK_BYTES, file_sha256

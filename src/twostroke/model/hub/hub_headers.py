@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from twostroke.core.errors import ModelFormatError
-from twostroke.core.files import read_json
+from twostroke.core.json_io import read_json
 from twostroke.model.hub.file_selection import CONFIG, INDEX, TOKENIZER, add_weights, choose
 from twostroke.model.hub.hub import Hub
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from twostroke.core.files import file_size, megabytes, read_json
+from twostroke.core.files import file_size, megabytes
+from twostroke.core.json_io import read_json
 from twostroke.model.hub.disk import ModelFolder, file_sha256, locked
 from twostroke.model.hub.file_selection import (
     CONFIG,

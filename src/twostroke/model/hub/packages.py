@@ -21,7 +21,8 @@ import msgspec
 
 from twostroke.core import env
 from twostroke.core.errors import DownloadError
-from twostroke.core.files import file_size, megabytes, place_file, read_regular_file, write_json
+from twostroke.core.files import file_size, megabytes, place_file, read_regular_file
+from twostroke.core.json_io import write_json
 from twostroke.model.hub.disk import CHUNK_BYTES, ModelFolder, file_sha256, locked
 from twostroke.model.hub.hub_file import HubUnavailableError, receive
 from twostroke.model.hub.progress import DownloadProgress

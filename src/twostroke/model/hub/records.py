@@ -12,7 +12,8 @@ import msgspec
 
 from twostroke.core import env
 from twostroke.core.errors import ModelFormatError
-from twostroke.core.files import file_size, read_checked_json, write_checked_json
+from twostroke.core.files import file_size
+from twostroke.core.json_io import read_checked_json, write_checked_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from msgspec.structs import replace
 
-from twostroke.core.errors import ModelFormatError, nearest
-from twostroke.core.notices import notice_wrong_id
+from twostroke.core.errors import ModelFormatError, nearest, notice_wrong_id
 from twostroke.model.tokenizer.alphabets import (
     SPACE,
     byte_level_bytes,

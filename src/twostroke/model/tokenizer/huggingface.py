@@ -6,9 +6,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError, first_names, notice
 from twostroke.core.files import BYTE_ORDER_MARK, is_there, open_regular_file, read_at_most
-from twostroke.core.notices import first_names, notice
 from twostroke.model.tokenizer.added_tokens import read_added_tokens
 from twostroke.model.tokenizer.alphabets import (
     SPACE,

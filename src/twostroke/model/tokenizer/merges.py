@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.core.abandoned import check_wanted
+from twostroke.core.cancellation import check_wanted
 from twostroke.core.frozen import Frozen
 from twostroke.model.tokenizer.alphabets import byte_level_text
 from twostroke.model.tokenizer.vocabulary import Vocabulary

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from twostroke.core.preface import ReasoningSection
+    from twostroke.core.constraint import ReasoningSection
     from twostroke.model.tokenizer.tokenizer import Tokenizer
 
 MAX_BLANKS: Final = 100  # before the opening mark

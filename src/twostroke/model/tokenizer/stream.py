@@ -10,7 +10,7 @@ from twostroke.model.tokenizer.preface import PrefaceCutter, SegmentKind, overla
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from twostroke.core.preface import ReasoningSection
+    from twostroke.core.constraint import ReasoningSection
     from twostroke.model.tokenizer.tokenizer import Tokenizer
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")

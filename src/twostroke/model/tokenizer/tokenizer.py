@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import field
 
-from twostroke.core.abandoned import check_wanted
+from twostroke.core.cancellation import check_wanted
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
 from twostroke.model.tokenizer.alphabets import SPACE

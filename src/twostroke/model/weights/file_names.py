@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import field
 
-from twostroke.core.errors import ModelFormatError
+from twostroke.core.errors import MAX_NAME_LENGTH, ModelFormatError, first_names, notice
 from twostroke.core.frozen import Frozen
-from twostroke.core.notices import MAX_NAME_LENGTH, first_names, notice
 from twostroke.model.weights.tensor_names import (
     canonical_name,
     is_derived,

@@ -15,8 +15,9 @@ import numpy as np
 from msgspec import Meta
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, TwostrokeError
-from twostroke.core.files import read_small_file, write_json
+from twostroke.core.files import read_small_file
 from twostroke.core.frozen import Frozen
+from twostroke.core.json_io import write_json
 from twostroke.model.families.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, MAX_WIDTH
 from twostroke.model.families.heads import (
     KINDS,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.core.files import is_there, read_json
-from twostroke.core.notices import notice
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError, notice
+from twostroke.core.files import is_there
+from twostroke.core.json_io import read_json
 from twostroke.model.families import ARCHITECTURES, MODEL_TYPES, build_program
 from twostroke.model.families.fields import MAX_LAYERS, Fields
 from twostroke.model.families.rope import ROPE_TABLES

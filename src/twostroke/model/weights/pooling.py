@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from twostroke.core.files import is_there, read_json, read_small_file
+from twostroke.core.files import is_there, read_small_file
+from twostroke.core.json_io import read_json
 from twostroke.model.weights.safetensors import decode_json
 
 if TYPE_CHECKING:

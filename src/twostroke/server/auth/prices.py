@@ -9,8 +9,7 @@ import msgspec
 
 from twostroke.core.errors import UsageError
 from twostroke.core.files import read_small_file
-from twostroke.core.frozen import Frozen
-from twostroke.core.ranges import check_range
+from twostroke.core.frozen import Frozen, check_range
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from twostroke.core.errors import DeadlineError
-from twostroke.core.service_tier import BATCH_SERVICE
+from twostroke.core.request import BATCH_SERVICE
 from twostroke.server.storage.row_digests import digest_in_sql, is_intact_in_sql, row_digest
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import random
 import time
 from typing import TYPE_CHECKING, Final
 
-from twostroke.core.event_wait import wait_until_set
+from twostroke.core.cancellation import wait_until_set
 
 if TYPE_CHECKING:
     from twostroke.server.http.internal_requests import InternalResponse

@@ -14,7 +14,7 @@ from msgspec import Meta
 from starlette.routing import Route
 
 from twostroke.core.errors import RequestError
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.server.batch import batch as kept
 from twostroke.server.batch import files
 from twostroke.server.batch.batch import Batch

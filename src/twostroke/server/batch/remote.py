@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from twostroke.core.errors import EngineStoppedError, UsageError
-from twostroke.core.json_lines import encode_json, escape_line_ends
+from twostroke.core.json_io import encode_json, escape_line_ends
 from twostroke.server.http.internal_requests import InternalResponse
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import EngineDiedError, EngineKillerError, OverloadedError
 from twostroke.core.files import IrregularFileError
-from twostroke.core.service_tier import BATCH_SERVICE
+from twostroke.core.request import BATCH_SERVICE
 from twostroke.server.batch import batch as kept
 from twostroke.server.batch import files
 from twostroke.server.batch.adaptive_limit import AdaptiveLimit

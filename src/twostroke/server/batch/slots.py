@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from twostroke.core.event_wait import wait_until_set
+from twostroke.core.cancellation import wait_until_set
 from twostroke.server.http.fair_queue import FairQueue
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.server.batch import files
 from twostroke.server.batch.files import (
     MAX_EXPIRY_S,

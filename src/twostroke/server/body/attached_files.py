@@ -14,7 +14,7 @@ import msgspec
 
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable

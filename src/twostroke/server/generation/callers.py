@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
-from twostroke.core.service_tier import BATCH_SERVICE, SERVICES
+from twostroke.core.request import BATCH_SERVICE, SERVICES
 
 if TYPE_CHECKING:
     from twostroke.server.generation.job import EmbeddingJob, Job

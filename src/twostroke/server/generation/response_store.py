@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from twostroke.core.frozen import Frozen
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.server.storage import RecordsError
 from twostroke.server.storage.row_digests import DamagedRowError, is_intact_in_sql, row_digest
 

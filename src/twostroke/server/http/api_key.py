@@ -9,9 +9,8 @@ from typing import Final
 from msgspec import field
 
 from twostroke.core.errors import RequestError, UsageError, nearest
-from twostroke.core.frozen import Frozen
-from twostroke.core.ranges import check_range
-from twostroke.core.service_tier import BATCH_SERVICE, SERVICES
+from twostroke.core.frozen import Frozen, check_range
+from twostroke.core.request import BATCH_SERVICE, SERVICES
 
 MAX_LENGTH: Final = 512  # of a key, and of the names of keys and tenants
 WORD: Final = re.compile(rf"[!-~]{{1,{MAX_LENGTH}}}")

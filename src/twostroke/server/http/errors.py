@@ -21,7 +21,7 @@ from twostroke.core.errors import (
     SchemaMissError,
     TwostrokeError,
 )
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.server.http.body_memory import BodiesError
 from twostroke.server.http.request_context import ErrorForm, served_of
 from twostroke.server.http.retry_after import retry_after

@@ -15,9 +15,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from twostroke.core.abandoned import abandoned_by
+from twostroke.core.cancellation import abandoned_by
 from twostroke.core.frozen import Frozen
-from twostroke.core.service_tier import BATCH_SERVICE
+from twostroke.core.request import BATCH_SERVICE
 from twostroke.server.http.disconnect import while_connected
 from twostroke.server.http.request_context import served_of
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from starlette.responses import Response
 
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import uvicorn
 
 from twostroke.core.errors import PortInUseError, UsageError
-from twostroke.core.heap import trim_regularly
-from twostroke.core.open_files import allow_files
-from twostroke.core.slice import run_at_once
+from twostroke.core.process_tuning import allow_files, run_at_once, trim_regularly
 from twostroke.server.http.connection import HttpConnection
 from twostroke.server.http.watchdog import Watchdog
 

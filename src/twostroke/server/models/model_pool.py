@@ -7,7 +7,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.core.event_wait import wait_until_set
+from twostroke.core.cancellation import wait_until_set
 from twostroke.core.hardware import memory_used
 from twostroke.engine.health import Health, StepProgress
 from twostroke.server.models.residency import ModelResidency, decide, worth_of

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import UsageError
-from twostroke.core.service_tier import BATCH_SERVICE, SERVICES
+from twostroke.core.request import BATCH_SERVICE, SERVICES
 from twostroke.engine.seconds import Seconds
 from twostroke.server.options import Objective
 

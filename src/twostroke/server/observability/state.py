@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import asdict
 
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.model.program.ops import Attention, Embed, MixtureOfExperts
 from twostroke.server.models.about import VERSION
 from twostroke.server.models.residency import ModelResidency

@@ -13,8 +13,8 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
+from twostroke.core.env import install_command
 from twostroke.core.errors import UsageError
-from twostroke.core.extras import install_command
 from twostroke.server.models.about import VERSION
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from twostroke.backends.parallel.links.record import UcxRecord
 from twostroke.core import env
+from twostroke.core.env import install_command
 from twostroke.core.errors import BackendError
-from twostroke.core.extras import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

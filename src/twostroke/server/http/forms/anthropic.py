@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from twostroke.core.errors import ContextLengthError, OverloadedError, TwostrokeError
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.server.http.errors import to_message
 from twostroke.server.http.request_context import ErrorForm
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.server.http.errors import context_counts, to_message
 from twostroke.server.http.request_context import ErrorForm
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from twostroke.core.errors import ModelNotFoundError, TwostrokeError
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.server.http.errors import one_line, to_message
 from twostroke.server.http.request_context import ErrorForm
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 
 if TYPE_CHECKING:
     import numpy as np

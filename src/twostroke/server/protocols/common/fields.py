@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 from msgspec import Meta
 
 from twostroke.core.errors import RequestError
+from twostroke.core.request import DEFAULT_SERVICE, SERVICES
 from twostroke.core.sampling import (
     BOUNDS,
     MAX_BIAS,
@@ -20,7 +21,6 @@ from twostroke.core.sampling import (
     MAX_TOKENS,
     SamplingParams,
 )
-from twostroke.core.service_tier import DEFAULT_SERVICE, SERVICES
 from twostroke.engine.chat.reasoning import EFFORTS, MAX_VARIABLES
 from twostroke.engine.client import Caller
 from twostroke.server.body import field

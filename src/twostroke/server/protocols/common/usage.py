@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.core.request import FinishReason
 from twostroke.server.http.errors import OPENAI
 from twostroke.server.http.json_responses import sse

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from twostroke.core.embedding import AUTO, POOLINGS, EmbeddingParams
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.engine.client import Caller
 from twostroke.server.body import field
 from twostroke.server.generation.job import EmbeddingJob

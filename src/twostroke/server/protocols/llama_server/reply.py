@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import replace
 
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.core.request import FinishReason
 from twostroke.server.generation import events
 from twostroke.server.generation.events import SchemaMiss

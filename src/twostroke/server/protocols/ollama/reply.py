@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.core.request import FinishReason
 from twostroke.server.generation import events
 from twostroke.server.generation.events import SchemaMiss

@@ -10,7 +10,7 @@ import msgspec
 
 from twostroke.core.embedding import AUTO, POOLINGS, EmbeddingParams, Pooling
 from twostroke.core.errors import RequestError
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.server.body import field
 from twostroke.server.generation.job import EmbeddingJob
 from twostroke.server.protocols.common.encoded_vectors import encode_vectors

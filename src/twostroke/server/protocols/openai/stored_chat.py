@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.server.body import field
 from twostroke.server.body.decode import BodyDecoder
 from twostroke.server.body.explain import MAX_NAME_LENGTH

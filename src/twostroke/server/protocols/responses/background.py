@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from twostroke.core.errors import RequestError
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.server.generation.events import StreamFailed
 from twostroke.server.generation.stream import EventStream, read_events
 from twostroke.server.http.errors import report, to_message

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from twostroke.core.errors import RequestError, TwostrokeError
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.generation.response_store import (
     CONVERSATION,

@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.engine.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.generation.job import Conversation, Job, check_messages

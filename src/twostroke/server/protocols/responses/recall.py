@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from twostroke.core.errors import RequestError
-from twostroke.core.json_lines import encode_json
+from twostroke.core.json_io import encode_json
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.generation.response_store import MAX_CONVERSATION_BYTES
 

@@ -6,8 +6,9 @@ call `check_wanted`, which raises in the thread after the event is set.
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,3 +36,15 @@ def check_wanted() -> None:
     event = getattr(_thread, "event", None)
     if event is not None and event.is_set():
         raise AbandonedError
+
+
+async def wait_until_set(event: asyncio.Event, timeout_s: float | None) -> bool:
+    """Return whether an event is set, now or within a time; None waits for ever.
+
+    A task that is cancelled in the same instant is cancelled: on Python 3.11 `asyncio.wait_for`
+    would return instead, as if nothing had been cancelled.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()

@@ -1,0 +1,89 @@
+"""JSON: encoded for readers of lines, and small files that are read with a size limit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from twostroke.core.errors import ModelFormatError
+from twostroke.core.files import read_small_file, write_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+_CHECKSUM_KEY = "checksum"
+_CHECKSUM_BYTES = 16
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a small file; ModelFormatError if there is none."""
+    value = _parse(path)
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{path.name!r} is damaged: it is not a JSON object.")
+    return value
+
+
+def write_json(path: Path, values: Mapping[str, object]) -> None:
+    """Replace a small file by a JSON object, in one step."""
+    write_text(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_checked_json(path: Path, values: Mapping[str, object]) -> None:
+    """As `write_json`, with a checksum of name and values, which `read_checked_json` compares."""
+    write_json(path, {**values, _CHECKSUM_KEY: _checksum(path, values)})
+
+
+def read_checked_json(path: Path) -> dict[str, Any]:
+    """Return values that `write_checked_json` wrote, or all of a file without a checksum.
+
+    Raises:
+        ModelFormatError: the file cannot be read, has another file's name, or its values have
+            changed since they were written.
+    """
+    values = read_json(path)
+    checksum = values.pop(_CHECKSUM_KEY, None)
+    if checksum is not None and checksum != _checksum(path, values):
+        raise ModelFormatError(f"{path.name!r} is damaged: its values differ from its checksum.")
+    return values
+
+
+def _checksum(path: Path, values: Mapping[str, object]) -> str:
+    text = json.dumps([path.name, values], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=_CHECKSUM_BYTES).hexdigest()
+
+
+def _parse(path: Path) -> Any:
+    try:
+        return json.loads(read_small_file(path))
+    except (ValueError, RecursionError):
+        raise ModelFormatError(f"{path.name!r} is damaged: it is not JSON.") from None
+
+
+_encode = msgspec.json.Encoder().encode
+
+# JSON allows these characters in strings, but Python's `str.splitlines` and the line readers of
+# several clients end a line at them. (JSON always escapes the other characters at which they do.)
+_LINE_ENDS: Final = {
+    b"\xe2\x80\xa8": rb"\u2028",  # line separator
+    b"\xe2\x80\xa9": rb"\u2029",  # paragraph separator
+    b"\xc2\x85": rb"\u0085",  # next line
+}
+
+
+def encode_json(body: Any) -> bytes:
+    """Return a value as one line of JSON, which no line reader splits."""
+    return escape_line_ends(_encode(body))
+
+
+def escape_line_ends(data: bytes) -> bytes:
+    """Return the same JSON, with escapes for the characters at which some readers end a line."""
+    if data.isascii():  # much faster than three searches
+        return data
+    for character, escaped in _LINE_ENDS.items():
+        if character in data:
+            data = data.replace(character, escaped)
+    return data
