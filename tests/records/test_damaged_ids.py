@@ -15,8 +15,8 @@ from twostroke.server.batch import batch as batches
 from twostroke.server.batch import files, uploads
 from twostroke.server.batch.batch import Batch
 from twostroke.server.storage import Records
-from twostroke.server.storage.damaged_ids import NOUNS, has_damaged_rows, stored_ids
 from twostroke.server.storage.row_digests import COLUMNS, row_digest
+from twostroke.server.storage.startup_checks import NOUNS, has_damaged_rows, stored_ids
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ from twostroke.engine.pool_access import PoolAccess
 from twostroke.server.generation.response_store import ResponseStore, Tenant
 from twostroke.server.options import ServeOptions
 from twostroke.server.protocols.anthropic.messages import MessagesRequest, read
-from twostroke.server.protocols.common.cache_control import retained_s
+from twostroke.server.protocols.common.fields import retained_s
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""The API of a server: its routes, and how requests become jobs."""
+"""The HTTP endpoints of a server: a body becomes a job in the engine, the result a response."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 from starlette.responses import Response
@@ -22,9 +22,8 @@ from twostroke.server.batch import messages, uploads
 from twostroke.server.batch import openai as openai_batches
 from twostroke.server.batch.service import BatchService
 from twostroke.server.body.attached_files import has_files, with_file_texts
-from twostroke.server.body.decode import BodyDecoder, meant
+from twostroke.server.body.decode import LARGE_BODY_BYTES, BodyDecoder, meant
 from twostroke.server.body.field import Fact
-from twostroke.server.body.receive import LARGE_BODY_BYTES
 from twostroke.server.generation.callers import begun, sent_by
 from twostroke.server.generation.checks import AnswerChecks
 from twostroke.server.generation.encoder import ResponseInfo
@@ -53,7 +52,7 @@ from twostroke.server.observability.state import DashboardStates
 from twostroke.server.observability.traces import Traces, exporter
 from twostroke.server.openapi.document import ServerFacts, document
 from twostroke.server.openapi.operations import OPERATIONS
-from twostroke.server.protocols.common.cache_control import KEEPING
+from twostroke.server.protocols.common.fields import KEEPING
 from twostroke.server.protocols.llama_server.info import info_routes
 from twostroke.server.protocols.ollama.models import ollama_routes
 from twostroke.server.protocols.openai import stored_chat
@@ -71,24 +70,27 @@ from twostroke.server.routes import DIALECTS, EMBEDDINGS, INQUIRIES
 from twostroke.server.web_ui.site import Site
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import msgspec
     from starlette.requests import Request
 
     from twostroke.backends.machine_limits import MachineLimits
     from twostroke.engine.process.served import ServedEngine
-    from twostroke.server.extension import ExtensionFactory
     from twostroke.server.generation.job import EmbeddingJob, Encoded, Job
     from twostroke.server.generation.protocol import ApiProtocol, EmbeddingProtocol, UtilityEndpoint
     from twostroke.server.generation.running import Open
     from twostroke.server.generation.stream import Started
-    from twostroke.server.http.request_context import Observer
+    from twostroke.server.http.ignored import Ignored
+    from twostroke.server.http.request_context import Observer, ServedRequest
     from twostroke.server.models.grammar_compiler import Compiler
     from twostroke.server.models.registry import ServedModel
     from twostroke.server.openapi.document import Operations
+    from twostroke.server.openapi.operation import RouteDescription
     from twostroke.server.options import ServeOptions
     from twostroke.server.storage import Records
+
+    NoteIgnored = Callable[[list[Ignored], ServedRequest], None]
 
 T = TypeVar("T")
 
@@ -485,3 +487,25 @@ async def _compile_constraint(compiler: Compiler, encoded: Encoded, tenant: str)
     if (constraint := encoded.params.constraint) is not None:
         compiled, encoded.gaps = await compiler.compile(encoded.calls or constraint, tenant)
         encoded.params = replace(encoded.params, constraint=compiled)
+
+
+class Extension(Protocol):
+    """Routes with their descriptions for the OpenAPI document."""
+
+    @property
+    def bodies(self) -> Mapping[str, type[msgspec.Struct]]:
+        """The structs of request bodies, by path."""
+
+    @property
+    def operations(self) -> Mapping[tuple[str, str], RouteDescription]:
+        """The descriptions, by method and path."""
+
+    def routes(self, options: ServeOptions, note_ignored: NoteIgnored) -> Sequence[Route]:
+        """Return the routes; `note_ignored` takes the fields of a request without effect."""
+
+    def close(self) -> None:
+        """Free threads, after the last request."""
+
+
+# Makes an extension for an engine, the name of its model and the limits of the machine.
+ExtensionFactory: TypeAlias = "Callable[[ServedEngine, str, MachineLimits | None], Extension]"

@@ -20,9 +20,8 @@ from twostroke.server.http.boundary import Boundary
 from twostroke.server.http.origins import OriginCheck, Origins
 from twostroke.server.http.request_context import LATER, served_of
 from twostroke.server.options import ServeOptions
-from twostroke.server.other_apis import unknown_path
 from twostroke.server.protocols.responses.background import ended_by_restart
-from twostroke.server.routes import DIALECTS, EMBEDDINGS, INQUIRIES
+from twostroke.server.routes import DIALECTS, EMBEDDINGS, INQUIRIES, unknown_path
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends.machine_limits import MachineLimits
     from twostroke.engine.client import Client
-    from twostroke.server.extension import ExtensionFactory
+    from twostroke.server.app import ExtensionFactory
     from twostroke.server.storage import Records
 
 

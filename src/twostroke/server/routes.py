@@ -1,10 +1,12 @@
-"""The protocols that the server speaks, by path."""
+"""The protocols that the server speaks, by path, and errors for paths that it does not have."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any, Final
 
+from twostroke.core.errors import nearest
+from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.generation.protocol import ApiProtocol, EmbeddingProtocol, UtilityEndpoint
 from twostroke.server.generation.stream import NDJSON
 from twostroke.server.protocols.anthropic import messages
@@ -17,7 +19,7 @@ from twostroke.server.protocols.llama_server.reply import LlamaEncoder
 from twostroke.server.protocols.ollama import embed, models
 from twostroke.server.protocols.ollama import reply as ollama_reply
 from twostroke.server.protocols.ollama import request as ollama
-from twostroke.server.protocols.ollama.stay import keep_s
+from twostroke.server.protocols.ollama.request import keep_s
 from twostroke.server.protocols.openai import chat, completions, embeddings, stored_chat, tokens
 from twostroke.server.protocols.openai.completions_reply import CompletionEncoder
 from twostroke.server.protocols.responses import compact
@@ -119,3 +121,38 @@ EMBEDDINGS: Final[dict[str, EmbeddingProtocol[Any]]] = {
         embed.OldEmbedRequest, embed.read_old, embed.whole_old, embed.empty_old, keep_s
     ),
 }
+
+_TEXT_MODELS: Final = "models here read and write text only"
+_PROVIDER: Final = "it belongs to the provider's own service"
+_SERVED_APIS: Final = (
+    "Served are chat completions, completions, responses, conversations, embeddings, files, "
+    "uploads, batches, messages and models: see /openapi.json."
+)
+# By the beginning of a path, with the reason why it is not served.
+_REASONS: Final = {
+    **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), _TEXT_MODELS),
+    **dict.fromkeys(("/v1/live", "/v1/voices"), _TEXT_MODELS),
+    "/v1/moderations": "no model for moderation is loaded",
+    **dict.fromkeys(
+        (
+            *("/v1/fine_tuning", "/v1/fine-tunes", "/v1/evals", "/v1/containers", "/v1/webhooks"),
+            *("/v1/organization", "/v1/organizations", "/v1/skills", "/v1/safety", "/v1/chatkit"),
+            *("/v1/assistants", "/v1/threads", "/v1/vector_stores", "/v1/agents", "/v1/sessions"),
+            *("/v1/environments", "/v1/memory_stores", "/v1/vaults", "/v1/user_profiles"),
+            *("/v1/projects", "/v1/decisions", "/v1/deployments"),
+        ),
+        _PROVIDER,
+    ),
+    "/v1/complete": "send /v1/messages, or /v1/completions for a text to continue",
+    "/v1/edits": "OpenAI has ended it, too: send /v1/chat/completions",
+    "/v1/engines": "OpenAI has ended it, too: send /v1/models",
+}
+
+
+def unknown_path(path: str, known_paths: list[str]) -> str:
+    """Return the message about a path without a route: why it is not served, or the nearest one."""
+    word = path[:MAX_NAME_LENGTH]
+    for start, reason in _REASONS.items():
+        if path == start or path.startswith(f"{start}/"):
+            return f"The path {word} is not served: {reason}. {_SERVED_APIS}"
+    return f"The path {path} does not exist.{nearest(word, known_paths)}"

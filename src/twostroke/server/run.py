@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends.machine_limits import MachineLimits
     from twostroke.engine.process.served import ServedEngine
-    from twostroke.server.extension import ExtensionFactory
+    from twostroke.server.app import ExtensionFactory
     from twostroke.server.storage import Records
 
 

@@ -18,7 +18,7 @@ from twostroke.server.http import json_responses
 from twostroke.server.http.json_responses import JsonInChunks
 from twostroke.server.http.limits import RequestLimits
 from twostroke.server.options import ServeOptions
-from twostroke.server.protocols.common.encoded_vectors import encode_vectors
+from twostroke.server.protocols.common.embeddings import encode_vectors
 from twostroke.server.protocols.llama_server import embeddings as llama_embeddings
 
 if TYPE_CHECKING:

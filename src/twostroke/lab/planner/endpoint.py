@@ -12,8 +12,7 @@ from starlette.routing import Route
 
 from twostroke.core.errors import OverloadedError, RequestError, nearest
 from twostroke.server.body import field
-from twostroke.server.body.decode import BodyDecoder
-from twostroke.server.body.receive import receive_fields
+from twostroke.server.body.decode import BodyDecoder, receive_fields
 from twostroke.server.http.disconnect import while_connected
 from twostroke.server.http.errors import UnknownPathError
 from twostroke.server.http.fair_queue import Readers
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
     from twostroke.engine.process.served import ServedEngine
     from twostroke.lab.planner import Device, Plan, PlannedModel
-    from twostroke.server.extension import NoteIgnored
+    from twostroke.server.app import NoteIgnored
     from twostroke.server.options import ServeOptions
 
 T = TypeVar("T")

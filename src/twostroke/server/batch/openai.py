@@ -20,9 +20,8 @@ from twostroke.server.batch.files import page_size
 from twostroke.server.batch.results import Form
 from twostroke.server.batch.uploads import ExpiresAfter
 from twostroke.server.body import field
-from twostroke.server.body.decode import BodyDecoder
+from twostroke.server.body.decode import BodyDecoder, receive_fields
 from twostroke.server.body.explain import MAX_NAME_LENGTH
-from twostroke.server.body.receive import receive_fields
 from twostroke.server.http.json_responses import to_json
 from twostroke.server.http.request_context import served_of
 from twostroke.server.protocols.common.fields import Pairs

@@ -27,9 +27,8 @@ from twostroke.server.batch.files import (
     StorageQuota,
 )
 from twostroke.server.body import field
-from twostroke.server.body.decode import BodyDecoder
+from twostroke.server.body.decode import BodyDecoder, receive_fields
 from twostroke.server.body.explain import MAX_NAME_LENGTH
-from twostroke.server.body.receive import receive_fields
 from twostroke.server.http.errors import BodySizeError
 from twostroke.server.http.json_responses import to_json
 from twostroke.server.http.multipart import read_form

@@ -6,7 +6,7 @@ import codecs
 import re
 import threading
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
 from msgspec import inspect
@@ -22,6 +22,7 @@ from twostroke.server.http.errors import (
     UnsupportedFieldError,
 )
 from twostroke.server.http.ignored import MAX_IGNORED, Ignored
+from twostroke.server.http.limits import body_of
 from twostroke.server.http.nesting import MAX_CONTAINERS, nesting_of
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
     # By struct: attribute and JSON name of a field, and its marks; None where marks are inside it.
     Marks = dict[type, list[tuple[str, str, dict[str, Any] | None]]]
+    from starlette.requests import Request
+
+    from twostroke.server.http.fair_queue import Readers
+    from twostroke.server.http.limits import RequestLimits
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -248,3 +253,22 @@ def _collect_marks(kind: inspect.Type, found: Marks) -> bool:
 def _is_same(value: object, neutral: object) -> bool:
     """Whether both are the same value in JSON, where true is not 1."""
     return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
+
+
+# Longer bodies are decoded, rendered and tokenized in a thread, so that other streams do not wait;
+# for shorter ones the hand-over would take longer than the work.
+LARGE_BODY_BYTES: Final = 16 * 1024
+
+
+async def receive_fields(
+    request: Request, decoder: BodyDecoder[T], limits: RequestLimits, readers: Readers
+) -> tuple[T, list[Ignored]]:
+    """Return the fields of a request's body, as `decoder` does; long bodies take turns.
+
+    Raises:
+        TwostrokeError: as `body_of` and `BodyDecoder.decode`, and if the client left.
+    """
+    async with body_of(request, limits) as body:
+        if len(body) <= LARGE_BODY_BYTES:
+            return decoder.decode(body)
+        return await readers.run_for(request, decoder.decode, body)

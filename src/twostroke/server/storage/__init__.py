@@ -5,8 +5,7 @@
 """
 
 from twostroke.server.storage.database import Records, beside
-from twostroke.server.storage.errors import RecordsError
-from twostroke.server.storage.folder import Folder, FolderMarker, Temporary
+from twostroke.server.storage.folder import Folder, FolderMarker, RecordsError, Temporary
 from twostroke.server.storage.row_digests import DamagedRowError
 
 __all__ = [

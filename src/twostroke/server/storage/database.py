@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from twostroke.server.storage.damaged_ids import has_damaged_rows, restore_ids, stored_ids
-from twostroke.server.storage.errors import RecordsError
-from twostroke.server.storage.folder import Folder, FolderMarker, explain
-from twostroke.server.storage.log_check import is_log_cut_off
+from twostroke.server.storage.folder import Folder, FolderMarker, RecordsError, explain
 from twostroke.server.storage.row_digests import damaged_rows, use_row_digests
 from twostroke.server.storage.schema import migrate
+from twostroke.server.storage.startup_checks import (
+    has_damaged_rows,
+    is_log_cut_off,
+    restore_ids,
+    stored_ids,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

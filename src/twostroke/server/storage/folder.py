@@ -1,4 +1,4 @@
-"""Files that appear whole: written under a temporary name, synced, and renamed."""
+"""Stores files atomically: written under a temporary name, synced, and renamed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import partial
 from mmap import ACCESS_READ, mmap
 from typing import TYPE_CHECKING, Final, Self
 
+from twostroke.core.errors import TwostrokeError
 from twostroke.core.files import open_regular_file
-from twostroke.server.storage.errors import RecordsError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -180,3 +180,10 @@ def sync_folder(path: Path) -> None:
 def explain(error: OSError, path: Path) -> RecordsError:
     """Return the error for a path that failed."""
     return RecordsError(f"{path} cannot be used: {error.strerror or error}.")
+
+
+class RecordsError(TwostrokeError):
+    """The database or a file cannot be read or written; the message has its path."""
+
+    http_status = 503
+    code = "records_unavailable"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Final
 
-from twostroke.server.storage.errors import RecordsError
+from twostroke.server.storage.folder import RecordsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from twostroke.server.storage.errors import RecordsError
+from twostroke.server.storage.folder import RecordsError
 
 if TYPE_CHECKING:
     from pathlib import Path

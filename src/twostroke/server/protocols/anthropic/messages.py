@@ -25,12 +25,12 @@ from twostroke.server.protocols.anthropic.tools import (
     read_tools,
     text_of,
 )
-from twostroke.server.protocols.common.cache_control import (
+from twostroke.server.protocols.common.fields import (
     CacheControl,
     CacheControlField,
+    StopText,
     marked_s,
 )
-from twostroke.server.protocols.common.fields import StopText
 from twostroke.server.protocols.common.structured_output import to_schema
 from twostroke.server.protocols.common.tools import TOOL_CHOICE, ToolsAs, arguments_text
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from twostroke.server.body import field
-from twostroke.server.protocols.common.cache_control import CacheControl
+from twostroke.server.protocols.common.fields import CacheControl
 from twostroke.server.protocols.common.tools import (
     FunctionBody,
     FunctionName,

@@ -1,4 +1,4 @@
-"""The fields that several of OpenAI's requests share, and their meaning for the engine."""
+"""Fields that several of OpenAI's requests share, and how they become sampling parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from twostroke.server.body import field
 from twostroke.server.generation.job import Job
 from twostroke.server.http.errors import UnsupportedFieldError
 from twostroke.server.http.ignored import Ignored
-from twostroke.server.protocols.common.cache_control import Retention, retained_s
 from twostroke.server.protocols.common.structured_output import (
     ChoiceForm,
     GrammarForm,
@@ -39,6 +38,8 @@ from twostroke.server.protocols.common.structured_output import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from twostroke.server.generation.job import Prompt
     from twostroke.server.generation.response_store import Tenant
 
@@ -70,6 +71,29 @@ TopLogprobs = Annotated[
 TemplateVariables = Annotated[
     dict[str, Any] | None,
     field.doc("Variables for the chat template.", maxProperties=MAX_VARIABLES),
+]
+
+
+# Names of fields that have an effect where there is a page cache.
+KEEPING: Final = frozenset({"cache_control", "prompt_cache_retention"})
+
+_MARKED_S: Final = {None: 300.0, "5m": 300.0, "1h": 3600.0}  # by `ttl`
+_RETAINED_S: Final = {"24h": 86_400.0}
+
+
+class CacheControlField(field.TaggedObject, tag="ephemeral"):
+    """Anthropic's mark: what stands before it is to be kept, for 5 minutes if it says nothing."""
+
+    ttl: Literal["5m", "1h"] | None = None
+
+
+CacheControl = Annotated[
+    CacheControlField | None, field.keeping('`{"type": "ephemeral", "ttl": "1h"}` or `"5m"`')
+]
+# OpenAI's reference has in_memory, which is what happens anyway; its SDKs have written in-memory.
+Retention = Annotated[
+    Literal["24h", "in_memory", "in-memory"] | None,
+    field.keeping("`24h`", "in_memory", "in-memory"),
 ]
 
 
@@ -364,3 +388,32 @@ def to_prediction(asked: CommonFields) -> str:
         return ""
     content = asked.prediction.content
     return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def marked_s(marks: Iterable[CacheControlField | None]) -> float:
+    """Return the longest time that marks ask for."""
+    return max((_MARKED_S[mark.ttl] for mark in marks if mark is not None), default=0.0)
+
+
+def retained_s(retention: str | None) -> float:
+    """Return the time that a value of `prompt_cache_retention` asks for."""
+    return _RETAINED_S.get(retention or "", 0.0)
+
+
+def split_prompts(
+    value: str | list[str | int | list[int]], field: str
+) -> tuple[str | list[int], ...]:
+    """Return the texts and lists of token ids in a field that takes one or several of either.
+
+    Raises:
+        RequestError: the list is empty, or mixes token ids with others.
+    """
+    if isinstance(value, str):
+        return (value,)
+    if not value:
+        raise RequestError(f"is an empty list: give at least one {field}.", field=field)
+    ids = [part for part in value if isinstance(part, int)]
+    if ids and len(ids) < len(value):
+        reason = f"mixes token ids with texts or lists: give one {field} or a list of {field}s."
+        raise RequestError(reason, field=field)
+    return (ids,) if ids else tuple(part for part in value if not isinstance(part, int))

@@ -13,8 +13,7 @@ from twostroke.engine.client import Caller
 from twostroke.server.body import field
 from twostroke.server.generation.job import EmbeddingJob
 from twostroke.server.http.errors import MissingFieldError
-from twostroke.server.protocols.common.encoded_vectors import encode_vectors
-from twostroke.server.protocols.common.inputs import split_inputs
+from twostroke.server.protocols.common.embeddings import encode_vectors, split_inputs
 
 if TYPE_CHECKING:
     from twostroke.engine.embedding import Embedding

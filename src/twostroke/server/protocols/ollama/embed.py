@@ -10,9 +10,9 @@ from twostroke.core.embedding import EmbeddingParams
 from twostroke.engine.client import Caller
 from twostroke.server.body import field
 from twostroke.server.generation.job import EmbeddingJob
-from twostroke.server.protocols.common.encoded_vectors import encode_vectors
+from twostroke.server.protocols.common.embeddings import encode_vectors
 from twostroke.server.protocols.ollama.reply import nanoseconds
-from twostroke.server.protocols.ollama.stay import KeepAlive
+from twostroke.server.protocols.ollama.request import KeepAlive
 
 if TYPE_CHECKING:
     from twostroke.engine.embedding import Embedding

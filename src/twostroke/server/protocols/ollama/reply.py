@@ -16,7 +16,7 @@ from twostroke.server.generation.events import SchemaMiss
 from twostroke.server.generation.job import Conversation
 from twostroke.server.http.forms.ollama import OLLAMA
 from twostroke.server.protocols.common.logprobs import TokenLogprob, chat_logprobs
-from twostroke.server.protocols.ollama.stay import keep_s
+from twostroke.server.protocols.ollama.request import keep_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

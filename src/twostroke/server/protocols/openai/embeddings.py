@@ -13,9 +13,8 @@ from twostroke.core.errors import RequestError
 from twostroke.core.json_io import encode_json
 from twostroke.server.body import field
 from twostroke.server.generation.job import EmbeddingJob
-from twostroke.server.protocols.common.encoded_vectors import encode_vectors
+from twostroke.server.protocols.common.embeddings import encode_vectors, split_inputs
 from twostroke.server.protocols.common.fields import ServiceFields, to_caller
-from twostroke.server.protocols.common.inputs import split_inputs
 
 if TYPE_CHECKING:
     from twostroke.engine.embedding import Embedding

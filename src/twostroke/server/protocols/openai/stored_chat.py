@@ -12,9 +12,8 @@ from starlette.routing import Route
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.json_io import encode_json
 from twostroke.server.body import field
-from twostroke.server.body.decode import BodyDecoder
+from twostroke.server.body.decode import BodyDecoder, receive_fields
 from twostroke.server.body.explain import MAX_NAME_LENGTH
-from twostroke.server.body.receive import receive_fields
 from twostroke.server.generation import events
 from twostroke.server.generation.response_store import StoredResponse
 from twostroke.server.http.json_responses import to_json

@@ -13,8 +13,10 @@ from msgspec.structs import replace
 
 from twostroke.server.body import field
 from twostroke.server.http.answer_limits import MAX_SUMMARY_TOKENS
-from twostroke.server.protocols.common.cache_control import Retention  # noqa: TC001 - read when a request is decoded
-from twostroke.server.protocols.common.fields import ServiceFields
+from twostroke.server.protocols.common.fields import (
+    Retention,
+    ServiceFields,
+)
 from twostroke.server.protocols.responses import exchange
 from twostroke.server.protocols.responses.body import OutputText, ResponseUsage
 from twostroke.server.protocols.responses.exchange import Exchange

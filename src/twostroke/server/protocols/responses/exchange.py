@@ -17,9 +17,9 @@ from twostroke.server.generation.response_store import StoredResponse
 from twostroke.server.http.answer_limits import RESPONSES
 from twostroke.server.http.errors import MissingFieldError
 from twostroke.server.http.ignored import Ignored
-from twostroke.server.protocols.common.cache_control import retained_s
 from twostroke.server.protocols.common.fields import (
     ignored_in,
+    retained_s,
     to_caller,
     to_limit,
     to_params,

@@ -1,17 +1,19 @@
-"""Restores ids and indexes that changed on the disk, at a start; each row has its id twice.
+"""Checks a database for damage when it is opened: ids, indexes, and a truncated write-ahead log.
 
-The row and the index of ids both have the id. Where they differ, the row's digest tells which copy
-is right. The other copy is written again, so that all queries agree.
+SQLite stores each id twice: in the row and in the index of ids. Where the copies differ, the row's
+digest tells which copy is right, and the wrong copy is replaced, so that all queries agree.
 """
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from typing import TYPE_CHECKING, Final
 
 from twostroke.server.storage.row_digests import COLUMNS, is_intact_in_sql, row_digest
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from sqlite3 import Connection
 
 # Tables with a rowid and a unique id, and what people call a row of each.
@@ -111,3 +113,41 @@ def has_damaged_rows(db: Connection, table: str) -> bool:
     """Return whether a row of a table has other values than were written."""
     query = f"SELECT 1 FROM {table} NOT INDEXED WHERE NOT {is_intact_in_sql(table)} LIMIT 1"  # noqa: S608 constants
     return db.execute(query).fetchone() is not None
+
+
+# https://sqlite.org/fileformat2.html#the_write_ahead_log
+_HEADER_BYTES: Final = 32
+_FRAME_HEADER_BYTES: Final = 24
+_SALT: Final = slice(8, 16)  # of a frame's header: all frames of one round of the log share it
+
+
+def is_log_cut_off(db: Connection, path: Path) -> bool:
+    """Return whether the log of the database `path` has frames that SQLite does not read.
+
+    SQLite ends at the first frame with a wrong checksum, so a flipped bit hides all later writes.
+    Call this when the database was opened, before the first write.
+    """
+    [_, num_read, _] = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+    [page_size] = db.execute("PRAGMA page_size").fetchone()
+    salts = _frame_salts(path.with_name(f"{path.name}-wal"), page_size)
+    if num_read <= 0:
+        return bool(salts)
+    return salts[0] in salts[num_read:]
+
+
+def _frame_salts(path: Path, page_size: int) -> list[bytes]:
+    """Return the salt of each frame of a log; empty without a log."""
+    frame_bytes = _FRAME_HEADER_BYTES + page_size
+    salts: list[bytes] = []
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return salts
+    try:
+        offset = _HEADER_BYTES
+        while len(header := os.pread(file, _FRAME_HEADER_BYTES, offset)) == _FRAME_HEADER_BYTES:
+            salts.append(header[_SALT])
+            offset += frame_bytes
+    finally:
+        os.close(file)
+    return salts
