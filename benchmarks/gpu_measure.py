@@ -14,7 +14,7 @@ from gpu_models import made_up, program_of, stored_bytes
 from gpu_predict import LAUNCH_S, seconds_of
 from gpu_rows import PAGE, Room
 from twostroke.core.errors import MemoryLimitError
-from twostroke.lab.measure.labels import labels
+from twostroke.lab.measure.report_text import labels
 from twostroke.lab.measure.single_step import SingleStep
 from twostroke.model.program.cost import CostModel
 from twostroke.model.program.formats import FORMATS as KV_FORMATS

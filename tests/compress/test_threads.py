@@ -21,5 +21,5 @@ def test_libraries_are_found_in_folders_with_spaces_and_left_out_when_gone(
     maps = tmp_path / "maps"
     mapped = "7f0000000000-7f0000001000 r-xp 00000000 08:01 42                 "
     maps.write_text(f"{mapped}{there}\n{mapped}{there}\n{mapped}{gone}\n{mapped}[heap]\n")
-    monkeypatch.setattr(threads, "_MAPS", maps)
-    assert threads._libraries() == [str(there)]
+    monkeypatch.setattr(threads, "_MEMORY_MAPS", maps)
+    assert threads._library_paths() == [str(there)]

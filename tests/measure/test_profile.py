@@ -15,8 +15,8 @@ from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.core.request import NO_PAGE
 from twostroke.lab.measure import profile as module
 from twostroke.lab.measure import single_step
-from twostroke.lab.measure.labels import labels
 from twostroke.lab.measure.profile import StepProfile, Wanted, profile
+from twostroke.lab.measure.report_text import labels
 from twostroke.lab.measure.single_step import Shape, SingleStep
 from twostroke.model.families import build_program
 from twostroke.model.program import BatchShape

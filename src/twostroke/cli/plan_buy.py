@@ -190,23 +190,20 @@ def _signals(
     found: Buy, case: Case, measured: tuple[float | None, float | None, float | None]
 ) -> Iterator[str]:
     """Yield what speaks for hosting and what for the API: cost, latency, reliability."""
-    from twostroke.lab.measure.digits import digits, milliseconds
+    from twostroke.lab.measure.report_text import format_ms, format_number
 
     cheapest, (ttft, tpot, promised) = found.comparisons[0], measured
     side = "hosting" if cheapest.saving_usd > 0 else "the API"
     share = found.costs.usd / cheapest.usd
-    yield f"Cost: for {side}. Hosting costs {digits(share)} times what {cheapest.api} does."
+    yield f"Cost: for {side}. Hosting costs {format_number(share)} times what {cheapest.api} does."
     own = found.replica.ttft_s, found.replica.tpot_s
-    text = (
-        f"Hosted TTFT {milliseconds(own[0])} ms, without queues, and {milliseconds(own[1])} ms a "
-        "token"
-    )
+    text = f"Hosted TTFT {format_ms(own[0])} ms, without queues, and {format_ms(own[1])} ms a token"
     if ttft is None or tpot is None:
         yield f"Latency: open. {text}; measure the API's (--api-ttft, --api-tpot)."
     else:
         wins = (own[0] < ttft) + (own[1] < tpot)
         side = ("for the API", "divided", "for hosting")[wins]
-        theirs = f"{milliseconds(ttft)} and {milliseconds(tpot)} ms"
+        theirs = f"{format_ms(ttft)} and {format_ms(tpot)} ms"
         yield f"Latency: {side}. {text}; the API's are {theirs}."
     running, spare = max(found.costs.replicas), case.hosting.spare
     text = (

@@ -71,7 +71,7 @@ def _price(fleet: FleetPlan) -> str:
 
 
 def _groups(fleet: FleetPlan) -> Iterator[tuple[str, ...]]:
-    from twostroke.lab.measure.digits import digits, milliseconds
+    from twostroke.lab.measure.report_text import format_ms, format_number
 
     for group in fleet.groups:
         each = f"{group.count} x {group.device}" if group.count > 1 else group.device
@@ -83,10 +83,10 @@ def _groups(fleet: FleetPlan) -> Iterator[tuple[str, ...]]:
                 one.weights,
                 f"{one.count * group.times:,}",
                 f"{one.time_share:.0%}",
-                digits(one.memory_bytes / 1e9),
+                format_number(one.memory_bytes / 1e9),
                 f"{one.streams:,}",
-                milliseconds(one.ttft_s),
-                milliseconds(one.tpot_s),
+                format_ms(one.ttft_s),
+                format_ms(one.tpot_s),
                 f"{one.requests_per_s * one.count * group.times:.3g}",
                 one.bound,
             )

@@ -274,13 +274,13 @@ def _facts(setup: Setup, load: Workload) -> Iterator[str]:
 
 
 def _show_sweep(probes: tuple[LoadProbe, ...]) -> None:
-    from twostroke.lab.measure.digits import milliseconds
+    from twostroke.lab.measure.report_text import format_ms
 
     rows: list[tuple[str, ...]] = [("REQUESTS/S", "GOOD", "TTFT P90 MS", "TPOT P90 MS", "QUEUE")]
     for one in probes:
         report = one.simulation.report
         times = [report.latencies.get(name) for name in ("ttft", "tpot")]
-        cells = ["–" if t is None else milliseconds(t.percentiles["p90"].value) for t in times]
+        cells = ["–" if t is None else format_ms(t.percentiles["p90"].value) for t in times]
         queue = "grows" if report.is_growing else ""
         rows.append((f"{one.rate:.3g}", f"{report.good_share:.1%}", *cells, queue))
     show_table(rows, range(4))

@@ -27,7 +27,8 @@ from twostroke.lab.compress.report import (
     scoring_backend,
     sound_canary,
 )
-from twostroke.lab.compress.tuning import tuned
+from twostroke.lab.train.answers import collect
+from twostroke.lab.train.options import LearnOptions
 from twostroke.model.families import build_program
 from twostroke.model.families.rope import ROPE_TABLES
 from twostroke.model.load import load
@@ -52,6 +53,7 @@ TARGETS: Final = (*MIXES, *FOLDER_TARGETS)
 
 _CHOSEN: Final = "q4_k_m"  # the mix whose tables a chosen mix has
 _REPORT_BYTES: Final = 8192  # at most
+_NUM_ANSWER_TOKENS: Final = 20_000  # of the answers that a rounded model is tuned on
 _DAMAGED: Final = "{model} writes garbage: {fault}. Its file may be damaged: fetch it again."
 # What describes the old file alone, or is written anew.
 _DROPPED = ("split.", "quantize.", "twostroke.", "general.alignment")
@@ -147,7 +149,7 @@ def _write(
     target = wanted if isinstance(wanted, str) else wanted.describe()
     if tuning_minutes:
         folder = calibration.kept.folder("tuning", target, calibration.pieces, tuning_minutes)
-        tensors |= tuned(source, tensors, tuning_minutes, folder, notice)
+        tensors |= _tuned_tensors(source, tensors, tuning_minutes, folder, notice)
     everything = tensors | fixed
     written: dict[str, Value] = {"general.file_type": file_type}
     write_gguf(part, metadata | written, everything)
@@ -157,6 +159,24 @@ def _write(
     write_gguf(part, metadata | written | {REPORT_KEY: report.encode()}, everything)
     load(str(part))
     return report
+
+
+def _tuned_tensors(
+    source: LoadedModel,
+    tensors: Mapping[str, QuantTensor],
+    minutes: float,
+    folder: Path,
+    notice: Notice,
+) -> dict[str, QuantTensor]:
+    """Train scales and norms for `minutes` on answers of `source`; return the changed tensors.
+
+    Work that an interrupted call saved in `folder` is used. Needs PyTorch; raises as `tune` does.
+    """
+    from twostroke.lab.train.tune import tune
+
+    options = LearnOptions(num_tokens=_NUM_ANSWER_TOKENS)
+    answers = collect(str(source.path), source.spec, folder / "answers", options, notice)
+    return tune(source, tensors, answers, minutes, folder, notice)
 
 
 def _tell_if_larger(source: LoadedModel, num_bytes: float, notice: Notice) -> None:

@@ -1,7 +1,8 @@
-"""Threads of our own over NumPy's products, each of which then uses one thread.
+"""Threads for NumPy's products, in place of the threads of its BLAS library.
 
-OpenBLAS's own threads wait for each other at the end of each small product: on a busy machine that
-takes most of the time, and what one of them computes depends on their number.
+OpenBLAS's own threads wait for each other at the end of each small product: on a busy machine this
+takes most of the time. Their number also changes the results. Here each product uses one thread,
+and several products are computed at the same time.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from twostroke.core.hardware import resolve_num_threads
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_MAPS = Path("/proc/self/maps")
-# The names of NumPy's own OpenBLAS, with and without 64-bit integers, and of a system's.
-_NAMES = tuple(
+_MEMORY_MAPS = Path("/proc/self/maps")
+# Function names of the OpenBLAS in NumPy's wheels (with and without 64-bit integers) and of a
+# system's OpenBLAS.
+_FUNCTION_NAMES = tuple(
     f"{name}_{{}}_num_threads{suffix}"
     for name in ("scipy_openblas", "openblas")
     for suffix in ("64_", "")
@@ -28,30 +30,33 @@ _NAMES = tuple(
 
 @contextmanager
 def own_threads() -> Iterator[ThreadPoolExecutor]:
-    """Yield as many threads as the environment allows; meanwhile BLAS uses no others."""
-    found = [functions for path in _libraries() if (functions := _functions(path))]
-    before = [get() for get, _ in found]
+    """Yield a pool of as many threads as the environment allows; BLAS uses one thread meanwhile."""
+    libraries = [functions for path in _library_paths() if (functions := _thread_functions(path))]
+    previous_counts = [get_count() for get_count, _ in libraries]
     try:
-        for _, set_number in found:
-            set_number(1)
+        for _, set_count in libraries:
+            set_count(1)
         with ThreadPoolExecutor(resolve_num_threads(None)) as pool:
             yield pool
     finally:
-        for (_, set_number), number in zip(found, before, strict=True):
-            set_number(number)
+        for (_, set_count), count in zip(libraries, previous_counts, strict=True):
+            set_count(count)
 
 
-def _libraries() -> list[str]:
-    """Return the paths of the OpenBLAS libraries of this process."""
-    lines = _MAPS.read_text().splitlines() if _MAPS.exists() else []
+def _library_paths() -> list[str]:
+    """Return the paths of the OpenBLAS libraries that this process has loaded."""
+    lines = _MEMORY_MAPS.read_text().splitlines() if _MEMORY_MAPS.exists() else []
     paths = {line.split(maxsplit=5)[-1] for line in lines if "openblas" in line}
     return sorted(path for path in paths if Path(path).exists())
 
 
-def _functions(path: str) -> tuple[Any, Any] | None:
-    """Return a library's functions that get and set its number of threads."""
+def _thread_functions(path: str) -> tuple[Any, Any] | None:
+    """Return the functions of a library that get and set its number of threads.
+
+    None: the library has no function of these names.
+    """
     library = ctypes.CDLL(path)
-    for name in _NAMES:
+    for name in _FUNCTION_NAMES:
         if hasattr(library, name.format("set")):
             return getattr(library, name.format("get")), getattr(library, name.format("set"))
     return None

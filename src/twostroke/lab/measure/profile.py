@@ -29,7 +29,7 @@ from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import OtherPrograms, resolve_num_threads
 from twostroke.core.options import CacheOptions, ComputeOptions
-from twostroke.lab.measure.labels import Label, labels
+from twostroke.lab.measure.report_text import Label, labels
 from twostroke.lab.measure.single_step import FILL_ROWS, SingleStep
 from twostroke.model.families import build_program
 from twostroke.model.load import load

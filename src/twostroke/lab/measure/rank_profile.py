@@ -20,8 +20,8 @@ from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available, resolve_num_threads
 from twostroke.core.options import BatchOptions, EngineOptions
-from twostroke.lab.measure.labels import Label, labels
 from twostroke.lab.measure.profile import FEWEST_STEPS, MEASURED_S, MOST_STEPS, Spread
+from twostroke.lab.measure.report_text import Label, labels
 from twostroke.lab.measure.single_step import SingleStep
 from twostroke.model.families import build_program
 from twostroke.model.families.heads import last_hidden

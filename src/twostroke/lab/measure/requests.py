@@ -9,7 +9,7 @@ import numpy as np
 
 from twostroke.core.frozen import Frozen, check_range
 from twostroke.engine.output import Timings  # noqa: TC001 - msgspec reads it
-from twostroke.lab.measure.digits import milliseconds
+from twostroke.lab.measure.report_text import format_ms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,8 +162,8 @@ def latency_rows(report: RunReport) -> list[tuple[str, ...]]:
     rows = [("", "MEAN MS", *(f"P{one}" for one in PERCENTILES))]
     for name, one in report.latencies.items():
         found = [one.percentiles.get(f"p{number}") for number in PERCENTILES]
-        cells = ["–" if value is None else milliseconds(value.value) for value in found]
-        rows.append((name.upper(), milliseconds(one.mean), *cells))
+        cells = ["–" if value is None else format_ms(value.value) for value in found]
+        rows.append((name.upper(), format_ms(one.mean), *cells))
     return rows
 
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import TwostrokeError, UnreachableError, UsageError
 from twostroke.core.frozen import Frozen, check_range
-from twostroke.lab.measure.digits import digits, milliseconds
+from twostroke.lab.measure.report_text import format_ms, format_number
 from twostroke.lab.planner.planner import Planner
 from twostroke.lab.planner.question import MEMORY_SHARE, context_shortfall
 from twostroke.lab.planner.replicas import UNITS, DeviceGroup, Replicas
@@ -197,10 +197,12 @@ def _replica(case: Case) -> PlannedReplica:
     if not whole:
         lack = maker.shortfall(place)
         if lack.figure == "memory":
-            sizes = f"{digits(lack.value / 1e9)} GB, and {digits(lack.limit / 1e9)} GB are there"
-            raise UnreachableError(f"It does not fit on {place.name}: it needs {sizes}.")
+            raise UnreachableError(
+                f"It does not fit on {place.name}: it needs {format_number(lack.value / 1e9)} GB, "
+                f"and {format_number(lack.limit / 1e9)} GB are there."
+            )
         raise UnreachableError(
-            f"On {place.name} {lack.figure} is at least {milliseconds(lack.value)} ms, "
+            f"On {place.name} {lack.figure} is at least {format_ms(lack.value)} ms, "
             f"{lack.times:,.2f} times the objective: more devices, or fewer bits for each weight."
         )
     return max(whole, key=lambda one: one.requests_per_s)

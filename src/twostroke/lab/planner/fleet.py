@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
-from twostroke.lab.measure.digits import digits, milliseconds
+from twostroke.lab.measure.report_text import format_ms, format_number
 from twostroke.lab.planner.devices import find_device, known_devices
 from twostroke.lab.planner.models import planned_model
 from twostroke.lab.planner.packing import Demand, Packer
@@ -362,13 +362,14 @@ def _unique(names: Sequence[str]) -> list[str]:
 def _told(lack: Shortfall) -> str:
     if lack.figure == "memory":
         return (
-            f"it fits nowhere: one request with the weights takes {digits(lack.value / 1e9)} GB, "
-            f"and {lack.place} offers {digits(lack.limit / 1e9)} GB. Allow more most_devices, or "
-            "fewer bits (weights)."
+            "it fits nowhere: one request with the weights takes "
+            f"{format_number(lack.value / 1e9)} GB, and {lack.place} offers "
+            f"{format_number(lack.limit / 1e9)} GB. Allow more most_devices, or fewer bits "
+            "(weights)."
         )
     what = "a shorter prompt or more of it cached" if lack.figure == "TTFT" else "speculation"
     return (
         f"no device meets its objectives: on {lack.place} {lack.figure} is at least "
-        f"{milliseconds(lack.value)} ms, {lack.times:,.2f} times the objective. Allow more "
+        f"{format_ms(lack.value)} ms, {lack.times:,.2f} times the objective. Allow more "
         f"most_devices, fewer bits (weights), or {what}."
     )

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
-from twostroke.lab.measure.digits import digits, milliseconds
-from twostroke.lab.planner import formulas
+from twostroke.lab.measure.report_text import format_ms, format_number
 from twostroke.lab.planner.explain import explain
 from twostroke.lab.planner.planner import Planner, last_that
+from twostroke.lab.planner.prices import usd_per_million_tokens
 from twostroke.lab.planner.question import MAX_DEVICES, MOST_UNASKED, context_shortfall
 from twostroke.lab.planner.queueing import loads, user_load
 from twostroke.lab.planner.reference_calibration import MEASURED, ReferenceCalibration
@@ -197,9 +197,10 @@ def _verdict(planner: Planner, memory: MemoryPlan, fitting: int, most: int) -> s
         return shortfall
     if fitting < 1:
         return (
-            f"It does not fit: weights take {digits(memory.weights / 1e9)} GB and one request "
-            f"{digits(memory.kv_per_request / 1e9)} GB, and {asked.count} x {name} offers "
-            f"{digits((memory.usable or 0) / 1e9)} GB for them. {_what_fits(planner, memory)}."
+            f"It does not fit: weights take {format_number(memory.weights / 1e9)} GB and one "
+            f"request {format_number(memory.kv_per_request / 1e9)} GB, and {asked.count} x {name} "
+            f"offers {format_number((memory.usable or 0) / 1e9)} GB for them. "
+            f"{_what_fits(planner, memory)}."
         )
     if asked.streams is not None and asked.streams > fitting:
         return f"{asked.streams} streams do not fit: at most {fitting} do."
@@ -224,7 +225,7 @@ def _late(planner: Planner, most: int) -> str:
     for what, limit_s, time_s, otherwise in cases:
         if limit_s is not None and (taken_s := time_s(planner, streams)) > limit_s:
             return (
-                f"{what} takes at least {milliseconds(taken_s)} ms with {streams:,} "
+                f"{what} takes at least {format_ms(taken_s)} ms with {streams:,} "
                 f"{'streams' if streams > 1 else 'stream'}, {taken_s / limit_s:,.2f} times the "
                 f"objective: {_devices(planner, time_s, limit_s)}, {otherwise}{fewer}."
             )
@@ -253,7 +254,7 @@ def _what_fits(planner: Planner, memory: MemoryPlan) -> str:
     for name in ("fp8", "w4a16"):
         smaller = model.as_(name).all_bytes
         if smaller < model.all_bytes and smaller + memory.kv_per_request <= usable:
-            found.append(f"weights in {name} take {digits(smaller / 1e9)} GB and fit")
+            found.append(f"weights in {name} take {format_number(smaller / 1e9)} GB and fit")
             break
 
     def holds(num_tokens: int) -> bool:
@@ -308,7 +309,7 @@ def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:
     starts, rows = (asked.mean_context,) * streams, _DRAFTS + 1
     verify = planner.roofline.step(BatchShape(starts, (rows,) * streams, streams * rows))
     drafts_s = _DRAFTS * _DRAFT_COST * planner.decode(streams).seconds
-    round_s = (verify.seconds + drafts_s) / formulas.tokens_a_round(_ACCEPTANCE, _DRAFTS)
+    round_s = (verify.seconds + drafts_s) / expected_tokens_per_round(_ACCEPTANCE, _DRAFTS)
     change = f"speculation ({_DRAFTS} drafts, {_ACCEPTANCE:.0%} right)"
     return [*found, _what_if(change, planner, streams, round_s)]
 
@@ -321,7 +322,7 @@ def _what_if(change: str, planner: Planner, streams: int, step_s: float) -> What
         planner.ttft_s(streams),
         planner.tpot_s(streams, step_s),
         planner.memory().most_streams,
-        None if usd is None else formulas.usd_per_million(usd, per_s),
+        None if usd is None else usd_per_million_tokens(usd, per_s),
     )
 
 
@@ -329,3 +330,15 @@ def _counts(most: int, streams: int) -> list[int]:
     """Return the numbers of streams to show: powers of two that fit, and the chosen one."""
     powers = [1 << power for power in range(15)]
     return sorted({one for one in [*powers, streams] if one <= max(1, most)})
+
+
+def expected_tokens_per_round(acceptance: float, num_drafts: int) -> float:
+    """Return the expected number of tokens that one round of speculation yields.
+
+    `acceptance` is the probability that a draft is accepted after all earlier drafts of the round
+    were accepted. Source: Leviathan et al., "Fast Inference from Transformers via Speculative
+    Decoding" (2023), equation 1.
+    """
+    if acceptance >= 1:
+        return num_drafts + 1.0
+    return (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)

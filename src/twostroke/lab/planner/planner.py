@@ -10,8 +10,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
-from twostroke.lab.planner import formulas
 from twostroke.lab.planner.chunks import chunks, num_chunks, together
+from twostroke.lab.planner.prices import usd_per_million_tokens
 from twostroke.lab.planner.question import MAX_DEVICES, MEMORY_SHARE
 from twostroke.lab.planner.roofline import Roofline, is_attention, kv_bytes, layers_bytes
 from twostroke.model.program.batch import BatchShape
@@ -160,8 +160,8 @@ class Planner:
             mfu=step.flops / step.seconds / (self.roofline.peak / asked.mfu),
             bottleneck=step.bottleneck,
             requests_per_s=1 / request_s,
-            usd_per_million=None if usd is None else formulas.usd_per_million(usd, per_s),
-            usd_per_1k=None if usd is None else formulas.usd_per_million(usd, 1 / request_s) / 1e3,
+            usd_per_million=None if usd is None else usd_per_million_tokens(usd, per_s),
+            usd_per_1k=None if usd is None else usd_per_million_tokens(usd, 1 / request_s) / 1e3,
             joules_per_token=None if watts is None else watts * asked.count / per_s,
         )
 

@@ -13,7 +13,6 @@ import msgspec
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.files import read_small_file
 from twostroke.core.frozen import Frozen, check_range
-from twostroke.lab.planner import formulas
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,7 +80,13 @@ class ApiPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
             if requests < 1:  # not even one an hour: all are written
                 usd += requests * cached * fresh * write / 1e6
             else:
-                usd += formulas.cached_prompt_usd(cached, requests, fresh, share, write)
+                usd += cached_prompt_usd(
+                    num_tokens=cached,
+                    calls=requests,
+                    usd_per_million=fresh,
+                    read_share=share,
+                    write_share=write,
+                )
         return usd * (self.peak_factor if hour in self._peak_hours else 1.0)
 
     @property
@@ -162,3 +167,20 @@ def _read_rows(reader: csv.DictReader[str], name: str) -> dict[str, ApiPrice]:
     if not found:
         raise UsageError(f"{name} has no prices.")
     return found
+
+
+def usd_per_million_tokens(usd_per_hour: float, tokens_per_s: float) -> float:
+    """Return the price of a million tokens on devices that cost `usd_per_hour`."""
+    return usd_per_hour / 3600 / tokens_per_s * 1e6
+
+
+def cached_prompt_usd(
+    *, num_tokens: int, calls: float, usd_per_million: float, read_share: float, write_share: float
+) -> float:
+    """Return the price of a cached prefix: the first call writes it, the other calls read it.
+
+    `read_share` and `write_share` are the prices of a cache read and a cache write, as shares of
+    the price of uncached input (`usd_per_million`).
+    """
+    usd = num_tokens * usd_per_million / 1e6
+    return usd * (write_share + read_share * (calls - 1))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from jinja2 import Environment
 from markupsafe import Markup
 
-from twostroke.lab.measure.digits import milliseconds
+from twostroke.lab.measure.report_text import format_ms
 from twostroke.lab.planner import plots, words
 from twostroke.lab.planner.question import MEMORY_SHARE
 
@@ -110,7 +110,7 @@ def _operations(step: PlannedStepTime) -> Iterator[tuple[str, ...]]:
 
 
 def _time(seconds: float, step: PlannedStepTime) -> tuple[str, str]:
-    return milliseconds(seconds), f"{seconds / step.seconds:.0%}"
+    return format_ms(seconds), f"{seconds / step.seconds:.0%}"
 
 
 def _halves(line: str) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from twostroke.lab.measure.digits import digits, milliseconds
+from twostroke.lab.measure.report_text import format_ms, format_number
 from twostroke.lab.planner.chunks import num_chunks
 from twostroke.lab.planner.served import on_threads
 
@@ -60,7 +60,7 @@ def facts(plan: Plan) -> Iterator[str]:
     chunks = f", read in {count:,} steps of {asked.token_budget:,}" if count > 1 else ""
     yield (
         f"First token of a prompt of {_tokens(asked.prompt)}{chunks}: "
-        f"{milliseconds(plan.ttft_s)} ms ({plan.prefill_bottleneck}). Knee: {plan.knee:,.0f} "
+        f"{format_ms(plan.ttft_s)} ms ({plan.prefill_bottleneck}). Knee: {plan.knee:,.0f} "
         "streams."
     )
     if plan.assumed:
@@ -117,9 +117,9 @@ def _shares(asked: Question) -> str:
 def _memory(plan: Plan) -> str:
     memory = plan.memory
     text = (
-        f"Memory: weights {digits(memory.weights / 1e9)} GB, keys and values "
-        f"{memory.kv_per_token:,.0f} bytes a token, {digits(memory.kv_per_request / 1e9)} GB a "
-        "request"
+        f"Memory: weights {format_number(memory.weights / 1e9)} GB, keys and values "
+        f"{memory.kv_per_token:,.0f} bytes a token, "
+        f"{format_number(memory.kv_per_request / 1e9)} GB a request"
     )
     if memory.usable is None:
         return f"{text}. How much the device has is not known."
@@ -134,11 +134,11 @@ def cells(row: Row) -> tuple[str, ...]:
     """Return a row of the table by number of streams."""
     return (
         f"{row.streams:,}",
-        milliseconds(row.step_s),
+        format_ms(row.step_s),
         f"{row.mbu:.0%}",
         f"{row.mfu:.0%}",
-        milliseconds(row.ttft_s),
-        milliseconds(row.tpot_s),
+        format_ms(row.ttft_s),
+        format_ms(row.tpot_s),
         f"{row.tokens_per_s:,.0f}",
         f"{row.requests_per_s:.3g}",
         _usd(row.usd_per_million),
@@ -188,9 +188,9 @@ def _users_answer(plan: Plan, load: UserLoad) -> str:
     if plan.roof.usd_per_hour is not None:
         cost = f", for {plan.roof.usd_per_hour * load.num_replicas:,.4g} $ an hour"
     return (
-        f"{start}: {milliseconds(load.ttft_s)} ms to the first token and "
-        f"{milliseconds(load.tpot_s)} ms for each further one on average, an answer after "
-        f"{digits(load.response_s)} s and the next request {load.think_s:g} s later; "
+        f"{start}: {format_ms(load.ttft_s)} ms to the first token and "
+        f"{format_ms(load.tpot_s)} ms for each further one on average, an answer after "
+        f"{format_number(load.response_s)} s and the next request {load.think_s:g} s later; "
         f"{load.requests_per_s:.3g} requests/s in all, {load.at_work:,.1f} at work on each{cost}."
     )
 
@@ -198,7 +198,7 @@ def _users_answer(plan: Plan, load: UserLoad) -> str:
 def loads(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the table of loads."""
     for one in plan.loads:
-        times = milliseconds(one.ttft_s), milliseconds(one.tpot_s)
+        times = format_ms(one.ttft_s), format_ms(one.tpot_s)
         yield f"{one.share:.0%}", f"{one.requests_per_s:.3g}", f"{one.at_work:,.1f}", *times
 
 
@@ -214,8 +214,8 @@ def ranked(plan: Plan) -> tuple[str, ...]:
     return (
         device,
         f"{row.streams:,}",
-        milliseconds(seen.ttft_s),
-        milliseconds(seen.tpot_s),
+        format_ms(seen.ttft_s),
+        format_ms(seen.tpot_s),
         f"{row.tokens_per_s:,.0f}",
         f"{seen.requests_per_s:.3g}",
         f"{num_replicas:,}",
@@ -292,7 +292,7 @@ def what_ifs(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the table of other choices."""
     for one in plan.what_ifs:
         fits = "–" if one.most_streams is None else f"{one.most_streams:,}"
-        cells = milliseconds(one.ttft_s), milliseconds(one.tpot_s), fits
+        cells = format_ms(one.ttft_s), format_ms(one.tpot_s), fits
         yield one.change, *cells, _usd(one.usd_per_million)
 
 

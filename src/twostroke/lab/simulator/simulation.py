@@ -16,8 +16,8 @@ from twostroke.core.process_tuning import paused_collector
 from twostroke.engine.build import build_scheduler
 from twostroke.fleet.routing.policy import LOOKS_AT_PREFIXES, POLICIES
 from twostroke.lab.measure.requests import Objectives, RunReport, make_report
-from twostroke.lab.planner.formulas import usd_per_million
 from twostroke.lab.planner.planner import fitting_context
+from twostroke.lab.planner.prices import usd_per_million_tokens
 from twostroke.lab.planner.question import MEMORY_SHARE, Question
 from twostroke.lab.planner.roofline import Roofline, kv_bytes
 from twostroke.lab.simulator.disaggregation import Prefill
@@ -237,7 +237,7 @@ def simulate(setup: Setup, load: Workload, objectives: Objectives | None = None)
 def _cost(usd_per_hour: float | None, per_s: float | None, count: float) -> float | None:
     if usd_per_hour is None or not per_s:
         return None
-    return usd_per_million(usd_per_hour, per_s) * count / 1e6
+    return usd_per_million_tokens(usd_per_hour, per_s) * count / 1e6
 
 
 def _replicas(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import Field, UnreachableError, UsageError
 from twostroke.core.frozen import Frozen
-from twostroke.lab.measure.digits import milliseconds
+from twostroke.lab.measure.report_text import format_ms
 from twostroke.lab.simulator.simulation import simulate
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _late(report: RunReport, objectives: Objectives) -> Iterator[str]:
         taken_s = found.percentiles["p90"].value if found else 0.0
         if limit_s is not None and taken_s > limit_s:
             times = f"{taken_s / limit_s:,.2f} times the objective"
-            yield f"P90 of {name.upper()} is {milliseconds(taken_s)} ms, {times}"
+            yield f"P90 of {name.upper()} is {format_ms(taken_s)} ms, {times}"
 
 
 def _bracket(meets: Callable[[float], bool]) -> tuple[float | None, float | None]:
