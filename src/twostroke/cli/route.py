@@ -98,8 +98,8 @@ def command(**given: Any) -> int:
     Ctrl-C or SIGTERM stops the router after the running requests; a second one cuts them off.
     """
     from twostroke.core.process_tuning import ease_collector
+    from twostroke.fleet.router.app import run_router
     from twostroke.fleet.router.options import RouteOptions
-    from twostroke.fleet.router.run import run_router
     from twostroke.server.auth.keys import ApiKeys, check_router
     from twostroke.server.http.logs import logging_to
     from twostroke.server.http.server import bind

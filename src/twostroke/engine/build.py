@@ -34,7 +34,7 @@ from twostroke.engine.client import Client
 from twostroke.engine.drafters import Draft, DraftHeads
 from twostroke.engine.kv_cache import PagePool, PrefixIndex
 from twostroke.engine.kv_offload.build import begin_paging, check_tiers, weights_digest
-from twostroke.engine.kv_offload.kv_cache_spec import page_kind
+from twostroke.engine.kv_offload.tier import page_kind
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.model_card import ModelCard
 from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.engine.disaggregation.prefill_cost import (
+from twostroke.engine.disaggregation.placement import (
     OVERHEAD_S,
     LocalPrefill,
     MissingPrefill,

@@ -12,7 +12,7 @@ from twostroke.engine.disaggregation.connection import is_own
 from twostroke.engine.disaggregation.decode_side import DecodeSide
 from twostroke.engine.disaggregation.messages import KvCacheSpecMessage
 from twostroke.engine.disaggregation.prefill_side import PrefillSide
-from twostroke.engine.disaggregation.shared_pages import share
+from twostroke.engine.disaggregation.transfer_methods import share
 from twostroke.engine.disaggregation_stats import DisaggregationStats
 
 if TYPE_CHECKING:

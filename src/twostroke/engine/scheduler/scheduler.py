@@ -11,13 +11,15 @@ from twostroke.core.draft_tree import ROOT
 from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.step import Slice, StepPlan
 from twostroke.engine.scheduler.config import SchedulerStats, SchedulerView, max_len
-from twostroke.engine.scheduler.deadlines import Deadlines
 from twostroke.engine.scheduler.draft_pages import DraftPages
 from twostroke.engine.scheduler.fast_forward import do_quiet, num_quiet
-from twostroke.engine.scheduler.in_flight_steps import InFlightSteps
-from twostroke.engine.scheduler.kv_cache_manager import KvCacheManager, held
-from twostroke.engine.scheduler.prefix_cache import PrefixCache
-from twostroke.engine.scheduler.queue import WaitingQueue
+from twostroke.engine.scheduler.kv_cache_manager import (
+    InFlightSteps,
+    KvCacheManager,
+    PrefixCache,
+    held,
+)
+from twostroke.engine.scheduler.queue import Deadlines, WaitingQueue
 from twostroke.engine.scheduler.request_state import RequestState, rank_of
 from twostroke.engine.scheduler.results import ResultReader
 from twostroke.engine.scheduler.step_builder import StepBuilder, in_turn

@@ -1,9 +1,12 @@
-"""An ordinary server as a process of this one: started, asked, started again, ended."""
+"""Starts `twostroke` as a child process, checks its health, restarts it and ends it."""
 
 from __future__ import annotations
 
 import http.client
 import logging
+import os
+import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +25,7 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_ENTRY: Final = "twostroke.fleet.cluster.tied"
+_ENTRY: Final = "twostroke.fleet.cluster.process"
 _LOOK_S: Final = 0.25
 _ASK_S: Final = 5.0  # for an answer about health
 _MOST_SILENT: Final = 4  # such answers that may fail before the process counts as frozen
@@ -30,6 +33,7 @@ _FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 _SOUND_S: Final = 60.0  # a process that lived longer starts again after the first pause
 _PORT_TAKEN: Final = 7  # exit code
 _KILL_S: Final = 5.0
+_DRAIN_S: Final = 60.0  # from SIGTERM to SIGKILL, for a child whose parent has ended
 _LAST_LINES: Final = 5
 _SAID: Final = "twostroke: "  # before a program's last sentence
 _logger = logging.getLogger("twostroke.fleet")
@@ -210,3 +214,20 @@ def _is_free(url: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _end_with_parent() -> None:
+    """Send this process SIGTERM when its parent ends, and SIGKILL after `_DRAIN_S`.
+
+    Standard input is a pipe whose other end the parent holds: it closes however the parent ended.
+    """
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_DRAIN_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":  # the child: `python -m twostroke.fleet.cluster.process ARGUMENTS...`
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    runpy.run_module("twostroke", run_name="__main__")

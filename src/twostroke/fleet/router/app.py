@@ -12,7 +12,6 @@ from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.core.json_io import encode_json
 from twostroke.core.request import DEFAULT_SERVICE, SERVICES
 from twostroke.fleet.router.content_hash import content_hash
-from twostroke.fleet.router.credentials import credentials
 from twostroke.fleet.router.forward import Forwarder
 from twostroke.fleet.router.health_checker import HealthChecker, decoded, fetch, fetch_status, rows
 from twostroke.fleet.router.metrics import RouterMetrics
@@ -20,15 +19,18 @@ from twostroke.fleet.router.paths import (
     COMPUTED,
     FILE_ID,
     FREE,
+    NO_BACKGROUND,
+    NO_BATCHES,
+    NO_RECORDS,
     READ,
     STORED,
     STORED_ID,
     TENANTS,
+    BatchPathError,
     is_harmless,
     stored_path,
 )
-from twostroke.fleet.router.proxied_request import ProxiedRequest
-from twostroke.fleet.router.refusals import NO_BACKGROUND, NO_BATCHES, NO_RECORDS, BatchPathError
+from twostroke.fleet.router.proxied_request import ProxiedRequest, credentials
 from twostroke.fleet.router.replica_registry import ReplicaRegistry, hash_of
 from twostroke.fleet.router.response import LostError, ReplicaError
 from twostroke.fleet.router.state import fleet_state
@@ -53,9 +55,11 @@ from twostroke.server.http.logs import AccessLog
 from twostroke.server.http.origins import OriginCheck, Origins
 from twostroke.server.http.paths import wants_page
 from twostroke.server.http.request_context import served_of
+from twostroke.server.http.server import bind, run
 from twostroke.server.web_ui.site import Site
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -444,3 +448,24 @@ def _salt(scope: Scope) -> bytes:
 
 def _json(body: Any, status: int = 200) -> Response:
     return Response(encode_json(body), status, media_type="application/json")
+
+
+def run_router(
+    options: RouteOptions,
+    *,
+    listener: socket.socket | None = None,
+    on_ready: Callable[[str], None] | None = None,
+    on_stop: Callable[[int], None] | None = None,
+    records: Records | None = None,
+) -> int:
+    """Route until SIGINT or SIGTERM, and return the process's exit code, as a server does.
+
+    `records` keep keys and usage; the caller closes them.
+
+    Raises:
+        UsageError: an option is wrong.
+        PortInUseError: the address cannot be bound.
+    """
+    router = Router(options, records)
+    listener = listener or bind(options.host, options.port)
+    return asyncio.run(run(build_app(router), router, listener, on_ready, on_stop))

@@ -1,9 +1,11 @@
-"""The paths that a router knows."""
+"""The paths that a router forwards, and why it refuses batches and stored files."""
 
 from __future__ import annotations
 
 import re
 from typing import Final
+
+from twostroke.core.errors import TwostrokeError
 
 READ: Final = (  # without an answer of tokens
     *("/v1/embeddings", "/embeddings", "/api/embed", "/api/embeddings", "/v1/rerank", "/rerank"),
@@ -54,3 +56,23 @@ def is_harmless(method: str, path: str) -> bool:
         return path != "/api/pull"  # Ollama fetches models
     others = _OTHERS.get("GET" if method == "HEAD" else method)
     return others is not None and others.fullmatch(path) is not None
+
+
+class BatchPathError(TwostrokeError):
+    """Files and batches are not taken here."""
+
+    http_status = 400
+    code = "no_batches_here"
+
+
+NO_BACKGROUND: Final = (
+    "is not supported by a router that keeps accounts, which learns what an answer uses from the "
+    "answer: leave it out."
+)
+NO_RECORDS: Final = (
+    "No server of this router keeps files or batches: start `twostroke serve` with --records DIR."
+)
+NO_BATCHES: Final = (
+    "This router keeps accounts, and takes no files and batches, whose lines a replica would run "
+    "past the limits of their key: send the lines themselves, as `twostroke batch --url` does."
+)

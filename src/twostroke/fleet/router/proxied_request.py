@@ -1,12 +1,12 @@
-"""One request on its way: what is sent to a replica for it."""
+"""A client's request in the form in which the router sends it to replicas."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from twostroke.fleet.router.credentials import CREDENTIALS, credentials
 from twostroke.fleet.router.upstream import request_head
 from twostroke.fleet.router.usage_meter import ProxyLog, asking
+from twostroke.server.auth.keys import TENANT_HEADER
 from twostroke.server.auth.usage_header import USAGE_HEADER
 from twostroke.server.http.body_memory import FREE_BYTES
 from twostroke.server.http.request_context import served_of
@@ -133,3 +133,19 @@ class ProxiedRequest:
 def tokens(value: bytes) -> list[bytes]:
     """Return the words of a header in lower case."""
     return [part.strip().lower() for part in value.split(b",") if part.strip()]
+
+
+CREDENTIALS: Final = frozenset((b"authorization", b"x-api-key", TENANT_HEADER))
+
+
+def credentials(scope: Scope, replica_key: str | None) -> Headers:
+    """Return the client's own, or with a `replica_key` this and the client's tenant."""
+    if replica_key is None:
+        return [pair for pair in scope["headers"] if pair[0] in CREDENTIALS - {TENANT_HEADER}]
+    served = served_of(scope)
+    found = [(b"authorization", b"Bearer " + replica_key.encode())]
+    if served.tenant:
+        classes = served.key.classes if served.key is not None else None
+        named = "" if classes is None else f" {','.join(classes)}"
+        found.append((TENANT_HEADER, f"{served.tenant} {served.weight:.9g}{named}".encode()))
+    return found

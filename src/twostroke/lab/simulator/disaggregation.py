@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.disaggregation.placement import PrefillPlacement
-from twostroke.engine.disaggregation.prefill_cost import OVERHEAD_S, Overhead, PrefillEngineState
+from twostroke.engine.disaggregation.placement import (
+    OVERHEAD_S,
+    Overhead,
+    PrefillEngineState,
+    PrefillPlacement,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

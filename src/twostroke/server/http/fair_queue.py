@@ -1,7 +1,7 @@
 """Turns of tenants at what they share: a few threads, the compiler of constraints.
 
 Tenants take turns by the time that they used (start-time fair queueing, as in
-`engine/scheduler/fair.py`): one that sends much waits for itself, not others for it.
+`engine/scheduler/queue.py`): one that sends much waits for itself, not others for it.
 """
 
 from __future__ import annotations

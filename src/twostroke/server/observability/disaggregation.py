@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import to_builtins
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from twostroke.engine.disaggregation.kv_transfer import OUTCOMES
-from twostroke.engine.disaggregation.prefill_cost import REASONS
+from twostroke.engine.disaggregation.placement import REASONS
+from twostroke.engine.disaggregation.prefill_peer import OUTCOMES
 from twostroke.model.program import BatchShape
 
 if TYPE_CHECKING:
