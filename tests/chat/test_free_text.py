@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from twostroke.engine.chat.free_text import FreeTextReader
+from twostroke.engine.chat.call_reader import FreeTextReader
 
 TEXT = 'a\n"b" \\ \t/ é 😀 \\u0041 }'
 

@@ -13,9 +13,7 @@ from support.servers import wait_for
 from twostroke.core.request import FinishReason
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
-from twostroke.engine.counters import ServiceCounter
-from twostroke.engine.histogram import TIME_BOUNDS_S, Histogram
-from twostroke.engine.seconds import MAX_SECONDS, Seconds
+from twostroke.engine.counters import MAX_SECONDS, TIME_BOUNDS_S, Histogram, Seconds, ServiceCounter
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -35,12 +35,12 @@ from twostroke.core.request import NO_HINTS, FinishReason
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import build
 from twostroke.engine.generation import Outputs
-from twostroke.engine.health import Health
 from twostroke.engine.output import Output
 from twostroke.engine.process import launch, supervisor
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.main import RequestHandler, Wire
 from twostroke.engine.process.remote import RemoteEngine
+from twostroke.engine.status import Health
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from support.engines import tiny_client
 from twostroke.core.options import BatchOptions
 from twostroke.core.request import FinishReason, Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.delivery import Mailbox
+from twostroke.engine.output import Mailbox
 from twostroke.engine.output_processor import OutputProcessor
 
 if TYPE_CHECKING:

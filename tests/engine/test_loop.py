@@ -31,11 +31,11 @@ from twostroke.core.options import (
 from twostroke.core.request import FinishReason, Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import NO_TOKEN, Slice, StepPlan, StepResult
-from twostroke.engine import health
+from twostroke.engine import status
 from twostroke.engine.build import build
 from twostroke.engine.client import Caller
 from twostroke.engine.faults import StepLimit
-from twostroke.engine.health import Health
+from twostroke.engine.status import Health
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -195,7 +195,7 @@ def test_the_backend_forgets_every_ended_request(
 def test_health_reports_a_stalled_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tiny_client(tmp_path) as (client, backend):
         assert client.loop.health is Health.READY
-        monkeypatch.setattr(health, "_STALLED_AFTER_S", 0.05)
+        monkeypatch.setattr(status, "_STALLED_AFTER_S", 0.05)
         backend.gate.clear()
         generation = client.generate([5], GREEDY)
         wait_for(lambda: client.loop.health is Health.STALLED)

@@ -27,7 +27,7 @@ from twostroke.core.options import (
 )
 from twostroke.core.request import FinishReason
 from twostroke.engine import build as build_module
-from twostroke.engine.health import Health
+from twostroke.engine.status import Health
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

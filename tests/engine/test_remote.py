@@ -42,12 +42,12 @@ from twostroke.core.request import NO_HINTS, FinishReason
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import build
 from twostroke.engine.client import Caller
-from twostroke.engine.health import Health
 from twostroke.engine.output import Output, Usage
-from twostroke.engine.process import launch, supervisor, watch
+from twostroke.engine.process import launch, supervisor
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.remote import RemoteEngine
 from twostroke.engine.process.served import LocalEngine
+from twostroke.engine.status import Health
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -154,7 +154,7 @@ def test_a_death_costs_what_was_computed_and_nothing_that_waited(model: str, num
 
 
 def test_a_process_that_is_stopped_is_replaced(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_LEAST_LIMIT_S", 1.0)
+    monkeypatch.setattr(supervisor, "_LEAST_LIMIT_S", 1.0)
 
     async def run() -> None:
         async with started(model) as engine:

@@ -16,8 +16,7 @@ from twostroke.core.errors import EngineDiedError, EngineKillerError
 from twostroke.core.request import NO_HINTS
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process import supervisor
-from twostroke.engine.process.pending import PendingCalls, RemoteOutputs
-from twostroke.engine.process.suspects import CrashHistory
+from twostroke.engine.process.pending import CrashHistory, PendingCalls, RemoteOutputs
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

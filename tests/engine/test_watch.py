@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.engine.health import StepProgress
-from twostroke.engine.process.watch import ProgressWatchdog
+from twostroke.engine.process.supervisor import ProgressWatchdog
+from twostroke.engine.status import StepProgress
 
 
 def pulses(

@@ -23,11 +23,11 @@ from twostroke.core.errors import OverloadedError, TwostrokeError
 from twostroke.core.request import NO_HINTS, FinishReason
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.transport.frames import Frames, WireError
-from twostroke.engine.health import StepProgress
 from twostroke.engine.output import Output, Usage
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.main import RequestHandler, Wire
 from twostroke.engine.process.remote import RemoteEngine
+from twostroke.engine.status import StepProgress
 
 if TYPE_CHECKING:
     import random

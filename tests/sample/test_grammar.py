@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.engine.structured_output.grammar import GrammarMatcher
-    from twostroke.engine.structured_output.schema.deadline import Deadline
+    from twostroke.engine.structured_output.schema.document import Deadline
     from twostroke.model.tokenizer import Tokenizer
 
 UNUSED = 7  # rows of the model that no token has

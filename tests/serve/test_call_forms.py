@@ -15,7 +15,7 @@ from support.servers import events
 from support.talkers import say, talker
 from twostroke.core.constraint import Constraint, ReasoningSection
 from twostroke.engine.chat.call_forms import FORMS
-from twostroke.engine.chat.tool_form import ToolForm
+from twostroke.engine.chat.tools import ToolForm
 from twostroke.engine.structured_output.grammar import Grammars
 from twostroke.server.protocols.common.tools import FunctionBody, to_tools
 

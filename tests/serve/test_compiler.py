@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.engine.structured_output.grammar import GrammarMatcher
-    from twostroke.engine.structured_output.schema.deadline import Deadline
+    from twostroke.engine.structured_output.schema.document import Deadline
 
 SLOW = Constraint("regex", "slow")
 

@@ -13,7 +13,7 @@ import pytest
 
 from serve.test_run import served
 from twostroke.core import env
-from twostroke.engine.health import Health
+from twostroke.engine.status import Health
 from twostroke.server.http.watchdog import Watchdog
 from twostroke.server.models.names import ModelNames
 from twostroke.server.observability.health import HealthReports

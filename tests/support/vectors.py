@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.engine.delivery import Mailbox
 from twostroke.engine.embedding import Embedder
+from twostroke.engine.output import Mailbox
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

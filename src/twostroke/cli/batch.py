@@ -162,8 +162,8 @@ def _here(model: str, given: dict[str, Any], *, quiet: bool) -> Iterator[tuple[S
     """Yield what gives lines to an engine in this process, and how many at once."""
     from twostroke.core.process_tuning import ease_collector
     from twostroke.core.request import DEFAULT_SERVICE
-    from twostroke.engine.health import Health
     from twostroke.engine.process.served import LocalEngine
+    from twostroke.engine.status import Health
     from twostroke.server.app import Api
     from twostroke.server.http.internal_requests import Sender, post
     from twostroke.server.middleware import build_app

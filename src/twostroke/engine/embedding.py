@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.request import Request
     from twostroke.core.step import RequestDelta
-    from twostroke.engine.delivery import Mailbox
-    from twostroke.engine.output import Timings, Usage
+    from twostroke.engine.output import Mailbox, Timings, Usage
 
     Vector = NDArray[np.float32]
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import OverloadedError
 from twostroke.core.request import FinishReason
-from twostroke.engine.delivery import Mailbox, deliver
-from twostroke.engine.output import Completion, Output, join
+from twostroke.engine.output import Completion, Mailbox, Output, deliver, join
 
 if TYPE_CHECKING:
     import asyncio

@@ -6,17 +6,16 @@ import logging
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from twostroke.core.errors import EngineStoppedError, RanksLostError, TwostrokeError
 from twostroke.core.request import FinishReason
 from twostroke.engine.counters import Counters
-from twostroke.engine.delivery import deliver
 from twostroke.engine.faults import FATAL, StepLimit, find_unusable, run_each
-from twostroke.engine.flight import StepInFlight, drop_later
-from twostroke.engine.health import Health, LoopHeartbeat
+from twostroke.engine.output import deliver
 from twostroke.engine.pool_access import PoolAccess
-from twostroke.engine.view import RunningRequests, take_view
+from twostroke.engine.status import Health, LoopHeartbeat, RunningRequests, take_view
 from twostroke.model.program import BatchShape
 
 if TYPE_CHECKING:
@@ -25,14 +24,12 @@ if TYPE_CHECKING:
     from twostroke.backends import BackendFacts, RankRunner, RankState, Runner, StartRunner
     from twostroke.core.request import Request
     from twostroke.core.step import RequestDelta, Slice, StepPlan, StepResult
-    from twostroke.engine.counters import Snapshot
-    from twostroke.engine.delivery import Mailbox
-    from twostroke.engine.health import StepProgress
-    from twostroke.engine.output import Output
+    from twostroke.engine.counters import Snapshot, TimeSpan
+    from twostroke.engine.output import Mailbox, Output
     from twostroke.engine.request_listener import RequestListener
     from twostroke.engine.scheduler import Scheduler, SchedulerConfig
-    from twostroke.engine.seconds import TimeSpan
-    from twostroke.engine.speculation import Speculator
+    from twostroke.engine.speculation import Speculator, StepDrafts
+    from twostroke.engine.status import StepProgress
     from twostroke.model.program.cost import StepCost
 
 _logger = logging.getLogger("twostroke.engine")
@@ -392,3 +389,26 @@ class EngineLoop:
             listener = self._listeners.get(request.id)
             if listener is not None:
                 self._cut(listener, FinishReason.ERROR, error)
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A step in flight, and the error with which it could not be started."""
+
+    plan: StepPlan
+    guesses: StepDrafts
+    error: Exception | None = None
+
+
+def drop_later(steps: deque[StepInFlight], runner: StartRunner, recall: Callable[[], None]) -> None:
+    """Take back all steps but the oldest: they fail with it, or follow rows that failed."""
+    while len(steps) > 1:
+        step = steps.pop()
+        if step.error is None:
+            try:
+                runner.finish()
+            except FATAL:
+                raise
+            except Exception:  # computed again
+                _logger.debug("A step failed after another one.", exc_info=True)
+        recall()

@@ -12,7 +12,7 @@ from twostroke.model.tokenizer import StreamDecoder
 if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.step import RequestDelta
-    from twostroke.engine.delivery import Mailbox
+    from twostroke.engine.output import Mailbox
     from twostroke.model.tokenizer import Tokenizer
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from twostroke.core.request import FinishReason, Request
     from twostroke.core.step import RequestDelta
     from twostroke.engine.counters import ServiceCounter
-    from twostroke.engine.delivery import Mailbox
+    from twostroke.engine.output import Mailbox
 
 
 class RequestListener(ABC):

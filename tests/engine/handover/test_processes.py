@@ -17,9 +17,9 @@ from support.remote import until
 from support.tiny import Tiny, tiny_of, write_tiny_gguf
 from twostroke import SamplingParams
 from twostroke.core.options import DisaggregationOptions
-from twostroke.engine.health import Health
 from twostroke.engine.process import supervisor
 from twostroke.engine.process.remote import RemoteEngine
+from twostroke.engine.status import Health
 
 if TYPE_CHECKING:
     from pathlib import Path

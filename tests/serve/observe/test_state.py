@@ -17,7 +17,7 @@ from twostroke.backends.machine_limits import MachineLimits
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
 from twostroke.engine.scheduler import SchedulerStats
-from twostroke.engine.view import RequestView, RunningRequests
+from twostroke.engine.status import RequestView, RunningRequests
 from twostroke.server.observability.objectives import Goodput
 from twostroke.server.observability.pages import MOST_CELLS, PageUsage, page_map
 from twostroke.server.observability.state import DashboardState

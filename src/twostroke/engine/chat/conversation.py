@@ -27,9 +27,9 @@ from twostroke.engine.chat.reasoning import (
     variables_of,
     with_reasoning,
 )
-from twostroke.engine.chat.template_source import DEFAULT, FOR_TOOLS, find_source
-from twostroke.engine.chat.tool_form import ToolForm
+from twostroke.engine.chat.template import DEFAULT, FOR_TOOLS, find_source
 from twostroke.engine.chat.tool_prompt import fitted
+from twostroke.engine.chat.tools import ToolForm
 from twostroke.engine.chat.turn_order import (
     ALTERNATING,
     STRICTEST,

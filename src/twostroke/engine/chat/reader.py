@@ -13,11 +13,11 @@ from twostroke.engine.chat.call_reader import (
     ArgumentsPiece,
     CallBegin,
     CallReader,
+    FreeTextReader,
     ReasoningPiece,
     TextPiece,
     Trim,
 )
-from twostroke.engine.chat.free_text import FreeTextReader
 from twostroke.model.tokenizer.preface import PrefaceCounter, PrefaceCutter, SegmentKind
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
@@ -13,7 +13,6 @@ from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
 from twostroke.engine.chat.literals import Marker, names_text, read_keys, reads_parts
 from twostroke.engine.chat.messages import RefusedByTemplateError, checked_messages, plain
 from twostroke.engine.chat.sandbox import METER, RenderBudget, RenderMeter, TemplateEnvironment
-from twostroke.engine.chat.template_source import find_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -186,3 +185,28 @@ class ChatTemplate:
 
 def _refuse(message: object = "") -> None:
     raise TemplateError(str(message))
+
+
+DEFAULT: Final = "default"  # transformers' name for the usual template
+FOR_TOOLS: Final = "tool_use"
+
+_CHATML_MARKS: Final = frozenset(("<|im_start|>", "<|im_end|>"))
+_CHATML: Final = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content']"
+    " + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def find_source(tokenizer: Tokenizer, name: str = DEFAULT) -> str | None:
+    """Return the source of the model's template with this name; None if there is none.
+
+    If the model has no default template, its first template replaces it. If the model has no
+    template at all, but its vocabulary has the marks of ChatML, the default is ChatML.
+    """
+    sources = {key: text for key, text in tokenizer.chat_templates.items() if text.strip()}
+    if name in sources or name != DEFAULT:
+        return sources.get(name)
+    if sources:
+        return next(iter(sources.values()))
+    return _CHATML if set(tokenizer.special_texts()) >= _CHATML_MARKS else None

@@ -22,7 +22,6 @@ from twostroke.core.errors import BackendError, TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import FinishReason, Hints, Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.delivery import Mailbox
 from twostroke.engine.disaggregation import messages
 from twostroke.engine.disaggregation.connection import PeerListener, PeerLostError
 from twostroke.engine.disaggregation.messages import SENT, WRITTEN
@@ -30,7 +29,7 @@ from twostroke.engine.disaggregation.nixl import PROBE_BYTES, NixlProcess, NixlP
 from twostroke.engine.disaggregation.transfer_methods import MOVE_S
 from twostroke.engine.disaggregation_stats import PrefillSideStats
 from twostroke.engine.kv_cache import PrefixChain
-from twostroke.engine.output import Output
+from twostroke.engine.output import Mailbox, Output
 from twostroke.engine.request_listener import RequestListener
 from twostroke.model.program import BatchShape
 

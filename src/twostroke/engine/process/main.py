@@ -25,12 +25,12 @@ from twostroke.core.errors import BackendError, EngineStoppedError, MemoryLimitE
 from twostroke.core.process_tuning import ease_collector
 from twostroke.core.transport.frames import Frames, WireError
 from twostroke.engine.build import build
-from twostroke.engine.delivery import Mailbox
 from twostroke.engine.generation import Outputs
-from twostroke.engine.health import Health
+from twostroke.engine.output import Mailbox
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.served import facts_of, take_reading
 from twostroke.engine.speculation import StepTimeModel
+from twostroke.engine.status import Health
 from twostroke.model.program import BatchShape
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from twostroke.core.constraint import Constraint
     from twostroke.core.step import StepPlan
     from twostroke.engine.build import Engine
-    from twostroke.engine.delivery import Addressed
-    from twostroke.engine.output import Output
+    from twostroke.engine.output import Addressed, Output
     from twostroke.engine.request_listener import RequestListener
     from twostroke.engine.structured_output.grammar import GrammarMatcher
 

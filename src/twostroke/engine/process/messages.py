@@ -23,9 +23,9 @@ from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.transport.frames import frame
 from twostroke.engine.client import Caller
-from twostroke.engine.health import StepProgress
 from twostroke.engine.output import Output
 from twostroke.engine.process.served import EngineFacts, EngineStatus
+from twostroke.engine.status import StepProgress
 from twostroke.model.program.kv_format import CacheFormat
 
 VERSION: Final = 3  # raise it when a message changes

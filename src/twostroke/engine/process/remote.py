@@ -28,12 +28,12 @@ from twostroke.core.hardware import memory_used
 from twostroke.core.request import FinishReason
 from twostroke.core.transport.frames import WireError
 from twostroke.engine.build import make_card
-from twostroke.engine.health import Health
+from twostroke.engine.counters import TimeSpan
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.child import EngineProcess
 from twostroke.engine.process.pending import FullQueue, PendingCalls, RemoteOutputs
 from twostroke.engine.process.supervisor import Supervisor
-from twostroke.engine.seconds import TimeSpan
+from twostroke.engine.status import Health
 from twostroke.model.families import build_program
 from twostroke.model.load import build_tokenizer
 from twostroke.model.load import load as load_model
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import Caller
-    from twostroke.engine.health import StepProgress
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import Output
     from twostroke.engine.process.launch import LaunchedProcess
     from twostroke.engine.process.served import EngineFacts, EngineStatus
+    from twostroke.engine.status import StepProgress
 
 _READ_S = 1.0  # that a reading may take; then the last one is returned
 _logger = logging.getLogger("twostroke.serve")

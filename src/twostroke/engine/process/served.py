@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 from twostroke.backends import BackendFacts, RankState
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_used
-from twostroke.engine.counters import Snapshot
+from twostroke.engine.counters import Snapshot, TimeSpan
 from twostroke.engine.disaggregation_stats import DisaggregationStats
-from twostroke.engine.health import Health, StepProgress
 from twostroke.engine.scheduler import SchedulerConfig
-from twostroke.engine.seconds import TimeSpan
-from twostroke.engine.view import RunningRequests
+from twostroke.engine.status import Health, RunningRequests, StepProgress
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

@@ -8,33 +8,34 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from decimal import Decimal
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import numpy as np
 
 from twostroke.core.draft_tree import ROOT
 from twostroke.core.errors import RequestError
 from twostroke.engine.structured_output.exclusion import Exclusions, TokenTexts
-from twostroke.engine.structured_output.large_stack import on_large_stack
 from twostroke.engine.structured_output.lark import (
     NO_FORCING,
     after_preface,
     either,
     with_prepared_schemas,
 )
-from twostroke.engine.structured_output.schema.deadline import Deadline
+from twostroke.engine.structured_output.schema.document import Deadline
 from twostroke.engine.structured_output.schema.prepare import prepare
 from twostroke.engine.structured_output.schema.size import MOST_FORCED, forces_little, pattern_size
 from twostroke.engine.structured_output.schema.verify import UncheckedError, Verifier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from llguidance import GrammarFormat, LLMatcher, LLTokenizer
     from numpy.typing import NDArray
@@ -491,3 +492,28 @@ def _first_line(text: str) -> str:
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     line = (errors or lines)[0][:_MAX_ERROR]
     return line if line.endswith((".", "?")) else f"{line}."
+
+
+Given = TypeVar("Given")
+Found = TypeVar("Found")
+
+_NICENESS: Final = 10
+_STACK_BYTES: Final = 512 << 20
+_stack_lock = threading.Lock()  # the size of new stacks is the process's
+
+
+def on_large_stack(function: Callable[[Given], Found], given: Given) -> Found:
+    """Return what `function` returns, called in a separate thread with a large stack."""
+    with ThreadPoolExecutor(1, "twostroke-grammar", _lower_priority) as thread, _stack_lock:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            work = thread.submit(function, given)
+        finally:
+            threading.stack_size(before)
+    return work.result()
+
+
+def _lower_priority() -> None:
+    """Lower this thread's priority, where the system has priorities of threads."""
+    if hasattr(os, "setpriority"):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from twostroke.core.constraint import ReasoningSection
-    from twostroke.engine.structured_output.schema.deadline import Deadline
+    from twostroke.engine.structured_output.schema.document import Deadline
     from twostroke.model.tokenizer import Tokenizer
 
 # Where text can go on in one way only, llguidance does not look how far.

@@ -1,6 +1,6 @@
 """Finds requests that end the engines that compute them, and refuses them.
 
-A replica knows what killed its own engine (`engine/process/suspects.py`). The router knows it of
+A replica knows what killed its own engine (`engine/process/pending.py`). The router knows it of
 the whole fleet, so that a request which kills engines ends at most `MAX_TRIES` of them, however
 often, by whom and on which path it is sent.
 """

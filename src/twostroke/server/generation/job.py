@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.chat.conversation import PreparedChat
     from twostroke.engine.chat.reasoning import Thinking
-    from twostroke.engine.chat.tool_form import ToolForm
-    from twostroke.engine.chat.tools import Tools
+    from twostroke.engine.chat.tools import ToolForm, Tools
     from twostroke.engine.embedding import Embedding
     from twostroke.engine.model_card import ModelCard
     from twostroke.model.tokenizer import Prompt as Rendered

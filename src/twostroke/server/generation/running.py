@@ -17,9 +17,9 @@ from twostroke.core.errors import (
 )
 from twostroke.core.request import FinishReason
 from twostroke.engine.embedding import Embedding
-from twostroke.engine.health import Health
 from twostroke.engine.output import Timings, Usage, join
 from twostroke.engine.settling import in_place_of
+from twostroke.engine.status import Health
 from twostroke.server.http.errors import ServerStoppingError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from twostroke.engine.health import Health
+from twostroke.engine.status import Health
 
 if TYPE_CHECKING:
     from twostroke.engine.model_card import ModelCard

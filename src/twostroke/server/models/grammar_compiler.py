@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import OverloadedError, RequestError
-from twostroke.engine.chat.tool_form import ToolForm
+from twostroke.engine.chat.tools import ToolForm
 from twostroke.server.http.fair_queue import FairQueue
 
 if TYPE_CHECKING:

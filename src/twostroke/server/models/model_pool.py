@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.cancellation import wait_until_set
 from twostroke.core.hardware import memory_used
-from twostroke.engine.health import Health, StepProgress
+from twostroke.engine.status import Health, StepProgress
 from twostroke.server.models.residency import ModelResidency, decide, worth_of
 
 if TYPE_CHECKING:

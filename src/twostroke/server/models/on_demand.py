@@ -31,7 +31,7 @@ from twostroke.engine.process.served import EngineFacts, EngineStatus
 from twostroke.engine.scheduler import SchedulerConfig, SchedulerStats
 from twostroke.engine.scheduler.config import max_len
 from twostroke.engine.speculation import SpeculationStats
-from twostroke.engine.view import RunningRequests
+from twostroke.engine.status import RunningRequests
 from twostroke.model.families import build_program
 from twostroke.model.load import build_tokenizer, load
 from twostroke.model.program.kv_groups import PageGroups

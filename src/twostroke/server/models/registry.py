@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from twostroke.engine.health import Health
+from twostroke.engine.status import Health
 from twostroke.server.models.grammar_compiler import Compiler
 from twostroke.server.models.model_pool import ModelPool
 from twostroke.server.models.names import ModelNames

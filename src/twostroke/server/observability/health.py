@@ -8,7 +8,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.engine.health import Health
+from twostroke.engine.status import Health
 from twostroke.server.http.json_responses import to_json
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.retry_after import RETRY_AFTER_S

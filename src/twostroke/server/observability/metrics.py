@@ -16,7 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from twostroke.core.request import FinishReason
-from twostroke.engine.health import Health
+from twostroke.engine.status import Health
 from twostroke.server.models.about import VERSION
 from twostroke.server.models.residency import ModelResidency
 from twostroke.server.observability.disaggregation import handover_metrics
@@ -31,10 +31,15 @@ if TYPE_CHECKING:
 
     from twostroke.backends import RankState
     from twostroke.backends.machine_limits import MachineLimits
-    from twostroke.engine.counters import ServiceTotals, Snapshot, SpeculationTotals, TierTotals
-    from twostroke.engine.histogram import Distribution
+    from twostroke.engine.counters import (
+        Distribution,
+        ServiceTotals,
+        Snapshot,
+        SpeculationTotals,
+        TierTotals,
+        TimeSpan,
+    )
     from twostroke.engine.process.served import EngineStatus, ServedEngine
-    from twostroke.engine.seconds import TimeSpan
     from twostroke.server.models.model_pool import ModelPool
     from twostroke.server.models.registry import ModelRegistry
     from twostroke.server.options import Objective

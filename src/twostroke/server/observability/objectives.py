@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import UsageError
 from twostroke.core.request import BATCH_SERVICE, SERVICES
-from twostroke.engine.seconds import Seconds
+from twostroke.engine.counters import Seconds
 from twostroke.server.options import Objective
 
 if TYPE_CHECKING:

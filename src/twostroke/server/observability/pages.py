@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.engine.view import RunningRequests
+    from twostroke.engine.status import RunningRequests
 
 MOST_CELLS: Final = 4096
 

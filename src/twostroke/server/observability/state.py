@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from twostroke.backends import RankState
     from twostroke.backends.machine_limits import MachineLimits
     from twostroke.core.hardware import Hardware
-    from twostroke.engine.counters import PhaseTotals, ServiceTotals, Snapshot
+    from twostroke.engine.counters import PhaseTotals, ServiceTotals, Snapshot, TimeSpan
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.process.served import EngineStatus, ServedEngine
-    from twostroke.engine.seconds import TimeSpan
-    from twostroke.engine.view import RequestView, RunningRequests
+    from twostroke.engine.status import RequestView, RunningRequests
     from twostroke.server.models.registry import ModelRegistry
     from twostroke.server.observability.objectives import Goodput
 

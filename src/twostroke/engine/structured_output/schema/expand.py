@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from twostroke.engine.structured_output.schema.branch import Scope, State
-    from twostroke.engine.structured_output.schema.deadline import Deadline
-    from twostroke.engine.structured_output.schema.document import Document, Node
+    from twostroke.engine.structured_output.schema.document import Deadline, Document, Node
 
     AnySchema = dict[str, Any] | bool
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from twostroke.core.frozen import Frozen
 from twostroke.engine.structured_output.schema.arrays import arrays
 from twostroke.engine.structured_output.schema.branch import KINDS, SchemaBranch, SchemaItem
-from twostroke.engine.structured_output.schema.deadline import Deadline
-from twostroke.engine.structured_output.schema.document import Document
+from twostroke.engine.structured_output.schema.document import Deadline, Document
 from twostroke.engine.structured_output.schema.escapes import needs_escapes, with_plain_strings
 from twostroke.engine.structured_output.schema.expand import Expander
 from twostroke.engine.structured_output.schema.objects import objects

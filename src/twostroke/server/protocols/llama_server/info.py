@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from twostroke.engine.view import RequestView
+    from twostroke.engine.status import RequestView
     from twostroke.server.models.registry import ModelRegistry
     from twostroke.server.options import ServeOptions
 
