@@ -17,7 +17,7 @@ from twostroke.core.errors import MemoryLimitError
 from twostroke.lab.measure.report_text import labels
 from twostroke.lab.measure.single_step import SingleStep
 from twostroke.model.program.cost import CostModel
-from twostroke.model.program.formats import FORMATS as KV_FORMATS
+from twostroke.model.program.kv_layout import FORMATS as KV_FORMATS
 from twostroke.model.program.ops import Linear
 
 if TYPE_CHECKING:

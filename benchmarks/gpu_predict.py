@@ -12,7 +12,7 @@ from gpu_rows import ROWS
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.lowered import Attend, MixExperts, Products
 from twostroke.model.program.cost import CostModel
-from twostroke.model.program.formats import FORMATS as KV_FORMATS
+from twostroke.model.program.kv_layout import FORMATS as KV_FORMATS
 from twostroke.model.program.ops import Attention, Linear, Logits, MixtureOfExperts
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from twostroke.core.frozen import Frozen
 from twostroke.lab.measure.single_step import Shape
 from twostroke.model.program import BatchShape
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,6 +1,6 @@
 // GGUF's quantized blocks, taken apart into codes and scales: the layouts of ggml-common.h; groups
 // with float32 scales: those of model/quant/grouped.py; and codes of codebook formats:
-// model/quant/codebooks.py.
+// model/quant/iq_quants.py.
 #pragma once
 
 #include <cstdint>

@@ -15,7 +15,7 @@ alignas(16) constexpr uint8_t kCodeTable[16] = {1,   24,  45,  63,  79,  93,  10
 alignas(16) constexpr uint8_t kFloatTable[16] = {16, 17, 18, 19, 20, 22, 24, 28,
                                                  16, 15, 14, 13, 12, 10, 8,  4};
 
-/// Codebook formats (model/quant/codebooks.py): magnitudes, then the same with a minus sign, plus
+/// Codebook formats (model/quant/iq_quants.py): magnitudes, then the same with a minus sign, plus
 /// their offsets. IQ1 has -1, 0 and 1, in eighths, plus and minus a shift of one eighth.
 alignas(16) constexpr uint8_t kIq1Table[16] = {9, 17, 25, 0, 7, 15, 23};
 alignas(16) constexpr uint8_t kIq2Table[16] = {72, 89, 107, 0, 56, 39, 21};

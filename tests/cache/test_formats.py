@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from twostroke.core.options import KV_FORMATS
 from twostroke.model.program import CacheLayer
-from twostroke.model.program.formats import DEFAULT_FORMAT, FORMATS
+from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS
 
 
 def test_every_format_has_the_bytes_that_its_pages_take():

@@ -21,8 +21,7 @@ from twostroke.model import hub as fetch
 from twostroke.model import load as loading
 from twostroke.model.hub import inventory, names
 from twostroke.model.hub.catalogue import PackagedModel, WheelPart
-from twostroke.model.hub.disk import locked
-from twostroke.model.hub.progress import DownloadProgress, ignore
+from twostroke.model.hub.disk import DownloadProgress, ignore, locked
 
 if TYPE_CHECKING:
     from collections.abc import Callable

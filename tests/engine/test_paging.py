@@ -33,7 +33,7 @@ from twostroke.engine.kv_offload.manager import OffloadManager
 from twostroke.engine.kv_offload.redis import RedisTier
 from twostroke.model.families import build_program
 from twostroke.model.load import load
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -15,7 +15,7 @@ from twostroke.backends.kv_size import CacheSize, size_cache
 from twostroke.core.control_groups import MemoryLimit
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.options import PAGE_SIZES, CacheOptions
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 from twostroke.model.program.mesh import Mesh
 from twostroke.model.program.shard import shard
 

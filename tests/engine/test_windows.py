@@ -19,7 +19,7 @@ from twostroke.engine.kv_cache import PagePool, PrefixIndex
 from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
 from twostroke.model.families import WindowSpec, build_program
 from twostroke.model.program import FLOAT16
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from processes import Traces, exists, ranks
 
 from twostroke import LLM
 from twostroke.core.errors import TwostrokeError
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 
 if TYPE_CHECKING:
     import argparse

@@ -16,7 +16,7 @@ from twostroke.core.options import (
     ParallelOptions,
     SpeculationOptions,
 )
-from twostroke.model.program.kv_format import PIECE_TOKENS
+from twostroke.model.program.kv_layout import PIECE_TOKENS
 from twostroke.model.program.mesh import mesh_of
 from twostroke.model.program.shard import shard
 

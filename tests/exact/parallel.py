@@ -28,7 +28,7 @@ from processes import Traces, ranks
 
 from twostroke import LLM
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 
 if TYPE_CHECKING:
     from jobs import Answer, Job

@@ -27,7 +27,7 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.engine.kv_offload.disk import DiskTier, stored_pages
 from twostroke.engine.kv_offload.manager import OffloadManager
 from twostroke.engine.kv_offload.redis import RedisTier
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 
 if TYPE_CHECKING:
     from twostroke.engine.kv_offload.tier import KvCacheSpec, OffloadTier

@@ -15,8 +15,8 @@ from twostroke.core.errors import DownloadError, UsageError
 from twostroke.core.files import megabytes
 from twostroke.model.hub import hub_file
 from twostroke.model.hub.catalogue import CATALOGUE, HubFile, PackagedModel, WheelPart
+from twostroke.model.hub.disk import DownloadProgress
 from twostroke.model.hub.packages import pull_package
-from twostroke.model.hub.progress import DownloadProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable

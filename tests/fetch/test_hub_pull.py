@@ -11,7 +11,7 @@ import pytest
 from support.hub import COMMIT, Hub, Repo, partials, refusal, stored
 from twostroke.model import hub as fetch
 from twostroke.model import load as loading
-from twostroke.model.hub.progress import DownloadProgress
+from twostroke.model.hub.disk import DownloadProgress
 
 if TYPE_CHECKING:
     from pathlib import Path

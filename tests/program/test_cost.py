@@ -15,7 +15,7 @@ from twostroke.core.step import Slice, StepPlan
 from twostroke.model.families import ModelSpec, RopeSpec, build_program
 from twostroke.model.program import BatchShape
 from twostroke.model.program.cost import Cost, CostModel, StepCost
-from twostroke.model.program.kv_format import FLOAT16, CacheFormat, CacheLayer
+from twostroke.model.program.kv_layout import FLOAT16, CacheFormat, CacheLayer
 from twostroke.model.program.mesh import Mesh
 from twostroke.model.program.ops import Expert, MixtureOfExperts, SharedKvAttention
 from twostroke.model.program.shard import shard

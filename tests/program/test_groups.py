@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from support.programs import program_of_layers
 from twostroke.model.program import CacheFormat, CacheGroup, CacheLayer, Program
-from twostroke.model.program.kv_format import group_layers
+from twostroke.model.program.kv_layout import group_layers
 from twostroke.model.program.ops import Attention, ExternalInput
 
 

@@ -14,11 +14,10 @@ from support.tiny_families import FAMILIES
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.frozen import Frozen
 from twostroke.model.families import build_program
-from twostroke.model.program.kv_format import PIECE_TOKENS
-from twostroke.model.program.mesh import Mesh
+from twostroke.model.program.kv_layout import PIECE_TOKENS
+from twostroke.model.program.mesh import Mesh, stage_ends
 from twostroke.model.program.ops import AllGather, Receive, Send
 from twostroke.model.program.shard import shard
-from twostroke.model.program.stages import stage_ends
 from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:

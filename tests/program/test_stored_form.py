@@ -16,7 +16,7 @@ from support.tiny import FAMILIES, tiny_of, write_tiny_folder
 from twostroke.engine.kv_offload.tier import KvCacheSpec
 from twostroke.model.families import build_program
 from twostroke.model.load import load
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 from twostroke.model.program.stored_form import stored_form
 
 if TYPE_CHECKING:

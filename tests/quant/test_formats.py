@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from twostroke.model.quant import FORMATS, FORMATS_BY_GGUF_ID, UNSUPPORTED_GGUF_TYPES, Format
-from twostroke.model.quant.k_from_minimum import pack_scales, unpack_scales
-from twostroke.model.quant.planes import pack_planes, unpack_planes
+from twostroke.model.quant.format import pack_planes, unpack_planes
+from twostroke.model.quant.k_quants import pack_scales, unpack_scales
 
 gguf = pytest.importorskip("gguf", reason="the gguf package (test extra) is the second opinion")
 

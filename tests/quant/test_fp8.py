@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from twostroke.model.quant import FORMATS, e4m3, e4m3_tensor
-from twostroke.model.quant.small_floats import E4M3
+from twostroke.model.quant.floats import E4M3
 
 
 def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from twostroke.model.quant import FORMATS_BY_KERNEL_ID, Format, QuantTensor, assemble, grouped
-from twostroke.model.quant.grouped import KERNEL, NO_KERNEL, SCALE_BYTES
-from twostroke.model.quant.small_floats import (
+from twostroke.model.quant.floats import (
     E2M1,
     E4M3,
     E8M0,
@@ -17,6 +16,7 @@ from twostroke.model.quant.small_floats import (
     nearest_e4m3,
     nearest_e8m0,
 )
+from twostroke.model.quant.grouped import KERNEL, NO_KERNEL, SCALE_BYTES
 
 # bits, zero point, table
 KINDS = [(4, False, None), (4, True, None), (8, False, None), (8, True, None), (4, False, "e2m1")]

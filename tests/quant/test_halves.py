@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from twostroke.model.quant import FORMATS, QuantTensor
-from twostroke.model.quant.halves import HALVES, parts_by_half, with_halves
+from twostroke.model.quant.floats import HALVES, parts_by_half, with_halves
 
 
 @pytest.mark.parametrize("name", HALVES)

@@ -11,7 +11,7 @@ from support.fake_model import FakeModel, expected_output
 from support.requests import random_request, random_windows
 from twostroke.engine.kv_cache import PagePool, PrefixIndex
 from twostroke.engine.scheduler import Batched, Continuous, Scheduler, SchedulerConfig
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 
 ROOM = 48
 NUM_SCHEDULES = 40

@@ -8,16 +8,15 @@ import numpy as np
 
 from twostroke.core.frozen import Frozen
 from twostroke.model.quant import FORMATS_BY_KERNEL_ID
-from twostroke.model.quant.codebooks import CODEBOOKS
+from twostroke.model.quant.floats import E2M1
+from twostroke.model.quant.format import unpack_planes
 from twostroke.model.quant.grouped import KERNEL
-from twostroke.model.quant.iq4 import LEVELS
-from twostroke.model.quant.k_from_minimum import unpack_scales
-from twostroke.model.quant.planes import unpack_planes
-from twostroke.model.quant.small_floats import E2M1
-from twostroke.model.quant.steps import unpack_codes
+from twostroke.model.quant.iq_quants import CODEBOOKS, LEVELS
+from twostroke.model.quant.k_quants import unpack_scales
+from twostroke.model.quant.legacy_quants import unpack_codes
 
 if TYPE_CHECKING:
-    from twostroke.model.quant.codebooks import Codebook
+    from twostroke.model.quant.iq_quants import Codebook
 
 FORMATS = {fmt.name: fmt for fmt in FORMATS_BY_KERNEL_ID.values()}
 GROUPED = {fmt.name for fmt in KERNEL}

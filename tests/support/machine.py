@@ -30,7 +30,7 @@ from twostroke.core.request import NO_PAGE, FinishReason
 from twostroke.engine.kv_cache import PagePool, PrefixIndex
 from twostroke.engine.scheduler import Batched, Continuous, Scheduler, SchedulerConfig
 from twostroke.engine.scheduler.kv_cache_manager import held
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request

@@ -19,7 +19,7 @@ from twostroke.engine.process.child import EngineProcess
 from twostroke.engine.process.main import RequestHandler
 from twostroke.engine.process.served import facts_of, take_reading
 from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 
 if TYPE_CHECKING:
     import random

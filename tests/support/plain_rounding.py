@@ -8,7 +8,7 @@ import numpy as np
 
 from twostroke.lab.compress.round import factors_of
 from twostroke.model.quant.fit import fit_scale, whole_codes
-from twostroke.model.quant.iq4 import nearest_level
+from twostroke.model.quant.iq_quants import nearest_level
 
 if TYPE_CHECKING:
     from twostroke.lab.compress.grids import BlockGrid

@@ -29,8 +29,7 @@ from twostroke.backends.cpu.team import thread_pool
 from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.backends.weight_shard import WeightShard
 from twostroke.core.step import StepResult
-from twostroke.model.program.kv_format import PIECE_TOKENS
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PIECE_TOKENS, PageGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

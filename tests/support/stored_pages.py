@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 from twostroke.engine.kv_offload.tier import KvCacheSpec, PageValue
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,7 +15,7 @@ from twostroke.core.hardware import memory_available, resolve_num_threads
 from twostroke.core.options import ACTIVATION_BITS
 from twostroke.model.families import build_program
 from twostroke.model.program.cost import CostModel
-from twostroke.model.program.formats import DEFAULT_FORMAT, FORMATS
+from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS
 from twostroke.model.program.mesh import ONE_RANK
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.files import megabytes as _mb
 from twostroke.core.frozen import Frozen
-from twostroke.model.program.formats import DEFAULT_FORMAT, FORMATS
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS, PageGroups
 from twostroke.model.program.mesh import ONE_RANK
 
 if TYPE_CHECKING:

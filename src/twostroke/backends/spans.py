@@ -14,7 +14,7 @@ from msgspec import field
 from twostroke.core.draft_tree import ends_of
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import NO_PAGE
-from twostroke.model.program.kv_format import PIECE_TOKENS
+from twostroke.model.program.kv_layout import PIECE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -9,8 +9,8 @@ import click
 from twostroke.cli.help import OneOf, option
 from twostroke.cli.options import check_effect
 from twostroke.core.frozen import check_number
-from twostroke.model.program.formats import FORMATS
-from twostroke.model.program.storage import WEIGHTS
+from twostroke.model.program.cost import WEIGHTS
+from twostroke.model.program.kv_layout import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -36,7 +36,7 @@ from twostroke.model.families import build_program
 from twostroke.model.families.heads import EAGLE, NUMBERS, TABLE, build_heads, last_hidden
 from twostroke.model.hub import known_draft
 from twostroke.model.load import build_tokenizer, load
-from twostroke.model.program.formats import FORMATS as CACHE_FORMATS
+from twostroke.model.program.kv_layout import FORMATS as CACHE_FORMATS
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.tokenizer import Translation
 from twostroke.model.weights import load_heads, numbers_table, release_tensors, target_identity

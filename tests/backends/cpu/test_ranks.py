@@ -26,9 +26,8 @@ from twostroke.core.errors import RanksLostError
 from twostroke.core.step import Slice, StepPlan
 from twostroke.model.families import build_program
 from twostroke.model.families.blocks import decoder, residual_layer
-from twostroke.model.program.mesh import Mesh
+from twostroke.model.program.mesh import Mesh, stage_ends
 from twostroke.model.program.ops import Logits, RMSNorm
-from twostroke.model.program.stages import stage_ends
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.weights import load_path
 

@@ -19,7 +19,7 @@ from support.programs import PROGRAMS, random_tensors
 from twostroke.core.errors import BackendError
 from twostroke.core.request import NO_PAGE
 from twostroke.core.step import Slice, StepPlan
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 
 NUM_PAGES = 64
 

@@ -24,9 +24,9 @@ from twostroke.backends.reference import ReferenceBackend, backend  # noqa: E402
 from twostroke.backends.reference.operations import PagedCache  # noqa: E402
 from twostroke.model.families import build_program  # noqa: E402
 from twostroke.model.families.spec import WindowSpec  # noqa: E402
-from twostroke.model.program.formats import FORMATS  # noqa: E402
+from twostroke.model.program.kv_layout import FORMATS  # noqa: E402
 from twostroke.model.program.ops import Attention  # noqa: E402
-from twostroke.model.quant.small_floats import E4M3  # noqa: E402
+from twostroke.model.quant.floats import E4M3  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

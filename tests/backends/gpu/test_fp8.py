@@ -25,7 +25,7 @@ from twostroke.backends.reference import ReferenceBackend  # noqa: E402
 from twostroke.lab.measure.divergence import compare  # noqa: E402
 from twostroke.model.families import build_program  # noqa: E402
 from twostroke.model.quant import QuantTensor, e4m3  # noqa: E402
-from twostroke.model.quant.small_floats import E4M3, nearest_e4m3  # noqa: E402
+from twostroke.model.quant.floats import E4M3, nearest_e4m3  # noqa: E402
 from twostroke.model.weights.load import load_path  # noqa: E402
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from twostroke.backends.gpu.kernels.bytes import assembly as assembly_of  # noqa
 from twostroke.backends.gpu.kernels.packed_codes import constants, numbers  # noqa: E402
 from twostroke.backends.gpu.launch import listing  # noqa: E402
 from twostroke.backends.gpu.stored import PackedLayout  # noqa: E402
-from twostroke.model.quant.small_floats import E4M3  # noqa: E402
+from twostroke.model.quant.floats import E4M3  # noqa: E402
 
 LAYOUTS = (
     PackedLayout(4, 32, half=8),

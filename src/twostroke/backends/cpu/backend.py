@@ -24,8 +24,7 @@ from twostroke.core.errors import RanksLostError
 from twostroke.core.options import DEFAULT_ACTIVATION_BITS
 from twostroke.core.step import StepResult
 from twostroke.model.program import ops
-from twostroke.model.program.formats import DEFAULT_FORMAT, FORMATS
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS, PageGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

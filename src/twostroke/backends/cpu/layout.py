@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.backends.cpu.records import CHANNEL_SLOTS, LINK_HEAD_BYTES
 from twostroke.core.frozen import Frozen
-from twostroke.model.program.kv_format import PIECE_TOKENS
+from twostroke.model.program.kv_layout import PIECE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -19,7 +19,7 @@ from twostroke.backends.cpu.records import (
 from twostroke.core import env
 from twostroke.core.errors import BackendError, UsageError, nearest
 from twostroke.core.frozen import Frozen
-from twostroke.model.program.formats import DEFAULT_FORMAT
+from twostroke.model.program.kv_layout import DEFAULT_FORMAT
 
 INTERFACE_VERSION = 29  # as in native/c_interface.cpp
 

@@ -39,7 +39,7 @@ from twostroke.backends.spans import pooled_rows
 from twostroke.core.errors import BackendError, MemoryLimitError, TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.core.step import StepPlan, StepResult
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

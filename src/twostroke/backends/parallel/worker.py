@@ -44,7 +44,7 @@ from twostroke.core.hardware import give_back_memory, memory_available, num_core
 from twostroke.core.transport.channel import Channel, ChannelClosedError, MessageType
 from twostroke.model.families import build_program
 from twostroke.model.load import load
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 from twostroke.model.weights import weights_identity
 
 if TYPE_CHECKING:

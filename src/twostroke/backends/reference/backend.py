@@ -17,7 +17,7 @@ from twostroke.backends.sampling.reference import draw_all
 from twostroke.backends.spans import RowSpan, flatten, pooled_rows
 from twostroke.core.hardware import num_cores
 from twostroke.core.step import StepResult
-from twostroke.model.program.formats import FORMATS
+from twostroke.model.program.kv_layout import FORMATS
 from twostroke.model.program.mesh import ONE_RANK
 from twostroke.model.program.shard import shard
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from twostroke.backends.reference.operations import attention_scores
 from twostroke.core.frozen import Frozen
-from twostroke.model.program.kv_format import PIECE_TOKENS
+from twostroke.model.program.kv_layout import PIECE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

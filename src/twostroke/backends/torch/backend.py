@@ -17,7 +17,7 @@ from twostroke.backends.torch.operations import TorchStepState
 from twostroke.backends.torch.pages import PagedStep, TorchKvPages, WholeSequences
 from twostroke.core.step import StepResult
 from twostroke.model.families.heads import last_hidden
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 from twostroke.model.program.mesh import ONE_RANK
 from twostroke.model.program.shard import shard
 

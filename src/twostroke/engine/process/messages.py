@@ -26,7 +26,7 @@ from twostroke.engine.client import Caller
 from twostroke.engine.output import Output
 from twostroke.engine.process.served import EngineFacts, EngineStatus
 from twostroke.engine.status import StepProgress
-from twostroke.model.program.kv_format import CacheFormat
+from twostroke.model.program.kv_layout import CacheFormat
 
 VERSION: Final = 3  # raise it when a message changes
 

@@ -26,8 +26,8 @@ from twostroke.model.families import ARCHITECTURES, build_program
 from twostroke.model.load import load
 from twostroke.model.program import ops
 from twostroke.model.quant import FORMATS, QuantTensor, grouped
+from twostroke.model.quant.format import pack_planes
 from twostroke.model.quant.grouped import SCALE_BYTES
-from twostroke.model.quant.planes import pack_planes
 from twostroke.model.weights.safetensors import write_safetensors
 from twostroke.model.weights.tensor_names import published_name
 from twostroke.model.weights.tensors import StoredArray

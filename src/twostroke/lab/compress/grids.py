@@ -9,12 +9,10 @@ import numpy as np
 
 from twostroke.core.frozen import Frozen
 from twostroke.model.quant.floats import encode_bfloat
-from twostroke.model.quant.format import half_bytes
-from twostroke.model.quant.iq4 import LEVELS, pack_xs
-from twostroke.model.quant.k_around_zero import pack_q3_k, pack_q6_k
-from twostroke.model.quant.k_from_minimum import pack_super_blocks
-from twostroke.model.quant.planes import pack_planes
-from twostroke.model.quant.steps import pack_codes
+from twostroke.model.quant.format import half_bytes, pack_planes
+from twostroke.model.quant.iq_quants import LEVELS, pack_xs
+from twostroke.model.quant.k_quants import pack_q3_k, pack_q6_k, pack_super_blocks
+from twostroke.model.quant.legacy_quants import pack_codes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,8 +27,7 @@ from twostroke.lab.measure.questions import Flips, choices
 from twostroke.lab.measure.single_step import NUM_CYCLES, Shape, SingleStep
 from twostroke.model.families import build_program
 from twostroke.model.load import build_tokenizer, load
-from twostroke.model.program.formats import DEFAULT_FORMAT, FORMATS
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS, PageGroups
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

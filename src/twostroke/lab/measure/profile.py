@@ -34,8 +34,7 @@ from twostroke.lab.measure.single_step import FILL_ROWS, SingleStep
 from twostroke.model.families import build_program
 from twostroke.model.load import load
 from twostroke.model.program.cost import Cost, CostModel
-from twostroke.model.program.formats import FORMATS
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import FORMATS, PageGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

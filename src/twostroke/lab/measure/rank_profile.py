@@ -27,7 +27,7 @@ from twostroke.model.families import build_program
 from twostroke.model.families.heads import last_hidden
 from twostroke.model.load import load
 from twostroke.model.program import ops
-from twostroke.model.program.kv_groups import PageGroups
+from twostroke.model.program.kv_layout import PageGroups
 from twostroke.model.program.shard import shard
 
 if TYPE_CHECKING:

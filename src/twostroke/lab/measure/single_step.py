@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.backend import GpuBackend
     from twostroke.backends.parallel.backend import ParallelBackend
     from twostroke.model.program import Program
-    from twostroke.model.program.kv_groups import PageGroups
+    from twostroke.model.program.kv_layout import PageGroups
 
     PagedBackend = CpuBackend | GpuBackend | ParallelBackend
 

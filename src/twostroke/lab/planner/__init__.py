@@ -13,7 +13,7 @@ from twostroke.lab.planner.plan import Plan, WhatIf, make_plan
 from twostroke.lab.planner.planner import MemoryPlan, Row
 from twostroke.lab.planner.question import Question, usual_budget, usual_kv_format
 from twostroke.lab.planner.reference_calibration import usual
-from twostroke.model.program.storage import WEIGHTS
+from twostroke.model.program.cost import WEIGHTS
 
 __all__ = [
     "WEIGHTS",

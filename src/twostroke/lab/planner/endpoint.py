@@ -204,7 +204,7 @@ class Plans:
 
     def _choices(self) -> PlanChoices:
         from twostroke.lab.planner import WEIGHTS
-        from twostroke.model.program.formats import FORMATS
+        from twostroke.model.program.kv_layout import FORMATS
 
         here = self._hardware
         devices = [
@@ -233,7 +233,7 @@ class Plans:
             usual_budget,
         )
         from twostroke.lab.planner.devices import device_of
-        from twostroke.model.program.formats import FORMATS
+        from twostroke.model.program.kv_layout import FORMATS
 
         names = set(Question.__struct_fields__) & set(PlanRequest.__struct_fields__)
         values = {name: getattr(asked, name) for name in names}
@@ -276,7 +276,7 @@ class Plans:
 
     @property
     def _kv_format(self) -> str:
-        from twostroke.model.program.formats import FORMATS
+        from twostroke.model.program.kv_layout import FORMATS
 
         cache = self._card.cost.cache
         return next(name for name, one in FORMATS.items() if one == cache)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.lab.planner.question import MEMORY_SHARE
 from twostroke.lab.planner.roofline import copies
-from twostroke.model.program.formats import FORMATS
+from twostroke.model.program.kv_layout import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,7 @@ from twostroke.core.frozen import Frozen, check_range
 from twostroke.core.yaml_file import YamlFile, steps
 from twostroke.lab.planner.devices import find_device
 from twostroke.lab.planner.question import LEAST_SHARE, Question, usual_budget
-from twostroke.model.program.storage import WEIGHTS
+from twostroke.model.program.cost import WEIGHTS
 
 
 def _needs() -> str:

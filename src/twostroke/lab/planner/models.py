@@ -19,8 +19,8 @@ from twostroke.model.families.rope import ROPE_TABLES
 from twostroke.model.hub.hub_headers import fetch_headers
 from twostroke.model.hub.inventory import find_record
 from twostroke.model.hub.names import parse_hub_name
+from twostroke.model.program.cost import WEIGHTS
 from twostroke.model.program.ops import MixtureOfExperts
-from twostroke.model.program.storage import WEIGHTS
 from twostroke.model.weights import load_path, weights_identity
 from twostroke.model.weights.gguf import TruncatedError, read_header
 from twostroke.model.weights.hf_model import hf_fields, hf_spec, text_fields

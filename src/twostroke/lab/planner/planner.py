@@ -15,7 +15,7 @@ from twostroke.lab.planner.prices import usd_per_million_tokens
 from twostroke.lab.planner.question import MAX_DEVICES, MEMORY_SHARE
 from twostroke.lab.planner.roofline import Roofline, is_attention, kv_bytes, layers_bytes
 from twostroke.model.program.batch import BatchShape
-from twostroke.model.program.formats import FORMATS
+from twostroke.model.program.kv_layout import FORMATS
 
 _KNEE_ROUNDS, _MOST_ROWS = 32, 1 << 24
 _PAGES = 256  # tokens of some pages

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.frozen import Frozen, check_range
 from twostroke.core.options import BatchOptions, ComputeOptions
-from twostroke.model.program.formats import DEFAULT_FORMAT, FORMATS
+from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS
 
 if TYPE_CHECKING:
     from twostroke.lab.planner.devices import Device

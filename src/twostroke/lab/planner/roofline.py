@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from twostroke.core.frozen import Frozen
 from twostroke.lab.planner.question import Question
 from twostroke.model.program.batch import DecodeRun
-from twostroke.model.program.formats import FORMATS
+from twostroke.model.program.kv_layout import FORMATS
 from twostroke.model.program.work import StepCost, each_sampled_row, once_if_sampled
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.devices import Device
     from twostroke.lab.planner.models import PlannedModel
     from twostroke.model.program.batch import BatchShape
-    from twostroke.model.program.kv_format import CacheFormat, CacheLayer
+    from twostroke.model.program.kv_layout import CacheFormat, CacheLayer
     from twostroke.model.program.ops import Op
     from twostroke.model.program.work import Cost, Count
 

@@ -25,7 +25,7 @@ from twostroke.lab.simulator.fleet import START_S, SimulatedFleet
 from twostroke.lab.simulator.proposer import SimulatedProposer, make_speculator
 from twostroke.lab.simulator.replica import Clock, SimulatedReplica
 from twostroke.model.program.cost import CostModel
-from twostroke.model.program.formats import FORMATS
+from twostroke.model.program.kv_layout import FORMATS
 
 if TYPE_CHECKING:
     from twostroke.backends.kv_size import CacheSize

@@ -20,7 +20,7 @@ from twostroke.lab.train.teach import Teacher, same_tokens
 from twostroke.model.families import build_program
 from twostroke.model.program import ops
 from twostroke.model.quant import FORMATS, QuantTensor
-from twostroke.model.quant.halves import HALVES, parts_by_half, with_halves
+from twostroke.model.quant.floats import HALVES, parts_by_half, with_halves
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

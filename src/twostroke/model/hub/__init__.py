@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from twostroke.model.hub.catalogue import CATALOGUE, PackagedModel
+from twostroke.model.hub.disk import DownloadProgress, Watcher
 from twostroke.model.hub.inventory import (
     Leftover,
     drop,
@@ -19,7 +20,6 @@ from twostroke.model.hub.inventory import (
     use,
     verify,
 )
-from twostroke.model.hub.progress import DownloadProgress, Watcher
 from twostroke.model.hub.records import ModelRecord
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The disk under a download: locks, free space, checksums, and what to say when it is full."""
+"""The disk under a download: locks, free space, checksums, progress, errors of a full disk."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import fcntl
 import hashlib
 import shutil
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from twostroke.core.errors import DownloadError
 from twostroke.core.files import locks, megabytes
 from twostroke.core.frozen import Frozen
-from twostroke.model.hub.progress import DownloadProgress, Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -92,3 +91,27 @@ def file_sha256(path: Path, watch: Watcher, before: int = 0, total_bytes: int | 
             done += len(chunk)
             watch(DownloadProgress("verify", done, total))
     return digest.hexdigest()
+
+
+class DownloadProgress(Frozen):
+    """The state of a download or a check.
+
+    `phase` is "choose" (`note` names the choice), "wait" (another process fetches the same model),
+    "download", "unpack" or "verify". `total_bytes` is None while it is not known.
+    """
+
+    phase: str
+    done_bytes: int = 0
+    total_bytes: int | None = None
+    note: str | None = None
+
+
+Watcher: TypeAlias = "Callable[[DownloadProgress], None]"
+# Takes the path of a file's beginning, and the file's name for errors. Returns the model's family,
+# None if the beginning is too short; raises ModelFormatError if the model cannot run here.
+Inspect: TypeAlias = "Callable[[Path, str], str | None]"
+
+
+def ignore(progress: DownloadProgress) -> None:
+    """Watch nothing."""
+    del progress

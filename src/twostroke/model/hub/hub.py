@@ -25,8 +25,8 @@ from twostroke.model.hub.names import is_safe_path
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from twostroke.model.hub.disk import Watcher
     from twostroke.model.hub.names import HubName
-    from twostroke.model.hub.progress import Watcher
 
     T = TypeVar("T")
 

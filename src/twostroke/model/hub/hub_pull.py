@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from twostroke.core.files import file_size, megabytes
 from twostroke.core.json_io import read_json
-from twostroke.model.hub.disk import ModelFolder, file_sha256, locked
+from twostroke.model.hub.disk import DownloadProgress, ModelFolder, file_sha256, ignore, locked
 from twostroke.model.hub.file_selection import (
     CONFIG,
     INDEX,
@@ -19,16 +19,15 @@ from twostroke.model.hub.file_selection import (
     quantization,
 )
 from twostroke.model.hub.hub import Hub, Listing
-from twostroke.model.hub.progress import DownloadProgress, ignore
 from twostroke.model.hub.records import ModelRecord, StoredFile, stored_records
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from twostroke.model.hub.disk import Inspect, Watcher
     from twostroke.model.hub.file_selection import RepoFile
     from twostroke.model.hub.names import HubName
-    from twostroke.model.hub.progress import Inspect, Watcher
 
 # A GGUF file's table of contents ends within some megabytes: it is looked for at these sizes.
 _INSPECTED_BYTES: Final = tuple(1 << power for power in (16, 20, 22, 23, 24, 25, 26))

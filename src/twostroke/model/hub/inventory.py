@@ -12,15 +12,14 @@ from twostroke.core.errors import ModelFormatError, ModelNotFoundError, UsageErr
 from twostroke.core.files import file_size, read_regular_file
 from twostroke.core.frozen import Frozen
 from twostroke.model.hub.catalogue import CATALOGUE, PackagedModel
-from twostroke.model.hub.disk import file_sha256, is_locked
+from twostroke.model.hub.disk import file_sha256, ignore, is_locked
 from twostroke.model.hub.names import look_up
-from twostroke.model.hub.progress import ignore
 from twostroke.model.hub.records import ModelRecord, record_of_package, stored_records
 
 if TYPE_CHECKING:
+    from twostroke.model.hub.disk import Inspect, Watcher
     from twostroke.model.hub.names import HubName
     from twostroke.model.hub.packages import Downloader
-    from twostroke.model.hub.progress import Inspect, Watcher
 
 _DAY_S = 86400
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")

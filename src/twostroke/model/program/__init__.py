@@ -1,7 +1,7 @@
 """The Program: operations, batch shapes, and cost."""
 
 from twostroke.model.program.batch import BatchShape
-from twostroke.model.program.kv_format import FLOAT16, CacheFormat, CacheGroup, CacheLayer
+from twostroke.model.program.kv_layout import FLOAT16, CacheFormat, CacheGroup, CacheLayer
 from twostroke.model.program.ops import Activation, Op
 from twostroke.model.program.program import Program
 

@@ -10,7 +10,7 @@ from msgspec.structs import force_setattr
 
 from twostroke.core.draft_tree import ends_of
 from twostroke.core.frozen import Frozen
-from twostroke.model.program.kv_format import PIECE_TOKENS
+from twostroke.model.program.kv_layout import PIECE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

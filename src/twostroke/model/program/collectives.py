@@ -18,7 +18,7 @@ from twostroke.model.program.work import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from twostroke.model.program.kv_format import CacheFormat
+    from twostroke.model.program.kv_layout import CacheFormat
     from twostroke.model.program.operation import Work
     from twostroke.model.program.sharding import Parts
     from twostroke.model.program.work import Count

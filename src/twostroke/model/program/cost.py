@@ -1,12 +1,12 @@
-"""The cost reader: floating-point operations and bytes of a Program for any batch."""
+"""Counts the floating-point operations and bytes of a Program for any batch."""
 
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from twostroke.core.frozen import Frozen
-from twostroke.model.program.kv_format import FLOAT16, CacheFormat
+from twostroke.model.program.kv_layout import FLOAT16, CacheFormat
 from twostroke.model.program.work import (
     Cost,
     Count,
@@ -76,3 +76,23 @@ class CostModel(Frozen):
 
     def _of(self, terms: Iterable[tuple[Count, Cost]]) -> StepCost:
         return StepCost(tuple(terms), self.row_part, self.num_row_parts)
+
+
+class StoredAs(Frozen):
+    """How matrices of layers are stored: bits for each weight, and the arithmetic on them.
+
+    Other weights have 16 bits.
+    """
+
+    bits: float
+    arithmetic: str
+
+
+_GROUP: Final = 128  # weights that share a float16 scale
+WEIGHTS: Final = {
+    "bf16": StoredAs(16, "bf16"),
+    "fp8": StoredAs(8, "fp8"),
+    "int8": StoredAs(8, "int8"),
+    "w4a16": StoredAs(4 + 16 / _GROUP, "bf16"),
+    "nvfp4": StoredAs(4.5, "fp4"),  # a scale of 8 bits for 16 weights
+}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Self
 
-    from twostroke.model.program.kv_format import CacheFormat
+    from twostroke.model.program.kv_layout import CacheFormat
     from twostroke.model.program.operation import Work
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from twostroke.model.program.batch import BatchShape
-    from twostroke.model.program.kv_format import CacheFormat
+    from twostroke.model.program.kv_layout import CacheFormat
     from twostroke.model.program.operation import Work
     from twostroke.model.program.sharding import Range
 

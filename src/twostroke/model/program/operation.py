@@ -14,7 +14,7 @@ from twostroke.model.program.work import Cost, each_row, once
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from twostroke.model.program.kv_format import CacheFormat, CacheLayer
+    from twostroke.model.program.kv_layout import CacheFormat, CacheLayer
     from twostroke.model.program.sharding import Parts, Range, Weight
     from twostroke.model.program.work import Count
 

@@ -14,13 +14,13 @@ from twostroke.model.program.attention import (
     Attention,
     Projection,
     QkProjections,
+    Rope,
     SharedKvAttention,
 )
 from twostroke.model.program.collectives import AllGather, AllReduce, Receive, Send, TakeColumns
 from twostroke.model.program.experts import Expert, ExpertTerms, MixtureOfExperts, Route, SumTerms
 from twostroke.model.program.latent import HeadLinear, Join, LatentAttention
 from twostroke.model.program.operation import Activation, Operation
-from twostroke.model.program.rope import Rope
 from twostroke.model.program.sharding import COLUMN_GRAIN, Sharding, TokenParts, Weight
 from twostroke.model.program.split_kv import SplitKvAttention
 from twostroke.model.program.work import Cost, each_row, each_sampled_row, once_if_sampled
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Self
 
-    from twostroke.model.program.kv_format import CacheFormat
+    from twostroke.model.program.kv_layout import CacheFormat
     from twostroke.model.program.operation import Work
 
 __all__ = [

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from twostroke.core.frozen import Frozen
-from twostroke.model.program.kv_format import (
+from twostroke.model.program.kv_layout import (
     FLOAT16,
     CacheFormat,
     CacheGroup,

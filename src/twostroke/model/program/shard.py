@@ -8,28 +8,33 @@ collective is inserted. No sum is split, unless `split_sums` are wanted.
 from __future__ import annotations
 
 from itertools import pairwise
+from math import lcm
 from typing import TYPE_CHECKING, cast
 
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
 from twostroke.model.program.collectives import AllGather, AllReduce, Receive, Send, TakeColumns
-from twostroke.model.program.held_value import HeldValue, cuts_of
-from twostroke.model.program.kv_format import CacheGroup
-from twostroke.model.program.ops import Attention, Embed, Linear
-from twostroke.model.program.sharding import ColumnParts, RowParts, Sharding, cuts
+from twostroke.model.program.kv_layout import CacheGroup
+from twostroke.model.program.mesh import cut_into_stages
+from twostroke.model.program.ops import Attention, Embed, Linear, SharedKvAttention
+from twostroke.model.program.sharding import (
+    ColumnParts,
+    HeldValue,
+    RowParts,
+    Sharding,
+    cuts,
+    cuts_of,
+)
 from twostroke.model.program.split_kv import SplitKvAttention, heads_of_each
-from twostroke.model.program.stages import cut_into_stages
-from twostroke.model.program.sums import split_sums
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from twostroke.model.program.held_value import Ranges
     from twostroke.model.program.mesh import Mesh
     from twostroke.model.program.ops import Op
     from twostroke.model.program.program import Program
-    from twostroke.model.program.sharding import Range
+    from twostroke.model.program.sharding import Range, Ranges
 
 
 class RankProgram(Frozen):
@@ -393,3 +398,24 @@ def _part_of(program: Program, ops: Collection[Op]) -> Program:
         layer_outputs=tuple([name for name in program.layer_outputs if name in outputs]),
         groups=tuple(groups),
     )
+
+
+def split_sums(ops: Collection[Op], block_sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the outputs of products whose sums are split, and the grain of their inputs' cuts.
+
+    Such a product is the second of a pair: ranks compute its input by columns. They cut between
+    whole blocks of its weight, which have `block_sizes` values; the sums of others are not split.
+    Nor are those after attention whose keys and values others read: these are all cut alike.
+    """
+    lent = {op.layer for op in ops if isinstance(op, SharedKvAttention)}
+    grains: dict[str, int] = {}  # of values that ranks hold by columns
+    split: dict[str, int] = {}
+    for op in ops:
+        found = [grains[name] for name in op.inputs if name in grains]
+        if isinstance(op, Linear) and found and op.weight in block_sizes:
+            split[op.output] = lcm(*found, block_sizes[op.weight])
+        elif isinstance(op, Linear) or (isinstance(op, Attention) and op.layer not in lent):
+            grains[op.output] = op.grain
+        elif op.sharding is Sharding.AS_INPUTS and found and op.grain < op.width:
+            grains[op.output] = lcm(op.grain, *found)
+    return split

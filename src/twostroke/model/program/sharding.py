@@ -1,6 +1,7 @@
-"""How ranks can share an operation: a rule for each, and which weights they divide.
+"""How ranks can divide an operation, its weights, and the values that it reads and writes.
 
-No sum is ever split: a rank computes some outputs of an operation, each from all of its inputs.
+A sharding rule splits no sum: a rank computes some outputs of an operation, each from all of its
+inputs. `split_sums` in `shard.py` makes the exceptions of `--reduce sum`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from twostroke.core.frozen import Frozen
 
 COLUMN_GRAIN = 32  # kernels compute 16 outputs at once, and prepare 32 inputs with one scale
 
-Range = tuple[int, int]  # the first, and the one after the last
+Range = tuple[int, int]  # the first index, and the index after the last
+Ranges = tuple[Range, ...]
 
 
 def cuts(count: int, shares: tuple[int, ...], grain: int = 1) -> tuple[int, ...]:
@@ -93,3 +95,43 @@ class RowParts(Frozen):
 
 
 Parts = ColumnParts | RowParts | TokenParts | TermParts
+
+
+class HeldValue(Frozen):
+    """How the ranks of a stage hold a value.
+
+    Each has all columns, or member i of a team has `ranges[i]` (columns, if `parts` says so).
+    """
+
+    name: str
+    width: int
+    ranges: Ranges | None = None
+    parts: Parts | None = None
+    all_rows: bool = True
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether ranks have different columns of it."""
+        return isinstance(self.parts, ColumnParts)
+
+    def range_at(self, index: int) -> Range:
+        """Return the range of the stage's rank `index`."""
+        return (0, self.width) if self.ranges is None else self.ranges[index % len(self.ranges)]
+
+    def at(self, index: int) -> str | None:
+        """Return the name on the stage's rank `index`, None if that has nothing of it."""
+        first, end = self.range_at(index)
+        kind = "" if self.has_columns else ".part"
+        part = "" if self.ranges is None else f"{kind}[{first}:{end}]"
+        rows = "" if self.all_rows else ".rows"
+        return None if first == end else f"{self.name}{part}{rows}"
+
+    def width_at(self, index: int) -> int:
+        """Return how many of a row's values the stage's rank `index` has."""
+        first, end = self.range_at(index)
+        return end - first
+
+
+def cuts_of(ranges: Ranges) -> tuple[int, ...]:
+    """Return cuts that give each column to the first rank which has it."""
+    return (0, *accumulate([end for _, end in ranges], max))

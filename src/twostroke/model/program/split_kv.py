@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from twostroke.model.program.kv_format import PIECE_TOKENS, CacheLayer
+from twostroke.model.program.kv_layout import PIECE_TOKENS, CacheLayer
 from twostroke.model.program.operation import Operation
 from twostroke.model.program.sharding import cuts
 from twostroke.model.program.work import (
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from twostroke.model.program.attention import Attention, QkProjections
-    from twostroke.model.program.kv_format import CacheFormat
+    from twostroke.model.program.kv_layout import CacheFormat
     from twostroke.model.program.operation import Work
     from twostroke.model.program.sharding import Range
 

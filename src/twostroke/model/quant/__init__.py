@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from twostroke.model.quant.codebooks import (
+from twostroke.model.quant.floats import BF16, F16, F32
+from twostroke.model.quant.format import Bytes, Floats, Format
+from twostroke.model.quant.fp4 import MXFP4, NVFP4
+from twostroke.model.quant.fp8 import e4m3, e4m3_tensor
+from twostroke.model.quant.grouped import KERNEL, assemble, grouped
+from twostroke.model.quant.iq_quants import (
     CODEBOOKS,
     IQ1_M,
     IQ1_S,
@@ -11,18 +16,12 @@ from twostroke.model.quant.codebooks import (
     IQ2_XXS,
     IQ3_S,
     IQ3_XXS,
+    IQ4_NL,
+    IQ4_XS,
 )
-from twostroke.model.quant.floats import BF16, F16, F32
-from twostroke.model.quant.format import Bytes, Floats, Format
-from twostroke.model.quant.fp4 import MXFP4, NVFP4
-from twostroke.model.quant.fp8 import e4m3, e4m3_tensor
-from twostroke.model.quant.grouped import KERNEL, assemble, grouped
-from twostroke.model.quant.iq4 import IQ4_NL, IQ4_XS
-from twostroke.model.quant.k_around_zero import Q3_K, Q6_K
-from twostroke.model.quant.k_from_minimum import Q2_K, Q4_K, Q5_K
-from twostroke.model.quant.steps import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
+from twostroke.model.quant.k_quants import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, TQ1_0, TQ2_0
+from twostroke.model.quant.legacy_quants import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 from twostroke.model.quant.tensor import QuantTensor
-from twostroke.model.quant.ternary import TQ1_0, TQ2_0
 
 __all__ = [
     "FORMATS",

@@ -1,10 +1,23 @@
-"""F32, F16 and BF16: single values, without blocks or scales."""
+"""F32, F16 and BF16, the float16 scales of GGUF blocks, and tables of 8-bit and 4-bit floats.
+
+E4M3 is the variant without infinities (OCP 8-bit floating point specification, E4M3: 0x7F and 0xFF
+are NaN, the largest value is 448). E8M0 and E2M1 are those of the OCP microscaling formats: a power
+of two from 2**-127 to 2**127 (0xFF is NaN), and 0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Final
+
 import numpy as np
 
-from twostroke.model.quant.format import Bytes, Floats, ggml_format, half_bytes
+from twostroke.model.quant.format import Bytes, Floats, ggml_format, half_bytes, half_column
+from twostroke.model.quant.tensor import QuantTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from twostroke.model.quant.format import Bytes, Floats
 
 _INFINITY = np.uint32(0x7F80_0000)
 _QUIET_NAN = np.uint32(0x0040_0000)
@@ -45,3 +58,95 @@ def encode_bfloat(values: Floats) -> Bytes:
 F32 = ggml_format("F32", 0, (1, 1, 4), decode_single, encode_single)
 F16 = ggml_format("F16", 1, (1, 1, 2), decode_half, half_bytes)
 BF16 = ggml_format("BF16", 30, (1, 1, 2), decode_bfloat, encode_bfloat)
+
+# Bytes of a block at which its scale and, where it has one, its smallest value begin.
+HALVES: Final[Mapping[str, tuple[int, ...]]] = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+
+
+def parts_by_half(tensor: QuantTensor) -> tuple[Floats, ...]:
+    """Return what each half adds to a matrix: float32 (rows, blocks, block_size), its terms."""
+    fmt = tensor.format
+    blocks = np.ascontiguousarray(tensor.data).reshape(-1, fmt.block_bytes)
+    parts = []
+    for own in HALVES[fmt.name]:
+        alone = blocks.copy()
+        for other in HALVES[fmt.name]:
+            if other != own:
+                alone[:, other : other + 2] = 0
+        parts.append(fmt.decode(alone).reshape(tensor.shape[0], -1, fmt.block_size))
+    return tuple(parts)
+
+
+def with_halves(tensor: QuantTensor, factors: tuple[Floats, ...]) -> QuantTensor:
+    """Return a matrix whose halves are multiplied by `factors` (rows, blocks), and rounded."""
+    fmt = tensor.format
+    blocks = np.ascontiguousarray(tensor.data).reshape(-1, fmt.block_bytes).copy()
+    for start, factor in zip(HALVES[fmt.name], factors, strict=True):
+        changed = half_column(blocks, start) * factor.reshape(-1, 1)
+        blocks[:, start : start + 2] = half_bytes(changed)
+    return QuantTensor(fmt, tensor.shape, blocks.reshape(tensor.shape[0], -1))
+
+
+def _e4m3_values() -> Floats:
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
+    values = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
+    values[[0x7F, 0xFF]] = np.nan
+    return np.where(codes & 0x80, -values, values).astype(np.float32)
+
+
+def _e8m0_values() -> Floats:
+    values = np.ldexp(1.0, np.arange(256) - 127)
+    values[0xFF] = np.nan
+    return values.astype(np.float32)
+
+
+_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+
+E4M3 = _e4m3_values()  # float32 (256,)
+E8M0 = _e8m0_values()  # float32 (256,)
+E2M1 = np.concatenate([_MAGNITUDES, np.float32(0) - _MAGNITUDES])  # float32 (16,), without a -0
+
+_POSITIVE_E4M3 = E4M3[:0x7F]
+
+
+def nearest_e4m3(values: Floats) -> Bytes:
+    """Return the codes of the nearest E4M3 numbers; what is too large becomes 448."""
+    codes = _nearest(np.abs(values), _POSITIVE_E4M3)
+    return codes | (np.signbit(values).astype(np.uint8) << np.uint8(7))
+
+
+def nearest_e8m0(values: Floats) -> Bytes:
+    """Return the codes of the largest powers of two that are not above positive `values`."""
+    _, exponent = np.frexp(values)
+    codes: Bytes = np.clip(exponent + 126, 0, 254).astype(np.uint8)
+    return codes
+
+
+def nearest_e2m1(values: Floats) -> Bytes:
+    """Return the codes of the nearest E2M1 numbers; what is too large becomes 6."""
+    codes = _nearest(np.abs(values), _MAGNITUDES)
+    return codes | (np.signbit(values).astype(np.uint8) << np.uint8(3))
+
+
+def _nearest(values: Floats, ascending: Floats) -> Bytes:
+    """Return the index of the nearest number; of two equally near, the even one."""
+    middles = (ascending[1:] + ascending[:-1]) / np.float32(2)
+    up = np.searchsorted(middles, values, side="right")
+    tied = np.searchsorted(middles, values, side="left")
+    nearest: Bytes = np.where(up % 2 == 0, up, tied).astype(np.uint8)
+    return nearest

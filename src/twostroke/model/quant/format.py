@@ -1,4 +1,4 @@
-"""A number format: values and bytes of a block, and the functions from one to the other."""
+"""A number format: values and bytes of a block, the functions between them, and bit packing."""
 
 from __future__ import annotations
 
@@ -101,3 +101,20 @@ def half_bytes(values: Floats) -> Bytes:
     """Return float32 (blocks, 1) rounded to float16, as bytes (blocks, 2)."""
     with np.errstate(over="ignore"):
         return values.astype(np.float16).view(np.uint8)
+
+
+def unpack_planes(packed: Bytes, bits: int, run: int) -> Bytes:
+    """Unpack (blocks, bytes) into codes below 2**bits, uint8 (blocks, bytes * 8 / bits)."""
+    runs = packed.reshape(packed.shape[0], -1, 1, run)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    codes = runs >> shifts[:, None]  # (blocks, runs, planes, run)
+    codes &= np.uint8((1 << bits) - 1)
+    return codes.reshape(packed.shape[0], -1)
+
+
+def pack_planes(codes: Bytes, bits: int, run: int) -> Bytes:
+    """Pack codes below 2**bits, uint8 (blocks, codes), into (blocks, codes * bits / 8)."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    planes = codes.reshape(codes.shape[0], -1, len(shifts), run) << shifts[:, None]
+    packed: Bytes = np.bitwise_or.reduce(planes, axis=2)
+    return packed.reshape(codes.shape[0], -1)

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.core.frozen import Frozen
-from twostroke.model.quant.format import Bytes, Floats, Format
+from twostroke.model.quant.floats import E4M3, E8M0, nearest_e4m3
+from twostroke.model.quant.format import Bytes, Floats, Format, pack_planes, unpack_planes
 from twostroke.model.quant.grouped import grouped
-from twostroke.model.quant.planes import pack_planes, unpack_planes
-from twostroke.model.quant.small_floats import E4M3, E8M0, nearest_e4m3
 
 if TYPE_CHECKING:
     from collections.abc import Callable

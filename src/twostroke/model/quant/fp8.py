@@ -12,9 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from twostroke.model.quant.floats import BF16, F32, decode_bfloat, encode_bfloat
+from twostroke.model.quant.floats import BF16, E4M3, F32, decode_bfloat, encode_bfloat, nearest_e4m3
 from twostroke.model.quant.format import Bytes, Floats, Format
-from twostroke.model.quant.small_floats import E4M3, nearest_e4m3
 from twostroke.model.quant.tensor import QuantTensor
 
 LARGEST: Final = np.float32(448)  # of E4M3

@@ -19,16 +19,23 @@ import numpy as np
 
 from twostroke.core.frozen import Frozen
 from twostroke.model.quant.fit import fit_scale, whole_codes
-from twostroke.model.quant.floats import decode_bfloat, encode_bfloat
-from twostroke.model.quant.format import Bytes, Floats, Format, half_bytes
-from twostroke.model.quant.planes import pack_planes, unpack_planes
-from twostroke.model.quant.small_floats import (
+from twostroke.model.quant.floats import (
     E2M1,
     E4M3,
     E8M0,
+    decode_bfloat,
+    encode_bfloat,
     nearest_e2m1,
     nearest_e4m3,
     nearest_e8m0,
+)
+from twostroke.model.quant.format import (
+    Bytes,
+    Floats,
+    Format,
+    half_bytes,
+    pack_planes,
+    unpack_planes,
 )
 from twostroke.model.quant.tensor import QuantTensor
 

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from msgspec.structs import replace
 
 from twostroke.core.errors import ModelFormatError
-from twostroke.model.weights.published.act_order import place_columns
 from twostroke.model.weights.published.awq import awq_layout
 from twostroke.model.weights.published.compressed import compressed_layout
 from twostroke.model.weights.published.fp8 import fp8_layout, modelopt_layout
 from twostroke.model.weights.published.gptq import auto_round_layout, gptq_layout
-from twostroke.model.weights.published.groups import Coded, assemble_groups
+from twostroke.model.weights.published.groups import Coded, assemble_groups, place_columns
 from twostroke.model.weights.published.module import Module
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy as np
 
 from twostroke.core.frozen import Frozen
 from twostroke.model.weights.published.groups import Coded
-from twostroke.model.weights.published.words import unpack_words
+from twostroke.model.weights.published.module import unpack_words
 
 if TYPE_CHECKING:
     from typing import Any

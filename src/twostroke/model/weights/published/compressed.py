@@ -16,15 +16,16 @@ import numpy as np
 
 from twostroke.core.frozen import Frozen
 from twostroke.model.families.fields import MAX_WIDTH
-from twostroke.model.quant.small_floats import E4M3, E8M0
-from twostroke.model.weights.published.groups import Coded, Scales, scale_values
-from twostroke.model.weights.published.small_floats import (
-    e4m3_codes,
+from twostroke.model.quant.floats import E4M3, E8M0
+from twostroke.model.weights.published.groups import (
+    Coded,
+    Scales,
     float32_scales,
     fp4_codes,
     fp8_matrix,
+    scale_values,
 )
-from twostroke.model.weights.published.words import num_words, unpack_padded_words, unpack_words
+from twostroke.model.weights.published.module import num_words, unpack_padded_words, unpack_words
 
 if TYPE_CHECKING:
     from typing import Any
@@ -133,14 +134,14 @@ class CompressedLayout(Frozen):
         shape = packed.shape[0], packed.shape[1] * 2
         scheme = self._scheme(module, "float", 4, shape)
         if module.has("weight_global_scale"):
-            stored = e4m3_codes(module, "weight_scale")
+            stored = module.e4m3_codes("weight_scale")
             scales = float32_scales(E4M3[stored] / module.scale("weight_global_scale"))
         else:
             scales = Scales("e8m0", module.array("weight_scale", _E8M0))
         return fp4_codes(packed, scales, scheme.size[1])
 
     def _fp8(self, module: Module) -> QuantTensor:
-        codes = e4m3_codes(module, "weight")
+        codes = module.e4m3_codes("weight")
         scheme = self._scheme(module, "float", 8, codes.shape)
         if module.dtype("weight_scale") in _E8M0:
             scales = E8M0[module.array("weight_scale", _E8M0)]

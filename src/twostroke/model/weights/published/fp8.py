@@ -11,14 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.core.frozen import Frozen
-from twostroke.model.quant.small_floats import E4M3
+from twostroke.model.quant.floats import E4M3
 from twostroke.model.weights.published.compressed import block_size
-from twostroke.model.weights.published.groups import scale_values
-from twostroke.model.weights.published.small_floats import (
-    e4m3_codes,
+from twostroke.model.weights.published.groups import (
     float32_scales,
     fp4_codes,
     fp8_matrix,
+    scale_values,
 )
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class Fp8Layout(Frozen):
         """Return a module's matrix; ModelFormatError if its tensors contradict each other."""
         if module.has("weight_scale_2") and module.dtype("weight") == "U8":
             return _nvfp4(module)
-        codes = e4m3_codes(module, "weight")
+        codes = module.e4m3_codes("weight")
         outputs, inputs = codes.shape
         part = "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale"
         whole_matrix = module.shape(part) in {(1,), (1, 1)}
@@ -67,7 +66,7 @@ def modelopt_layout(config: Fields) -> Fp8Layout:
 def _nvfp4(module: Module) -> Coded:
     packed = module.array("weight", ("U8",))
     shape = packed.shape[0], packed.shape[1] * 2 // _NVFP4_GROUP
-    stored = e4m3_codes(module, "weight_scale")
+    stored = module.e4m3_codes("weight_scale")
     if stored.shape != shape:
         raise module.wrong_shape("weight_scale", shape)
     scales = float32_scales(E4M3[stored] * module.scale("weight_scale_2"))

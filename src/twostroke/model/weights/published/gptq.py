@@ -15,7 +15,7 @@ import numpy as np
 from twostroke.core.frozen import Frozen
 from twostroke.model.weights.published.awq import AwqLayout, awq_layout
 from twostroke.model.weights.published.groups import Coded
-from twostroke.model.weights.published.words import num_words, unpack_words
+from twostroke.model.weights.published.module import num_words, unpack_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,4 +1,12 @@
-"""From codes, scales and zero points to one tensor of a grouped format."""
+"""Turns codes, scales and zero points of published folders into tensors of our formats.
+
+Integer codes become one tensor of a grouped format. Floats of 8 and 4 bits (FP8, MXFP8, NVFP4,
+MXFP4) keep their codes where our formats can express their scales. Matrices whose columns were
+sorted by their groups ("act-order") are put in order: the inputs of a feed-forward's last matrix
+are the outputs of the two before it, whose rows take the same order, so no value changes. Other
+matrices read normalized rows or merged heads, which other operations read too: such a matrix keeps
+its order, and kernels gather its inputs.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +14,14 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
-from twostroke.model.quant import FORMATS, QuantTensor, assemble, grouped
-from twostroke.model.quant.small_floats import E2M1, E8M0
+from twostroke.model.quant import FORMATS, QuantTensor, assemble, e4m3_tensor, grouped
+from twostroke.model.quant.floats import E2M1, E4M3, E8M0
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any
 
     from numpy.typing import NDArray
@@ -140,3 +150,58 @@ def _block(groups: NDArray[Any], least: int) -> int | None:
         if run % size == 0 and (whole_row or size % 128 == 0 or size in {96, 64, 32, least}):
             return size
     return None
+
+
+# A matrix whose inputs are the products of others' outputs: these, by the last part of their names.
+_PRODUCERS = {"down_proj": ("gate_proj", "up_proj"), "w2": ("w1", "w3")}
+
+
+def place_columns(
+    tensors: Mapping[str, QuantTensor], orders: Mapping[str, NDArray[Any]]
+) -> dict[str, QuantTensor]:
+    """Return tensors by name that know which inputs their columns belong to.
+
+    Column i of the matrix `name` in `orders` belongs to the input `orders[name][i]`.
+    """
+    placed = dict(tensors)
+    for name, order in orders.items():
+        scope, _, last = name.removesuffix(".weight").rpartition(".")
+        producers = [f"{scope}.{part}" for part in _PRODUCERS.get(last, ())]
+        fits = all(
+            f"{p}.weight" in tensors and tensors[f"{p}.weight"].shape[0] == len(order)
+            for p in producers
+        )
+        if producers and fits:
+            for producer in producers:
+                tensor = placed[f"{producer}.weight"]
+                placed[f"{producer}.weight"] = replace(tensor, data=tensor.data[order])
+        else:
+            placed[name] = replace(placed[name], order=order.astype(np.int32))
+    return placed
+
+
+def fp8_matrix(codes: Bytes, scales: Floats, size: tuple[int, int]) -> QuantTensor:
+    """Return E4M3 (outputs, inputs) times a scale for each block of `size`.
+
+    It stays E4M3, unless a row has a block that is cut: then it is bfloat16 where that is exact,
+    else float32.
+    """
+    outputs, inputs = codes.shape
+    rows, columns = min(size[0], outputs), min(size[1], inputs)
+    scales = np.repeat(scales, rows, axis=0)[:outputs]
+    if inputs % columns == 0:
+        return e4m3_tensor(codes, scales)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return exact_floats(E4M3[codes] * np.repeat(scales, columns, axis=1)[:, :inputs])
+
+
+def fp4_codes(packed: Bytes, scales: Scales, size: int) -> Coded:
+    """Return E2M1 uint8 (outputs, inputs / 2), the first of two in the low bits, and scales."""
+    pairs = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=2)
+    codes = pairs.reshape(len(packed), -1)
+    return Coded(codes, 4, scales, None, np.arange(codes.shape[1]) // size, "e2m1")
+
+
+def float32_scales(values: Floats) -> Scales:
+    """Return float32 values as scales."""
+    return Scales("f32", np.ascontiguousarray(values, dtype=np.float32).view(np.uint32))

@@ -1,9 +1,12 @@
-"""A quantized module of a published folder: the tensors under one name that make one matrix."""
+"""A quantized module of a published folder: tensors under one name that make one matrix.
+
+Also unpacks codes of a few bits from the 32-bit words of such tensors.
+"""
 
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.model.quant import QuantTensor
+    from twostroke.model.quant import Bytes, QuantTensor
     from twostroke.model.weights.tensors import StoredArray
 
 _SCALES = {"F16": ("f16", np.uint16), "BF16": ("bf16", np.uint16), "F32": ("f32", np.uint32)}
@@ -59,6 +62,13 @@ class Module(Frozen):
         if values.ndim != dimensions:
             raise self.fault(part, f"has the shape {[*values.shape]}, not {dimensions} dimensions")
         return values
+
+    def e4m3_codes(self, part: str) -> Bytes:
+        """Return a matrix of E4M3 codes; ModelFormatError if a code stands for no number."""
+        codes: Bytes = self.array(part, ("F8_E4M3",))
+        if ((codes & np.uint8(0x7F)) == 0x7F).any():
+            raise self.fault(part, "has a value that is not a number")
+        return codes
 
     def scales(self, part: str, shape: tuple[int, int]) -> Scales:
         """Return float scales of this shape; dimensions of 1 may be left out."""
@@ -114,3 +124,30 @@ class Module(Frozen):
 def _same(shape: tuple[int, int]) -> list[tuple[int, ...]]:
     """Return the ways to write a shape: (n, 1) is also (n,), and (1, 1) one value."""
     return [shape, (shape[0],)] if shape[1] == 1 else [shape]
+
+
+def num_words(count: int, bits: int) -> int:
+    """Return how many words `count` codes fill, one after the other without holes."""
+    return -(-count * bits // 32)
+
+
+def unpack_words(words: NDArray[Any], bits: int, count: int) -> Bytes:
+    """Unpack int32 (rows, words) into uint8 (rows, count): code i begins at bit `i * bits`."""
+    packed = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+    if bits == 8:
+        return packed[:, :count]
+    if 8 % bits == 0:
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        codes = packed[:, :, None] >> shifts
+        codes &= np.uint8((1 << bits) - 1)
+        return codes.reshape(len(packed), -1)[:, :count]
+    single = np.unpackbits(packed, axis=1, bitorder="little")[:, : count * bits]
+    return np.packbits(single.reshape(-1, bits), axis=1, bitorder="little").reshape(-1, count)
+
+
+def unpack_padded_words(words: NDArray[Any], bits: int, count: int) -> Bytes:
+    """Unpack words that hold only whole codes: `32 // bits` in each, from the lowest bit on."""
+    shifts = np.arange(32 // bits, dtype=np.uint32) * np.uint32(bits)
+    codes = np.ascontiguousarray(words).view(np.uint32)[:, :, None] >> shifts
+    codes &= np.uint32((1 << bits) - 1)
+    return codes.astype(np.uint8).reshape(len(words), -1)[:, :count]

@@ -15,8 +15,16 @@ from functools import partial
 
 import numpy as np
 
-from twostroke.model.quant.format import Bytes, Floats, Format, ggml_format, half_bytes, half_column
-from twostroke.model.quant.planes import pack_planes, unpack_planes
+from twostroke.model.quant.format import (
+    Bytes,
+    Floats,
+    Format,
+    ggml_format,
+    half_bytes,
+    half_column,
+    pack_planes,
+    unpack_planes,
+)
 
 
 def decode_around_zero(blocks: Bytes, bits: int) -> Floats:
