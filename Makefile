@@ -93,7 +93,7 @@ style: $(DEV_READY) ## Check style, imports and sizes.
 	$(BIN)/python tools/plain.py --diff $(BASE)
 	$(if $(NATIVE_SOURCES),$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES))
 
-test: $(DEV_READY) pull ## Run the tests (TESTS=tests/schedule for some of them; WORKERS=0 for one process).
+test: $(DEV_READY) pull ## Run the tests (TESTS=tests/engine/scheduler for some of them; WORKERS=0 for one process).
 	$(call compile,build/strict,-DTS_LEVELS=runnable -DTS_STRICT=ON)
 	@$(BIN)/python -m pytest --require-model -m 'not oracle and not models and not mutants' \
 	  -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) $(TESTS)
@@ -184,7 +184,7 @@ test-handover: build ## Lose and double messages between prefill and decode engi
 
 test-handover-nixl: build pull ## Let NIXL move the pages between prefill and decode engines (HANDOVER_ARGS=, EXACT_ARGS=).
 	@$(MAKE) --no-print-directory .venv-nixl/.ready
-	@$(NIXL) -m pytest --require-model $(PYTEST_ARGS) tests/engine/handover
+	@$(NIXL) -m pytest --require-model $(PYTEST_ARGS) tests/engine/disaggregation
 	@$(NIXL) tests/exact/handover.py --nixl $(HANDOVER_ARGS)
 	@$(NIXL) tests/exact/handed_over.py --nixl $(EXACT_ARGS)
 

@@ -1,6 +1,6 @@
 """Answers that break their schemas are drawn again in Python too, and told if that does not help.
 
-tests/serve/test_redraw.py has the same answers over HTTP.
+tests/server/test_redraw.py has the same answers over HTTP.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from twostroke.server.storage import beside
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_TESTS = Path(__file__).parents[1]
+_TESTS = Path(__file__).parents[2]
 _ROUTE = (sys.executable, "-c", "from twostroke.cli import main; main()", "route")
 _ENV = {"PYTHONPATH": os.pathsep.join([str(_TESTS), str(_TESTS.parent / "src")])}
 _SECRET = {"TWOSTROKE_REPLICA_KEY": "router-secret"}

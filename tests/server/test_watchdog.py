@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from serve.test_run import served
+from server.test_run import served
 from twostroke.core import env
 from twostroke.engine.status import Health
 from twostroke.server.http.watchdog import Watchdog

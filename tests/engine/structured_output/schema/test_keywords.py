@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from twostroke.model.tokenizer import Tokenizer
 
-PAGE = Path(__file__).parents[2] / "docs" / "structured-output.md"
+PAGE = Path(__file__).parents[4] / "docs" / "structured-output.md"
 P = {"type": "integer"}
 N = {"type": "number"}
 S = {"type": "string"}
