@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
+from models import MODELS, VOCAB
 from msgspec.structs import replace
 
-from models import MODELS, VOCAB
 from twostroke.backends.gpu import mixtures, sampling
 from twostroke.backends.gpu.cache import DevicePages
 from twostroke.backends.gpu.kernels import (
