@@ -76,7 +76,7 @@ class _Ways:
         import torch
 
         from twostroke.backends.gpu.kernels import products_packed, products_tiles
-        from twostroke.backends.gpu.kernels.parts import Parts
+        from twostroke.backends.gpu.kernels.common import Parts
 
         gpu, x = self._gpu, self._x[:rows]
         header = torch.tensor([rows, 0, 0, 0], dtype=torch.int32, device=gpu.device)

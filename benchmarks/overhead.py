@@ -32,7 +32,7 @@ from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.backends import BackendFacts
+    from twostroke.backends.interface import BackendFacts
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
     from twostroke.engine.model_card import ModelCard

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from twostroke.backends.activation_bits.resolve import with_known_bits
-from twostroke.backends.create import make_backend
-from twostroke.backends.kv_size import size_cache
+from twostroke.backends.create import create_backend
+from twostroke.backends.kv_size import size_kv_cache
 from twostroke.core.hardware import memory_available
 from twostroke.core.options import BatchOptions, CacheOptions, ComputeOptions
 from twostroke.lab.measure.divergence import LogitsComparison, compare
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from twostroke.backends import Backend
+    from twostroke.backends.interface import Backend
     from twostroke.model.weights import LoadedModel
 
     Logits = list[NDArray[np.float32]]
@@ -103,5 +103,5 @@ def _backend(loaded: LoadedModel, compute: ComputeOptions) -> Backend:
     compute = with_known_bits(compute, loaded, program)
     cache = CacheOptions(context_length=min(512, program.context_length))
     budget = BatchOptions().token_budget
-    size = size_cache(program, cache, budget, loaded.file_bytes, memory_available())
-    return make_backend(loaded.tensors, program, compute, size, release=loaded.release)
+    size = size_kv_cache(program, cache, budget, loaded.file_bytes, memory_available())
+    return create_backend(loaded.tensors, program, compute, size, release=loaded.release)

@@ -16,8 +16,7 @@ from pipe import claim_output, serve
 from quiet import descendants, held_bytes, process_s
 from twostroke.backends.machine_limits import machine
 from twostroke.backends.parallel.backend import ParallelBackend
-from twostroke.backends.parallel.predicted_gain import divide
-from twostroke.backends.parallel.speeds import measure_link
+from twostroke.backends.parallel.predicted_speed import divide, measure_link
 from twostroke.core.options import (
     AUTO_BITS,
     DEFAULT_ACTIVATION_BITS,

@@ -12,7 +12,7 @@ namespace ts {
 
 constexpr int kUcxFunctions = 8;
 
-/// An opened worker. src/twostroke/backends/parallel/links/record.py mirrors this layout.
+/// An opened worker. src/twostroke/backends/parallel/links/ucx.py mirrors this layout.
 struct UcxRecord {
   int32_t rank;
   int32_t num_ranks;

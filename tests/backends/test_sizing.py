@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from support.programs import program_of_layers
-from twostroke.backends.kv_size import CacheSize, size_cache
+from twostroke.backends.kv_size import CacheSize, size_kv_cache
 from twostroke.core.control_groups import MemoryLimit
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.options import PAGE_SIZES, CacheOptions
@@ -35,7 +35,7 @@ GEMMA = program_of_layers(_WINDOWS)
 
 def size(free_bytes: int = 10**11, *, running: int = 1, **options: Any) -> CacheSize:
     cache = CacheOptions(**options)
-    return size_cache(PROGRAM, cache, 256, WEIGHT_BYTES, free_bytes, most_running=running)
+    return size_kv_cache(PROGRAM, cache, 256, WEIGHT_BYTES, free_bytes, most_running=running)
 
 
 def refusal(free_bytes: int = 10**11, **options: int | None) -> str:
@@ -87,7 +87,7 @@ def test_ranks_that_divide_places_store_their_share_of_each_page() -> None:
     mesh = Mesh(column_parts=(1, 1), by_places=True)
     parts = [rank.program for rank in shard(PROGRAM, mesh)]
     for here, share in ((parts, 1.0), (parts[:1], 0.5)):  # on one machine, on two
-        found = size_cache(
+        found = size_kv_cache(
             PROGRAM, CacheOptions(200 * MB), 256, WEIGHT_BYTES, 10**11, parts=here, mesh=mesh
         )
         assert found.page_size == 128
@@ -116,7 +116,9 @@ def test_a_limit_of_a_control_group_is_named(free_mb: int) -> None:
     limit = MemoryLimit(300 * MB, 0, "memory.max of /sys/fs/cgroup/box")
     available_bytes = WEIGHT_BYTES + 128 * 2**20 + free_mb * MB
     with pytest.raises(MemoryLimitError) as caught:
-        size_cache(PROGRAM, CacheOptions(), 256, WEIGHT_BYTES, available_bytes, group_limit=limit)
+        size_kv_cache(
+            PROGRAM, CacheOptions(), 256, WEIGHT_BYTES, available_bytes, group_limit=limit
+        )
     said = str(caught.value)
     assert "free (memory.max of /sys/fs/cgroup/box allows 300 MB)" in said
     remedy = "use --context-length 1040." if free_mb else "Raise that limit, or take a smaller"
@@ -141,7 +143,7 @@ def test_weights_that_fill_the_memory_leave_no_context(options: dict[str, int]) 
 
 def test_layers_with_a_window_need_pages_for_the_window_only() -> None:
     """One group of six has no window; the others need pages for 512 positions and 256 rows."""
-    found = size_cache(GEMMA, CacheOptions(), 256, WEIGHT_BYTES, 10**11, most_running=10**4)
+    found = size_kv_cache(GEMMA, CacheOptions(), 256, WEIGHT_BYTES, 10**11, most_running=10**4)
     num_near = (512 + 256 + 16 - 3) // 16 + 1
     assert found.num_pages == 8 * (2048 + 5 * num_near)
     assert found.cache_bytes == found.num_pages * 16 * 3 * 1024
@@ -150,7 +152,7 @@ def test_layers_with_a_window_need_pages_for_the_window_only() -> None:
 
 def test_below_the_window_every_group_needs_equally_many_pages() -> None:
     options = CacheOptions(context_length=320)
-    found = size_cache(GEMMA, options, 256, WEIGHT_BYTES, 10**11, most_running=10**4)
+    found = size_kv_cache(GEMMA, options, 256, WEIGHT_BYTES, 10**11, most_running=10**4)
     assert found.num_pages == 8 * 6 * 20
 
 
@@ -189,7 +191,7 @@ def _groups(program: Program, page_size: int) -> PageGroups:
 
 def _size_or_refusal(program: Program, options: CacheOptions, free_bytes: int) -> CacheSize | str:
     try:
-        return size_cache(program, options, 256, WEIGHT_BYTES, free_bytes)
+        return size_kv_cache(program, options, 256, WEIGHT_BYTES, free_bytes)
     except MemoryLimitError as error:
         return str(error)
 

@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from canary.planted import GARBAGE, WORSE
-from twostroke.backends.create import auto_kv_format, make_backend
-from twostroke.backends.kv_size import size_cache
+from twostroke.backends.create import auto_kv_format, create_backend
+from twostroke.backends.kv_size import size_kv_cache
 from twostroke.core.hardware import memory_available
 from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.engine.canary import MAX_DRIFT, Canary, measure_canary
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.model
 
 def measured(loaded: LoadedModel, bits: int = 15) -> Canary:
     program, compute = build_program(loaded.spec), ComputeOptions(activation_bits=bits)
-    size = size_cache(
+    size = size_kv_cache(
         program,
         CacheOptions(context_length=64),
         64,
@@ -41,7 +41,7 @@ def measured(loaded: LoadedModel, bits: int = 15) -> Canary:
         memory_available(),
         auto_format=auto_kv_format(compute),
     )
-    backend = make_backend(loaded.tensors, program, compute, size)
+    backend = create_backend(loaded.tensors, program, compute, size)
     try:
         return measure_canary(backend, build_tokenizer(loaded), program.context_length)
     finally:

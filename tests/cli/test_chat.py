@@ -85,7 +85,7 @@ def test_a_model_that_cannot_chat_is_refused_before_its_weights_are_read(
     def read(*_: object) -> None:
         pytest.fail("the weights were read")
 
-    monkeypatch.setattr("twostroke.engine.build.make_backend", read)
+    monkeypatch.setattr("twostroke.engine.build.create_backend", read)
     ran = cli("chat", str(write_base_gguf(tmp_path / "base.gguf")), stdin=None)
     assert ran.code == 2
     assert "base has no chat template: use 'twostroke generate --raw' instead." in ran.err

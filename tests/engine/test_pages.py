@@ -21,7 +21,7 @@ from twostroke.model.weights import load_path
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.backends import Backend
+    from twostroke.backends.interface import Backend
 
 NUM_PAGES, SIZE, PROMPT = 96, 16, 150
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.backends import Backend
+    from twostroke.backends.interface import Backend
     from twostroke.engine.client import Client
 
 CONTEXT = 200

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from twostroke.backends import Backend
+    from twostroke.backends.interface import Backend
 
 NUM_PAGES = 512
 CONTEXT = 300

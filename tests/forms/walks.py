@@ -22,7 +22,7 @@ from form import Forms, reason
 from judge import REPEATED, fault
 from schemas import Schemas
 
-from twostroke.backends.sampling.masks import as_flags
+from twostroke.backends.sampling.reference import as_flags
 from twostroke.core.errors import RequestError
 
 if TYPE_CHECKING:

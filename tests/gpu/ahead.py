@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from twostroke.backends.gpu.kernels import pages, pointwise
-from twostroke.backends.gpu.kernels.parts import Parts
+from twostroke.backends.gpu.kernels.common import Parts
 from twostroke.backends.gpu.launch import Gpu, Kernels
 
 

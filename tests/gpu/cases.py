@@ -24,8 +24,8 @@ from twostroke.backends.gpu.kernels import (
     sampler,
     take_packed,
 )
+from twostroke.backends.gpu.kernels.common import Parts
 from twostroke.backends.gpu.kernels.packed import PackedMatrix
-from twostroke.backends.gpu.kernels.parts import Parts
 from twostroke.backends.gpu.kernels.routing import ExpertSelection
 from twostroke.backends.gpu.launch import listing
 from twostroke.backends.gpu.lower import lower

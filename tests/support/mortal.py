@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any, cast
 
 from support.fake_model import VOCAB_SIZE, FakeModel
-from twostroke.backends import BackendFacts
+from twostroke.backends.interface import BackendFacts
 from twostroke.core.options import BatchOptions, SpeculationOptions
 from twostroke.core.transport.frames import Frames
 from twostroke.engine.build import build_speculator

@@ -27,7 +27,7 @@ from twostroke.backends.cpu.shared import lower_rank, shared_bytes
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.cpu.team import thread_pool
 from twostroke.backends.cpu.weights import PackedWeights
-from twostroke.backends.weight_shard import WeightShard
+from twostroke.backends.interface import WeightShard
 from twostroke.core.step import StepResult
 from twostroke.model.program.kv_layout import PIECE_TOKENS, PageGroups
 

@@ -20,7 +20,7 @@ from twostroke.engine.scheduler import Batched, Continuous, Policy, Scheduler, S
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from twostroke.backends import Backend, StartRunner
+    from twostroke.backends.interface import Backend, StartRunner
     from twostroke.core.step import StepPlan, TokenLogprobs
 
     Answer = tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
-from twostroke.backends import RankFacts, RankState
+from twostroke.backends.interface import RankFacts, RankState
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.errors import BackendError, RanksLostError
 from twostroke.model.program.mesh import MeshCoordinate
 
 if TYPE_CHECKING:
-    from twostroke.backends import Backend
+    from twostroke.backends.interface import Backend
     from twostroke.core.step import StepPlan, StepResult
 
 

@@ -1,176 +1,35 @@
-"""Backends, which run Programs, and their interface to the engine."""
+"""Run a Program: `create_backend` returns a `Backend`, which computes the steps of an engine."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
-from twostroke.core.frozen import Frozen
-from twostroke.model.program.mesh import MeshCoordinate
+TYPE_CHECKING = False  # importing `typing` would take longer than the modules below
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from twostroke.backends.create import create_backend as create_backend
+    from twostroke.backends.interface import Backend as Backend
+    from twostroke.backends.interface import BackendFacts as BackendFacts
+    from twostroke.backends.kv_size import size_kv_cache as size_kv_cache
+    from twostroke.backends.machine_limits import MachineLimits as MachineLimits
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from twostroke.backends.memory import PageMemory
-    from twostroke.core.request import Request
-    from twostroke.core.step import StepPlan, StepResult
-
-
-class RankFacts(Frozen):
-    """Where one of several ranks runs, which part of the model it has, and how much that is."""
-
-    rank: int
-    host: str
-    num_threads: int
-    weight_bytes: int
-    cache_bytes: int
-    place: MeshCoordinate = MeshCoordinate(0, 0, 0)
+_MODULES = {
+    "Backend": "twostroke.backends.interface",
+    "BackendFacts": "twostroke.backends.interface",
+    "MachineLimits": "twostroke.backends.machine_limits",
+    "create_backend": "twostroke.backends.create",
+    "size_kv_cache": "twostroke.backends.kv_size",
+}
+__all__ = list(_MODULES)
 
 
-class RankState(Frozen):
-    """How a rank is now.
+def __getattr__(name: str) -> object:
+    """Import the public names on first use, so that `import twostroke.backends` stays cheap."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'twostroke.backends' has no attribute '{name}'")
+    import importlib
 
-    `state` is "ready", "lost", "starting" (nothing was heard of it yet), or "loading" (its part, or
-    it begins again after a failed step). `collective_s` are its seconds in collectives since it
-    started, waiting for other ranks included; 0.0 if the backend does not measure them.
-    """
-
-    facts: RankFacts
-    state: str
-    collective_s: float = 0.0
-    num_restarts: int = 0
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
-class Meetings(Frozen):
-    """What ranks do to measure their link: compute alike, then meet, `count` times.
-
-    Each rank's computing has `work` parts of some nanoseconds. Where ranks share no memory, each
-    gives `num_bytes` to all others.
-    """
-
-    count: int
-    work: int = 0
-    num_bytes: int = 4
-
-
-class BackendFacts(Frozen):
-    """Facts about a backend. The engine branches on these, never on the name.
-
-    There are `num_pages` pages, each for `page_size` tokens of any one cache group; rows of group
-    g see `windows[g]` positions. `level` names the instruction set of the kernels, or the one that
-    the backend's speed is compared with, `precision` what else decides how numbers are rounded.
-    With `one_arithmetic` prompt rows and generated rows are computed alike, bit for bit, so that
-    pages filled by either serve the other. Up to `rows_together` rows take as long as the next
-    power of two of them, because kernels compute that many at once. With `steps_ahead` it is a
-    `StartRunner`, and a step may be started while that many others are in flight. `draws_ahead`
-    says the same, and that rows may follow tokens which these draw (`Slice.is_blind`). If it
-    `stops_rows`, those without logits are not computed after the last store. `ranks` are
-    those that run the Program together, if they are several, and `link` names what connects them;
-    the sizes include all of them. `mixed_bits` says how many products have how many bits of
-    activations, where these differ.
-    """
-
-    name: str
-    detail: str
-    num_threads: int
-    num_pages: int
-    page_size: int
-    windows: tuple[int | None, ...]
-    weight_bytes: int
-    cache_bytes: int
-    level: str = "portable"
-    precision: str = ""
-    one_arithmetic: bool = True
-    rows_together: int = 1
-    steps_ahead: int = 0
-    draws_ahead: int = 0
-    stops_rows: bool = False
-    ranks: tuple[RankFacts, ...] = ()
-    link: str = ""
-    mixed_bits: str = ""
-
-    @property
-    def full_detail(self) -> str:
-        """The detail with `mixed_bits`, for measurements."""
-        return f"{self.detail}, {self.mixed_bits}" if self.mixed_bits else self.detail
-
-
-class Runner(Protocol):
-    """Runs steps of one Program over its own key-value pages: all that the engine's loop needs."""
-
-    @property
-    def facts(self) -> BackendFacts:
-        """Sizes and abilities, fixed for the backend's life."""
-
-    @property
-    def pages(self) -> PageMemory | None:
-        """The bytes of its pages; None if they are not all in this process's memory."""
-
-    def run(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's rows and draw one token for each slice that samples."""
-
-    def forget(self, request: Request) -> None:
-        """Drop all that is kept for a finished request."""
-
-    def close(self) -> None:
-        """Give back memory and threads; the backend is not used afterwards."""
-
-
-class StartRunner(Runner, Protocol):
-    """A runner that may have several steps in flight, finished in the order of their starts.
-
-    An error ends the one step that was to be started or finished. `run` is called only while no
-    step is in flight. A request is in several of them only with consecutive slices, and `forget` is
-    called after the last of them.
-    """
-
-    def start(self, plan: StepPlan) -> None:
-        """Start a step, while no more others are in flight than `facts` allow."""
-
-    def finish(self) -> StepResult:
-        """Return the result of the step that was started first.
-
-        Its `elapsed_s` is without the time before the step's predecessor was finished.
-        """
-
-
-class RankRunner(StartRunner, Protocol):
-    """A runner over several ranks, which may be lost.
-
-    `RanksLostError` may be raised by `run`, `start` and `finish`: then no step is in flight any
-    more, and `recover` must be called.
-    """
-
-    def check(self) -> None:
-        """Raise RanksLostError if a rank was lost while no step was in flight."""
-
-    def recover(self) -> None:
-        """Replace the lost ranks; what was on any page is lost.
-
-        Raises:
-            TwostrokeError: they cannot be replaced.
-        """
-
-    def give_up(self) -> None:
-        """Let `recover` fail soon, because nobody needs it; another thread calls this."""
-
-    def states(self) -> Sequence[RankState]:
-        """Return how each rank is now; any thread may call it."""
-
-
-class Backend(Runner, Protocol):
-    """A runner that can also show what it computes."""
-
-    def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
-        """Return the logits (len(tokens), vocab_size) of a sequence, on separate pages.
-
-        Its rows are computed as prompt, or as `generated` ones. For evaluation; must not be called
-        while requests are running.
-        """
-
-    def trace(
-        self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
-    ) -> dict[str, NDArray[np.float32]]:
-        """Return values of the Program, each (len(tokens), its width), by name; else as `score`."""
+def __dir__() -> list[str]:
+    """Return the public names, including those that are not imported yet."""
+    return sorted(__all__)

@@ -21,10 +21,9 @@ from twostroke.model.program.mesh import ONE_RANK
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from twostroke.backends import Backend
     from twostroke.backends.gpu.device import GpuDevice
+    from twostroke.backends.interface import Backend, WeightShard
     from twostroke.backends.kv_size import CacheSize
-    from twostroke.backends.weight_shard import WeightShard
     from twostroke.core.options import ComputeOptions, EngineOptions, ParallelOptions
     from twostroke.model.program import Program
     from twostroke.model.program.mesh import Mesh
@@ -105,7 +104,7 @@ def unused_bytes(compute: ComputeOptions, backend: Backend) -> int:
     return 0 if compute.backend == "gpu" else backend.facts.cache_bytes
 
 
-def make_backend(  # noqa: PLR0913 - what only the builder knows
+def create_backend(  # noqa: PLR0913 - what only the builder knows
     tensors: Mapping[str, QuantTensor],
     program: Program,
     compute: ComputeOptions,

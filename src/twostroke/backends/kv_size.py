@@ -34,7 +34,7 @@ class CacheSize(Frozen):
     kv_format: str = DEFAULT_FORMAT
 
 
-def size_cache(  # noqa: PLR0913 - what only the builder knows
+def size_kv_cache(  # noqa: PLR0913 - what only the builder knows
     program: Program,
     options: CacheOptions,
     token_budget: int,

@@ -425,7 +425,7 @@ def engine_options(given: dict[str, Any], model: str) -> EngineOptions:
         _chat_template(given),
     )
     if options.parallel.num_ranks > 1 and options.parallel.launcher == "auto":
-        from twostroke.backends.parallel.start import follow_if_launched
+        from twostroke.backends.parallel.launcher import follow_if_launched
 
         follow_if_launched(model, options.parallel)
     return options

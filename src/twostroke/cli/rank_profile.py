@@ -15,8 +15,7 @@ from twostroke.lab.measure.rank_profile import profile_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from twostroke.backends.parallel.predicted_gain import TimeShares
-    from twostroke.backends.parallel.speeds import LinkSpeed
+    from twostroke.backends.parallel.predicted_speed import LinkSpeed, TimeShares
     from twostroke.core.options import ParallelOptions
     from twostroke.lab.measure.profile import Wanted
     from twostroke.lab.measure.rank_profile import RanksProfile, RankTime

@@ -15,15 +15,15 @@ from twostroke.backends.create import (
     auto_kv_format,
     check_backend,
     cost_model,
+    create_backend,
     gpu_device,
     is_native,
-    make_backend,
     memory_free,
     weight_bytes,
 )
-from twostroke.backends.kv_size import size_cache
+from twostroke.backends.kv_size import size_kv_cache
 from twostroke.backends.machine_limits import MachineLimits
-from twostroke.backends.parallel.mesh_for import mesh_for
+from twostroke.backends.parallel.division import mesh_for
 from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import give_back_memory, resolve_num_threads, scarcest_memory
@@ -54,7 +54,7 @@ from twostroke.model.weights import GgufTokenizer, LoadedModel, release_tensors,
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from twostroke.backends import Backend, BackendFacts
+    from twostroke.backends.interface import Backend, BackendFacts
     from twostroke.backends.kv_size import CacheSize
     from twostroke.backends.parallel.rank_group import RankGroup
     from twostroke.core.options import (
@@ -96,7 +96,7 @@ class Engine(Frozen):
     def describe_gain(self) -> str:
         """Return in a sentence what this engine's ranks should gain over one process."""
         # One process needs nothing of it.
-        from twostroke.backends.parallel.predicted_gain import describe_gain
+        from twostroke.backends.parallel.predicted_speed import describe_gain
 
         return describe_gain(
             facts=self.facts,
@@ -167,7 +167,7 @@ def build(
         give_back_memory()
         limits = _limits(compute, num_weight_bytes, say)
         rows = options.batch.token_budget
-        make = partial(make_backend, compute=compute, embeds=True, mesh=mesh, max_rows=rows)
+        make = partial(create_backend, compute=compute, embeds=True, mesh=mesh, max_rows=rows)
         tapped = last_hidden(program) if watcher or heads else None
         backend = (ranks.backend if ranks else make)(
             tensors, program, size=size, release=release, progress=progress, tapped_value=tapped
@@ -284,7 +284,7 @@ def _begin_moving(
 
 def _size(loaded: LoadedModel, program: Program, mesh: Mesh, options: EngineOptions) -> CacheSize:
     rows = options.batch.token_budget
-    return size_cache(
+    return size_kv_cache(
         program,
         options.cache,
         rows,

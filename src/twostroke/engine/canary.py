@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.backends import Backend
+    from twostroke.backends.interface import Backend
     from twostroke.core.options import EngineOptions
     from twostroke.model.program import Program
     from twostroke.model.tokenizer import Tokenizer

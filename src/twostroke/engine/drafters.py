@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from twostroke.backends.create import (
     auto_kv_format,
     cost_model,
+    create_backend,
     for_guesses,
     is_native,
-    make_backend,
     memory_free,
     unused_bytes,
     weight_bytes,
 )
-from twostroke.backends.kv_size import CacheSize, size_cache
+from twostroke.backends.kv_size import CacheSize, size_kv_cache
 from twostroke.core.errors import MemoryLimitError, TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.options import PARTNER
@@ -44,7 +44,7 @@ from twostroke.model.weights import load_heads, numbers_table, release_tensors, 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from twostroke.backends import Backend
+    from twostroke.backends.interface import Backend
     from twostroke.core.hardware import Hardware
     from twostroke.core.options import EngineOptions, SpeculationOptions
     from twostroke.engine.model_card import ModelCard
@@ -133,7 +133,7 @@ class Draft(Frozen):
         length = min(program.context_length, target.context_length)
         try:
             size = self._size(program, length, options, backend)
-            runner = make_backend(
+            runner = create_backend(
                 self.loaded.tensors,
                 program,
                 for_guesses(options.compute),
@@ -166,7 +166,7 @@ class Draft(Frozen):
         self, program: Program, length: int, options: EngineOptions, backend: Backend
     ) -> CacheSize:
         """Return the size of the draft's cache, for no more tokens than the target's."""
-        size = size_cache(
+        size = size_kv_cache(
             program,
             replace(options.cache, context_length=length, memory_bytes=None),
             options.batch.token_budget,
@@ -249,7 +249,7 @@ class DraftHeads(Frozen):
             )
         length = layer.context_length
         size = CacheSize(length, num_pages, page_size, cache_bytes, kv_format)
-        runner = make_backend(
+        runner = create_backend(
             tensors,
             program,
             compute,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from twostroke.backends.sampling.masks import allows_only
+from twostroke.backends.sampling.reference import allows_only
 from twostroke.core.draft_tree import right_drafts
 from twostroke.core.errors import (
     DeviceLostError,

@@ -21,7 +21,13 @@ from twostroke.model.program import BatchShape
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from twostroke.backends import BackendFacts, RankRunner, RankState, Runner, StartRunner
+    from twostroke.backends.interface import (
+        BackendFacts,
+        RankRunner,
+        RankState,
+        Runner,
+        StartRunner,
+    )
     from twostroke.core.request import Request
     from twostroke.core.step import RequestDelta, Slice, StepPlan, StepResult
     from twostroke.engine.counters import Snapshot, TimeSpan

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Iterable, Sequence
 
-    from twostroke.backends.memory import PageMemory
+    from twostroke.backends.interface import PageMemory
     from twostroke.core.request import Request
     from twostroke.engine.counters import TierTotals
     from twostroke.engine.kv_cache.prefix import PageKey

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from twostroke.backends.activation_bits.allocate import KnapsackItem, allocate
+from twostroke.backends.activation_bits.tree import KnapsackItem, allocate
 
 
 @pytest.mark.seeds(20)

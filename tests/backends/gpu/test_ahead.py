@@ -225,7 +225,7 @@ def answers(tiny: str, monkeypatch: pytest.MonkeyPatch, method: str) -> tuple[li
         num_blind += sum(piece.is_blind for piece in plan.slices)
         find_blind(self, plan, frame)
 
-    monkeypatch.setattr(build_module, "make_backend", make)
+    monkeypatch.setattr(build_module, "create_backend", make)
     monkeypatch.setattr(GpuBackend, "_find_blind", count)
     options = EngineOptions(
         ComputeOptions("gpu"),

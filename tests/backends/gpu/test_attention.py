@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
 from twostroke.backends.gpu.kernels import attention, rope  # noqa: E402
 from twostroke.backends.gpu.kernels.attention import AttentionItems, HeadLayout  # noqa: E402
+from twostroke.backends.gpu.kernels.common import Parts  # noqa: E402
 from twostroke.backends.gpu.kernels.norm import Norm  # noqa: E402
-from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
 from twostroke.backends.gpu.tiles import MOST_PIECES, Tiling, divide  # noqa: E402
 

@@ -18,7 +18,7 @@ from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.cache import DevicePages  # noqa: E402
 from twostroke.backends.gpu.device import find  # noqa: E402
 from twostroke.backends.gpu.kernels import rope  # noqa: E402
-from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
+from twostroke.backends.gpu.kernels.common import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
 from twostroke.backends.reference import ReferenceBackend, backend  # noqa: E402
 from twostroke.backends.reference.operations import PagedCache  # noqa: E402

@@ -13,8 +13,8 @@ from msgspec.structs import replace  # noqa: E402
 from support.programs import SPEC, random_tensors  # noqa: E402
 from twostroke.backends.gpu import mixtures  # noqa: E402
 from twostroke.backends.gpu.kernels import product, products_packed, routing  # noqa: E402
+from twostroke.backends.gpu.kernels.common import Parts  # noqa: E402
 from twostroke.backends.gpu.kernels.packed import PackedMatrix, pack_stack  # noqa: E402
-from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
 from twostroke.backends.gpu.lower import lower  # noqa: E402
 from twostroke.backends.gpu.lowered import route_ints  # noqa: E402

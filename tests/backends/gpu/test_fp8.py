@@ -17,8 +17,8 @@ from twostroke.backends.gpu import products  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.device import find  # noqa: E402
 from twostroke.backends.gpu.kernels import products_fp8  # noqa: E402
+from twostroke.backends.gpu.kernels.common import Parts  # noqa: E402
 from twostroke.backends.gpu.kernels.packed import pack  # noqa: E402
-from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted, listing  # noqa: E402
 from twostroke.backends.gpu.stored import layout_of  # noqa: E402
 from twostroke.backends.reference import ReferenceBackend  # noqa: E402

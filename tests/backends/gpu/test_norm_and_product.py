@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
 from twostroke.backends.gpu.kernels import norm, pointwise, product  # noqa: E402
-from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
+from twostroke.backends.gpu.kernels.common import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
 
 

@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
 from twostroke.backends.gpu.kernels import packed, products_packed, take_packed  # noqa: E402
+from twostroke.backends.gpu.kernels.common import Parts  # noqa: E402
 from twostroke.backends.gpu.kernels.packed import pack  # noqa: E402
-from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
 from twostroke.backends.gpu.stored import matrix_layout, packed_bytes  # noqa: E402
 from twostroke.model.quant import FORMATS, QuantTensor, e4m3, grouped  # noqa: E402

@@ -18,8 +18,8 @@ from support.schedules import Setting, fresh, random_requests, run_schedule  # n
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.device import find  # noqa: E402
 from twostroke.backends.gpu.kernels import product, products_packed  # noqa: E402
+from twostroke.backends.gpu.kernels.common import Parts  # noqa: E402
 from twostroke.backends.gpu.kernels.packed import pack  # noqa: E402
-from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.kernels.product import num_parts  # noqa: E402
 from twostroke.backends.gpu.launch import listing  # noqa: E402
 from twostroke.backends.gpu.tiles import Tiling, divide  # noqa: E402

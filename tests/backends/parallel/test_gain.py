@@ -8,10 +8,16 @@ import pytest
 from msgspec.structs import replace
 
 from support.tiny import tiny_of, write_tiny_gguf
-from twostroke.backends import RankFacts
+from twostroke.backends.interface import RankFacts
 from twostroke.backends.parallel.backend import ParallelBackend
-from twostroke.backends.parallel.predicted_gain import Divided, describe_gain, part_of_machine
-from twostroke.backends.parallel.speeds import LinkSpeed, measure_link, rates_of
+from twostroke.backends.parallel.predicted_speed import (
+    Divided,
+    LinkSpeed,
+    describe_gain,
+    measure_link,
+    part_of_machine,
+    rates_of,
+)
 from twostroke.core.hardware import Hardware
 from twostroke.model.families import build_program
 from twostroke.model.load import load

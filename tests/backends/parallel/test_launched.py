@@ -11,12 +11,11 @@ from contextlib import closing
 import pytest
 
 import namespaces
-from twostroke.backends.parallel import remote
-from twostroke.backends.parallel.launched import LauncherEnv, launched, unwise
+from twostroke.backends.parallel import launcher
+from twostroke.backends.parallel.division import LauncherEnv, launched, unwise
+from twostroke.backends.parallel.launcher import RankArrival, RemoteRanks, asked_of, place_among
 from twostroke.backends.parallel.links.link_type import KINDS
 from twostroke.backends.parallel.rank_messages import pack
-from twostroke.backends.parallel.remote import RankArrival, RemoteRanks
-from twostroke.backends.parallel.start import asked_of, place_among
 from twostroke.core import env
 from twostroke.core.errors import BackendError, RanksLostError, UsageError
 from twostroke.core.options import ParallelOptions
@@ -101,7 +100,7 @@ def test_a_rank_that_was_asked_for_something_else_is_reported(caplog):
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch):
-    monkeypatch.setattr(remote, "COME_S", 0.3)
+    monkeypatch.setattr(launcher, "COME_S", 0.3)
     ranks = RemoteRanks("127.0.0.1", 0, b"", 2)
     with pytest.raises(RanksLostError, match=r"Rank 1 did not come to 127.0.0.1:\d+ within"):
         ranks(1)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from support.chi_square import AGREES, DIFFERS, brute_force, deviate
-from twostroke.backends.sampling import philox
+from twostroke.backends.sampling import reference
 from twostroke.backends.sampling.reference import distribution, pick
 from twostroke.core.sampling import SamplingParams
 
-random_bits = cache(philox.random_bits)
+random_bits = cache(reference.random_bits)
 NUM_DRAWS = 20_000
 LOGITS = (np.random.default_rng(5).normal(size=48) * 1.5).astype(np.float32)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.backends.sampling.philox import philox4x32, random_bits
+from twostroke.backends.sampling.reference import philox4x32, random_bits
 
 ONES = 0xFFFFFFFF
 

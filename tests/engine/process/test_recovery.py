@@ -56,10 +56,10 @@ def engine_of(
     """Yield an engine on ranks, of which one is lost with some `chance` in each call."""
     native_dir()
     made: list[Ranks] = []
-    make_backend = build_module.make_backend
+    create_backend = build_module.create_backend
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        found = make_backend(*args, **kwargs)
+        found = create_backend(*args, **kwargs)
         made.append(Ranks(found, steps_ahead))
         return found
 
@@ -70,7 +70,7 @@ def engine_of(
         SpeculationOptions(**speculation),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_module, "make_backend", make)
+        patch.setattr(build_module, "create_backend", make)
         llm = LLM(str(path), options)
     with llm:
         made[0].chance = chance

@@ -85,7 +85,7 @@ def test_the_error_names_a_draft_without_memory_for_weights(
     def no_room(*_: Any, **__: Any) -> None:
         raise MemoryLimitError("No memory for 1.1 GB of weights; use a smaller model.")
 
-    monkeypatch.setattr("twostroke.engine.drafters.make_backend", no_room)
+    monkeypatch.setattr("twostroke.engine.drafters.create_backend", no_room)
     with pytest.raises(
         MemoryLimitError, match=r"does not fit into memory with tiny\. No memory for"
     ):

@@ -94,7 +94,7 @@ def test_steps_of_heads_have_no_more_rows_than_there_is_memory_for(
 ) -> None:
     monkeypatch.setattr(guessers, "_MANY_ROWS", 1)
     monkeypatch.setattr(guessers, "MOST_WAITING", 8)
-    make, most, counts = guessers.make_backend, [0], list[int]()
+    make, most, counts = guessers.create_backend, [0], list[int]()
 
     def counting(*given: Any, max_rows: int, **more: Any) -> Any:
         backend = make(*given, max_rows=max_rows, **more)
@@ -107,7 +107,7 @@ def test_steps_of_heads_have_no_more_rows_than_there_is_memory_for(
         monkeypatch.setattr(backend, "run", run_counted)
         return backend
 
-    monkeypatch.setattr(guessers, "make_backend", counting)
+    monkeypatch.setattr(guessers, "create_backend", counting)
     options = EngineOptions(
         ComputeOptions("reference"),
         batch=BatchOptions(max_running=2, token_budget=16),

@@ -13,7 +13,7 @@ import pytest
 import regex
 
 from support.byte_tokenizer import END, byte_tokenizer
-from twostroke.backends.sampling.masks import allows_only, as_flags
+from twostroke.backends.sampling.reference import allows_only, as_flags
 from twostroke.core.constraint import MAX_CONSTRAINT, NOTATIONS, Constraint, ReasoningSection
 from twostroke.core.draft_tree import ROOT, path_to
 from twostroke.core.errors import RequestError

@@ -9,7 +9,7 @@ import pytest
 
 from support.engines import PAGE_SIZE, tiny_client
 from support.tiny import Tiny, vocabulary
-from twostroke.backends import BackendFacts
+from twostroke.backends.interface import BackendFacts
 from twostroke.backends.kv_size import CacheSize
 from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.core.sampling import SamplingParams

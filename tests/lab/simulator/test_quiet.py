@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from twostroke.backends import BackendFacts
+from twostroke.backends.interface import BackendFacts
 from twostroke.backends.kv_size import CacheSize
 from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.engine.build import build_scheduler

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.configs import write_config
-from twostroke.backends import BackendFacts
+from twostroke.backends.interface import BackendFacts
 from twostroke.backends.kv_size import CacheSize
 from twostroke.core.errors import MemoryLimitError, UnreachableError, UsageError
 from twostroke.core.options import DISAGGREGATE, BatchOptions, CacheOptions

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.servers import live_server
-from twostroke.backends import RankFacts, RankState
+from twostroke.backends.interface import RankFacts, RankState
 from twostroke.backends.machine_limits import MachineLimits
 from twostroke.core.request import SERVICES
 from twostroke.engine.counters import TierTotals

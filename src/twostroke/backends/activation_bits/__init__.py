@@ -1,6 +1,5 @@
 """Which precision each part of a model needs: measured by a tree, chosen by a knapsack."""
 
-from twostroke.backends.activation_bits.allocate import allocate
 from twostroke.backends.activation_bits.choice import (
     METHOD,
     MIN_WEIGHTS,
@@ -10,6 +9,7 @@ from twostroke.backends.activation_bits.choice import (
     choosing_text,
 )
 from twostroke.backends.activation_bits.products import Product, products_of
+from twostroke.backends.activation_bits.tree import allocate
 
 __all__ = [
     "METHOD",

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.backends import BackendFacts
 from twostroke.backends.cpu.keys import balances
 from twostroke.backends.cpu.library import choose_level, load_library, usual_kv_format
 from twostroke.backends.cpu.lower import lower
@@ -18,6 +17,7 @@ from twostroke.backends.cpu.plan import NativePlan, PlanLink, PlanPages
 from twostroke.backends.cpu.steps import StepArrays, record_of
 from twostroke.backends.cpu.team import ActiveThreads, thread_pool
 from twostroke.backends.cpu.weights import PackedWeights
+from twostroke.backends.interface import BackendFacts
 from twostroke.backends.reference.operations import rms_norm
 from twostroke.core.activation_bits import ActivationBits, bits_by_name
 from twostroke.core.errors import RanksLostError
@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.backends import Meetings
     from twostroke.backends.cpu.lowered import CpuLowered
     from twostroke.backends.cpu.plan import MeasuredOpTime
-    from twostroke.backends.memory import PageMemory
+    from twostroke.backends.interface import Meetings, PageMemory, WeightShard
     from twostroke.backends.step_frame import StepFrame
-    from twostroke.backends.weight_shard import WeightShard
     from twostroke.core.activation_bits import Bits
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec.structs import replace
 
 from twostroke.backends.cpu.buffers import Buffers, parts_in_place
-from twostroke.backends.cpu.collectives import Collectives
-from twostroke.backends.cpu.fields import (
+from twostroke.backends.cpu.fuse import fuse
+from twostroke.backends.cpu.lowered import CpuLowered, Vector
+from twostroke.backends.cpu.record_fields import (
+    Collectives,
     check_heads,
     fields_of_attention,
     fields_of_heads,
     fields_of_joint,
     fields_of_route,
+    precision_of,
     shares_of,
 )
-from twostroke.backends.cpu.fuse import fuse
-from twostroke.backends.cpu.lowered import CpuLowered, Vector
-from twostroke.backends.cpu.precision import precision_of
 from twostroke.backends.cpu.records import (
     ACTIVATIONS,
     NONE,

@@ -25,7 +25,7 @@ from twostroke.backends.cpu.records import (
     TeamRecord,
     WeightRecord,
 )
-from twostroke.backends.memory import MappedPages
+from twostroke.backends.interface import MappedPages
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
 from twostroke.core.frozen import Frozen
 from twostroke.model.program.ops import SplitKvAttention

@@ -11,18 +11,16 @@ import numpy as np
 import torch
 from triton.runtime.errors import TritonError
 
-from twostroke.backends import BackendFacts
 from twostroke.backends.cpu.keys import balances
 from twostroke.backends.cpu.plan import MeasuredOpTime
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.gpu.cache import DevicePages
 from twostroke.backends.gpu.drawing import Drawing
-from twostroke.backends.gpu.graphs import Graphs, bucket_of
+from twostroke.backends.gpu.graphs import LARGEST_BUCKET, Graphs, bucket_of, buckets_up_to
 from twostroke.backends.gpu.launch import Kernels
 from twostroke.backends.gpu.launch_times import overlapping
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.plan import GpuPlan
-from twostroke.backends.gpu.ready import prepare
 from twostroke.backends.gpu.sequence import trace
 from twostroke.backends.gpu.step_input import LOGIT_ROWS, MOST_CHANGES, STEPS_AHEAD
 from twostroke.backends.gpu.timeline import seconds_of
@@ -35,6 +33,7 @@ from twostroke.backends.gpu.transfers import (
     to_host,
 )
 from twostroke.backends.gpu.weights import DeviceWeights, element_of
+from twostroke.backends.interface import BackendFacts
 from twostroke.backends.spans import pooled_rows
 from twostroke.core.errors import BackendError, MemoryLimitError, TwostrokeError
 from twostroke.core.frozen import Frozen
@@ -57,6 +56,9 @@ if TYPE_CHECKING:
     from twostroke.model.quant import QuantTensor
 
     Array = NDArray[np.float32]
+    from collections.abc import Hashable
+
+    Launching = Callable[[], None]
 
 
 class _Step(Frozen, eq=False):
@@ -351,3 +353,33 @@ def _too_little(name: str, tensors: Iterable[QuantTensor], device: GpuDevice) ->
     message = f"{name} has {needed_gb:.1f} GB of weights, which with its pages is more than"
     message = f"{message} {device.name} has free"
     return MemoryLimitError(f"{message}: take a smaller model or --kv-memory.")
+
+
+def prepare(graphs: Graphs, kernels: Kernels, plan: GpuPlan, drawing: Drawing) -> None:
+    """Launch each bucket of steps, without rows.
+
+    Larger steps have no graphs but tapes, and kernels like the smallest one of them or the next
+    power of two, at which products change. The largest one brings the libraries' memory.
+    """
+    plan.input.clear()
+    captured: dict[Hashable, Launching] = {}
+    taped: dict[Hashable, Launching] = {}
+    for num_rows in buckets_up_to(plan.max_rows):
+        captured[num_rows] = partial(plan.launch, num_rows)
+    for bucket in buckets_up_to(min(plan.max_rows, LOGIT_ROWS)):
+        captured[0, bucket] = partial(plan.launch_logits, 0, bucket)
+    larger = [bucket_of(LARGEST_BUCKET + 1), *(LARGEST_BUCKET << i for i in range(1, 20))]
+    sizes = {*(rows for rows in larger if rows < plan.max_rows), plan.max_rows}
+    for num_rows in sorted(size for size in sizes if size > LARGEST_BUCKET):
+        taped[num_rows] = partial(plan.launch, num_rows)
+    draw: Launching = partial(drawing.prepare, plan.logits, plan.results)
+    with kernels.ahead():
+        for launch in (*captured.values(), *taped.values(), draw):
+            launch()
+    for key, launch in captured.items():
+        graphs.capture(key, launch)
+    for key, launch in taped.items():
+        graphs.run(key, launch)
+    draw()
+    if plan.input.device.device.type == "cuda":
+        torch.cuda.synchronize()

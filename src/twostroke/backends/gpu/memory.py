@@ -8,7 +8,7 @@ import torch
 
 from twostroke.backends.gpu.graphs import buckets_up_to
 from twostroke.backends.gpu.kernels import products_tiles
-from twostroke.backends.gpu.kernels.parts import Parts
+from twostroke.backends.gpu.kernels.common import Parts
 from twostroke.backends.gpu.kernels.product import FEW_ROWS, num_parts
 from twostroke.backends.gpu.lowered import BufferType, Products, touched
 from twostroke.core.frozen import Frozen

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from twostroke.backends.gpu.kernels.parts import Parts
+    from twostroke.backends.gpu.kernels.common import Parts
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.model.program import ops
 

@@ -17,7 +17,7 @@ from twostroke.backends.gpu.attending import (
 )
 from twostroke.backends.gpu.graphs import bucket_of
 from twostroke.backends.gpu.kernels import norm, pages, pointwise, product_heads, take_packed
-from twostroke.backends.gpu.kernels.parts import Parts
+from twostroke.backends.gpu.kernels.common import Parts
 from twostroke.backends.gpu.kernels.routing import ExpertSelection
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.lowered import (

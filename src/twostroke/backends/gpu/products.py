@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from twostroke.backends.gpu.kernels.parts import Parts
+    from twostroke.backends.gpu.kernels.common import Parts
     from twostroke.backends.gpu.kernels.products_fp8 import RoundedRows
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.lowered import GpuLowered

@@ -1,4 +1,4 @@
-"""`ParallelBackend`: several ranks as one backend, on rank 0."""
+"""`ParallelBackend`: on rank 0, makes several ranks look like one backend."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from msgspec.structs import astuple, replace
 
-from twostroke.backends import Backend, RankFacts, RankState
-from twostroke.backends.parallel.clock import DecodeClock
+from twostroke.backends.interface import Backend, RankFacts, RankState
 from twostroke.backends.parallel.rank_messages import (
     CopyPage,
     Evaluate,
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from twostroke.backends import BackendFacts, Meetings
     from twostroke.backends.cpu import CpuBackend
+    from twostroke.backends.interface import BackendFacts, Meetings
     from twostroke.backends.parallel.link import Link
     from twostroke.backends.parallel.rank_messages import RankJob
     from twostroke.backends.parallel.ranks import Ranks
@@ -306,3 +305,26 @@ def _facts_of_all(own: BackendFacts, others: Ranks, mesh: Mesh) -> BackendFacts:
         cache_bytes=sum(rank.cache_bytes for rank in ranks),
         ranks=tuple(ranks),
     )
+
+
+class DecodeClock:
+    """Sums up the time of a rank's decode steps, from the end of one step to that of the next."""
+
+    def __init__(self) -> None:
+        """No step has run."""
+        self.ended_s = time.perf_counter()  # the last step of any kind
+        self._whole_s = self._waiting_s = 0.0
+
+    def end(self, waiting_s: float, *, is_decode: bool) -> None:
+        """Note the end of a step, of which the rank has waited for `waiting_s`."""
+        now_s = time.perf_counter()
+        if is_decode:
+            self._whole_s += now_s - self.ended_s
+            self._waiting_s += waiting_s
+        self.ended_s = now_s
+
+    def take(self) -> tuple[float, float]:
+        """Return the seconds of all decode steps since the last call, and those of waiting."""
+        taken = self._whole_s, self._waiting_s
+        self._whole_s = self._waiting_s = 0.0
+        return taken

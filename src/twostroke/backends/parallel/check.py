@@ -9,11 +9,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from twostroke.backends.cpu.library import choose_level, load_library
-from twostroke.backends.parallel.launched import launched
+from twostroke.backends.parallel.division import launched
+from twostroke.backends.parallel.launcher import COME_S, RankArrival, place_among, wait_for_ranks
 from twostroke.backends.parallel.links.link_type import KINDS, open_link
 from twostroke.backends.parallel.rank_messages import pack, unpack, version
-from twostroke.backends.parallel.remote import COME_S, RankArrival
-from twostroke.backends.parallel.start import place_among, wait_for_ranks
 from twostroke.core import env
 from twostroke.core.errors import BackendError, TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
@@ -23,7 +22,7 @@ from twostroke.model.load import load
 from twostroke.model.weights import weights_identity
 
 if TYPE_CHECKING:
-    from twostroke.backends.parallel.launched import LauncherEnv
+    from twostroke.backends.parallel.division import LauncherEnv
     from twostroke.backends.parallel.links.host_link import HostLink
 
 _PATIENCE_S: Final = 60.0

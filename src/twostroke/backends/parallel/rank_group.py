@@ -16,25 +16,25 @@ from twostroke.backends.cpu.shared import shared_bytes
 from twostroke.backends.create import (
     FLOAT32_BACKENDS,
     auto_kv_format,
-    make_backend,
+    create_backend,
     splits_sums,
     torch_device,
 )
-from twostroke.backends.kv_size import size_cache
+from twostroke.backends.interface import WeightShard, block_sizes
+from twostroke.backends.kv_size import size_kv_cache
 from twostroke.backends.parallel.backend import ParallelBackend
-from twostroke.backends.parallel.launch import LocalRanks
-from twostroke.backends.parallel.links.link_type import choose_kind, open_link
-from twostroke.backends.parallel.rank_messages import RankJob
-from twostroke.backends.parallel.ranks import Ranks
-from twostroke.backends.parallel.ray_ranks import RayRanks
-from twostroke.backends.parallel.shared import SharedLink
-from twostroke.backends.parallel.start import (
+from twostroke.backends.parallel.launcher import (
+    LocalRanks,
     asked_of,
     follow_if_launched,
     place_among,
     wait_for_ranks,
 )
-from twostroke.backends.weight_shard import WeightShard, block_sizes
+from twostroke.backends.parallel.links.link_type import choose_kind, open_link
+from twostroke.backends.parallel.rank_messages import RankJob
+from twostroke.backends.parallel.ranks import Ranks
+from twostroke.backends.parallel.ray_ranks import RayRanks
+from twostroke.backends.parallel.shared import SharedLink
 from twostroke.core import env
 from twostroke.core.errors import RanksLostError
 from twostroke.core.hardware import memory_available, resolve_num_threads, scarcest_memory
@@ -48,9 +48,8 @@ if TYPE_CHECKING:
 
     from twostroke.backends.kv_size import CacheSize
     from twostroke.backends.parallel.backend import RankBackend
-    from twostroke.backends.parallel.launch import Launcher
+    from twostroke.backends.parallel.launcher import Launcher, RemoteRanks
     from twostroke.backends.parallel.link import Link
-    from twostroke.backends.parallel.remote import RemoteRanks
     from twostroke.core.options import ComputeOptions, EngineOptions
     from twostroke.model.program import Program
     from twostroke.model.program.mesh import Mesh
@@ -103,7 +102,7 @@ class RankGroup:
 
         Raises:
             BackendError: a rank ended, or is of another version.
-            UsageError, MemoryLimitError: as `size_cache`.
+            UsageError, MemoryLimitError: as `size_kv_cache`.
         """
         hellos = self._ranks.meet()
         for rank, hello in hellos.items():
@@ -113,7 +112,7 @@ class RankGroup:
             here = [rank for rank, other in self._hosts.items() if other == host]
             free = memory_available() if 0 in here else hellos[here[0]].memory_bytes
             sizes.append(
-                size_cache(
+                size_kv_cache(
                     self._program,
                     options.cache,
                     options.batch.token_budget,
@@ -139,7 +138,7 @@ class RankGroup:
     ) -> ParallelBackend:
         """Let all ranks load their parts, this one too; return them as one backend.
 
-        The arguments are those of `make_backend`.
+        The arguments are those of `create_backend`.
         """
         jobs = partial(self._jobs, size)
         link = self._link.renew()
@@ -151,7 +150,7 @@ class RankGroup:
         compute = own_part(self._options.compute, *self._place(0))
         sizes = block_sizes(tensors) if self._splits_sums else None
         with self.own_cores():
-            own = make_backend(
+            own = create_backend(
                 tensors,
                 program,
                 compute,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from twostroke.backends import RankState
+from twostroke.backends.interface import RankState
 from twostroke.backends.parallel.rank_messages import (
     RankFailed,
     RankHeartbeat,
@@ -29,8 +29,8 @@ from twostroke.core.transport.channel import ChannelClosedError, MessageType
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from twostroke.backends import RankFacts
-    from twostroke.backends.parallel.launch import Launcher, RankProcess
+    from twostroke.backends.interface import RankFacts
+    from twostroke.backends.parallel.launcher import Launcher, RankProcess
     from twostroke.backends.parallel.link import Link
     from twostroke.backends.parallel.rank_messages import RankJob, Reset
     from twostroke.core.transport.channel import Message

@@ -6,7 +6,7 @@ import secrets
 from importlib.util import find_spec
 from typing import Any, Final
 
-from twostroke.backends.parallel.remote import RankArrival, RemoteRank, RemoteRanks, serve_rank
+from twostroke.backends.parallel.launcher import RankArrival, RemoteRank, RemoteRanks, serve_rank
 from twostroke.core.env import install_command
 from twostroke.core.errors import BackendError, RanksLostError
 

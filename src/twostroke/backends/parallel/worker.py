@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, cast
 
 from msgspec.structs import astuple
 
-from twostroke.backends import Meetings
-from twostroke.backends.create import make_backend
+from twostroke.backends.create import create_backend
+from twostroke.backends.interface import Meetings, WeightShard, block_sizes
 from twostroke.backends.kv_size import CacheSize
-from twostroke.backends.parallel.clock import DecodeClock
+from twostroke.backends.parallel.backend import DecodeClock
 from twostroke.backends.parallel.link import LINKS
 from twostroke.backends.parallel.rank_group import on_cores, own_part
 from twostroke.backends.parallel.rank_messages import (
@@ -38,7 +38,6 @@ from twostroke.backends.parallel.rank_messages import (
 )
 from twostroke.backends.parallel.ranks import BEAT_S
 from twostroke.backends.step_frame import FrameLimits, FrameLostError, FrameReader
-from twostroke.backends.weight_shard import WeightShard, block_sizes
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError, TwostrokeError
 from twostroke.core.hardware import give_back_memory, memory_available, num_cores
 from twostroke.core.transport.channel import Channel, ChannelClosedError, MessageType
@@ -221,7 +220,7 @@ class RankWorker:
         longest = groups.most_tokens(job.num_pages, program.context_length)
         self.link = LINKS[job.link_kind](job.rank, job.mesh.num_ranks, job.level, job.link)
         sizes = block_sizes(loaded.tensors) if job.splits_sums else None
-        backend = make_backend(
+        backend = create_backend(
             loaded.tensors,
             program,
             compute,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.backends import BackendFacts
+from twostroke.backends.interface import BackendFacts
 from twostroke.backends.reference.operations import PagedCache, ReferenceStepState
 from twostroke.backends.reference.ranks import run_ranks
 from twostroke.backends.sampling.reference import draw_all
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.backends.memory import PageMemory
+    from twostroke.backends.interface import PageMemory
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
     from twostroke.model.program import Program

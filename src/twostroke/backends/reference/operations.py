@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.backends.memory import MappedPages
+from twostroke.backends.interface import MappedPages
 from twostroke.backends.spans import PageMap
 from twostroke.core.frozen import Frozen
 from twostroke.model.program import Activation, ops

@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.backends.sampling.masks import allows_only, as_flags, fill_masks
-from twostroke.backends.sampling.philox import random_bits
 from twostroke.core.draft_tree import ROOT, parents_of, path_to
 from twostroke.core.step import NO_TOKEN, TokenLogprobs
 
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.sampling import SamplingParams
     from twostroke.core.step import Slice, StepPlan
+
 
 UNIT = 2**40  # the weight of the likeliest token
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -258,3 +257,58 @@ def _by_likelihood(logits: NDArray[np.float32]) -> NDArray[np.intp]:
 def _known(tokens: Iterable[int], vocab_size: int) -> NDArray[np.int64]:
     ids = np.fromiter(tokens, dtype=np.int64)
     return ids[(ids >= 0) & (ids < vocab_size)]
+
+
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def philox4x32(
+    counter: tuple[int, int, int, int], key: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    """Return the four 32-bit words that ten rounds make of four words under a key of two.
+
+    Source: Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        p0, p1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _LOW, (p0 >> 32) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW, (k1 + _KEY_STEPS[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def random_bits(seed: int, counter: int) -> int:
+    """Return 64 random bits for output token `counter` of a request with this seed.
+
+    The seed (taken modulo 2^64) is the key. The counter fills the low two words of Philox's own;
+    the other two are 0 here and free for other uses of the same seed.
+    """
+    seed &= 2**64 - 1
+    words = philox4x32((counter & _LOW, counter >> 32 & _LOW, 0, 0), (seed & _LOW, seed >> 32))
+    return words[0] | words[1] << 32
+
+
+def fill_masks(request: Request, part: Slice | None, out: NDArray[np.uint32]) -> None:
+    """Write the masks of all tokens that are drawn for a request, whose slice may have drafts."""
+    assert request.matcher is not None
+    drafts, branches = (part.drafts, part.branches) if part is not None else ((), ())
+    request.matcher.masks(request.output, drafts, parents_of(len(drafts), branches), out)
+
+
+def allows_only(mask: NDArray[np.uint32], ids: Iterable[int]) -> bool:
+    """Return whether a mask leaves no token but some of `ids`."""
+    rest = mask.copy()
+    for token in ids:
+        if token // 32 < rest.size:
+            rest[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+    return not rest.any()
+
+
+def as_flags(mask: NDArray[np.uint32], vocab_size: int) -> NDArray[np.bool_]:
+    """Return a flag for each token, (vocab_size,)."""
+    bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little")
+    return bits[:vocab_size].astype(bool)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from twostroke.backends.sampling.masks import allows_only, fill_masks
-from twostroke.backends.sampling.reference import LEAST_PENALTY
+from twostroke.backends.sampling.reference import LEAST_PENALTY, allows_only, fill_masks
 from twostroke.core.draft_tree import depths_of, ends_of, parents_of, path_to
 from twostroke.core.sampling import MAX_LOGPROBS
 from twostroke.core.step import NO_TOKEN, TokenLogprobs

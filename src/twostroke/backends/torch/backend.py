@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from twostroke.backends import BackendFacts
 from twostroke.backends.cpu.steps import StepArrays
+from twostroke.backends.interface import BackendFacts
 from twostroke.backends.sampling.reference import draw_all
 from twostroke.backends.spans import flatten, pooled_rows, unpack
 from twostroke.backends.torch.model import TorchModel
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from twostroke.backends.interface import WeightShard
     from twostroke.backends.spans import Rows
     from twostroke.backends.step_frame import StepFrame
     from twostroke.backends.torch.pages import Keeper
-    from twostroke.backends.weight_shard import WeightShard
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
     from twostroke.model.program import Program

@@ -16,7 +16,7 @@ from twostroke.engine.disaggregation.transfer_methods import share
 from twostroke.engine.disaggregation_stats import DisaggregationStats
 
 if TYPE_CHECKING:
-    from twostroke.backends import Backend
+    from twostroke.backends.interface import Backend
     from twostroke.core.options import DisaggregationOptions
     from twostroke.engine.client import Client
     from twostroke.engine.kv_offload.tier import KvCacheSpec

@@ -28,7 +28,7 @@ from twostroke.engine.disaggregation.nixl import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from twostroke.backends.memory import PageMemory
+    from twostroke.backends.interface import PageMemory
     from twostroke.engine.disaggregation.connection import PeerConnection
 
 

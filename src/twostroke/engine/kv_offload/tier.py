@@ -12,7 +12,7 @@ from twostroke.model.program.kv_layout import PageGroups
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.backends import Backend
+    from twostroke.backends.interface import Backend
     from twostroke.backends.kv_size import CacheSize
     from twostroke.core.options import EngineOptions
     from twostroke.engine.kv_cache.prefix import PageKey

@@ -7,7 +7,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
-from twostroke.backends import BackendFacts, RankState
+from twostroke.backends.interface import BackendFacts, RankState
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_used
 from twostroke.engine.counters import Snapshot, TimeSpan

@@ -28,7 +28,7 @@ from twostroke.model.program import BatchShape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.backends import Runner
+    from twostroke.backends.interface import Runner
     from twostroke.core.step import TokenLogprobs
     from twostroke.engine.speculation.draft_sequences import State
     from twostroke.engine.speculation.proposal import DraftCost

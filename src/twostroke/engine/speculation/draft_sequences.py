@@ -19,7 +19,7 @@ from twostroke.model.program import BatchShape
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from twostroke.backends import Runner
+    from twostroke.backends.interface import Runner
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan, StepResult, TokenLogprobs
     from twostroke.engine.scheduler import Scheduler

@@ -32,7 +32,7 @@ from twostroke.model.program import BatchShape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.backends import Runner
+    from twostroke.backends.interface import Runner
     from twostroke.core.step import StepResult, TokenLogprobs
     from twostroke.engine.speculation.acceptance import AcceptanceRate
     from twostroke.engine.speculation.proposal import DraftCost, Proposal

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from twostroke.backends.activation_bits.allocate import KnapsackItem, allocate
+from twostroke.backends.activation_bits.tree import KnapsackItem, allocate
 from twostroke.core.errors import UsageError
 from twostroke.core.files import megabytes
 from twostroke.core.frozen import Frozen

@@ -15,12 +15,12 @@ from twostroke.backends.activation_bits.resolve import with_known_bits
 from twostroke.backends.create import (
     auto_kv_format,
     check_can_run,
-    make_backend,
+    create_backend,
     memory_free,
     weight_bytes,
 )
-from twostroke.backends.kv_size import size_cache
-from twostroke.backends.parallel.mesh_for import mesh_for
+from twostroke.backends.kv_size import size_kv_cache
+from twostroke.backends.parallel.division import mesh_for
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.options import BatchOptions, EngineOptions, ParallelOptions
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.backends import Backend
+    from twostroke.backends.interface import Backend
     from twostroke.core.options import CacheOptions, ComputeOptions
     from twostroke.lab.measure.divergence import LogitsComparison
     from twostroke.model.program import Program
@@ -260,7 +260,7 @@ def _open(subject: Subject, length: int) -> tuple[Program, Backend]:
             return program, ranks.backend(
                 tensors, program, size, release=loaded.release, tapped_value=None
             )
-    size = size_cache(
+    size = size_kv_cache(
         program,
         cache,
         length,
@@ -270,6 +270,6 @@ def _open(subject: Subject, length: int) -> tuple[Program, Backend]:
         mesh=mesh,
     )
     release = loaded.release
-    return program, make_backend(
+    return program, create_backend(
         loaded.tensors, program, subject.compute, size, release=release, mesh=mesh
     )

@@ -18,8 +18,8 @@ from twostroke.backends.create import (
     check_can_run,
     check_gpu,
     cost_model,
+    create_backend,
     gpu_device,
-    make_backend,
     memory_free,
     weight_bytes,
 )
@@ -200,7 +200,7 @@ def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterat
     notice("Measuring the machine")
     hardware = _hardware(compute, loaded.file_bytes)
     notice("Loading the model")
-    made = make_backend(
+    made = create_backend(
         loaded.tensors, program, compute, size, release=loaded.release, max_rows=wanted.most_rows
     )
     backend = cast("TimedBackend", made)

@@ -12,7 +12,7 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.backends import Backend
+    from twostroke.backends.interface import Backend
     from twostroke.model.tokenizer import Tokenizer
 
 

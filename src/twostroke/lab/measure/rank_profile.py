@@ -12,10 +12,15 @@ from twostroke.backends.cpu.library import choose_level
 from twostroke.backends.cpu.shared import lower_rank
 from twostroke.backends.create import cost_model
 from twostroke.backends.machine_limits import machine
-from twostroke.backends.parallel.mesh_for import mesh_for
-from twostroke.backends.parallel.predicted_gain import TimeShares, divide
+from twostroke.backends.parallel.division import mesh_for
+from twostroke.backends.parallel.predicted_speed import (
+    TimeShares,
+    divide,
+    measure_link,
+    own_cores,
+    rates_of,
+)
 from twostroke.backends.parallel.rank_group import RankGroup
-from twostroke.backends.parallel.speeds import measure_link, own_cores, rates_of
 from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available, resolve_num_threads
@@ -35,8 +40,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends.kv_size import CacheSize
     from twostroke.backends.parallel.backend import ParallelBackend
-    from twostroke.backends.parallel.predicted_gain import Divided
-    from twostroke.backends.parallel.speeds import LinkSpeed
+    from twostroke.backends.parallel.predicted_speed import Divided, LinkSpeed
     from twostroke.core.options import ParallelOptions
     from twostroke.lab.measure.profile import Wanted
     from twostroke.lab.measure.single_step import Shape

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from twostroke.backends import BackendFacts
-from twostroke.backends.kv_size import WORKING_BYTES, size_cache
+from twostroke.backends.interface import BackendFacts
+from twostroke.backends.kv_size import WORKING_BYTES, size_kv_cache
 from twostroke.core.errors import Field, MemoryLimitError, UsageError, nearest
 from twostroke.core.frozen import Frozen, check_range
 from twostroke.core.hardware import memory_available
@@ -125,7 +125,7 @@ class Setup(Frozen):
             copies = kv_bytes(model, asked, 1) / kv_bytes(model, replace(asked, count=1), 1)
             cache = replace(cache, memory_bytes=int(self._kv_memory() / copies))
             available = model.all_bytes + WORKING_BYTES + (cache.memory_bytes or 0)
-        return size_cache(
+        return size_kv_cache(
             model.program,
             cache,
             self.batch.token_budget,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final, Self
 
 from msgspec.structs import replace
 
-from twostroke.backends import BackendFacts
 from twostroke.backends.create import auto_kv_format, cost_model, weight_bytes, working_bytes
-from twostroke.backends.kv_size import WORKING_BYTES, size_cache
+from twostroke.backends.interface import BackendFacts
+from twostroke.backends.kv_size import WORKING_BYTES, size_kv_cache
 from twostroke.backends.machine_limits import MachineLimits
 from twostroke.core.embedding import Pooling
 from twostroke.core.errors import (
@@ -111,7 +111,7 @@ class OnDemandEngine(RemoteEngine):
             given = options.compute, program, loaded.tensors, batch.token_budget
             num_working += working_bytes(*given)
         try:
-            size = size_cache(
+            size = size_kv_cache(
                 program,
                 options.cache,
                 batch.token_budget,

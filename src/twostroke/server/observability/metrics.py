@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from twostroke.backends import RankState
+    from twostroke.backends.interface import RankState
     from twostroke.backends.machine_limits import MachineLimits
     from twostroke.engine.counters import (
         Distribution,

@@ -22,7 +22,7 @@ from twostroke.server.observability.pages import PageUsage, page_map
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from twostroke.backends import RankState
+    from twostroke.backends.interface import RankState
     from twostroke.backends.machine_limits import MachineLimits
     from twostroke.core.hardware import Hardware
     from twostroke.engine.counters import PhaseTotals, ServiceTotals, Snapshot, TimeSpan

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from twostroke.backends.gpu.kernels.bytes import assembly, numbers_of, scales_at
-from twostroke.backends.gpu.kernels.overlap import begin
+from twostroke.backends.gpu.kernels.common import begin
 from twostroke.backends.gpu.kernels.token_blocks import (
     LEAST,
     LOG2_E,

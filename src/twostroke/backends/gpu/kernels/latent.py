@@ -20,8 +20,7 @@ from twostroke.backends.gpu.kernels.bytes import (
     scales_at,
     spread,
 )
-from twostroke.backends.gpu.kernels.overlap import begin
-from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
+from twostroke.backends.gpu.kernels.common import Parts, begin, sum_parts
 from twostroke.backends.gpu.kernels.rope import turned
 from twostroke.backends.gpu.kernels.token_blocks import (
     LOG2_E,

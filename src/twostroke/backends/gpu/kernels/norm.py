@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.overlap import begin
-from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
+from twostroke.backends.gpu.kernels.common import Parts, begin, sum_parts
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from twostroke.backends.gpu.kernels.bytes import e4m3_lines, e4m3_numbers
-from twostroke.backends.gpu.kernels.overlap import prefetch
+from twostroke.backends.gpu.kernels.common import prefetch
 
 if TYPE_CHECKING:
     from typing import Any

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.overlap import begin
+from twostroke.backends.gpu.kernels.common import begin
 
 if TYPE_CHECKING:
     from torch import Tensor

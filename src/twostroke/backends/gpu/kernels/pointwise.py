@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.overlap import begin
-from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
+from twostroke.backends.gpu.kernels.common import Parts, begin, sum_parts
 from twostroke.model.program import Activation
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.overlap import begin, prefetch
+from twostroke.backends.gpu.kernels.common import begin, prefetch
 from twostroke.backends.gpu.kernels.routing import rows_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from twostroke.backends.gpu.kernels.parts import Parts
+    from twostroke.backends.gpu.kernels.common import Parts
     from twostroke.backends.gpu.kernels.routing import Grouped
     from twostroke.backends.gpu.launch import Gpu
 

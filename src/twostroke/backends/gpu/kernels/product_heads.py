@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.overlap import begin
-from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
+from twostroke.backends.gpu.kernels.common import Parts, begin, sum_parts
 
 if TYPE_CHECKING:
     from torch import Tensor

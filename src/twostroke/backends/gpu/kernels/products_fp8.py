@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from twostroke.backends.gpu.kernels.bytes import e4m3_codes
-from twostroke.backends.gpu.kernels.overlap import begin
+from twostroke.backends.gpu.kernels.common import begin
 from twostroke.backends.gpu.kernels.product import FEW_ROWS
 from twostroke.backends.gpu.stored import TILE_INPUTS, TILE_OUTPUTS
 from twostroke.core.frozen import Frozen
@@ -23,8 +23,8 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from twostroke.backends.gpu.kernels.common import Parts
     from twostroke.backends.gpu.kernels.packed import PackedMatrix
-    from twostroke.backends.gpu.kernels.parts import Parts
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.stored import Matrix, PackedLayout
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from twostroke.backends.gpu.kernels import products_tiles
-from twostroke.backends.gpu.kernels.overlap import begin
+from twostroke.backends.gpu.kernels.common import begin
 from twostroke.backends.gpu.kernels.packed_codes import (
     codes_of,
     constants,
@@ -33,8 +33,8 @@ from twostroke.backends.gpu.stored import TILE_INPUTS, TILE_OUTPUTS
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from twostroke.backends.gpu.kernels.common import Parts
     from twostroke.backends.gpu.kernels.packed import PackedMatrix
-    from twostroke.backends.gpu.kernels.parts import Parts
     from twostroke.backends.gpu.kernels.routing import Grouped
     from twostroke.backends.gpu.launch import Gpu
 

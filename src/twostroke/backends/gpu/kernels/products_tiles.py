@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.overlap import begin
+from twostroke.backends.gpu.kernels.common import begin
 from twostroke.backends.gpu.kernels.packed_codes import (
     fetch_codes,
     headers_of,
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from twostroke.backends.gpu.kernels.common import Parts
     from twostroke.backends.gpu.kernels.packed import PackedMatrix
-    from twostroke.backends.gpu.kernels.parts import Parts
     from twostroke.backends.gpu.kernels.routing import Grouped
     from twostroke.backends.gpu.launch import Gpu
 

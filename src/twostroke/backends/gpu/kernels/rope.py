@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 from twostroke.backends.gpu.kernels.bytes import bounded, rounded, spread
-from twostroke.backends.gpu.kernels.overlap import begin
-from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
+from twostroke.backends.gpu.kernels.common import Parts, begin, sum_parts
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from twostroke.backends.gpu import sampling
-from twostroke.backends.gpu.kernels.overlap import begin
+from twostroke.backends.gpu.kernels.common import begin
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.overlap import begin
+from twostroke.backends.gpu.kernels.common import begin
 from twostroke.backends.gpu.kernels.packed_codes import (
     codes_of,
     constants,

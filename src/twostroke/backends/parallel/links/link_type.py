@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.backends.parallel.links import gloo, ucx
 from twostroke.backends.parallel.links.host_link import HostLink
-from twostroke.backends.parallel.links.messages import UcxEngine
+from twostroke.backends.parallel.links.ucx import UcxEngine
 from twostroke.core.errors import BackendError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 

@@ -1,4 +1,11 @@
-"""Sums in parts: what a product split over its inputs leaves, and its reader adds up in order."""
+"""Parts that several kernels share: overlapping launches, and the sums of split products.
+
+With programmatic dependent launch (NVIDIA, sm_90 and newer) a kernel starts and prefetches its
+weights while the previous kernel ends. `begin` waits for the previous kernel's results.
+
+A product that is split over its inputs leaves partial sums (`Parts`); the kernel that reads them
+adds them in a fixed order (`sum_parts`).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +13,31 @@ from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@triton.jit
+def begin(OVERLAPS: tl.constexpr):
+    """Let the next kernel begin, and wait for all that earlier ones have written.
+
+    Each kernel calls it before it returns, and before it reads or writes what others do.
+    """
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def prefetch(at):
+    """Bring the lines of 128 bytes to which pointers point into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [at.to(tl.int64)], tl.int32, False, 1
+    )
 
 
 class Parts(Frozen, eq=False):
