@@ -40,13 +40,13 @@ from twostroke.core.options import (
     SpeculationOptions,
 )
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.build import build
 from twostroke.engine.disaggregation import nixl
+from twostroke.engine.engine import build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.engine.build import Engine
+    from twostroke.engine.engine import Engine
 
 PARTS = ("transfer", "first", "streams", "virtual", "auto")
 _ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)

@@ -23,8 +23,8 @@ from twostroke.backends.cpu.steps import StepArrays
 from twostroke.core.options import BatchOptions, SpeculationOptions
 from twostroke.core.process_tuning import ease_collector
 from twostroke.core.step import StepResult
-from twostroke.engine.build import build, build_speculator
 from twostroke.engine.client import Client
+from twostroke.engine.engine import build, build_speculator
 from twostroke.engine.kv_cache import PagePool, PrefixIndex
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy

@@ -16,7 +16,7 @@ from twostroke.core.options import (
     SpeculationOptions,
 )
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.build import build
+from twostroke.engine.engine import build
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -28,14 +28,14 @@ from report import note, positive
 from tasks import TASKS, Task
 from twostroke.core.options import ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.core.request import Hints
-from twostroke.engine.build import build
 from twostroke.engine.client import Caller
+from twostroke.engine.engine import build
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from twostroke.core.sampling import SamplingParams
-    from twostroke.engine.build import Engine
+    from twostroke.engine.engine import Engine
     from twostroke.engine.output import Output
     from twostroke.engine.speculation import TimedStep
 

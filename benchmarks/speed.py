@@ -20,14 +20,14 @@ from report import caption, machine_facts, note, positive, save, spread, table
 from texts import FreshPrompts, heldout_tokens
 from twostroke.backends.machine_limits import machine
 from twostroke.core.options import ComputeOptions, EngineOptions, SpeculationOptions
-from twostroke.engine.build import build
+from twostroke.engine.engine import build
 from twostroke.model.load import load
 from workload import PROMPT_LENGTH, WORKS, Timing, Work
 
 if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
-    from twostroke.engine.build import Engine
     from twostroke.engine.counters import PrefillDecodeTotals
+    from twostroke.engine.engine import Engine
 
 _PARTS = ("speed", "policies", "start", "memory", "size", "build")
 _ROWS = [name for name, work in WORKS.items() if not work.kept_length]  # those of seconds

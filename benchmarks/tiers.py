@@ -25,12 +25,12 @@ from report import caption, machine_facts, note, positive, save, table
 from twostroke.core.options import EngineOptions, OffloadOptions, SpeculationOptions
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.build import build
+from twostroke.engine.engine import build
 from twostroke.engine.kv_offload import build as tiers
 from twostroke.engine.kv_offload.disk import DiskTier
 
 if TYPE_CHECKING:
-    from twostroke.engine.build import Engine
+    from twostroke.engine.engine import Engine
 
 _OUTPUT = 16
 _QUESTION = 24  # tokens after the system prompt

@@ -26,14 +26,14 @@ from twostroke.core.options import (
     ParallelOptions,
     SpeculationOptions,
 )
-from twostroke.engine.build import build
+from twostroke.engine.engine import build
 from twostroke.lab.measure.rank_profile import with_rates
 from twostroke.lab.measure.single_step import Shape
 from twostroke.model.program import BatchShape
 
 if TYPE_CHECKING:
     from twostroke.backends.parallel.rank_messages import RankTimes
-    from twostroke.engine.build import Engine
+    from twostroke.engine.engine import Engine
 
 _NOISE_S = 1.0  # for which the noise of the machine is measured
 

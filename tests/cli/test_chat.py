@@ -21,7 +21,7 @@ from twostroke.cli.chat import ChatSession
 from twostroke.core.errors import EngineStoppedError
 from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.build import build
+from twostroke.engine.engine import build
 from twostroke.engine.prompts import encode_chat
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from conftest import Ran
-    from twostroke.engine.build import Engine
+    from twostroke.engine.engine import Engine
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -85,7 +85,7 @@ def test_a_model_that_cannot_chat_is_refused_before_its_weights_are_read(
     def read(*_: object) -> None:
         pytest.fail("the weights were read")
 
-    monkeypatch.setattr("twostroke.engine.build.create_backend", read)
+    monkeypatch.setattr("twostroke.engine.engine.create_backend", read)
     ran = cli("chat", str(write_base_gguf(tmp_path / "base.gguf")), stdin=None)
     assert ran.code == 2
     assert "base has no chat template: use 'twostroke generate --raw' instead." in ran.err

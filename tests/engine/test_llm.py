@@ -29,8 +29,8 @@ from twostroke.core.options import (
     ParallelOptions,
 )
 from twostroke.core.request import FinishReason
-from twostroke.engine import build as build_module
-from twostroke.engine.build import build
+from twostroke.engine import engine as build_module
+from twostroke.engine.engine import build
 from twostroke.model.load import load
 from twostroke.model.weights import weights_identity
 

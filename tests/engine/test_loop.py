@@ -32,8 +32,8 @@ from twostroke.core.request import FinishReason, Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import NO_TOKEN, Slice, StepPlan, StepResult
 from twostroke.engine import status
-from twostroke.engine.build import build
 from twostroke.engine.client import Caller
+from twostroke.engine.engine import build
 from twostroke.engine.faults import StepLimit
 from twostroke.engine.status import Health
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from support.engines import Backend
     from twostroke.core.request import Request
-    from twostroke.engine.build import Engine
     from twostroke.engine.client import Client
+    from twostroke.engine.engine import Engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

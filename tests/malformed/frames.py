@@ -32,7 +32,7 @@ from twostroke.engine.status import StepProgress
 if TYPE_CHECKING:
     import random
 
-    from twostroke.engine.build import Engine
+    from twostroke.engine.engine import Engine
 
 _MOST_S = 5.0  # that one frame may take
 _MOST_BYTES = 60_000  # of a frame, which a socket takes before anybody reads

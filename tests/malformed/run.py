@@ -31,7 +31,7 @@ from quiet import descendants
 from servers import Server, our_command
 from support.remote import options
 from support.tiny import Tiny, write_tiny_gguf
-from twostroke.engine.build import build
+from twostroke.engine.engine import build
 from twostroke.engine.process.main import _ready
 
 if TYPE_CHECKING:

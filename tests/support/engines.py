@@ -15,9 +15,9 @@ from twostroke.backends.sampling.reference import draw
 from twostroke.core.options import BatchOptions, SpeculationOptions
 from twostroke.core.sampling import SamplingDefaults
 from twostroke.core.step import StepResult, TokenLogprobs
-from twostroke.engine.build import build_speculator
 from twostroke.engine.chat.conversation import Chat
 from twostroke.engine.client import Client
+from twostroke.engine.engine import build_speculator
 from twostroke.engine.kv_cache import PagePool, PrefixIndex
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.model_card import ModelCard

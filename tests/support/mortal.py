@@ -10,8 +10,8 @@ from support.fake_model import VOCAB_SIZE, FakeModel
 from twostroke.backends.interface import BackendFacts
 from twostroke.core.options import BatchOptions, SpeculationOptions
 from twostroke.core.transport.frames import Frames
-from twostroke.engine.build import build_speculator
 from twostroke.engine.client import Client
+from twostroke.engine.engine import build_speculator
 from twostroke.engine.kv_cache import PagePool, PrefixIndex
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.process import messages as wire

@@ -17,8 +17,8 @@ from twostroke.core.options import (
 from twostroke.core.request import NO_HINTS
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.transport.frames import Frames
-from twostroke.engine.build import build
 from twostroke.engine.client import Caller
+from twostroke.engine.engine import build
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.main import _ready
 from twostroke.engine.process.remote import RemoteEngine

@@ -21,7 +21,7 @@ from twostroke.core.files import megabytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.engine.build import Engine
+    from twostroke.engine.engine import Engine
 
 _DAY_S: Final = 86_400.0
 _FLUSH_S: Final = 600.0

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from twostroke.core.sampling import SamplingParams
-    from twostroke.engine.build import Engine
+    from twostroke.engine.engine import Engine
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import Completion, Output
 

@@ -19,7 +19,7 @@ from twostroke.core.options import SpeculationOptions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.engine.build import Engine
+    from twostroke.engine.engine import Engine
 
 
 @click.command("embed", cls=Command, params=[*MACHINE.values(), *PARALLEL])

@@ -30,8 +30,8 @@ from twostroke.core.json_io import encode_json
 if TYPE_CHECKING:
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
-    from twostroke.engine.build import Engine
     from twostroke.engine.counters import PrefillDecodeTotals
+    from twostroke.engine.engine import Engine
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import Completion
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.core.options import EngineOptions
-    from twostroke.engine.build import Engine
+    from twostroke.engine.engine import Engine
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.process.launch import LaunchedProcess
     from twostroke.engine.process.remote import RemoteEngine
@@ -106,7 +106,7 @@ def open_engine(
     cpu backend, `say` is called with what they should gain. Errors as `pull` and `build`.
     """
     from twostroke.backends.create import FLOAT32_BACKENDS
-    from twostroke.engine.build import build
+    from twostroke.engine.engine import build
 
     label = _fetch_all(model, options, quiet=quiet)
     with Bar(patience_s=_PATIENCE_S, quiet=quiet) as bar:

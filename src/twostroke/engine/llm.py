@@ -13,7 +13,6 @@ from twostroke.core.embedding import AUTO, EmbeddingParams
 from twostroke.core.errors import OverloadedError, UsageError
 from twostroke.core.options import PARTNER, options_of
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.build import Engine, build
 from twostroke.engine.chat_answer import (
     ChatOptions,
     ChunkReader,
@@ -23,6 +22,7 @@ from twostroke.engine.chat_answer import (
 )
 from twostroke.engine.client import Caller
 from twostroke.engine.embedding import Embedding
+from twostroke.engine.engine import Engine, build
 from twostroke.engine.progress_bar import ProgressBar
 from twostroke.engine.prompts import encode_gap, encode_text, ending_gaps, to_hints
 from twostroke.engine.redraw import EncodedPrompt, SettledStream, with_seed

@@ -31,7 +31,7 @@ from twostroke.core.options import (  # noqa: E402
 from twostroke.core.request import FinishReason, Request  # noqa: E402
 from twostroke.core.sampling import SamplingParams  # noqa: E402
 from twostroke.core.step import NO_TOKEN, Slice, StepPlan  # noqa: E402
-from twostroke.engine import build as build_module  # noqa: E402
+from twostroke.engine import engine as build_module  # noqa: E402
 from twostroke.engine.llm import LLM  # noqa: E402
 from twostroke.engine.scheduler.policy import Continuous  # noqa: E402
 

@@ -25,8 +25,8 @@ from twostroke.core.options import (
 )
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.build import build
 from twostroke.engine.client import Caller
+from twostroke.engine.engine import build
 from twostroke.engine.kv_offload.disk import DiskTier, entry_of, stored_pages
 from twostroke.engine.kv_offload.disk_index import DiskIndex
 from twostroke.engine.kv_offload.manager import OffloadManager

@@ -33,7 +33,7 @@ from twostroke.core.constraint import Constraint
 from twostroke.core.errors import EngineDiedError, EngineStoppedError
 from twostroke.core.request import NO_HINTS, FinishReason
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.build import build
+from twostroke.engine.engine import build
 from twostroke.engine.generation import Outputs
 from twostroke.engine.output import Output
 from twostroke.engine.process import launch, supervisor

@@ -26,7 +26,7 @@ from twostroke.core.options import (
     SpeculationOptions,
 )
 from twostroke.core.request import FinishReason
-from twostroke.engine import build as build_module
+from twostroke.engine import engine as build_module
 from twostroke.engine.status import Health
 
 if TYPE_CHECKING:

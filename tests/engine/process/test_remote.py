@@ -40,8 +40,8 @@ from twostroke.core.errors import (
 )
 from twostroke.core.request import NO_HINTS, FinishReason
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.build import build
 from twostroke.engine.client import Caller
+from twostroke.engine.engine import build
 from twostroke.engine.output import Output, Usage
 from twostroke.engine.process import launch, supervisor
 from twostroke.engine.process import messages as wire

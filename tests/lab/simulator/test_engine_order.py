@@ -13,7 +13,7 @@ from twostroke.backends.interface import BackendFacts
 from twostroke.backends.kv_size import CacheSize
 from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.build import build_scheduler
+from twostroke.engine.engine import build_scheduler
 from twostroke.lab.planner.roofline import Totals
 from twostroke.lab.simulator.fleet import START_S, SimulatedFleet
 from twostroke.lab.simulator.load import RequestArrival, Workload

@@ -10,7 +10,7 @@ import pytest
 from twostroke.backends.interface import BackendFacts
 from twostroke.backends.kv_size import CacheSize
 from twostroke.core.options import BatchOptions, CacheOptions
-from twostroke.engine.build import build_scheduler
+from twostroke.engine.engine import build_scheduler
 from twostroke.fleet.routing.policy import POLICIES
 from twostroke.lab.planner.roofline import Totals
 from twostroke.lab.simulator.disaggregation import Prefill

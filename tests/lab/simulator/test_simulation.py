@@ -14,7 +14,7 @@ from twostroke.backends.interface import BackendFacts
 from twostroke.backends.kv_size import CacheSize
 from twostroke.core.errors import MemoryLimitError, UnreachableError, UsageError
 from twostroke.core.options import DISAGGREGATE, BatchOptions, CacheOptions
-from twostroke.engine.build import build_scheduler
+from twostroke.engine.engine import build_scheduler
 from twostroke.fleet.routing.policy import POLICIES
 from twostroke.lab.measure.requests import Objectives
 from twostroke.lab.planner import Question, find_device, make_plan, planned_model

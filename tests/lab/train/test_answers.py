@@ -14,7 +14,7 @@ from support.tiny import write_tiny_gguf
 from twostroke import SamplingParams
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.options import ComputeOptions, EngineOptions, SpeculationOptions
-from twostroke.engine.build import build
+from twostroke.engine.engine import build
 from twostroke.lab.train import TrainOptions
 from twostroke.lab.train.answers import collect
 from twostroke.lab.train.prompts import prompts

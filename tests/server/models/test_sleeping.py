@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from support.remote import FakeProcess, options, until
 from support.tiny import write_tiny_gguf
-from twostroke.engine.build import build
+from twostroke.engine.engine import build
 from twostroke.engine.process import supervisor
 from twostroke.engine.process.main import _ready
 from twostroke.server.models.on_demand import OnDemandEngine

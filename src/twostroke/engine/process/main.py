@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core.errors import BackendError, EngineStoppedError, MemoryLimitError, TwostrokeError
 from twostroke.core.process_tuning import ease_collector
 from twostroke.core.transport.frames import Frames, WireError
-from twostroke.engine.build import build
+from twostroke.engine.engine import build
 from twostroke.engine.generation import Outputs
 from twostroke.engine.output import Mailbox
 from twostroke.engine.process import messages as wire
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.constraint import Constraint
     from twostroke.core.step import StepPlan
-    from twostroke.engine.build import Engine
+    from twostroke.engine.engine import Engine
     from twostroke.engine.output import Addressed, Output
     from twostroke.engine.request_listener import RequestListener
     from twostroke.engine.structured_output.grammar import GrammarMatcher

@@ -27,8 +27,8 @@ from twostroke.core.errors import (
 from twostroke.core.hardware import memory_used
 from twostroke.core.request import FinishReason
 from twostroke.core.transport.frames import WireError
-from twostroke.engine.build import make_card
 from twostroke.engine.counters import TimeSpan
+from twostroke.engine.engine import make_card
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.child import EngineProcess
 from twostroke.engine.process.pending import FullQueue, PendingCalls, RemoteOutputs

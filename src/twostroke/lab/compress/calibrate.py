@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from twostroke.core.errors import UsageError
 from twostroke.core.options import BatchOptions, CacheOptions, EngineOptions, SpeculationOptions
 from twostroke.core.sampling import OPENAI_DEFAULTS
-from twostroke.engine.build import build
+from twostroke.engine.engine import build
 from twostroke.lab.measure.compare import held_out_text, pieces_of
 from twostroke.lab.train.answers import encode_prompt
 from twostroke.lab.train.prompts import prompts

@@ -13,7 +13,7 @@ from twostroke.core.frozen import Frozen, check_range
 from twostroke.core.hardware import memory_available
 from twostroke.core.options import DISAGGREGATE, BatchOptions, CacheOptions
 from twostroke.core.process_tuning import paused_collector
-from twostroke.engine.build import build_scheduler
+from twostroke.engine.engine import build_scheduler
 from twostroke.fleet.routing.policy import LOOKS_AT_PREFIXES, POLICIES
 from twostroke.lab.measure.requests import Objectives, RunReport, make_report
 from twostroke.lab.planner.planner import fitting_context

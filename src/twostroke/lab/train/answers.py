@@ -13,7 +13,7 @@ from twostroke.core.errors import UsageError
 from twostroke.core.files import read_regular_file
 from twostroke.core.options import BatchOptions, CacheOptions, EngineOptions, SpeculationOptions
 from twostroke.core.sampling import OPENAI_DEFAULTS
-from twostroke.engine.build import build
+from twostroke.engine.engine import build
 from twostroke.engine.prompts import encode_chat, encode_text
 from twostroke.lab.train.prompts import TrainingPrompt, prompts
 from twostroke.lab.train.record import RecordedAnswer, Recorder, SampleStore, kept_answers
@@ -21,7 +21,7 @@ from twostroke.lab.train.record import RecordedAnswer, Recorder, SampleStore, ke
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from twostroke.engine.build import Engine
+    from twostroke.engine.engine import Engine
     from twostroke.engine.generation import Generation
     from twostroke.engine.model_card import ModelCard
     from twostroke.lab.train.options import LearnOptions

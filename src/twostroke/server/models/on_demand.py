@@ -22,9 +22,9 @@ from twostroke.core.errors import (
     TwostrokeError,
 )
 from twostroke.core.files import megabytes
-from twostroke.engine.build import make_card
 from twostroke.engine.client import UNDRAWN, new_request
 from twostroke.engine.counters import Counters
+from twostroke.engine.engine import make_card
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.remote import RemoteEngine
 from twostroke.engine.process.served import EngineFacts, EngineStatus
