@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from twostroke.server.models.names import ModelNames
+from twostroke.server.http.model_names import ModelNames
 from twostroke.server.observability.health import HealthReports
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"

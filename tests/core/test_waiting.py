@@ -12,8 +12,7 @@ from support.remote import faked
 from support.tiny import write_tiny_gguf
 from twostroke.core.cancellation import wait_until_set
 from twostroke.core.constraint import Constraint
-from twostroke.server.batch.adaptive_limit import AdaptiveLimit
-from twostroke.server.batch.slots import BatchSlots
+from twostroke.server.batch.queueing import AdaptiveLimit, BatchSlots
 from twostroke.server.generation.running import Accepting
 from twostroke.server.http.errors import ServerStoppingError
 from twostroke.server.http.retry_after import RetryAfter

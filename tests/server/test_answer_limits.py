@@ -24,7 +24,7 @@ from twostroke.fleet.routing.prompt import RoutedPrompt, read_prompt
 from twostroke.server.body.decode import BodyDecoder
 from twostroke.server.generation.response_store import ResponseStore, Tenant
 from twostroke.server.http.answer_limits import ANSWER_FIELDS
-from twostroke.server.http.paths import ALIASES
+from twostroke.server.http.boundary import ALIASES
 from twostroke.server.routes import DIALECTS
 from twostroke.server.storage import Records
 

@@ -13,7 +13,7 @@ import pytest
 from support.servers import chat_body, events, live_server, wait_for
 from support.unreliable import Ranks
 from twostroke.server.generation.running import Answers
-from twostroke.server.models.names import ModelNames
+from twostroke.server.http.model_names import ModelNames
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -14,8 +14,7 @@ from support.servers import chat_body, events, live_server, num_unfinished, wait
 from twostroke.core.errors import OverloadedError
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
-from twostroke.server.generation.callers import begun
-from twostroke.server.generation.job import Job
+from twostroke.server.generation.job import Job, begun
 from twostroke.server.http.error_forms import error_form
 from twostroke.server.http.request_context import ServedRequest
 from twostroke.server.http.retry_after import RetryAfter, retry_after

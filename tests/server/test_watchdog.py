@@ -14,8 +14,8 @@ import pytest
 from server.test_run import served
 from twostroke.core import env
 from twostroke.engine.status import Health
+from twostroke.server.http.model_names import ModelNames
 from twostroke.server.http.watchdog import Watchdog
-from twostroke.server.models.names import ModelNames
 from twostroke.server.observability.health import HealthReports
 
 if TYPE_CHECKING:

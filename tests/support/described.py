@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from jsonschema_rs import Draft202012Validator, Registry
 
-from twostroke.server.http.paths import ALIASES
+from twostroke.server.http.boundary import ALIASES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

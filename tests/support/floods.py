@@ -21,7 +21,7 @@ import msgspec
 from support.flood_bodies import CostlyBodies
 from support.servers import post_bytes, wait_for
 from twostroke.lab.planner.endpoint import Plans
-from twostroke.server.http.nesting import MAX_CONTAINERS
+from twostroke.server.http.body_limits import MAX_CONTAINERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

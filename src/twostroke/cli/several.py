@@ -75,8 +75,8 @@ def open_roster(
         MemoryLimitError: a model does not fit into the memory of all.
         TwostrokeError: a model is not there, or damaged, as `build` says.
     """
+    from twostroke.server.http.model_names import ModelNames
     from twostroke.server.models.model_pool import ModelPool
-    from twostroke.server.models.names import ModelNames
     from twostroke.server.models.on_demand import OnDemandEngine
 
     keep_s = given["idle_timeout_s"] or math.inf

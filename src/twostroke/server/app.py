@@ -24,24 +24,27 @@ from twostroke.server.batch.service import BatchService
 from twostroke.server.body.attached_files import has_files, with_file_texts
 from twostroke.server.body.decode import LARGE_BODY_BYTES, BodyDecoder, meant
 from twostroke.server.body.field import Fact
-from twostroke.server.generation.callers import begun, sent_by
 from twostroke.server.generation.checks import AnswerChecks
-from twostroke.server.generation.encoder import ResponseInfo
-from twostroke.server.generation.job import check_choices, check_texts, check_vectors
+from twostroke.server.generation.job import (
+    begun,
+    check_choices,
+    check_texts,
+    check_vectors,
+    sent_by,
+)
+from twostroke.server.generation.protocol import ResponseInfo
 from twostroke.server.generation.redraw import AnswerGuard
 from twostroke.server.generation.response_store import Journal, ResponseStore, Tenant
+from twostroke.server.generation.responses import EventStream, respond_whole
 from twostroke.server.generation.running import Accepting, Answers, Vectors
-from twostroke.server.generation.stream import EventStream
-from twostroke.server.generation.whole import respond_whole
 from twostroke.server.http import errors
-from twostroke.server.http.disconnect import while_connected
 from twostroke.server.http.fair_queue import Readers
 from twostroke.server.http.ignored import IgnoredFields
-from twostroke.server.http.json_responses import JsonInChunks, to_json
 from twostroke.server.http.limits import body_of
 from twostroke.server.http.logs import AccessLog
-from twostroke.server.http.paths import wants_page
+from twostroke.server.http.origins import wants_page
 from twostroke.server.http.request_context import served_of
+from twostroke.server.http.responses import JsonInChunks, to_json, while_connected
 from twostroke.server.http.retry_after import RetryAfter, in_time, timeout_of
 from twostroke.server.models.about import VERSION, AboutBody
 from twostroke.server.models.endpoints import model_routes
@@ -79,8 +82,8 @@ if TYPE_CHECKING:
     from twostroke.engine.process.served import ServedEngine
     from twostroke.server.generation.job import EmbeddingJob, Encoded, Job
     from twostroke.server.generation.protocol import ApiProtocol, EmbeddingProtocol, UtilityEndpoint
+    from twostroke.server.generation.responses import Started
     from twostroke.server.generation.running import Open
-    from twostroke.server.generation.stream import Started
     from twostroke.server.http.ignored import Ignored
     from twostroke.server.http.request_context import Observer, ServedRequest
     from twostroke.server.models.grammar_compiler import Compiler

@@ -7,8 +7,12 @@ from typing import Any, Final
 
 from twostroke.core.errors import nearest
 from twostroke.server.body.explain import MAX_NAME_LENGTH
-from twostroke.server.generation.protocol import ApiProtocol, EmbeddingProtocol, UtilityEndpoint
-from twostroke.server.generation.stream import NDJSON
+from twostroke.server.generation.protocol import (
+    NDJSON,
+    ApiProtocol,
+    EmbeddingProtocol,
+    UtilityEndpoint,
+)
 from twostroke.server.protocols.anthropic import messages
 from twostroke.server.protocols.anthropic.reply import MessageEncoder
 from twostroke.server.protocols.common.fields import other_names

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from support.keys import add, keyed_server
 from support.servers import wait_for
 from twostroke.server.auth.usage import amounts
-from twostroke.server.batch import adaptive_limit
+from twostroke.server.batch import queueing
 from twostroke.server.http.api_key import KeyLimits
 from twostroke.server.storage import beside
 
@@ -59,7 +59,7 @@ def test_paused_batch_leaves_room_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     endless = SimpleNamespace(uniform=lambda _least, _most: 10_000.0)
-    monkeypatch.setattr(adaptive_limit, "random", endless)  # the pause outlasts the test
+    monkeypatch.setattr(queueing, "random", endless)  # the pause outlasts the test
     folder = tmp_path / "records"
     _, slow = add(folder, "slow", "anna", limits=KeyLimits(requests_per_minute=1))
     _, fast = add(folder, "fast", "ben")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import wait_for
-from twostroke.server.generation import whole
+from twostroke.server.generation import responses
 from twostroke.server.protocols.openai.chat_reply import ChatEncoder
 from twostroke.server.protocols.openai.completions_reply import CompletionEncoder
 
@@ -56,7 +56,7 @@ def test_others_are_served_while_an_answer_with_many_scores_is_written(
         finally:
             may_go_on.set()
         asked = written.result()
-    monkeypatch.setattr(whole, "_MANY_SCORES", 1 << 30)
+    monkeypatch.setattr(responses, "_MANY_SCORES", 1 << 30)
     inline = server.http.post(path, json=body).json()
     assert tokens(asked) == tokens(inline)
 

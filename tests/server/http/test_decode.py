@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from twostroke.core.errors import RequestError
 from twostroke.server.body.decode import BodyDecoder
-from twostroke.server.http.nesting import MAX_CONTAINERS, nesting_of
+from twostroke.server.http.body_limits import MAX_CONTAINERS, nesting_of
 from twostroke.server.protocols.openai.chat import ChatRequest
 from twostroke.server.protocols.openai.completions import CompletionRequest
 

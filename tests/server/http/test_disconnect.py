@@ -15,10 +15,10 @@ from support.tiny import Tiny
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.process.served import LocalEngine
-from twostroke.server.generation.encoder import ResponseInfo
 from twostroke.server.generation.job import Encoded, Job
+from twostroke.server.generation.protocol import ResponseInfo
+from twostroke.server.generation.responses import EventStream
 from twostroke.server.generation.running import Answers
-from twostroke.server.generation.stream import EventStream
 from twostroke.server.http.limits import RequestLimits
 from twostroke.server.middleware import create_app
 from twostroke.server.models.registry import ModelRegistry
@@ -29,7 +29,7 @@ from twostroke.server.protocols.openai.completions_reply import CompletionEncode
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.server.generation.stream import Started
+    from twostroke.server.generation.responses import Started
 
 PATH = "/v1/chat/completions"
 

@@ -9,7 +9,7 @@ import pytest
 from support.refusals import refused
 from support.servers import live_server
 from twostroke.core.errors import ModelNotFoundError
-from twostroke.server.models.names import ModelNames
+from twostroke.server.http.model_names import ModelNames
 from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:

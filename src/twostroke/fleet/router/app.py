@@ -52,8 +52,7 @@ from twostroke.server.http.errors import (
 )
 from twostroke.server.http.limits import read_json
 from twostroke.server.http.logs import AccessLog
-from twostroke.server.http.origins import OriginCheck, Origins
-from twostroke.server.http.paths import wants_page
+from twostroke.server.http.origins import OriginCheck, Origins, wants_page
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.server import bind, run
 from twostroke.server.web_ui.site import Site

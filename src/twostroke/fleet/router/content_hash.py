@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from twostroke.fleet.routing.prompt import UNREADABLE
-from twostroke.server.http.nesting import MAX_CONTAINERS, nesting_of
+from twostroke.server.http.body_limits import MAX_CONTAINERS, nesting_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

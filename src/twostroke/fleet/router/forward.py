@@ -18,9 +18,9 @@ from twostroke.fleet.router.replica_registry import ReplicaState
 from twostroke.fleet.router.response import FailedReplicaError, LostError, ReplicaError
 from twostroke.fleet.routing.prompt import UNREADABLE
 from twostroke.server.auth.usage_header import MARK, STREAMS, USAGE_HEADER
-from twostroke.server.http.disconnect import drop, until_gone
+from twostroke.server.http.error_forms import ANTHROPIC
 from twostroke.server.http.errors import ClientGoneError, report
-from twostroke.server.http.forms.anthropic import ANTHROPIC
+from twostroke.server.http.responses import drop, until_gone
 from twostroke.server.http.write_coalescer import WRITE
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from twostroke.fleet.router.upstream import request_head
 from twostroke.fleet.router.usage_meter import ProxyLog, asking
 from twostroke.server.auth.keys import TENANT_HEADER
 from twostroke.server.auth.usage_header import USAGE_HEADER
-from twostroke.server.http.body_memory import FREE_BYTES
+from twostroke.server.http.body_limits import FREE_BYTES
 from twostroke.server.http.request_context import served_of
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from twostroke.fleet.routing.dispatch import Dispatcher
 from twostroke.fleet.routing.policy import mix
 from twostroke.fleet.routing.prompt import extent
 from twostroke.server.http.errors import GatewayError
-from twostroke.server.http.names import bare_name, unknown_model
+from twostroke.server.http.model_names import bare_name, unknown_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

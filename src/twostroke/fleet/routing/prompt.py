@@ -11,7 +11,7 @@ from msgspec import Raw
 from twostroke.core.frozen import Frozen
 from twostroke.fleet.routing.dispatch import RoutingKey
 from twostroke.server.http.answer_limits import ANSWER_FIELDS, AnswerFields
-from twostroke.server.http.nesting import nesting_of
+from twostroke.server.http.body_limits import nesting_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

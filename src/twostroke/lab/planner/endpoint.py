@@ -13,11 +13,10 @@ from starlette.routing import Route
 from twostroke.core.errors import OverloadedError, RequestError, nearest
 from twostroke.server.body import field
 from twostroke.server.body.decode import BodyDecoder, receive_fields
-from twostroke.server.http.disconnect import while_connected
 from twostroke.server.http.errors import UnknownPathError
 from twostroke.server.http.fair_queue import Readers
-from twostroke.server.http.json_responses import to_json
 from twostroke.server.http.request_context import served_of
+from twostroke.server.http.responses import to_json, while_connected
 from twostroke.server.openapi.operation import BODY, RouteDescription
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from starlette.requests import Request
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.files import read_regular_file
 from twostroke.server.auth.key import all_keys, digest, had_keys
-from twostroke.server.http.api_key import FORM, WORD, Key
+from twostroke.server.http.api_key import FORM, OPEN_PATHS, WORD, Key
 from twostroke.server.http.errors import to_response
 from twostroke.server.http.internal_requests import sender_of
-from twostroke.server.http.paths import OPEN_PATHS, wants_page
+from twostroke.server.http.origins import wants_page
 from twostroke.server.http.request_context import served_of
 from twostroke.server.storage import RecordsError, beside
 

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import TwostrokeError
+from twostroke.server.http.error_forms import ANTHROPIC
 from twostroke.server.http.errors import to_response
-from twostroke.server.http.forms.anthropic import ANTHROPIC
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.retry_after import whole
 

@@ -10,10 +10,10 @@ from starlette.routing import Route
 
 from twostroke.server.batch import anthropic_files, files
 from twostroke.server.batch.files import FILE_PATH, INPUT, OUTPUT, PATH, DeletedFile
-from twostroke.server.http.forms.anthropic import ANTHROPIC
-from twostroke.server.http.json_responses import to_json
+from twostroke.server.http.error_forms import ANTHROPIC
 from twostroke.server.http.multipart import read_form
 from twostroke.server.http.request_context import served_of
+from twostroke.server.http.responses import to_json
 from twostroke.server.protocols.common.listing import query_of
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from twostroke.core.files import open_regular_file
 from twostroke.core.frozen import Frozen
 from twostroke.server.batch.batch import LineError
 from twostroke.server.body.decode import not_json
+from twostroke.server.http.body_limits import MAX_CONTAINERS, nesting_of
 from twostroke.server.http.errors import one_line
-from twostroke.server.http.nesting import MAX_CONTAINERS, nesting_of
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator

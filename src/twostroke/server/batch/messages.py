@@ -25,9 +25,9 @@ from twostroke.server.batch.results import Form
 from twostroke.server.body.decode import not_json
 from twostroke.server.body.explain import explain
 from twostroke.server.http.errors import BodySyntaxError
-from twostroke.server.http.json_responses import to_json
 from twostroke.server.http.limits import Spool, receive_json
 from twostroke.server.http.request_context import served_of
+from twostroke.server.http.responses import to_json
 from twostroke.server.protocols.common.listing import query_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from twostroke.server.batch.pace import BatchPace
+    from twostroke.server.batch.queueing import BatchPace
     from twostroke.server.batch.runner import BatchRunner
     from twostroke.server.http.internal_requests import InternalResponse
     from twostroke.server.http.limits import RequestLimits

@@ -22,8 +22,8 @@ from twostroke.server.batch.uploads import ExpiresAfter
 from twostroke.server.body import field
 from twostroke.server.body.decode import BodyDecoder, receive_fields
 from twostroke.server.body.explain import MAX_NAME_LENGTH
-from twostroke.server.http.json_responses import to_json
 from twostroke.server.http.request_context import served_of
+from twostroke.server.http.responses import to_json
 from twostroke.server.protocols.common.fields import Pairs
 from twostroke.server.protocols.common.listing import query_of
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from twostroke.server.batch.pace import BatchPace
+    from twostroke.server.batch.queueing import BatchPace
     from twostroke.server.batch.runner import BatchRunner
     from twostroke.server.http.fair_queue import Readers
     from twostroke.server.http.ignored import Ignored

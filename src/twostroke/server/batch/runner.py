@@ -15,8 +15,6 @@ from twostroke.core.files import IrregularFileError
 from twostroke.core.request import BATCH_SERVICE
 from twostroke.server.batch import batch as kept
 from twostroke.server.batch import files
-from twostroke.server.batch.adaptive_limit import AdaptiveLimit
-from twostroke.server.batch.deadline import anchored, seconds_left
 from twostroke.server.batch.lines import (
     InputChangedError,
     ReadOffset,
@@ -26,9 +24,14 @@ from twostroke.server.batch.lines import (
     next_lines,
     whole_digest,
 )
-from twostroke.server.batch.pace import BatchPace
+from twostroke.server.batch.queueing import (
+    AdaptiveLimit,
+    BatchPace,
+    BatchSlots,
+    anchored,
+    seconds_left,
+)
 from twostroke.server.batch.results import Endings
-from twostroke.server.batch.slots import BatchSlots
 from twostroke.server.http import internal_requests as inside
 from twostroke.server.http.errors import BodySizeError, ServerStoppingError
 from twostroke.server.http.fair_queue import Readers

@@ -30,9 +30,9 @@ from twostroke.server.body import field
 from twostroke.server.body.decode import BodyDecoder, receive_fields
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.http.errors import BodySizeError
-from twostroke.server.http.json_responses import to_json
 from twostroke.server.http.multipart import read_form
 from twostroke.server.http.request_context import served_of
+from twostroke.server.http.responses import to_json
 from twostroke.server.storage import DamagedRowError, RecordsError
 from twostroke.server.storage.folder import new_hash
 from twostroke.server.storage.row_digests import is_intact_in_sql, row_digest

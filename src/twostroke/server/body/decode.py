@@ -15,6 +15,7 @@ from twostroke.core.mismatch import extra_of, join, parts, type_of
 from twostroke.server.body.explain import explain
 from twostroke.server.body.field import Effect
 from twostroke.server.body.lenient import drop_unknown
+from twostroke.server.http.body_limits import MAX_CONTAINERS, nesting_of
 from twostroke.server.http.errors import (
     BodySyntaxError,
     MissingFieldError,
@@ -23,7 +24,6 @@ from twostroke.server.http.errors import (
 )
 from twostroke.server.http.ignored import MAX_IGNORED, Ignored
 from twostroke.server.http.limits import body_of
-from twostroke.server.http.nesting import MAX_CONTAINERS, nesting_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import secrets
+import time
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
+from twostroke.core.request import BATCH_SERVICE, SERVICES
 from twostroke.core.sampling import MAX_BIAS, MAX_TOKENS
 from twostroke.engine.chat.reader import PLAIN, AnswerFormat
 from twostroke.engine.chat.reasoning import AS_IT_IS
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from twostroke.engine.embedding import Embedding
     from twostroke.engine.model_card import ModelCard
     from twostroke.model.tokenizer import Prompt as Rendered
+    from twostroke.server.http.request_context import ServedRequest
+    from twostroke.server.observability.objectives import Goodput
 
 MAX_MESSAGES: Final = 10_000
 _INSTRUCTING: Final = frozenset(("system", "developer"))  # roles
@@ -426,3 +430,34 @@ def check_vectors(
     pooling = choose_pooling(job.params, card.name, card.pooling, width)
     field = job.caller.prompt_field
     check_total_values(texts, job.params, pooling, width=width, limit=limit, field=field)
+
+
+J = TypeVar("J", "Job", "EmbeddingJob")
+
+
+def sent_by(served: ServedRequest, job: J, goodput: Goodput) -> J:
+    """Return a job with the facts of its request.
+
+    Its class's objective for the first token says when it must start. Batches have time.
+
+    Raises:
+        ClassError: the key may not have its class.
+    """
+    caller = replace(job.caller, weight=served.weight, timeout_s=served.timeout_s)
+    service, priority = caller.service, caller.priority
+    if served.service is not None:
+        service, priority = served.service, SERVICES[served.service]
+    elif served.key is not None:
+        is_named = caller.names_class
+        service, priority = served.key.class_of(service, priority, is_named=is_named)
+    caller = replace(caller, service=service, priority=priority)
+    ttft_s = goodput.limits[service].get("ttft")
+    if ttft_s is not None and service != BATCH_SERVICE:
+        caller = replace(caller, start_within_s=ttft_s)
+    return replace(job, caller=caller)
+
+
+def begun(job: J, served: ServedRequest) -> J:
+    """Return a job that knows how much of its request's timeout is over."""
+    spent_s = time.monotonic() - served.began_s
+    return replace(job, caller=replace(job.caller, spent_s=spent_s))

@@ -1,22 +1,36 @@
-"""The parts of a protocol: how to read its requests, and how to write its responses."""
+"""The parts of an API protocol: reading its requests, and encoding its responses."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 
 from twostroke.core.frozen import Frozen
-from twostroke.server.generation.stream import SSE, Framing
+from twostroke.engine.chat.reader import PLAIN, AnswerFormat
+from twostroke.server.generation.events import EventReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from twostroke.server.generation.encoder import Encoder, ResponseInfo
+    from twostroke.model.tokenizer import Tokenizer
+    from twostroke.server.generation.events import Event
     from twostroke.server.generation.job import EmbeddingJob, Job
     from twostroke.server.generation.response_store import Tenant
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Framing(Frozen):
+    """How a protocol frames its streams; a silent stream sends the bytes of `keep_alive`."""
+
+    content_type: str
+    keep_alive: bytes
+
+
+SSE: Final = Framing("text/event-stream; charset=utf-8", b": keep-alive\n\n")
+# A space may stand before the JSON of the next line; an empty line is an error to most clients.
+NDJSON: Final = Framing("application/x-ndjson", b" ")
 
 
 class ApiProtocol(Frozen, Generic[T]):
@@ -81,3 +95,41 @@ class UtilityEndpoint(Frozen, Generic[T]):
     answer: Callable[..., msgspec.Struct]
     names: Callable[[T], Mapping[str, str]] = lambda _asked: {}
     recalls: bool = False
+
+
+class ResponseInfo(Frozen):
+    """The facts of one response that do not change while it is written.
+
+    `prompts` are the job's token ids, `reading` says how to read the answers, and `created_s` is
+    Unix time. `as_llama_server` says that the client asked by one of llama-server's paths, which
+    have no /v1.
+    """
+
+    id: str
+    created_s: int
+    model: str
+    job: Job
+    prompts: Sequence[Sequence[int]]
+    tokenizer: Tokenizer
+    reading: AnswerFormat = PLAIN
+    as_llama_server: bool = False
+
+    def reader(self) -> EventReader:
+        """Return a reader of the job's outputs."""
+        scores = self.has_logprobs or self.job.prompt_scores
+        return EventReader(self.reading, self.tokenizer, has_logprobs=scores)
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the response reports log-probabilities."""
+        return self.job.params.logprobs is not None
+
+
+class Encoder(Protocol):
+    """Writes one response in a protocol's form, either as a stream or whole."""
+
+    def write(self, event: Event) -> bytes:
+        """Return the bytes of an event in the stream; empty where the protocol has none."""
+
+    def whole(self, stream: Iterable[Event]) -> Any:
+        """Return the response that is not streamed, from all events of the job, for JSON."""

@@ -24,7 +24,6 @@ from twostroke.engine.settling import (
 )
 from twostroke.engine.structured_output.schema.spans import HeldBack, checked_places
 from twostroke.engine.structured_output.schema.verify import UncheckedError
-from twostroke.server.generation.callers import begun
 from twostroke.server.generation.events import (
     Added,
     AnswerFinished,
@@ -35,6 +34,7 @@ from twostroke.server.generation.events import (
     Ended,
     PromptScored,
 )
+from twostroke.server.generation.job import begun
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Iterator
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from twostroke.engine.structured_output.schema.spans import PathPattern
     from twostroke.engine.structured_output.schema.verify import SchemaViolation
     from twostroke.server.generation.checks import AnswerChecks
-    from twostroke.server.generation.encoder import ResponseInfo
     from twostroke.server.generation.events import ContentBlock, Event, EventReader
     from twostroke.server.generation.job import Encoded
+    from twostroke.server.generation.protocol import ResponseInfo
     from twostroke.server.generation.running import Answers
     from twostroke.server.http.request_context import ServedRequest
 

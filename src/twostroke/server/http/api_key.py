@@ -17,6 +17,8 @@ WORD: Final = re.compile(rf"[!-~]{{1,{MAX_LENGTH}}}")
 FORM: Final = f"1 to {MAX_LENGTH} printable ASCII characters without spaces"
 CLASSES: Final = tuple(name for name in SERVICES if name != BATCH_SERVICE)
 _MAX_LIMIT: Final = 10**12
+# These paths need no key: load balancers and supervisors ask them.
+OPEN_PATHS: Final = ("/health", "/health/live", "/health/ready", "/health/progress")
 
 
 class ClassError(RequestError):

@@ -6,14 +6,14 @@ import logging
 import re
 import secrets
 from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote
 
-from twostroke.server.http.body_memory import BodyMemory
+from twostroke.server.http.body_limits import BodyMemory
 from twostroke.server.http.error_forms import error_form
 from twostroke.server.http.errors import FramingError, HeaderSizeError, report, to_response
 from twostroke.server.http.ignored import HEADER, header_of
 from twostroke.server.http.internal_requests import sender_of
 from twostroke.server.http.limits import check_headers
-from twostroke.server.http.paths import ALIASES, to_origin_form
 from twostroke.server.http.request_context import STATE_KEY, ServedRequest
 
 if TYPE_CHECKING:
@@ -27,6 +27,16 @@ if TYPE_CHECKING:
     from twostroke.server.http.request_context import Observer
 
 _ID_HEADER: Final = b"x-request-id"
+_ABSOLUTE: Final = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
+# Most are llama-server's: paths without /v1, and older names.
+ALIASES: Final = {
+    "/chat/completions": "/v1/chat/completions",
+    "/completions": "/completion",
+    "/embedding": "/embeddings",
+    "/models": "/v1/models",
+    "/responses": "/v1/responses",
+    "/v1/health": "/health",
+}
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
 _logger = logging.getLogger("twostroke.serve")
 
@@ -127,3 +137,19 @@ def _begin(scope: Scope, arriving: BodyMemory) -> ServedRequest:
     else:
         request.arriving = arriving
     return request
+
+
+def to_origin_form(scope: Scope) -> None:
+    """Replace a request line such as `GET http://host/path` by the path and a `Host` header.
+
+    Every server must accept this form, which clients of proxies send (RFC 9112, section 3.2.2).
+    The request line's host replaces the `Host` header.
+    """
+    match = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"")
+    if match is None:
+        return
+    authority, raw_path = match[1].rpartition(b"@")[2], match[2] or b"/"
+    scope["raw_path"] = raw_path
+    scope["path"] = unquote(raw_path.decode("latin-1"))
+    others = [header for header in scope["headers"] if header[0] != b"host"]
+    scope["headers"] = [(b"host", authority), *others]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from twostroke.server.http.disconnect import ABORT
 from twostroke.server.http.errors import ServerStoppingError
+from twostroke.server.http.responses import ABORT
 from twostroke.server.http.write_coalescer import WRITE, WriteCoalescer, read_less
 
 if TYPE_CHECKING:

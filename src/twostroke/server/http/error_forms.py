@@ -1,18 +1,168 @@
-"""Which form an error has: that of the path's protocol, or of the client's."""
+"""Error bodies of Anthropic, llama-server and Ollama, and which form a request's errors have."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from twostroke.server.http.errors import OPENAI
-from twostroke.server.http.forms.anthropic import ANTHROPIC
-from twostroke.server.http.forms.llama_server import LLAMA_SERVER
-from twostroke.server.http.forms.ollama import OLLAMA
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from twostroke.core.errors import (
+    ContextLengthError,
+    ModelNotFoundError,
+    OverloadedError,
+    TwostrokeError,
+)
+from twostroke.core.json_io import encode_json
+from twostroke.server.http.errors import OPENAI, context_counts, one_line, to_message
+from twostroke.server.http.request_context import ErrorForm
 
 if TYPE_CHECKING:
     from starlette.types import Scope
 
-    from twostroke.server.http.request_context import ErrorForm
+    from twostroke.core.errors import Naming
+
+_OVERLOADED_STATUS: Final = 529
+ANTHROPIC_TYPES_BY_STATUS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    _OVERLOADED_STATUS: "overloaded_error",
+}
+_ANTHROPIC_TYPES: Final = sorted(
+    {"invalid_request_error", "api_error", *ANTHROPIC_TYPES_BY_STATUS.values()}
+)
+
+
+class ErrorCause(msgspec.Struct, frozen=True):
+    """A code by which clients choose how to continue."""
+
+    error_code: str
+
+
+class AnthropicErrorDetail(msgspec.Struct, frozen=True):
+    """The inside of Anthropic's error object."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": _ANTHROPIC_TYPES})]
+    message: str
+    details: ErrorCause | UnsetType = UNSET
+
+
+class AnthropicErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """Anthropic's error object, as a response body or as the data of a stream's event."""
+
+    error: AnthropicErrorDetail
+    request_id: str
+
+
+def _anthropic_status(error: TwostrokeError) -> int:
+    return _OVERLOADED_STATUS if isinstance(error, OverloadedError) else error.http_status
+
+
+def _anthropic_body(error: TwostrokeError, request_id: str, naming: Naming) -> bytes:
+    status = _anthropic_status(error)
+    kind = ANTHROPIC_TYPES_BY_STATUS.get(
+        status, "invalid_request_error" if status < 500 else "api_error"
+    )
+    cause = _ANTHROPIC_CAUSES.get(error.field or "", UNSET)
+    detail = AnthropicErrorDetail(kind, _anthropic_message(error, naming), cause)
+    return encode_json(AnthropicErrorBody(detail, request_id))
+
+
+def _anthropic_message(error: TwostrokeError, naming: Naming) -> str:
+    """Return the sentence; for the context length it is Anthropic's, which clients parse."""
+    facts: Any = error.facts
+    if not isinstance(error, ContextLengthError) or "context_length" not in facts:
+        return to_message(error, naming)
+    num_prompt, limit = facts["num_prompt"], facts["context_length"]
+    if "num_answer" not in facts:
+        return f"prompt is too long: {facts['least']}{num_prompt} tokens > {limit - 1} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {num_prompt} + "
+        f"{facts['num_answer']} > {limit}, decrease input length or `max_tokens` and try again"
+    )
+
+
+# By field. At this code, SDKs send the whole conversation instead of a thread's id.
+_ANTHROPIC_CAUSES: Final = {"thread": ErrorCause("thread_unsupported_request")}
+
+ANTHROPIC: Final = ErrorForm(
+    status=_anthropic_status,
+    body=_anthropic_body,
+    struct=AnthropicErrorBody,
+    id_header=b"request-id",
+)
+
+_LLAMA_TOO_LONG: Final = "exceed_context_size_error"
+_LLAMA_TYPES_BY_STATUS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "not_supported_error",
+    429: "unavailable_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+}
+_LLAMA_TYPES: Final = sorted(
+    {"invalid_request_error", "server_error", _LLAMA_TOO_LONG, *_LLAMA_TYPES_BY_STATUS.values()}
+)
+
+
+class LlamaErrorDetail(msgspec.Struct, frozen=True):
+    """The inside of llama-server's error object; the counts are those of a prompt too long."""
+
+    code: Annotated[int, Meta(description="The HTTP status.")]
+    message: str
+    type: Annotated[str, Meta(extra_json_schema={"enum": _LLAMA_TYPES})]
+    n_prompt_tokens: int | UnsetType = UNSET
+    n_ctx: int | UnsetType = UNSET
+
+
+class LlamaErrorBody(msgspec.Struct, frozen=True):
+    """llama-server's error object, as a response body or as the data of a stream's event."""
+
+    error: LlamaErrorDetail
+
+
+def _llama_body(error: TwostrokeError, _request_id: str, naming: Naming) -> bytes:
+    status = error.http_status
+    kind = _LLAMA_TYPES_BY_STATUS.get(
+        status, "invalid_request_error" if status < 500 else "server_error"
+    )
+    num_prompt, num_context = context_counts(error)
+    if num_context is not UNSET:
+        kind = _LLAMA_TOO_LONG
+    detail = LlamaErrorDetail(status, to_message(error, naming), kind, num_prompt, num_context)
+    return encode_json(LlamaErrorBody(detail))
+
+
+LLAMA_SERVER: Final = ErrorForm(
+    status=lambda error: error.http_status, body=_llama_body, struct=LlamaErrorBody
+)
+
+
+class OllamaErrorBody(msgspec.Struct, frozen=True):
+    """Ollama's error object, as a response body or as the last line of a stream."""
+
+    error: str
+
+
+def _ollama_body(error: TwostrokeError, _request_id: str, naming: Naming) -> bytes:
+    message = to_message(error, naming)
+    if isinstance(error, ModelNotFoundError) and "name" in error.facts:
+        # Clients search for these words.
+        reason = "model '{name}' not found: this server has {served} (others: `twostroke pull`)"
+        message = one_line(reason.format(**error.facts))
+    return encode_json(OllamaErrorBody(message))
+
+
+OLLAMA: Final = ErrorForm(
+    status=lambda error: error.http_status, body=_ollama_body, struct=OllamaErrorBody
+)
 
 ANTHROPIC_HEADER: Final = b"anthropic-version"  # which Anthropic's SDKs always send
 _LLAMA_PATHS: Final = """

@@ -22,7 +22,7 @@ from twostroke.core.errors import (
     TwostrokeError,
 )
 from twostroke.core.json_io import encode_json
-from twostroke.server.http.body_memory import BodiesError
+from twostroke.server.http.body_limits import BodiesError
 from twostroke.server.http.request_context import ErrorForm, served_of
 from twostroke.server.http.retry_after import retry_after
 from twostroke.server.storage import DamagedRowError, RecordsError

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from twostroke.core.cancellation import abandoned_by
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import BATCH_SERVICE
-from twostroke.server.http.disconnect import while_connected
 from twostroke.server.http.request_context import served_of
+from twostroke.server.http.responses import while_connected
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from starlette.requests import ClientDisconnect
 
 from twostroke.core.frozen import Frozen
-from twostroke.server.http.body_memory import FREE_BYTES
+from twostroke.server.http.body_limits import FREE_BYTES
 from twostroke.server.http.errors import (
     BodySizeError,
     BodyTimeoutError,

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
+from twostroke.server.http.api_key import OPEN_PATHS
 from twostroke.server.http.errors import one_line
-from twostroke.server.http.paths import OPEN_PATHS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

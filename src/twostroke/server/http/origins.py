@@ -20,6 +20,7 @@ from twostroke.server.http.errors import to_response
 from twostroke.server.http.internal_requests import sender_of
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     Headers = list[tuple[bytes, bytes]]
@@ -252,6 +253,11 @@ def is_preflight(scope: Scope) -> bool:
     """Whether a browser asks if it may send a page's request."""
     has_both = _header(scope, b"origin") is not None and _header(scope, _REQUEST_METHOD) is not None
     return scope["method"] == "OPTIONS" and has_both
+
+
+def wants_page(request: Request) -> bool:
+    """Whether the request comes from a browser rather than a program."""
+    return "text/html" in request.headers.get("accept", "").lower()
 
 
 def _is_near(origin: bytes, host: bytes) -> bool:

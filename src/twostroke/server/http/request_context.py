@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.errors import Naming, TwostrokeError
     from twostroke.server.http.api_key import Key
-    from twostroke.server.http.body_memory import BodyMemory
+    from twostroke.server.http.body_limits import BodyMemory
 
 STATE_KEY: Final = "served"  # in the state of the ASGI scope
 LATER: Final = frozenset((408, 429, 503, 529))  # the same request may succeed later

@@ -9,9 +9,9 @@ import msgspec
 from starlette.routing import Route
 
 from twostroke.core.errors import RequestError
-from twostroke.server.http.forms.anthropic import ANTHROPIC
-from twostroke.server.http.json_responses import to_json
+from twostroke.server.http.error_forms import ANTHROPIC
 from twostroke.server.http.request_context import served_of
+from twostroke.server.http.responses import to_json
 from twostroke.server.models.about import ModelList, model_body
 
 if TYPE_CHECKING:

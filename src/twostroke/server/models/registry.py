@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from twostroke.engine.status import Health
+from twostroke.server.http.model_names import ModelNames
 from twostroke.server.models.grammar_compiler import Compiler
 from twostroke.server.models.model_pool import ModelPool
-from twostroke.server.models.names import ModelNames
 from twostroke.server.models.residency import ModelResidency
 
 if TYPE_CHECKING:

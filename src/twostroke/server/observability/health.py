@@ -9,8 +9,8 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.engine.status import Health
-from twostroke.server.http.json_responses import to_json
 from twostroke.server.http.request_context import served_of
+from twostroke.server.http.responses import to_json
 from twostroke.server.http.retry_after import RETRY_AFTER_S
 from twostroke.server.models.about import VERSION, HealthBody, LoadBody, ProgressBody
 from twostroke.server.models.model_pool import ModelPool
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from twostroke.engine.process.served import EngineStatus, ServedEngine
-    from twostroke.server.models.names import ModelNames
+    from twostroke.server.http.model_names import ModelNames
     from twostroke.server.storage import Records
 
 _RETRY: Final = {"retry-after": str(RETRY_AFTER_S)}

@@ -20,7 +20,6 @@ from twostroke.engine.status import Health
 from twostroke.server.models.about import VERSION
 from twostroke.server.models.residency import ModelResidency
 from twostroke.server.observability.disaggregation import handover_metrics
-from twostroke.server.observability.llama_metrics import llama_metrics
 from twostroke.server.observability.objectives import ALL, GOOD_TOKENS, MET, MISSED, Goodput
 from twostroke.server.observability.state import WINDOWS
 
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from twostroke.server.options import Objective
 
     Samples = Iterable[tuple[tuple[str, ...], float]]
+
 
 Family = CounterMetricFamily | GaugeMetricFamily
 
@@ -422,3 +422,42 @@ def _histogram(
         below = [(repr(bound), count) for bound, count in found.cumulative(bounds)]
         family.add_metric((value,), [*below, ("+Inf", found.count)], found.sum)
     return family
+
+
+def llama_metrics(snapshot: Snapshot) -> Iterator[Metric]:
+    """Yield the counts of an engine under llama-server's names.
+
+    A step with prompt and answer tokens counts as what most of its tokens are.
+    """
+    prefill, decode = snapshot.strokes.prefill, snapshot.strokes.decode
+    services, scheduler = snapshot.services.values(), snapshot.scheduler
+    num_prompt = sum(totals.prompt_tokens - totals.cached_tokens for totals in services)
+    num_predicted = sum(totals.completion_tokens for totals in services)
+    for name, text, count in (
+        ("prompt_tokens", "Prompt tokens that were computed.", num_prompt),
+        ("prompt_seconds", "Seconds in steps of prompts.", prefill.time_s),
+        ("tokens_predicted", "Generated tokens.", num_predicted),
+        ("tokens_predicted_seconds", "Seconds in steps of answers.", decode.time_s),
+        ("n_decode", "Steps.", prefill.steps + decode.steps),
+    ):
+        yield CounterMetricFamily(f"llamacpp:{name}", text, count)
+    for name, text, value in (
+        ("prompt_tokens_seconds", "Prompt tokens per second.", _rate(num_prompt, prefill.time_s)),
+        (
+            "predicted_tokens_seconds",
+            "Generated tokens per second.",
+            _rate(num_predicted, decode.time_s),
+        ),
+        ("requests_processing", "Answers that are computed.", scheduler.num_running),
+        ("requests_deferred", "Answers in the queue.", scheduler.num_waiting),
+        (
+            "n_busy_slots_per_decode",
+            "Tokens of answers in a step of answers.",
+            _rate(decode.rows, decode.steps),
+        ),
+    ):
+        yield GaugeMetricFamily(f"llamacpp:{name}", text, value)
+
+
+def _rate(count: float, total: float) -> float:
+    return count / total if total else 0.0

@@ -15,11 +15,11 @@ from twostroke.core.mismatch import parts
 from twostroke.server.auth.keys import KeyMissingError
 from twostroke.server.auth.limits import RateLimitError
 from twostroke.server.body.field import NEUTRAL, WRONG_IS_IGNORED, Fact, reference
-from twostroke.server.generation.stream import NDJSON
+from twostroke.server.generation.protocol import NDJSON
+from twostroke.server.http.api_key import OPEN_PATHS
 from twostroke.server.http.error_forms import ANTHROPIC_HEADER, FORMS, error_form
 from twostroke.server.http.errors import OPENAI, RETRY_STATUSES
 from twostroke.server.http.ignored import HEADER
-from twostroke.server.http.paths import OPEN_PATHS
 from twostroke.server.http.retry_after import RETRY_AFTER_S, TIMEOUT_FORM, TIMEOUT_HEADER
 from twostroke.server.openapi.operation import ANYWHERE, BODY, parameter
 from twostroke.server.openapi.operations import OPERATIONS

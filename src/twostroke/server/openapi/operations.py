@@ -9,8 +9,7 @@ from typing import Final
 
 from twostroke.core.errors import ModelNotFoundError, OverloadedError, RequestError
 from twostroke.server.http import errors
-from twostroke.server.http.forms.anthropic import ANTHROPIC
-from twostroke.server.http.forms.llama_server import LLAMA_SERVER
+from twostroke.server.http.error_forms import ANTHROPIC, LLAMA_SERVER
 from twostroke.server.models.about import (
     AboutBody,
     HealthBody,

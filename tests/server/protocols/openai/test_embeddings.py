@@ -14,9 +14,9 @@ from support.servers import live_server, post_bytes, wait_for
 from twostroke.core.errors import OverloadedError
 from twostroke.server import app
 from twostroke.server.generation import running
-from twostroke.server.http import json_responses
-from twostroke.server.http.json_responses import JsonInChunks
+from twostroke.server.http import responses
 from twostroke.server.http.limits import RequestLimits
+from twostroke.server.http.responses import JsonInChunks
 from twostroke.server.options import ServeOptions
 from twostroke.server.protocols.common.embeddings import encode_vectors
 from twostroke.server.protocols.llama_server import embeddings as llama_embeddings
@@ -320,7 +320,7 @@ def test_large_responses_are_sent_in_chunks(
         return JsonInChunks(*args)
 
     monkeypatch.setattr(app, "_LARGE_RESPONSE_BYTES", 0)
-    monkeypatch.setattr(json_responses, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(responses, "_CHUNK_BYTES", 100)
     monkeypatch.setattr(app, "JsonInChunks", in_chunks)
     assert found() == expected
     assert len(sent) == len(BODIES)

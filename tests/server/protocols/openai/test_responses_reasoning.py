@@ -13,7 +13,7 @@ from twostroke.core.request import FinishReason
 from twostroke.core.step import TokenLogprobs
 from twostroke.engine.chat.reader import AnswerFormat
 from twostroke.engine.output import Output, Timings, Usage, join
-from twostroke.server.generation.encoder import ResponseInfo
+from twostroke.server.generation.protocol import ResponseInfo
 from twostroke.server.generation.response_store import ResponseStore, Tenant
 from twostroke.server.protocols.common.listing import LOGPROBS
 from twostroke.server.protocols.responses.exchange import read

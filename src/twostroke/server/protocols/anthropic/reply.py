@@ -12,15 +12,15 @@ from msgspec import UNSET, UnsetType
 from twostroke.core.request import FinishReason
 from twostroke.server.generation import events
 from twostroke.server.generation.events import SchemaMiss
-from twostroke.server.http.forms.anthropic import ANTHROPIC
-from twostroke.server.http.json_responses import named_sse
+from twostroke.server.http.error_forms import ANTHROPIC
+from twostroke.server.http.responses import named_sse
 from twostroke.server.protocols.common.usage import TimingsBody, timings_body
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from twostroke.engine.output import Usage
-    from twostroke.server.generation.encoder import ResponseInfo
+    from twostroke.server.generation.protocol import ResponseInfo
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]

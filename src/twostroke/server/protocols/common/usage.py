@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from twostroke.core.json_io import encode_json
 from twostroke.core.request import FinishReason
 from twostroke.server.http.errors import OPENAI
-from twostroke.server.http.json_responses import sse
+from twostroke.server.http.responses import sse
 from twostroke.server.protocols.common.timings import LlamaTimings, final_timings
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from starlette.routing import Route
 
 from twostroke.core.errors import OverloadedError, TwostrokeError
-from twostroke.server.http.json_responses import to_json
+from twostroke.server.http.responses import to_json
 from twostroke.server.models.about import FINGERPRINT
 from twostroke.server.models.residency import ModelResidency
 from twostroke.server.protocols.llama_server.fields import DEFAULTS, TextFields, to_params

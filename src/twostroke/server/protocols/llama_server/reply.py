@@ -13,8 +13,8 @@ from twostroke.core.json_io import encode_json
 from twostroke.core.request import FinishReason
 from twostroke.server.generation import events
 from twostroke.server.generation.events import SchemaMiss
-from twostroke.server.http.forms.llama_server import LLAMA_SERVER
-from twostroke.server.http.json_responses import sse
+from twostroke.server.http.error_forms import LLAMA_SERVER
+from twostroke.server.http.responses import sse
 from twostroke.server.protocols.common.timings import (
     LlamaTimings,
     PromptProgress,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.step import TokenLogprobs
     from twostroke.model.tokenizer import Tokenizer
-    from twostroke.server.generation.encoder import ResponseInfo
+    from twostroke.server.generation.protocol import ResponseInfo
 
 NO_SLOT = -1
 

@@ -13,8 +13,8 @@ from twostroke.server.protocols.llama_server.reply import NO_SLOT, LlamaCompleti
 from twostroke.server.protocols.llama_server.settings import settings_of
 
 if TYPE_CHECKING:
-    from twostroke.server.generation.encoder import ResponseInfo
     from twostroke.server.generation.events import ChoiceStarted, Ended
+    from twostroke.server.generation.protocol import ResponseInfo
 
 
 class Verbose:

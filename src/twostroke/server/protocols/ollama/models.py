@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from twostroke.server.body import field
 from twostroke.server.http.errors import UnknownPathError
-from twostroke.server.http.json_responses import to_json
+from twostroke.server.http.responses import to_json
 from twostroke.server.models.residency import ModelResidency
 
 if TYPE_CHECKING:

@@ -14,14 +14,14 @@ from twostroke.core.request import FinishReason
 from twostroke.server.generation import events
 from twostroke.server.generation.events import SchemaMiss
 from twostroke.server.generation.job import Conversation
-from twostroke.server.http.forms.ollama import OLLAMA
+from twostroke.server.http.error_forms import OLLAMA
 from twostroke.server.protocols.common.logprobs import TokenLogprob, chat_logprobs
 from twostroke.server.protocols.ollama.request import keep_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from twostroke.server.generation.encoder import ResponseInfo
+    from twostroke.server.generation.protocol import ResponseInfo
     from twostroke.server.protocols.ollama.request import (
         OllamaChatRequest,
         OllamaGenerateRequest,

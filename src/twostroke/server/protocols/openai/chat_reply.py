@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 from twostroke.core.json_io import encode_json
 from twostroke.server.generation import events
 from twostroke.server.generation.events import SchemaMiss
-from twostroke.server.http.json_responses import sse
+from twostroke.server.http.responses import sse
 from twostroke.server.models.about import FINGERPRINT
 from twostroke.server.protocols.common.logprobs import ChatLogprobs, chat_logprobs
 from twostroke.server.protocols.common.timings import LlamaTimings, PromptProgress, to_progress
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from twostroke.core.step import TokenLogprobs
-    from twostroke.server.generation.encoder import ResponseInfo
+    from twostroke.server.generation.protocol import ResponseInfo
 
 
 class FunctionCallBody(msgspec.Struct):

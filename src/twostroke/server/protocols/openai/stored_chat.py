@@ -16,8 +16,8 @@ from twostroke.server.body.decode import BodyDecoder, receive_fields
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.generation import events
 from twostroke.server.generation.response_store import StoredResponse
-from twostroke.server.http.json_responses import to_json
 from twostroke.server.http.request_context import served_of
+from twostroke.server.http.responses import to_json
 from twostroke.server.protocols.common.fields import Pairs
 from twostroke.server.protocols.common.listing import page_of, query_of
 from twostroke.server.protocols.openai import chat
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from twostroke.server.generation.encoder import Encoder, ResponseInfo
     from twostroke.server.generation.job import Job
+    from twostroke.server.generation.protocol import Encoder, ResponseInfo
     from twostroke.server.generation.response_store import Tenant
     from twostroke.server.http.fair_queue import Readers
     from twostroke.server.http.ignored import Ignored

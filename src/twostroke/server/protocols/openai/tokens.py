@@ -15,7 +15,7 @@ from starlette.routing import Route
 from twostroke.core.errors import ContextLengthError, RequestError
 from twostroke.model.tokenizer import TooManyTokensError
 from twostroke.server.body import field
-from twostroke.server.http.json_responses import to_json
+from twostroke.server.http.responses import to_json
 from twostroke.server.protocols.common.fields import TemplateVariables
 from twostroke.server.protocols.common.tools import ToolBody, ToolsAs, to_tools
 from twostroke.server.protocols.openai.chat import (

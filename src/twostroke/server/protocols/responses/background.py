@@ -16,10 +16,10 @@ import msgspec
 from twostroke.core.errors import RequestError
 from twostroke.core.json_io import encode_json
 from twostroke.server.generation.events import StreamFailed
-from twostroke.server.generation.stream import EventStream, read_events
+from twostroke.server.generation.responses import EventStream, read_events
 from twostroke.server.http.errors import report, to_message
-from twostroke.server.http.json_responses import named_sse, to_json
 from twostroke.server.http.request_context import served_of
+from twostroke.server.http.responses import named_sse, to_json
 from twostroke.server.protocols.responses.body import ResponseBody, ResponseError
 from twostroke.server.protocols.responses.stream_events import StreamError
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from twostroke.server.generation.job import Job
     from twostroke.server.generation.response_store import StoredResponse
+    from twostroke.server.generation.responses import Started
     from twostroke.server.generation.running import Answers
-    from twostroke.server.generation.stream import Started
     from twostroke.server.http.request_context import ServedRequest
     from twostroke.server.options import ServeOptions
     from twostroke.server.protocols.responses.reply import ResponsesEncoder

@@ -17,7 +17,7 @@ from twostroke.server.protocols.responses.tools import FunctionTool
 
 if TYPE_CHECKING:
     from twostroke.engine.output import Usage
-    from twostroke.server.generation.encoder import ResponseInfo
+    from twostroke.server.generation.protocol import ResponseInfo
     from twostroke.server.protocols.responses.tools import ResponsesTool
 
 # The fields of a request that its response repeats.

@@ -13,9 +13,9 @@ from twostroke.server.body import field
 from twostroke.server.body.decode import BodyDecoder
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.generation.job import MAX_MESSAGES, check_messages
-from twostroke.server.http.json_responses import to_json
 from twostroke.server.http.limits import body_of
 from twostroke.server.http.request_context import served_of
+from twostroke.server.http.responses import to_json
 from twostroke.server.protocols.common.fields import Pairs
 from twostroke.server.protocols.common.listing import ItemList, page_of, query_of
 from twostroke.server.protocols.responses import conversations as stored

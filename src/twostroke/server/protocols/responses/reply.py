@@ -11,7 +11,7 @@ from twostroke.core.json_io import encode_json
 from twostroke.core.request import FinishReason
 from twostroke.server.generation import events
 from twostroke.server.http.errors import to_message
-from twostroke.server.http.json_responses import named_sse
+from twostroke.server.http.responses import named_sse
 from twostroke.server.protocols.common.logprobs import chat_logprobs
 from twostroke.server.protocols.common.usage import timings_body
 from twostroke.server.protocols.responses import stream_events as sent
@@ -35,7 +35,7 @@ from twostroke.server.protocols.responses.tools import split_name
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from twostroke.server.generation.encoder import ResponseInfo
+    from twostroke.server.generation.protocol import ResponseInfo
     from twostroke.server.generation.response_store import StoredResponse
     from twostroke.server.protocols.common.logprobs import TokenLogprob
     from twostroke.server.protocols.responses.body import OutputItem, OutputPart

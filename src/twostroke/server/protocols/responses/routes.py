@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.server.body.explain import MAX_NAME_LENGTH
-from twostroke.server.http.json_responses import to_json
+from twostroke.server.http.responses import to_json
 from twostroke.server.protocols.common.listing import ItemList, page_of, query_of
 from twostroke.server.protocols.responses.background import FollowingStream, replayed
 from twostroke.server.protocols.responses.recall import items_of

@@ -1,4 +1,4 @@
-"""Streams answers as they come, and notices at once when the client leaves."""
+"""Writes the response to a job: streamed as server-sent events or JSON lines, or whole."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from twostroke.core.frozen import Frozen
 from twostroke.server.generation.events import StreamFailed
-from twostroke.server.http.disconnect import drop, until_gone
+from twostroke.server.generation.protocol import SSE
 from twostroke.server.http.errors import report
 from twostroke.server.http.request_context import served_of
+from twostroke.server.http.responses import drop, to_json, until_gone, while_connected
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
+    from starlette.requests import Request
+    from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
-    from twostroke.server.generation.encoder import Encoder
+    from twostroke.engine.output import Completion
     from twostroke.server.generation.events import Event, EventReader
+    from twostroke.server.generation.protocol import Encoder, Framing
     from twostroke.server.generation.redraw import AnswerGuard
     from twostroke.server.generation.running import Answers
+    from twostroke.server.http.fair_queue import Readers
     from twostroke.server.options import ServeOptions
 
 Started: TypeAlias = "tuple[Answers, EventReader, AnswerGuard | None]"
@@ -29,18 +33,6 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # asks a proxy to pass events on as they come
 ]
-
-
-class Framing(Frozen):
-    """How a protocol frames its streams; a silent stream sends the bytes of `keep_alive`."""
-
-    content_type: str
-    keep_alive: bytes
-
-
-SSE: Final = Framing("text/event-stream; charset=utf-8", b": keep-alive\n\n")
-# A space may stand before the JSON of the next line; an empty line is an error to most clients.
-NDJSON: Final = Framing("application/x-ndjson", b" ")
 
 
 async def read_events(started: Started) -> AsyncGenerator[list[Event]]:
@@ -166,3 +158,44 @@ class EventStream:
     def _is_silent(self) -> bool:
         elapsed_s = time.monotonic() - self._last_sent_s
         return self._sending_since_s is None and elapsed_s >= self._options.keep_alive_s
+
+
+# More log-probabilities are written in a thread: each takes microseconds, while streams would wait.
+_MANY_SCORES: Final = 4096
+
+
+async def respond_whole(
+    request: Request,
+    started: Started,
+    encoder: Encoder,
+    readers: Readers,
+) -> Response:
+    """Return the response to a job, once all its answers have ended; errors as `Answers.whole`.
+
+    Answers with a guard are settled by it first.
+
+    Raises:
+        SchemaMissError: an answer breaks its strict schema.
+        ClientGoneError: the client left before that.
+    """
+    answers, reader, guard = started
+
+    def written(completions: list[Completion]) -> Response:
+        events = reader.read_whole(completions, answers.usage)
+        if guard is None:
+            return to_json(encoder.whole(events))
+        return to_json(encoder.whole(guard.marked(events)), headers=guard.headers)
+
+    try:
+        work = answers.whole() if guard is None else guard.settled(answers)
+        completions = await while_connected(request.receive, work)
+        params = answers.params
+        num_likely = 1 + max(params.logprobs or 0, params.prompt_logprobs or 0)
+        num_scored = sum(
+            len(answer.logprobs) + len(answer.prompt_logprobs) for answer in completions
+        )
+        if num_likely * num_scored <= _MANY_SCORES:
+            return written(completions)
+        return await readers.run_for(request, written, completions)
+    finally:
+        answers.cancel()

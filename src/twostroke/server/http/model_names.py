@@ -1,11 +1,35 @@
-"""The names by which clients ask for models."""
+"""Resolves the model names that clients send to the names of served models."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from twostroke.core.errors import ModelNotFoundError, nearest
 from twostroke.core.frozen import Frozen
-from twostroke.server.http.names import bare_name, unknown_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MOST_SHOWN: Final = 100  # of a name that a client made up
+_LATEST: Final = ":latest"  # which Ollama's clients add
+
+
+def bare_name(name: str) -> str:
+    """Return a name without owner, tag and case."""
+    return name.casefold().removesuffix(_LATEST).rpartition("/")[2]
+
+
+def unknown_model(asked: str, known: Sequence[str]) -> ModelNotFoundError:
+    """Return the error for a name that is none of those that are known."""
+    word = asked[:_MOST_SHOWN]
+    return ModelNotFoundError(
+        "The model '{name}' does not exist.{hint} Served: {served}.",
+        field="model",
+        name=word,
+        hint=nearest(word, known),
+        served=", ".join(known),
+    )
+
 
 _MAX_ECHO_LENGTH: Final = 200  # of a name that responses repeat
 

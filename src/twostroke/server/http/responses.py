@@ -1,19 +1,22 @@
-"""Responses with a body of JSON, and server-sent events."""
+"""JSON responses, server-sent events, and the end of work for clients that disconnect."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 from starlette.responses import Response
 
 from twostroke.core.json_io import encode_json
+from twostroke.server.http.errors import ClientGoneError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from starlette.types import Receive, Scope, Send
+
 
 _CHUNK_BYTES: Final = 1 << 18
 
@@ -63,3 +66,41 @@ def named_sse(data: msgspec.Struct) -> bytes:
     name = data.__struct_config__.tag
     assert isinstance(name, str)
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json(data))
+
+
+T = TypeVar("T")
+
+ABORT: Final = "twostroke.abort"  # the ASGI extension that closes a connection at once
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """Return what `work` returns, unless the client leaves first.
+
+    Raises:
+        ClientGoneError: it left; `work` was cancelled.
+    """
+    working = asyncio.ensure_future(work)
+    gone = asyncio.create_task(until_gone(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return await working
+        raise ClientGoneError("The client left before its answer was ready.")
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return once the client has left; a body that still comes is dropped."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def drop(scope: Scope) -> None:
+    """Close the connection at once, without the data that the client has not read."""
+    abort = scope.get("extensions", {}).get(ABORT)
+    if abort is not None:
+        abort()
+        await asyncio.sleep(0)  # the server notices in the loop's next round

@@ -1,1 +1,0 @@
-"""The forms of errors in each protocol but OpenAI's."""
