@@ -30,7 +30,7 @@ from twostroke.server.auth.usage_header import USAGE_HEADER
 from twostroke.server.http.api_key import KeyLimits
 from twostroke.server.http.errors import OPENAI
 from twostroke.server.http.request_context import STATE_KEY, ServedRequest, served_of
-from twostroke.server.storage import Records, beside
+from twostroke.server.storage import Records, open_database
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -83,7 +83,7 @@ async def _run(app: ASGIApp, text: str, usage: UsageBook | None, count: int) -> 
 
 async def _measure(given: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     limits = KeyLimits(requests_per_minute=_MANY, tokens_per_minute=_MANY, parallel=_MANY)
-    with beside(folder, writes=True, makes=True) as db:
+    with open_database(folder, writes=True, creates=True) as db:
         texts = [kept.add(db, f"key{n}", "anna", limits=limits)[1] for n in range(_NUM_KEYS)]
     with closing(Records(folder)) as records:
         keys = ApiKeys.read(None, None, folder)

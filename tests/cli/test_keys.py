@@ -12,7 +12,7 @@ import pytest
 
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.batch.batch import Batch, insert
-from twostroke.server.storage import Records, RecordsError, beside
+from twostroke.server.storage import Records, RecordsError, open_database
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,18 +58,18 @@ def test_key_that_was_not_kept_leaves_no_mark(
 ) -> None:
     @contextmanager
     def full(*given: Any, **options: Any) -> Iterator[Any]:
-        with beside(*given, **options) as db:
+        with open_database(*given, **options) as db:
             yield db
             raise RecordsError("The database cannot be written: the disk is full.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("twostroke.cli.keys.beside", full)
+        patch.setattr("twostroke.cli.keys.open_database", full)
         assert keys("add", "app").code == 1
     mark = tmp_path / "records" / "has-keys"
     assert not mark.exists()
     assert keys("add", "app").code == 0
     with monkeypatch.context() as patch:
-        patch.setattr("twostroke.cli.keys.beside", full)
+        patch.setattr("twostroke.cli.keys.open_database", full)
         assert keys("add", "other").code == 1
     assert mark.exists()
 

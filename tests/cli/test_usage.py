@@ -10,7 +10,7 @@ import pytest
 
 from twostroke.server.auth import key as kept
 from twostroke.server.auth.usage import Owner, add
-from twostroke.server.storage import beside
+from twostroke.server.storage import open_database
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ output = 1
 def usage(cli: Cli, tmp_path: Path) -> Callable[..., Ran]:
     """`twostroke usage` on the records of one key, and of requests without one."""
     folder = tmp_path / "records"
-    with beside(folder, writes=True, makes=True) as db:
+    with open_database(folder, writes=True, creates=True) as db:
         key, _ = kept.add(db, "app", "anna")
         for day in ("2026-11-24", "2026-11-25"):
             add(db, {Owner(day, key.id, "anna", "tiny", is_batch=False): [1, 1000, 400, 100]})
@@ -74,7 +74,7 @@ def test_costs_are_added_before_they_are_rounded(usage: Callable[..., Ran], tmp_
     prices = tmp_path / "prices.toml"
     prices.write_text("[models.m]\ninput = 0.4\noutput = 1")
     owners = [Owner("2025-01-01", "", f"{i:04}", "m", is_batch=False) for i in range(1000)]
-    with beside(tmp_path / "records", writes=True) as db:
+    with open_database(tmp_path / "records", writes=True) as db:
         add(db, {owner: [1, 1, 0, 0] for owner in owners})
     words = ("--until", "2025-01-01", "--prices", str(prices))
     for by in ("tenant", "day"):

@@ -11,7 +11,7 @@ import httpx
 from support.replicas import Exchange, LiveRouter, live_router
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.auth.usage import amounts
-from twostroke.server.storage import Records, beside
+from twostroke.server.storage import Records, open_database
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ def post(router: LiveRouter, key: str, path: str = CHAT, **fields: Any) -> httpx
 
 
 def used(folder: Path) -> list[tuple[str, str, str, int, int, int, int]]:
-    with beside(folder) as db:
+    with open_database(folder) as db:
         found = amounts(db, "0000", "9999")
     return [
         (one.owner.key, one.owner.tenant, one.owner.model, *one[1:]) for one in found

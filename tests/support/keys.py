@@ -11,7 +11,7 @@ from support.servers import live_server
 from twostroke.server.auth import key as kept
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.options import ServeOptions
-from twostroke.server.storage import Records, beside
+from twostroke.server.storage import Records, open_database
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def add(folder: Path, name: str = "app", tenant: str = "anna", **facts: Any) -> tuple[Key, str]:
-    with beside(folder, writes=True, makes=True) as db:
+    with open_database(folder, writes=True, creates=True) as db:
         return kept.add(db, name, tenant, **facts)
 
 
 def revoke(folder: Path, key: Key) -> None:
-    with beside(folder, writes=True) as db:
+    with open_database(folder, writes=True) as db:
         kept.change(db, kept.find(db, key.id), revoked_at=time.time())
 
 

@@ -18,7 +18,7 @@ from twostroke.cli.terminal import show_table
 from twostroke.core.errors import UsageError
 from twostroke.server.auth import key as kept
 from twostroke.server.http.api_key import Key, KeyLimits
-from twostroke.server.storage import beside
+from twostroke.server.storage import open_database
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,7 +113,7 @@ def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **g
     facts = _facts(Key(tenant="", digest=""), given)
     is_new, mark = not _is_there(records), kept.had_keys(records)
     with ExitStack() as undo:
-        with beside(records, writes=True, makes=True) as db:
+        with open_database(records, writes=True, creates=True) as db:
             is_first = not kept.newest_change(db)
             made, text = kept.add(db, name, name if tenant is None else tenant, **facts)
             keyless = "SELECT count(*) FROM batches WHERE is_open AND tenant = ''"
@@ -140,7 +140,7 @@ def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **g
 @_as_json
 def list_command(records: Path, has_all: bool, as_json: bool) -> None:
     """List the keys, without what only their owners know."""
-    with beside(records) as db:
+    with open_database(records) as db:
         keys = kept.all_keys(db)
     shown = [(key, used) for key, used in keys if has_all or key.revoked_at is None]
     if as_json:
@@ -163,7 +163,7 @@ def limit_command(key: str, records: Path, as_json: bool, **given: Any) -> None:
     """Change the limits of KEY, an id or a name."""
     if all(value is None for value in given.values()):
         raise UsageError("Give at least one limit to change, such as --requests-per-minute 60.")
-    with beside(records, writes=True) as db:
+    with open_database(records, writes=True) as db:
         old = kept.find(db, key)
         new = kept.change(db, old, **_facts(old, given))
     if as_json:
@@ -178,7 +178,7 @@ def limit_command(key: str, records: Path, as_json: bool, **given: Any) -> None:
 @_as_json
 def revoke_command(key: str, records: Path, as_json: bool) -> None:
     """Refuse KEY, an id or a name, for good."""
-    with beside(records, writes=True) as db:
+    with open_database(records, writes=True) as db:
         gone = kept.change(db, kept.find(db, key), revoked_at=time.time())
     if as_json:
         click.echo(json.dumps(_shown(gone, None)))

@@ -17,7 +17,7 @@ from twostroke.core.errors import UsageError
 from twostroke.server.auth.key import all_keys
 from twostroke.server.auth.prices import read_prices
 from twostroke.server.auth.usage import amounts, damaged_owners
-from twostroke.server.storage import beside
+from twostroke.server.storage import open_database
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -82,7 +82,7 @@ def command(
     if since and until and since > until:
         raise UsageError(f"--since {since} is later than --until {until}.")
     table = read_prices(prices) if prices is not None else None
-    with beside(records) as db:
+    with open_database(records) as db:
         first_day, last_day = since or _FIRST, until or _LAST
         all_amounts = amounts(db, first_day, last_day)
         damaged = damaged_owners(db, first_day, last_day)

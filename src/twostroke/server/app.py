@@ -22,7 +22,7 @@ from twostroke.server.batch import messages, uploads
 from twostroke.server.batch import openai as openai_batches
 from twostroke.server.batch.service import BatchService
 from twostroke.server.body.attached_files import has_files, with_file_texts
-from twostroke.server.body.decode import LARGE_BODY_BYTES, BodyDecoder, meant
+from twostroke.server.body.decode import LARGE_BODY_BYTES, BodyDecoder, misspelt_field_error
 from twostroke.server.body.field import Fact
 from twostroke.server.generation.checks import AnswerChecks
 from twostroke.server.generation.job import (
@@ -271,7 +271,7 @@ class Api:
         values: dict[str, Any] = {
             Fact.LAST_ID: last,
             Fact.MODEL_NAMES: self.names[:1],
-            Fact.GUESSERS: ("auto", "off", *self.engine.facts.methods, None),
+            Fact.PROPOSERS: ("auto", "off", *self.engine.facts.methods, None),
             Fact.EMBEDDING_WIDTH: max(one.card.embedding_width for _, one in self.models),
             Fact.MAX_CHOICES: self._max_choices,
             Fact.MAX_INPUTS: limits.max_inputs,
@@ -315,7 +315,7 @@ class Api:
             try:
                 job = dialect.reader_of(served.path)(asked, self._tenant(request))
             except errors.MissingFieldError as error:
-                raise meant(error, ignored) from None
+                raise misspelt_field_error(error, ignored) from None
             self._ignored.note(job.ignored, served)
             check_choices(job, self._max_choices)
             check_background(job, served)

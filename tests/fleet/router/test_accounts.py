@@ -20,7 +20,7 @@ from support.servers import wait_for
 from twostroke.fleet.routing.prompt import read_prompt
 from twostroke.server.auth import key as kept
 from twostroke.server.http.api_key import KeyLimits
-from twostroke.server.storage import beside
+from twostroke.server.storage import open_database
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +45,7 @@ def test_limits_hold_before_a_replica_is_asked(fakes: Loop, tmp_path: Path) -> N
         assert len(replica.seen) == num_seen
         assert post(router, free).status_code == 200
         assert 1 <= int(refused.headers["retry-after"]) <= 10
-        with beside(tmp_path, writes=True) as db:
+        with open_database(tmp_path, writes=True) as db:
             kept.change(db, kept.find(db, limited.id), limits=KeyLimits())
         wait_for(lambda: "x-ratelimit-limit-requests" not in post(router, text).headers, 2)
         revoke(tmp_path, limited)

@@ -18,7 +18,7 @@ from support.keys import add
 from support.servers import wait_for
 from twostroke.server.auth.usage import amounts
 from twostroke.server.http.api_key import KeyLimits
-from twostroke.server.storage import beside
+from twostroke.server.storage import open_database
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,7 +96,7 @@ def test_a_limit_holds_for_two_servers_together(tmp_path: Path) -> None:
         code, said = refusal("--records", str(folder), **_SECRET)
         assert (code, said.count("\n")) == (1, 1)
         assert f"Another server or router uses {folder}" in said
-    with beside(folder) as db:
+    with open_database(folder) as db:
         [amount] = amounts(db, "0000", "9999")
     assert (amount.owner.key, amount.owner.tenant) == (key.id, "anna")
     num_prompt = found[0].json()["usage"]["prompt_tokens"]

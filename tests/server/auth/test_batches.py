@@ -11,7 +11,7 @@ from support.servers import wait_for
 from twostroke.server.auth.usage import amounts
 from twostroke.server.batch import queueing
 from twostroke.server.http.api_key import KeyLimits
-from twostroke.server.storage import beside
+from twostroke.server.storage import open_database
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +49,7 @@ def test_limits_pause_lines_and_fail_none(tmp_path: Path) -> None:
         server.http.headers["x-api-key"] = text
         batch = begin(server, 12)
         wait_for(lambda: counts(server, batch) == ("completed", 12, 0), 20)
-    with beside(folder) as db:
+    with open_database(folder) as db:
         [amount] = amounts(db, "0000", "9999")
     assert (amount.owner.key, amount.owner.tenant, amount.owner.is_batch) == (key.id, "anna", True)
     assert (amount.requests, amount.output) == (12, 36)
@@ -88,5 +88,5 @@ def test_lines_that_are_cut_off_do_not_count(tmp_path: Path) -> None:
         wait_for(lambda: counts(server, batch)[0] == "cancelled", 20)
         server.backend.gate.set()
         wait_for(lambda: server.num_busy == 0)
-    with beside(folder) as db:
+    with open_database(folder) as db:
         assert amounts(db, "0000", "9999") == []

@@ -25,7 +25,7 @@ from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.auth.usage import UsageBook
 from twostroke.server.http.api_key import KeyLimits
 from twostroke.server.http.logs import FIGURES
-from twostroke.server.storage import DamagedRowError, Records, RecordsError, beside
+from twostroke.server.storage import DamagedRowError, Records, RecordsError, open_database
 from twostroke.server.storage.schema import MIGRATIONS
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def test_last_use_is_kept_by_the_minute(tmp_path: Path) -> None:
     _, text = add(folder)
     with keyed_server(folder, tmp_path) as server:
         assert status(server, text) == 200
-    with beside(folder) as db:
+    with open_database(folder) as db:
         [(_, used)] = kept.all_keys(db)
     assert used is not None
     assert used % 60 == 0
@@ -196,7 +196,7 @@ def test_last_use_waits_for_records_that_cannot_be_written(tmp_path: Path) -> No
             await upkeep._look(records, writes=True)
 
     asyncio.run(look())
-    with beside(folder) as db:
+    with open_database(folder) as db:
         [(_, last_used)] = kept.all_keys(db)
     assert last_used is not None
 
@@ -207,7 +207,7 @@ def test_names_are_free_again_once_revoked_and_changes_grow(tmp_path: Path) -> N
         add(tmp_path)
     revoke(tmp_path, key)
     newer, _ = add(tmp_path)
-    with beside(tmp_path, writes=True) as db:
+    with open_database(tmp_path, writes=True) as db:
         assert kept.find(db, "app") == newer
         assert kept.newest_change(db) == 3
         changed = kept.change(db, newer, limits=KeyLimits(parallel=2))
@@ -223,13 +223,13 @@ def test_failed_change_beside_a_server_leaves_nothing(tmp_path: Path) -> None:
     add(tmp_path)
 
     def fail() -> None:
-        with beside(tmp_path, writes=True) as db:
+        with open_database(tmp_path, writes=True) as db:
             kept.add(db, "other", "ben")
             raise ValueError("mine")
 
     with pytest.raises(ValueError, match="mine"):
         fail()
-    with beside(tmp_path) as db:
+    with open_database(tmp_path) as db:
         assert [key.name for key, _ in kept.all_keys(db)] == ["app"]
 
 
@@ -245,7 +245,7 @@ def test_programs_that_open_a_database_first_at_once_all_succeed(
                 db.executescript(f"{MIGRATIONS[0]} PRAGMA user_version = 1;")
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(partial(add, folder), "abcd"))
-        with beside(folder) as db:
+        with open_database(folder) as db:
             assert len(kept.all_keys(db)) == 4
             assert db.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
 
@@ -253,8 +253,11 @@ def test_programs_that_open_a_database_first_at_once_all_succeed(
 def test_damaged_locked_and_missing_databases_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.server.storage.database._BUSY_S", 0.05)
-    with pytest.raises(RecordsError, match="There is no database"), beside(tmp_path / "none"):
+    monkeypatch.setattr("twostroke.server.storage.database._LOCK_TIMEOUT_S", 0.05)
+    with (
+        pytest.raises(RecordsError, match="There is no database"),
+        open_database(tmp_path / "none"),
+    ):
         pass
     folder = tmp_path / "records"
     add(folder)
@@ -279,7 +282,7 @@ def test_damaged_key_is_named_and_refused_and_the_others_stay(
     _, other = add(folder, "other", "ben")
     with keyed_server(folder, tmp_path) as server:
         assert status(server, text) == 200
-        with beside(folder, writes=True) as db:
+        with open_database(folder, writes=True) as db:
             [body] = db.execute("SELECT body FROM keys WHERE id = ?", (key.id,)).fetchone()
             body = body.replace(b"anna", b"bnna") if damage is None else damage
             change = "UPDATE keys SET body = ?, change = 9 WHERE id = ?"
@@ -287,7 +290,7 @@ def test_damaged_key_is_named_and_refused_and_the_others_stay(
         wait_for(lambda: status(server, text) == 401, 2)
         assert status(server, other) == 200
         assert f"The record of key {key.id} is damaged" in caplog.text
-        with pytest.raises(DamagedRowError, match=key.id), beside(folder) as db:
+        with pytest.raises(DamagedRowError, match=key.id), open_database(folder) as db:
             kept.find(db, key.id)
         _, third = add(folder, "third", "ben")
         wait_for(lambda: status(server, third) == 200, 2)
@@ -326,7 +329,7 @@ def test_key_that_cannot_be_printed_is_not_kept(tmp_path: Path) -> None:
     (folder / "has-keys").symlink_to(tmp_path / "lost" / "mark")  # which cannot be made
     with pytest.raises(RecordsError, match="has-keys cannot be used: No such file"):
         keys_command.main(["add", "shop", "--records", str(folder)], standalone_mode=False)
-    with beside(folder) as db:
+    with open_database(folder) as db:
         assert kept.all_keys(db) == []
 
 
@@ -338,7 +341,7 @@ def test_server_that_requires_keys_is_closed_without_any(tmp_path: Path) -> None
     assert found is not None
     assert (found.are_required, found.refuse_everybody) == (True, True)
     assert not found.has_valid("")
-    with beside(folder, writes=True) as db:
+    with open_database(folder, writes=True) as db:
         made, _ = kept.add(db, "shop", "shop")
     found.keep([made])
     assert not found.refuse_everybody

@@ -16,7 +16,7 @@ from support.servers import LiveServer, post_bytes, wait_for
 from twostroke.server.auth import usage
 from twostroke.server.auth.key_refresher import KeyRefresher
 from twostroke.server.auth.usage import Amount, Owner, UsageBook, amounts
-from twostroke.server.storage import Records, RecordsError, beside
+from twostroke.server.storage import Records, RecordsError, open_database
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ def counting(tmp_path: Path, **given: Any) -> Iterator[LiveServer]:
 
 
 def used(tmp_path: Path) -> list[Amount]:
-    with beside(tmp_path / "records") as db:
+    with open_database(tmp_path / "records") as db:
         return amounts(db, "0000", "9999")
 
 
@@ -204,7 +204,7 @@ def test_usage_waits_for_records_that_cannot_be_written(
 
     asyncio.run(work())
     records.close()
-    with beside(tmp_path, writes=True) as db:
+    with open_database(tmp_path, writes=True) as db:
         assert amounts(db, "2026-11-26", "2026-11-26") == [Amount(owner, 2, 3, 4, 5)]
         usage.add(db, {owner: [1, 0, 0, 0]})
         assert amounts(db, "2026-11-26", "9999") == [Amount(owner, 3, 3, 4, 5)]
@@ -229,7 +229,7 @@ def test_usage_that_no_database_takes_does_not_end_upkeep(
     asyncio.run(work())
     records.close()
     assert "OverflowError" in caplog.text
-    with beside(tmp_path, writes=True) as db:
+    with open_database(tmp_path, writes=True) as db:
         assert amounts(db, "2026-11-26", "2026-11-26") == [Amount(owner, 1, 0, 0, 0)]
 
 

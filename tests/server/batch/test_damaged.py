@@ -313,7 +313,7 @@ def _none_after(app: App, count: int) -> Callable[[str, int], None]:
 
 
 def _lines_done(records: Records) -> set[int]:
-    with records.alone() as db:
+    with records.open_reader() as db:
         return kept.count_results(db, "b")[0]
 
 

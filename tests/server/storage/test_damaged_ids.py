@@ -137,7 +137,7 @@ def test_rows_and_indexes_of_all_tables_agree_after_a_flipped_id(tmp_path: Path)
             data = bytearray(whole)
             data[place] ^= 1
             path.write_bytes(data)
-            with closing(Records(tmp_path)) as records, records.alone() as db:
+            with closing(Records(tmp_path)) as records, records.open_reader() as db:
                 assert stored_ids(db, table) == {id_.decode()}
                 assert not has_damaged_rows(db, table)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from twostroke.server.storage import Folder, Records, RecordsError, beside
+from twostroke.server.storage import Folder, Records, RecordsError, open_database
 from twostroke.server.storage.schema import MIGRATIONS
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def test_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_locked_database_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.server.storage.database._BUSY_S", 0.05)
+    monkeypatch.setattr("twostroke.server.storage.database._LOCK_TIMEOUT_S", 0.05)
     with closing(Records(tmp_path)) as records:
         with closing(sqlite3.connect(tmp_path / "records.db", isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
@@ -154,7 +154,7 @@ def test_disk_without_room_for_the_index_of_the_log_is_full(tmp_path: Path) -> N
     try:
         with (
             pytest.raises(RecordsError, match=r"records\.db .* the disk is full"),
-            beside(tmp_path),
+            open_database(tmp_path),
         ):
             pytest.fail("there was room")
     finally:
@@ -214,7 +214,10 @@ def test_files_of_a_lost_database_are_kept(tmp_path: Path, *, is_there: bool) ->
         path.unlink()
     if is_there:
         (tmp_path / "records.db").touch()
-    with pytest.raises(RecordsError, match="restore a backup"), beside(tmp_path, makes=True):
+    with (
+        pytest.raises(RecordsError, match="restore a backup"),
+        open_database(tmp_path, creates=True),
+    ):
         pass
     for _ in range(2):  # the folder is not left locked
         with pytest.raises(RecordsError, match="restore a backup"):
@@ -235,7 +238,7 @@ def test_path_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_changes_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.server.storage.database._MOST_WAITING", 3)
+    monkeypatch.setattr("twostroke.server.storage.database._MAX_WAITING_WRITES", 3)
     with closing(Records(tmp_path)) as records:
         has_begun, may_end = Event(), Event()
 
@@ -263,7 +266,7 @@ def test_database_of_an_older_version_is_closed_to_others(tmp_path: Path) -> Non
 
 def test_empty_database_without_files_has_nothing(tmp_path: Path) -> None:
     (tmp_path / "records.db").touch()
-    with beside(tmp_path) as db:
+    with open_database(tmp_path) as db:
         assert db.execute("SELECT * FROM files").fetchall() == []
 
 

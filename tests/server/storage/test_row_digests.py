@@ -20,7 +20,7 @@ from twostroke.server.generation.response_store import (
     StoredResponse,
     Tenant,
 )
-from twostroke.server.storage import Records, beside
+from twostroke.server.storage import Records, open_database
 from twostroke.server.storage.row_digests import COLUMNS, damaged_rows, is_intact_in_sql, row_digest
 from twostroke.server.storage.schema import MIGRATIONS
 
@@ -67,7 +67,7 @@ def fill(folder: Path) -> None:
 
 
 def num_damaged(folder: Path, table: str) -> int:
-    with beside(folder) as db:
+    with open_database(folder) as db:
         query = f"SELECT count(*) FROM {table} WHERE NOT {is_intact_in_sql(table)}"
         return int(db.execute(query).fetchone()[0])
 
@@ -98,7 +98,7 @@ def test_rows_of_earlier_versions_are_read(tmp_path: Path) -> None:
         db.execute(f"{insert} VALUES ('a', 'anna', 'user_data', 'name', 3, 4)")
         db.execute("INSERT INTO usage VALUES ('2026-01-01', '', '', 'm', 0, 1, 2, 3, 4)")
         db.commit()
-    with beside(tmp_path, writes=True) as db:
+    with open_database(tmp_path, writes=True) as db:
         assert files.find(db, "a", "anna").filename == "name"
         usage.add(db, {Owner("2026-01-01", "", "", "m", is_batch=False): [1, 1, 1, 1]})
         [amount] = usage.amounts(db, "0", "9")
@@ -108,7 +108,7 @@ def test_rows_of_earlier_versions_are_read(tmp_path: Path) -> None:
 
 def test_damaged_usage_is_left_out_and_stays_damaged(tmp_path: Path) -> None:
     owners = [Owner("2026-01-01", "", "", model, is_batch=False) for model in "ab"]
-    with beside(tmp_path, writes=True, makes=True) as db:
+    with open_database(tmp_path, writes=True, creates=True) as db:
         usage.add(db, {owner: [1, 2, 3, 4] for owner in owners})
         db.execute("UPDATE usage SET output = 5 WHERE model = 'a'")
         usage.add(db, {owner: [1, 2, 3, 4] for owner in owners})
@@ -120,7 +120,7 @@ def test_damaged_rows_are_named_when_records_are_opened(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(tmp_path)
-    with beside(tmp_path, writes=True) as db:
+    with open_database(tmp_path, writes=True) as db:
         db.execute("UPDATE files SET tenant = 'other'")
     Records(tmp_path).close()
     assert "The record of file word is damaged" in caplog.text

@@ -15,7 +15,7 @@ from twostroke.server.http.errors import to_response
 from twostroke.server.http.internal_requests import sender_of
 from twostroke.server.http.origins import wants_page
 from twostroke.server.http.request_context import served_of
-from twostroke.server.storage import RecordsError, beside
+from twostroke.server.storage import RecordsError, open_database
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -109,7 +109,7 @@ class ApiKeys:
         if router is not None:
             keys.trust(router)
         if records is not None:
-            with beside(records) as db:
+            with open_database(records) as db:
                 keys.keep(key for key, _ in all_keys(db))
             mark = had_keys(records)
             if keys._by_id:

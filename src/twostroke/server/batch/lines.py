@@ -11,7 +11,7 @@ import msgspec
 from twostroke.core.files import open_regular_file
 from twostroke.core.frozen import Frozen
 from twostroke.server.batch.batch import LineError
-from twostroke.server.body.decode import not_json
+from twostroke.server.body.decode import json_syntax_error
 from twostroke.server.http.body_limits import MAX_CONTAINERS, nesting_of
 from twostroke.server.http.errors import one_line
 
@@ -168,7 +168,9 @@ def parse(number: int, text: bytes, limits: RequestLimits) -> Line:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         is_json = isinstance(error, msgspec.ValidationError)  # but no object
         message = (
-            "The line is not a JSON object." if is_json else str(not_json(error, text, "line"))
+            "The line is not a JSON object."
+            if is_json
+            else str(json_syntax_error(error, text, "line"))
         )
         raise wrong("invalid_json_line", message) from None
     id_, raw = fields.custom_id, bytes(fields.body)

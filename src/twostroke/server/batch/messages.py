@@ -22,7 +22,7 @@ from twostroke.server.batch.files import page_size
 from twostroke.server.batch.lines import WrongLineError, parse
 from twostroke.server.batch.openai import find
 from twostroke.server.batch.results import Form
-from twostroke.server.body.decode import not_json
+from twostroke.server.body.decode import json_syntax_error
 from twostroke.server.body.explain import explain
 from twostroke.server.http.errors import BodySyntaxError
 from twostroke.server.http.limits import Spool, receive_json
@@ -302,7 +302,7 @@ def _decoded(decoder: msgspec.json.Decoder[T], text: mmap | msgspec.Raw, where: 
     except msgspec.ValidationError as error:
         raise explain(str(error), decoder.type, text, where) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise not_json(error, text) from None
+        raise json_syntax_error(error, text) from None
 
 
 def _new(id_: str, served: ServedRequest, input_file: str, total: int) -> Batch:

@@ -154,7 +154,7 @@ def _outcomes(
     records: Records, batch: Batch, form: Form, limits: RequestLimits
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the outcome and result of each line; without the input, only of finished lines."""
-    with records.alone() as db:
+    with records.open_reader() as db:
         num_unrun = batch.total - kept.num_results(db, batch.id)
         results = kept.results(db, batch.id)
         following = next(results, None)

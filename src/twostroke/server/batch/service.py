@@ -94,7 +94,7 @@ class BatchService:
                 raise files.NoSuchFileError(
                     f"No such file: '{file_id[:MAX_NAME_LENGTH]}'. {reason}"
                 )
-            with self._records.alone() as db:
+            with self._records.open_reader() as db:
                 file = files.find(db, file_id, tenant)
                 _, digest = files.size_and_digest(db, file_id)
             if file.bytes > num_left:

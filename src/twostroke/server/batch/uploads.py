@@ -376,7 +376,7 @@ def join(records: Records, part_ids: Sequence[str], file: Temporary) -> str:
         RecordsError: the disk fails.
     """
     digest = hashlib.md5(usedforsecurity=False)
-    with records.alone() as db:
+    with records.open_reader() as db:
         digests = {id_: files.size_and_digest(db, id_)[1] for id_ in part_ids}
     for part_id in part_ids:
         part_hash = new_hash()

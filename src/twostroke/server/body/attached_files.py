@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     # Returns a stored file by its id; raises NoSuchFileError.
     ReadFile = Callable[[str], "AttachedFile"]
 
-# Every body with a file has one of these words. Other bodies, which are most, are not searched.
+# Every body with a file has one of these words; most bodies have none and are not searched.
 _MARKS: Final = (b'"file_data"', b'"file_id"', b'"base64"')
 _CONVERSATIONS: Final = ("input", "messages", "system", "items")
 _INNER_FIELDS: Final = ("content", "output")
@@ -38,7 +38,7 @@ class AttachedFile(Frozen):
 
 
 def has_files(body: bytes) -> bool:
-    """Return whether a body may have files; false positives are possible."""
+    """Whether a body may have files; false positives are possible."""
     return any(mark in body for mark in _MARKS)
 
 
@@ -49,7 +49,7 @@ def with_file_texts(body: bytes, read_file: ReadFile) -> bytes:
 
     Raises:
         RequestError: the content of a file is not text; `field` is the path of the file.
-        NoSuchFileError: as `read_file`.
+        NoSuchFileError: no stored file has the id.
     """
     try:
         fields = msgspec.json.decode(body)

@@ -1,4 +1,4 @@
-"""Decodes JSON bodies into checked structs."""
+"""Decodes JSON bodies into checked structs, and reports the fields that have no effect."""
 
 from __future__ import annotations
 
@@ -29,41 +29,46 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from mmap import mmap
 
-    from twostroke.core.errors import RequestError
-
-    # By struct: attribute and JSON name of a field, and its marks; None where marks are inside it.
-    Marks = dict[type, list[tuple[str, str, dict[str, Any] | None]]]
     from starlette.requests import Request
 
+    from twostroke.core.errors import RequestError
     from twostroke.server.http.fair_queue import Readers
     from twostroke.server.http.limits import RequestLimits
 
+    # By struct: the attribute, the JSON name and the mark of each field to check. The mark is None
+    # for a field that has marked fields inside.
+    Marks = dict[type, list[tuple[str, str, dict[str, Any] | None]]]
+
 T = TypeVar("T", bound=msgspec.Struct)
 
-_ANY = msgspec.json.Decoder()
-_preparing = threading.Lock()
+_UNTYPED_DECODER = msgspec.json.Decoder()
+_type_lock = threading.Lock()
 
-_HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")
-_DECODED_BYTES = 1 << 20  # at a time
-_MAX_REPAIRED_BYTES = 1 << 20  # of a text that is decoded once more to find the error's cause
+_LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")
+_UTF8_CHUNK_BYTES = 1 << 20
+_MAX_REPAIRED_BYTES = 1 << 20  # longer texts are not decoded again to find the error's cause
+
+# Longer bodies are decoded, rendered and tokenized in a thread, so that other streams do not wait;
+# for shorter bodies, starting work in a thread would take longer than the work.
+LARGE_BODY_BYTES: Final = 16 * 1024
 
 
 class BodyDecoder(Generic[T]):
-    """Decodes the bodies of one kind of request."""
+    """Decodes the bodies of requests of one type."""
 
-    def __init__(self, kind: type[T], max_depth: int) -> None:
-        """Make a decoder of `kind`; bodies nested deeper than `max_depth` are refused."""
-        self._decoder = msgspec.json.Decoder(kind)
-        self._kind = kind
-        self._marks = _marks_in(kind)
+    def __init__(self, struct_type: type[T], max_depth: int) -> None:
+        """Decode into `struct_type`; bodies nested deeper than `max_depth` are refused."""
+        self._decoder = msgspec.json.Decoder(struct_type)
+        self._struct_type = struct_type
+        self._marks = _marked_fields(struct_type)
         self._max_depth = max_depth
 
     def decode(self, body: bytes) -> tuple[T, list[Ignored]]:
-        """Return the struct, and the fields that it could not hold or that have no effect.
+        """Return the body as a struct, and the fields that are ignored.
 
         Raises:
-            RequestError: not JSON, too deep, or a field that is missing, not supported, out of
-                bounds or of a wrong type; `field` names it.
+            RequestError: the body is not JSON or nested too deeply, or a field is missing, not
+                supported, out of bounds or of a wrong type; the error's `field` names the field.
         """
         if not body.strip():
             raise BodySyntaxError("The body is empty: send a JSON object of fields.")
@@ -82,80 +87,83 @@ class BodyDecoder(Generic[T]):
             decoded = _parse(self._decoder, body)
         except msgspec.ValidationError as error:
             try:
-                value = _parse(_ANY, body)
-            except msgspec.ValidationError:  # a number that is too large for any field
-                raise explain(str(error), self._kind, body) from None
-            decoded, ignored = _convert_leniently(value, self._kind)
-        return decoded, [*ignored, *_without_effect(decoded, "", self._marks)]
+                value = _parse(_UNTYPED_DECODER, body)
+            except msgspec.ValidationError:  # a number is too large for any field
+                raise explain(str(error), self._struct_type, body) from None
+            decoded, ignored = _convert_leniently(value, self._struct_type)
+        return decoded, [*ignored, *_fields_without_effect(decoded, "", self._marks)]
 
 
 def convert(value: object, kind: Any, where: str) -> tuple[Any, list[Ignored]]:
-    """Return a decoded part of a body as `kind`, which may be a union of structs.
+    """Return a decoded part of a body as the type `kind`, and the fields that are ignored.
 
-    Fields that `kind` does not have are removed from `value`. Returns and raises as
-    `BodyDecoder.decode`; `where` is the part's place in the body.
+    Fields that `kind` does not have are removed from `value`. `kind` may be a union of structs.
+    `where` is the part's path in the body.
+
+    Raises:
+        RequestError: as `BodyDecoder.decode`.
     """
     ignored: list[Ignored] = []
-    _prepare(kind)
+    _load_type(kind)
     try:
         converted = msgspec.convert(value, kind)
     except msgspec.ValidationError:
         converted, ignored = _convert_leniently(value, kind, where)
-    return converted, [*ignored, *_without_effect(converted, where, _marks_in(kind))]
+    return converted, [*ignored, *_fields_without_effect(converted, where, _marked_fields(kind))]
 
 
 @cache
-def _prepare(kind: Any) -> None:
-    """Have msgspec read a type's fields in one thread: two at once crash the process."""
-    with _preparing:
+def _load_type(kind: Any) -> None:
+    """Make msgspec inspect a type under a lock: two threads at once crash the process."""
+    with _type_lock:
         msgspec.json.Decoder(kind)
 
 
-def not_json(
-    error: Exception, text: bytes | mmap | msgspec.Raw, what: str = "body"
+def json_syntax_error(
+    error: Exception, text: bytes | mmap | msgspec.Raw, noun: str = "body"
 ) -> BodySyntaxError:
-    """Return the error about a text that msgspec cannot read; `what` it is."""
+    """Return the error about a text that msgspec cannot decode; the message calls it `noun`."""
     why = str(error).removeprefix("JSON is malformed: ")
     if not _is_utf8(text):
         why = "it is not UTF-8"
-    elif _is_json_without_half_pairs(text):
+    elif _is_json_without_lone_surrogates(text):
         why = "a string has half of a surrogate pair"
-    return BodySyntaxError("The {what} is not valid JSON: {why}.", what=what, why=why)
+    return BodySyntaxError("The {what} is not valid JSON: {why}.", what=noun, why=why)
 
 
 def _is_utf8(text: bytes | mmap | msgspec.Raw) -> bool:
-    """Whether a text is UTF-8; it is decoded in parts, since it may be large."""
+    """Whether a text is UTF-8. The text may be large, so it is decoded in chunks."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with memoryview(text) as view:
-            for start in range(0, len(view), _DECODED_BYTES):
-                decoder.decode(bytes(view[start : start + _DECODED_BYTES]))
+            for start in range(0, len(view), _UTF8_CHUNK_BYTES):
+                decoder.decode(bytes(view[start : start + _UTF8_CHUNK_BYTES]))
         decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         return False
     return True
 
 
-def _is_json_without_half_pairs(text: bytes | mmap | msgspec.Raw) -> bool:
-    """Whether a small text would be valid JSON without its lone surrogates."""
+def _is_json_without_lone_surrogates(text: bytes | mmap | msgspec.Raw) -> bool:
+    """Whether a text of up to 1 MiB would be valid JSON without its lone surrogates."""
     head = bytes(memoryview(text)[: _MAX_REPAIRED_BYTES + 1])
-    repaired, num_halves = _HALF_A_PAIR.subn(rb"?", head)
-    if not num_halves or len(head) > _MAX_REPAIRED_BYTES:
+    repaired, num_surrogates = _LONE_SURROGATE.subn(rb"?", head)
+    if not num_surrogates or len(head) > _MAX_REPAIRED_BYTES:
         return False
     try:
-        _ANY.decode(repaired)
+        _UNTYPED_DECODER.decode(repaired)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
     return True
 
 
-def meant(error: MissingFieldError, ignored: Iterable[Ignored]) -> RequestError:
-    """Return the error about an ignored field that is the missing one misspelt, else `error`."""
-    place, _, name = (error.field or "").rpartition(".")
-    for one in ignored:
-        if one.is_known or one.refusal is None or one.path.rpartition(".")[0] != place:
+def misspelt_field_error(error: MissingFieldError, ignored: Iterable[Ignored]) -> RequestError:
+    """Return the error about an ignored field that misspells the missing field, else `error`."""
+    parent, _, name = (error.field or "").rpartition(".")
+    for field in ignored:
+        if field.is_known or field.refusal is None or field.path.rpartition(".")[0] != parent:
             continue
-        refusal = one.refusal()
+        refusal = field.refusal()
         if f"'{name}'" in str(refusal.facts.get("hint", "")):
             return refusal
     return error
@@ -167,36 +175,38 @@ def _parse(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     except msgspec.ValidationError:
         raise
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise not_json(error, body) from None
+        raise json_syntax_error(error, body) from None
 
 
 def _convert_leniently(value: Any, kind: Any, where: str = "") -> tuple[Any, list[Ignored]]:
-    """Return a decoded body as `kind`, and the fields that were left out for it."""
+    """Return a decoded body as `kind`, and the fields that had to be removed for that."""
     ignored = drop_unknown(value, kind, where)
     try:
         return msgspec.convert(value, kind, str_keys=True), ignored
     except msgspec.ValidationError as error:
         refusal = explain(str(error), kind, value, where)
-    raise meant(refusal, ignored) if isinstance(refusal, MissingFieldError) else refusal
+    if isinstance(refusal, MissingFieldError):
+        raise misspelt_field_error(refusal, ignored)
+    raise refusal
 
 
-def _without_effect(value: object, where: str, marks: Marks) -> Iterator[Ignored]:
-    """Yield the fields with values that are not neutral and have no effect.
+def _fields_without_effect(value: object, where: str, marks: Marks) -> Iterator[Ignored]:
+    """Yield fields that have no effect here, unless their value says the same as leaving them out.
 
     Raises:
-        UnsupportedFieldError: a field whose lack would change the answer; it is named.
-        UnknownFieldError: the protocol calls the field otherwise.
+        UnsupportedFieldError: the answer would mean something else without the field.
+        UnknownFieldError: this protocol has another name for the field.
     """
     seen = set[tuple[int, str]]()
-    for inner, extra in _find_marked(value, marks):
-        refusal = partial(_unsupported, join(where, inner), extra)
+    for inner_path, extra in _find_marked_fields(value, marks):
+        refusal = partial(_unsupported, join(where, inner_path), extra)
         if extra["effect"] is Effect.REFUSED:
             raise refusal()
-        key = (id(extra), inner.rpartition(".")[2])
+        key = (id(extra), inner_path.rpartition(".")[2])
         if key not in seen and len(seen) < MAX_IGNORED:
             seen.add(key)
             is_hint = extra["effect"] is Effect.HINT
-            yield Ignored(join(where, inner), refusal if is_hint else None, is_known=True)
+            yield Ignored(join(where, inner_path), refusal if is_hint else None, is_known=True)
 
 
 def _unsupported(field: str, extra: dict[str, Any]) -> RequestError:
@@ -206,67 +216,64 @@ def _unsupported(field: str, extra: dict[str, Any]) -> RequestError:
     return UnsupportedFieldError("is not supported yet: leave it out.", field=field)
 
 
-def _find_marked(value: object, marks: Marks) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the places inside a value and the marks of fields with values that are not neutral."""
+def _find_marked_fields(value: object, marks: Marks) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the paths and marks of marked fields inside a value whose values are not neutral."""
     if isinstance(value, list):
-        for place, part in enumerate(value):
-            for inner, found in _find_marked(part, marks):
-                yield join(f"[{place}]", inner), found
+        for index, item in enumerate(value):
+            for inner_path, mark in _find_marked_fields(item, marks):
+                yield join(f"[{index}]", inner_path), mark
     for attribute, name, extra in marks.get(type(value), ()):
-        part = getattr(value, attribute)
-        if part is None:
+        item = getattr(value, attribute)
+        if item is None:
             continue
         if extra is None:
-            for inner, found in _find_marked(part, marks):
-                yield join(name, inner), found
-        elif not any(_is_same(part, neutral) for neutral in extra["neutral"]):
+            for inner_path, mark in _find_marked_fields(item, marks):
+                yield join(name, inner_path), mark
+        elif not any(_is_same_json(item, neutral) for neutral in extra["neutral"]):
             yield name, extra
 
 
 @cache
-def _marks_in(kind: Any) -> Marks:
-    """Return the fields to check, for each struct inside a type."""
-    found: Marks = {}
-    _collect_marks(type_of(kind), found)
-    return found
+def _marked_fields(kind: Any) -> Marks:
+    """Return the fields to check of each struct inside a type."""
+    marks: Marks = {}
+    _collect_marked_fields(type_of(kind), marks)
+    return marks
 
 
-def _collect_marks(kind: inspect.Type, found: Marks) -> bool:
-    """Add the fields to check of the structs inside a type; return whether there are any."""
+def _collect_marked_fields(kind: inspect.Type, marks: Marks) -> bool:
+    """Add the fields to check of each struct inside a type; return whether there are any."""
     has_any = False
-    for part in parts([kind]):
-        if isinstance(part, inspect.ListType):
-            has_any |= _collect_marks(part.item_type, found)
-        elif isinstance(part, inspect.StructType):
-            if part.cls not in found:
-                fields = found[part.cls] = []
-                for field in part.fields:
+    for alternative in parts([kind]):
+        if isinstance(alternative, inspect.ListType):
+            has_any |= _collect_marked_fields(alternative.item_type, marks)
+        elif isinstance(alternative, inspect.StructType):
+            if alternative.cls not in marks:
+                fields = marks[alternative.cls] = []
+                for field in alternative.fields:
                     extra = extra_of(field.type)
                     if "neutral" in extra:
                         fields.append((field.name, field.encode_name, extra))
-                    elif _collect_marks(field.type, found):
+                    elif _collect_marked_fields(field.type, marks):
                         fields.append((field.name, field.encode_name, None))
-            has_any |= bool(found[part.cls])
+            has_any |= bool(marks[alternative.cls])
     return has_any
 
 
-def _is_same(value: object, neutral: object) -> bool:
-    """Whether both are the same value in JSON, where true is not 1."""
+def _is_same_json(value: object, neutral: object) -> bool:
+    """Whether two values are equal in JSON, where true is not 1."""
     return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
-
-
-# Longer bodies are decoded, rendered and tokenized in a thread, so that other streams do not wait;
-# for shorter ones the hand-over would take longer than the work.
-LARGE_BODY_BYTES: Final = 16 * 1024
 
 
 async def receive_fields(
     request: Request, decoder: BodyDecoder[T], limits: RequestLimits, readers: Readers
 ) -> tuple[T, list[Ignored]]:
-    """Return the fields of a request's body, as `decoder` does; long bodies take turns.
+    """Receive and decode a request's body; return its struct and the fields that are ignored.
+
+    Long bodies are decoded in a thread of `readers`, in fair turns between tenants.
 
     Raises:
-        TwostrokeError: as `body_of` and `BodyDecoder.decode`, and if the client left.
+        TwostrokeError: as `body_of` and `BodyDecoder.decode`, or the client disconnected.
     """
     async with body_of(request, limits) as body:
         if len(body) <= LARGE_BODY_BYTES:

@@ -1,4 +1,4 @@
-"""Errors about unknown fields, and about values that do not fit their fields."""
+"""Makes the errors about unknown fields, and about values that do not fit their fields."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from twostroke.server.http.errors import MissingFieldError, UnknownFieldError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MAX_NAME_LENGTH = 100  # of a client's own words that are searched and sent back
+MAX_NAME_LENGTH = 100  # longer words of a client are cut before errors quote them
 
-# The field that holds the prompt, and the endpoint that takes it.
+# The endpoint that takes the prompt in a field of this name.
 _PROMPT_FIELDS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 
 _TYPE_WORDS: Final = {
@@ -33,11 +33,11 @@ def explain(reason: str, kind: Any, body: Any, where: str = "") -> RequestError:
         reason: msgspec's error, which is quoted if no wrong value is found.
         kind: the type of the body.
         body: the body, decoded or as JSON. JSON is decoded no deeper than needed.
-        where: the body's path inside the whole request.
+        where: the path of `body` inside the whole request.
     """
     mismatch = find_mismatch(kind, body, where)
     if mismatch is None:
-        return _error("is not valid: {why}.", path=where, why=reason)
+        return _request_error("is not valid: {why}.", path=where, why=reason)
     path, actual = mismatch.path, mismatch.actual
     match mismatch.problem:
         case "missing":
@@ -47,13 +47,13 @@ def explain(reason: str, kind: Any, body: Any, where: str = "") -> RequestError:
             parent = path.removesuffix(name).removesuffix(".")
             return unknown_field(parent, name, mismatch.expected)
         case "type":
-            return _error(_type_reason(mismatch), path=path)
+            return _request_error(_type_reason(mismatch), path=path)
         case "word":
             return _word_error(mismatch)
         case "key limits":
-            return _error(f"A key of {{field}} must {mismatch.limits}.", path=path)
+            return _request_error(f"A key of {{field}} must {mismatch.limits}.", path=path)
     ending = "" if actual is None else f", got {actual}"
-    return _error(f"must {mismatch.limits}{ending}.", path=path)
+    return _request_error(f"must {mismatch.limits}{ending}.", path=path)
 
 
 def _type_reason(mismatch: Mismatch) -> str:
@@ -64,35 +64,36 @@ def _type_reason(mismatch: Mismatch) -> str:
 
 
 def _word_error(mismatch: Mismatch) -> RequestError:
-    """Return the error about a text in a field that accepts only certain words."""
+    """Return the error about a text in a field that accepts only a few words."""
     word, words, advice = str(mismatch.actual), mismatch.expected, mismatch.advice
     word = word[:MAX_NAME_LENGTH]
     special = advice.get(word, advice.get("*"))
     hint = f" {special}" if special else nearest(word, words)
-    listed = ", ".join(words) if len(words) == 1 else f"one of {', '.join(words)}"
+    choices = ", ".join(words) if len(words) == 1 else f"one of {', '.join(words)}"
     reason = "must be {known}, got '{value}'.{hint}"
-    return _error(reason, path=mismatch.path, known=listed, value=word, hint=hint)
+    return _request_error(reason, path=mismatch.path, known=choices, value=word, hint=hint)
 
 
-def _error(reason: str, *, path: str, **facts: object) -> RequestError:
+def _request_error(reason: str, *, path: str, **facts: object) -> RequestError:
     has_subject = path or reason.startswith("A key")
     return RequestError(
         reason if has_subject else f"The body {reason}", field=path or None, **facts
     )
 
 
-def unknown_field(path: str, name: str, known: Iterable[str]) -> UnknownFieldError:
-    """Return the error about a field that is not among the `known` ones of the object at `path`."""
-    word = name[:MAX_NAME_LENGTH]
-    names = sorted(known)
-    hint = nearest(word, names) if path else _elsewhere(word, names) or nearest(word, names)
-    field = join(path, word or "''")
+def unknown_field(path: str, name: str, known_names: Iterable[str]) -> UnknownFieldError:
+    """Return the error about a field that the object at `path` does not have, with a near name."""
+    shortened_name = name[:MAX_NAME_LENGTH]
+    names = sorted(known_names)
+    hint = "" if path else _other_endpoint_hint(shortened_name, names)
+    hint = hint or nearest(shortened_name, names)
+    field = join(path, shortened_name or "''")
     return UnknownFieldError("is not a known field.{hint}", field=field, hint=hint)
 
 
-def _elsewhere(word: str, known: list[str]) -> str:
-    """Return which field to send instead of one that another endpoint takes; empty for others."""
-    own = next((name for name in _PROMPT_FIELDS if name in known), None)
-    if word not in _PROMPT_FIELDS or own is None:
+def _other_endpoint_hint(word: str, known_names: list[str]) -> str:
+    """Name this endpoint's prompt field if `word` is another endpoint's, else return ""."""
+    prompt_field = next((name for name in _PROMPT_FIELDS if name in known_names), None)
+    if word not in _PROMPT_FIELDS or prompt_field is None:
         return ""
-    return f" Send '{own}' here; '{word}' is for {_PROMPT_FIELDS[word]}."
+    return f" Send '{prompt_field}' here; '{word}' is for {_PROMPT_FIELDS[word]}."

@@ -1,7 +1,7 @@
-"""How fields of requests describe themselves: meaning, bounds, and whether they are supported.
+"""Annotations of request fields: their meaning, their bounds, and whether they are supported.
 
-`server/body/decode.py` checks requests by these annotations, `server/body/lenient.py` drops what
-they allow to drop, and `server/openapi/document.py` publishes them.
+`server/body/decode.py` checks requests by these annotations, `server/body/lenient.py` removes the
+fields that they allow to remove, and `server/openapi/document.py` publishes them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from twostroke.core.sampling import BOUNDS
 
-# Keywords of the schemas made here, which the document replaces or explains.
+# Keywords of JSON Schemas made here; the OpenAPI document replaces or explains them.
 NEUTRAL: Final = "x-neutral"
 WRONG_IS_IGNORED: Final = "x-wrong-is-ignored"
 
@@ -25,16 +25,17 @@ class RequestObject(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TaggedObject(RequestObject, tag_field="type"):
-    """An object of a request that says in `type` what it is.
+    """An object of a request whose field `type` tells its struct.
 
-    `other_types` has what to do instead of sending an object of another type, `*` of any other.
+    `other_types` has, by type, the advice for clients that send an object of that type; the key
+    `*` is for all types that are not listed.
     """
 
     other_types: ClassVar[Mapping[str, str]] = {}
 
 
 class Effect(StrEnum):
-    """What becomes of a field that the server cannot honour, unless its value is neutral."""
+    """How the server treats a field without effect whose value is not neutral."""
 
     REFUSED = "refused"  # without it the answer would mean something else
     HINT = "hint"  # ignored, and refused by a strict server
@@ -42,23 +43,23 @@ class Effect(StrEnum):
 
 
 class Fact(StrEnum):
-    """A place in a JSON Schema for a value of the running model or of the server's options."""
+    """A placeholder in a JSON Schema for a value of the running model or of the options."""
 
     LAST_ID = "{last token}"
     MODEL_NAMES = "{model names}"
-    GUESSERS = "{methods of speculation}"
+    PROPOSERS = "{methods of speculation}"
     EMBEDDING_WIDTH = "{embedding width}"
     MAX_CHOICES = "{most answers}"
     MAX_INPUTS = "{most inputs}"
 
 
 def doc(description: str, **keywords: object) -> Meta:
-    """Return a field's description, and JSON Schema keywords that other code enforces."""
+    """Describe a field; `keywords` are JSON Schema's, for limits that other code enforces."""
     return Meta(description=description, extra_json_schema=keywords)
 
 
 def sampling(name: str, description: str = "", **keywords: object) -> Meta:
-    """Describe a field whose bounds `SamplingParams` checks; `keywords` replace some of them."""
+    """Describe a field whose bounds `SamplingParams` checks; `keywords` replace JSON Schema's."""
     bounds = BOUNDS[name]
     low = "exclusiveMinimum" if bounds.above else "minimum"
     limits = {low: bounds.low, "maximum": bounds.high}
@@ -66,7 +67,7 @@ def sampling(name: str, description: str = "", **keywords: object) -> Meta:
 
 
 def limit(description: str) -> Meta:
-    """Describe a limit of tokens, where -1 is none; one above any context is cut, as others are."""
+    """Describe a limit of tokens, which the context lowers; -1 is no limit."""
     return doc(description, minimum=-1, **{"not": {"const": 0}})
 
 
@@ -87,7 +88,7 @@ def ignored(*neutral: object) -> Meta:
 
 
 def keeping(value: str, *neutral: object) -> Meta:
-    """Mark a field that has an effect where there is a page cache, with such a `value`."""
+    """Mark a field that has an effect only with a page cache; `value` describes its values."""
     text = f"Keeps the prompt in a page cache: {value}. Ignored without one."
     return _mark(Effect.NONE, text, neutral)
 
@@ -99,7 +100,7 @@ def _mark(effect: Effect, text: str, neutral: tuple[object, ...], **keywords: ob
 
 
 def renamed(name: str) -> Meta:
-    """Mark a field of another protocol that is called `name` in this one."""
+    """Mark a field of another protocol that this protocol calls `name`."""
     return Meta(
         description=f"Not supported: send `{name}`.",
         extra={"effect": Effect.REFUSED, "neutral": (), "new_name": name},
@@ -108,28 +109,28 @@ def renamed(name: str) -> Meta:
 
 
 def unknown_left_out(*other_types: str, refused: tuple[str, ...] = ()) -> Meta:
-    """Mark a list from which items of unknown types are left out and reported.
+    """Mark a list from which items of unknown types are removed, with a report to the client.
 
-    The types of the list's structs are known, and so are `other_types`. If the type of an item
-    contains one of the `refused` words, the item stays, and the request is refused.
+    The types of the list's structs and `other_types` are known. An item whose type contains one of
+    the `refused` words is not removed, so that the request is refused.
     """
     return Meta(extra={"known": other_types, "refused": refused, "leaves_out": True})
 
 
 def advice(values: Mapping[str, str]) -> Meta:
-    """Add to the error about a wrong value what to do instead."""
+    """Add advice, by wrong value, to the error about that value; `*` is for any other value."""
     return Meta(extra={"advice": values})
 
 
 def reference(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """Return a reference to a struct's schema in the document."""
+    """Return a reference to a struct's schema in the OpenAPI document."""
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
 
 # Marks a field that is ignored if its value is wrong; a strict server refuses it.
 DROPPABLE: Final = Meta(extra={"is_droppable": True}, extra_json_schema={WRONG_IS_IGNORED: True})
 
-# Words in the types of parts with images, audio and the like, which models here cannot read.
+# Words in the types of message parts with images, audio and other media, which are refused.
 MEDIA: Final = ("image", "audio", "video", "file", "document")
 PARTS: Final = unknown_left_out(refused=MEDIA)
 TEXT_ONLY: Final = {"*": "Models here read text only."}
@@ -178,9 +179,9 @@ def inputs(max_items: Fact, *, may_be_null: bool = False) -> Meta:
         "minItems": 1,
         "maxItems": max_items,
     }
-    ways: list[dict[str, Any]] = [text, with_id, several]
+    forms: list[dict[str, Any]] = [text, with_id, several]
     words = "A text, a list of token ids and texts that are joined, or a list of such inputs."
-    return doc(words, oneOf=[*ways, {"type": "null"}] if may_be_null else ways)
+    return doc(words, oneOf=[*forms, {"type": "null"}] if may_be_null else forms)
 
 
 def texts_or_ids(max_items: Fact, **of_text: int) -> Meta:

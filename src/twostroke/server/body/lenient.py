@@ -1,4 +1,4 @@
-"""Drops what a decoded body has beyond its struct, so that an unknown field fails no request."""
+"""Removes unknown fields from a decoded body, so that they do not fail the request."""
 
 from __future__ import annotations
 
@@ -20,30 +20,37 @@ from twostroke.server.http.ignored import MAX_IGNORED, Ignored
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_MAX_WHOLE = 2**53  # larger numbers with a fraction are not exact
+_MAX_EXACT_INTEGER = 2**53  # a float64 holds larger integers only approximately
 
 
 @dataclass(slots=True)
 class _StructFields:
     """The fields of a struct, by their names in JSON.
 
-    `inner` are those with something inside to look at, `droppable` have the types of those that may
-    be dropped. `is_closed` structs do not keep unknown fields.
+    Attributes:
+        names: the names of all fields, with the tag's.
+        is_closed: whether the struct refuses unknown fields, which are then removed.
+        searchable: the shapes of fields whose values may need a change.
+        droppable_types: the types of fields that are ignored if their value is wrong.
     """
 
     names: frozenset[str]
     is_closed: bool
-    inner: dict[str, _Shape] = field(default_factory=dict)
-    droppable: dict[str, Any] = field(default_factory=dict)
+    searchable: dict[str, _Shape] = field(default_factory=dict)
+    droppable_types: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Shape:
-    """The lists, structs and integers that may stand at one place of a body.
+    """The lists, structs and integers that a field of a body may hold.
 
-    `structs` are by the value of their tag, the field `tag_field`; one without a tag is at None.
-    A list with more than `max_items` is not searched, since it is refused anyway. From a list with
-    `left_out`, items of unknown types are removed.
+    Attributes:
+        item: the shape of a list's items; None without a list, or if items need no change.
+        max_items: longer lists are not searched, since they are refused anyway.
+        structs: by the value of the tag; a struct without a tag has the key None.
+        tag_field: the name of the field with the tag.
+        is_integer: whether 15.0 becomes 15.
+        omission_rules: from `field.unknown_left_out`; None keeps items of unknown types.
     """
 
     item: _Shape | None = None
@@ -51,20 +58,20 @@ class _Shape:
     structs: dict[str | None, _StructFields] = field(default_factory=dict)
     tag_field: str | None = None
     is_integer: bool = False
-    left_out: Mapping[str, Any] | None = None
+    omission_rules: Mapping[str, Any] | None = None
 
-    def is_left_out(self, item: Any) -> bool:
-        """Whether an item of this list has an unknown type and may be left out."""
-        if self.left_out is None or type(item) is not dict:
+    def is_omitted(self, item: Any) -> bool:
+        """Whether an item of this list has an unknown type and may be removed."""
+        if self.omission_rules is None or type(item) is not dict:
             return False
         shape = self.item or _Shape()
         tag = item.get(shape.tag_field or _TAG)
-        if not isinstance(tag, str) or tag in shape.structs or tag in self.left_out["known"]:
+        if not isinstance(tag, str) or tag in shape.structs or tag in self.omission_rules["known"]:
             return False
-        return not any(word in tag for word in self.left_out["refused"])
+        return not any(word in tag for word in self.omission_rules["refused"])
 
     def fields_of(self, value: Mapping[str, Any]) -> _StructFields | None:
-        """Return the fields that an object may have; None if its tag is not known."""
+        """Return the fields that an object may have; None if its tag is unknown."""
         tag = value.get(self.tag_field) if self.tag_field is not None else None
         if tag is None and len(self.structs) == 1:
             return next(iter(self.structs.values()))
@@ -72,54 +79,55 @@ class _Shape:
 
 
 def drop_unknown(value: Any, kind: Any, where: str = "") -> list[Ignored]:
-    """Remove the unknown fields of `kind` from a decoded body, in place, and return them.
+    """Remove fields that the type `kind` does not have from a decoded body, and return them.
 
-    Fields that may be dropped go if their value is wrong, and whole numbers that are written with a
-    fraction (15.0) become integers. Takes time in proportion to the body.
+    The body is changed in place. Fields marked as droppable are removed, too, if their value is
+    wrong, and integers written as fractions (15.0) become integers. The time is linear in the
+    size of the body. `where` is the path of `value` inside the whole body.
 
     Raises:
-        UnknownFieldError: a field that would change the meaning of the answer.
+        UnknownFieldError: a field without which the answer would mean something else.
     """
-    fitting = _Fitting()
+    walk = _LenientWalk()
     if (shape := _shape_of(kind)) is not None:
-        fitting.fit(value, shape, where)
-    return list(fitting.found.values())
+        walk.fit(value, shape, where)
+    return list(walk.ignored.values())
 
 
-class _Fitting:
-    """One walk through a body; a field that comes several times is reported once."""
+class _LenientWalk:
+    """One walk through a body, which reports each kind of ignored field once."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[int, str], Ignored] = {}
+        self.ignored: dict[tuple[int, str], Ignored] = {}
 
     def fit(self, value: Any, shape: _Shape, where: str) -> Any:
-        """Return a value without unknown fields; lists and objects are changed in place."""
+        """Return a value without its unknown fields; lists and objects are changed in place."""
         if type(value) is dict:
             if (fields := shape.fields_of(value)) is not None:
                 self._fit_object(value, fields, where)
         elif type(value) is list:
-            if shape.left_out is not None:
-                self._leave_out(value, shape, where)
+            if shape.omission_rules is not None:
+                self._omit_items(value, shape, where)
             if shape.item is not None and len(value) <= (shape.max_items or len(value)):
-                for place, item in enumerate(value):
-                    if type(item) in _FITTED:
-                        value[place] = self.fit(item, shape.item, f"{where}[{place}]")
+                for index, item in enumerate(value):
+                    if type(item) in _CHANGEABLE_TYPES:
+                        value[index] = self.fit(item, shape.item, f"{where}[{index}]")
         elif type(value) is float and shape.is_integer:
-            return int(value) if value.is_integer() and abs(value) < _MAX_WHOLE else value
+            return int(value) if value.is_integer() and abs(value) < _MAX_EXACT_INTEGER else value
         return value
 
     def _leave_out(self, items: list[Any], shape: _Shape, where: str) -> None:
-        """Remove the items of unknown types from a list, and note each type once."""
-        kept_items = [item for item in items if not shape.is_left_out(item)]
+        """Remove items of unknown types from a list, and report each type once."""
+        kept_items = [item for item in items if not shape.is_omitted(item)]
         if len(kept_items) == len(items):
             return
         tag_field = (shape.item and shape.item.tag_field) or _TAG
         for index, item in enumerate(items):
-            if len(self.found) >= MAX_IGNORED:
+            if len(self.ignored) >= MAX_IGNORED:
                 break
-            if shape.is_left_out(item):
-                left_out = left_out_item(f"{where}[{index}]", item[tag_field], tag_field)
-                self.found.setdefault((id(shape), item[tag_field]), left_out)
+            if shape.is_omitted(item):
+                omitted = ignored_item(f"{where}[{index}]", item[tag_field], tag_field)
+                self.ignored.setdefault((id(shape), item[tag_field]), omitted)
         items[:] = kept_items
 
     def _fit_object(self, value: dict[str, Any], fields: _StructFields, where: str) -> None:
@@ -131,30 +139,36 @@ class _Fitting:
                     reason = "is not a known field, and the answer depends on it: leave it out."
                     raise UnknownFieldError(f"{reason}{{hint}}", field=error.field, **error.facts)
                 self._note(fields, name, where, refusal, is_known=False)
-        for name, shape in fields.inner.items():
+        for name, shape in fields.searchable.items():
             if name in value:
                 value[name] = self.fit(value[name], shape, join(where, name))
-        for name in fields.droppable:
+        for name in fields.droppable_types:
             if name not in value:
                 continue
             try:
-                msgspec.convert(value[name], fields.droppable[name], str_keys=True)
+                msgspec.convert(value[name], fields.droppable_types[name], str_keys=True)
             except msgspec.ValidationError as error:
-                why = (str(error), fields.droppable[name], value.pop(name), join(where, name))
-                self._note(fields, name, where, partial(explain, *why), is_known=True)
+                refusal = partial(
+                    explain,
+                    str(error),
+                    fields.droppable_types[name],
+                    body=value.pop(name),
+                    where=join(where, name),
+                )
+                self._note(fields, name, where, refusal, is_known=True)
 
     def _note(
         self, fields: _StructFields, name: str, where: str, refusal: Any, *, is_known: bool
     ) -> None:
         key = (id(fields), name)
-        if key not in self.found and len(self.found) < MAX_IGNORED:
-            found = Ignored(join(where, name) or "''", refusal, is_known)
-            is_hint = not is_known and found.name in KNOWN_HINTS
-            self.found[key] = replace(found, is_known=True) if is_hint else found
+        if key not in self.ignored and len(self.ignored) < MAX_IGNORED:
+            note = Ignored(join(where, name) or "''", refusal, is_known)
+            is_hint = not is_known and note.name in KNOWN_HINTS
+            self.ignored[key] = replace(note, is_known=True) if is_hint else note
 
 
-def left_out_item(where: str, tag: str, tag_field: str = "type") -> Ignored:
-    """Return the report of an item that is left out because of its type."""
+def ignored_item(where: str, tag: str, tag_field: str = "type") -> Ignored:
+    """Return the report of a list item that is removed because its type is unknown."""
     tag = tag[:MAX_NAME_LENGTH]
 
     def refusal() -> RequestError:
@@ -164,8 +178,8 @@ def left_out_item(where: str, tag: str, tag_field: str = "type") -> Ignored:
     return Ignored(f"{where}.{tag}", refusal)
 
 
-_TAG = "type"  # the field with the type of items that are not tagged structs
-_FITTED = (dict, list, float)
+_TAG = "type"  # the tag field of lists whose items are not tagged structs
+_CHANGEABLE_TYPES = (dict, list, float)
 
 
 @cache
@@ -173,34 +187,43 @@ def _shape_of(kind: Any) -> _Shape | None:
     return _describe(type_of(kind), {})
 
 
-def _describe(kind: inspect.Type, known: dict[type, _StructFields]) -> _Shape | None:
-    """Return the shape of a type; None if nothing in it could be dropped or changed."""
+def _describe(kind: inspect.Type, fields_by_struct: dict[type, _StructFields]) -> _Shape | None:
+    """Return the shape of a type; None if none of its values needs a change."""
     shape = _Shape()
     all_parts = list(parts([kind]))
     for part in all_parts:
         if extra_of(part).get("leaves_out"):
-            shape.left_out = extra_of(part)
+            shape.omission_rules = extra_of(part)
         if isinstance(part, inspect.ListType):
-            shape.item, shape.max_items = _describe(part.item_type, known), part.max_length
+            shape.item = _describe(part.item_type, fields_by_struct)
+            shape.max_items = part.max_length
         elif isinstance(part, inspect.StructType):
             tag = None if part.tag is None else str(part.tag)
-            shape.structs[tag], shape.tag_field = _fields_in(part, known), part.tag_field
+            shape.structs[tag] = _struct_fields(part, fields_by_struct)
+            shape.tag_field = part.tag_field
     has_integer = any(isinstance(part, inspect.IntType) for part in all_parts)
     has_float = any(isinstance(part, inspect.FloatType) for part in all_parts)
     shape.is_integer = has_integer and not has_float
-    has_effect = shape.item or shape.structs or shape.is_integer or shape.left_out
+    has_effect = shape.item or shape.structs or shape.is_integer or shape.omission_rules
     return shape if has_effect else None
 
 
-def _fields_in(kind: inspect.StructType, known: dict[type, _StructFields]) -> _StructFields:
-    if kind.cls in known:
-        return known[kind.cls]
-    names = {one.encode_name for one in kind.fields} | {kind.tag_field or ""} - {""}
-    fields = known[kind.cls] = _StructFields(frozenset(names), kind.forbid_unknown_fields)
-    types = {one.encode_name: one.type for one in msgspec.structs.fields(kind.cls)}
-    for one in kind.fields:
-        if (inner := _describe(one.type, known)) is not None:
-            fields.inner[one.encode_name] = inner
-        if extra_of(one.type).get("is_droppable"):
-            fields.droppable[one.encode_name] = types[one.encode_name]
+def _struct_fields(
+    kind: inspect.StructType, fields_by_struct: dict[type, _StructFields]
+) -> _StructFields:
+    """Return the fields of a struct, which are also added to `fields_by_struct`."""
+    if kind.cls in fields_by_struct:
+        return fields_by_struct[kind.cls]
+    names = {struct_field.encode_name for struct_field in kind.fields}
+    if kind.tag_field:
+        names.add(kind.tag_field)
+    fields = _StructFields(frozenset(names), kind.forbid_unknown_fields)
+    fields_by_struct[kind.cls] = fields  # before its fields, which may contain the struct again
+    annotations = {item.encode_name: item.type for item in msgspec.structs.fields(kind.cls)}
+    for struct_field in kind.fields:
+        name = struct_field.encode_name
+        if (shape := _describe(struct_field.type, fields_by_struct)) is not None:
+            fields.searchable[name] = shape
+        if extra_of(struct_field.type).get("is_droppable"):
+            fields.droppable_types[name] = annotations[name]
     return fields

@@ -1,4 +1,4 @@
-"""Fields of other servers: the hints that clients often send, and those that cannot be ignored."""
+"""Fields of other servers that clients often send: hints, and fields that must not be ignored."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HINTS: Final = {
 }
 KNOWN_HINTS: Final = frozenset(name for names in HINTS.values() for name in names)
 
-# Without these the answer would not be the one that was asked for: refused unless empty.
+# Without these fields the answer would mean something else, so they are refused unless empty.
 _FORMS: Final = """
     ebnf format grammar guided_choice guided_grammar guided_json guided_regex json_schema
     output_format regex response_format structured_outputs
@@ -55,11 +55,11 @@ _MEDIA: Final = """
     attachments audio documents file files image image_data image_url images
     input_audio video
 """
-_OF_BODIES: Final = frozenset(" ".join((_FORMS, _PROMPTS, _LIMITS, _TOOLS, _OTHERS)).split())
-_ANYWHERE: Final = frozenset(_MEDIA.split())
+_TOP_LEVEL_NAMES: Final = frozenset(" ".join((_FORMS, _PROMPTS, _LIMITS, _TOOLS, _OTHERS)).split())
+_NAMES_ANYWHERE: Final = frozenset(_MEDIA.split())
 
 
-def has_meaning(name: str, value: object, where: str) -> bool:
-    """Whether an unknown field, inside the object at the place `where`, must not be ignored."""
+def has_meaning(name: str, value: object, parent: str) -> bool:
+    """Whether the answer depends on an unknown field; `parent` is the path of its object."""
     is_empty = value is None or value in (False, "", [], {}) or (name == "n" and value == 1)
-    return not is_empty and (name in _ANYWHERE or (not where and name in _OF_BODIES))
+    return not is_empty and (name in _NAMES_ANYWHERE or (not parent and name in _TOP_LEVEL_NAMES))

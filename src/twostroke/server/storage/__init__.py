@@ -1,10 +1,10 @@
 """Records that outlive the process: one SQLite database and a folder of files.
 
-`Records` is the database, `Folder` the files, and `beside` lets another program in. All raise
-`RecordsError` where the disk fails.
+A server opens `Records`, which holds the database and, as `Folder`, the files. Another program uses
+`open_database` at the same time. All of them raise `RecordsError` when the disk fails.
 """
 
-from twostroke.server.storage.database import Records, beside
+from twostroke.server.storage.database import Records, open_database
 from twostroke.server.storage.folder import Folder, FolderMarker, RecordsError, Temporary
 from twostroke.server.storage.row_digests import DamagedRowError
 
@@ -15,5 +15,5 @@ __all__ = [
     "Records",
     "RecordsError",
     "Temporary",
-    "beside",
+    "open_database",
 ]

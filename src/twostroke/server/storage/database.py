@@ -1,4 +1,4 @@
-"""The database: one thread writes, another reads, and each write is on the disk when it returns."""
+"""The SQLite database of a records folder: one thread writes, one reads, each write is synced."""
 
 from __future__ import annotations
 
@@ -35,31 +35,32 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_BUSY_S: Final = 5.0  # how long to wait for another program that has locked the database
-_LOOK_S: Final = 0.01
-_MOST_TOGETHER: Final = 256  # writes in one transaction
-_MOST_LOG_BYTES: Final = 16 << 20  # that stay when the log was written to the database
-_MOST_WAITING: Final = 4096
-_SHRINK_PAGES: Final = 1024  # at once
-_DAMAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError)  # of JSON in the database
-_FAULTS: Final = (sqlite3.Error, *_DAMAGE)
-_MAX_NAMED_ROWS: Final = 20  # damaged rows that the log names at a start
+_LOCK_TIMEOUT_S: Final = 5.0  # waits this long for another program that has locked the database
+_LOCK_POLL_S: Final = 0.01
+_MAX_WRITES_PER_TRANSACTION: Final = 256
+_MAX_IDLE_LOG_BYTES: Final = 16 << 20  # the write-ahead log is cut to this after a checkpoint
+_MAX_WAITING_WRITES: Final = 4096
+_SHRINK_PAGES: Final = 1024  # SQLite pages that one call of `shrink` frees
+_JSON_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError)  # from damaged JSON columns
+_DATABASE_ERRORS: Final = (sqlite3.Error, *_JSON_ERRORS)
+_MAX_LOGGED_ROWS: Final = 20  # damaged rows that the log names at a start
 _logger = logging.getLogger("twostroke.records")
 
 
 class Records:
-    """A folder's database and files, which one process holds at a time.
+    """The database and the files of a records folder, which one process opens at a time.
 
-    Work is a function of a connection; it must not keep the connection. Writes that wait at the
-    same time share a transaction, and so one sync of the disk; each is undone alone if it raises.
+    Callers pass `work`, a function of a database connection that it must not keep. Writes that wait
+    at the same time share a transaction, and so one sync of the disk. A write that raises is rolled
+    back alone.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the folder `path`, which is made if it is not there.
+        """Open the folder `path`, and create it if necessary.
 
         Raises:
-            RecordsError: another process holds it, a newer version wrote it, it is damaged, or it
-                cannot be read or written.
+            RecordsError: another process has opened the folder, a newer version wrote it, the
+                database is damaged, or the disk fails.
         """
         self.path = path / "records.db"
         self.files = Folder(path)
@@ -72,7 +73,7 @@ class Records:
             self._reader = _connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
             self._clean_up()
-        except _FAULTS as error:
+        except _DATABASE_ERRORS as error:
             os.close(self._lock)
             raise _explain(error, self.path) from None
         except BaseException:
@@ -84,9 +85,9 @@ class Records:
         self._readers = ThreadPoolExecutor(1, "twostroke-records-reader")
 
     async def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Return what `work` returns, once its changes are on the disk; raises what it raises.
+        """Run `work` in the writing thread and return its result once its changes are synced.
 
-        A caller that is cancelled meanwhile does not stop the work.
+        Cancelling the caller does not stop the work. Exceptions of `work` are raised here.
 
         Raises:
             RecordsError: the changes could not be written; none was made.
@@ -94,21 +95,22 @@ class Records:
         return await asyncio.wrap_future(self.post(work))
 
     def post(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
-        """As `write`, without waiting; works are done in the order in which they are posted.
+        """Queue `work` for the writing thread and return its future; the order of calls is kept.
 
-        They are refused where too many wait, as for a database that is locked.
+        The future fails with a RecordsError if too many writes wait, for example because another
+        program has locked the database.
         """
         done: Future[T] = Future()
-        done.set_running_or_notify_cancel()  # so that nobody can cancel it
-        if self._writes.qsize() >= _MOST_WAITING:
-            reason = f"cannot keep up: {_MOST_WAITING:,} changes wait to be written"
+        done.set_running_or_notify_cancel()  # so that the future cannot be cancelled
+        if self._writes.qsize() >= _MAX_WAITING_WRITES:
+            reason = f"cannot keep up: {_MAX_WAITING_WRITES:,} changes wait to be written"
             done.set_exception(RecordsError(f"The database {self.path} {reason}."))
             return done
         self._writes.put((work, done))
         return done
 
     async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Return what `work` reads.
+        """Run `work` in the reading thread and return its result.
 
         Raises:
             RecordsError: the database cannot be read.
@@ -116,37 +118,37 @@ class Records:
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
 
     async def read_long(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """As `read`, for work that takes seconds: other reads do not wait for it."""
+        """As `read`, for work that takes seconds: it has its own thread and connection."""
 
         def read() -> T:
-            with self.alone() as connection:
+            with self.open_reader() as connection:
                 return work(connection)
 
         return await asyncio.to_thread(read)
 
     @contextmanager
-    def alone(self) -> Iterator[sqlite3.Connection]:
-        """Yield a connection of its own, for a thread that reads for seconds; raises as `read`."""
+    def open_reader(self) -> Iterator[sqlite3.Connection]:
+        """Open a connection for a thread that reads for seconds. Raises as `read`."""
         try:
             with closing(_connect(self.path)) as connection:
                 yield connection
-        except _FAULTS as error:
+        except _DATABASE_ERRORS as error:
             raise _explain(error, self.path) from None
 
     @staticmethod
     def shrink(db: sqlite3.Connection) -> bool:
-        """Give some unused space of a database back; return whether there may be more.
+        """Return some unused space of a database to the disk; return whether more may be left.
 
-        A database that was made before this was possible keeps it.
+        Does nothing for a database that an earlier version created without `auto_vacuum`.
         """
         [before] = db.execute("PRAGMA freelist_count").fetchone()
-        for _ in range(min(before, _SHRINK_PAGES)):  # Python steps once, which is a page
+        for _ in range(min(before, _SHRINK_PAGES)):  # one call of `execute` frees one page
             db.execute("PRAGMA incremental_vacuum(1)")
         [after] = db.execute("PRAGMA freelist_count").fetchone()
         return bool(after < before and after)
 
     def close(self) -> None:
-        """Finish the writes that wait, and release the folder."""
+        """Finish the waiting writes, and release the folder."""
         self._writes.put(None)
         self._thread.join()
         self._readers.shutdown()
@@ -156,29 +158,29 @@ class Records:
         os.close(self._lock)
 
     def _note_cut_off_log(self) -> None:
-        """Log that the newest records are lost, and remember it for files without a record."""
+        """If the end of the write-ahead log is damaged, log it and mark the folder."""
         if is_log_cut_off(self._writer, self.path):
             reason = "The newest changes of %s may be lost: the end of its log is damaged."
             _logger.error(reason, self.path)
             self._lost_records.make()
 
     def _clean_up(self) -> None:
-        """Log damaged records, restore ids, and delete files that a crash has left.
+        """Log damaged rows, restore ids, and delete files that no row names.
 
-        While any record is damaged or lost, a file without a record may be that record's: it stays.
+        While a row is damaged or lost, files without a row may belong to it, so they are kept.
         """
         known_ids = stored_ids(self._writer, "files")
         faults = restore_ids(self._writer)
         has_lost_records = self._lost_records.is_there
         is_doubtful = has_lost_records or faults or has_damaged_rows(self._reader, "files")
-        faults += itertools.islice(damaged_rows(self._reader), _MAX_NAMED_ROWS)
-        for sentence in faults[:_MAX_NAMED_ROWS]:
+        faults += itertools.islice(damaged_rows(self._reader), _MAX_LOGGED_ROWS)
+        for sentence in faults[:_MAX_LOGGED_ROWS]:
             _logger.error("%s: %s.", self.path, sentence)
         known_ids |= stored_ids(self._reader, "files")
         self.files.remove_unfinished()
         unknown_ids = self.files.ids() - known_ids
         if is_doubtful and unknown_ids:
-            names = ", ".join(sorted(unknown_ids)[:_MAX_NAMED_ROWS])
+            names = ", ".join(sorted(unknown_ids)[:_MAX_LOGGED_ROWS])
             reason = "%d files of %s stay, though no record names them, as records are damaged: %s."
             _logger.error(reason, len(unknown_ids), self.files.path(""), names)
             if has_lost_records:
@@ -190,21 +192,23 @@ class Records:
     def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
         try:
             return work(self._reader)
-        except _FAULTS as error:
+        except _DATABASE_ERRORS as error:
             raise _explain(error, self.path) from None
 
     def _run(self) -> None:
         is_open = True
         while is_open:
             batch = [self._writes.get()]
-            while not self._writes.empty() and len(batch) < _MOST_TOGETHER:
+            while not self._writes.empty() and len(batch) < _MAX_WRITES_PER_TRANSACTION:
                 batch.append(self._writes.get())
             is_open = None not in batch
-            self._write([one for one in batch if one is not None])
+            self._write([write for write in batch if write is not None])
 
     def _write(self, writes: list[Write]) -> None:
-        """Do all in one transaction; answer each once it is on the disk."""
-        db, results, failed = self._writer, list[tuple[Future[Any], Any]](), list[Any]()
+        """Do all writes in one transaction, and complete their futures once it is on the disk."""
+        db = self._writer
+        results: list[tuple[Future[Any], Any]] = []
+        failures: list[tuple[Future[Any], Exception]] = []
         try:
             db.execute("BEGIN IMMEDIATE")
             for work, done in writes:
@@ -213,9 +217,9 @@ class Records:
                     results.append((done, work(db)))
                 except sqlite3.OperationalError:
                     raise
-                except Exception as error:  # noqa: BLE001 its caller gets it; the others go on
+                except Exception as error:  # noqa: BLE001 raised to its caller; the other writes continue
                     db.execute("ROLLBACK TO one")
-                    failed.append((done, error))
+                    failures.append((done, error))
                 db.execute("RELEASE one")
             db.execute("COMMIT")
         except sqlite3.Error as error:
@@ -224,29 +228,32 @@ class Records:
             for _, done in writes:
                 done.set_exception(_explain(error, self.path))
             return
-        for done, fault in failed:
-            is_ours = isinstance(fault, _FAULTS)
-            done.set_exception(_explain(fault, self.path) if is_ours else fault)
+        for done, failure in failures:
+            is_database_error = isinstance(failure, _DATABASE_ERRORS)
+            done.set_exception(_explain(failure, self.path) if is_database_error else failure)
         for done, result in results:
             done.set_result(result)
 
 
 @contextmanager
-def beside(
-    path: Path, *, writes: bool = False, makes: bool = False
+def open_database(
+    path: Path, *, writes: bool = False, creates: bool = False
 ) -> Iterator[sqlite3.Connection]:
-    """Yield the database of a folder that a server may hold, in one short transaction.
+    """Open the database of a folder for one short transaction; a server may use it meanwhile.
 
-    With `writes` nothing else writes during the block, and its changes are on the disk after it; if
-    it raises, there are none. With `makes` folder and database are made if they are not there.
+    Args:
+        path: the records folder.
+        writes: lock the database for writing. The changes are on the disk after the block, and
+            rolled back if the block raises.
+        creates: create the folder and the database if they do not exist.
 
     Raises:
         RecordsError: there is no database, another program has locked it for long, a newer version
-            wrote it, it is damaged, or it cannot be read or written.
+            wrote it, it is damaged, or the disk fails.
     """
     file = path / "records.db"
     try:
-        if makes:
+        if creates:
             Folder(path)
         elif not file.is_file():
             message = f"There is no database {file}: is {path} a server's --records folder?"
@@ -256,7 +263,7 @@ def beside(
             db.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             yield db
             db.execute("COMMIT")
-    except _FAULTS as error:
+    except _DATABASE_ERRORS as error:
         raise _explain(error, file) from None
     except PermissionError as error:
         raise explain(error, file) from None
@@ -267,39 +274,42 @@ def _connect(path: Path) -> sqlite3.Connection:
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         is_new = True
-    except OSError:  # it is there, perhaps from an older version, or cannot be made, as SQLite says
+    except OSError:  # it exists, perhaps from an older version; SQLite reports other errors
         for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
             with suppress(OSError):
-                one = path.with_name(name)
-                one.chmod(one.stat().st_mode & 0o700)
-    connection = sqlite3.connect(path, _BUSY_S, isolation_level=None, check_same_thread=False)
+                file = path.with_name(name)
+                file.chmod(file.stat().st_mode & 0o700)
+    connection = sqlite3.connect(
+        path, _LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
+    )
     use_row_digests(connection)
     if is_new:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # takes the lock of writers
-    _keep_log(connection)
-    connection.execute(f"PRAGMA journal_size_limit = {_MOST_LOG_BYTES}")
+    _use_write_ahead_log(connection)
+    connection.execute(f"PRAGMA journal_size_limit = {_MAX_IDLE_LOG_BYTES}")
     connection.execute("PRAGMA synchronous = FULL")
     return connection
 
 
-def _keep_log(connection: sqlite3.Connection) -> None:
-    """Have a log of writes kept; while others do so first, SQLite fails at once and not in time."""
-    end_s = time.monotonic() + _BUSY_S
+def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """Turn on the write-ahead log; retry while another program does so, since SQLite does not."""
+    end_s = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
             connection.execute("PRAGMA journal_mode = WAL")
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end_s:
                 raise
-            time.sleep(_LOOK_S)
+            time.sleep(_LOCK_POLL_S)
         else:
             return
 
 
 def _migrate(db: sqlite3.Connection, path: Path) -> None:
-    """As `migrate`, but not a new database beside files, which it would not know.
+    """Migrate a database, unless it is empty while the folder has files.
 
-    The next server would delete them, though a backup of the database may know them.
+    An empty database names none of the files, so the next start would delete them, although a
+    backup of the database may name them.
     """
     [version] = db.execute("PRAGMA user_version").fetchone()
     files = path.parent / "files"
@@ -312,10 +322,11 @@ def _migrate(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _explain(error: Exception, path: Path) -> RecordsError:
-    is_json = isinstance(error, _DAMAGE)
+    """Return the error about a failed access to the database, with the remedy if there is one."""
+    is_json = isinstance(error, _JSON_ERRORS)
     code = getattr(error, "sqlite_errorcode", 0)
     kind = sqlite3.SQLITE_CORRUPT if is_json else code & 0xFF
-    if code == sqlite3.SQLITE_IOERR_SHMSIZE:  # no room for the index of the log
+    if code == sqlite3.SQLITE_IOERR_SHMSIZE:  # no space for the index of the write-ahead log
         kind = sqlite3.SQLITE_FULL
     why = {
         sqlite3.SQLITE_CORRUPT: "is damaged: restore a backup, or move its folder away",
@@ -332,7 +343,7 @@ def _explain(error: Exception, path: Path) -> RecordsError:
 
 
 def _is_read_only(folder: Path) -> bool:
-    """Return whether the file system of a folder is mounted so."""
+    """Whether the file system of a folder is mounted read-only."""
     try:
         return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
     except OSError:
@@ -340,7 +351,7 @@ def _is_read_only(folder: Path) -> bool:
 
 
 def _lock(path: Path) -> int:
-    """Lock the folder until the process ends or the descriptor is closed."""
+    """Lock the folder until the process ends or the returned descriptor is closed."""
     try:
         descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -18,38 +18,39 @@ if TYPE_CHECKING:
 
 
 class Folder:
-    """The files of a records folder, by id. Its owner makes ids; they never come from clients."""
+    """The files of a records folder, by id. The caller makes the ids; clients never choose them."""
 
     def __init__(self, path: Path) -> None:
-        """Use the folder `path`, which is made if it is not there; only its owner may read files.
+        """Use the folder `path`, and create it if necessary, readable by its owner only.
 
         Raises:
-            RecordsError: it cannot be made.
+            RecordsError: the folder cannot be created.
         """
-        self._files, self._unfinished = path / "files", path / "unfinished"
-        self.doubtful: set[str] = set()  # whose records may not have been kept
+        self._files = path / "files"
+        self._unfinished = path / "unfinished"
+        self.doubtful: set[str] = set()  # ids of files whose database rows may be missing
         try:
-            for one in (path, self._files, self._unfinished):
-                one.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (path, self._files, self._unfinished):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except FileExistsError:
-            raise RecordsError(f"{one} is not a folder.") from None
+            raise RecordsError(f"{folder} is not a folder.") from None
         except OSError as error:
             raise explain(error, path) from None
 
     def path(self, id_: str) -> Path:
-        """Return where a file is."""
+        """Return the path of the file with this id."""
         return self._files / id_
 
     def begin(self) -> Temporary:
-        """Return a new file to write.
+        """Return a new temporary file to write to.
 
         Raises:
-            RecordsError: it cannot be made.
+            RecordsError: the file cannot be created.
         """
         return Temporary(self._unfinished / secrets.token_hex(8), self._files)
 
     def remove(self, id_: str) -> None:
-        """Delete a file, if it is there; what cannot be deleted now is at the next start."""
+        """Delete a file if it exists; if that fails, the next start of the server deletes it."""
         with suppress(OSError):
             self.path(id_).unlink(missing_ok=True)
 
@@ -58,7 +59,7 @@ class Folder:
         return {path.name for path in self._files.iterdir()}
 
     def remove_unfinished(self) -> None:
-        """Delete files that were not written whole, which a crash has left."""
+        """Delete temporary files that a crash has left."""
         for path in self._unfinished.iterdir():
             with suppress(OSError):
                 path.unlink()
@@ -69,7 +70,7 @@ new_hash: Final = partial(hashlib.blake2b, digest_size=16)
 
 
 def has_digest(path: Path, digest: str) -> bool:
-    """Return whether a file has this digest, or the digest is empty. Raises OSError."""
+    """Whether a file has this digest; an empty digest matches every file. Raises OSError."""
     if not digest:
         return True
     with open_regular_file(path, follows_links=False) as file:
@@ -80,10 +81,10 @@ def has_digest(path: Path, digest: str) -> bool:
 
 
 class Temporary:
-    """A file that is being written; it is deleted at the end of the block unless it was kept."""
+    """A file that is being written; leaving its `with` block deletes it unless it was kept."""
 
     def __init__(self, path: Path, folder: Path) -> None:
-        """Make it."""
+        """Create the file at `path`; `keep` moves it into `folder`."""
         self.num_bytes = 0
         self._hash = new_hash()
         self._path, self._folder = path, folder
@@ -93,18 +94,18 @@ class Temporary:
             raise explain(error, path) from None
 
     def __enter__(self) -> Self:
-        """Return the file."""
+        """Return this file."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Delete what was not kept."""
-        with suppress(OSError):  # the rest cannot be written on a full disk
+        """Close the file, and delete it unless it was kept."""
+        with suppress(OSError):  # on a full disk, buffered bytes cannot be written
             self._file.close()
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 
     def write(self, data: bytes) -> None:
-        """Append bytes; raises RecordsError."""
+        """Append bytes. Raises RecordsError."""
         try:
             self._file.write(data)
         except OSError as error:
@@ -114,11 +115,11 @@ class Temporary:
 
     @property
     def digest(self) -> str:
-        """The digest of the bytes that were written."""
+        """The digest of the bytes written so far, as hexadecimal digits."""
         return self._hash.hexdigest()
 
     def read(self) -> mmap:
-        """Return what was written, which is not nothing; raises RecordsError."""
+        """Map the written bytes, at least one, into memory. Raises RecordsError."""
         try:
             self._file.flush()
             return mmap(self._file.fileno(), 0, access=ACCESS_READ)
@@ -126,10 +127,10 @@ class Temporary:
             raise explain(error, self._path) from None
 
     def keep(self, id_: str) -> None:
-        """Give the file its name, in place of an older one; then it survives a loss of power.
+        """Move the file to its final name and sync it; an older file of that name is replaced.
 
         Raises:
-            RecordsError: the file may or may not have its name; doing all again is safe.
+            RecordsError: the file may or may not have its final name; a retry is safe.
         """
         try:
             self._file.flush()
@@ -142,7 +143,7 @@ class Temporary:
 
 
 class FolderMarker:
-    """A file of a records folder that says, apart from the database, what it once had."""
+    """An empty file in a records folder that notes a fact outside of the database."""
 
     def __init__(self, path: Path, name: str) -> None:
         """Use the file `name` of the folder `path`."""
@@ -150,11 +151,11 @@ class FolderMarker:
 
     @property
     def is_there(self) -> bool:
-        """Whether it was made."""
+        """Whether the file exists."""
         return self.path.exists()
 
     def make(self) -> None:
-        """Make it, if it is not there; raises RecordsError."""
+        """Create the file if it does not exist. Raises RecordsError."""
         try:
             if not self.is_there:
                 self.path.touch(mode=0o600)
@@ -163,13 +164,13 @@ class FolderMarker:
             raise explain(error, self.path) from None
 
     def remove(self) -> None:
-        """Remove it, as far as the folder allows."""
+        """Delete the file; errors are ignored."""
         with suppress(OSError):
             self.path.unlink()
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder survive a loss of power; raises OSError."""
+    """Sync a folder, so that its new names survive a loss of power. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -178,7 +179,7 @@ def sync_folder(path: Path) -> None:
 
 
 def explain(error: OSError, path: Path) -> RecordsError:
-    """Return the error for a path that failed."""
+    """Return the error about a path that the operating system cannot use."""
     return RecordsError(f"{path} cannot be used: {error.strerror or error}.")
 
 

@@ -1,7 +1,7 @@
-"""Digests of rows: a row that changed on the disk is noticed when it is read.
+"""Digests of database rows, by which a row that was damaged on the disk is noticed.
 
-SQLite notices a damaged structure, not a flipped bit in a value. So each row has the digest of its
-values in the column `row_digest`; it is empty in rows of earlier versions, which are accepted.
+SQLite notices a damaged structure, but not a flipped bit in a value. So each row has the digest of
+its values in the column `row_digest`. Rows of earlier versions have an empty digest and are valid.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from sqlite3 import Connection
 
-# The columns that a row's digest covers, by table; the first ones name the row. `is_found`,
-# `last_used` and the like change alone, and follow from nothing that clients see.
+# The columns that a row's digest covers, by table; the first columns identify the row. Columns such
+# as `is_found` and `last_used` are updated alone and are not covered: clients do not see them.
 COLUMNS: Final[dict[str, tuple[str, ...]]] = {
     "files": (
         "id",
@@ -50,7 +50,7 @@ _DIGEST_BYTES: Final = 8  # against accidents, not against people who can write 
 
 
 class DamagedRowError(RecordsError):
-    """A row of the database has other values than were written; to try again does not help."""
+    """A row of the database has other values than were written; a retry does not help."""
 
     http_status = 500
     code = "record_damaged"
@@ -67,19 +67,19 @@ def row_digest(values: Iterable[str | bytes | int | None]) -> str:
 
 
 def digest_in_sql(table: str) -> str:
-    """Return the SQL expression of the digest of a table's row, as it is now."""
+    """Return the SQL expression that computes the digest of a table's row from its columns."""
     # A damaged text may not be UTF-8, so SQLite passes bytes.
     values = ", ".join(f"CAST({table}.{column} AS BLOB)" for column in COLUMNS[table])
     return f"row_digest({values})"
 
 
 def is_intact_in_sql(table: str) -> str:
-    """Return the SQL condition that a table's row has the values that were written."""
+    """Return the SQL condition that a table's row still has the values that were written."""
     return f"({table}.row_digest = '' OR {table}.row_digest = {digest_in_sql(table)})"
 
 
 def damaged_rows(db: Connection) -> Iterator[str]:
-    """Yield a sentence for each damaged row of files, batches, keys and uploads."""
+    """Yield a sentence for the log about each damaged file, batch, key and upload."""
     for table, noun in _CHECKED_AT_START.items():
         query = f"SELECT id FROM {table} NOT INDEXED WHERE NOT {is_intact_in_sql(table)}"  # noqa: S608 constants
         for (id_,) in db.execute(query):
@@ -87,13 +87,13 @@ def damaged_rows(db: Connection) -> Iterator[str]:
 
 
 def use_row_digests(db: Connection) -> None:
-    """Make the function `row_digest` known to a connection, which reads damaged text, too."""
+    """Give a connection the SQL function `row_digest`, and let it read text that is not UTF-8."""
     db.create_function("row_digest", -1, lambda *values: row_digest(values), deterministic=True)
     db.text_factory = _as_text
 
 
 def _as_bytes(value: str | int) -> bytes:
-    """Return a value as SQLite casts it to bytes."""
+    """Encode a value as SQLite's `CAST(value AS BLOB)` does."""
     return (value if isinstance(value, str) else str(int(value))).encode()
 
 

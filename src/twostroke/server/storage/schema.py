@@ -1,4 +1,4 @@
-"""The tables of the database. Each version is a script that changes the one before it."""
+"""The tables of the database; each version is a script that changes the version before it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from sqlite3 import Connection
 
-# `seq` orders by arrival, whatever the clock does. `body` is JSON. Never change a script that was
-# released: append another.
+# `seq` orders rows by arrival, even if the clock is set back. `body` is JSON. Never change a script
+# that was released: append another.
 MIGRATIONS: Final = (
     """
     CREATE TABLE files (
@@ -43,7 +43,7 @@ MIGRATIONS: Final = (
         PRIMARY KEY (batch, line)
     ) WITHOUT ROWID;
     """,
-    # `change` grows with each change of a key, so that a server sees which it does not know.
+    # `change` grows with each change of a key, so that a server can read only new changes.
     """
     CREATE TABLE keys (
         id TEXT NOT NULL UNIQUE,
@@ -56,7 +56,7 @@ MIGRATIONS: Final = (
     CREATE UNIQUE INDEX key_names ON keys (name) WHERE NOT is_revoked;
     CREATE INDEX key_changes ON keys (change);
     """,
-    # `key` is its id; empty for requests without one. `input` includes `cached`.
+    # `key` is the key's id, empty for requests without a key. `input` includes `cached`.
     """
     CREATE TABLE usage (
         day TEXT NOT NULL,
@@ -71,7 +71,7 @@ MIGRATIONS: Final = (
         PRIMARY KEY (day, key, tenant, model, is_batch)
     ) WITHOUT ROWID;
     """,
-    # How often the engine died while it computed a line.
+    # How often the engine process died while it computed a line of a batch.
     """
     CREATE TABLE deaths (
         batch TEXT NOT NULL,
@@ -128,7 +128,7 @@ def migrate(db: Connection, path: Path) -> None:
     """Bring a database to the newest version, in one transaction.
 
     Raises:
-        RecordsError: a newer Twostroke wrote it.
+        RecordsError: a newer version of Twostroke wrote the database.
     """
     [version] = db.execute("PRAGMA user_version").fetchone()
     if version > len(MIGRATIONS):
@@ -137,7 +137,7 @@ def migrate(db: Connection, path: Path) -> None:
             f"{len(MIGRATIONS)}: upgrade Twostroke, or choose another folder."
         )
     while version < len(MIGRATIONS):
-        db.execute("BEGIN IMMEDIATE")  # another program may be at it
+        db.execute("BEGIN IMMEDIATE")  # another program may be migrating it
         [version] = db.execute("PRAGMA user_version").fetchone()
         for number, script in enumerate(MIGRATIONS[version:], version + 1):
             for statement in script.split(";"):

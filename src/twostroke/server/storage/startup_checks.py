@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from sqlite3 import Connection
 
-# Tables with a rowid and a unique id, and what people call a row of each.
+# Tables with a rowid and a unique id, and the noun for a row in messages.
 NOUNS: Final = {
     "files": "file",
     "batches": "batch",
@@ -27,12 +27,12 @@ NOUNS: Final = {
 
 
 def stored_ids(db: Connection, table: str) -> set[str]:
-    """Return the ids of a table's rows, as the rows have them and as the index has them."""
+    """Return the ids of a table's rows, from the rows and from the index of ids."""
     return {*_ids_in_rows(db, table).values(), *_ids_in_index(db, table).values()}
 
 
 def restore_ids(db: Connection) -> list[str]:
-    """Restore what can be restored of ids and indexes; return a sentence for each fault."""
+    """Restore damaged ids and indexes where possible; return a sentence for each fault."""
     faults: list[str] = []
     for table, noun in NOUNS.items():
         row_ids, index_ids = _ids_in_rows(db, table), _ids_in_index(db, table)
@@ -50,7 +50,7 @@ def restore_ids(db: Connection) -> list[str]:
 def _restore_table(
     db: Connection, table: str, noun: str, row_ids: dict[int, str], index_ids: dict[int, str]
 ) -> list[str]:
-    """Restore the ids and the indexes of a table whose rows are all there."""
+    """Restore the ids and the indexes of a table that has lost no rows."""
     true_ids: dict[int, str] = {}
     faults, undecided = list[str](), list[str]()
     for row, index_id in index_ids.items():
@@ -68,14 +68,14 @@ def _restore_table(
     if undecided:
         return undecided
     try:
-        _make_again(db, table, true_ids)
+        _rebuild_indexes(db, table, true_ids)
     except sqlite3.Error as error:
         return [f"The table {table} is damaged ({error})"]
     return faults or [f"An index of the table {table} was damaged and is made again"]
 
 
-def _make_again(db: Connection, table: str, true_ids: dict[int, str]) -> None:
-    """Make the indexes of a table from its rows, and write the true ids; all or nothing."""
+def _rebuild_indexes(db: Connection, table: str, true_ids: dict[int, str]) -> None:
+    """Rebuild the indexes of a table from its rows and write the true ids, in one transaction."""
     db.execute("BEGIN IMMEDIATE")
     try:
         db.execute(f"REINDEX {table}")  # first: an update looks for the old id in the index
@@ -97,12 +97,12 @@ def _ids_in_index(db: Connection, table: str) -> dict[int, str]:
 
 
 def _structure_faults(db: Connection, table: str, check: str) -> set[str]:
-    """Return SQLite's own findings about a table; only `integrity_check` reads its indexes."""
+    """Return the faults that a check of SQLite finds; only `integrity_check` reads indexes."""
     return {text for (text,) in db.execute(f"PRAGMA {check}({table})")} - {"ok"}
 
 
 def _is_intact(db: Connection, table: str, row: int, id_: str) -> bool:
-    """Return whether a row would have its digest with this id; false for rows without digests."""
+    """Whether a row matches its digest if this is its id; false for rows without a digest."""
     columns = ", ".join(f"CAST({column} AS BLOB)" for column in COLUMNS[table][1:])
     query = f"SELECT row_digest, {columns} FROM {table} NOT INDEXED WHERE rowid = ?"  # noqa: S608 constants
     digest, *values = db.execute(query, (row,)).fetchone()
@@ -110,7 +110,7 @@ def _is_intact(db: Connection, table: str, row: int, id_: str) -> bool:
 
 
 def has_damaged_rows(db: Connection, table: str) -> bool:
-    """Return whether a row of a table has other values than were written."""
+    """Whether any row of a table has other values than were written."""
     query = f"SELECT 1 FROM {table} NOT INDEXED WHERE NOT {is_intact_in_sql(table)} LIMIT 1"  # noqa: S608 constants
     return db.execute(query).fetchone() is not None
 
@@ -118,14 +118,14 @@ def has_damaged_rows(db: Connection, table: str) -> bool:
 # https://sqlite.org/fileformat2.html#the_write_ahead_log
 _HEADER_BYTES: Final = 32
 _FRAME_HEADER_BYTES: Final = 24
-_SALT: Final = slice(8, 16)  # of a frame's header: all frames of one round of the log share it
+_SALT: Final = slice(8, 16)  # of a frame header; equal in all frames since the log was last reset
 
 
 def is_log_cut_off(db: Connection, path: Path) -> bool:
-    """Return whether the log of the database `path` has frames that SQLite does not read.
+    """Whether the write-ahead log of the database at `path` has frames that SQLite ignores.
 
-    SQLite ends at the first frame with a wrong checksum, so a flipped bit hides all later writes.
-    Call this when the database was opened, before the first write.
+    SQLite stops reading at the first frame with a wrong checksum, so a flipped bit hides all later
+    writes. Call this after the database is opened and before the first write.
     """
     [_, num_read, _] = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
     [page_size] = db.execute("PRAGMA page_size").fetchone()
@@ -136,7 +136,7 @@ def is_log_cut_off(db: Connection, path: Path) -> bool:
 
 
 def _frame_salts(path: Path, page_size: int) -> list[bytes]:
-    """Return the salt of each frame of a log; empty without a log."""
+    """Return the salt of each frame of a write-ahead log; empty if the file does not exist."""
     frame_bytes = _FRAME_HEADER_BYTES + page_size
     salts: list[bytes] = []
     try:

@@ -201,7 +201,7 @@ class CommonFields(ServiceFields):
     speculate: Annotated[
         str | None,
         field.doc(
-            "Which method guesses tokens; it changes the speed only.", enum=field.Fact.GUESSERS
+            "Which method guesses tokens; it changes the speed only.", enum=field.Fact.PROPOSERS
         ),
     ] = None
 

@@ -12,7 +12,7 @@ from twostroke.core.errors import RequestError
 from twostroke.engine.chat.messages import ROLES
 from twostroke.engine.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.server.body import field
-from twostroke.server.body.lenient import left_out_item
+from twostroke.server.body.lenient import ignored_item
 from twostroke.server.generation.job import MAX_MESSAGES, Conversation
 from twostroke.server.http.answer_limits import CHAT
 from twostroke.server.http.errors import MissingFieldError, UnsupportedFieldError
@@ -317,7 +317,7 @@ def to_conversation(
     messages = [_with_newer_names(message) for message in messages]
     _check_results(messages)
     left_out = {
-        call.id: left_out_item(f"messages[{index}].tool_calls[{number}]", call.type)
+        call.id: ignored_item(f"messages[{index}].tool_calls[{number}]", call.type)
         for index, message in enumerate(messages)
         for number, call in enumerate(message.tool_calls or ())
         if not call.is_known

@@ -13,7 +13,7 @@ from twostroke.core.errors import RequestError
 from twostroke.server.body import field
 from twostroke.server.body.decode import convert
 from twostroke.server.body.explain import MAX_NAME_LENGTH
-from twostroke.server.body.lenient import left_out_item
+from twostroke.server.body.lenient import ignored_item
 from twostroke.server.http.ignored import MAX_IGNORED, Ignored
 from twostroke.server.protocols.common.fields import RefusalPart, TextPart
 from twostroke.server.protocols.common.tools import arguments_of, arguments_text
@@ -247,12 +247,12 @@ def read_input(
     found: list[RawItem] = []
     for index, (raw, (item, _)) in enumerate(zip(raws, read, strict=True)):
         if has_gaps and isinstance(item, _OUTPUTS) and item.call_id not in calls:
-            ignored.append(left_out_item(f"input[{index}]", raw["type"]))
+            ignored.append(ignored_item(f"input[{index}]", raw["type"]))
             continue
         if index in missing:
             continue
         if isinstance(item, Compaction) and decode_summary(item.encrypted_content) is None:
-            ignored.append(left_out_item(f"input[{index}]", raw["type"]))
+            ignored.append(ignored_item(f"input[{index}]", raw["type"]))
         complete = referred[index] if index in referred else _complete(raw, item)
         if complete["id"] in taken:
             complete = complete | {"id": new_id(_PREFIXES[complete["type"]])}
@@ -283,7 +283,7 @@ def _without_unknown(raws: list[RawItem]) -> tuple[list[RawItem], list[Ignored]]
         if not (is_result or _has_unknown_type(raw)):
             known_items.append(raw)
         elif len(ignored) < MAX_IGNORED:
-            ignored.setdefault(tag, left_out_item(f"input[{index}]", tag))
+            ignored.setdefault(tag, ignored_item(f"input[{index}]", tag))
     return known_items, [*ignored.values()]
 
 
