@@ -116,7 +116,7 @@ class _LenientWalk:
             return int(value) if value.is_integer() and abs(value) < _MAX_EXACT_INTEGER else value
         return value
 
-    def _leave_out(self, items: list[Any], shape: _Shape, where: str) -> None:
+    def _omit_items(self, items: list[Any], shape: _Shape, where: str) -> None:
         """Remove items of unknown types from a list, and report each type once."""
         kept_items = [item for item in items if not shape.is_omitted(item)]
         if len(kept_items) == len(items):
@@ -148,14 +148,14 @@ class _LenientWalk:
             try:
                 msgspec.convert(value[name], fields.droppable_types[name], str_keys=True)
             except msgspec.ValidationError as error:
-                refusal = partial(
+                explanation = partial(
                     explain,
                     str(error),
                     fields.droppable_types[name],
                     body=value.pop(name),
                     where=join(where, name),
                 )
-                self._note(fields, name, where, refusal, is_known=True)
+                self._note(fields, name, where, explanation, is_known=True)
 
     def _note(
         self, fields: _StructFields, name: str, where: str, refusal: Any, *, is_known: bool
