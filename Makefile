@@ -103,7 +103,7 @@ format: $(DEV_READY) ## Format Python and C++.
 	$(BIN)/ruff format .
 	$(if $(NATIVE_SOURCES),$(BIN)/clang-format -i $(NATIVE_SOURCES))
 
-tables: $(READY) ## Write the tables of request fields in docs/api.md.
+tables: $(READY) ## Write the tables of request fields in docs/reference/api.md.
 	@PYTHONPATH=src $(BIN)/python tools/field_tables.py
 
 newest: ## Check and test with the newest versions of all packages, in .venv-newest.

@@ -54,8 +54,8 @@ _PARALLEL = """## Several ranks
 A model on several ranks beside one process on the same cores: one process has two threads, each of
 two ranks has one. With llama.cpp and its `rpc-server`, which have lines of their own, the ratio is
 divided by that of llama.cpp. The time in collectives is rank 0's. It and what ranks wait (in decode
-steps, by their own clocks) are shares of a step; [docs/parallel.md](docs/parallel.md) says what is
-predicted.
+steps, by their own clocks) are shares of a step; [docs/guide/parallel.md](docs/guide/parallel.md)
+says what is predicted.
 """
 _QUALITY = """## Quality
 

@@ -1,6 +1,6 @@
 """Predicts the steps of the GPU campaign: from bytes, FLOPs, launches, and what one H200 showed.
 
-The rates below were fitted to its rows (docs/gpu.md); all else is in the limits.
+The rates below were fitted to its rows (docs/guide/gpu.md); all else is in the limits.
 """
 
 from __future__ import annotations

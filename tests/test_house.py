@@ -102,7 +102,7 @@ def test_environment_is_read_in_one_place() -> None:
 
 
 def test_every_environment_variable_is_documented() -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text()
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     read, documented = (
         set(re.findall(r"TWOSTROKE_[A-Z_]+", text))
         for text in ((PACKAGE / "core" / "env.py").read_text(), page)
@@ -203,8 +203,9 @@ def test_the_readme_stays_short() -> None:
 
 def test_every_page_is_in_the_index() -> None:
     folder = ROOT / "docs"
-    listed = set(re.findall(r"\]\(([a-z-]+\.md)\)", (folder / "README.md").read_text()))
-    assert listed == {path.name for path in folder.glob("*.md")} - {"README.md"}
+    pages = {path.relative_to(folder).as_posix() for path in folder.glob("*/*.md")}
+    listed = set(re.findall(r"\]\(([a-z-]+/[a-z-]+\.md)\)", (folder / "README.md").read_text()))
+    assert listed == pages
 
 
 def test_links_in_the_documents_have_targets() -> None:
@@ -219,7 +220,7 @@ def test_links_in_the_documents_have_targets() -> None:
 
 
 def test_tests_that_the_page_on_security_names_exist() -> None:
-    page = (ROOT / "docs" / "security.md").read_text()
+    page = (ROOT / "docs" / "operations" / "security.md").read_text()
     named = re.findall(r"`(tests/\S+\.py)::(\w+)`( P)?", page)
     assert len(named) == page.count("tests/") - page.count("tests/mutants/faults.toml") - 1
     faults = tomllib.loads((ROOT / "tests" / "mutants" / "faults.toml").read_text())["fault"]
@@ -231,7 +232,7 @@ def test_tests_that_the_page_on_security_names_exist() -> None:
 
 
 def test_every_decision_is_listed() -> None:
-    folder = ROOT / "docs" / "adr"
+    folder = ROOT / "docs" / "development" / "adr"
     listed = set(re.findall(r"\]\((0[^)]+)\)", (folder / "README.md").read_text()))
     assert listed == {path.name for path in folder.glob("0*.md")}
 

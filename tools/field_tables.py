@@ -1,4 +1,4 @@
-"""Writes the tables of request fields in docs/api.md from the structs; `--check` only compares."""
+"""Write the tables of request fields in docs/reference/api.md; `--check` only compares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from twostroke.server.openapi.document import ServerFacts, components
 from twostroke.server.protocols.common.fields import CommonFields
 from twostroke.server.routes import DIALECTS, EMBEDDINGS, INQUIRIES
 
-PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "api.md"
 BEGIN, END = "<!-- tables of fields: make tables -->\n", "<!-- end of tables -->\n"
 SHARED = "/v1/chat/completions, /v1/completions, /v1/responses"
 

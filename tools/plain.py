@@ -10,7 +10,7 @@ Kinds:
     positional  a call with six or more positional arguments
     twice       a class whose name another class of the package has, too
     constant    a numeric constant whose name has no noun, or one word and no unit: `_LATE`
-    retired     a name with a word that docs/glossary.md replaces: `errand`
+    retired     a name with a word that docs/development/glossary.md replaces: `errand`
     phrase      a line of a comment or docstring whose noun is missing: "those of", "what is"
 """
 

@@ -18,7 +18,7 @@
 
 namespace ts {
 
-/// Fewer rows are better met as bytes of two planes (measured, docs/kernels/avx2.md), if there are
+/// Fewer rows are better met as bytes of two planes (measured, docs/development/kernels/avx2.md), if there are
 /// any.
 template <WeightType T>
 constexpr int fewest_pair_rows() {
@@ -74,7 +74,7 @@ TS_INLINE void unpack_to_bytes(const uint8_t* quants, uint8_t* buffer) {
   asm("" : "+r"(buffer) : : "memory");
 }
 
-/// Which of the three ways a format goes (measured, docs/kernels/avx2.md).
+/// Which of the three ways a format goes (measured, docs/development/kernels/avx2.md).
 template <WeightType T>
 constexpr bool is_buffered() {
   return block_format(T).num_subs == 2;

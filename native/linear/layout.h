@@ -327,7 +327,7 @@ constexpr bool kHasPlanes = has_planes(WeightType::Q4_0);
 constexpr bool kHasPairs = !has_planes(WeightType::Q8_0);
 
 /// Mixed rows: one of this many blocks is fine, in each stretch (measured,
-/// docs/kernels/activations.md).
+/// docs/development/kernels/activations.md).
 constexpr int64_t kMixedShare = 8;
 constexpr int64_t kMixedStretch = 1024;
 static_assert(kMixedStretch % kMixedShare == 0);

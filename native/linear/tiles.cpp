@@ -24,7 +24,7 @@ namespace ts {
 namespace {
 
 /// Most tiles of a group's depth that are multiplied at a time, all terms counted: those of two
-/// groups stay in the first-level cache (measured, docs/kernels/amx.md).
+/// groups stay in the first-level cache (measured, docs/development/kernels/amx.md).
 constexpr int64_t kDepthTiles = 12;
 
 /// So few rows read unpacked tiles once. They meet all of a group's depth before the next groups,

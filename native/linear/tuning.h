@@ -9,7 +9,7 @@ namespace ts {
 struct Tuning {
   /// Zen 4 multiplies 512 bits in two halves ("double-pumped"). There loading activations anew for
   /// each group is free, and only what takes long to unpack is unpacked once for many rows
-  /// (docs/kernels/avx512.md).
+  /// (docs/development/kernels/avx512.md).
   bool has_half_ports;
   /// Memory is fetched far ahead, into the second-level cache; else near, into the first.
   bool fetches_far;
@@ -26,7 +26,7 @@ inline const Tuning& tuning() { return current_tuning; }
 /// products run.
 void assume_half_ports(bool has_half_ports);
 
-/// Whether memory is fetched into the second-level cache: on AVX2 always (docs/kernels/avx2.md), on
+/// Whether memory is fetched into the second-level cache: on AVX2 always (docs/development/kernels/avx2.md), on
 /// AMX never, as on other processors of its maker, on AVX-512 where the processor is faster with
 /// it.
 inline bool fetches_far() {

@@ -1,4 +1,4 @@
-"""The examples of docs/python.md and docs/python.ipynb run as they stand there."""
+"""The examples of docs/guide/python.md and docs/guide/python.ipynb run as they stand there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(code: str, names: dict[str, Any], where: str) -> None:
 
 @pytest.mark.usefixtures("smollm2_path")
 def test_the_examples_of_the_page_run(capsys):
-    blocks = BLOCK.findall((DOCS / "python.md").read_text())
+    blocks = BLOCK.findall((DOCS / "guide" / "python.md").read_text())
     assert len(blocks) >= 7
     names: dict[str, Any] = {}
     for number, block in enumerate(blocks):
@@ -40,7 +40,7 @@ def test_the_examples_of_the_page_run(capsys):
 
 @pytest.mark.usefixtures("smollm2_path")
 def test_the_cells_of_the_notebook_run(capsys):
-    cells = json.loads((DOCS / "python.ipynb").read_text())["cells"]
+    cells = json.loads((DOCS / "guide" / "python.ipynb").read_text())["cells"]
     names: dict[str, Any] = {}
     for number, cell in enumerate(cells):
         if cell["cell_type"] == "code":

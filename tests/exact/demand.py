@@ -4,7 +4,7 @@ Real processes with tiny models. A twelfth of the requests always ask, one after
 a model that is not loaded; five twelfths come from callers that alternate without a pause; the rest
 come in bursts. Each must be answered, with the tokens that its model always writes. The loads are
 compared with the fewest that are possible if all requests are known beforehand, loads take no time,
-and each request may wait for up to the shortest load (docs/adr/0042-turns-in-memory.md).
+and each request may wait for up to the shortest load (ADR 0042).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SHARED_BYTES: Final = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 MANY_ROWS_INSTRUCTION: Final = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 CUOBJDUMP: Final = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-# One H200 (docs/planning.md): bytes and operations in a second.
+# One H200 (docs/guide/planning.md): bytes and operations in a second.
 BANDWIDTH, MATRIX_RATE = 4.3e12, 790e12
 
 

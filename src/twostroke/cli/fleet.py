@@ -58,7 +58,7 @@ def command() -> None:
 def up_command(file: Path, may_grow: bool, timeout_s: float, as_json: bool) -> None:
     """Start the fleet of a YAML FILE, or update it: replicas that change are replaced in turn.
 
-    Returns once all replicas answer. See docs/ray.md for the file.
+    Returns once all replicas answer. See docs/operations/ray.md for the file.
     """
     from twostroke.fleet.cluster.spec import read_spec
 

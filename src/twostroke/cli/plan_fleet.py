@@ -29,7 +29,7 @@ def command(file: Path, as_json: bool) -> None:
     """Choose what to buy, or where to place what, for the models and loads of a YAML FILE.
 
     Without a stock, devices are bought from the table; with one, models are placed on it. The
-    objective is cost or performance. See docs/planning.md for the file.
+    objective is cost or performance. See docs/guide/planning.md for the file.
     """
     from twostroke.core.errors import TwostrokeError, UnreachableError
     from twostroke.lab.planner.fleet import make_fleet

@@ -140,7 +140,7 @@ _logger = logging.getLogger("twostroke.serve")
 def command(**given: Any) -> int:
     """Serve MODEL (a path, hf:owner/repo, or a name from `twostroke models`) over HTTP.
 
-    With --models several share memory: see docs/models-on-demand.md.
+    With --models several share memory: see docs/operations/models-on-demand.md.
 
     GET /openapi.json describes the API.
 

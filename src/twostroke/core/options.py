@@ -66,10 +66,10 @@ class ComputeOptions(Frozen):
     `backend` "auto" is "cpu". `device` is that of the backends gpu and torch: "auto" is a GPU, for
     torch "cpu" if there is none; "cuda:1" names one of several. `activation_bits` is the cpu
     backend's precision of activations at quantized weights: "auto" chooses for each product as few
-    as the answers allow (docs/quality.md). 8 for all is up to 1.6 times faster on AVX-512 than 15
-    for prompts and many streams, and changes answers as in other engines that use 8; 9 means 15
-    where activations are large and 8 elsewhere. `same_tokens`: a request's tokens do not depend on
-    others, as always on the cpu backend.
+    as the answers allow (docs/guide/quality.md). 8 for all is up to 1.6 times faster on AVX-512
+    than 15 for prompts and many streams, and changes answers as in other engines that use 8; 9
+    means 15 where activations are large and 8 elsewhere. `same_tokens`: a request's tokens do not
+    depend on others, as always on the cpu backend.
     """
 
     backend: str = "auto"
@@ -113,7 +113,7 @@ class CacheOptions(Frozen):
     `strict_prefix` keeps pages filled by generated rows out of the prefix cache on backends that
     compute these rows differently. `kv_format` is how the backends cpu and gpu store keys and
     values: "f16", "bf16" for models whose keys or values exceed 65504, or "int8" for about half of
-    the memory (its cost is in docs/adr/0011-keys-are-spread-before-int8.md). The cpu backend also
+    the memory (its cost is in ADR 0011). The cpu backend also
     has "int16", which is the fastest on x86 processors and "auto" there; elsewhere that is "f16".
     The gpu backend also has "fp8", as small as int8.
     """

@@ -1,6 +1,6 @@
 """A canary: a short text that a sound model predicts well, and garbage does not.
 
-It is scored at a file's first load; docs/adr/0031-a-canary-at-first-load.md has the statistics.
+It is scored at a file's first load; ADR 0031 has the statistics.
 """
 
 from __future__ import annotations

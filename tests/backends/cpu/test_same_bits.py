@@ -205,7 +205,7 @@ def test_drawn_tokens_do_not_depend_on_other_requests(level, model):
 
 @pytest.mark.parametrize("kv_format", ["f16", "bf16", "int8", "int16"])
 def test_vector_levels_agree_bit_for_bit(level, model, kv_format):
-    """AVX2, AVX-512 and the generated rows of AMX, or those of NEON (docs/adr/0003)."""
+    """AVX2, AVX-512 and the generated rows of AMX, or those of NEON (ADR 0003)."""
     best = VECTOR_LEVELS[-1]
     if level == best or (level == "portable" and not IS_ARM):
         pytest.skip("portable x86 rounds twice where the others fuse; the best is what they meet")

@@ -1,4 +1,4 @@
-"""What docs/models.md lists is what loads: families, number formats, tokenizers."""
+"""What docs/guide/models.md lists is what loads: families, number formats, tokenizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from twostroke.model.load import build_tokenizer, load
 from twostroke.model.quant import FORMATS
 from twostroke.model.tokenizer.pretokenizers import PIECES, PRE_TOKENIZERS
 
-PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "guide" / "models.md").read_text(encoding="utf-8")
 TEXT = "Hello, it's 12345 words:\n\n  日本語 café e\u0301 \U0001f44d\u3000한국어 ALLCaps/x"
 PIECES_OF = ("pieces_with_prefix", "pieces")
 # The vocabularies of published files, by `general.architecture`: values of `tokenizer.ggml.pre`,

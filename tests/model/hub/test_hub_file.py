@@ -188,7 +188,7 @@ def test_each_name_of_the_catalogue_has_a_commit_and_a_purpose() -> None:
 
 
 def test_the_page_lists_the_catalogue() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "guide" / "models.md").read_text()
     for name, model in CATALOGUE.items():
         size = megabytes(model.file_bytes or 0)
         end = f", {model.number_format} | {size} | {model.good_for} |"

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from support.servers import LiveServer
 
 _ROOT = Path(__file__).parents[3]
-_DOCUMENT = _ROOT / "docs/observability.md"
-_DASHBOARD = _ROOT / "docs/grafana/twostroke.json"
+_DOCUMENT = _ROOT / "docs/operations/observability.md"
+_DASHBOARD = _ROOT / "docs/operations/grafana/twostroke.json"
 
 _PEER = PrefillPeerStats("there:7800", "up", "socket", 1, 0.0, 1e9, 1e9, 0.005)
 _HANDOVER = DisaggregationStats(

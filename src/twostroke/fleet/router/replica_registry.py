@@ -35,7 +35,7 @@ _ASK_S: Final = 2.5
 _CONTEXT_LENGTH: Final = 4096  # where no replica says it
 _SHARED: Final = (
     "share cached prompts, turns and stored answers: give the router and its replicas the same "
-    "TWOSTROKE_REPLICA_KEY (docs/fleet.md#keys)."
+    "TWOSTROKE_REPLICA_KEY (docs/operations/fleet.md#keys)."
 )
 _EQUAL: Final = {"version": "version", "numerics": "model file, settings or processor"}
 _logger = logging.getLogger("twostroke.router")

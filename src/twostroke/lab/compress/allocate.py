@@ -1,7 +1,7 @@
 """Chooses the format of each matrix: the least divergence for a size, or the least size for one.
 
 Divergences of matrices add up. The knapsack is solved by dynamic programming, as for activations
-(docs/adr/0030-bits-for-each-product.md).
+(ADR 0030).
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ _OPERATIONS: Final = {
     ("POST", PATH): RouteDescription(
         "What the model could do on this machine, or on a device of the table",
         "Server",
-        "The object of `twostroke plan --json`; see `docs/planning.md`. Times are in seconds.",
+        "The object of `twostroke plan --json`; see docs/guide/planning.md. Times are in seconds.",
         media={
             "application/json": {
                 "type": "object",

@@ -8,8 +8,8 @@ bits of such a byte, where the eighth sign makes the number of minus signs even.
 IQ3 is a magnitude with its sign; a value of IQ1 is -1, 0 or 1, plus or minus an eighth. All values
 of a group are multiplied by `scale * (2 * step + 1)`, where the scale is a float16, and by a power
 of two. Kernels look up no codebook: `to_kernel` writes each value's own code of three or four bits,
-as docs/kernels/packing.md says. The kernels' block has the scale; for each group `2 * step + 1`;
-and a byte for each code, whose highest bit is the sign, or IQ1's minus an eighth.
+as docs/development/kernels/packing.md says. The kernels' block has the scale; for each group
+`2 * step + 1`; and a byte for each code, whose highest bit is the sign, or IQ1's minus an eighth.
 
 The codebooks are `iq1s_grid`, `iq2xxs_grid`, `iq2xs_grid`, `iq2s_grid`, `iq3xxs_grid` and
 `iq3s_grid` of ggml (ggml/src/ggml-common.h in https://github.com/ggml-org/llama.cpp, read from

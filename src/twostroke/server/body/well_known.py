@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# Ignored, by the clients that send them; docs/api.md has this table.
+# Ignored, by the clients that send them; docs/reference/api.md has this table.
 HINTS: Final = {
     "OpenRouter's SDKs, and agents that know it (Cline, Roo Code, LiteLLM)": (
         *("debug", "include_reasoning", "models", "provider", "reasoning", "route", "session_id"),

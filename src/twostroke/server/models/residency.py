@@ -3,7 +3,7 @@
 A model that requests wait for may take the memory of others once it has waited as long as it loads,
 from those that were not used for as long, or have had some times as long. So models that are used
 spend a bounded share of the time loading, however callers alternate, and no model waits for ever
-(docs/adr/0042). The models that
+(ADR 0042). The models that
 go first are those that are cheapest to load again for their size and were not asked for longest,
 by GreedyDual-Size (Cao and Irani, 1997), an instance of the Landlord algorithm (Young, 1998).
 """

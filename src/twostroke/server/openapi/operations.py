@@ -111,7 +111,7 @@ _OWN: Final[dict[tuple[str, str], RouteDescription]] = {
     ("GET", "/api/state"): RouteDescription(
         "The server's state, now and during the last minute",
         "Server",
-        "For the dashboard; see `docs/observability.md`.",
+        "For the dashboard; see `docs/operations/observability.md`.",
         parameters=(
             parameter(
                 "query", "past", "Add what charts show of the last two minutes.", type="string"

@@ -1,4 +1,4 @@
-"""Keywords of JSON Schema: what of each the grammar holds, as docs/structured-output.md says."""
+"""What the grammar holds of each JSON Schema keyword, as docs/guide/structured-output.md lists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from twostroke.model.tokenizer import Tokenizer
 
-PAGE = Path(__file__).parents[4] / "docs" / "structured-output.md"
+PAGE = Path(__file__).parents[4] / "docs" / "guide" / "structured-output.md"
 P = {"type": "integer"}
 N = {"type": "number"}
 S = {"type": "string"}

@@ -1,4 +1,4 @@
-"""The limits in docs/structured-output.md: held up to each of them; beyond, checked or refused."""
+"""The limits in docs/guide/structured-output.md hold; past them, schemas are checked or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws tokens from logits: the integer sampler of docs/adr/0006 (backends/sampling/reference.py).
+"""Draws tokens from logits: the integer sampler of ADR 0006 (backends/sampling/reference.py).
 
 One program does a row: it goes over the vocabulary in blocks, once for a greedy row, three times
 for a draw, and eight times more for each of top-k and top-p. All float32 operations are those of
