@@ -25,15 +25,8 @@ def our_command(model: str, num_threads: int) -> tuple[str, ...]:
     It stops when its standard input ends, so it needs one.
     """
     return (
-        *(
-            sys.executable,
-            "-m",
-            "twostroke.fleet.cluster.tied",
-            "serve",
-            model,
-            "--name",
-            MODEL_NAME,
-        ),
+        *(sys.executable, "-m", "twostroke.fleet.cluster.process"),
+        *("serve", model, "--name", MODEL_NAME),
         *("--speculate", "off", "--threads", str(num_threads)),
     )
 
