@@ -84,7 +84,7 @@ def test_requested_memory_is_filled_and_not_exceeded(page_size: int) -> None:
 
 
 def test_ranks_that_divide_places_store_their_share_of_each_page() -> None:
-    mesh = Mesh(column_parts=(1, 1), by_places=True)
+    mesh = Mesh(column_parts=(1, 1), kv_by_tokens=True)
     parts = [rank.program for rank in shard(PROGRAM, mesh)]
     for here, share in ((parts, 1.0), (parts[:1], 0.5)):  # on one machine, on two
         found = size_kv_cache(

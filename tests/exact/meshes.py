@@ -16,7 +16,7 @@ from twostroke.core.options import (
     ParallelOptions,
     SpeculationOptions,
 )
-from twostroke.model.program.kv_layout import PIECE_TOKENS
+from twostroke.model.program.kv_layout import KV_SPLIT_TOKENS
 from twostroke.model.program.mesh import mesh_of
 from twostroke.model.program.shard import shard
 
@@ -72,7 +72,7 @@ def suits(mesh: ParallelOptions, program: Program) -> bool:
 def page_size(mesh: ParallelOptions) -> int:
     """Return the tokens in a page."""
     by_places = mesh.kv_shares == "places"
-    return PIECE_TOKENS * mesh.num_ranks // mesh.pipeline if by_places else PAGE_SIZE
+    return KV_SPLIT_TOKENS * mesh.num_ranks // mesh.pipeline if by_places else PAGE_SIZE
 
 
 def page_bytes(mesh: ParallelOptions, cost: CostModel) -> int:

@@ -85,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ]
         self.model = FakePipeline(stages, rng)
         context_length = rng.choice((48, 30, 20))  # a short one leaves pages for transfers
-        self.room = PageGroups(page_size, windows).most_tokens(num_pages, context_length)
+        self.room = PageGroups(page_size, windows).max_tokens(num_pages, context_length)
         config = SchedulerConfig(
             context_length=context_length,
             max_running=max_running,

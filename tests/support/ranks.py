@@ -29,7 +29,7 @@ from twostroke.backends.cpu.team import thread_pool
 from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.backends.interface import WeightShard
 from twostroke.core.step import StepResult
-from twostroke.model.program.kv_layout import PIECE_TOKENS, PageGroups
+from twostroke.model.program.kv_layout import KV_SPLIT_TOKENS, PageGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -112,7 +112,7 @@ class ThreadRanks:
         self.bits, self.num_ranks = activation_bits, mesh.num_ranks
         self.parts = WeightShard(0, mesh, max_rows, None).parts(program, kept)
         size = shared_bytes(self.parts, max_rows)
-        self.page_size = mesh.num_places * PIECE_TOKENS if mesh.by_places else PAGE_SIZE
+        self.page_size = mesh.num_kv_ranks * KV_SPLIT_TOKENS if mesh.kv_by_tokens else PAGE_SIZE
         all_pages = num_pages * len(program.cache_groups)
         self._open = ExitStack()
         self._memory = mmap.mmap(-1, size)
@@ -141,7 +141,7 @@ class ThreadRanks:
             self.lowered.append(lowered)
         self._workers = self._open.enter_context(ThreadPoolExecutor(mesh.num_ranks))
         self.windows = tuple(group.window for group in program.cache_groups)
-        longest = PageGroups(self.page_size, self.windows).most_tokens(
+        longest = PageGroups(self.page_size, self.windows).max_tokens(
             num_pages, program.context_length
         )
         self.facts = self

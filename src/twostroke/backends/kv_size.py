@@ -102,7 +102,7 @@ def size_kv_cache(  # noqa: PLR0913 - what only the builder knows
         memory_bytes=memory_bytes,
         context_length=context_length,
         needed_bytes=pages_for_one * page_bytes,
-        fitting=groups.most_tokens(
+        fitting=groups.max_tokens(
             allowed_bytes // page_bytes, program.context_length, token_budget
         ),
         group_limit=group_limit,

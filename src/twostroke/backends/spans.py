@@ -14,7 +14,7 @@ from msgspec import field
 from twostroke.core.draft_tree import ends_of
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import NO_PAGE
-from twostroke.model.program.kv_layout import PIECE_TOKENS
+from twostroke.model.program.kv_layout import KV_SPLIT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -123,8 +123,10 @@ class PageMap:
     def __init__(self, program: Program, page_size: int) -> None:
         """Give every layer its columns."""
         self._layers = program.cache_layers
-        places = max([layer.places for layer in self._layers], default=1)
-        assert places == 1 or page_size == PIECE_TOKENS * places, "a page has a piece for each rank"
+        places = max([layer.num_kv_ranks for layer in self._layers], default=1)
+        assert places == 1 or page_size == KV_SPLIT_TOKENS * places, (
+            "a page has a piece for each rank"
+        )
         self._page_size, self.page_slots = page_size, page_size // places
         self._places: dict[int, tuple[int, int]] = {}  # group and first value of each layer
         self.width = 0

@@ -68,8 +68,8 @@ def test_a_chunk_that_draws_nothing_ends_with_the_last_store(kind: str) -> None:
             request.num_computed += count
             times = zip(backend.fused, backend.times(), strict=True)
             still = {op.output for ops, time in times if not time.elapsed_s for op in ops}
-            assert still - free == (set() if samples else program.late - free)
-    assert program.late
+            assert still - free == (set() if samples else program.logits_only_outputs - free)
+    assert program.logits_only_outputs
 
 
 @pytest.mark.parametrize("level", LEVELS)

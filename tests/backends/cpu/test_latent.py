@@ -91,7 +91,7 @@ def test_ranks_divide_the_heads_of_few_rows(count):
     with cpu_backend(model, level, 16) as whole:
         expected = {generated: whole.score(tokens, generated=generated) for generated in (0, 1)}
     for parts in ((1, 1), (1, 0, 2)):
-        mesh = Mesh(column_parts=parts, by_places=True)
+        mesh = Mesh(column_parts=parts, kv_by_tokens=True)
         with ThreadRanks(model, mesh, level, 16, max_rows=150, threads=4) as ranks:
             for generated, logits in expected.items():
                 assert np.array_equal(ranks.score(tokens, generated=generated), logits)

@@ -42,11 +42,11 @@ MESHES = [
     Mesh((1, 1), 2, (1, 2)),
 ]
 PLACES = [
-    Mesh(column_parts=(1, 1), by_places=True),
-    Mesh(column_parts=(1, 5, 1), by_places=True),
-    Mesh(column_parts=(1,) * 7, by_places=True),
-    Mesh(row_parts=2, by_places=True),
-    Mesh(row_parts=2, column_parts=(1, 2), by_places=True),
+    Mesh(column_parts=(1, 1), kv_by_tokens=True),
+    Mesh(column_parts=(1, 5, 1), kv_by_tokens=True),
+    Mesh(column_parts=(1,) * 7, kv_by_tokens=True),
+    Mesh(row_parts=2, kv_by_tokens=True),
+    Mesh(row_parts=2, column_parts=(1, 2), kv_by_tokens=True),
 ]
 MODELS = {
     "llama": lambda: tiny_model(fmt="Q4_1", embedding_fmt="Q8_0", num_heads=6, num_kv_heads=3),
@@ -218,7 +218,7 @@ def test_rows_that_see_nothing_of_a_later_tile_stay_as_they_are(monkeypatch):
     model, found = tiny_model(fmt="Q8_0", num_heads=8, num_kv_heads=1), []
     with (
         cpu_backend(model, LEVEL, 32) as whole,
-        ThreadRanks(model, Mesh(row_parts=2, by_places=True), LEVEL, 4) as ranks,
+        ThreadRanks(model, Mesh(row_parts=2, kv_by_tokens=True), LEVEL, 4) as ranks,
     ):
         for backend, num_pages in ((whole, 32), (ranks, 4)):
             request = greedy_request(tokens_of(6, 385), prompt_logprobs=3)

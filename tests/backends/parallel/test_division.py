@@ -30,7 +30,7 @@ def test_keys_and_values_are_divided_by_places_where_heads_would_store_them_twic
         "Ray": EngineOptions(parallel=ParallelOptions(tensor=2, launcher="ray")),
     }
     for name, options in (by_places | by_heads).items():
-        assert mesh_for(options, program).by_places == (name in by_places), name
+        assert mesh_for(options, program).kv_by_tokens == (name in by_places), name
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert not mesh_for(by_places["uneven"], program).by_places
+    assert not mesh_for(by_places["uneven"], program).kv_by_tokens

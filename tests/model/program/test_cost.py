@@ -129,7 +129,7 @@ def test_rows_that_draw_nothing_stop_after_the_last_store() -> None:
     for num_rows, num_sampled in ((1000, 1), (1000, 0), (7, 3), (1, 1)):
         batch = BatchShape((5,), (num_rows,), num_sampled)
         less = whole.per_step().of(batch).flops - model.per_step().of(batch).flops
-        pairs = batch.num_attended() - batch.drawn.num_attended()
+        pairs = batch.num_attended() - batch.logits_rows.num_attended()
         expected = 2 * late * (num_rows - num_sampled) + each * pairs
         assert less == pytest.approx(expected, rel=1e-3)
     batch = BatchShape((5, 9), (1000, 1), 0)
@@ -145,7 +145,7 @@ def test_borrowing_layers_attend_for_rows_that_draw() -> None:
     program = PROGRAMS["borrowing"]
     model = CostModel(program, dict.fromkeys(program.weight_shapes, 100), stops_rows=True)
     borrower = next(op for op in program.ops if isinstance(op, SharedKvAttention))
-    assert borrower.output in program.late
+    assert borrower.output in program.logits_only_outputs
     pairs = BatchShape((99,), (1,), 1).num_attended(borrower.window)
     found = model.operation(borrower, BatchShape((0,), (100,), 1)).flops
     assert found == 4 * borrower.num_heads * borrower.head_dim * pairs
@@ -154,11 +154,11 @@ def test_borrowing_layers_attend_for_rows_that_draw() -> None:
 
 def test_drawn_rows_are_the_last_of_requests_the_short_ones_first() -> None:
     batch = BatchShape((5, 0, 7), (100, 1, 3), 3)
-    assert [*batch.drawn.spans] == [(104, 1), (0, 1), (9, 1)]
-    assert [*BatchShape((5, 0), (100, 1), 1).drawn.spans] == [(0, 1)]
-    assert [*BatchShape((5, 0), (100, 4), 5).drawn.spans] == [(104, 1), (0, 4)]
+    assert [*batch.logits_rows.spans] == [(104, 1), (0, 1), (9, 1)]
+    assert [*BatchShape((5, 0), (100, 1), 1).logits_rows.spans] == [(0, 1)]
+    assert [*BatchShape((5, 0), (100, 4), 5).logits_rows.spans] == [(104, 1), (0, 4)]
     decode = BatchShape.decode((3, 4))
-    assert decode.drawn is decode
+    assert decode.logits_rows is decode
 
 
 def test_a_row_reads_only_its_chosen_experts() -> None:
@@ -181,8 +181,8 @@ def test_ranks_share_the_work_of_a_step() -> None:
         Mesh((1, 1)),
         Mesh(row_parts=2),
         Mesh((1, 1), 2, (3, 1)),
-        Mesh(row_parts=2, by_places=True),
-        Mesh((1, 1), 2, (3, 1), by_places=True),
+        Mesh(row_parts=2, kv_by_tokens=True),
+        Mesh((1, 1), 2, (3, 1), kv_by_tokens=True),
     ):
         parts = [model.part(rank).per_step() for rank in shard(model.program, mesh)]
         for batch in (BatchShape.decode((1000,) * 16), BatchShape((0, 50), (300, 200), 2)):
@@ -206,7 +206,7 @@ def test_parts_of_rows_attend_to_what_the_step_attends_to() -> None:
         count, window = chance.randint(1, 5), chance.choice((None, 40))
         parts = [batch.part(index, count) for index in range(count)]
         assert sum(part.num_attended(window) for part in parts) == batch.num_attended(window)
-        assert {part.whole.num_rows for part in parts} == {batch.num_rows}
+        assert {part.whole_step.num_rows for part in parts} == {batch.num_rows}
 
 
 def test_pieces_are_those_that_each_row_sees() -> None:
@@ -221,8 +221,8 @@ def test_pieces_are_those_that_each_row_sees() -> None:
             for position in range(start, start + count)
             for piece in range(max(0, position - (window or 999) + 1) // 64, position // 64 + 1)
         ]
-        assert batch.num_pieces(window) == len({(request, piece) for request, _, piece in seen})
-        assert batch.num_shares(window) == len(seen)
+        assert batch.num_kv_splits(window) == len({(request, piece) for request, _, piece in seen})
+        assert batch.num_partial_attentions(window) == len(seen)
 
 
 def test_two_ranks_of_an_8b_exchange_106_kilobytes_for_a_row_and_layer() -> None:

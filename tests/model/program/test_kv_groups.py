@@ -73,7 +73,7 @@ def test_what_one_row_a_step_needs_is_reached_and_no_more(groups: PageGroups, mo
 def test_most_tokens_fit_and_one_more_does_not(
     groups: PageGroups, num_pages: int, limit: int, num_rows: int
 ) -> None:
-    most = groups.most_tokens(num_pages, limit, num_rows)
+    most = groups.max_tokens(num_pages, limit, num_rows)
     assert 0 <= most <= limit
     assert groups.num_needed(most, num_rows) <= num_pages or most == 0
     if most < limit:

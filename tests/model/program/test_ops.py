@@ -69,7 +69,7 @@ def test_parts_together_compute_what_the_whole_does() -> None:
         tokens = rng.integers(0, NUM_IDS, NUM_ROWS)
         whole = run(op, inputs, weights, tokens)
         assert whole.shape == (NUM_ROWS, op.width)
-        if op.sharding is Sharding.WHOLE:
+        if op.sharding is Sharding.REPLICATED:
             continue
         outputs = parts_of(op, inputs, weights, tokens)
         if isinstance(op.parts_by((0, op.length)), ColumnParts):

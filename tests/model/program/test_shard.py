@@ -14,7 +14,7 @@ from support.tiny_families import FAMILIES
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.frozen import Frozen
 from twostroke.model.families import build_program
-from twostroke.model.program.kv_layout import PIECE_TOKENS
+from twostroke.model.program.kv_layout import KV_SPLIT_TOKENS
 from twostroke.model.program.mesh import Mesh, stage_ends
 from twostroke.model.program.ops import AllGather, Receive, Send
 from twostroke.model.program.shard import shard
@@ -50,7 +50,7 @@ class Model(Frozen):
 
 
 def page_size(mesh: Mesh) -> int:
-    return PIECE_TOKENS * mesh.num_places if mesh.num_places > 1 else 16
+    return KV_SPLIT_TOKENS * mesh.num_kv_ranks if mesh.num_kv_ranks > 1 else 16
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -68,7 +68,7 @@ def test_every_value_is_that_of_one_rank(model: Model) -> None:
     tokens = [chance.randrange(program.vocab_size) for _ in range(90)]
     whole = ReferenceBackend(program, model.tensors, 1, 16).trace(tokens, names)
     meshes = [Mesh(column_parts=(1,) * degree) for degree in (2, 3, 7)]
-    meshes += [Mesh(column_parts=(1,) * 7, by_places=True), Mesh(row_parts=3, by_places=True)]
+    meshes += [Mesh(column_parts=(1,) * 7, kv_by_tokens=True), Mesh(row_parts=3, kv_by_tokens=True)]
     meshes.append(Mesh(column_parts=(0, 1), attention_parts=(1, 0)))
     for mesh in meshes + model.meshes(4):
         ranks = ReferenceBackend(program, model.tensors, 1, page_size(mesh), mesh=mesh)
@@ -111,7 +111,7 @@ def test_ranks_have_their_share_of_weights_and_pages(model: Model) -> None:
             assert [g.window for g in groups] == [g.window for g in program.cache_groups]
             layers = [layer for group in groups for layer in group.layers]
             assert sorted(layers) == list(range(len(rank.program.cache_layers)))
-        if mesh.by_places and len(mesh.stages) == 1:
+        if mesh.kv_by_tokens and len(mesh.stages) == 1:
             size = page_size(mesh)
             stored = [rank.program.page_bytes(size) for rank in ranks]
             assert stored == [program.page_bytes(size) // mesh.num_ranks] * mesh.num_ranks
@@ -123,7 +123,7 @@ def test_teams_agree_on_what_they_exchange(model: Model) -> None:
     gathers = [[op for op in rank.program.ops if isinstance(op, AllGather)] for rank in ranks]
     for number, own in enumerate(gathers):
         for op in own:
-            assert op.team[op.place] == number
+            assert op.team[op.team_index] == number
             for member in op.team:
                 (theirs,) = [g for g in gathers[member] if g.output == op.output]
                 assert (theirs.parts, theirs.team, theirs.root) == (op.parts, op.team, op.root)

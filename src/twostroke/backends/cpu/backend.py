@@ -238,7 +238,7 @@ class CpuBackend:
     def _step_arrays(self, tapped_width: int, *, returns_tapped: bool) -> StepArrays:
         facts = self.facts
         groups = PageGroups(facts.page_size, facts.windows)
-        longest = groups.most_tokens(facts.num_pages, self._program.context_length)
+        longest = groups.max_tokens(facts.num_pages, self._program.context_length)
         steps = StepArrays(
             len(facts.windows),
             facts.page_size,

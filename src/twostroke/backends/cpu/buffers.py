@@ -196,7 +196,7 @@ def _own_columns(gather: AllGather) -> tuple[int, int] | None:
     """Return which columns of the whole this rank has, if columns are divided."""
     if not isinstance(gather.parts, ColumnParts):
         return None
-    return gather.parts.cuts[gather.place], gather.parts.cuts[gather.place + 1]
+    return gather.parts.cuts[gather.team_index], gather.parts.cuts[gather.team_index + 1]
 
 
 def parts_in_place(program: Program) -> dict[str, AllGather]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.backends.cpu.records import CHANNEL_SLOTS, LINK_HEAD_BYTES
 from twostroke.core.frozen import Frozen
-from twostroke.model.program.kv_layout import PIECE_TOKENS
+from twostroke.model.program.kv_layout import KV_SPLIT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -103,7 +103,7 @@ def tile_bytes(pieces: Iterable[SplitKvAttention]) -> dict[Team, int]:
     """Return the size of a team's tiles: room for a piece of each member, and for a row's share."""
     found: dict[Team, int] = {}
     for op in pieces:
-        keys = len(op.team) * PIECE_TOKENS * op.num_kv_heads * op.head_dim * _MOST_VALUE_BYTES
+        keys = len(op.team) * KV_SPLIT_TOKENS * op.num_kv_heads * op.head_dim * _MOST_VALUE_BYTES
         shares = _FLOAT_BYTES * op.num_heads * (op.head_dim + 2) + _ALIGNMENT
         found[op.team] = max(found.get(op.team, _TILE_BYTES), keys, shares)
     return {team: -(-size // _ALIGNMENT) * _ALIGNMENT for team, size in found.items()}

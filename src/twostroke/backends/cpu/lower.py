@@ -159,7 +159,7 @@ class _CpuLowering:
                 self._emit(OpKind.ATTENTION, op, is_stored=is_stored, **fields)
             case (ops.SplitKvAttention() as op,):
                 fields = self._collectives.fields_of_pieces(op)
-                fields |= fields_of_attention(op) | {"is_stored": op.borrows}
+                fields |= fields_of_attention(op) | {"is_stored": op.reads_shared_kv}
                 self._emit(OpKind.PIECES, op, **fields)
             case (ops.RMSNorm(), *_):
                 self._emit(OpKind.NORM, *run)

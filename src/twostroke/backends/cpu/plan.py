@@ -229,13 +229,13 @@ def _layer_records(program: Program, balances: Mapping[int, Array]) -> list[Laye
     group_of = {
         layer: number for number, group in enumerate(program.cache_groups) for layer in group.layers
     }
-    place_of = {op.layer: op.place for op in program.ops if isinstance(op, SplitKvAttention)}
+    place_of = {op.layer: op.team_index for op in program.ops if isinstance(op, SplitKvAttention)}
     return [
         LayerRecord(
             layer.num_kv_heads,
             layer.head_dim,
             group_of[index],
-            layer.places,
+            layer.num_kv_ranks,
             place_of.get(index, 0),
             balances[index].ctypes.data if index in balances else None,
             int(layer.values_are_keys),

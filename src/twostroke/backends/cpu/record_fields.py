@@ -105,7 +105,7 @@ class Collectives:
         """Return the fields of a record that gathers, or computes a part to be gathered."""
         if gather is None:
             return {}
-        team = self._place_of_team(gather.team, gather.place)
+        team = self._place_of_team(gather.team, gather.team_index)
         fields: dict[str, Any] = {"team": team, "parts": _PARTS[type(gather.parts)]}
         if not isinstance(gather.parts, RowParts):
             fields["first_cut"] = self._place_of_cuts(gather.parts.cuts)
@@ -114,7 +114,7 @@ class Collectives:
     def fields_of_pieces(self, op: SplitKvAttention) -> dict[str, Any]:
         """Return the fields of a record that exchanges pieces or their shares."""
         return {
-            "team": self._place_of_team(op.team, op.place),
+            "team": self._place_of_team(op.team, op.team_index),
             "first_cut": self._place_of_cuts(op.head_cuts),
             "num_parts": op.num_column_parts,
         }

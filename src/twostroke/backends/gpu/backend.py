@@ -115,7 +115,7 @@ class GpuBackend:
         self._program, self._tapped_value = program, tapped_value
         self._lowered = lower(program, [] if tapped_value is None else [tapped_value])
         windows = tuple(group.window for group in program.cache_groups)
-        longest = PageGroups(page_size, windows).most_tokens(num_pages, program.context_length)
+        longest = PageGroups(page_size, windows).max_tokens(num_pages, program.context_length)
         table_width = -(-longest // page_size // 4) * 4 + 4
         self._max_rows, self._piece = bucket_of(max_rows), piece
         self._steps = StepArrays(len(windows), page_size, table_width, one_arithmetic=True)

@@ -291,7 +291,7 @@ def _facts_of_all(own: BackendFacts, others: Ranks, mesh: Mesh) -> BackendFacts:
             part.num_threads,
             part.weight_bytes,
             part.cache_bytes,
-            mesh.place(rank),
+            mesh.coordinate(rank),
         )
         for rank, part in sorted(parts.items())
     ]

@@ -38,7 +38,7 @@ def mesh_for(options: EngineOptions, program: Program) -> Mesh:
     if not can_choose or not stores_twice(mesh, program):
         return mesh
     is_here = parallel.launcher == "auto" and launched() is None
-    return replace(mesh, by_places=is_here)
+    return replace(mesh, kv_by_tokens=is_here)
 
 
 # Rank and number of ranks, by launcher: torchrun and its like, Open MPI, MPICH and Intel, Slurm.

@@ -304,7 +304,10 @@ class _Walk:
         """Bring a team over its collective, once all are there."""
         team = [self._ranks[member] for member in op.team]
         next_ops = [rank.ops[rank.next : rank.next + 1] for rank in team]
-        if any(not ops or getattr(ops[0], "meeting", None) != op.meeting for ops in next_ops):
+        if any(
+            not ops or getattr(ops[0], "exchange_name", None) != op.exchange_name
+            for ops in next_ops
+        ):
             return False
         if not all(rank.has_computed for rank in team if isinstance(op, SplitKvAttention)):
             return False

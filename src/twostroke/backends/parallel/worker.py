@@ -217,7 +217,7 @@ class RankWorker:
             raise BackendError(f"{loaded.path} on {host} is not the file that rank 0 has.")
         program = build_program(loaded.spec)
         groups = PageGroups(job.page_size, tuple(g.window for g in program.cache_groups))
-        longest = groups.most_tokens(job.num_pages, program.context_length)
+        longest = groups.max_tokens(job.num_pages, program.context_length)
         self.link = LINKS[job.link_kind](job.rank, job.mesh.num_ranks, job.level, job.link)
         sizes = block_sizes(loaded.tensors) if job.splits_sums else None
         backend = create_backend(

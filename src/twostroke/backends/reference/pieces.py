@@ -8,7 +8,7 @@ import numpy as np
 
 from twostroke.backends.reference.operations import attention_scores
 from twostroke.core.frozen import Frozen
-from twostroke.model.program.kv_layout import PIECE_TOKENS
+from twostroke.model.program.kv_layout import KV_SPLIT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,12 +43,12 @@ def shares_of(
         if op.stores:
             rows = span.stored_rows
             positions = np.arange(span.end - len(rows), span.end)
-            own = positions // PIECE_TOKENS % len(op.team) == op.place
+            own = positions // KV_SPLIT_TOKENS % len(op.team) == op.team_index
             k, v = (values[name][rows[own]] for name in (op.k, op.v))
             state.cache.store(span, op.layer, positions[own], k, v)
         queries = q[span.rows].reshape(-1, op.num_heads, op.head_dim)
         for piece in _pieces(op, span):
-            if piece % len(op.team) == op.place:
+            if piece % len(op.team) == op.team_index:
                 found[number, piece] = _share(op, queries, span, piece, state)
     return found
 
@@ -74,15 +74,15 @@ def merged(op: SplitKvAttention, team: Sequence[Shares], state: ReferenceStepSta
 def _pieces(op: SplitKvAttention, span: RowSpan) -> range:
     """Return the pieces of which the rows of a span see anything, in their order."""
     first = 0 if op.window is None else max(0, span.start + 1 - op.window)
-    return range(first // PIECE_TOKENS, -(-span.end // PIECE_TOKENS))
+    return range(first // KV_SPLIT_TOKENS, -(-span.end // KV_SPLIT_TOKENS))
 
 
 def _share(
     op: SplitKvAttention, q: Array, span: RowSpan, piece: int, state: ReferenceStepState
 ) -> PartialAttention:
     """Return a piece's share of the queries q (rows, heads, head_dim) of a span."""
-    first = piece * PIECE_TOKENS
-    positions = np.arange(first, min(span.end, first + PIECE_TOKENS))
+    first = piece * KV_SPLIT_TOKENS
+    positions = np.arange(first, min(span.end, first + KV_SPLIT_TOKENS))
     if op.window is not None:  # pages before it may be gone
         positions = positions[positions > span.start - op.window]
     keys, vals = state.cache.load(span, op, positions)

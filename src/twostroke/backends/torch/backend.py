@@ -86,7 +86,7 @@ class TorchBackend:
         self._steps: StepArrays | None = None  # the form in which other ranks get steps
         if share is not None and share.rank == 0:
             groups = PageGroups(page_size, self.facts.windows)
-            longest = groups.most_tokens(num_pages, program.context_length)
+            longest = groups.max_tokens(num_pages, program.context_length)
             max_pages = -(-longest // page_size)
             self._steps = StepArrays(len(groups.windows), page_size, max_pages, one_arithmetic=True)
             self._steps.tables.note_changes()

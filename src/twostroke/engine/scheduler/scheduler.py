@@ -71,7 +71,7 @@ class Scheduler:
         self.prefixes = PrefixCache(index, pool)
         self._holdings = KvCacheManager(pool, config.most_in_flight)
         self._drafting = DraftPages(pool, self._holdings)
-        self._most_tokens = pool.groups.most_tokens(pool.num_pages, config.context_length)
+        self._most_tokens = pool.groups.max_tokens(pool.num_pages, config.context_length)
         self.prefixes.transfers.limit(self._most_tokens, config.token_budget, clock)
         self._tickets: dict[str, RequestState] = {}
         self._waiting = WaitingQueue(config, policy, clock)

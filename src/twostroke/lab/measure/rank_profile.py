@@ -245,7 +245,7 @@ def _moving(
     for rank, fused in enumerate(placed):
         for place, parts in enumerate(fused):
             if parts and isinstance(parts[0], ops.AllGather | ops.AllReduce):
-                key = f"{parts[0].team} {parts[0].meeting}"
+                key = f"{parts[0].team} {parts[0].exchange_name}"
                 met.setdefault(key, []).append((rank, place))
     return {
         one: min(step[rank][place][0] for rank, place in members)

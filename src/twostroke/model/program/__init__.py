@@ -1,4 +1,4 @@
-"""The Program: operations, batch shapes, and cost."""
+"""The Program: a model's operations, the shapes of batches, and the layout of keys and values."""
 
 from twostroke.model.program.batch import BatchShape
 from twostroke.model.program.kv_layout import FLOAT16, CacheFormat, CacheGroup, CacheLayer

@@ -1,4 +1,4 @@
-"""Attention over the pages of a cache layer."""
+"""Attention over cached keys and values, and the rotation (RoPE) of its queries and keys."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Projection(Frozen):
-    """What made queries or keys: a product with a `bias`, or a norm of heads or of the row.
+    """How queries or keys are computed: by a product with a `bias`, or by a norm of heads or a row.
 
-    `weight` is that of the product (width, in_width), whose input was normed by `input_norm`, or
-    that of the norm, to which `offset` is added.
+    For a product, `weight` is its matrix (width, in_width), and `input_norm` is the weight of the
+    norm before it. For a norm, `weight` is its factors, to which `offset` is added.
     """
 
     weight: str
@@ -35,10 +35,11 @@ class Projection(Frozen):
 
 
 class QkProjections(Frozen):
-    """Where a layer's queries and keys, rotated by `rope`, come from, and so how large they are.
+    """How a layer's queries and keys are computed before `rope` rotates them.
 
-    `first` is the place, among the keys of the whole layer, of this part's first value. Of latent
-    attention, `keys` are the rotated part, and `latents` what follows it.
+    The projections tell how large the keys are, which KV formats of few bits use. `first` is the
+    index of this part's first value among all keys of the layer. In latent attention `keys`
+    computes the rotated part, and `latents` the rest of the key.
     """
 
     queries: Projection
@@ -49,18 +50,19 @@ class QkProjections(Frozen):
 
 
 class Attention(Operation):
-    """Causal attention over the pages of cache layer `layer`, k and v of this step stored first.
+    """Causal attention over cache layer `layer`; first stores this step's keys and values there.
 
     Query head h reads key-value head `(first_head + h) // group_size` (grouped queries,
-    arXiv:2305.13245). Groups are equal, unless this is a part: then `group` is their size, and the
-    first of them lacks its first `first_head` heads. `output = softmax(q k^T * scale) v` over the
-    positions up to the row's own: all of them, or the last `window` (sliding window,
-    arXiv:2310.06825). With a `soft_cap` c the scaled scores s become `c * tanh(s / c)`
+    arXiv:2305.13245). All groups have the same size, unless this is one rank's part: then `group`
+    is the size, and the first group lacks its first `first_head` heads. `output = softmax(q k^T *
+    scale) v` over the positions up to the row's own: all of them, or the last `window` (sliding
+    window, arXiv:2310.06825). With a `soft_cap` c the scaled scores s become `c * tanh(s / c)`
     (arXiv:2408.00118).
 
-    Scores stay when a channel of keys is multiplied by what that of queries is divided by; and a
-    vector taken from all keys of a head moves all scores of a row alike, which without a soft cap
-    changes nothing. `origin` tells pages of few bits what makes the keys small and even.
+    KV formats of few bits use two identities, for which they need `origin`. Scores do not change
+    when a channel of the keys is multiplied by a factor and the same channel of the queries is
+    divided by it. Subtracting one vector from all keys of a head changes all scores of a row by the
+    same amount, which without a soft cap does not change the output.
     """
 
     q: str
@@ -89,12 +91,12 @@ class Attention(Operation):
 
     @property
     def group_size(self) -> int:
-        """How many query heads read one key-value head."""
+        """Query heads that read one key-value head."""
         return self.num_heads // self.num_kv_heads if self.group is None else self.group
 
     @property
     def grain(self) -> int:
-        """A query head."""
+        """The values of a query head."""
         return self.head_dim
 
     def part(self, first: int, end: int) -> Self:
@@ -113,7 +115,7 @@ class Attention(Operation):
         )
 
     def part_reads(self, field: str, first: int, end: int) -> Range:
-        """Read the heads of the queries, and their key-value heads, which others may read too."""
+        """Return the columns of the query heads, or of their key-value heads."""
         if field == "q":
             return first, end
         kv_first, kv_end = self._kv_heads(first, end)
@@ -125,61 +127,61 @@ class Attention(Operation):
         return kv_first, kv_end if first < end else kv_first
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Two products over each row's context, and the traffic of the pages."""
+        """Yield two products over each row's context, and the traffic of the pages."""
         del weight_bytes
         yield EachAttended(self.window), Cost(4 * self.num_heads * self.head_dim)
         yield EachCached(self.window), Cost(0, 0, self.stored.bytes_per_token(cache))
 
     @property
     def stored(self) -> CacheLayer:
-        """What is stored of each token that it sees."""
+        """What this layer stores for each token."""
         return CacheLayer(
             self.num_kv_heads, self.head_dim, self.window, values_are_keys=self.values_are_keys
         )
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
-        """Keys and values of its layer."""
+        """The keys and values of its layer."""
         return {self.layer: self.stored}
 
-    def with_layers(self, places: Mapping[int, int]) -> Self:
-        """Return it with another number of its layer."""
-        return self._changed(layer=places[self.layer])
+    def with_layers(self, new_layers: Mapping[int, int]) -> Self:
+        """Return the attention with another number of its layer."""
+        return self._changed(layer=new_layers[self.layer])
 
     @property
     def label(self) -> str:
-        """With its window, if it has one."""
+        """The label "attention", with the window if it has one."""
         return "attention" if self.window is None else f"attention({self.window})"
 
 
 class SharedKvAttention(Attention):
-    """Attention to the keys and values that an earlier operation stores, for cache layer `layer`.
+    """Attention to keys and values that an earlier operation stores in cache layer `layer`.
 
-    It has none of its own: `k` and `v` are empty (arXiv:2405.12981). Heads, their width and the
-    window are those of the other operation.
+    It computes no keys and values: `k` and `v` are empty (arXiv:2405.12981). Heads, head size and
+    window equal the earlier operation's.
     """
 
     reads = ("q",)
     needs_all_rows = ()
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Two products over each row's context, which is read."""
+        """Yield two products over each row's context, which is read and not written."""
         del weight_bytes
         yield EachAttended(self.window), Cost(4 * self.num_heads * self.head_dim)
         yield EachRead(self.window), Cost(0, 0, self.stored.bytes_per_token(cache))
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
-        """Nothing."""
+        """Nothing: an earlier operation stores the keys and values."""
         return {}
 
 
 class Rope(Operation):
     """Rotate pairs of each head's first values by position times `inverse_frequencies[i]`.
 
-    Pair i is (2i, 2i + 1) when `interleaved`, else (i, i + len(inverse_frequencies)); values
-    beyond the pairs pass through (arXiv:2104.09864). Every rope scaling is a choice of
-    frequencies, and of `magnitude`, which multiplies sine and cosine (YaRN, arXiv:2309.00071).
+    Pair i is (2i, 2i + 1) when `interleaved`, else (i, i + len(inverse_frequencies)); values after
+    the pairs stay as they are (arXiv:2104.09864). Every RoPE scaling is a choice of frequencies,
+    and of `magnitude`, which multiplies sine and cosine (YaRN, arXiv:2309.00071).
     """
 
     x: str
@@ -198,7 +200,7 @@ class Rope(Operation):
 
     @property
     def grain(self) -> int:
-        """A head."""
+        """The values of a head."""
         return self.head_dim
 
     def part(self, first: int, end: int) -> Self:
@@ -207,5 +209,5 @@ class Rope(Operation):
 
     @property
     def row_flops(self) -> int:
-        """Four products and two sums for each pair."""
+        """Four multiplications and two additions for each pair."""
         return 6 * self.num_heads * len(self.inverse_frequencies)

@@ -1,4 +1,4 @@
-"""The shape of a step's work: rows, and the context before each."""
+"""The shape of a step's batch: rows of each request, and the context before them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec.structs import force_setattr
 
 from twostroke.core.draft_tree import ends_of
 from twostroke.core.frozen import Frozen
-from twostroke.model.program.kv_layout import PIECE_TOKENS
+from twostroke.model.program.kv_layout import KV_SPLIT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 class BatchShape(Frozen, dict=True):
     """The facts of a step that its cost depends on.
 
-    Request i has `counts[i]` rows, at positions from `starts[i]` on, each attending to every
+    Request i has `counts[i]` rows, at positions from `starts[i]` on. Each row attends to every
     position up to its own. `num_sampled` of the `num_rows` rows get logits.
     """
 
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     num_sampled: int
-    step: BatchShape | None = None  # of which these are the rows of one row part
+    step: BatchShape | None = None  # the whole step, if this is one row part of it
     num_rows: int = 0  # the sum of `counts`, kept because a step needs it several times
 
     def __post_init__(self) -> None:
@@ -36,24 +36,24 @@ class BatchShape(Frozen, dict=True):
 
     @classmethod
     def prefill(cls, num_tokens: int, start: int = 0) -> BatchShape:
-        """One request computing `num_tokens` at once after `start` earlier ones."""
+        """Return the shape of one request that computes `num_tokens` after `start` earlier ones."""
         return cls((start,), (num_tokens,), 1)
 
     @classmethod
     def decode(cls, contexts: tuple[int, ...]) -> BatchShape:
-        """One row for each request, each after `contexts[i]` tokens."""
+        """Return the shape of a decode step: one row a request, each after `contexts[i]` tokens."""
         return cls(contexts, (1,) * len(contexts), len(contexts))
 
     @classmethod
     def of(cls, plan: StepPlan) -> BatchShape:
-        """The shape of a step, its drafts included."""
+        """Return the shape of a planned step, with its draft tokens."""
         if not plan.has_drafts:
             num_sampled = len(plan.slices)
             if not plan.is_decode:
-                num_sampled = sum([part.num_scored + part.samples for part in plan.slices])
+                num_sampled = sum([slice_.num_scored + slice_.samples for slice_ in plan.slices])
             return cls(tuple(plan.starts), tuple(plan.counts), num_sampled)
-        spans = [span for part in plan.slices for span in _spans(part)]
-        num_sampled = sum([part.num_with_logits for part in plan.slices])
+        spans = [span for slice_ in plan.slices for span in _spans(slice_)]
+        num_sampled = sum([slice_.num_with_logits for slice_ in plan.slices])
         return cls(
             tuple([start for start, _ in spans]), tuple([count for _, count in spans]), num_sampled
         )
@@ -64,46 +64,51 @@ class BatchShape(Frozen, dict=True):
         return BatchShape((*self.starts, start), (*self.counts, count), num_sampled)
 
     def part(self, index: int, count: int) -> BatchShape:
-        """Return the rows of row part `index` of `count`, with all logits (see `RowParts`)."""
+        """Return the rows of row part `index` of `count` (see `RowParts`), with all logits."""
         first, end = self.num_rows * index // count, self.num_rows * (index + 1) // count
         starts, counts, row = [], [], 0
         for start, num_rows in self.spans:
             skipped = max(0, first - row)
-            num_own = min(row + num_rows, end) - (row + skipped)
-            if num_own > 0:
+            num_kept = min(row + num_rows, end) - (row + skipped)
+            if num_kept > 0:
                 starts.append(start + skipped)
-                counts.append(num_own)
+                counts.append(num_kept)
             row += num_rows
         return BatchShape(tuple(starts), tuple(counts), self.num_sampled, self)
 
     @cached_property
-    def drawn(self) -> BatchShape:
-        """The rows with logits, as a step: the last ones of requests, few rows of each first."""
+    def logits_rows(self) -> BatchShape:
+        """The rows with logits, as a step: the last row of each request, then earlier rows."""
         if self.num_sampled >= self.num_rows:
             return self
         order = sorted(range(len(self.counts)), key=self.counts.__getitem__)
-        left, own = self.num_sampled, [0] * len(order)
-        for most in (1, self.num_rows):
+        num_left = self.num_sampled
+        num_chosen = [0] * len(order)  # rows of each request
+        for max_added in (1, self.num_rows):
             for index in order:
-                more = min(left, most, self.counts[index] - own[index])
-                own[index] += more
-                left -= more
-        spans = [(s + n - own[i], own[i]) for i, (s, n) in enumerate(self.spans) if own[i]]
+                num_added = min(num_left, max_added, self.counts[index] - num_chosen[index])
+                num_chosen[index] += num_added
+                num_left -= num_added
+        spans = [
+            (start + count - num_rows, num_rows)
+            for (start, count), num_rows in zip(self.spans, num_chosen, strict=True)
+            if num_rows
+        ]
         starts, counts = zip(*spans, strict=True) if spans else ((), ())
         return BatchShape(starts, counts, self.num_sampled)
 
     @property
-    def whole(self) -> BatchShape:
+    def whole_step(self) -> BatchShape:
         """The step with the rows of all row parts."""
         return self if self.step is None else self.step
 
     @property
     def spans(self) -> Iterable[tuple[int, int]]:
-        """Where each request's rows start, and how many they are."""
+        """The first position and the number of rows of each request."""
         return zip(self.starts, self.counts, strict=True)
 
     def num_attended(self, window: int | None = None) -> int:
-        """Pairs of (row, position it attends to), at most `window` positions a row."""
+        """Count the pairs of a row and a position that it attends to, at most `window` a row."""
         if window is None and self.num_rows == len(self.starts):
             return self.num_context()
         if window is None:
@@ -111,45 +116,49 @@ class BatchShape(Frozen, dict=True):
         return sum([_attended(start, count, window) for start, count in self.spans])
 
     def num_context(self, window: int | None = None) -> int:
-        """Positions whose keys and values must be read at least once."""
+        """Count the positions whose keys and values must be read at least once."""
         if window is None:
             return sum(self.starts) + self.num_rows
         return sum([min(start, window - 1) + count for start, count in self.spans])
 
-    def with_rows(self, fewest: int, most: int = sys.maxsize) -> BatchShape:
-        """Return the requests with so many rows."""
-        spans = [(start, count) for start, count in self.spans if fewest <= count <= most]
+    def with_rows(self, min_rows: int, max_rows: int = sys.maxsize) -> BatchShape:
+        """Return the requests that have between `min_rows` and `max_rows` rows, without logits."""
+        spans = [(start, count) for start, count in self.spans if min_rows <= count <= max_rows]
         return BatchShape(tuple([s for s, _ in spans]), tuple([n for _, n in spans]), 0)
 
-    def num_pieces(self, window: int | None = None) -> int:
-        """Pieces that a request's rows attend to, of all requests."""
-        first = [0 if window is None else max(0, start - window + 1) for start in self.starts]
+    def num_kv_splits(self, window: int | None = None) -> int:
+        """Count the KV splits that each request's rows attend to, summed over requests."""
+        first_positions = [
+            0 if window is None else max(0, start - window + 1) for start in self.starts
+        ]
         ends = [start + count for start, count in self.spans]
-        pairs = zip(first, ends, strict=True)
-        return sum([-(-end // PIECE_TOKENS) - start // PIECE_TOKENS for start, end in pairs])
+        pairs = zip(first_positions, ends, strict=True)
+        return sum([-(-end // KV_SPLIT_TOKENS) - start // KV_SPLIT_TOKENS for start, end in pairs])
 
-    def num_shares(self, window: int | None = None) -> int:
-        """Pairs of (row, piece of the context it attends to)."""
-        pieces = self.num_rows + sum(
-            [_pieces_before(start, start + count) for start, count in self.spans]
+    def num_partial_attentions(self, window: int | None = None) -> int:
+        """Count the pairs of a row and a KV split that it attends to."""
+        num_pairs = self.num_rows + sum(
+            [_splits_before(start, start + count) for start, count in self.spans]
         )
         if window is None:
-            return pieces
+            return num_pairs
         first_seen = [(start - window + 1, count) for start, count in self.spans]
-        return pieces - sum([_pieces_before(start, start + count) for start, count in first_seen])
+        return num_pairs - sum(
+            [_splits_before(start, start + count) for start, count in first_seen]
+        )
 
 
 class DecodeRun(BatchShape):
-    """Decode steps of the same requests, one after another; the first is `starts`.
+    """Consecutive decode steps of the same requests; the first begins after `starts` tokens.
 
-    What grows with the context is counted for each of the `num_steps`: (steps,).
+    Counts that grow with the context are arrays with a value for each of the `num_steps`.
     """
 
     num_steps: int = 1
 
     @classmethod
     def of_steps(cls, starts: tuple[int, ...], num_steps: int) -> DecodeRun:
-        """Return the shape of steps, the first after `starts[i]` tokens of request i."""
+        """Return the shape of `num_steps` steps; the first follows `starts[i]` tokens."""
         return cls(starts, (1,) * len(starts), len(starts), num_steps=num_steps)
 
     def at(self, step: int) -> BatchShape:
@@ -157,11 +166,11 @@ class DecodeRun(BatchShape):
         return BatchShape.decode(tuple([start + step for start in self.starts]))
 
     def num_attended(self, window: int | None = None) -> Any:
-        """As that of a step."""
+        """Count the pairs of a row and a position that it attends to: an array (steps,)."""
         return self.num_context(window)
 
     def num_context(self, window: int | None = None) -> Any:
-        """As that of a step."""
+        """Count the positions whose keys and values must be read: an array (steps,)."""
         import numpy as np  # `--help` needs none of it
 
         if window is None:
@@ -170,27 +179,34 @@ class DecodeRun(BatchShape):
         return np.minimum(ends, window).sum(axis=0)
 
 
-def _spans(part: Slice) -> Iterator[tuple[int, int]]:
-    """Yield where rows start and how many they are; a branch reads its own context again."""
-    if not part.branches:
-        yield part.start, part.num_rows
+def _spans(slice_: Slice) -> Iterator[tuple[int, int]]:
+    """Yield the first position and the number of rows of a slice and of its draft branches.
+
+    A branch reads the context again, so it counts as a request.
+    """
+    if not slice_.branches:
+        yield slice_.start, slice_.num_rows
         return
-    yield part.start, part.count + part.branches[0].first
-    for branch, end in ends_of(len(part.drafts), part.branches):
+    yield slice_.start, slice_.count + slice_.branches[0].first
+    for branch, end in ends_of(len(slice_.drafts), slice_.branches):
         yield branch.position, end - branch.first
 
 
 def _attended(start: int, count: int, window: int) -> int:
-    """Rows whose whole past lies inside the window see all of it, the others just the window."""
-    whole = min(count, max(0, window - start))
-    return whole * start + whole * (whole + 1) // 2 + (count - whole) * window
+    """Count the attended positions of a request's rows, each with at most `window` positions."""
+    num_unlimited = min(count, max(0, window - start))
+    return (
+        num_unlimited * start
+        + num_unlimited * (num_unlimited + 1) // 2
+        + (count - num_unlimited) * window
+    )
 
 
-def _pieces_before(start: int, end: int) -> int:
-    """Return how many whole pieces lie before each of these positions, in all."""
-    return _pieces_before_all(max(0, end)) - _pieces_before_all(max(0, start))
+def _splits_before(start: int, end: int) -> int:
+    """Sum, over the positions from `start` to `end`, the whole KV splits before each position."""
+    return _splits_before_all(max(0, end)) - _splits_before_all(max(0, start))
 
 
-def _pieces_before_all(end: int) -> int:
-    pieces, rest = divmod(end, PIECE_TOKENS)
-    return PIECE_TOKENS * pieces * (pieces - 1) // 2 + pieces * rest
+def _splits_before_all(end: int) -> int:
+    num_splits, rest = divmod(end, KV_SPLIT_TOKENS)
+    return KV_SPLIT_TOKENS * num_splits * (num_splits - 1) // 2 + num_splits * rest

@@ -1,4 +1,4 @@
-"""Operations of a divided Program that move values between ranks, or take parts of them."""
+"""Operations of a divided Program that exchange values between ranks, or take columns of them."""
 
 from __future__ import annotations
 
@@ -27,46 +27,50 @@ _VALUE_BYTES = 4  # values travel as float32
 
 
 class AllGather(Operation):
-    """`output` is the whole of `x`, of which each member of the team holds its part.
+    """`output` is the complete value whose parts `x` the members of a team hold.
 
-    `team` are ranks in the order of their parts, and this rank is `team[place]`. A rank whose part
-    is empty has no `x`. `AllGather`s of one value have the same output on all ranks of the team.
-    With a `root` only that rank gets the whole, nothing reads the output on the others, and there
-    is a row for each one that is sampled: these are logits.
+    `team` lists ranks in the order of their parts; this rank is `team[team_index]`. A rank whose
+    part is empty has no `x`. All ranks of the team give the output the same name. With a `root`
+    only that rank receives the result, and no operation reads the output on other ranks; a value
+    with a root has one row for each sampled row, since it is the logits.
     """
 
     x: str | None
     width: int
     parts: Parts
     team: tuple[int, ...]
-    place: int
+    team_index: int
     root: int | None = None
 
     reads = ("x",)
     label = "gather"
 
     @property
-    def meeting(self) -> str:
-        """What all members of the team call the exchange."""
+    def exchange_name(self) -> str:
+        """The name that all members of the team give this exchange."""
         return self.output
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Its own part, if it has one."""
+        """The rank's own part, if it has one."""
         return () if self.x is None else (self.x,)
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """The own part goes to each of the others, and theirs come."""
+        """Yield the traffic: the own part goes to each other member, and their parts come."""
         del weight_bytes, cache
-        own = self.parts.share(self.place)
-        sent, received = own * (len(self.team) - 1), 1 - own
+        own_share = self.parts.share(self.team_index)
+        sent_share = own_share * (len(self.team) - 1)
+        received_share = 1 - own_share
         if self.root is None:
-            rows = each_row_of_all if self.parts.are_rows else each_row
-            yield from _exchange(self.width * sent, self.width * received, rows, once)
+            count = each_row_of_all if self.parts.are_rows else each_row
+            yield from _exchange(self.width * sent_share, self.width * received_share, count, once)
             return
-        sent, received = (0, received) if self.team[self.place] == self.root else (own, 0)
-        sizes = self.width * sent, self.width * received
-        yield from _exchange(*sizes, each_sampled_row, once_if_sampled)
+        sent_share, received_share = (
+            (0, received_share) if self.team[self.team_index] == self.root else (own_share, 0)
+        )
+        yield from _exchange(
+            self.width * sent_share, self.width * received_share, each_sampled_row, once_if_sampled
+        )
 
 
 class TakeColumns(Operation):
@@ -77,12 +81,12 @@ class TakeColumns(Operation):
     first: int
 
     reads = ("x",)
-    sharding = Sharding.WHOLE
+    sharding = Sharding.REPLICATED
     label = "columns"
 
 
 class Send(Operation):
-    """`x` goes to another rank, which receives it; `output` is a name that nothing reads."""
+    """Sends `x` to rank `to`, which receives it; nothing reads `output`."""
 
     x: str
     width: int
@@ -91,53 +95,55 @@ class Send(Operation):
     reads = ("x",)
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Each row goes to one rank."""
+        """Yield the traffic: each row goes to one rank."""
         del weight_bytes, cache
         return _exchange(self.width, 0)
 
 
 class Receive(Operation):
-    """`output` comes from another rank, which sends it under the same name."""
+    """`output` comes from rank `sender`, which sends the value under the same name."""
 
     width: int
     sender: int
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Each row comes from one rank."""
+        """Yield the traffic: each row comes from one rank."""
         del weight_bytes, cache
         return _exchange(0, self.width)
 
 
 class AllReduce(Operation):
-    """`output` is the sum of what the members of the team have; a rank without `x` adds nothing."""
+    """`output` is the sum of `x` over the members of the team; a rank without `x` adds nothing."""
 
     x: str | None
     width: int
     team: tuple[int, ...]
-    place: int
+    team_index: int
 
     reads = ("x",)
     label = "reduce"
 
     @property
-    def meeting(self) -> str:
-        """What all members of the team call the exchange."""
+    def exchange_name(self) -> str:
+        """The name that all members of the team give this exchange."""
         return self.output
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Its own term, if it has one."""
+        """The rank's own term, if it has one."""
         return () if self.x is None else (self.x,)
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Parts of the sums go around, then the sums."""
+        """Yield the traffic of a reduce-scatter and an all-gather."""
         del weight_bytes, cache
         width = 2 * self.width * (1 - 1 / len(self.team))
         return _exchange(width, width)
 
 
-def _exchange(sent: float, received: float, rows: Count = each_row, steps: Count = once) -> Work:
-    """Yield the cost of an exchange, given how many values of a row go and come."""
+def _exchange(
+    sent: float, received: float, row_count: Count = each_row, step_count: Count = once
+) -> Work:
+    """Yield the cost of an exchange, given the float32 values that a row sends and receives."""
     sent_bytes, received_bytes = round(_VALUE_BYTES * sent), round(_VALUE_BYTES * received)
-    yield rows, Cost(0, sent_bytes=sent_bytes, received_bytes=received_bytes)
-    yield steps, Cost(0, exchanges=1)
+    yield row_count, Cost(0, sent_bytes=sent_bytes, received_bytes=received_bytes)
+    yield step_count, Cost(0, exchanges=1)

@@ -14,7 +14,7 @@ from twostroke.model.program.work import (
     EachRead,
     StepCost,
     each_row,
-    of_drawn,
+    of_logits_rows,
 )
 
 if TYPE_CHECKING:
@@ -30,10 +30,11 @@ __all__ = ["Cost", "CostModel", "StepCost"]
 
 
 class CostModel(Frozen):
-    """Counts the work of a Program's steps, given how its weights and its cache are stored.
+    """Counts the work of a Program's steps for given formats of its weights and its KV cache.
 
-    `weight_bytes` gives each weight's stored size. A rank's steps have its part of the rows. With
-    `stops_rows` only rows with logits are computed after the last store (`Program.late`).
+    `weight_bytes` gives each weight's stored size. A rank's steps have row part `row_part` of
+    `num_row_parts`. With `stops_rows`, operations after the last store compute only rows with
+    logits (`Program.logits_only_outputs`).
     """
 
     program: Program
@@ -44,30 +45,30 @@ class CostModel(Frozen):
     stops_rows: bool = False
 
     def part(self, rank: RankProgram) -> CostModel:
-        """Return the cost of one rank's part of this Program."""
-        whole = self.program.weight_shapes
-        stored = {
-            name: self.weight_bytes[name] * prod(shape) // prod(whole[name])
+        """Return the cost model of one rank's part of this Program."""
+        all_shapes = self.program.weight_shapes
+        weight_bytes = {
+            name: self.weight_bytes[name] * prod(shape) // prod(all_shapes[name])
             for name, shape in rank.program.weight_shapes.items()
         }
-        return CostModel(rank.program, stored, self.cache, rank.row_part, rank.num_row_parts)
+        return CostModel(rank.program, weight_bytes, self.cache, rank.row_part, rank.num_row_parts)
 
     def operation(self, op: Op, batch: BatchShape) -> Cost:
-        """Return one operation's share of a step's cost."""
+        """Return the cost of one operation in a step."""
         return self._of(self.work(op)).of(batch)
 
     def work(self, op: Op) -> Work:
-        """Yield what an operation has to do in a step."""
-        is_late = self.stops_rows and op.output in self.program.late
+        """Yield an operation's costs, each with the count to which it is proportional."""
+        only_logits_rows = self.stops_rows and op.output in self.program.logits_only_outputs
         for count, cost in op.work(self.weight_bytes, self.cache):
-            if is_late and isinstance(count, EachCached):  # all rows are stored
+            if only_logits_rows and isinstance(count, EachCached):  # all rows still store
                 yield each_row, cost
-                yield of_drawn(EachRead(count.window)), cost
+                yield of_logits_rows(EachRead(count.window)), cost
             else:
-                yield of_drawn(count) if is_late else count, cost
+                yield of_logits_rows(count) if only_logits_rows else count, cost
 
     def per_step(self) -> StepCost:
-        """Return the cost of a step of all operations: their terms, one for each count."""
+        """Return the cost of a step: the terms of all operations, one term for each count."""
         terms: dict[Count, Cost] = {}
         for op in self.program.ops:
             for count, cost in self.work(op):
@@ -79,7 +80,7 @@ class CostModel(Frozen):
 
 
 class StoredAs(Frozen):
-    """How matrices of layers are stored: bits for each weight, and the arithmetic on them.
+    """How matrices of layers are stored: bits for each weight, and the arithmetic of products.
 
     Other weights have 16 bits.
     """

@@ -1,4 +1,4 @@
-"""Mixtures of experts, as one operation and as the two into which ranks divide it."""
+"""Mixture of experts: one operation, and the two operations into which ranks divide it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Expert(Frozen):
     down: str
 
     def weights(self, width: int, ffn_width: int) -> tuple[Weight, ...]:
-        """Return the three."""
+        """Return the shapes of the three matrices."""
         wide, narrow = (ffn_width, width), (width, ffn_width)
         return Weight(self.gate, wide), Weight(self.up, wide), Weight(self.down, narrow)
 
@@ -33,11 +33,11 @@ class Expert(Frozen):
 class MixtureOfExperts(Operation):
     """`output = sum over chosen experts e of share[e] * down_e(activation(gate_e x) * up_e x)`.
 
-    `scores` is the value with the router's products, one for each expert. The shares are their
-    softmax; each row chooses the `num_used` experts with the largest (of equal ones the first),
-    and with `normalize` the chosen shares are divided by their sum (arXiv:2401.04088). The sum is
-    in the order of the choice. If the scores `are_shares` (see `Route`), the largest are chosen
-    as well, and are the shares as they are.
+    `scores` names the router's logits, one for each expert. The shares are their softmax; each row
+    chooses the `num_used` experts with the largest shares (of equal ones the first), and with
+    `normalize` the chosen shares are divided by their sum (arXiv:2401.04088). Terms are added in
+    the order of the choice. If `are_shares`, the scores are shares already (see `Route`): the
+    largest are chosen and used unchanged.
     """
 
     x: str
@@ -51,7 +51,7 @@ class MixtureOfExperts(Operation):
     are_shares: bool = False
 
     reads = ("x", "scores")
-    sharding = Sharding.WHOLE
+    sharding = Sharding.REPLICATED
     label = "experts"
 
     @property
@@ -60,46 +60,47 @@ class MixtureOfExperts(Operation):
         return tuple(w for e in self.experts for w in e.weights(self.width, self.ffn_width))
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """The products of the chosen experts; the matrices of the others stay unread."""
+        """Yield the products of the chosen experts; matrices of other experts are not read."""
         terms, total = self.steps
         yield from terms.work(weight_bytes, cache)
         yield from total.work(weight_bytes, cache)
 
     @property
     def steps(self) -> tuple[Operation, ...]:
-        """The terms, and their sum."""
+        """The two operations that ranks divide: the chosen experts' terms, and their sum."""
         terms = f"{self.output}.terms"
         return (
             ExpertTerms(
                 terms,
-                self.x,
-                self.scores,
-                self.experts,
-                0,
-                len(self.experts),
-                self.width,
-                self.ffn_width,
-                self.num_used,
-                self.activation,
+                x=self.x,
+                scores=self.scores,
+                experts=self.experts,
+                first_expert=0,
+                num_experts=len(self.experts),
+                hidden=self.width,
+                ffn_width=self.ffn_width,
+                num_used=self.num_used,
+                activation=self.activation,
             ),
             SumTerms(
                 self.output,
-                terms,
-                self.scores,
-                self.width,
-                self.num_used,
-                self.normalize,
-                self.are_shares,
+                x=terms,
+                scores=self.scores,
+                width=self.width,
+                num_used=self.num_used,
+                normalize=self.normalize,
+                are_shares=self.are_shares,
             ),
         )
 
 
 class ExpertTerms(Operation):
-    """The results of a mixture's chosen experts: `num_used` in a row, `hidden` values each.
+    """The outputs of a row's chosen experts, not yet added: `num_used` outputs of `hidden` values.
 
-    Fields are those of `MixtureOfExperts`. `output` has, for each row and each of its chosen
-    experts in the order of the choice, `down_e(activation(gate_e x) * up_e x)`. This rank has the
-    `experts` from number `first_expert` on, of `num_experts`; the terms of others are undefined.
+    Fields have the meanings that they have in `MixtureOfExperts`. For each row and each of its
+    chosen experts, in the order of the choice, `output` has `down_e(activation(gate_e x) * up_e
+    x)`. This rank has the `experts` from number `first_expert` on, of `num_experts`; the terms of
+    other experts are undefined.
     """
 
     x: str
@@ -127,17 +128,17 @@ class ExpertTerms(Operation):
         return tuple(w for e in self.experts for w in e.weights(self.hidden, self.ffn_width))
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """The products of the chosen experts that are here; the other matrices stay unread."""
+        """Yield the products of the chosen experts on this rank; other matrices are not read."""
         del cache
         flops = self.num_used * self.ffn_width * (6 * self.hidden + 5)
         yield each_row, Cost(flops * len(self.experts) // self.num_experts)
         names = [name for e in self.experts for name in (e.gate, e.up, e.down)]
-        stored = sum([weight_bytes[name] for name in names])  # some have 45,000: no Weight for each
+        stored = sum([weight_bytes[name] for name in names])  # up to 45,000 names
         yield ShareOfExperts(self.num_used, self.num_experts), Cost(0, stored)
 
     @property
     def length(self) -> int:
-        """The experts."""
+        """The number of experts on this rank."""
         return len(self.experts)
 
     def part(self, first: int, end: int) -> Self:
@@ -146,15 +147,15 @@ class ExpertTerms(Operation):
         return self._changed(experts=experts, first_expert=self.first_expert + first)
 
     def part_reads(self, field: str, first: int, end: int) -> None:
-        """Read whole rows."""
+        """Return None: each part reads whole rows."""
 
     def parts_by(self, cuts: tuple[int, ...]) -> TermParts:
-        """Return how the terms lie on ranks with experts cut so."""
+        """Return how ranks with experts cut at `cuts` hold the terms."""
         return TermParts(cuts, self.scores, self.num_used)
 
 
 class SumTerms(Operation):
-    """`output` is the sum of a row's terms times their shares, in the order of the choice."""
+    """`output` is the sum of a row's terms times their shares, added in the order of the choice."""
 
     x: str
     scores: str
@@ -164,18 +165,18 @@ class SumTerms(Operation):
     are_shares: bool = False
 
     reads = ("x", "scores")
-    sharding = Sharding.WHOLE
+    sharding = Sharding.REPLICATED
     label = "sum of experts"
 
 
 class Route(Operation):
     """`output[e]` is the share of expert e if a row chooses it, else -1 (arXiv:2412.19437).
 
-    Scores are the softmax of x, or its sigmoid if `is_sigmoid`. The choice is by scores plus
-    `bias`: of `num_groups` equal groups of neighbours the `num_used_groups` whose `group_best`
-    largest have the largest sum, and in these the `num_used` largest; of equal ones the first.
-    Shares are the scores, with `normalize` divided by their sum, times `scale`, and times those of
-    `factors`, above 0, one for each expert.
+    Scores are the softmax of x, or its sigmoid if `is_sigmoid`. Experts are ranked by score plus
+    `bias`, and equal ones by number. Neighbouring experts form `num_groups` groups of the same
+    size. A row first chooses the `num_used_groups` groups whose `group_best` best experts have the
+    largest sum, then the `num_used` best experts in these groups. Shares are the scores, divided by
+    their sum with `normalize`, times `scale`, times `factors` (positive, one for each expert).
     """
 
     x: str
@@ -191,7 +192,7 @@ class Route(Operation):
     factors: str | None = None
 
     reads = ("x",)
-    sharding = Sharding.WHOLE
+    sharding = Sharding.REPLICATED
     label = "choice of experts"
 
     @property

@@ -11,21 +11,21 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PIECE_TOKENS = 64  # of a request, counted from its first, over which attention sums at once
+KV_SPLIT_TOKENS = 64  # attention sums over this many tokens of a request before it merges sums
 _MAX_GROUPS = 16  # each costs the scheduler a page id for every `page_size` tokens of a request
 
 
 class CacheFormat(Frozen):
-    """How keys and values are stored: bytes per number, and bytes of scale per head.
+    """How keys and values are stored: bytes of a number, and bytes of the scales of a head.
 
-    A token's keys of a head have one scale, and its values another.
+    A token has one scale for its keys of a head, and one for its values.
     """
 
     value_bytes: float
     head_bytes: int = 0
 
     def head(self, head_dim: int) -> float:
-        """Bytes of one head's keys, or of its values, of one token."""
+        """Return the bytes of one head's keys, or of its values, for one token."""
         return head_dim * self.value_bytes + self.head_bytes
 
 
@@ -33,17 +33,17 @@ FLOAT16 = CacheFormat(2)
 
 
 class CacheLayer(Frozen):
-    """What an attention layer stores for each token: keys and values of its heads.
+    """The keys and values that an attention layer stores for each token.
 
-    With a `window`, only the last `window` tokens up to a row's own are ever read again. With
-    several `places` a rank stores one of so many pieces of `PIECE_TOKENS`, in turn with others.
-    Where `values_are_keys`, one row of numbers is both.
+    With a `window`, a row reads only the last `window` tokens up to its own. With several
+    `num_kv_ranks`, ranks take turns in storing the KV splits (`KV_SPLIT_TOKENS` tokens) of a
+    request. Where `values_are_keys`, the keys are also the values and are stored once.
     """
 
     num_kv_heads: int
     head_dim: int
     window: int | None = None
-    places: int = 1
+    num_kv_ranks: int = 1
     values_are_keys: bool = False
 
     @property
@@ -57,19 +57,19 @@ class CacheLayer(Frozen):
         return self.num_rows * self.num_kv_heads * self.head_dim
 
     def bytes_per_token(self, stored: CacheFormat) -> int:
-        """Bytes stored for one token."""
+        """Return the bytes stored for one token."""
         return ceil(self.num_rows * self.num_kv_heads * stored.head(self.head_dim))
 
     def bytes_in_page(self, page_size: int, stored: CacheFormat) -> int:
-        """Bytes of this layer in a page of `page_size` tokens, of which others may store some."""
-        return page_size // self.places * self.bytes_per_token(stored)
+        """Return this layer's bytes on this rank for a page of `page_size` tokens."""
+        return page_size // self.num_kv_ranks * self.bytes_per_token(stored)
 
 
 class CacheGroup(Frozen):
     """Layers whose keys and values lie together in pages: one page holds tokens of all of them.
 
-    `layers[i]` is the cache layer at place i of the group's pages. Rows of these layers read the
-    last `window` positions, their own included, or all of them if it is None.
+    `layers[i]` is the cache layer that has slot i of the group's pages. Rows of these layers read
+    the last `window` positions, their own included, or all of them if it is None.
     """
 
     layers: tuple[int, ...]
@@ -79,26 +79,25 @@ class CacheGroup(Frozen):
 def group_layers(windows: Sequence[int | None]) -> tuple[CacheGroup, ...]:
     """Divide layers, given by their windows, into groups of one size: any page fits any group.
 
-    Of the sizes that make at most 16 groups it takes the one that leaves the fewest places empty,
-    and of these the largest: the greatest common divisor of how many layers there are of each
-    window, unless that makes too many groups. Then some groups have fewer layers than their pages
-    have places. The layers of a group are spread over the whole. Without layers there is one empty
-    group.
+    Considers the sizes that make at most 16 groups, and takes the size that leaves the fewest slots
+    empty, of equal ones the largest: the greatest common divisor of the numbers of layers with each
+    window, unless that makes too many groups. Then some groups have fewer layers than slots. The
+    layers of a group are spread over the model. Without layers there is one empty group.
     """
     layers: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
         layers.setdefault(window, []).append(layer)
     if not layers:
         return (CacheGroup(()),)
-    kinds = sorted(layers, key=lambda window: (window is not None, window or 0))
-    counts = [len(layers[kind]) for kind in kinds]
-    max_groups = max(_MAX_GROUPS, len(kinds))
+    sorted_windows = sorted(layers, key=lambda window: (window is not None, window or 0))
+    counts = [len(layers[window]) for window in sorted_windows]
+    max_groups = max(_MAX_GROUPS, len(sorted_windows))
     sizes = [size for size in range(1, max(counts) + 1) if _num_groups(counts, size) <= max_groups]
     size = min(sizes, key=lambda size: (size * _num_groups(counts, size), -size))
     groups = []
-    for kind, count in zip(kinds, counts, strict=True):
-        step = _num_groups([count], size)  # so that each stage of a pipeline has some of a group
-        groups += [CacheGroup(tuple(layers[kind][first::step]), kind) for first in range(step)]
+    for window, count in zip(sorted_windows, counts, strict=True):
+        step = _num_groups([count], size)  # interleaved, so that each pipeline stage has some
+        groups += [CacheGroup(tuple(layers[window][first::step]), window) for first in range(step)]
     return tuple(groups)
 
 
@@ -107,11 +106,11 @@ def _num_groups(counts: list[int], size: int) -> int:
 
 
 class PageGroups(Frozen):
-    """How far the rows of each cache group see: `windows[g]` positions, or all of them if None.
+    """The windows of the cache groups: rows of group g read `windows[g]` positions, or all if None.
 
-    A page holds `page_size` tokens of one group. A request has the same number of places for pages
-    in each group. A row at position p with a window w reads the positions above p - w, its own
-    included; in a group with a window, a place is empty once no later row reads its page.
+    A page holds `page_size` tokens of one group. A request has the same number of page slots in
+    each group. A row at position p with a window w reads the positions above p - w, its own
+    included; in a group with a window, a slot is empty once no later row reads its page.
     """
 
     page_size: int
@@ -125,11 +124,11 @@ class PageGroups(Frozen):
 
     @property
     def has_windows(self) -> bool:
-        """Whether the rows of any group see only the last positions."""
+        """Whether the rows of any group read only the last positions."""
         return any(self.windows)
 
     def first_seen(self, num_computed: int) -> list[int]:
-        """Return, for each group, the first place that rows from `num_computed` on read."""
+        """Return, for each group, the index of the first page that row `num_computed` reads."""
         size = self.page_size
         return [
             0 if window is None else max(0, num_computed + 1 - window) // size
@@ -137,7 +136,7 @@ class PageGroups(Frozen):
         ]
 
     def next_passed(self, num_computed: int) -> int:
-        """Return how many tokens must be computed until a window passes another page."""
+        """Return the number of computed tokens at which a window no longer reads another page."""
         size = self.page_size
         return min(
             (
@@ -150,21 +149,21 @@ class PageGroups(Frozen):
 
     def num_needed(self, num_tokens: int, num_rows: int = 1) -> int:
         """Return the most pages that a request of `num_tokens` holds, with `num_rows` a step."""
-        num_places = -(-num_tokens // self.page_size)
+        num_pages = -(-num_tokens // self.page_size)
         return sum(
-            num_places if window is None else min(num_places, self._most_held(window, num_rows))
+            num_pages
+            if window is None
+            else min(num_pages, self._max_pages_in_window(window, num_rows))
             for window in self.windows
         )
 
-    def num_missing(
-        self, num_places: int, num_computed: int, num_tokens: int, num_rows: int
-    ) -> int:
-        """Return the pages that a request may still take, at least one for each group.
+    def num_missing(self, num_pages: int, num_computed: int, num_tokens: int, num_rows: int) -> int:
+        """Return the pages that a request may still need, at least one for each group.
 
-        It has `num_places` in each group and will compute `num_tokens` tokens, at most `num_rows` a
-        step. Pages that its windows leave until then are not counted.
+        It has `num_pages` page slots in each group and will compute `num_tokens` tokens, at most
+        `num_rows` a step. Pages that its windows release until then are not counted.
         """
-        growth = max(1, -(-num_tokens // self.page_size) - num_places)
+        growth = max(1, -(-num_tokens // self.page_size) - num_pages)
         if not any(self.windows):
             return growth * len(self.windows)
         num_rows = max(1, min(num_rows, num_tokens - num_computed))
@@ -173,34 +172,37 @@ class PageGroups(Frozen):
             if window is None:
                 total += growth
             else:
-                room = self._most_held(window, num_rows) - (num_places - first)
-                total += max(0, min(growth, room))
+                num_free = self._max_pages_in_window(window, num_rows) - (num_pages - first)
+                total += max(0, min(growth, num_free))
         return total
 
-    def most_tokens(self, num_pages: int, limit: int, num_rows: int = 1) -> int:
-        """Return how many tokens a request with all of `num_pages` can have, at most `limit`."""
+    def max_tokens(self, num_pages: int, limit: int, num_rows: int = 1) -> int:
+        """Return how many tokens a request can have with all of `num_pages`, at most `limit`."""
         num_growing = len(self.windows)
-        held = sorted(self._most_held(w, num_rows) for w in self.windows if w is not None)
-        for most in held:  # groups that stop growing before the others do
-            if most * num_growing > num_pages:
+        window_pages = sorted(
+            self._max_pages_in_window(w, num_rows) for w in self.windows if w is not None
+        )
+        for num_held in window_pages:  # groups with small windows stop growing first
+            if num_held * num_growing > num_pages:
                 break
-            num_pages -= most
+            num_pages -= num_held
             num_growing -= 1
         if not num_growing:
             return limit
         return min(limit, num_pages // num_growing * self.page_size)
 
-    def _most_held(self, window: int, num_rows: int) -> int:
-        """Return in how many pages the positions that `num_rows` rows read and write can lie."""
+    def _max_pages_in_window(self, window: int, num_rows: int) -> int:
+        """Return the most pages that `num_rows` rows in a row read and write, for one window."""
         return (window + num_rows + self.page_size - 3) // self.page_size + 1
 
 
+# By the names that users give them; f32 is for the reference and torch backends alone.
 FORMATS: Final = {
     "f32": CacheFormat(4),
     "f16": FLOAT16,
     "bf16": CacheFormat(2),
     "int8": CacheFormat(1, head_bytes=2),  # a float16 scale
     "int16": CacheFormat(2, head_bytes=2),  # a bfloat16 scale; for the cpu backend
-    "fp8": CacheFormat(1, head_bytes=2),  # E4M3, with such a scale; for the gpu backend
+    "fp8": CacheFormat(1, head_bytes=2),  # E4M3 with a bfloat16 scale; for the gpu backend
 }
 DEFAULT_FORMAT: Final = "f16"

@@ -1,8 +1,8 @@
-"""Attention to latent vectors, and the products and joints around it (arXiv:2405.04434).
+"""Attention to latent vectors, and the operations around it (arXiv:2405.04434).
 
-All heads share one latent vector and one rotated key of each token. A head's queries are brought
-into the space of the latent vectors, its values out of it; what lies between is attention with a
-single key-value head, whose values are its keys.
+All heads share one latent vector and one rotated key of each token. One product brings a head's
+queries into the space of the latent vectors, and another brings its output back. Between them is
+attention with a single key-value head, whose keys are also its values.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class HeadLinear(Operation):
     """`output[h] = x[h, first : first + in_width] @ matrices[h].T`: each head has its own matrix.
 
-    A head has `x_head` values of x and `head_width` of the output; matrices are
-    (head_width, in_width).
+    A head has `x_head` values of x and `head_width` of the output; matrices are (head_width,
+    in_width).
     """
 
     x: str
@@ -45,7 +45,7 @@ class HeadLinear(Operation):
 
     @property
     def num_heads(self) -> int:
-        """How many heads it has."""
+        """The number of heads."""
         return len(self.matrices)
 
     @property
@@ -61,12 +61,12 @@ class HeadLinear(Operation):
 
     @property
     def row_flops(self) -> int:
-        """Multiply and add."""
+        """A multiplication and an addition for each weight."""
         return 2 * self.width * self.in_width
 
     @property
     def grain(self) -> int:
-        """A head."""
+        """The values of a head."""
         return self.head_width
 
     def part(self, first: int, end: int) -> Self:
@@ -74,13 +74,13 @@ class HeadLinear(Operation):
         return self._changed(matrices=self.matrices[first // self.grain : end // self.grain])
 
     def part_reads(self, field: str, first: int, end: int) -> Range:
-        """Read the heads."""
+        """Return the columns of the heads."""
         del field
         return first // self.grain * self.x_head, end // self.grain * self.x_head
 
 
 class Join(Operation):
-    """`output[h]` is `a[h, first : first + a_width]` followed by `b[h]`, of `b_width` values.
+    """`output[h]` is `a[h, first : first + a_width]` followed by the `b_width` values of `b[h]`.
 
     A head has `a_head` values of a.
     """
@@ -98,7 +98,7 @@ class Join(Operation):
 
     @property
     def grain(self) -> int:
-        """A head."""
+        """The values of a head."""
         return self.a_width + self.b_width
 
     @property
@@ -107,21 +107,21 @@ class Join(Operation):
         return self.num_heads * self.grain
 
     def part(self, first: int, end: int) -> Self:
-        """Return some heads."""
+        """Return the join of some heads."""
         return self._changed(num_heads=(end - first) // self.grain)
 
     def part_reads(self, field: str, first: int, end: int) -> Range:
-        """Read the heads."""
+        """Return the columns of the heads."""
         head = self.a_head if field == "a" else self.b_width
         return first // self.grain * head, end // self.grain * head
 
 
 class LatentProducts(Frozen):
-    """Counts the products of a head of latent attention, the cheaper way for each request.
+    """Counts the multiplications of a head of latent attention, in each request's cheaper way.
 
-    Scores and values can be computed from latent vectors as they are stored, or from keys and
-    values into which those of the context are expanded first. The first is cheaper for few rows,
-    as in decoding. A row's own expansion is counted as a matrix product.
+    Scores and values can be computed from the stored latent vectors directly, or from keys and
+    values that are expanded from the context's latent vectors first. The direct way is cheaper for
+    few rows, as in decoding. A row's own expansion is counted as a matrix product.
     """
 
     latent: int
@@ -134,20 +134,21 @@ class LatentProducts(Frozen):
         stored = 2 * self.latent + self.rotated
         if batch.num_rows == len(batch.starts):
             return batch.num_attended() * stored
-        expanded, each = self.key + self.rotated + self.value, self.latent * (self.key + self.value)
+        expanded = self.key + self.rotated + self.value
+        expansion = self.latent * (self.key + self.value)  # of one token
         total = 0
         for start, count in batch.spans:
             pairs = count * start + count * (count + 1) // 2
-            total += min(pairs * stored, pairs * expanded + start * each)
+            total += min(pairs * stored, pairs * expanded + start * expansion)
         return total
 
 
 class LatentAttention(Attention, kw_only=True):
-    """Attention whose keys are a rotated part and a latent vector, and whose values are its keys.
+    """Attention whose keys are a rotated part and a latent vector; the same numbers are its values.
 
-    `k` and `v` are one value, which is stored once; of a head's output the first `rotated` values
-    mean nothing. `key` and `value` are widths of what a head's latent products stand for: its keys
-    without their rotated part, and its values.
+    `k` and `v` name one value, which is stored once. The first `rotated` values of a head's output
+    have no meaning. `key` and `value` are the sizes of a head's keys (without the rotated part) and
+    values that the latent vector stands for.
     """
 
     rotated: int
@@ -157,8 +158,13 @@ class LatentAttention(Attention, kw_only=True):
     values_are_keys = True
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """The products of all heads, and the traffic of the pages."""
+        """Yield the products of all heads, and the traffic of the pages."""
         del weight_bytes
-        sizes = self.head_dim - self.rotated, self.rotated, self.key, self.value
-        yield LatentProducts(*sizes), Cost(2 * self.num_heads)
+        products = LatentProducts(
+            latent=self.head_dim - self.rotated,
+            rotated=self.rotated,
+            key=self.key,
+            value=self.value,
+        )
+        yield products, Cost(2 * self.num_heads)
         yield EachCached(self.window), Cost(0, 0, self.stored.bytes_per_token(cache))

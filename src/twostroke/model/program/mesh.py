@@ -10,7 +10,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.model.program.attention import Attention, SharedKvAttention
 from twostroke.model.program.batch import BatchShape
 from twostroke.model.program.experts import ExpertTerms
-from twostroke.model.program.kv_layout import FLOAT16, PIECE_TOKENS
+from twostroke.model.program.kv_layout import FLOAT16, KV_SPLIT_TOKENS
 from twostroke.model.program.sharding import Sharding, cuts
 from twostroke.model.program.work import StepCost
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from twostroke.model.program.ops import Op
     from twostroke.model.program.program import Program
 
-_LITTLE = 1.05  # times what all ranks together must store
+_MAX_STORAGE_RATIO = 1.05  # stored keys and values, relative to storing each once
 
 
 class MeshCoordinate(Frozen):
-    """Where a rank is in a mesh."""
+    """The position of a rank in a mesh."""
 
     stage: int
     row_part: int
@@ -34,19 +34,19 @@ class MeshCoordinate(Frozen):
 
 
 class Mesh(Frozen):
-    """A grid of ranks: one stage after another, in each of them row parts times column parts.
+    """A grid of ranks: pipeline stages, and in each stage row parts times column parts.
 
-    `stages` and `column_parts` are shares: a rank with 3 of 5 computes three fifths of the layers,
-    or of each operation's columns and experts. `attention_parts` are those of attention (queries,
-    keys and values), if they differ. Row parts are equal. Rank 0 is in the last stage, where tokens
-    are drawn. Ranks of a stage divide keys and values by heads, or `by_places`: each has every
-    head's, of some tokens (see `AttentionPieces`).
+    `stages` and `column_parts` are shares of the work: a rank with 3 of 5 computes three fifths of
+    the layers, or of each operation's columns and experts. `attention_parts` are the shares of
+    attention, if they differ. Row parts are equal. Rank 0 is in the last stage, where tokens are
+    sampled. Ranks of a stage divide keys and values by heads or, if `kv_by_tokens`, by tokens: then
+    each rank stores all heads of every n-th KV split (see `SplitKvAttention`).
     """
 
     stages: tuple[int, ...] = (1,)
     row_parts: int = 1
     column_parts: tuple[int, ...] = (1,)
-    by_places: bool = False
+    kv_by_tokens: bool = False
     attention_parts: tuple[int, ...] = ()
 
     def shares_of(self, op: Operation) -> tuple[int, ...]:
@@ -56,122 +56,134 @@ class Mesh(Frozen):
 
     @property
     def ranks_per_stage(self) -> int:
-        """How many ranks have the same layers."""
+        """The number of ranks with the same layers."""
         return self.row_parts * len(self.column_parts)
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.stages) * self.ranks_per_stage
 
     @property
-    def num_places(self) -> int:
-        """How many ranks take turns in storing a request's pieces."""
-        return self.ranks_per_stage if self.by_places else 1
+    def num_kv_ranks(self) -> int:
+        """The number of ranks that take turns in storing a request's KV splits."""
+        return self.ranks_per_stage if self.kv_by_tokens else 1
 
-    def page_size(self, asked: int) -> int:
-        """Return the tokens in a page: a piece for each rank that has some, else those asked."""
-        return PIECE_TOKENS * self.num_places if self.num_places > 1 else asked
+    def page_size(self, requested_size: int) -> int:
+        """Return the tokens in a page: a KV split for each storing rank, or `requested_size`."""
+        return KV_SPLIT_TOKENS * self.num_kv_ranks if self.num_kv_ranks > 1 else requested_size
 
-    def place(self, rank: int) -> MeshCoordinate:
-        """Return where a rank is."""
-        later, within = divmod(rank, self.ranks_per_stage)
-        row_part, column_part = divmod(within, len(self.column_parts))
-        return MeshCoordinate(len(self.stages) - 1 - later, row_part, column_part)
+    def coordinate(self, rank: int) -> MeshCoordinate:
+        """Return the coordinate of a rank."""
+        stages_before_last, index_in_stage = divmod(rank, self.ranks_per_stage)
+        row_part, column_part = divmod(index_in_stage, len(self.column_parts))
+        return MeshCoordinate(len(self.stages) - 1 - stages_before_last, row_part, column_part)
 
-    def rank(self, place: MeshCoordinate) -> int:
-        """Return the rank at a place."""
-        later = len(self.stages) - 1 - place.stage
-        within = place.row_part * len(self.column_parts) + place.column_part
-        return later * self.ranks_per_stage + within
+    def rank(self, coordinate: MeshCoordinate) -> int:
+        """Return the rank at a coordinate."""
+        stages_before_last = len(self.stages) - 1 - coordinate.stage
+        index_in_stage = coordinate.row_part * len(self.column_parts) + coordinate.column_part
+        return stages_before_last * self.ranks_per_stage + index_in_stage
 
 
 ONE_RANK = Mesh()
 
 
 def stores_twice(mesh: Mesh, program: Program) -> bool:
-    """Whether over a twentieth of the keys and values is on several ranks if heads divide them."""
-    attention = [op for op in program.ops if isinstance(op, Attention) and op.stores]
+    """Whether a division by heads would store over 5% of the keys and values on several ranks."""
+    attention_ops = [op for op in program.ops if isinstance(op, Attention) and op.stores]
     parts = [
         op.part(*columns)
-        for op in attention
+        for op in attention_ops
         for columns in pairwise(cuts(op.length, mesh.column_parts, op.grain))
     ]
-    stored = mesh.row_parts * sum(part.num_kv_heads for part in parts)
-    return stored > _LITTLE * sum(op.num_kv_heads for op in attention)
+    num_stored_heads = mesh.row_parts * sum(part.num_kv_heads for part in parts)
+    return num_stored_heads > _MAX_STORAGE_RATIO * sum(op.num_kv_heads for op in attention_ops)
 
 
 def mesh_of(parallel: ParallelOptions, program: Program) -> Mesh:
     """Return the mesh that the options ask for.
 
     Raises:
-        UsageError: the Program cannot be divided into so many parts.
+        UsageError: the Program cannot be divided into that many parts.
     """
     steps = [step for op in program.ops for step in op.steps]
     num_layers = len(stage_ends(program, program.ops))
     num_experts = max([op.length for op in steps if isinstance(op, ExpertTerms)], default=0)
     divided = [op for op in steps if op.sharding is Sharding.BY_COLUMN_PARTS]
-    most = max([-(-op.length // op.grain) for op in divided], default=1)
+    max_tensor_parts = max([-(-op.length // op.grain) for op in divided], default=1)
     if parallel.pipeline > num_layers:
-        what = "the model's layers"
+        limit_reason = "the model's layers"
         if num_layers < len(program.layer_outputs):
-            what = "since layers stay with those that borrow their keys and values"
-        reason = f"must be at most {num_layers}, {what}, got {parallel.pipeline}."
+            limit_reason = "since layers that share keys and values stay on one stage"
+        reason = f"must be at most {num_layers}, {limit_reason}, got {parallel.pipeline}."
         raise UsageError(reason, field="pipeline")
     if parallel.expert > 1 and not num_experts:
         raise UsageError("needs a model with experts, which this is not.", field="expert")
     if parallel.expert > max(1, num_experts):
         reason = f"must be at most {num_experts}, the model's experts, got {parallel.expert}."
         raise UsageError(reason, field="expert")
-    if parallel.tensor * parallel.expert > most:
-        reason = f"must be at most {most // parallel.expert} for this model, got {parallel.tensor}."
+    if parallel.tensor * parallel.expert > max_tensor_parts:
+        limit = max_tensor_parts // parallel.expert
+        reason = f"must be at most {limit} for this model, got {parallel.tensor}."
         raise UsageError(reason, field="tensor")
     return Mesh(
         parallel.stage_shares,
         parallel.context,
         parallel.column_shares,
-        by_places=parallel.kv_shares == "places",
+        kv_by_tokens=parallel.kv_shares == "places",
         attention_parts=parallel.attention_shares,
     )
 
 
-_CONTEXT = 1024  # tokens before the one whose work is balanced
-# What rank 0 does besides for each token, as floating-point operations of a core: 0.3 ms to plan
-# the step, draw the token and send its text.
-_OWN_WORK = 20_000_000
+_CONTEXT_TOKENS = 1024  # stages are balanced for the decode step at this context length
+# Rank 0's other work for each token, as floating-point operations of a core: 0.3 ms to plan the
+# step, sample the token and send its text.
+_RANK_0_FLOPS = 20_000_000
 
 
 def cut_into_stages(
     program: Program, ops: Sequence[Op], shares: tuple[int, ...]
 ) -> list[Sequence[Op]]:
-    """Cut operations after layers: at least one layer for each stage, and else near its share.
+    """Cut operations after layers into one run for each stage, of at least one layer.
 
-    Shares are those of the work for one generated token, the logits and rank 0's own work included,
-    which is done beside the last stage.
+    `shares` are the stages' shares of the work for one generated token, with the logits and rank
+    0's own work, which runs beside the last stage. Each cut is as near to its share as layers
+    allow.
     """
     ends = stage_ends(program, ops)
-    done = [0, *accumulate(_work(op) for op in ops)]
-    places = [0]
+    work_before = [0, *accumulate(_decode_flops(op) for op in ops)]
+    stage_cuts = [0]
     for stage, share in enumerate(accumulate(shares[:-1]), start=1):
-        first = 0 if stage == 1 else ends.index(places[-1]) + 1
-        choices = ends[first : len(ends) - len(shares) + stage]
-        goal = (done[-1] + _OWN_WORK) * share / sum(shares)
-        places.append(min(choices, key=lambda end: abs(done[end] - goal)))
-    return [ops[start:end] for start, end in zip(places, [*places[1:], len(ops)], strict=True)]
+        first = 0 if stage == 1 else ends.index(stage_cuts[-1]) + 1
+        possible_ends = ends[first : len(ends) - len(shares) + stage]
+        target_work = (work_before[-1] + _RANK_0_FLOPS) * share / sum(shares)
+        stage_cuts.append(min(possible_ends, key=lambda end: abs(work_before[end] - target_work)))
+    return [
+        ops[start:end] for start, end in zip(stage_cuts, [*stage_cuts[1:], len(ops)], strict=True)
+    ]
 
 
 def stage_ends(program: Program, ops: Sequence[Op]) -> list[int]:
-    """Return after how many operations stages can end, the last one too.
+    """Return the numbers of operations after which a stage can end, the last one included.
 
-    A stage has layers together with those that borrow their keys and values.
+    A stage contains layers together with the later layers that share their keys and values.
     """
-    stored = {layer: place for place, op in enumerate(ops) for layer in op.stores}
-    lent = [(stored[op.layer], i) for i, op in enumerate(ops) if isinstance(op, SharedKvAttention)]
-    ends = [place + 1 for place, op in enumerate(ops) if op.output in program.layer_outputs]
-    return [end for end in ends if not any(first < end <= last for first, last in lent)]
+    op_index_by_layer = {layer: index for index, op in enumerate(ops) for layer in op.stores}
+    shared_spans = [
+        (op_index_by_layer[op.layer], i)
+        for i, op in enumerate(ops)
+        if isinstance(op, SharedKvAttention)
+    ]
+    ends = [index + 1 for index, op in enumerate(ops) if op.output in program.layer_outputs]
+    return [end for end in ends if not any(first < end <= last for first, last in shared_spans)]
 
 
-def _work(op: Op) -> int:
-    """Return the floating-point operations for one generated token of a usual context."""
-    nothing = dict.fromkeys([weight.name for weight in op.weights], 0)
-    return StepCost(tuple(op.work(nothing, FLOAT16))).of(BatchShape.decode((_CONTEXT,))).flops
+def _decode_flops(op: Op) -> int:
+    """Return an operation's floating-point operations for one decoded token."""
+    no_weight_bytes = dict.fromkeys([weight.name for weight in op.weights], 0)
+    return (
+        StepCost(tuple(op.work(no_weight_bytes, FLOAT16)))
+        .of(BatchShape.decode((_CONTEXT_TOKENS,)))
+        .flops
+    )

@@ -1,4 +1,4 @@
-"""What all operations have in common: the questions that readers may ask of them."""
+"""The base of all operations: the questions that backends, ranks and the cost model ask of them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Activation(Enum):
 
 
 class Operation(Frozen):
-    """Answers that most operations share; each operation replaces those that differ.
+    """An operation of a Program, with defaults that each operation overrides where it differs.
 
-    Those about ranks (`sharding` to `part_reads`) fit an operation that works on each value of a
-    row by itself.
+    The defaults about ranks (`sharding` to `part_reads`) are right for an operation that works on
+    each value of a row independently.
     """
 
     output: str
@@ -45,11 +45,11 @@ class Operation(Frozen):
 
     reads: ClassVar[tuple[str, ...]] = ()  # the fields that name its inputs
     sharding: ClassVar[Sharding] = Sharding.AS_INPUTS
-    needs_all_rows: ClassVar[tuple[str, ...]] = ()  # fields of inputs of which a row reads others
+    needs_all_rows: ClassVar[tuple[str, ...]] = ()  # inputs whose other rows a row reads, too
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the values that it reads."""
+        """The names of the values that it reads."""
         return tuple([getattr(self, field) for field in self.reads])
 
     @property
@@ -63,19 +63,22 @@ class Operation(Frozen):
         return 0
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield its cost in terms that grow with a count, for weights and a cache stored so."""
+        """Yield its costs, each with the count to which it is proportional.
+
+        `weight_bytes` and `cache` tell how weights, and keys and values, are stored.
+        """
         del cache
         yield once, Cost(0, self._stored_bytes(weight_bytes))
         yield each_row, Cost(self.row_flops)
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
-        """What it stores for each token, by cache layer."""
+        """The layers of the KV cache that it stores, by number."""
         return {}
 
-    def with_layers(self, places: Mapping[int, int]) -> Self:
-        """Return it with other numbers of the cache layers that it stores."""
-        del places
+    def with_layers(self, new_layers: Mapping[int, int]) -> Self:
+        """Return the operation with new numbers of its cache layers, by old number."""
+        del new_layers
         return self
 
     @property
@@ -85,30 +88,30 @@ class Operation(Frozen):
 
     @property
     def steps(self) -> tuple[Operation, ...]:
-        """The operations that ranks divide instead of it."""
+        """The operations into which ranks divide it: usually itself."""
         return (self,)
 
     @property
     def length(self) -> int:
-        """How many things `part` can choose from: the columns of its output."""
+        """The number of units that `part` can select: by default the columns of the output."""
         return self.width
 
     @property
     def grain(self) -> int:
-        """How many of these things stay together."""
+        """The number of units that must stay together."""
         return 1
 
     def part(self, first: int, end: int) -> Self:
-        """Return the operation that computes the columns from `first` to `end` alone."""
+        """Return the operation that computes only the columns from `first` to `end`."""
         return self._changed(width=end - first)
 
     def part_reads(self, field: str, first: int, end: int) -> Range | None:
-        """Return the columns of an input that `part` reads; None for all of them."""
+        """Return the columns of input `field` that `part` reads; None for all of them."""
         del field
         return first, end
 
     def parts_by(self, cuts: tuple[int, ...]) -> Parts:
-        """Return how the output lies on ranks that cut `length` so."""
+        """Return how ranks hold the output if `length` is cut at `cuts`."""
         return ColumnParts(cuts)
 
     def _changed(self, **fields: Any) -> Self:

@@ -1,9 +1,9 @@
-"""The operations of which every model is made.
+"""The operations from which every model is built.
 
-An operation names the values it reads and the one it writes; values are matrices of one row a
-token, and widths count the values in a row. Everything that can be said of an operation without
-running it is said here: its weights, its work, its label in profiles, what it stores for each
-token, and how ranks can share it. Readers (backends) alone know how it is computed.
+An operation names the values that it reads and the value that it writes; values are matrices with
+one row for each token, and widths count the values in a row. An operation describes everything that
+can be known without running it: its weights, its work, its label in profiles, the keys and values
+it stores, and how ranks can divide it. Only backends know how it is computed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ __all__ = [
 class Embed(Operation):
     """`output[r] = table[token[r] - first_id]`; table is (num_ids, width).
 
-    Rows of tokens that the table does not have are undefined.
+    Rows of tokens outside of the table are undefined.
     """
 
     table: str
@@ -78,7 +78,7 @@ class Embed(Operation):
     first_id: int = 0
 
     sharding = Sharding.BY_STAGE
-    grain = COLUMN_GRAIN  # as the logits, whose matrix is often the same
+    grain = COLUMN_GRAIN  # like `Logits`, which often has the same matrix
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -86,38 +86,39 @@ class Embed(Operation):
         return (Weight(self.table, (self.num_ids, self.width), is_divided=True),)
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """One row of the table for each token."""
+        """Yield the traffic: one row of the table for each token."""
         del cache
         yield each_row, Cost(0, weight_bytes[self.table] // self.num_ids)
 
     @property
     def length(self) -> int:
-        """The ids."""
+        """The number of token ids."""
         return self.num_ids
 
     def part(self, first: int, end: int) -> Self:
-        """Return the rows of the ids from `first` to `end`."""
+        """Return the lookup of the ids from `first` to `end`."""
         return self._changed(num_ids=end - first, first_id=self.first_id + first)
 
     def parts_by(self, cuts: tuple[int, ...]) -> TokenParts:
-        """Return how the rows lie on ranks with ids cut so."""
+        """Return how ranks with ids cut at `cuts` hold the rows."""
         return TokenParts(cuts)
 
 
 class ExternalInput(Operation):
-    """`output[r]` comes from outside of the step (`StepPlan.external`), a row for each token."""
+    """`output[r]` is a row of `StepPlan.external`, which the caller of the step computes."""
 
     width: int
 
-    sharding = Sharding.WHOLE
+    sharding = Sharding.REPLICATED
     label = "external input"
 
 
 class RMSNorm(Operation):
     """`output = x / sqrt(mean(x^2) + epsilon) * (weight + offset)` (arXiv:1910.07467).
 
-    The mean is that of a row. With `num_groups` above 1 a row is that many equal pieces, each
-    normalized by itself with the same weight (query-key norm). Without a weight that is one.
+    The mean is taken over a row. With `num_groups` above 1 a row is divided into that many equal
+    groups, each normalized separately with the same weight (query-key norm). Without a weight, the
+    factor is 1.
     """
 
     x: str
@@ -139,12 +140,12 @@ class RMSNorm(Operation):
 
     @property
     def row_flops(self) -> int:
-        """Square, add, scale, weigh."""
+        """Square, add, scale and multiply by the weight."""
         return 4 * self.width
 
     @property
     def grain(self) -> int:
-        """A group."""
+        """The values of a group."""
         return self.width // self.num_groups
 
     def part(self, first: int, end: int) -> Self:
@@ -175,19 +176,19 @@ class Linear(Operation):
 
     @property
     def row_flops(self) -> int:
-        """Multiply and add."""
+        """A multiplication and an addition for each weight."""
         return 2 * self.in_width * self.width
 
     def part_reads(self, field: str, first: int, end: int) -> None:
-        """Read the whole row."""
+        """Return None: each part reads whole rows."""
 
     def term(self, first: int, end: int) -> Self:
-        """Return the product of the inputs from `first` to `end`: a term of the whole."""
+        """Return the product of the inputs from `first` to `end`: a term of the full product."""
         return self._changed(in_width=end - first, bias=self.bias if first == 0 else None)
 
     @property
     def label(self) -> str:
-        """The matrix's own name: attn_q of blk.0.attn_q.weight."""
+        """The matrix's short name: attn_q for blk.0.attn_q.weight."""
         return self.weight.removesuffix(".weight").rpartition(".")[2]
 
 
@@ -213,7 +214,7 @@ class GatedActivation(Operation):
 
 
 class Scale(Operation):
-    """`output = x * factor`, element by element; times the value of `weight`, if it has one."""
+    """`output = x * factor`, element by element; also times the one value of `weight`, if given."""
 
     x: str
     width: int
@@ -224,7 +225,7 @@ class Scale(Operation):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """The factor that a model has learnt."""
+        """The learned factor, if there is one."""
         return () if self.weight is None else (Weight(self.weight, (1,)),)
 
     @property
@@ -249,10 +250,10 @@ class Add(Operation):
 
 
 class Logits(Operation):
-    """`output = x @ weight.T` for the rows that are sampled or scored, and for no others.
+    """`output = x @ weight.T` for sampled or scored rows only.
 
-    `weight` is (vocab_size, in_width), often the embedding table itself. With a `soft_cap` c
-    a logit z becomes `c * tanh(z / c)`.
+    `weight` is (vocab_size, in_width), often the embedding table itself. With a `soft_cap` c a
+    logit z becomes `c * tanh(z / c)`.
     """
 
     x: str
@@ -272,16 +273,16 @@ class Logits(Operation):
         return (Weight(self.weight, (self.width, self.in_width), is_divided=True),)
 
     def part_reads(self, field: str, first: int, end: int) -> None:
-        """Read the whole row."""
+        """Return None: each part reads whole rows."""
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """One product for each sampled row; without such rows the matrix stays unread."""
+        """Yield one product for each sampled row; without such rows the matrix is not read."""
         del cache
         yield each_sampled_row, Cost(2 * self.in_width * self.width)
         yield once_if_sampled, Cost(0, self._stored_bytes(weight_bytes))
 
 
-# Each rank computes these by itself.
+# Operations that a rank computes without other ranks.
 LocalOp = (
     Embed
     | ExternalInput

@@ -1,4 +1,4 @@
-"""A model as a list of operations over named values: the one description that all readers share."""
+"""A model as a list of operations over named values: the one description that all backends read."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 class Program(Frozen, dict=True):
     """Operations in the order in which they run, from tokens to logits.
 
-    Each value is written once and before it is read. `context_length` is in tokens.
-    `layer_outputs` names the hidden state after each layer. A rank's part has the `groups` of the
-    whole, some of them without layers, because page ids are the same on all ranks.
+    Each value is written once, before it is read. `context_length` is in tokens. `layer_outputs`
+    names the hidden state after each layer. A rank's part of a Program keeps all `groups`, even
+    those without layers on this rank, because page ids are the same on all ranks.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Program(Frozen, dict=True):
 
     @property
     def last_states(self) -> str:
-        """The value from which the logits are computed: the last hidden states, normed."""
+        """The name of the normalized last hidden states, from which the logits are computed."""
         return next(op.x for op in reversed(self.ops) if isinstance(op, Logits))
 
     @cached_property
@@ -67,11 +67,12 @@ class Program(Frozen, dict=True):
         return {weight.name: weight.shape for op in self.ops for weight in op.weights}
 
     @cached_property
-    def late(self) -> frozenset[str]:
-        """Outputs of what follows the last store: only rows that get logits need them.
+    def logits_only_outputs(self) -> frozenset[str]:
+        """Outputs of operations after the last store: only rows with logits need them.
 
-        The last attention that stores is among them if products make its keys and values, and so
-        can store them. Nothing is if a step's inputs are read there.
+        The last attention that stores keys and values is included if products compute them, since
+        these products can store them. The set is empty if a later operation reads the step's tokens
+        or external inputs.
         """
         stores = [index for index, op in enumerate(self.ops) if op.stores]
         rest = self.ops[stores[-1] :] if stores else ()
@@ -83,7 +84,7 @@ class Program(Frozen, dict=True):
         return frozenset(op.output for op in rest[0 if is_apart else 1 :])
 
     def _is_product(self, name: str, attention: Op) -> bool:
-        """Whether a product makes a value, whose heads are perhaps normed and rotated after it."""
+        """Whether a value is the output of a product, perhaps normalized by head and rotated."""
         op = next(op for op in self.ops if op.output == name)
         while isinstance(op, Rope) or (isinstance(op, RMSNorm) and op.grain == attention.grain):
             op = next(other for other in self.ops if other.output == op.x)
@@ -91,13 +92,13 @@ class Program(Frozen, dict=True):
 
     @cached_property
     def cache_layers(self) -> tuple[CacheLayer, ...]:
-        """What the operations store for each token, by cache layer."""
+        """The layers of the KV cache that the operations store, by number."""
         layers = {number: layer for op in self.ops for number, layer in op.stores.items()}
         return tuple(layers[number] for number in range(len(layers)))
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The layers that share pages; one group of all where every row sees its whole past."""
+        """The layers that share pages; one group if every row reads all earlier positions."""
         if self.groups is not None:
             return self.groups
         windows = [
@@ -107,7 +108,7 @@ class Program(Frozen, dict=True):
         return group_layers(windows)
 
     def page_bytes(self, page_size: int, stored: CacheFormat = FLOAT16) -> int:
-        """Bytes of one page: `page_size` tokens of one cache group, the largest if they differ."""
+        """Return the bytes of one page: `page_size` tokens of the largest cache group."""
         layers = self.cache_layers
         return max(
             sum(layers[layer].bytes_in_page(page_size, stored) for layer in group.layers)

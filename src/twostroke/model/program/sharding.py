@@ -12,17 +12,17 @@ from typing import ClassVar
 
 from twostroke.core.frozen import Frozen
 
-COLUMN_GRAIN = 32  # kernels compute 16 outputs at once, and prepare 32 inputs with one scale
+COLUMN_GRAIN = 32  # kernels compute 16 outputs at once, and quantize 32 inputs with one scale
 
 Range = tuple[int, int]  # the first index, and the index after the last
 Ranges = tuple[Range, ...]
 
 
 def cuts(count: int, shares: tuple[int, ...], grain: int = 1) -> tuple[int, ...]:
-    """Return where `count` things are cut into parts: one more number than there are shares.
+    """Return where `count` units are cut into parts: one number more than there are shares.
 
-    Parts are as near to the shares as multiples of `grain` allow. Where they are not equal, the
-    first, which is the part of rank 0, is smaller.
+    Parts are as near to the shares as multiples of `grain` allow. If equal shares cannot have equal
+    parts, rank 0 has a smaller part.
     """
     num_grains, total = -(-count // grain), sum(shares)
     ends = [num_grains * share // total for share in accumulate(shares)]
@@ -32,10 +32,10 @@ def cuts(count: int, shares: tuple[int, ...], grain: int = 1) -> tuple[int, ...]
 class Sharding(Enum):
     """Which part of an operation a rank computes."""
 
-    WHOLE = "whole"  # all of it
-    AS_INPUTS = "as inputs"  # the columns that the rank has of the inputs
-    BY_COLUMN_PARTS = "by column parts"  # its share among the ranks with the same layers and rows
-    BY_STAGE = "by stage"  # its share among all ranks with the same layers
+    REPLICATED = "replicated"  # all of it: every rank computes the same
+    AS_INPUTS = "as inputs"  # the same columns that the rank holds of the inputs
+    BY_COLUMN_PARTS = "by column parts"  # its part among ranks with the same layers and rows
+    BY_STAGE = "by stage"  # its part among all ranks with the same layers
 
 
 class Weight(Frozen):
@@ -50,15 +50,15 @@ class Weight(Frozen):
 
 
 class _CutParts(Frozen):
-    """Member i of a team holds what lies between `cuts[i]` and `cuts[i + 1]`."""
+    """Member i of a team holds the part from `cuts[i]` to `cuts[i + 1]`."""
 
     cuts: tuple[int, ...]
 
     are_rows: ClassVar = False
 
-    def share(self, place: int) -> float:
+    def share(self, index: int) -> float:
         """Return the share of the values that a member holds."""
-        return (self.cuts[place + 1] - self.cuts[place]) / self.cuts[-1]
+        return (self.cuts[index + 1] - self.cuts[index]) / self.cuts[-1]
 
 
 class ColumnParts(_CutParts):
@@ -82,15 +82,15 @@ class TermParts(_CutParts):
 
 
 class RowParts(Frozen):
-    """Of the n rows of a step, member i of `count` holds those from n * i // count on."""
+    """Of the n rows of a step, member i holds those from n * i // count to n * (i + 1) // count."""
 
     count: int
 
     are_rows: ClassVar = True
 
-    def share(self, place: int) -> float:
+    def share(self, index: int) -> float:
         """Return the share of the rows that a member holds."""
-        del place
+        del index
         return 1 / self.count
 
 
@@ -100,7 +100,8 @@ Parts = ColumnParts | RowParts | TokenParts | TermParts
 class HeldValue(Frozen):
     """How the ranks of a stage hold a value.
 
-    Each has all columns, or member i of a team has `ranges[i]` (columns, if `parts` says so).
+    Without `ranges` each rank has all columns. Else member i of a team has `ranges[i]`: of the
+    columns if `parts` are `ColumnParts`, else of what `parts` divides.
     """
 
     name: str
@@ -111,27 +112,27 @@ class HeldValue(Frozen):
 
     @property
     def has_columns(self) -> bool:
-        """Whether ranks have different columns of it."""
+        """Whether ranks have different columns of the value."""
         return isinstance(self.parts, ColumnParts)
 
     def range_at(self, index: int) -> Range:
-        """Return the range of the stage's rank `index`."""
+        """Return the range that the stage's rank `index` holds."""
         return (0, self.width) if self.ranges is None else self.ranges[index % len(self.ranges)]
 
     def at(self, index: int) -> str | None:
-        """Return the name on the stage's rank `index`, None if that has nothing of it."""
+        """Return the value's name on the stage's rank `index`; None if the rank holds nothing."""
         first, end = self.range_at(index)
-        kind = "" if self.has_columns else ".part"
-        part = "" if self.ranges is None else f"{kind}[{first}:{end}]"
+        separator = "" if self.has_columns else ".part"
+        columns = "" if self.ranges is None else f"{separator}[{first}:{end}]"
         rows = "" if self.all_rows else ".rows"
-        return None if first == end else f"{self.name}{part}{rows}"
+        return None if first == end else f"{self.name}{columns}{rows}"
 
     def width_at(self, index: int) -> int:
-        """Return how many of a row's values the stage's rank `index` has."""
+        """Return how many values of a row the stage's rank `index` has."""
         first, end = self.range_at(index)
         return end - first
 
 
-def cuts_of(ranges: Ranges) -> tuple[int, ...]:
-    """Return cuts that give each column to the first rank which has it."""
+def cuts_from_ranges(ranges: Ranges) -> tuple[int, ...]:
+    """Return cuts that give each column to the first rank that has it."""
     return (0, *accumulate([end for _, end in ranges], max))

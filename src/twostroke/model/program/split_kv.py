@@ -1,20 +1,20 @@
-"""Attention whose keys and values lie on several ranks, divided by the places of tokens."""
+"""Attention whose keys and values are divided by tokens among several ranks."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from twostroke.model.program.kv_layout import PIECE_TOKENS, CacheLayer
+from twostroke.model.program.kv_layout import KV_SPLIT_TOKENS, CacheLayer
 from twostroke.model.program.operation import Operation
 from twostroke.model.program.sharding import cuts
 from twostroke.model.program.work import (
     Cost,
     EachAttended,
     EachCached,
-    EachPiece,
+    EachKvSplit,
+    EachPartialAttention,
     EachRead,
-    EachShare,
     OfWholeStep,
     once,
 )
@@ -28,22 +28,24 @@ if TYPE_CHECKING:
     from twostroke.model.program.operation import Work
     from twostroke.model.program.sharding import Range
 
-_VALUE_BYTES = 4  # shares travel as float32
+_VALUE_BYTES = 4  # partial attentions are sent as float32
 
 
 class SplitKvAttention(Operation):
-    """The part of an `Attention` that one rank of a team computes; fields by name are those of it.
+    """The part of an `Attention` that one rank of a team computes; shared fields mean the same.
 
-    Attention sums over pieces of `PIECE_TOKENS` positions, counted from a request's first. A
-    piece's share of a query (its maximum, its sum, its weighted values) depends on that query and
-    on the piece alone, and shares are merged in the order of pieces. Piece p is on member
-    `p % len(team)`, which stores its keys and values, of all heads; this rank is `team[place]`.
+    The context is divided into KV splits of `KV_SPLIT_TOKENS` positions, counted from a request's
+    first. The partial attention of a query to a split (its maximum, its sum, its weighted values)
+    depends only on that query and that split, and partial attentions are merged in the order of
+    splits. Split p is on member `p % len(team)`, which stores its keys and values, of all heads;
+    this rank is `team[team_index]`.
 
-    `q`, `k` and `v` are whole on each member: all heads, and all rows that row parts have between
-    them. The member stores what belongs to its pieces, computes their shares of all queries, gives
-    each share to the member that merges that query, and merges its own queries: those of the heads
-    from `first_head` to `end_head` in the rows of its row part. These columns are its output; where
-    there are more column parts than heads, some members have none. See `head_cuts`.
+    `q`, `k` and `v` are complete on each member: all heads, and the rows of all row parts. The
+    member stores the keys and values of its splits, computes the partial attentions of all queries
+    to them, sends each partial attention to the member that merges that query, and merges its own
+    queries: the heads from `first_head` to `end_head` in the rows of its row part. These columns
+    are its output; where there are more column parts than heads, some members have none. See
+    `head_cuts`.
     """
 
     q: str
@@ -57,93 +59,110 @@ class SplitKvAttention(Operation):
     window: int | None
     soft_cap: float | None
     team: tuple[int, ...]
-    place: int
+    team_index: int
     head_cuts: tuple[int, ...]  # column part i merges the heads from cut i to cut i + 1
     origin: QkProjections | None = None
     values_are_keys: bool = False
-    borrows: bool = False  # keys and values, of an earlier operation
+    reads_shared_kv: bool = False  # an earlier operation stores the keys and values
 
     reads = ("q", "k", "v")
     needs_all_rows = reads
 
     @classmethod
     def of(
-        cls, op: Attention, team: tuple[int, ...], place: int, head_cuts: tuple[int, ...]
+        cls, op: Attention, team: tuple[int, ...], team_index: int, head_cuts: tuple[int, ...]
     ) -> SplitKvAttention:
-        """Return the part of a whole attention that a member of a team computes."""
+        """Return the part of an undivided attention that a member of a team computes."""
         return cls(
-            op.output, op.q, op.k, op.v, op.layer, op.num_heads, op.num_kv_heads, op.head_dim,
-            op.scale, op.window, op.soft_cap, team, place, head_cuts, op.origin,
-            op.values_are_keys, not op.stores,
-        )  # fmt: skip
+            op.output,
+            q=op.q,
+            k=op.k,
+            v=op.v,
+            layer=op.layer,
+            num_heads=op.num_heads,
+            num_kv_heads=op.num_kv_heads,
+            head_dim=op.head_dim,
+            scale=op.scale,
+            window=op.window,
+            soft_cap=op.soft_cap,
+            team=team,
+            team_index=team_index,
+            head_cuts=head_cuts,
+            origin=op.origin,
+            values_are_keys=op.values_are_keys,
+            reads_shared_kv=not op.stores,
+        )
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Queries, and keys and values if it stores them."""
-        return (self.q,) if self.borrows else (self.q, self.k, self.v)
+        """The queries, and keys and values if it stores them."""
+        return (self.q,) if self.reads_shared_kv else (self.q, self.k, self.v)
 
     @property
-    def meeting(self) -> str:
-        """What all members of the team, and no other operation of theirs, call the exchange."""
+    def exchange_name(self) -> str:
+        """The name that all members of the team give this exchange, and no other exchange."""
         return f"pieces for {self.q}"
 
     @property
     def num_column_parts(self) -> int:
-        """Into how many parts columns are divided: member i has column part i modulo this."""
+        """The number of column parts: member i has column part i modulo this."""
         return len(self.head_cuts) - 1
 
     @property
     def num_row_parts(self) -> int:
-        """Into how many parts rows are divided: member i has row part i // num_column_parts."""
+        """The number of row parts: member i has row part i // num_column_parts."""
         return len(self.team) // self.num_column_parts
 
     @property
     def first_head(self) -> int:
         """The first query head that this member merges."""
-        return self.head_cuts[self.place % self.num_column_parts]
+        return self.head_cuts[self.team_index % self.num_column_parts]
 
     @property
     def end_head(self) -> int:
-        """The one after the last."""
-        return self.head_cuts[self.place % self.num_column_parts + 1]
+        """The query head after this member's last head."""
+        return self.head_cuts[self.team_index % self.num_column_parts + 1]
 
     @property
     def group_size(self) -> int:
-        """How many query heads read one key-value head."""
+        """Query heads that read one key-value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def width(self) -> int:
-        """Values in a row of the output: those of the heads that it merges."""
+        """Values in a row of the output: the heads that it merges."""
         return (self.end_head - self.first_head) * self.head_dim
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Its share of the products and of the pages' traffic, and what is exchanged.
+        """Yield its share of the products and of the pages' traffic, and the exchanged bytes.
 
-        Few rows exchange their shares of pieces; many rows the pieces' keys and values, if these
-        are less.
+        Requests with few rows exchange partial attentions; requests with many rows exchange the
+        keys and values of splits, where these are fewer bytes.
         """
         del weight_bytes
-        size = len(self.team)
-        flops = 4 * self.num_heads * self.head_dim // size
+        team_size = len(self.team)
+        flops = 4 * self.num_heads * self.head_dim // team_size
         yield OfWholeStep(EachAttended(self.window)), Cost(flops)
         stored = self.stored.bytes_per_token(cache)
-        moved = EachRead(self.window) if self.borrows else EachCached(self.window)
-        yield OfWholeStep(moved), Cost(0, 0, stored // size)
+        traffic = EachRead(self.window) if self.reads_shared_kv else EachCached(self.window)
+        yield OfWholeStep(traffic), Cost(0, 0, stored // team_size)
 
-        head_bytes, piece_bytes = (self.head_dim + 2) * _VALUE_BYTES, PIECE_TOKENS * stored
-        most_rows = piece_bytes // (self.num_heads * head_bytes)
+        head_bytes, split_bytes = (self.head_dim + 2) * _VALUE_BYTES, KV_SPLIT_TOKENS * stored
+        max_rows = split_bytes // (self.num_heads * head_bytes)
         own_heads = (self.end_head - self.first_head) / self.num_row_parts
-        sent = (self.num_heads - own_heads) * head_bytes / size
-        received = own_heads * head_bytes * (size - 1) / size
-        yield OfWholeStep(EachShare(self.window, most_rows)), _exchanged(sent, received)
-        sent, received = piece_bytes * (size - 1) / size, piece_bytes * (size - 1) / size
-        yield OfWholeStep(EachPiece(self.window, most_rows + 1)), _exchanged(sent, received)
+        sent = (self.num_heads - own_heads) * head_bytes / team_size
+        received = own_heads * head_bytes * (team_size - 1) / team_size
+        yield OfWholeStep(EachPartialAttention(self.window, max_rows)), _exchanged(sent, received)
+        sent, received = (
+            split_bytes * (team_size - 1) / team_size,
+            split_bytes * (team_size - 1) / team_size,
+        )
+        yield OfWholeStep(EachKvSplit(self.window, max_rows + 1)), _exchanged(sent, received)
         yield once, Cost(0, exchanges=1)
 
     @property
     def stored(self) -> CacheLayer:
-        """What is stored of each token that it sees, by its share of the tokens."""
+        """What this rank stores for each token of its splits."""
         return CacheLayer(
             self.num_kv_heads,
             self.head_dim,
@@ -154,16 +173,16 @@ class SplitKvAttention(Operation):
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
-        """Keys and values of its layer."""
-        return {} if self.borrows else {self.layer: self.stored}
+        """The keys and values of its layer, unless an earlier operation stores them."""
+        return {} if self.reads_shared_kv else {self.layer: self.stored}
 
-    def with_layers(self, places: Mapping[int, int]) -> Self:
-        """Return it with another number of its layer."""
-        return self._changed(layer=places[self.layer])
+    def with_layers(self, new_layers: Mapping[int, int]) -> Self:
+        """Return the attention with another number of its layer."""
+        return self._changed(layer=new_layers[self.layer])
 
     @property
     def label(self) -> str:
-        """With its window, if it has one."""
+        """The label "pieces", with the window if it has one."""
         return "pieces" if self.window is None else f"pieces({self.window})"
 
 
@@ -171,17 +190,17 @@ def _exchanged(sent: float, received: float) -> Cost:
     return Cost(0, sent_bytes=round(sent), received_bytes=round(received))
 
 
-def heads_of_each(op: Attention, shares: tuple[int, ...]) -> dict[str, tuple[Range, ...]]:
-    """Return which columns of an attention's inputs each column part computes: whole heads.
+def split_heads(op: Attention, shares: tuple[int, ...]) -> dict[str, tuple[Range, ...]]:
+    """Return the columns of an attention's inputs that each column part computes: whole heads.
 
-    They are put side by side and cut together, so that all have their share of the columns, though
-    some may have no key or no query.
+    Queries, keys and values are put side by side and cut together, so that each part has its share
+    of all columns, though some parts may have no keys or no queries.
     """
     counts = dict.fromkeys(op.inputs, op.num_kv_heads) | {op.q: op.num_heads}
-    all_heads = cuts(sum(counts.values()), shares)
+    head_cuts = cuts(sum(counts.values()), shares)
     ranges, first = {}, 0
     for name, count in counts.items():
-        own = [min(max(cut - first, 0), count) * op.head_dim for cut in all_heads]
-        ranges[name] = tuple(pairwise(own))
+        column_cuts = [min(max(cut - first, 0), count) * op.head_dim for cut in head_cuts]
+        ranges[name] = tuple(pairwise(column_cuts))
         first += count
     return ranges

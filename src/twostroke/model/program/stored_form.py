@@ -1,6 +1,7 @@
-"""Programs as text that stays the same when classes or fields are renamed.
+"""Programs as text that does not change when classes or fields are renamed.
 
-The names of stored pages contain a hash of it: a renamed class must not empty the page caches.
+The names of stored KV pages contain a hash of this text, so a renamed class must not change it: all
+stored pages would be lost.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ STORED_CLASSES: Final = {
     "SplitKvAttention": "AttentionPieces",
     "MeshCoordinate": "Place",
 }
-STORED_FIELDS: Final[dict[tuple[str, str], str]] = {}
+STORED_FIELDS: Final[dict[tuple[str, str], str]] = {
+    ("AllGather", "team_index"): "place",
+    ("AllReduce", "team_index"): "place",
+    ("SplitKvAttention", "team_index"): "place",
+    ("SplitKvAttention", "reads_shared_kv"): "borrows",
+}
 
 
 def stored_form(value: object) -> str:
-    """Return a value of structs and tuples as text, with the names that are stored."""
+    """Return a value of structs and tuples as text, with the stored names of classes and fields."""
     if isinstance(value, tuple):
         items = [stored_form(item) for item in value]
         return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"

@@ -1,4 +1,4 @@
-"""How much an operation has to do: arithmetic and traffic, and what of a step they grow with."""
+"""The cost of an operation: arithmetic and traffic, each proportional to a count of the batch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Cost(Frozen):
     """Work of a step or of one operation: floating-point operations, and bytes that must move.
 
     `weight_bytes` and `cache_bytes` (keys and values, read and written) are the traffic that no
-    kernel can avoid; values between operations are left out, since they stay in the caches.
-    A rank exchanges values with others: in each of `exchanges` it waits once, and all of them
-    together bring it `received_bytes`.
+    kernel can avoid; values between operations are left out, since they stay in the processor's
+    caches. A rank sends `sent_bytes` to other ranks and receives `received_bytes`, in `exchanges`
+    for which it waits once each.
     """
 
     flops: int
@@ -30,23 +30,23 @@ class Cost(Frozen):
         return self.weight_bytes + self.cache_bytes
 
     def __add__(self, other: Cost) -> Cost:
-        """Return both together."""
+        """Return the sum of both."""
         return Cost(
-            self.flops + other.flops,
-            self.weight_bytes + other.weight_bytes,
-            self.cache_bytes + other.cache_bytes,
-            self.sent_bytes + other.sent_bytes,
-            self.received_bytes + other.received_bytes,
-            self.exchanges + other.exchanges,
+            flops=self.flops + other.flops,
+            weight_bytes=self.weight_bytes + other.weight_bytes,
+            cache_bytes=self.cache_bytes + other.cache_bytes,
+            sent_bytes=self.sent_bytes + other.sent_bytes,
+            received_bytes=self.received_bytes + other.received_bytes,
+            exchanges=self.exchanges + other.exchanges,
         )
 
 
-# A property of a batch with which work grows in proportion.
+# Counts a property of a batch to which work is proportional.
 Count = Callable[[BatchShape], float]
 
 
 def once(batch: BatchShape) -> int:
-    """Count the step itself."""
+    """Count the step as 1."""
     del batch
     return 1
 
@@ -58,7 +58,7 @@ def each_row(batch: BatchShape) -> int:
 
 def each_row_of_all(batch: BatchShape) -> int:
     """Count the tokens that all row parts compute."""
-    return batch.whole.num_rows
+    return batch.whole_step.num_rows
 
 
 def each_sampled_row(batch: BatchShape) -> int:
@@ -67,7 +67,7 @@ def each_sampled_row(batch: BatchShape) -> int:
 
 
 def once_if_sampled(batch: BatchShape) -> int:
-    """Count the step if any of its rows has logits."""
+    """Count the step as 1 if any row has logits, else 0."""
     return min(1, batch.num_sampled)
 
 
@@ -82,13 +82,13 @@ class EachAttended(Frozen):
 
 
 class EachCached(Frozen):
-    """Counts the positions whose keys and values are read, and the rows whose own are written."""
+    """Counts the positions whose keys and values are read, and the rows that store theirs."""
 
     window: int | None
 
     def __call__(self, batch: BatchShape) -> int:
         """Return the number of positions."""
-        return batch.num_context(self.window) + batch.whole.num_rows
+        return batch.num_context(self.window) + batch.whole_step.num_rows
 
 
 class EachRead(Frozen):
@@ -101,40 +101,40 @@ class EachRead(Frozen):
         return batch.num_context(self.window)
 
 
-class EachShare(Frozen):
-    """Counts the pairs of a row and a piece that it attends to, for requests with few rows."""
+class EachPartialAttention(Frozen):
+    """Counts the pairs of a row and a KV split that it attends to, for requests with few rows."""
 
     window: int | None
-    most_rows: int
+    max_rows: int
 
     def __call__(self, batch: BatchShape) -> int:
-        """Return the number of pairs, in requests with at most `most_rows`."""
-        return batch.with_rows(0, self.most_rows).num_shares(self.window)
+        """Return the number of pairs, in requests with at most `max_rows`."""
+        return batch.with_rows(0, self.max_rows).num_partial_attentions(self.window)
 
 
-class EachPiece(Frozen):
-    """Counts the pieces that the rows of each request attend to, for requests with many rows."""
+class EachKvSplit(Frozen):
+    """Counts the KV splits that the rows of each request attend to, for requests with many rows."""
 
     window: int | None
-    fewest_rows: int
+    min_rows: int
 
     def __call__(self, batch: BatchShape) -> int:
-        """Return the number of pieces, in requests with at least `fewest_rows`."""
-        return batch.with_rows(self.fewest_rows).num_pieces(self.window)
+        """Return the number of KV splits, in requests with at least `min_rows`."""
+        return batch.with_rows(self.min_rows).num_kv_splits(self.window)
 
 
 class OfWholeStep(Frozen):
-    """Counts what all row parts have together."""
+    """Counts the batch with the rows of all row parts."""
 
     count: Count
 
     def __call__(self, batch: BatchShape) -> float:
         """Return the count of the whole step."""
-        return self.count(batch.whole)
+        return self.count(batch.whole_step)
 
 
 class ShareOfExperts(Frozen):
-    """The expected share of experts that is read if each row chooses independently."""
+    """The expected share of experts that a step reads if each row chooses independently."""
 
     num_used: int
     num_experts: int
@@ -144,29 +144,29 @@ class ShareOfExperts(Frozen):
         return 1 - (1 - self.num_used / self.num_experts) ** batch.num_rows
 
 
-class OfDrawn(Frozen):
-    """Counts what the rows with logits have: other rows are not computed there."""
+class OfLogitsRows(Frozen):
+    """Applies a count to the rows with logits alone."""
 
     count: Count
 
     def __call__(self, batch: BatchShape) -> float:
         """Return the count of these rows, 0 if there are none."""
-        return self.count(batch.drawn) if batch.num_sampled else 0
+        return self.count(batch.logits_rows) if batch.num_sampled else 0
 
 
-def of_drawn(count: Count) -> Count:
-    """Return the count of the rows with logits alone."""
+def of_logits_rows(count: Count) -> Count:
+    """Return the same count, restricted to the rows with logits."""
     if count in (each_sampled_row, once_if_sampled):
         return count
     if count is each_row:
         return each_sampled_row
-    return once_if_sampled if count is once else OfDrawn(count)
+    return once_if_sampled if count is once else OfLogitsRows(count)
 
 
 class StepCost(Frozen):
-    """A cost as a sum of terms, each proportional to a count: quick to get for any batch.
+    """A cost as a sum of terms, each proportional to a count: fast to evaluate for any batch.
 
-    It is that of row part `row_part` of `num_row_parts`.
+    It is the cost of row part `row_part` of `num_row_parts`.
     """
 
     terms: tuple[tuple[Count, Cost], ...]
@@ -174,13 +174,13 @@ class StepCost(Frozen):
     num_row_parts: int = 1
 
     def flops_and_bytes(self, batch: BatchShape) -> tuple[float, float]:
-        """Return these two of the cost of a whole batch, which is quicker; not rounded."""
+        """Return the floating-point operations and bytes of a whole batch, not rounded; fast."""
         flops: float = 0
         moved: float = 0
         for count, cost in self.terms:
-            times = count(batch)
-            flops += times * cost.flops
-            moved += times * (cost.weight_bytes + cost.cache_bytes)
+            num_units = count(batch)
+            flops += num_units * cost.flops
+            moved += num_units * (cost.weight_bytes + cost.cache_bytes)
         return flops, moved
 
     def of(self, batch: BatchShape) -> Cost:
@@ -194,13 +194,19 @@ class StepCost(Frozen):
         received_bytes: float = 0
         exchanges: float = 0
         for count, cost in self.terms:
-            times = count(batch)
-            flops += times * cost.flops
-            weight_bytes += times * cost.weight_bytes
-            cache_bytes += times * cost.cache_bytes
-            if cost.sent_bytes or cost.received_bytes or cost.exchanges:  # of ranks alone
-                sent_bytes += times * cost.sent_bytes
-                received_bytes += times * cost.received_bytes
-                exchanges += times * cost.exchanges
-        amounts = (flops, weight_bytes, cache_bytes, sent_bytes, received_bytes, exchanges)
-        return Cost(*map(round, amounts))
+            num_units = count(batch)
+            flops += num_units * cost.flops
+            weight_bytes += num_units * cost.weight_bytes
+            cache_bytes += num_units * cost.cache_bytes
+            if cost.sent_bytes or cost.received_bytes or cost.exchanges:  # only with several ranks
+                sent_bytes += num_units * cost.sent_bytes
+                received_bytes += num_units * cost.received_bytes
+                exchanges += num_units * cost.exchanges
+        return Cost(
+            flops=round(flops),
+            weight_bytes=round(weight_bytes),
+            cache_bytes=round(cache_bytes),
+            sent_bytes=round(sent_bytes),
+            received_bytes=round(received_bytes),
+            exchanges=round(exchanges),
+        )

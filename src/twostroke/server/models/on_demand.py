@@ -289,7 +289,7 @@ class OnDemandEngine(RemoteEngine):
         """
         backend, context_length = self.facts.backend, self.facts.config.context_length
         groups = PageGroups(backend.page_size, backend.windows)
-        most_tokens = groups.most_tokens(backend.num_pages, context_length)
+        most_tokens = groups.max_tokens(backend.num_pages, context_length)
         caller = message.caller
         if isinstance(message, wire.EmbedTexts):
             requests = [new_request(one, UNDRAWN, caller, Pooling.LAST) for one in message.texts]
