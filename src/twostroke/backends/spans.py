@@ -123,11 +123,11 @@ class PageMap:
     def __init__(self, program: Program, page_size: int) -> None:
         """Give every layer its columns."""
         self._layers = program.cache_layers
-        places = max([layer.num_kv_ranks for layer in self._layers], default=1)
-        assert places == 1 or page_size == KV_SPLIT_TOKENS * places, (
-            "a page has a piece for each rank"
+        num_ranks = max([layer.num_kv_ranks for layer in self._layers], default=1)
+        assert num_ranks == 1 or page_size == KV_SPLIT_TOKENS * num_ranks, (
+            "a page has a KV split for each rank"
         )
-        self._page_size, self.page_slots = page_size, page_size // places
+        self._page_size, self.page_slots = page_size, page_size // num_ranks
         self._places: dict[int, tuple[int, int]] = {}  # group and first value of each layer
         self.width = 0
         for number, group in enumerate(program.cache_groups):

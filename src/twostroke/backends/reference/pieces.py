@@ -43,9 +43,9 @@ def shares_of(
         if op.stores:
             rows = span.stored_rows
             positions = np.arange(span.end - len(rows), span.end)
-            own = positions // KV_SPLIT_TOKENS % len(op.team) == op.team_index
-            k, v = (values[name][rows[own]] for name in (op.k, op.v))
-            state.cache.store(span, op.layer, positions[own], k, v)
+            is_own = positions // KV_SPLIT_TOKENS % len(op.team) == op.team_index
+            k, v = (values[name][rows[is_own]] for name in (op.k, op.v))
+            state.cache.store(span, op.layer, positions[is_own], k, v)
         queries = q[span.rows].reshape(-1, op.num_heads, op.head_dim)
         for piece in _pieces(op, span):
             if piece % len(op.team) == op.team_index:

@@ -48,16 +48,16 @@ class _Exchange:
 
     def __init__(self) -> None:
         self.num_done = 0  # operations of all ranks
-        self.given: dict[tuple[str, int], Any] = {}  # by exchange name and rank
+        self.contributions: dict[tuple[str, int], Any] = {}  # by exchange name and rank
         self.sent: defaultdict[tuple[int, int], deque[Array]] = defaultdict(deque)
 
     def meet(
         self, op: ops.AllGather | ops.AllReduce | ops.SplitKvAttention
     ) -> Generator[bool, None, list[Any]]:
         """Return what each member of a team gives; yield True while some have not."""
-        while any((op.exchange_name, member) not in self.given for member in op.team):
+        while any((op.exchange_name, member) not in self.contributions for member in op.team):
             yield True
-        return [self.given[op.exchange_name, member] for member in op.team]
+        return [self.contributions[op.exchange_name, member] for member in op.team]
 
 
 def _walk(
@@ -73,12 +73,14 @@ def _walk(
     for op in rank.program.ops:
         match op:
             case ops.AllGather() | ops.AllReduce():
-                exchange.given[op.exchange_name, number] = None if op.x is None else values[op.x]
+                exchange.contributions[op.exchange_name, number] = (
+                    None if op.x is None else values[op.x]
+                )
                 if isinstance(op, ops.AllReduce) or op.root in (None, number):
                     parts = yield from exchange.meet(op)
                     values[op.output] = _together(op, parts, values, state)
             case ops.SplitKvAttention():
-                exchange.given[op.exchange_name, number] = shares_of(op, values, state)
+                exchange.contributions[op.exchange_name, number] = shares_of(op, values, state)
                 team = yield from exchange.meet(op)
                 values[op.output] = _own_rows(rank, merged(op, team, state))
             case ops.Send():
