@@ -1,4 +1,6 @@
-"""`make bench-batch`: a file of requests beside the bare engine, and a client beside a full batch.
+"""Measure a batch file beside the bare engine, and a client beside a full batch.
+
+Run it with `make bench WHAT=batches`.
 
 `twostroke batch` and the engine answer the same prompts, each in a process of its own that has just
 loaded the model, in turn. Then a client asks our server now and then: alone, and while a batch
@@ -250,7 +252,7 @@ def _records(
     given: argparse.Namespace, rates: dict[str, list[Rate]], waits: dict[str, list[Any]]
 ) -> list[Record]:
     found = []
-    command = f'make bench-batch BENCH_ARGS="--model {given.model}"'
+    command = f'make bench WHAT=batches ARGS="--model {given.model}"'
     if rates[_FILE]:
         found.append(
             Record(

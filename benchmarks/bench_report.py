@@ -1,4 +1,4 @@
-"""`make bench-report`: write BENCHMARKS.md, summary tables of the rows under results/."""
+"""`make report`: write BENCHMARKS.md, summary tables of the rows under results/."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMES = {
 }
 _HEAD = """# Benchmarks
 
-`make bench-report` writes this page from the measurements in `benchmarks/results/rows/`, which
+`make report` writes this page from the measurements in `benchmarks/results/rows/`, which
 has every run of every row: all engines, their versions, the lowest and highest figures, and how
 many runs other programs disturbed. [benchmarks/README.md](benchmarks/README.md) says how they are
 measured. Machines are virtual and shared, so absolute figures belong to a machine and a day;
@@ -68,7 +68,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     machines = dict(all_records())
     if not machines:
-        raise SystemExit("There are no measurements yet; run `make bench-peers`.")
+        raise SystemExit("There are no measurements yet; run `make bench WHAT=peers`.")
     parts = [_HEAD, *_speed(machines), *_speculation(machines), *_parallel(machines)]
     parts += _quality(machines)
     _PAGE.write_text("\n".join(parts).rstrip() + "\n")
@@ -95,7 +95,7 @@ def _speed(machines: dict[str, list[Record]]) -> Iterator[str]:
     ]
     yield _SPEED
     yield table(("", "goal", *titles), rows) + "\n"
-    commands = dict.fromkeys(goal.command.partition(" BENCH_ARGS")[0] for goal in GOALS)
+    commands = dict.fromkeys(goal.command.partition(" ARGS")[0] for goal in GOALS)
     yield f"Commands: {', '.join(f'`{command}`' for command in commands)}.\n"
 
 
@@ -140,7 +140,7 @@ def _speculation(machines: dict[str, list[Record]]) -> Iterator[str]:
     newest = max((line.facts for one in chosen for line in one.lines), key=lambda f: str(f["date"]))
     yield _SPECULATION
     yield table(("", *(f"{n} streams" if n > 1 else "1 stream" for n in streams)), rows) + "\n"
-    yield f"{caption(newest)}. Command: `make bench-speculation`.\n"
+    yield f"{caption(newest)}. Command: `make bench WHAT=speculation`.\n"
 
 
 def _newest(guessing: Guessing) -> str:
@@ -155,7 +155,7 @@ def _parallel(machines: dict[str, list[Record]]) -> Iterator[str]:
     records = max(filter(None, found), key=lambda records: max(map(_date, records)))
     yield _PARALLEL
     yield table(parallel_report.HEADER, map(parallel_report.line, records)) + "\n"
-    yield f"{caption(max(records, key=_date).facts)}. Command: `make bench-parallel`.\n"
+    yield f"{caption(max(records, key=_date).facts)}. Command: `make bench WHAT=parallel`.\n"
 
 
 def _is_parallel(record: Record) -> bool:
@@ -176,7 +176,7 @@ def _quality(machines: dict[str, list[Record]]) -> Iterator[str]:
     ]
     yield _QUALITY
     yield table(("model", *Quality.header()), rows) + "\n"
-    yield "Commands: `make bench-peers`; for Twostroke alone `twostroke compare MODEL`.\n"
+    yield "Commands: `make bench WHAT=peers`; for Twostroke alone `twostroke compare MODEL`.\n"
 
 
 def _machine(name: str, facts: dict[str, object]) -> str:

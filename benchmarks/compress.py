@@ -1,4 +1,4 @@
-"""`make bench-compress`: files of `twostroke quantize` beside llama.cpp's with importances.
+"""`make bench WHAT=compress`: files of `twostroke quantize` beside llama.cpp's with importances.
 
 All start from one file, the model's off-grid twin in F32, and are calibrated on the same text. One
 reader scores all on the held-out text, which is neither the calibration text nor the text on which

@@ -1,4 +1,6 @@
-"""`make bench-crowd`: what a thousand clients that hardly read cost a client that reads.
+"""Measure what a thousand clients that hardly read cost a client that reads.
+
+Run it with `make bench WHAT=slow-readers`.
 
 One client streams answers from our server, round by round: alone, among idle connections, and among
 as many streams whose readers take 64 bytes a second. The engine has finished the crowd's answers

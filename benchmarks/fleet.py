@@ -1,4 +1,6 @@
-"""`make bench-fleet`: how often caches of a fleet hold prompts, and how soon first tokens come.
+"""Simulate a fleet's prefix cache hits and times to first token on published traces.
+
+Run it with `make bench WHAT=fleet`.
 
 Both Mooncake traces are simulated before 8 and 64 replicas of an 8B model on an H100, at 80% of
 what they can do, with each policy of the router. Beside the hit rate stands that of one cache with

@@ -33,12 +33,12 @@ class Goal:
         arguments = {
             "start": ("start", f"--models {self.model}"),
             "memory": ("start", f"--models {self.model}"),
-            "serve": ("serve", f"--model {self.model} --clients {rest}"),
+            "serve": ("serving", f"--model {self.model} --clients {rest}"),
             "overhead": ("overhead", f"--model {self.model} --streams {rest}"),
         }
         usual = ("peers", f"--models {self.model} --only {self.row}")
         target, options = arguments.get(kind, usual)
-        return f'make bench-{target} BENCH_ARGS="{options}"'
+        return f'make bench WHAT={target} ARGS="{options}"'
 
     def text(self) -> str:
         """Return it in words."""

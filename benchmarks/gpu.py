@@ -1,4 +1,4 @@
-"""`make gpu-campaign`: measure the gpu backend on this machine's GPU, correctness first.
+"""`make bench WHAT=gpu`: measure the gpu backend on this machine's GPU, correctness first.
 
 Weights of real shapes are made up, so no model file is needed. Each row can be repeated alone
 (`--row`), and the results are saved after each, the most important first; `--minutes` ends in time,

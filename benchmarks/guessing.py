@@ -1,4 +1,4 @@
-"""What is kept of `make bench-speculation`, and what BENCHMARKS.md says of it.
+"""What is kept of `make bench WHAT=speculation`, and what BENCHMARKS.md says of it.
 
 A line is a task with a number of streams; one that is measured again replaces itself.
 """

@@ -1,4 +1,4 @@
-"""`make bench-handover`: prompts that another engine reads, against asked figures.
+"""`make bench WHAT=disaggregation`: prompts that another engine reads, against asked figures.
 
 - transfer: pages of a prompt that a prefill engine has read before, into a decode engine's memory
   that has been used before, from their offer until they can be used; in turns with a copy of as

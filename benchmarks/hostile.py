@@ -1,4 +1,4 @@
-"""`make bench-hostile`: how long hostile schemas hold up other streams of our server.
+"""`make bench WHAT=hostile-schemas`: how long hostile schemas hold up other streams of our server.
 
 One client streams a long answer. Meanwhile another sends schemas, patterns and grammars that are
 made to be costly, one after the other, each at most 40 tokens of an answer. What is measured is the

@@ -1,4 +1,4 @@
-"""`make bench-overhead`: what a step costs besides its kernels, at many streams.
+"""`make bench WHAT=overhead`: what a step costs besides its kernels, at many streams.
 
 The engine is real in all but its model, which costs nothing: plans become the native executor's
 arrays and results are read from them, but no kernel runs. What is left is what the scheduler and
@@ -128,7 +128,7 @@ def _record(model: str, num_streams: int, row: list[Run]) -> Record:
         model=model,
         unit="ms",
         entries=[Entry("Twostroke", "", [1e3 * run.engine_s for run in row])],
-        command=f'make bench-overhead BENCH_ARGS="--model {model} --streams {num_streams}"',
+        command=f'make bench WHAT=overhead ARGS="--model {model} --streams {num_streams}"',
         lower_is_better=True,
         num_runs=len(row),
         others={"client_ms": median(1e3 * run.client_s for run in row)},

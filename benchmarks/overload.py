@@ -1,4 +1,4 @@
-"""`make bench-overload`: a server that is asked for far more than it can do.
+"""`make bench WHAT=overload`: a server that is asked for far more than it can do.
 
 A server with a short queue is asked for 20 times the load that fits, by clients that do not come
 back and then by a crowd of clients that obey `Retry-After`. Then one tenant floods it while another

@@ -1,4 +1,4 @@
-"""`make bench-parallel`: a model on several ranks beside one process on the same cores.
+"""`make bench WHAT=parallel`: a model on several ranks beside one process on the same cores.
 
 One process has two threads, each of two ranks has one. A round is one run of each side (A B A B),
 with fresh prompts; the ratio is the median of the rounds' ratios. Beside it stand the time that
@@ -134,7 +134,7 @@ def _result(
         model=Path(case.model).stem if "/" in case.model else case.model,
         unit="tokens/s",
         entries=[Entry(one.engine, one.way, one.runs) for one in row.entries()],
-        command=f'make bench-parallel BENCH_ARGS="--row {name}"',
+        command=f'make bench WHAT=parallel ARGS="--row {name}"',
         disturbed_runs=row.disturbed,
         num_runs=row.runs,
         failures=row.failures,

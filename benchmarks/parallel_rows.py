@@ -1,4 +1,4 @@
-"""The rows of `make bench-parallel`: which models, which jobs, and which sides are compared."""
+"""The rows of `make bench WHAT=parallel`: models, jobs and the engines to compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make bench-peers`: Twostroke beside its peers in one interleaved run, quality beside speed.
+"""`make bench WHAT=peers`: Twostroke beside its peers in one interleaved run, quality beside speed.
 
 Same weights, same token ids, greedy, ends ignored, the same number of threads; each engine in a
 process of its own that stays alive, warm, and rests while the others run. A round is one run of
@@ -127,7 +127,7 @@ def _record(run: Run, name: str, row: Row) -> Record:
         model=model,
         unit="tokens/s",
         entries=row.entries(),
-        command=f'make bench-peers BENCH_ARGS="{options}"',
+        command=f'make bench WHAT=peers ARGS="{options}"',
         setting=_setting(given),
         disturbed_runs=row.disturbed,
         num_runs=row.runs,

@@ -1,4 +1,4 @@
-"""`make bench-plan`: planned times of steps beside measured ones on this machine.
+"""`make bench WHAT=plan`: planned times of steps beside measured ones on this machine.
 
 Each model's steps are measured for a grid of shapes. Half of the grid calibrates the plan, the
 other half is compared with it: as limits (nothing measured but the machine), and corrected.

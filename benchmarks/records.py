@@ -1,6 +1,6 @@
 """What is kept of a measurement: one JSON file for each row, model and machine.
 
-`make bench-report` draws BENCHMARKS.md from these files, so that a row which is measured again
+`make report` draws BENCHMARKS.md from these files, so that a row which is measured again
 replaces itself and nothing else.
 """
 

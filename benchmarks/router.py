@@ -1,4 +1,6 @@
-"""`make bench-router`: the router beside clients that pick replicas themselves, and its decisions.
+"""Measure the router beside clients that choose replicas themselves, and its decisions.
+
+Run it with `make bench WHAT=router`.
 
 Two servers of one thread each answer 16 streams: by turns with the router before them, and with
 clients that use the two themselves. Prompts are all different. TTFT is compared less what the

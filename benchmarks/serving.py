@@ -1,4 +1,6 @@
-"""`make bench-serve`: 16 streaming clients of our server, of the bare engine, and of llama-server.
+"""Measure 16 streaming clients of our server, of the bare engine and of llama-server.
+
+Run it with `make bench WHAT=serving`.
 
 A closed loop in a process of its own asks each server in turn, round by round, with the same fresh
 prompts as token ids; the bare engine answers the same loop without HTTP. The clients share the
@@ -189,7 +191,7 @@ def _record(given: argparse.Namespace, targets: list[Target]) -> Record:
         entries=[
             Entry(t.name, t.way, t.values("tokens_per_s")) for t in targets if t.name != _BARE
         ],
-        command=f'make bench-serve BENCH_ARGS="--model {given.model}{threads}"',
+        command=f'make bench WHAT=serving ARGS="--model {given.model}{threads}"',
         setting=threads.strip(" -").replace("threads ", "threads: "),
         disturbed_runs=sum(run["others_share"] > MAX_SHARE for run in runs),
         num_runs=len(runs),

@@ -1,4 +1,6 @@
-"""`make bench-simulate`: simulated runs beside the measured server, and how fast simulations are.
+"""Compare simulated runs with the measured server, and time the simulations.
+
+Run it with `make bench WHAT=simulate`.
 
 The same requests, a published trace scaled to this machine, are sent to the server at the same
 times and simulated. Steps of the simulation take what measured steps of the model say (`plan

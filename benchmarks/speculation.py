@@ -1,4 +1,4 @@
-"""`make bench-speculation`: what guessing ahead brings, on kinds of text and under load.
+"""`make bench WHAT=speculation`: what guessing ahead brings, on kinds of text and under load.
 
 One engine answers the same prompts in turn without and with guesses; answers are compared token
 by token, so the time is all that differs. As many streams as are asked for run all the time: where

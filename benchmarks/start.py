@@ -1,4 +1,6 @@
-"""`make bench-start`: from starting a process to its first token, and the most memory it holds.
+"""Measure the time from process start to the first token, and peak memory.
+
+Run it with `make bench WHAT=start`.
 
 `twostroke generate` in turn with llama.cpp's own `llama-completion`, each time a fresh process with
 the model's file in the page cache. Memory is that of an answer that fills a context.
@@ -110,7 +112,7 @@ def _record(model: str, row: str, runs: dict[str, list[float]], **more: Any) -> 
         model=model,
         unit=unit,
         entries=[Entry(engine, "", values) for engine, values in runs.items()],
-        command=f'make bench-start BENCH_ARGS="--models {model}"',
+        command=f'make bench WHAT=start ARGS="--models {model}"',
         lower_is_better=True,
         **more,
     )

@@ -1,4 +1,6 @@
-"""`make bench-overhead`: what keys, limits and usage take of the server's process for each request.
+"""Measure what keys, limits and usage take of the server's process for each request.
+
+Run it with `make bench WHAT=overhead`.
 
 An application that answers at once is called directly, with and without these layers, in turns; the
 difference is theirs. The key is one of a thousand in the records, has every limit, and its usage is

@@ -1,4 +1,6 @@
-"""`make bench-tiers`: what pages on disk save after a restart, and what a slow disk costs.
+"""Measure what KV pages on disk save after a restart, and what a slow disk costs.
+
+Run it with `make bench WHAT=kv-offload`.
 
 An engine in a process of its own reads a long prompt and is asked several questions about it. One
 with a page cache does so, too, and ends. Then others, each in a new process, are asked one question

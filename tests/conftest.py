@@ -63,13 +63,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-models",
         action="store_true",
-        help="fail, not skip, when a real model is not in the cache (`make test-models` sets this)",
+        help="fail, not skip, when a real model is missing (`make long SUITE=models` sets this)",
     )
     parser.addoption(
         "--rounds",
         type=int,
         default=1,
-        help="how many times as many cases a test with random cases gets (`make test-long`: 10)",
+        help="multiplies the number of random cases of a test (`make long SUITE=rounds`: 10)",
     )
 
 
@@ -82,7 +82,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def rounds(request: pytest.FixtureRequest) -> int:
-    """How many times as long a test marked `rounds` plays (`make test-long`: 10)."""
+    """How many times as long a test marked `rounds` plays (`make long SUITE=rounds`: 10)."""
     count: int = request.config.getoption("--rounds")
     return count
 

@@ -158,6 +158,18 @@ def test_make_explains_every_target() -> None:
     assert explained == set(phony[1].split())
 
 
+@pytest.mark.parametrize(
+    ("file", "prefix"), [("tests/suites.mk", "long"), ("benchmarks/suites.mk", "bench")]
+)
+def test_every_suite_and_benchmark_is_explained_and_has_its_script(file: str, prefix: str) -> None:
+    text = (ROOT / file).read_text()
+    targets = re.findall(rf"^{prefix}-([a-z0-9-]+):", text, re.MULTILINE)
+    assert targets == re.findall(rf"^{prefix}-([a-z0-9-]+):.*## \S", text, re.MULTILINE)
+    scripts = re.findall(r"(?:tests|benchmarks)/[\w/]+\.py", text)
+    assert scripts
+    assert not [script for script in scripts if not (ROOT / script).exists()]
+
+
 def test_version_is_the_newest_in_the_changelog() -> None:
     newest = re.search(r"^## \[?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None

@@ -1,7 +1,7 @@
 // Measures one level's kernels on one thread beside what the machine could do at best.
 //
-//   make microbench                          (LEVEL=avx2 for another one)
-//   make microbench BENCH_ARGS="1536 768 84 Q4_1,kernels"
+//   make bench WHAT=kernels                          (LEVEL=avx2 for another one)
+//   make bench WHAT=kernels ARGS="1536 768 84 Q4_1,kernels"
 //
 // The arguments are outputs, inputs, megabytes and formats.
 // Few rows, generated ones, read weights of the given footprint (default 84 MB); 512 prompt rows

@@ -1,4 +1,6 @@
-"""`make test-api`: requests made out of the server's own description, right ones and wrong ones.
+"""Send valid and invalid requests generated from the server's OpenAPI document.
+
+Run it with `make long SUITE=api`.
 
 Schemathesis makes them and checks the answers; it runs in an environment of its own. The server is
 one of a tiny random model, or `--model NAME` for a real one. Afterwards it must be healthy, idle

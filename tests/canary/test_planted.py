@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from twostroke.model.weights import LoadedModel
 
-# Those that the ordinary run plants; `make test-mutants` plants all.
+# Those that the ordinary run plants; `make long SUITE=mutants` plants all.
 OFTEN = ("nibbles swapped", "zero point one too high", "one norm missing", "rope base a tenth")
 
 pytestmark = pytest.mark.model

@@ -1,4 +1,6 @@
-"""`make test-clients`: programs that others wrote, unchanged, against our server on a real model.
+"""Run other projects' clients, unchanged, against our server with a real model.
+
+Run it with `make long SUITE=clients`.
 
 Each client has an environment of its own in `.venv-clients`, made on first use, and a script beside
 this file that makes its ordinary calls and prints a line for each. The server is started here.

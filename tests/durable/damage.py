@@ -1,4 +1,4 @@
-"""`make test-durable`: each kept thing is damaged in each way, and the next server reads it.
+"""`make long SUITE=durable`: each kept thing is damaged in each way, and the next server reads it.
 
 The server starts, or says in one sentence which file is wrong. Each request has the answer of
 before, or an error that says why; other things are as they were. Nothing waits.

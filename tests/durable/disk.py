@@ -1,4 +1,4 @@
-"""`make test-durable`: each write, sync, rename and truncation fails in turn, or loses power.
+"""`make long SUITE=durable`: each write, sync, rename and truncation fails in turn, or loses power.
 
 A case is a fresh folder, a batch, and one fault. After it the batch goes on, in the same process
 or in the next, and must have one result for each line; no line runs again whose result was kept.

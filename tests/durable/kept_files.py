@@ -1,4 +1,4 @@
-"""`make test-durable`: each kind of file beside `--records` is damaged in each way, and read.
+"""`make long SUITE=durable`: each kind of file beside `--records` is damaged in each way, and read.
 
 The reader has the values of before, none where they can be made again, or an error that names the
 file. A file that the product wrote never yields other values; one that people write never ends in

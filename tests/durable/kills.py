@@ -1,4 +1,6 @@
-"""`make test-durable`: `twostroke serve` is killed (SIGKILL) at random moments while batches run.
+"""Kill `twostroke serve` with SIGKILL at random moments while batches run.
+
+Run it with `make long SUITE=durable`.
 
 After each kill the next server goes on in the same folder. No result that a client was told of may
 be lost, and each batch must end with one result for each line, the same as without kills.

@@ -1,4 +1,4 @@
-"""Short versions of `make test-durable`."""
+"""Short versions of `make long SUITE=durable`."""
 
 from __future__ import annotations
 

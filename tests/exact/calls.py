@@ -1,4 +1,4 @@
-"""`make test-calls`: how often a real model's calls of tools come back as calls.
+"""`make long SUITE=tool-calls`: how often a real model's calls of tools come back as calls.
 
 Fifty prompts ask for what one of four functions does, each with and without a system prompt, and
 the model may choose (`tool_choice` is `auto`). Every answer is read as the server reads it: as

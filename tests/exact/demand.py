@@ -1,4 +1,4 @@
-"""`make test-models-on-demand`: hostile requests for three models with memory for two.
+"""`make long SUITE=models-on-demand`: hostile requests for three models with memory for two.
 
 Real processes with tiny models. A twelfth of the requests always ask, one after the other, for
 a model that is not loaded; five twelfths come from callers that alternate without a pause; the rest

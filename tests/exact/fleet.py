@@ -1,4 +1,6 @@
-"""`make test-fleet`: fells replicas under load in several ways, and looks at what clients see.
+"""Make replicas fail in several ways under load, and check what clients see.
+
+Run it with `make long SUITE=fleet`.
 
 A router stands before three servers of a tiny model, each of them behind a gate that can fall
 silent. No request may be lost before its first byte. Others get an error within 2 s, or 10 s where

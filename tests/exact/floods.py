@@ -1,4 +1,6 @@
-"""`make test-floods`: the costliest bodies of every path that computes in the server or the router.
+"""Send the costliest bodies of every path that computes in the server or the router.
+
+Run it with `make long SUITE=floods`.
 
 The paths come from the server's own routes, the bodies from its OpenAPI document: for each field a
 long word, digits, many items, many keys, deep nesting, repeated and unknown names. They are sent

@@ -1,4 +1,6 @@
-"""`make test-exact-fleet`: prompts that a prefill engine's process reads, 500; no answer differs.
+"""Compare the tokens of 500 prompts prefilled by another process with those of one engine.
+
+Run it with `make long SUITE=disaggregation-nixl`.
 
 Engines on a real model and on tiny ones with windows and experts, with every format of keys and
 values, hand prompts over in shared memory and by TCP, or with `--nixl` by NIXL. Answers are greedy

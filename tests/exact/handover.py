@@ -1,4 +1,6 @@
-"""`make test-handover`: messages of a hand-over are lost, late, doubled, and processes killed.
+"""Lose, delay and repeat messages of KV transfers, and kill the processes.
+
+Run it with `make long SUITE=disaggregation`.
 
 First each message suffers each fault, over each link; then come random rounds, which cut
 connections, too. Every request must be answered as by one engine, nothing may hang, and no page may

@@ -1,4 +1,4 @@
-"""`make test-fleet`: requests that end the engines that compute them, behind a router.
+"""`make long SUITE=fleet`: requests that end the engines that compute them, behind a router.
 
 Six servers of a tiny model stand behind a router. Their engines die of two characters: of one in
 their first step, of the other while they write. A text with such a character is sent on every path

@@ -1,4 +1,4 @@
-"""`make test-machine`: random operations on pages, scheduler, engine and supervisor.
+"""`make long SUITE=machine`: random operations on pages, scheduler, engine and supervisor.
 
 Each round puts together other sizes, windows, policies and methods of guessing, does operations in
 a random order, checks what must hold after each, and sees everything end. A round that fails is

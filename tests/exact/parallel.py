@@ -1,4 +1,4 @@
-"""`make test-parallel`: the same tokens from several ranks as from one process.
+"""`make long SUITE=parallel`: the same tokens from several ranks as from one process.
 
 Prompts of prose and code are answered by one process with room for all. Then ranks answer them, in
 each mesh that suits the model: in batches of 1 to 16, prompts in chunks, with a prefix cache, with

@@ -1,4 +1,4 @@
-"""`make test-ray`: brings a fleet up on Ray, harms and changes it under load, and ends it.
+"""`make long SUITE=ray`: brings a fleet up on Ray, harms and changes it under load, and ends it.
 
 Each step says how long it took and what the clients saw. Nothing may be left at the end: no
 process, no port, no shared memory.

@@ -1,4 +1,4 @@
-"""`make test-speculation`: the same tokens with guesses as without, on real models.
+"""`make long SUITE=speculation`: the same tokens with guesses as without, on real models.
 
 Prompts of prose and code, some of which begin alike, are answered without guesses, without a prefix
 cache and with room for all. Then they are answered again with each method: in batches of 1 to 16,

@@ -1,4 +1,6 @@
-"""`make test-kills`: ends or stops a server's engine under load, and looks at what clients see.
+"""End or stop a server's engine under load, and check what clients see.
+
+Run it with `make long SUITE=kills`.
 
 Half of the streams hold pages, the others wait. Each fault is a kill, a stop or a crash in native
 code. Streams that had begun must end with an error, quickly; those that waited must be answered,

@@ -1,4 +1,6 @@
-"""`make soak`: half an hour of mixed requests, a third cancelled, the engine killed every 5 min.
+"""Send half an hour of mixed requests, cancel a third, kill the engine every 5 minutes.
+
+Run it with `make long SUITE=soak`.
 
 Streams, whole answers, schemas, embeddings and stored answers come from some clients at a time; a
 third leaves early. The server's memory must not grow, and nothing may be left at the end. What the

@@ -1,4 +1,6 @@
-"""`make test-tiers`: stored pages damaged, swapped or of others, 10,000; each must be a miss.
+"""Damage, swap or forge 10,000 offloaded KV pages; each must be a miss.
+
+Run it with `make long SUITE=kv-offload`.
 
 Files in a folder, then entries of a Redis server, are damaged in every way of
 `stored_pages.DAMAGES`, or replaced by the same page of another tenant, model, format, level, page

@@ -1,4 +1,4 @@
-"""`make test-forms`: whether constrained answers keep to their forms.
+"""`make long SUITE=structured-output`: whether constrained answers keep to their forms.
 
 Three parts, all of them unless some are named: `answers` of a real model, the instances of the JSON
 Schema Test `suite`, and random `walks` through grammars.

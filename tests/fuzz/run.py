@@ -1,4 +1,6 @@
-"""Coverage-guided fuzzing of the readers of model files, with Atheris (libFuzzer): `make fuzz`.
+"""Fuzz the readers of model files with Atheris (libFuzzer).
+
+Run it with `make long SUITE=fuzz`.
 
 Each target runs in a process of its own, limited in address space, that ends at the first broken
 promise and leaves the input under build/fuzz. What the engine finds interesting it keeps there too,

@@ -1,4 +1,4 @@
-"""`make test-malformed`: malformed requests and frames, in large numbers.
+"""`make long SUITE=malformed`: malformed requests and frames, in large numbers.
 
 Requests go over HTTP, then raw bytes over bare connections, to `twostroke serve` with a tiny random
 model (or `--model`), its engine in a process of its own; frames go to both ends of the wire between

@@ -1,4 +1,4 @@
-"""The first hundreds of `make test-malformed`, and that its judges find faults."""
+"""The first hundreds of `make long SUITE=malformed`, and that its judges find faults."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _served(model: Path, key: str | None = None, names: str = "smollm2") -> Iter
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """The system's browser; skips where there is none, or nothing to drive it with."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="run by `make test-page`")
+    playwright = pytest.importorskip("playwright.sync_api", reason="run by `make long SUITE=page`")
     path = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if path is None:
         pytest.skip("needs a browser: apt-get install chromium")

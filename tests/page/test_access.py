@@ -98,7 +98,7 @@ def test_no_barrier_is_found(
 ) -> None:
     axe = Path(os.environ.get("AXE", ""))
     if not axe.is_file():
-        pytest.skip("needs axe-core: run by `make test-page`")
+        pytest.skip("needs axe-core: run by `make long SUITE=page`")
     visit = visit(server, color_scheme=scheme, **screen)
     if view in FILL:
         FILL[view](visit)

@@ -106,7 +106,7 @@ def test_code_takes_the_key_out_of_the_environment(key_server: Any, visit: Visit
 def test_everybody_can_give_a_key(key_server: Any, visit: Visiting) -> None:
     axe = Path(os.environ.get("AXE", ""))
     if not axe.is_file():
-        pytest.skip("needs axe-core: run by `make test-page`")
+        pytest.skip("needs axe-core: run by `make long SUITE=page`")
     visit = visit(key_server, allowed=REFUSED, viewport={"width": 360, "height": 740})
     page = visit.page
     page.wait_for_selector("dialog.wanted")

@@ -1,4 +1,4 @@
-"""A share of `make test-floods`: no body of any path keeps others waiting."""
+"""A share of `make long SUITE=floods`: no body of any path keeps others waiting."""
 
 from __future__ import annotations
 

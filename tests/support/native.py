@@ -75,7 +75,7 @@ def processor_flags() -> frozenset[str]:
 
 
 def _is_avx512_emulated() -> bool:
-    """Whether the libraries bring AVX-512 with them (`make test-avx512`)."""
+    """Whether the libraries bring AVX-512 with them (`make long SUITE=avx512`)."""
     if (folder := env.native_dir()) is None:
         return False
     path = folder / "libtwostroke_portable.so"

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # A step of 256 streams makes about a thousand objects, which live until their callers have read
-# them: by default that is a collection or two a step, a tenth of its time (make bench-overhead).
+# them. By default that is one or two collections a step, a tenth of its time
+# (`make bench WHAT=overhead`).
 _OBJECTS_A_COLLECTION = 10_000
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
-pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make long SUITE=gpu")
+pytest.importorskip("triton", reason="needs Triton: make long SUITE=gpu")
 
 from support.programs import PROGRAMS, SPEC, VOCAB_SIZE, random_tensors  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402

@@ -1,4 +1,4 @@
-"""Whatever `make gpu-compile` compiles can be listed."""
+"""Whatever `make long SUITE=gpu-compile` compiles can be listed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
-pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+pytest.importorskip("torch", reason="needs PyTorch and Triton: make long SUITE=gpu")
+pytest.importorskip("triton", reason="needs Triton: make long SUITE=gpu")
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "gpu"))
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
-pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make long SUITE=gpu")
+pytest.importorskip("triton", reason="needs Triton: make long SUITE=gpu")
 
 from support.cpu import tiny_model  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402

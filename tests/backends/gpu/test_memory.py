@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
-pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make long SUITE=gpu")
+pytest.importorskip("triton", reason="needs Triton: make long SUITE=gpu")
 
 from msgspec.structs import replace  # noqa: E402
 

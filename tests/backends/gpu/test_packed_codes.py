@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
-pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make long SUITE=gpu")
+pytest.importorskip("triton", reason="needs Triton: make long SUITE=gpu")
 
 from twostroke.backends.gpu.kernels.bytes import assembly as assembly_of  # noqa: E402
 from twostroke.backends.gpu.kernels.packed_codes import constants, numbers  # noqa: E402

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
-pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+pytest.importorskip("torch", reason="needs PyTorch and Triton: make long SUITE=gpu")
+pytest.importorskip("triton", reason="needs Triton: make long SUITE=gpu")
 
 ROOT = Path(__file__).parents[3]
 

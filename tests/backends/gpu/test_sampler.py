@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
-pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make long SUITE=gpu")
+pytest.importorskip("triton", reason="needs Triton: make long SUITE=gpu")
 
 from support.sampling import OneMask, random_logits, random_request  # noqa: E402
 from twostroke.backends.gpu import sampling  # noqa: E402

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
-triton = pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make long SUITE=gpu")
+triton = pytest.importorskip("triton", reason="needs Triton: make long SUITE=gpu")
 
 import triton.language as tl  # noqa: E402
 

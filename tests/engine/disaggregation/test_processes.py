@@ -1,4 +1,7 @@
-"""Engines in processes hand prompts over; `make test-exact-fleet` and `test-handover` do more."""
+"""Prefill and decode engines in processes of their own transfer KV pages.
+
+`make long SUITE=disaggregation-tokens` and `SUITE=disaggregation` do more.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_other_kinds_find_nothing(tmp_path: Path) -> None:
 def test_damaged_pages_are_missed(
     tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`make test-tiers` does 10,000."""
+    """`make long SUITE=kv-offload` does 10,000."""
     rng, tier, of = random.Random(seed), tier_of(tmp_path), kind()
     for number in range(4):
         put(tier, of, number)

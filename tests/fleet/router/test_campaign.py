@@ -1,4 +1,4 @@
-"""A short form of `make test-fleet`."""
+"""A short form of `make long SUITE=fleet`."""
 
 from __future__ import annotations
 

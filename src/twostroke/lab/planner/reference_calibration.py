@@ -1,8 +1,8 @@
 """What this engine's kernels usually take, for models of which no step was measured here.
 
 `usual.csv` has steps of one model on one machine, over the least times of that machine: a row for
-each kind of kernels, as `twostroke doctor` names the peak of their arithmetic. `make bench-plan`
-says how far other models are from them.
+each kind of kernels, as `twostroke doctor` names the peak of their arithmetic.
+`make bench WHAT=plan` says how far other models are from them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,72 @@
+# The benchmarks: `make bench WHAT=list` lists them, `make bench WHAT=peers` runs one. ARGS are
+# options of the benchmark's script; ARGS=--help lists them.
+
+LEVEL ?=
+GPU_PYTHON ?=
+
+bench-speed: native pull ## Speed, scheduling policies, start, memory and sizes.
+	@$(BIN)/python benchmarks/speed.py $(ARGS)
+
+bench-peers: native pull ## Speed beside llama.cpp and others, installed into .bench-peers.
+	@$(BIN)/python benchmarks/peers.py $(ARGS)
+
+bench-start: native pull ## Time from the start to the first token, peak memory.
+	@$(BIN)/python benchmarks/start.py $(ARGS)
+
+bench-serving: native pull ## A server with 16 clients.
+	@$(BIN)/python benchmarks/serving.py $(ARGS)
+
+bench-speculation: native pull ## Speculative decoding against plain decoding.
+	@$(BIN)/python benchmarks/speculation.py $(ARGS)
+
+bench-overhead: native pull ## A step without its kernels, a request without its engine.
+	@$(BIN)/python benchmarks/overhead.py $(ARGS)
+	@$(BIN)/python benchmarks/tenants.py
+
+bench-kv-offload: native pull ## KV offload: cached pages after a restart, a slow disk.
+	@$(BIN)/python benchmarks/tiers.py $(ARGS)
+
+bench-disaggregation: native pull ## KV transfer and prefill on another engine (ARGS="--parts first").
+	@$(BIN)/python benchmarks/handover.py $(ARGS)
+
+bench-batches: native pull ## A batch file, and one client beside a full batch.
+	@$(BIN)/python benchmarks/batches.py $(ARGS)
+
+bench-slow-readers: native pull ## One client among a thousand that read slowly.
+	@$(BIN)/python benchmarks/crowd.py $(ARGS)
+
+bench-hostile-schemas: native pull ## Delay of one stream by hostile schemas.
+	@$(BIN)/python benchmarks/hostile.py $(ARGS)
+
+bench-overload: native pull ## Refusals, goodput and fair shares under overload.
+	@$(BIN)/python benchmarks/overload.py $(ARGS)
+
+bench-parallel: native pull ## Several ranks beside one process.
+	@PYTHONPATH=tests $(BIN)/python benchmarks/parallel.py $(ARGS)
+
+bench-plan: native pull ## Plans beside measured steps, memory and published speeds.
+	@$(BIN)/python benchmarks/plan.py $(ARGS)
+
+bench-simulate: native pull ## Simulated runs beside the measured server.
+	@$(BIN)/python benchmarks/simulate.py $(ARGS)
+
+bench-router: native pull ## The router beside clients that choose replicas, its decisions.
+	@$(BIN)/python benchmarks/router.py $(ARGS)
+
+bench-fleet: native pull ## Both Mooncake traces simulated on 8 and 64 replicas, one replayed on 2.
+	@$(BIN)/python benchmarks/fleet.py $(ARGS)
+
+bench-compress: native pull ## Quantized files beside llama.cpp's.
+	@$(BIN)/python benchmarks/compress.py $(ARGS)
+
+bench-kernels: native $(READY) ## Each kernel on one thread beside its limit (LEVEL=avx2, ARGS="1536 768 84 Q4_1").
+	@$(CMAKE) -B build/native -DTS_MICROBENCH=ON >/dev/null
+	@level=$(LEVEL); level=$${level:-$$($(BIN)/python -c 'from twostroke.backends.cpu.library import choose_level; print(choose_level(None).level)')}; \
+	  $(BIN)/cmake --build build/native --target microbench twostroke_$$level && \
+	  build/native/microbench build/native/libtwostroke_$$level.so $(ARGS)
+
+# Its environment has PyTorch with CUDA; predictions need none, and GPU_PYTHON names another Python.
+IS_DRY_RUN = $(findstring --dry-run,$(ARGS))
+bench-gpu: ## The gpu backend on this machine's GPU (ARGS="--minutes 9", "--dry-run").
+	@$(if $(GPU_PYTHON),,$(MAKE) --no-print-directory $(if $(IS_DRY_RUN),$(DEV_READY),.venv-cuda/.ready))
+	@PYTHONPATH=src $(or $(GPU_PYTHON),$(if $(IS_DRY_RUN),$(BIN),.venv-cuda/bin)/python) benchmarks/gpu.py $(ARGS)
