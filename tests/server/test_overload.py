@@ -14,7 +14,7 @@ from support.servers import chat_body, events, live_server, num_unfinished, wait
 from twostroke.core.errors import OverloadedError
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
-from twostroke.server.generation.job import Job, begun
+from twostroke.server.generation.job import Job, with_spent_time
 from twostroke.server.http.error_forms import error_form
 from twostroke.server.http.request_context import ServedRequest
 from twostroke.server.http.retry_after import RetryAfter, retry_after
@@ -141,7 +141,7 @@ def test_a_timeout_counts_from_the_headers(tmp_path: Path, monkeypatch: pytest.M
 def test_a_job_says_how_much_of_its_timeout_is_over_when_it_is_begun() -> None:
     form = error_form({"path": "/v1/completions", "headers": []})
     served = ServedRequest("r", form, "POST", "/v1/completions", began_s=time.monotonic() - 30)
-    job = begun(Job(None, ("a",), SamplingParams(), Caller(timeout_s=60)), served)
+    job = with_spent_time(Job(None, ("a",), SamplingParams(), Caller(timeout_s=60)), served)
     assert 30 <= job.caller.spent_s < 60
 
 

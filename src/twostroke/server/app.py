@@ -26,11 +26,11 @@ from twostroke.server.body.decode import LARGE_BODY_BYTES, BodyDecoder, misspelt
 from twostroke.server.body.field import Fact
 from twostroke.server.generation.checks import AnswerChecks
 from twostroke.server.generation.job import (
-    begun,
     check_choices,
     check_texts,
     check_vectors,
-    sent_by,
+    with_sender,
+    with_spent_time,
 )
 from twostroke.server.generation.protocol import ResponseInfo
 from twostroke.server.generation.redraw import AnswerGuard
@@ -321,8 +321,8 @@ class Api:
             check_background(job, served)
             cuts_limit = not self.options.strict_limits
             job = replace(job, caller=replace(job.caller, cuts_limit=cuts_limit))
-            job = sent_by(served, job, self.metrics.goodput)
-            job = replace(job, params=model.card.sampling.fill(job.params, job.usual))
+            job = with_sender(job, served, self.metrics.goodput)
+            job = replace(job, params=model.card.sampling.fill(job.params, job.default_params))
             encoded = job.encode(model.card, splits_reasoning=self.options.splits_reasoning)
             self._ignored.note(encoded.ignored, served)
             return job, encoded, name, model
@@ -333,7 +333,7 @@ class Api:
             if isinstance(found, Response):
                 return found
             (job, encoded, name, model), served = found, served_of(request.scope)
-            served.reserve(encoded.most_tokens(model.card.context_length))
+            served.reserve(encoded.max_total_tokens(model.card.context_length))
             reply = ResponseInfo(
                 id=dialect.prefix + secrets.token_hex(16),
                 created_s=int(time.time()),
@@ -376,7 +376,7 @@ class Api:
             if encoded.gaps:
                 encoded.fix_seed()
                 guard = AnswerGuard(self._checks, reply, encoded, served)
-            args = model.engine, begun(job, served), encoded, self.metrics, self._open
+            args = model.engine, with_spent_time(job, served), encoded, self.metrics, self._open
             served.running = answers = await Answers.start(*args)
         return answers, reply.reader(), guard
 
@@ -394,7 +394,7 @@ class Api:
             if (empty := dialect.empty(asked, name)) is not None:
                 return to_json(empty)
             job = dialect.read(asked, self._tenant(request))
-            job = sent_by(served, job, self.metrics.goodput)
+            job = with_sender(job, served, self.metrics.goodput)
             check_texts(job, limits.max_inputs)
             texts = job.encode(model.card)
             check_vectors(job, texts, model.card, limits.max_vector_values)
@@ -406,7 +406,7 @@ class Api:
             if isinstance(found, Response):
                 return found
             (job, texts, name, model), served = found, served_of(request.scope)
-            job = begun(job, served)
+            job = with_spent_time(job, served)
             served.reserve(sum(map(len, texts)))
             with Accepting(job.caller.service, self._open, self._returns):
                 vectors = await Vectors.start(model.engine, job, texts, self.metrics, self._open)
@@ -422,7 +422,7 @@ class Api:
             elapsed_s = time.monotonic() - served.began_s
 
             def body(parts: list[msgspec.Raw]) -> object:
-                return dialect.whole(name, parts, vectors.num_tokens, elapsed_s)
+                return dialect.whole_response(name, parts, vectors.num_tokens, elapsed_s)
 
             if sum(memoryview(part).nbytes for part in parts) <= _LARGE_RESPONSE_BYTES:
                 return to_json(body(parts))

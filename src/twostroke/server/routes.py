@@ -113,13 +113,15 @@ INQUIRIES: Final[dict[str, UtilityEndpoint[Any]]] = {
 }
 EMBEDDINGS: Final[dict[str, EmbeddingProtocol[Any]]] = {
     "/v1/embeddings": EmbeddingProtocol(
-        embeddings.EmbeddingRequest, embeddings.read, embeddings.whole
+        embeddings.EmbeddingRequest, embeddings.read, embeddings.whole_response
     ),
     "/embeddings": EmbeddingProtocol(
-        llama_embeddings.LlamaEmbeddingRequest, llama_embeddings.read, llama_embeddings.whole
+        llama_embeddings.LlamaEmbeddingRequest,
+        llama_embeddings.read,
+        llama_embeddings.whole_response,
     ),
     "/api/embed": EmbeddingProtocol(
-        embed.EmbedRequest, embed.read, embed.whole, embed.empty, keep_s
+        embed.EmbedRequest, embed.read, embed.whole_response, embed.empty, keep_s
     ),
     "/api/embeddings": EmbeddingProtocol(
         embed.OldEmbedRequest, embed.read_old, embed.whole_old, embed.empty_old, keep_s

@@ -10,13 +10,13 @@ from twostroke.core.step import TokenLogprobs
 from twostroke.engine.chat.reader import PLAIN, AnswerFormat
 from twostroke.engine.output import Output, Timings, Usage, join
 from twostroke.server.generation.events import (
-    Added,
     AnswerFinished,
+    BlockClosed,
     BlockKind,
     BlockOpened,
+    ChoiceEnded,
     ChoiceStarted,
-    Closed,
-    Ended,
+    ContentAdded,
     EventReader,
 )
 
@@ -45,7 +45,7 @@ def read(server: LiveServer, reading: AnswerFormat, answer: list[Output]) -> lis
 
 def blocks(events: list[Event]) -> list[tuple[BlockKind, str, str, bool]]:
     """Return the blocks that closed."""
-    closed = [event.block for event in events if isinstance(event, Closed)]
+    closed = [event.block for event in events if isinstance(event, BlockClosed)]
     return [(block.kind, block.name, block.text, block.is_cut) for block in closed]
 
 
@@ -63,13 +63,13 @@ def test_blocks_open_grow_and_close_in_order(shared_server: LiveServer) -> None:
             case BlockOpened():
                 assert open_ is None
                 open_ = event.block
-            case Added():
+            case ContentAdded():
                 assert event.block is open_
-            case Closed():
+            case BlockClosed():
                 assert event.block is open_
                 open_ = None
     *_, ended, finished = events
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, ChoiceEnded)
     assert ended.has_calls
     assert isinstance(finished, AnswerFinished)
 
@@ -86,7 +86,7 @@ def test_a_whole_answer_has_the_blocks_of_its_stream(shared_server: LiveServer) 
 
 def test_every_token_is_scored_once(shared_server: LiveServer) -> None:
     answer = outputs(shared_server, ANSWER, FinishReason.STOP)
-    added = [e for e in read(shared_server, READING, answer) if isinstance(e, Added)]
+    added = [e for e in read(shared_server, READING, answer) if isinstance(e, ContentAdded)]
     assert sum(len(event.scored) for event in added) == len(ANSWER)
     for event in added:
         if event.block.kind is BlockKind.REASONING:

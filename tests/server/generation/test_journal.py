@@ -167,9 +167,9 @@ def test_what_is_read_is_what_was_stored_after_any_operations(records: Records) 
         return {
             tenant: [
                 (kept.id, kept.answer, [step.id for step in kept.conversation()])
-                for kept in shelf.answers.values()
+                for kept in responses.by_id.values()
             ]
-            for tenant, shelf in store.shelves.items()
+            for tenant, responses in store.responses_by_tenant.items()
         }
 
     for seed in range(30):
@@ -179,7 +179,7 @@ def test_what_is_read_is_what_was_stored_after_any_operations(records: Records) 
         drafts: list[tuple[Tenant, StoredResponse]] = []
         for step in range(60):
             tenant = Tenant(draw.choice("ab"), store)
-            known = list(tenant._shelf.answers.values())
+            known = list(tenant._responses.by_id.values())
             match draw.choice(["put", "remove", "replace"]):
                 case "put":  # which others may overtake
                     is_chat = draw.random() < 0.2  # which nothing continues

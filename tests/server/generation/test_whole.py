@@ -39,7 +39,7 @@ def test_others_are_served_while_an_answer_with_many_scores_is_written(
     encoder: Any,
     body: dict[str, Any],
 ) -> None:
-    write, has_begun, may_go_on = encoder.whole, threading.Event(), threading.Event()
+    write, has_begun, may_go_on = encoder.whole_response, threading.Event(), threading.Event()
 
     def slow(self: Any, stream: Any) -> Any:
         has_begun.set()
@@ -48,7 +48,7 @@ def test_others_are_served_while_an_answer_with_many_scores_is_written(
 
     body |= {"ignore_eos": True, "seed": 1}
     with monkeypatch.context() as patched, ThreadPoolExecutor(1) as threads:
-        patched.setattr(encoder, "whole", slow)
+        patched.setattr(encoder, "whole_response", slow)
         written = threads.submit(lambda: server.http.post(path, json=body).json())
         wait_for(has_begun.is_set)
         try:
@@ -56,7 +56,7 @@ def test_others_are_served_while_an_answer_with_many_scores_is_written(
         finally:
             may_go_on.set()
         asked = written.result()
-    monkeypatch.setattr(responses, "_MANY_SCORES", 1 << 30)
+    monkeypatch.setattr(responses, "_MAX_INLINE_LOGPROBS", 1 << 30)
     inline = server.http.post(path, json=body).json()
     assert tokens(asked) == tokens(inline)
 

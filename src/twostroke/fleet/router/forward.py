@@ -20,7 +20,7 @@ from twostroke.fleet.routing.prompt import UNREADABLE
 from twostroke.server.auth.usage_header import MARK, STREAMS, USAGE_HEADER
 from twostroke.server.http.error_forms import ANTHROPIC
 from twostroke.server.http.errors import ClientGoneError, report
-from twostroke.server.http.responses import drop, until_gone
+from twostroke.server.http.responses import abort_connection, until_disconnect
 from twostroke.server.http.write_coalescer import WRITE
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ class Forwarder:
         errand.hold()
         gone: asyncio.Future[None] | None = None
         if isinstance(errand.body, bytes):
-            gone = asyncio.ensure_future(until_gone(errand.receive))
+            gone = asyncio.ensure_future(until_disconnect(errand.receive))
         self.running.add(errand)
 
         def leave(_: object) -> None:
@@ -339,7 +339,7 @@ class Forwarder:
         elif kind == b"application/x-ndjson":
             body += b"\n"
         else:
-            await drop(scope)
+            await abort_connection(scope)
             return
         await errand.send({"type": "http.response.body", "body": body, "more_body": True})
         await errand.send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,4 +1,4 @@
-"""Checks finished answers against their schemas, where grammars do not hold all of a schema."""
+"""Checks finished answers against JSON schemas whose rules a grammar cannot enforce completely."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from twostroke.engine.structured_output.schema.verify import SchemaViolation, Verifier
     from twostroke.server.observability.metrics import ServerMetrics
 
-_MAX_WAITING: Final = 256  # texts; more are counted as unchecked
+_MAX_WAITING_TEXTS: Final = 256  # more texts are counted as unchecked
 _logger = logging.getLogger("twostroke.serve")
 
 
 class AnswerChecks:
-    """Checks answers one at a time, and reports misses in metrics and log."""
+    """Checks answers in a thread, one at a time, and counts and logs violations."""
 
     def __init__(self, verifier: Verifier, metrics: ServerMetrics) -> None:
         self._verifier = verifier
@@ -28,14 +28,14 @@ class AnswerChecks:
         self._num_waiting = 0
 
     async def fault(self, schema: str, text: str) -> SchemaViolation | None:
-        """Return the schema rule that a part of an answer breaks; None if it breaks none.
+        """Return the schema rule that the text of an answer breaks; None if it is valid.
 
         Raises:
-            UncheckedError: the check took too much time or memory, or too many answers wait for
-                their check.
+            UncheckedError: the check takes too much time or memory, or too many answers wait for
+                a check.
         """
-        if self._num_waiting >= _MAX_WAITING:
-            raise UncheckedError(f"{_MAX_WAITING} other answers wait for their check")
+        if self._num_waiting >= _MAX_WAITING_TEXTS:
+            raise UncheckedError(f"{_MAX_WAITING_TEXTS} other answers wait for their check")
         loop = asyncio.get_running_loop()
         self._num_waiting += 1
         try:
@@ -52,10 +52,14 @@ class AnswerChecks:
         self._metrics.redraws.inc()
 
     def report(self, fault: SchemaViolation, kind: str, request_id: str) -> None:
-        """Log that the final answer breaks its schema."""
-        figures = {"request_id": request_id, "part": kind}
-        extra = {FIGURES: figures | {"keyword": fault.keyword, "place": fault.place}}
-        _logger.warning("An answer breaks its schema.", extra=extra)
+        """Log that a final answer breaks its schema."""
+        figures = {
+            "request_id": request_id,
+            "part": kind,
+            "keyword": fault.keyword,
+            "place": fault.place,
+        }
+        _logger.warning("An answer breaks its schema.", extra={FIGURES: figures})
 
     def report_unchecked(self, reason: str, kind: str, request_id: str) -> None:
         """Log and count that an answer could not be checked."""
@@ -66,5 +70,5 @@ class AnswerChecks:
         )
 
     def close(self) -> None:
-        """Drop the queue."""
+        """Drop the waiting checks, and stop the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,8 +1,7 @@
-"""The events of an answer, for every protocol, and the reader that makes them of outputs.
+"""The protocol-independent events of answers, and the reader that turns outputs into events.
 
-A choice's answer begins, has content blocks one after the other (each opens, grows and closes),
-and ends. An encoder of a protocol writes these events as its stream, or collects them into its
-whole response.
+A choice starts, has content blocks one after the other (each opens, grows and closes), and ends.
+The encoder of a protocol writes these events as a stream, or collects them into a whole response.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ class BlockKind(Enum):
 
 
 class ContentBlock(msgspec.Struct, eq=False):
-    """A stretch of one answer: text, reasoning, or a call with its arguments as JSON.
+    """A part of one answer: text, reasoning, or a tool call with its arguments as JSON.
 
     Attributes:
         choice: the index of the answer among the choices.
-        index: its place among the answer's blocks.
-        kind: which kind of content it has.
-        name: the called function.
-        is_custom: whether it is a custom tool, which takes text instead of JSON.
-        call_index: its place among the answer's calls.
-        texts: its content so far, in pieces.
-        is_cut: whether the answer ended inside it at the token limit; set when it closes.
-        id: the protocol's id of a call, which the encoder gives it.
+        index: the block's index among the answer's blocks.
+        kind: the kind of content.
+        name: the name of the called tool.
+        is_custom: whether the called tool is a custom tool, whose input is text instead of JSON.
+        call_index: the call's index among the answer's calls.
+        texts: the content so far, in pieces.
+        is_cut: whether the token limit ended the answer inside this block; set when it closes.
+        id: the protocol's id of a call; the encoder sets it.
     """
 
     choice: int
@@ -74,10 +73,10 @@ class ContentBlock(msgspec.Struct, eq=False):
 
 
 class ChoiceStarted(msgspec.Struct, frozen=True):
-    """A choice has its first output; `usage` is known unless prompt logprobs come first.
+    """A choice has its first output.
 
-    `tokens` are the ids of the answer's tokens so far; the list grows with the answer, also by
-    tokens without text.
+    `usage` is None if prompt log-probabilities precede the answer. `tokens` are the ids of the
+    answer's tokens so far; the list grows with the answer, also by tokens without text.
     """
 
     choice: int
@@ -86,7 +85,7 @@ class ChoiceStarted(msgspec.Struct, frozen=True):
 
 
 class PrefillAdvanced(msgspec.Struct, frozen=True):
-    """So many tokens of a choice's prompt are read, if the job asks for progress."""
+    """Prefill of a choice's prompt has reached `num_read` tokens, for jobs that show progress."""
 
     choice: int
     num_read: int
@@ -94,16 +93,16 @@ class PrefillAdvanced(msgspec.Struct, frozen=True):
 
 
 class BlockOpened(msgspec.Struct, frozen=True):
-    """A block begins, without content."""
+    """A content block begins, still empty."""
 
     block: ContentBlock
 
 
-class Added(msgspec.Struct, frozen=True):
-    """A block grew by `text`, which is empty where only the scores of its tokens are new.
+class ContentAdded(msgspec.Struct, frozen=True):
+    """A block grew by `text`, which is empty if only log-probabilities are new.
 
-    `scored` are the tokens with log-probabilities since the last piece, which may run ahead of
-    their text; the first `num_reasoning` of them are reasoning.
+    `scored` has the token ids and log-probabilities since the last event; they may arrive before
+    the tokens' text. The first `num_reasoning` of them belong to reasoning.
     """
 
     block: ContentBlock
@@ -112,24 +111,24 @@ class Added(msgspec.Struct, frozen=True):
     num_reasoning: int = 0
 
 
-class Closed(msgspec.Struct, frozen=True):
-    """A block is complete."""
+class BlockClosed(msgspec.Struct, frozen=True):
+    """A content block is complete."""
 
     block: ContentBlock
 
 
 class PromptScored(msgspec.Struct, frozen=True):
-    """Log-probabilities of the next tokens of a prompt, from its second one on."""
+    """Log-probabilities of the next prompt tokens; the first event starts at the second token."""
 
     choice: int
     logprobs: tuple[TokenLogprobs | None, ...]
 
 
-class Ended(msgspec.Struct, frozen=True):
-    """A choice ended; `stop` is the stop string or token id that was met.
+class ChoiceEnded(msgspec.Struct, frozen=True):
+    """A choice ended; `stop` is the stop string or the token id that ended it.
 
-    `has_calls` says that it makes calls and that none of them was cut. `schema_miss` names the rule
-    of its schema that it breaks, if it breaks one.
+    `has_calls` says that the answer calls tools and that no call was cut. `schema_miss` names the
+    rule of the schema that the answer breaks, if any.
     """
 
     choice: int
@@ -142,14 +141,14 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class AnswerFinished(msgspec.Struct, frozen=True):
-    """All choices ended; `usage` is their sum, `num_reasoning` of its tokens were reasoning."""
+    """All choices ended; `usage` is their total, with `num_reasoning` reasoning tokens."""
 
     usage: Usage
     num_reasoning: int
 
 
 class StreamFailed(msgspec.Struct, frozen=True):
-    """The stream ends here because of an error."""
+    """An error ends the stream."""
 
     error: TwostrokeError
     request_id: str
@@ -159,10 +158,10 @@ Event = (
     ChoiceStarted
     | PrefillAdvanced
     | BlockOpened
-    | Added
-    | Closed
+    | ContentAdded
+    | BlockClosed
     | PromptScored
-    | Ended
+    | ChoiceEnded
     | AnswerFinished
     | StreamFailed
 )
@@ -178,10 +177,7 @@ class EventReader:
         *,
         has_logprobs: bool,
     ) -> None:
-        """Read answers in the form that `reading` describes.
-
-        `has_logprobs` adds the log-probabilities of tokens.
-        """
+        """Parse answers as `reading` describes; `has_logprobs` adds log-probabilities to events."""
         self._reading = reading
         self._tokenizer = tokenizer
         self._has_logprobs = has_logprobs
@@ -198,21 +194,21 @@ class EventReader:
         return [ChoiceStarted(output.index, output.usage, answer.tokens), *answer.read(output)]
 
     def finish(self, usage: Usage) -> AnswerFinished:
-        """Return the event after the last output; `usage` is that of all choices."""
+        """Return the last event of a job; `usage` is the total of all choices."""
         return AnswerFinished(usage, sum(answer.num_reasoning for answer in self._answers.values()))
 
     def read_whole(self, answers: Iterable[Completion], usage: Usage) -> Iterator[Event]:
-        """Yield all events of a job from its whole answers."""
+        """Yield all events of a job from its complete answers."""
         for answer in answers:
             yield from self.read(answer)
         yield self.finish(usage)
 
 
 class _ChoiceState:
-    """One choice: its open block, and the reader that finds blocks in its text."""
+    """The state of one choice: its open block, and the reader that finds blocks in its text."""
 
     def __init__(self, choice: int, reader: AnswerReader | None, *, has_logprobs: bool) -> None:
-        """Begin; without a reader an answer is one block of text."""
+        """Start a choice; without a reader its answer is one block of text."""
         self.num_reasoning = 0  # tokens
         self.tokens: list[int] = []
         self._choice = choice
@@ -220,8 +216,8 @@ class _ChoiceState:
         self._has_logprobs = has_logprobs
         self._block: ContentBlock | None = None
         self._num_calls = 0
-        self._scored: list[tuple[int, TokenLogprobs]] = []  # ahead of their text
-        self._num_scored = 0  # up to the last piece
+        self._scored: list[tuple[int, TokenLogprobs]] = []  # not sent yet, as text is missing
+        self._num_scored = 0  # sent
         self._has_progress = False
 
     def read(self, output: Output | Completion) -> list[Event]:
@@ -267,48 +263,58 @@ class _ChoiceState:
         if block is None or block.kind is not kind:
             block = self._open(kind, events)
         block.texts.append(text)
-        events.append(self._added(block, text) if self._scored else Added(block, text))
+        events.append(self._added(block, text) if self._scored else ContentAdded(block, text))
 
-    def _added(self, block: ContentBlock, text: str) -> Added:
-        """Return a piece with the scores of its tokens; the last piece, without text, has all."""
+    def _added(self, block: ContentBlock, text: str) -> ContentAdded:
+        """Return an event with a text's log-probabilities; without text, with all unsent ones."""
         num_reasoning = max(0, self.num_reasoning - self._num_scored)
         is_part = text and block.kind is BlockKind.REASONING
         scored = self._scored[:num_reasoning] if is_part else self._scored
         self._scored = self._scored[len(scored) :]
         self._num_scored += len(scored)
-        return Added(block, text, scored, min(num_reasoning, len(scored)))
+        return ContentAdded(block, text, scored, min(num_reasoning, len(scored)))
 
     def _open(self, kind: BlockKind, events: list[Event], name: str = "") -> ContentBlock:
-        """Begin the next block, after the end of the one that is open."""
+        """Close the open block, if any, and open the next one."""
         index = 0
         if self._block is not None:
-            events.append(Closed(self._block))
+            events.append(BlockClosed(self._block))
             index = self._block.index + 1
-        self._block = ContentBlock(self._choice, index, kind, name, self._num_calls, [])
+        self._block = ContentBlock(
+            self._choice, index, kind=kind, name=name, call_index=self._num_calls, texts=[]
+        )
         self._num_calls += kind is BlockKind.CALL
         events.append(BlockOpened(self._block))
         return self._block
 
     def _score(self, output: Output | Completion, events: list[Event]) -> None:
-        """Take the log-probabilities of the tokens that have text: all but one that stops."""
+        """Collect log-probabilities of the prompt and of all tokens but a stop token."""
         if output.prompt_logprobs:
             events.append(PromptScored(self._choice, output.prompt_logprobs))
         tokens = output.token_ids
         if output.finish_reason is FinishReason.STOP and isinstance(output.stop, int):
             tokens = tokens[:-1]
-        for token, found in zip(tokens, output.logprobs, strict=False):
-            if found is not None:
-                self._scored.append((token, found))
+        for token, logprobs in zip(tokens, output.logprobs, strict=False):
+            if logprobs is not None:
+                self._scored.append((token, logprobs))
 
     def _end(self, output: Output | Completion, reason: FinishReason, events: list[Event]) -> None:
-        """Close the last block, which is an empty text where there was none, and the answer."""
+        """Close the last block (an empty text if there was none), and end the choice."""
         block = self._block or self._open(BlockKind.TEXT, events)
         if self._scored:
             events.append(self._added(block, ""))
         block.is_cut = reason is FinishReason.LENGTH
-        events.append(Closed(block))
+        events.append(BlockClosed(block))
         assert output.usage is not None
         assert output.timings is not None
         has_calls = self._reader is not None and self._reader.has_whole_calls
-        usage, timings = output.usage, output.timings
-        events.append(Ended(self._choice, reason, output.stop, has_calls, usage, timings))
+        events.append(
+            ChoiceEnded(
+                self._choice,
+                reason,
+                stop=output.stop,
+                has_calls=has_calls,
+                usage=output.usage,
+                timings=output.timings,
+            )
+        )

@@ -1,4 +1,4 @@
-"""Jobs: the internal form of the requests of all protocols."""
+"""Jobs: requests in a form that does not depend on the protocol, and their prompts' encoding."""
 
 from __future__ import annotations
 
@@ -49,23 +49,25 @@ if TYPE_CHECKING:
     from twostroke.server.observability.objectives import Goodput
 
 MAX_MESSAGES: Final = 10_000
-_INSTRUCTING: Final = frozenset(("system", "developer"))  # roles
+_INSTRUCTION_ROLES: Final = frozenset(("system", "developer"))
 _SEED_BITS: Final = 62
-_ANSWER_SHARE: Final = 4  # 1/4 of the context is left for an answer without a limit
+_ANSWER_CONTEXT_DIVISOR: Final = 4  # an answer without a limit gets 1/4 of the context
 
 
 class Conversation(Frozen):
     """Messages for the model's chat template; each has `role` and `content`.
 
     Attributes:
-        messages: OpenAI's objects.
-        tools: the tools that the answer may call, as OpenAI's objects.
+        messages: the messages in OpenAI's format.
+        tools: the tools that the answer may call, in OpenAI's format.
         continues: whether the answer continues the last message's text.
-        has_turn: whether to open the assistant's turn after the messages otherwise.
+        has_turn: whether the prompt opens an assistant turn after the messages, if the answer does
+            not continue the last message.
         thinking: the request's options for the model's reasoning.
         drops_oldest: whether a conversation that is too long loses its oldest exchanges.
-        left_out: the reports of parts that the protocol has left out.
-        room: how many tokens to leave for the answer then; None for a share of the context.
+        reserved_tokens: context tokens to reserve for the answer when exchanges are dropped; None
+            reserves a quarter of the context.
+        ignored: message parts that the protocol does not pass to the model.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -74,54 +76,58 @@ class Conversation(Frozen):
     has_turn: bool = True
     thinking: Thinking = AS_IT_IS
     drops_oldest: bool = False
-    room: int | None = None
-    left_out: tuple[Ignored, ...] = ()
+    reserved_tokens: int | None = None
+    ignored: tuple[Ignored, ...] = ()
 
     def encode(self, card: ModelCard) -> list[int]:
-        """Return the token ids.
+        """Return the prompt's token ids.
 
         Raises:
             RequestError: the chat template is missing or refuses the messages.
-            ContextLengthError: the prompt is long, and has more tokens than the context.
+            ContextLengthError: the prompt has more tokens than the context.
         """
         return encode_rendered(card, self.render(card))
 
     def render(self, card: ModelCard) -> Rendered:
-        """Render the chat template with all messages, or with the newest that fit.
+        """Render the chat template with all messages, or with the newest messages that fit.
 
-        Raises as `encode` does.
+        Raises the errors of `encode`.
         """
-        whole = self._render(card, self.messages)
-        return self._newest(card, whole) if self.drops_oldest else whole
+        full_prompt = self._render(card, self.messages)
+        return self._newest_that_fit(card, full_prompt) if self.drops_oldest else full_prompt
 
-    def _newest(self, card: ModelCard, whole: Rendered) -> Rendered:
-        """Drop the fewest exchanges from the beginning that make the rest fit, but the last one.
+    def _newest_that_fit(self, card: ModelCard, full_prompt: Rendered) -> Rendered:
+        """Return the prompt without the fewest oldest exchanges that make the rest fit.
 
-        An exchange begins with a message of the user, so that calls stay with their results.
-        Instructions stay.
+        An exchange begins with a user message, so tool calls stay with their results. The
+        instructions at the beginning and the last exchange are never dropped.
         """
-        size = card.context_length
-        is_limit = self.room and self.room < size  # and not one that is cut to what fits
-        most = size - (self.room if self.room and is_limit else size // _ANSWER_SHARE)
+        context_length = card.context_length
+        reserved_tokens = self.reserved_tokens or context_length
+        if reserved_tokens >= context_length:  # no limit, or a limit that nothing reaches
+            reserved_tokens = context_length // _ANSWER_CONTEXT_DIVISOR
+        max_tokens = context_length - reserved_tokens
         roles = [message["role"] for message in self.messages]
-        others = (index for index, role in enumerate(roles) if role not in _INSTRUCTING)
-        instructions = self.messages[: next(others, len(roles))]
+        other_indexes = (
+            index for index, role in enumerate(roles) if role not in _INSTRUCTION_ROLES
+        )
+        instructions = self.messages[: next(other_indexes, len(roles))]
 
         def fits(rendered: Rendered) -> bool:
             try:
-                return len(card.tokenizer.encode_prompt(rendered, most=most)) <= most
+                return len(card.tokenizer.encode_prompt(rendered, most=max_tokens)) <= max_tokens
             except TooManyTokensError:
                 return False
 
         def render_from(start: int) -> Rendered:
             return self._render(card, (*instructions, *self.messages[start:]))
 
-        starts = [index for index, role in enumerate(roles) if role == "user"]
-        if len(starts) < 2 or fits(whole):
-            return whole
-        earlier = starts[:-1]
-        first = bisect_left(earlier, x=True, key=lambda start: fits(render_from(start)))
-        return render_from(starts[first])
+        exchange_starts = [index for index, role in enumerate(roles) if role == "user"]
+        if len(exchange_starts) < 2 or fits(full_prompt):
+            return full_prompt
+        droppable = exchange_starts[:-1]
+        num_dropped = bisect_left(droppable, x=True, key=lambda start: fits(render_from(start)))
+        return render_from(exchange_starts[num_dropped])
 
     def _render(self, card: ModelCard, messages: tuple[dict[str, Any], ...]) -> Rendered:
         return chat_of(card).render(
@@ -132,37 +138,40 @@ class Conversation(Frozen):
             thinking=chat_of(card).follow(self.thinking, has_tools=bool(self.tools))[0],
         )
 
-    def unfollowed(self, card: ModelCard) -> list[Ignored]:
-        """Return its left-out parts, and fields of reasoning that the template cannot follow."""
+    def ignored_fields(self, card: ModelCard) -> list[Ignored]:
+        """Return the ignored message parts, and the reasoning options that the template ignores."""
         _, errors = chat_of(card).follow(self.thinking, has_tools=bool(self.tools))
         param = self.thinking.param
-        unfollowed = [Ignored.of(error, is_known=error.field == param) for error in errors]
-        return [*self.left_out, *unfollowed]
+        ignored_options = [Ignored.of(error, is_known=error.field == param) for error in errors]
+        return [*self.ignored, *ignored_options]
 
-    def turn(
-        self, card: ModelCard, tools: Tools | None, form: Constraint | None = None
+    def prepare(
+        self, card: ModelCard, tools: Tools | None, constraint: Constraint | None = None
     ) -> PreparedChat:
-        """Return its prompt, and how answers are held and read.
+        """Return the prompt, the answers' constraint, and how to parse the answers.
 
-        They may call `tools`, and have a `form` if they do not.
+        Answers may call `tools`; an answer without calls obeys `constraint`.
         """
-        last = self.messages[-1]
-        continued = last.get("content") or "" if self.continues else ""
-        has_result = last["role"] == "tool"
+        last_message = self.messages[-1]
+        continued_text = last_message.get("content") or "" if self.continues else ""
         return chat_of(card).turn(
-            self.render(card), tools, form, continued=continued, has_result=has_result
+            self.render(card),
+            tools,
+            constraint,
+            continued=continued_text,
+            has_result=last_message["role"] == "tool",
         )
 
 
 class Composed(Protocol):
-    """A prompt that a protocol puts together for the model."""
+    """A prompt that a protocol assembles for the model, for example from text and token ids."""
 
     def encode(self, card: ModelCard) -> list[int]:
-        """Return the token ids.
+        """Return the prompt's token ids.
 
         Raises:
-            RequestError: the model cannot read such a prompt.
-            ContextLengthError: it has more tokens than the context.
+            RequestError: the model does not support such a prompt.
+            ContextLengthError: the prompt has more tokens than the context.
         """
 
 
@@ -174,13 +183,13 @@ class Encoded:
     """A job encoded for one model.
 
     Attributes:
-        prompts: token ids, a list for each prompt.
-        params: the job's, completed by the model's own.
-        hints: for speculation.
-        reading: how to find reasoning and calls in the answers.
-        ignored: the fields that this model cannot follow.
-        calls: the form of calls that constrains the answers, if tools may be called.
-        gaps: what the grammar of the compiled constraint does not hold of it.
+        prompts: the token ids of each prompt.
+        params: the job's sampling parameters, completed by the model's.
+        hints: the engine's hints, such as those for speculation.
+        reading: how to find reasoning and tool calls in the answers.
+        ignored: the request fields that have no effect on this model.
+        calls: the syntax of tool calls that constrains the answers, if tools may be called.
+        gaps: the rules of the schema that the compiled grammar does not enforce.
     """
 
     prompts: list[list[int]]
@@ -192,55 +201,60 @@ class Encoded:
     gaps: tuple[str, ...] = ()
 
     def fix_seed(self) -> None:
-        """Choose a seed if the request has none, so that an answer can be generated again."""
+        """Choose a random seed if the request has none, so an answer can be generated again."""
         if self.params.seed is None:
             self.params = replace(self.params, seed=secrets.randbits(_SEED_BITS))
 
-    def most_tokens(self, context_length: int) -> int:
-        """Return how many tokens the prompts and all answers may have, each in its own context."""
-        most = self.params.max_tokens
-        rooms = [max(0, context_length - len(prompt)) for prompt in self.prompts]
-        answers = sum(room if most is None else min(most, room) for room in rooms)
-        return sum(map(len, self.prompts)) + self.params.n * answers
+    def max_total_tokens(self, context_length: int) -> int:
+        """Return the maximum number of tokens of all prompts and all answers together.
+
+        Each answer has a context of `context_length` tokens, which its prompt shares.
+        """
+        max_tokens = self.params.max_tokens
+        num_answer_tokens = 0
+        for prompt in self.prompts:
+            num_left = max(0, context_length - len(prompt))
+            num_answer_tokens += num_left if max_tokens is None else min(max_tokens, num_left)
+        return sum(map(len, self.prompts)) + self.params.n * num_answer_tokens
 
 
 class Job(Frozen):
-    """Prompts and how to answer them.
+    """The prompts of one request, and how to answer them.
 
     Attributes:
-        model: the name that the client used; None for the default.
-        prompts: one conversation, or any number of texts, lists of token ids and composed prompts.
-        context: token ids before a conversation, which are those of an earlier exchange.
-        params: how to choose tokens.
-        caller: the sender, and the urgency.
-        speculate, prediction: become the engine's `Hints`.
-        stream: whether to send the answers while they come.
-        in_background: whether to compute them although the client may leave.
-        shows_progress: whether to report how much of the prompts is read.
+        model: the model name that the client used; None for the default model.
+        prompts: one conversation, or any number of texts, token id lists and composed prompts.
+        context: token ids of an earlier exchange, which precede a conversation.
+        params: the sampling parameters.
+        caller: the sender, its service tier, priority and deadlines.
+        speculate, prediction: values for the engine's `Hints`.
+        stream: whether to send the answers while they are generated.
+        in_background: whether to generate the answers even if the client disconnects.
+        shows_progress: whether to report the progress of prefill.
         include_usage: whether a stream ends with the usage.
-        continuous_usage: whether the chunks of such a stream have the usage so far.
+        continuous_usage: whether each chunk of such a stream has the usage so far.
         echo: whether to repeat each prompt before its answer.
         suffix: the text after the answer, for a model that can fill in the middle.
-        add_special: whether to add the model's begin (or end) of sequence to texts without it.
-        parse_special: whether the texts of special tokens in texts become these tokens; None
-            leaves that to the server.
+        add_special: whether to add the model's begin (or end) of sequence token to texts that lack
+            it.
+        parse_special: whether special tokens that are spelled out in a text become tokens; None
+            for the server's default.
         timings: whether to report durations.
-        llama_timings: whether to report them in llama-server's form.
-        is_verbose: whether to report each answer in llama-server's form, too.
-        splits_reasoning: whether reasoning is separated from the answers; None leaves that to the
-            server.
-        omits_reasoning: whether separated reasoning is left out of the response.
+        llama_timings: whether to report durations in llama-server's form.
+        is_verbose: whether to add each answer in llama-server's form.
+        splits_reasoning: whether to separate reasoning from the answers; None for the server's
+            default.
+        omits_reasoning: whether to leave separated reasoning out of the response.
         tools: the tools that answers to a conversation may call.
-        tier: the class of service to report; None reports nothing.
-        keep: stores the whole response when it has ended, if the request says so.
-        ignored: the fields in parts of the request that only the protocol's reader knows.
-        keep_s: how long to keep the prompt in a page cache, if there is one.
-        usual: the protocol's documented defaults of sampling values; None for the engine's
-            defaults.
-        allowed_ids: the tokens that the constraint of `params` allows, if it is made of tokens.
-        token_ids: whether to report the ids of tokens.
-        tokens_as_ids: whether to report the tokens of log-probabilities by their ids.
-        prompt_scores: whether to report the prompt's log-probabilities apart from an echo.
+        tier: the service tier to report; None reports none.
+        store: stores the finished response, if the request asks for it.
+        ignored: ignored fields that only the protocol's own reader can find.
+        keep_s: seconds to keep the prompt's KV pages in the offload tiers.
+        default_params: the protocol's documented sampling defaults; None for the engine's.
+        allowed_ids: the token ids that the constraint of `params` allows, if it lists tokens.
+        token_ids: whether to report token ids.
+        tokens_as_ids: whether log-probabilities name tokens by their ids.
+        prompt_scores: whether to report the prompt's log-probabilities without an echo.
     """
 
     model: str | None
@@ -265,11 +279,11 @@ class Job(Frozen):
     omits_reasoning: bool = False
     tools: Tools | None = None
     tier: str | None = None
-    keep: Callable[[Any], None] | None = None
+    store: Callable[[Any], None] | None = None
     context: tuple[int, ...] = ()
     ignored: tuple[Ignored, ...] = ()
     keep_s: float = 0.0
-    usual: SamplingParams | None = None
+    default_params: SamplingParams | None = None
     allowed_ids: tuple[int, ...] | None = None
     token_ids: bool = False
     tokens_as_ids: bool = False
@@ -281,28 +295,36 @@ class Job(Frozen):
         return len(self.prompts) * self.params.n
 
     def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> Encoded:
-        """Encode the job for a model; `splits_reasoning` separates reasoning from answers.
+        """Encode the job for a model.
+
+        `splits_reasoning` is the server's default for separating reasoning from answers.
 
         Raises:
             RequestError: the chat template is missing or refuses the messages, or the model cannot
                 fill in the middle.
             ContextLengthError: a prompt has more tokens than the context.
         """
-        hints, first = to_hints(card, self.speculate, self.prediction), self.prompts[0]
+        hints = to_hints(card, self.speculate, self.prediction)
+        conversation = self.prompts[0]
         params, ignored = _with_known_ids(self.params, card)
-        params = _held_to_allowed(params, self.allowed_ids, card)
+        params = _without_other_ends(params, self.allowed_ids, card)
         hints = replace(hints, shows_progress=self.shows_progress, keep_s=self.keep_s)
-        if isinstance(first, Conversation):
-            turn = first.turn(card, self.tools, self.params.constraint)
-            tokens = encode_rendered(card, turn.prompt, self.caller.prompt_field)
-            ignored += first.unfollowed(card)
+        if isinstance(conversation, Conversation):
+            chat = conversation.prepare(card, self.tools, self.params.constraint)
+            tokens = encode_rendered(card, chat.prompt, self.caller.prompt_field)
+            ignored += conversation.ignored_fields(card)
             if self.splits_reasoning is not None:
                 splits_reasoning = self.splits_reasoning
-            reading = turn.reading(splits_reasoning=splits_reasoning)
             if self.context:
-                tokens = [*self.context, *_without_begin(tokens, card)]
-            params = turn.constrained(params)
-            return Encoded([tokens], params, hints, reading, tuple(ignored), turn.calls)
+                tokens = [*self.context, *_without_bos(tokens, card)]
+            return Encoded(
+                [tokens],
+                params=chat.constrained(params),
+                hints=hints,
+                reading=chat.reading(splits_reasoning=splits_reasoning),
+                ignored=tuple(ignored),
+                calls=chat.calls,
+            )
         params = ending_gaps(card, params) if self.suffix else params
         prompts = [self._encode(prompt, card) for prompt in self.prompts]
         return Encoded(prompts, params, hints, ignored=tuple(ignored))
@@ -319,11 +341,16 @@ class Job(Frozen):
 
 
 class EmbeddingJob(Frozen):
-    """Inputs to embed: texts, or lists of token ids and texts that are joined.
+    """The inputs of one embedding request.
 
-    `model` is the name that the client used, None for the default; `write` encodes an embedding
-    for the response. `truncates` cuts texts that are longer than the context; `add_special` and
-    `parse_special` as in `Job`.
+    Attributes:
+        model: the model name that the client used; None for the default model.
+        texts: the inputs: each a text, or a list of token ids and texts that are joined.
+        params: the embedding parameters.
+        caller: the sender, its service tier, priority and deadlines.
+        write: encodes an embedding as JSON for the response.
+        truncates: whether to cut texts that are longer than the context.
+        add_special, parse_special: as in `Job`.
     """
 
     model: str | None
@@ -351,53 +378,60 @@ class EmbeddingJob(Frozen):
         return encoded
 
     def _encode(self, text: str | list[int | str], card: ModelCard) -> list[int]:
-        add, parse, field = self.add_special, self.parse_special, self.caller.prompt_field
+        add_special, parse_special = self.add_special, self.parse_special
+        field = self.caller.prompt_field
         if isinstance(text, list) and any(isinstance(part, str) for part in text):
-            return encode_parts(card, text, field=field, add_special=add, parse_special=parse)
-        plain = cast("str | list[int]", text)
+            return encode_parts(
+                card, text, field=field, add_special=add_special, parse_special=parse_special
+            )
+        text_or_ids = cast("str | list[int]", text)
         if self.truncates:
-            return encode_beginning(card, plain, add_special=add, parse_special=parse)
-        return encode_text(card, plain, field=field, add_special=add, parse_special=parse)
+            return encode_beginning(
+                card, text_or_ids, add_special=add_special, parse_special=parse_special
+            )
+        return encode_text(
+            card, text_or_ids, field=field, add_special=add_special, parse_special=parse_special
+        )
 
 
 def _with_known_ids(
     params: SamplingParams, card: ModelCard
 ) -> tuple[SamplingParams, list[Ignored]]:
-    """Return parameters without the bias of tokens that the model does not have."""
-    size = card.cost.program.vocab_size
-    wrong = next((token for token in params.logit_bias if token >= size), None)
-    if wrong is None:
+    """Return parameters without `logit_bias` entries of unknown tokens, and the ignored field."""
+    vocab_size = card.cost.program.vocab_size
+    unknown_id = next((id_ for id_ in params.logit_bias if id_ >= vocab_size), None)
+    if unknown_id is None:
         return params, []
-    reason = f"has token ids outside 0 to {size - 1}: the first is {wrong}."
+    reason = f"has token ids outside 0 to {vocab_size - 1}: the first is {unknown_id}."
     error = RequestError(reason, field="logit_bias")
-    kept = {token: bias for token, bias in params.logit_bias.items() if token < size}
-    return replace(params, logit_bias=kept), [Ignored.of(error)]
+    known_biases = {id_: bias for id_, bias in params.logit_bias.items() if id_ < vocab_size}
+    return replace(params, logit_bias=known_biases), [Ignored.of(error)]
 
 
-def _held_to_allowed(
+def _without_other_ends(
     params: SamplingParams, allowed_ids: tuple[int, ...] | None, card: ModelCard
 ) -> SamplingParams:
-    """Return parameters with which only an allowed end token can end an answer.
+    """Return parameters with which only an end token in `allowed_ids` can end an answer.
 
     Raises:
         RequestError: an id is not in the model's vocabulary.
     """
     if allowed_ids is None:
         return params
-    size = card.cost.program.vocab_size
-    if max(allowed_ids) >= size:
-        reason = f"has token ids outside 0 to {size - 1}, such as {max(allowed_ids)}."
+    vocab_size = card.cost.program.vocab_size
+    if max(allowed_ids) >= vocab_size:
+        reason = f"has token ids outside 0 to {vocab_size - 1}, such as {max(allowed_ids)}."
         raise RequestError(reason, field="allowed_token_ids")
-    own_ends = card.tokenizer.eos_ids
-    if not {*own_ends, *params.stop_token_ids}.intersection(allowed_ids):
+    eos_ids = card.tokenizer.eos_ids
+    if not {*eos_ids, *params.stop_token_ids}.intersection(allowed_ids):
         return replace(params, min_tokens=params.max_tokens or MAX_TOKENS)
-    # When a constraint's text is complete, the constraint allows every end token.
-    barred = dict.fromkeys(own_ends.difference(allowed_ids), -MAX_BIAS)
-    return replace(params, logit_bias={**params.logit_bias, **barred})
+    # A constraint allows every end token once its text is complete, so a bias forbids the others.
+    forbidden = dict.fromkeys(eos_ids.difference(allowed_ids), -MAX_BIAS)
+    return replace(params, logit_bias={**params.logit_bias, **forbidden})
 
 
-def _without_begin(tokens: list[int], card: ModelCard) -> list[int]:
-    """Return tokens without the one that begins every text."""
+def _without_bos(tokens: list[int], card: ModelCard) -> list[int]:
+    """Return tokens without a begin-of-sequence token at their start."""
     return tokens[1:] if tokens[:1] == [card.tokenizer.bos_id] else tokens
 
 
@@ -408,15 +442,18 @@ def check_messages(count: int, field: str) -> None:
 
 
 def check_choices(job: Job, limit: int) -> None:
-    """Raise a RequestError if a job asks for too many answers."""
+    """Raise a RequestError if a job requests too many answers."""
     if job.num_choices > limit:
-        reason = f"asks for too many answers: prompts times n must be at most {limit}, got "
         field = "prompt" if len(job.prompts) > 1 else "n"
-        raise RequestError(f"{reason}{job.num_choices}.", field=field)
+        raise RequestError(
+            f"asks for too many answers: prompts times n must be at most {limit}, got "
+            f"{job.num_choices}.",
+            field=field,
+        )
 
 
 def check_texts(job: EmbeddingJob, limit: int) -> None:
-    """Raise a RequestError if a job has too many texts."""
+    """Raise a RequestError if an embedding job has too many texts."""
     if (num_texts := len(job.texts)) > limit:
         reason = f"takes at most {limit:,} texts, got {num_texts:,}."
         raise RequestError(reason, field=job.caller.prompt_field)
@@ -425,31 +462,37 @@ def check_texts(job: EmbeddingJob, limit: int) -> None:
 def check_vectors(
     job: EmbeddingJob, texts: Sequence[Sequence[int]], card: ModelCard, limit: int
 ) -> None:
-    """Raise a RequestError if the vectors of a job's encoded texts have too many values."""
+    """Raise a RequestError if the vectors of all texts would have more than `limit` values."""
     width = card.embedding_width
-    pooling = choose_pooling(job.params, card.name, card.pooling, width)
-    field = job.caller.prompt_field
-    check_total_values(texts, job.params, pooling, width=width, limit=limit, field=field)
+    check_total_values(
+        texts,
+        job.params,
+        choose_pooling(job.params, card.name, card.pooling, width),
+        width=width,
+        limit=limit,
+        field=job.caller.prompt_field,
+    )
 
 
 J = TypeVar("J", "Job", "EmbeddingJob")
 
 
-def sent_by(served: ServedRequest, job: J, goodput: Goodput) -> J:
-    """Return a job with the facts of its request.
+def with_sender(job: J, sender: ServedRequest, goodput: Goodput) -> J:
+    """Return a job with the weight, timeout, service tier and priority of its sender.
 
-    Its class's objective for the first token says when it must start. Batches have time.
+    The tier's objective for the time to first token limits how long the job may wait for its
+    start; batch requests may wait.
 
     Raises:
-        ClassError: the key may not have its class.
+        ClassError: the sender's key does not allow the service tier or the priority.
     """
-    caller = replace(job.caller, weight=served.weight, timeout_s=served.timeout_s)
+    caller = replace(job.caller, weight=sender.weight, timeout_s=sender.timeout_s)
     service, priority = caller.service, caller.priority
-    if served.service is not None:
-        service, priority = served.service, SERVICES[served.service]
-    elif served.key is not None:
-        is_named = caller.names_class
-        service, priority = served.key.class_of(service, priority, is_named=is_named)
+    if sender.service is not None:
+        service = sender.service
+        priority = SERVICES[sender.service]
+    elif sender.key is not None:
+        service, priority = sender.key.class_of(service, priority, is_named=caller.names_class)
     caller = replace(caller, service=service, priority=priority)
     ttft_s = goodput.limits[service].get("ttft")
     if ttft_s is not None and service != BATCH_SERVICE:
@@ -457,7 +500,7 @@ def sent_by(served: ServedRequest, job: J, goodput: Goodput) -> J:
     return replace(job, caller=caller)
 
 
-def begun(job: J, served: ServedRequest) -> J:
-    """Return a job that knows how much of its request's timeout is over."""
-    spent_s = time.monotonic() - served.began_s
+def with_spent_time(job: J, sender: ServedRequest) -> J:
+    """Return a job with the seconds of its timeout that are already spent."""
+    spent_s = time.monotonic() - sender.began_s
     return replace(job, caller=replace(job.caller, spent_s=spent_s))

@@ -22,87 +22,99 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Framing(Frozen):
-    """How a protocol frames its streams; a silent stream sends the bytes of `keep_alive`."""
+    """The content type of a protocol's streams, and the bytes that keep a silent stream alive."""
 
     content_type: str
     keep_alive: bytes
 
 
 SSE: Final = Framing("text/event-stream; charset=utf-8", b": keep-alive\n\n")
-# A space may stand before the JSON of the next line; an empty line is an error to most clients.
+# A space before the JSON of the next line is harmless; most clients reject an empty line.
 NDJSON: Final = Framing("application/x-ndjson", b" ")
 
 
 class ApiProtocol(Frozen, Generic[T]):
-    """A protocol for answers.
+    """An API protocol for generated answers.
 
     Attributes:
-        prefix: the beginning of its response ids.
-        request: the struct of its request bodies.
-        read: translates a checked request of a tenant to a job; raises RequestError.
-        encoder: makes the encoder of one response.
-        names: the protocol's names of the engine's fields, for errors (see `ServedRequest`).
-        recalls: whether a prompt may be longer than its body, because it continues a stored one.
-        framing: how its streams are framed.
-        empty: returns the response to a request that asks for no answer, from the request and the
-            model's name; None for other requests.
-        keep_s: returns how long the model shall stay loaded after the request; None if it does not
-            say; raises RequestError.
-        read_as_llama_server: takes the place of `read` where the client asks by one of
-            llama-server's paths, which have no /v1; None for `read`.
+        prefix: the beginning of response ids.
+        request: the struct of request bodies.
+        read: translates a valid request of a tenant to a job; raises RequestError.
+        encoder: creates the encoder of one response.
+        names: returns the protocol's names of the engine's fields, for errors (see
+            `ServedRequest`).
+        recalls: whether a prompt may be longer than its body, because it continues a stored
+            conversation.
+        framing: the framing of streams.
+        empty: returns the response, from the request and the model's name, to a request that needs
+            no generated answer; None for other requests.
+        keep_s: returns how many seconds the model stays loaded after the request; None if the
+            request does not say; raises RequestError.
+        read_as_llama_server: replaces `read` for llama-server's paths, which have no /v1; None for
+            `read`.
     """
 
     prefix: str
     request: type[T]
     read: Callable[[T, Tenant], Job]
     encoder: Callable[[ResponseInfo], Encoder]
-    names: Callable[[T], Mapping[str, str]] = lambda _asked: {}
+    names: Callable[[T], Mapping[str, str]] = lambda _request: {}
     recalls: bool = False
     framing: Framing = SSE
-    empty: Callable[[T, str], msgspec.Struct | None] = lambda _asked, _name: None
-    keep_s: Callable[[T], float | None] = lambda _asked: None
+    empty: Callable[[T, str], msgspec.Struct | None] = lambda _request, _name: None
+    keep_s: Callable[[T], float | None] = lambda _request: None
     read_as_llama_server: Callable[[T, Tenant], Job] | None = None
 
     def reader_of(self, path: str) -> Callable[[T, Tenant], Job]:
-        """Return the function that translates requests of a path."""
+        """Return the function that translates the requests of a path to jobs."""
         is_llama_path = not path.startswith("/v1/")
-        return (self.read_as_llama_server if is_llama_path else None) or self.read
+        if is_llama_path and self.read_as_llama_server is not None:
+            return self.read_as_llama_server
+        return self.read
 
 
 class EmbeddingProtocol(Frozen, Generic[T]):
-    """A protocol for embeddings; `request`, `read`, `empty` and `keep_s` as in `ApiProtocol`.
+    """An API protocol for embeddings; `request`, `read`, `empty` and `keep_s` as in `ApiProtocol`.
 
-    `whole` makes the response, from the model's name, a part for each text, the number of tokens
-    in all texts, and the seconds since the request came.
+    `whole_response` returns the response from the model's name, the encoded embedding of each
+    text, the number of tokens in all texts, and the seconds since the request's arrival.
     """
 
     request: type[T]
     read: Callable[[T, Tenant], EmbeddingJob]
-    whole: Callable[[str, list[msgspec.Raw], int, float], Any]
-    empty: Callable[[T, str], msgspec.Struct | None] = lambda _asked, _name: None
-    keep_s: Callable[[T], float | None] = lambda _asked: None
+    whole_response: Callable[[str, list[msgspec.Raw], int, float], Any]
+    empty: Callable[[T, str], msgspec.Struct | None] = lambda _request, _name: None
+    keep_s: Callable[[T], float | None] = lambda _request: None
 
 
 class UtilityEndpoint(Frozen, Generic[T]):
-    """A request that needs no engine.
+    """An endpoint that needs a model's tokenizer or template, and not its engine.
 
-    `request`, with a field `model`, and `names` are as in `ApiProtocol`.
-    `answer` turns a checked request into the response; raises RequestError. If it `recalls` stored
-    answers, its last argument is the sender.
+    Attributes:
+        request: the struct of request bodies, with a field `model`.
+        answer: returns the response to a valid request; raises RequestError.
+        names: as in `ApiProtocol`.
+        recalls: whether `answer` reads stored responses; its last argument is then the tenant.
     """
 
     request: type[T]
     answer: Callable[..., msgspec.Struct]
-    names: Callable[[T], Mapping[str, str]] = lambda _asked: {}
+    names: Callable[[T], Mapping[str, str]] = lambda _request: {}
     recalls: bool = False
 
 
 class ResponseInfo(Frozen):
-    """The facts of one response that do not change while it is written.
+    """The constant facts of one response.
 
-    `prompts` are the job's token ids, `reading` says how to read the answers, and `created_s` is
-    Unix time. `as_llama_server` says that the client asked by one of llama-server's paths, which
-    have no /v1.
+    Attributes:
+        id: the response id.
+        created_s: the Unix time in seconds.
+        model: the model name for the response.
+        job: the job that the response answers.
+        prompts: the token ids of the job's prompts.
+        tokenizer: the model's tokenizer.
+        reading: how to find reasoning and tool calls in the answers.
+        as_llama_server: whether the request came to a path of llama-server's, without /v1.
     """
 
     id: str
@@ -115,9 +127,9 @@ class ResponseInfo(Frozen):
     as_llama_server: bool = False
 
     def reader(self) -> EventReader:
-        """Return a reader of the job's outputs."""
-        scores = self.has_logprobs or self.job.prompt_scores
-        return EventReader(self.reading, self.tokenizer, has_logprobs=scores)
+        """Return a reader that turns the job's outputs into events."""
+        has_logprobs = self.has_logprobs or self.job.prompt_scores
+        return EventReader(self.reading, self.tokenizer, has_logprobs=has_logprobs)
 
     @property
     def has_logprobs(self) -> bool:
@@ -126,10 +138,10 @@ class ResponseInfo(Frozen):
 
 
 class Encoder(Protocol):
-    """Writes one response in a protocol's form, either as a stream or whole."""
+    """Encodes one response in a protocol's form, either as a stream or whole."""
 
     def write(self, event: Event) -> bytes:
-        """Return the bytes of an event in the stream; empty where the protocol has none."""
+        """Return the bytes of an event for the stream; empty if the protocol has no such event."""
 
-    def whole(self, stream: Iterable[Event]) -> Any:
-        """Return the response that is not streamed, from all events of the job, for JSON."""
+    def whole_response(self, stream: Iterable[Event]) -> Any:
+        """Return the body of a response without a stream, from all events of the job, for JSON."""

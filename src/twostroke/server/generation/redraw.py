@@ -1,7 +1,7 @@
-"""Generates an answer again if it breaks its JSON schema, without its wrong value.
+"""Generates an answer again, without its wrong value, if it breaks its JSON schema.
 
-`engine/settling.py` has the rules, which Python shares. A stream holds back events that may still
-change, until the answer is final.
+`engine/settling.py` has the rules, which `LLM` shares. A stream holds back events that may still
+change until the answer is final.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from twostroke.engine.settling import (
 from twostroke.engine.structured_output.schema.spans import HeldBack, checked_places
 from twostroke.engine.structured_output.schema.verify import UncheckedError
 from twostroke.server.generation.events import (
-    Added,
     AnswerFinished,
+    BlockClosed,
     BlockKind,
     BlockOpened,
+    ChoiceEnded,
     ChoiceStarted,
-    Closed,
-    Ended,
+    ContentAdded,
     PromptScored,
 )
-from twostroke.server.generation.job import begun
+from twostroke.server.generation.job import with_spent_time
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Iterator
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from twostroke.server.http.request_context import ServedRequest
 
 HEADER: Final = "twostroke-schema-miss"
-_MAX_HEADER: Final = 1000  # characters
+_MAX_HEADER_LENGTH: Final = 1000  # characters
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,9 +73,7 @@ class AnswerGuard:
     def __init__(
         self, checks: AnswerChecks, reply: ResponseInfo, encoded: Encoded, request: ServedRequest
     ) -> None:
-        self.faults: dict[
-            int, SchemaViolation
-        ] = {}  # rules that the final answers break, by choice
+        self.faults: dict[int, SchemaViolation] = {}  # rules that final answers break, by choice
         self._checks = checks
         self._reply = reply
         self._encoded = encoded
@@ -85,21 +83,21 @@ class AnswerGuard:
         for tool in job.tools.functions if job.tools is not None else ():
             schema = json.dumps(tool.schema)
             self._calls[tool.name] = _Rule(schema, tool.is_strict, checked_places(gaps, schema))
-        form = job.params.constraint
+        constraint = job.params.constraint
         self._text: _Rule | None = None
-        if form is not None and form.notation == "json_schema":
-            paths = checked_places(gaps, form.text)
-            self._text = _Rule(form.text, form.is_strict, paths)
+        if constraint is not None and constraint.notation == "json_schema":
+            paths = checked_places(gaps, constraint.text)
+            self._text = _Rule(constraint.text, constraint.is_strict, paths)
 
     @property
     def headers(self) -> dict[str, str]:
         """The response header that names the rules that the answers break; empty if none."""
         faults = "; ".join(map(str, self.faults.values())).encode("ascii", "replace").decode()
-        return {HEADER: faults[:_MAX_HEADER]} if faults else {}
+        return {HEADER: faults[:_MAX_HEADER_LENGTH]} if faults else {}
 
     async def settled(self, answers: Answers) -> list[Completion]:
-        """Return all answers when they are final; raises as `settle` and `Answers.whole`."""
-        return [await self.settle(answers, answer) for answer in await answers.whole()]
+        """Return all final answers; raises the errors of `settle` and `Answers.completions`."""
+        return [await self.settle(answers, answer) for answer in await answers.completions()]
 
     async def stream(self, answers: Answers, reader: EventReader) -> AsyncGenerator[list[Event]]:
         """Yield the events of answers as they arrive; events that may change wait for the check.
@@ -146,8 +144,8 @@ class AnswerGuard:
                     result = await self._check(step.part)
                 else:
                     result = await self._draw(answers, step)
-            except TwostrokeError as its_own:
-                error = its_own
+            except TwostrokeError as step_error:
+                error = step_error
         if settled.answer is not answer:
             answers.accept(settled.answer)
         if (miss := settled.miss) is not None:
@@ -160,7 +158,7 @@ class AnswerGuard:
     def marked(self, events: Iterable[Event]) -> Iterator[Event]:
         """Yield the events, with the broken rule added to each event that ends a wrong answer."""
         for event in events:
-            if isinstance(event, Ended) and (fault := self.faults.get(event.choice)):
+            if isinstance(event, ChoiceEnded) and (fault := self.faults.get(event.choice)):
                 yield replace(event, schema_miss=str(fault))
             else:
                 yield event
@@ -177,14 +175,21 @@ class AnswerGuard:
 
     def _parts(self, answer: Completion) -> list[CheckedPart]:
         """Return the parts of an answer that have rules: its calls, or else its text."""
-        blocks = [event.block for event in self.read(answer) if isinstance(event, Closed)]
+        blocks = [event.block for event in self.read(answer) if isinstance(event, BlockClosed)]
         has_calls = any(block.kind is BlockKind.CALL for block in blocks)
         parts: list[CheckedPart] = []
         for block in blocks:
             rule = self.rule(block)
             if rule is not None and not (has_calls and block.kind is BlockKind.TEXT):
-                kind, index = block.kind.value, block.index
-                parts.append(CheckedPart(block.text, rule.schema, rule.is_strict, kind, index))
+                parts.append(
+                    CheckedPart(
+                        block.text,
+                        rule.schema,
+                        is_strict=rule.is_strict,
+                        kind=block.kind.value,
+                        index=block.index,
+                    )
+                )
         return parts
 
     async def _check(self, part: CheckedPart) -> SchemaViolation | None:
@@ -200,7 +205,7 @@ class AnswerGuard:
         params = redrawn_params(self._encoded.params, work)
         self._checks.count_redraw()
         hints = replace(self._encoded.hints, prediction=work.answer.token_ids, shows_progress=False)
-        caller = begun(self._reply.job, self._request).caller
+        caller = with_spent_time(self._reply.job, self._request).caller
         return await answers.draw_again(work.answer, params, caller, hints)
 
 
@@ -218,7 +223,7 @@ class _Sent:
         self._num_closed = 0
         self._num_sent: list[int] = []  # characters sent of each block
         self._readers: list[HeldBack | None] = []
-        self._waiting: list[Event] = []  # their text may be a name that occurs twice
+        self._waiting: list[Event] = []  # the text may be a member name that occurs twice
 
     def release(self, events: list[Event], *, is_last: bool) -> list[Event]:
         """Return the events that can be sent now.
@@ -234,7 +239,7 @@ class _Sent:
                     self._has_prompt_scores = True
                 case BlockOpened():
                     self._open(event.block)
-                case Added():
+                case ContentAdded():
                     reader = self._readers[event.block.index]
                     if reader is not None:
                         reader.feed(event.text)
@@ -244,7 +249,7 @@ class _Sent:
                         if reader.is_in_name:
                             self._waiting.append(event)
                             continue
-                case Closed() | Ended() if is_last:
+                case BlockClosed() | ChoiceEnded() if is_last:
                     self._hold()
                     return ready
             ready += [*self._waiting, event]
@@ -263,10 +268,10 @@ class _Sent:
         self._readers.append(None if rule is None else HeldBack(rule.paths))
 
     def _note(self, event: Event) -> None:
-        if isinstance(event, Added):
+        if isinstance(event, ContentAdded):
             self._num_sent[event.block.index] += len(event.text)
             self._num_scored += len(event.scored)
-        elif isinstance(event, Closed):
+        elif isinstance(event, BlockClosed):
             self._num_closed += 1
 
     def may_change(self, part: CheckedPart, start: int) -> bool:
@@ -297,7 +302,7 @@ class _Sent:
         """Yield the events of the final answer that the stream has not sent."""
         num_scored = self._num_scored
         num_closed = self._num_closed
-        left = list(self._num_sent)
+        num_left = list(self._num_sent)  # characters of each block to skip
         for event in events:
             match event:
                 case ChoiceStarted() if self._begin_event is not None:
@@ -305,21 +310,21 @@ class _Sent:
                     continue
                 case PromptScored() if self._has_prompt_scores:
                     continue
-                case BlockOpened() if event.block.index < len(left):
+                case BlockOpened() if event.block.index < len(num_left):
                     event.block.id = self._blocks[event.block.index].id
                     continue
-                case Closed() if event.block.index < num_closed:
+                case BlockClosed() if event.block.index < num_closed:
                     continue
-                case Added():
+                case ContentAdded():
                     index = event.block.index
-                    num_skipped = left[index] if index < len(left) else 0
-                    if index < len(left):
-                        left[index] = max(0, num_skipped - len(event.text))
+                    num_skipped = num_left[index] if index < len(num_left) else 0
+                    if index < len(num_left):
+                        num_left[index] = max(0, num_skipped - len(event.text))
                     scored = event.scored[num_scored:]
                     num_reasoning = max(0, event.num_reasoning - num_scored)
                     num_scored = max(0, num_scored - len(event.scored))
                     text = event.text[num_skipped:]
                     if text or scored:
-                        yield Added(event.block, text, scored, num_reasoning)
+                        yield ContentAdded(event.block, text, scored, num_reasoning)
                     continue
             yield event

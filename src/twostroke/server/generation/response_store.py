@@ -1,8 +1,8 @@
-"""A store of responses that later requests may continue: bounded, by tenant.
+"""Stores responses that later requests may continue, within bounds, separately for each tenant.
 
-With records, each change of the store is also written to a database, which is read at the next
-start. Only a client that deletes a response waits for the disk: others are stored some
-milliseconds later.
+A store with a journal also writes each change to a database, which is read at the next start.
+Only a client that deletes a response waits for the disk; other changes are written in the
+background, some milliseconds later.
 """
 
 from __future__ import annotations
@@ -35,47 +35,49 @@ MAX_CONVERSATION_ITEMS: Final = 10_000
 RESPONSE: Final = "response"
 CONVERSATION: Final = "conversation"
 
-_OVERHEAD_BYTES: Final = 1000  # of a response, besides its JSON
-_ITEM_BYTES: Final = 200  # of an item in the index, besides its id
-_QUIET_S: Final = 10.0  # between two lines of the log about a failing disk
-_PUT: Final = """
+_OVERHEAD_BYTES: Final = 1000  # memory of a response besides its JSON
+_ITEM_BYTES: Final = 200  # memory of an item's entry in the index besides its id
+_LOG_INTERVAL_S: Final = 10.0  # between two log lines about a failing disk
+_INSERT_ANSWER: Final = """
     INSERT OR REPLACE INTO answers
         (id, tenant, kind, previous, is_found, items, asked, answer, row_digest)
     VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
-_CHANGE: Final = "UPDATE answers SET answer = ?, row_digest = ? WHERE id = ?"
-_ALL: Final = f"""
+_UPDATE_ANSWER: Final = "UPDATE answers SET answer = ?, row_digest = ? WHERE id = ?"
+_SELECT_ANSWERS: Final = f"""
     SELECT {is_intact_in_sql("answers")},
         id, tenant, kind, previous, is_found, items, asked, answer FROM answers ORDER BY seq
 """  # noqa: S608 constants
-_DAMAGED: Final = [None, None, None]  # the content of a row
+_DAMAGED: Final = [None, None, None]  # stands for the content of a damaged row
 _MAX_NAMED_ANSWERS: Final = 20  # in one line of the log
 _logger = logging.getLogger("twostroke.serve")
 
 
 @dataclass(slots=True, eq=False)
 class StoredResponse:
-    """One stored response, with its request and the response that it continues.
+    """A stored response, with its request and the response that it continues.
 
-    A removed response cannot be found, but keeps its memory as long as a later one continues it.
+    A removed response cannot be found any more, but stays in memory while a later response
+    continues it.
 
     Attributes:
         id: the response's id.
-        asked: JSON, a list of the request's own items.
-        answer: JSON, as the client got it.
-        item_ids: ids of all items, of the request and of the answer.
-        previous: the response before this one in the conversation.
-        kind: the protocol of the response, which alone finds it.
-        is_open: whether it has not ended; another one will take its place.
-        is_damaged: its record was damaged; it stands for what later responses continue.
-        num_holders: references to it: its entry in the store, and the responses that continue it.
+        request_items: the request's new items, as a JSON list.
+        answer: the response as the client got it, as JSON.
+        item_ids: the ids of all items of the request and of the answer.
+        previous: the preceding response in the conversation.
+        kind: the type of the stored object (`RESPONSE`, `CONVERSATION` or a protocol's name);
+            lookups name it.
+        is_open: whether the response has not ended; its final form will replace it.
+        is_damaged: whether the record was damaged or missing; the object is then a placeholder.
+        num_holders: the number of references: the store's entry, and responses that continue it.
         num_bytes: its share of the store's memory.
-        total_bytes: memory of the conversation up to here.
-        total_items: items of the conversation up to here.
+        total_bytes: the memory of the conversation up to and including this response.
+        total_items: the items of the conversation up to and including this response.
     """
 
     id: str
-    asked: bytes
+    request_items: bytes
     answer: bytes
     item_ids: tuple[str, ...]
     previous: StoredResponse | None = None
@@ -88,146 +90,150 @@ class StoredResponse:
     total_items: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Compute sizes."""
-        index = len(self.item_ids) * _ITEM_BYTES + sum(map(len, self.item_ids))
-        self.num_bytes = len(self.asked) + len(self.answer) + index + _OVERHEAD_BYTES
-        before = self.previous
-        self.total_bytes = self.num_bytes + (before.total_bytes if before else 0)
-        self.total_items = len(self.item_ids) + (before.total_items if before else 0)
+        """Compute the sizes."""
+        index_bytes = len(self.item_ids) * _ITEM_BYTES + sum(map(len, self.item_ids))
+        self.num_bytes = len(self.request_items) + len(self.answer) + index_bytes + _OVERHEAD_BYTES
+        previous = self.previous
+        self.total_bytes = self.num_bytes + (previous.total_bytes if previous else 0)
+        self.total_items = len(self.item_ids) + (previous.total_items if previous else 0)
 
     def conversation(self) -> Iterator[StoredResponse]:
-        """Iterate over the conversation up to here, from its first response on.
+        """Return the responses of the conversation, from the first to this one.
 
         Raises:
-            DamagedRowError: a response is damaged, so that the conversation has a gap.
+            DamagedRowError: a response is damaged or missing, so the conversation has a gap.
         """
-        found: list[StoredResponse] = []
-        step: StoredResponse | None = self
-        while step is not None:
-            if step.is_damaged:
+        newest_first: list[StoredResponse] = []
+        response: StoredResponse | None = self
+        while response is not None:
+            if response.is_damaged:
                 raise DamagedRowError(
-                    f"The record of '{step.id}', which '{self.id}' continues, is damaged or "
+                    f"The record of '{response.id}', which '{self.id}' continues, is damaged or "
                     "missing: restore a backup of the server's records, or begin another "
                     "conversation."
                 )
-            found.append(step)
-            step = step.previous
-        return reversed(found)
+            newest_first.append(response)
+            response = response.previous
+        return reversed(newest_first)
 
 
 @dataclass(slots=True)
 class _TenantResponses:
-    """One tenant's responses by id, the oldest first, and by the ids of their items."""
+    """One tenant's responses by their ids, the oldest first, and by the ids of their items."""
 
-    answers: dict[str, StoredResponse] = field(default_factory=dict)
-    items: dict[str, StoredResponse] = field(default_factory=dict)
+    by_id: dict[str, StoredResponse] = field(default_factory=dict)
+    by_item_id: dict[str, StoredResponse] = field(default_factory=dict)
     num_bytes: int = 0
 
-    def oldest_but(self, spared: StoredResponse | None) -> StoredResponse | None:
-        return next((kept for kept in self.answers.values() if kept is not spared), None)
+    def oldest_except(self, spared: StoredResponse | None) -> StoredResponse | None:
+        return next((response for response in self.by_id.values() if response is not spared), None)
 
-    def hold(self, kept: StoredResponse | None) -> list[StoredResponse]:
-        """Add a reference; the first one counts the memory of the response and those before it.
+    def hold(self, response: StoredResponse | None) -> list[StoredResponse]:
+        """Add a reference, and return the responses that it newly brings into memory, newest first.
 
-        Returns those whose memory was not counted before, the newest first.
+        The first reference to a response also holds its predecessors, and counts their memory.
         """
-        counted: list[StoredResponse] = []
-        while kept is not None:
-            kept.num_holders += 1
-            if kept.num_holders > 1:
+        added: list[StoredResponse] = []
+        while response is not None:
+            response.num_holders += 1
+            if response.num_holders > 1:
                 break
-            self.num_bytes += kept.num_bytes
-            counted.append(kept)
-            kept = kept.previous
-        return counted
+            self.num_bytes += response.num_bytes
+            added.append(response)
+            response = response.previous
+        return added
 
-    def release(self, kept: StoredResponse | None) -> list[StoredResponse]:
-        """Drop a reference; free the memory with the last one. Returns those that are freed."""
+    def release(self, response: StoredResponse | None) -> list[StoredResponse]:
+        """Drop a reference, and return the responses that have no reference any more.
+
+        The last reference to a response also drops its reference to its predecessor.
+        """
         freed: list[StoredResponse] = []
-        while kept is not None:
-            kept.num_holders -= 1
-            if kept.num_holders:
+        while response is not None:
+            response.num_holders -= 1
+            if response.num_holders:
                 break
-            self.num_bytes -= kept.num_bytes
-            freed.append(kept)
-            kept = kept.previous
+            self.num_bytes -= response.num_bytes
+            freed.append(response)
+            response = response.previous
         return freed
 
 
 class ResponseStore:
     """Keeps the newest responses of all tenants, within bounds.
 
-    Over a bound, the tenant with the most loses its oldest. A conversation that is too large is
-    not stored. Safe to use from several threads.
+    Over a bound, the tenant with the most responses (or bytes) loses its oldest response. A
+    conversation that is too large is not stored. Several threads may use the store.
     """
 
-    def __init__(self, max_answers: int, max_bytes: int, journal: Journal | None = None) -> None:
-        """Store at most `max_answers` responses of `max_bytes` together; 0 stores none.
+    def __init__(self, max_responses: int, max_bytes: int, journal: Journal | None = None) -> None:
+        """Store at most `max_responses` responses with `max_bytes` in total; 0 stores none.
 
-        They are in memory, and with a journal outlive the process.
+        Responses are kept in memory; with a journal they also outlive the process.
         """
         self.journal = journal
-        self.max_answers = max_answers
+        self.max_responses = max_responses
         self.max_bytes = max_bytes
-        self.shelves: dict[str, _TenantResponses] = {}  # by tenant; none is empty
+        self.responses_by_tenant: dict[str, _TenantResponses] = {}  # without empty entries
         self.lock = Lock()
 
     def __len__(self) -> int:
         """The number of responses that can be found."""
-        return sum(len(shelf.answers) for shelf in self.shelves.values())
+        return sum(len(responses.by_id) for responses in self.responses_by_tenant.values())
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all responses, and of those that they continue."""
-        return sum(shelf.num_bytes for shelf in self.shelves.values())
+        """The memory in bytes of all responses and their predecessors."""
+        return sum(responses.num_bytes for responses in self.responses_by_tenant.values())
 
     async def load(self, end: Callable[[bytes], bytes | None] = lambda _answer: None) -> None:
-        """Read the journal's responses.
+        """Read the journal's responses into the store.
 
-        `end` returns a new JSON for a response that had not ended; None for all others.
+        `end` gets the JSON of a stored response. It returns the final JSON of a response that had
+        not ended, and None for a response that needs no change.
         """
         if self.journal is not None:
             await self.journal.load(self, end)
 
-    def shelve(self, tenant: str, kept: StoredResponse) -> list[StoredResponse]:
-        """Add a response, whatever the bounds; return what takes memory for it."""
-        shelf = self.shelves.setdefault(tenant, _TenantResponses())
-        shelf.answers[kept.id] = kept
-        shelf.items |= dict.fromkeys(kept.item_ids, kept)
-        return shelf.hold(kept)
+    def add(self, tenant: str, response: StoredResponse) -> list[StoredResponse]:
+        """Add a response without checking the bounds; return the responses that it newly holds."""
+        responses = self.responses_by_tenant.setdefault(tenant, _TenantResponses())
+        responses.by_id[response.id] = response
+        responses.by_item_id |= dict.fromkeys(response.item_ids, response)
+        return responses.hold(response)
 
     def evict(self, newest: StoredResponse | None) -> None:
-        """Remove the oldest response of the largest tenant until in bounds; `newest` stays."""
-        while (has_many := len(self) > self.max_answers) or self.num_bytes > self.max_bytes:
+        """Remove the largest tenant's oldest response until the bounds hold; `newest` stays."""
+        while (has_many := len(self) > self.max_responses) or self.num_bytes > self.max_bytes:
             sizes = {
-                (tenant, oldest.id): len(shelf.answers) if has_many else shelf.num_bytes
-                for tenant, shelf in self.shelves.items()
-                if (oldest := shelf.oldest_but(newest)) is not None
+                (tenant, oldest.id): len(responses.by_id) if has_many else responses.num_bytes
+                for tenant, responses in self.responses_by_tenant.items()
+                if (oldest := responses.oldest_except(newest)) is not None
             }
             if not sizes:
                 return
             self.remove(*max(sizes, key=sizes.__getitem__))
 
     def remove(self, tenant: str, id_: str) -> None:
-        """Remove a response, which is stored; the caller holds the lock."""
-        shelf = self.shelves[tenant]
-        kept = shelf.answers.pop(id_)
-        for item in kept.item_ids:
-            if shelf.items.get(item) is kept:
-                del shelf.items[item]
-        freed = shelf.release(kept)
+        """Remove a stored response; the caller holds the lock."""
+        responses = self.responses_by_tenant[tenant]
+        response = responses.by_id.pop(id_)
+        for item in response.item_ids:
+            if responses.by_item_id.get(item) is response:
+                del responses.by_item_id[item]
+        freed = responses.release(response)
         if self.journal is not None and freed:
-            self.journal.drop(one.id for one in freed)
+            self.journal.drop(freed_response.id for freed_response in freed)
         elif self.journal is not None:
             self.journal.hide(id_)
-        if not shelf.answers:
-            del self.shelves[tenant]
+        if not responses.by_id:
+            del self.responses_by_tenant[tenant]
 
     def swap(self, tenant: str, old: StoredResponse, new: StoredResponse) -> None:
-        """Store `new` in the place of `old`, which is stored; the caller holds the lock."""
-        tenant_responses = self.shelves[tenant]
-        del tenant_responses.answers[old.id]
-        new_responses = self.shelve(tenant, new)
+        """Replace the stored response `old` with `new`; the caller holds the lock."""
+        tenant_responses = self.responses_by_tenant[tenant]
+        del tenant_responses.by_id[old.id]
+        new_responses = self.add(tenant, new)
         freed_responses = tenant_responses.release(old)
         if self.journal is not None:
             self.journal.put(tenant, new_responses, new)
@@ -237,176 +243,184 @@ class ResponseStore:
 
 
 class Tenant(Frozen):
-    """The sender of a request, with a view of the store."""
+    """A tenant, with access to its own responses in the store."""
 
     name: str
     store: ResponseStore
 
-    def fits(self, kept: StoredResponse) -> bool:
-        """Whether a response, with its conversation, is within the bounds."""
+    def fits(self, response: StoredResponse) -> bool:
+        """Whether a response and its conversation fit in the store's bounds."""
         return (
-            self.store.max_answers > 0
-            and kept.total_bytes <= min(self.store.max_bytes, MAX_CONVERSATION_BYTES)
-            and kept.total_items <= MAX_CONVERSATION_ITEMS
+            self.store.max_responses > 0
+            and response.total_bytes <= min(self.store.max_bytes, MAX_CONVERSATION_BYTES)
+            and response.total_items <= MAX_CONVERSATION_ITEMS
         )
 
-    def put(self, kept: StoredResponse) -> bool:
-        """Store a response as the newest; return whether it fits."""
-        if not self.fits(kept):
+    def put(self, response: StoredResponse) -> bool:
+        """Store a response as the newest one; return False if it does not fit."""
+        if not self.fits(response):
             return False
         with self.store.lock:
-            held = self.store.shelve(self.name, kept)
+            added = self.store.add(self.name, response)
             if self.store.journal is not None:
-                self.store.journal.put(self.name, held, kept)
-            self.store.evict(kept)
+                self.store.journal.put(self.name, added, response)
+            self.store.evict(response)
         return True
 
     def find(self, id_: str, kind: str = RESPONSE) -> StoredResponse | None:
-        """Return a response of this tenant; None if it is not stored."""
+        """Return this tenant's response with an id and a kind; None if it is not stored."""
         with self.store.lock:
-            found = self._shelf.answers.get(id_)
-        return found if found is not None and found.kind == kind else None
+            response = self._responses.by_id.get(id_)
+        return response if response is not None and response.kind == kind else None
 
     def all(self, kind: str) -> list[StoredResponse]:
-        """Return the responses of this tenant and kind, the oldest first."""
+        """Return this tenant's responses of a kind, the oldest first."""
         with self.store.lock:
-            return [kept for kept in self._shelf.answers.values() if kept.kind == kind]
+            return [
+                response for response in self._responses.by_id.values() if response.kind == kind
+            ]
 
-    def replace(self, kept: StoredResponse, answer: bytes) -> None:
-        """Store another answer in the place of a response that nothing continues."""
-        new = StoredResponse(kept.id, kept.asked, answer, kept.item_ids, kind=kept.kind)
+    def replace(self, response: StoredResponse, answer: bytes) -> None:
+        """Replace the answer of a response that no other response continues."""
+        new = StoredResponse(
+            response.id, response.request_items, answer, response.item_ids, kind=response.kind
+        )
         with self.store.lock:
-            shelf = self._shelf
-            if shelf.answers.get(kept.id) is kept:
-                shelf.answers[kept.id] = new
-                shelf.hold(new)
-                shelf.release(kept)
+            responses = self._responses
+            if responses.by_id.get(response.id) is response:
+                responses.by_id[response.id] = new
+                responses.hold(new)
+                responses.release(response)
                 if self.store.journal is not None:
-                    self.store.journal.change(self.name, kept, answer)
+                    self.store.journal.change(self.name, response, answer)
                 self.store.evict(new)
 
     def supersede(self, old: StoredResponse, new: StoredResponse) -> bool:
-        """Store `new` as the newest in the place of `old`, which has the same id.
+        """Replace `old`, which has the same id, with `new`, as the newest response.
 
-        Returns whether that was possible: `new` fits, and `old` is still stored.
+        Returns False, and changes nothing, if `new` does not fit or `old` is not stored any more.
         """
         if not self.fits(new):
             return False
         with self.store.lock:
-            if self._shelf.answers.get(old.id) is not old:
+            if self._responses.by_id.get(old.id) is not old:
                 return False
             self.store.swap(self.name, old, new)
         return True
 
     def find_item(self, id_: str) -> StoredResponse | None:
-        """Return the response of this tenant that an item belongs to; None if not stored."""
+        """Return this tenant's response that has an item; None if no stored response has it."""
         with self.store.lock:
-            return self._shelf.items.get(id_)
+            return self._responses.by_item_id.get(id_)
 
     def remove(self, id_: str) -> bool:
         """Remove a response of this tenant; return whether it was stored."""
         with self.store.lock:
-            is_there = id_ in self._shelf.answers
-            if is_there:
+            is_stored = id_ in self._responses.by_id
+            if is_stored:
                 self.store.remove(self.name, id_)
-            return is_there
+            return is_stored
 
     async def forget(self, id_: str) -> None:
-        """Remove a response of this tenant for good; raises RecordsError, and then it stays."""
+        """Remove a response of this tenant, in the database first.
+
+        Raises:
+            RecordsError: the database cannot be written; the response stays.
+        """
         if self.store.journal is not None:
             await asyncio.wrap_future(self.store.journal.hide(id_))
         self.remove(id_)
 
     @property
-    def _shelf(self) -> _TenantResponses:
-        return self.store.shelves.get(self.name) or _TenantResponses()
+    def _responses(self) -> _TenantResponses:
+        return self.store.responses_by_tenant.get(self.name) or _TenantResponses()
 
 
 class Journal:
-    """Writes the changes of one store in their order; its callers hold the store's lock."""
+    """Writes the changes of one store to the database in order; callers hold the store's lock."""
 
     def __init__(self, records: Records) -> None:
         """Write to `records`."""
         self._records = records
-        self._said_s = -_QUIET_S
+        self._last_logged_s = -_LOG_INTERVAL_S
 
-    def put(self, tenant: str, held: Sequence[StoredResponse], found: StoredResponse) -> None:
-        """Keep answers, of which the newest, `found`, comes first and can be found."""
+    def put(self, tenant: str, added: Sequence[StoredResponse], newest: StoredResponse) -> None:
+        """Write responses, the newest first; clients can look up only `newest`."""
         rows = [
             (
-                kept.id,
+                response.id,
                 tenant,
-                kept.kind,
-                kept.previous.id if kept.previous is not None else None,
-                kept is found,
-                encode_json(kept.item_ids),
-                kept.asked,
-                kept.answer,
-                _digest(tenant, kept),
+                response.kind,
+                response.previous.id if response.previous is not None else None,
+                response is newest,
+                encode_json(response.item_ids),
+                response.request_items,
+                response.answer,
+                _digest(tenant, response),
             )
-            for kept in reversed(held)
+            for response in reversed(added)
         ]
-        self._write(lambda db: db.executemany(_PUT, rows))
+        self._write(lambda db: db.executemany(_INSERT_ANSWER, rows))
 
     def change(self, tenant: str, response: StoredResponse, answer: bytes) -> None:
         """Replace the answer of a stored response."""
         values = (answer, _digest(tenant, response, answer), response.id)
-        self._write(lambda db: db.execute(_CHANGE, values))
+        self._write(lambda db: db.execute(_UPDATE_ANSWER, values))
 
     def hide(self, id_: str) -> Future[Any]:
-        """Let an answer be found no more; it stays for those that continue it."""
+        """Make a response unavailable to clients; its row stays for responses that continue it."""
         return self._write(
             lambda db: db.execute("UPDATE answers SET is_found = 0 WHERE id = ?", (id_,))
         )
 
     def drop(self, ids: Iterable[str]) -> None:
-        """Delete answers."""
+        """Delete the rows of responses."""
         rows = [(id_,) for id_ in ids]
         if rows:
             self._write(lambda db: db.executemany("DELETE FROM answers WHERE id = ?", rows))
 
     async def load(self, store: ResponseStore, end: Callable[[bytes], bytes | None]) -> None:
-        """Put stored answers into an empty store, within its bounds; the log says if that fails.
+        """Read the database's responses into an empty store, within its bounds; log a failure.
 
-        `end` is described at `ResponseStore.load`.
+        `end` is as in `ResponseStore.load`.
         """
         try:
-            rows = await self._records.read_long(partial(_rows, path=self._records.path))
+            rows = await self._records.read_long(partial(_read_rows, path=self._records.path))
         except RecordsError as error:
             _logger.error("Stored answers are not there: %s", error)  # noqa: TRY400 the sentence is enough
             return
-        known: dict[str, StoredResponse] = {}
+        responses: dict[str, StoredResponse] = {}
         for id_, tenant, kind, previous_id, is_found, *content in rows:
             if content == _DAMAGED:
-                known[id_] = _stand_in(id_, kind)
+                responses[id_] = _placeholder(id_, kind)
                 continue
-            if previous_id is not None and previous_id not in known:
-                known[previous_id] = _stand_in(previous_id, kind)
+            if previous_id is not None and previous_id not in responses:
+                responses[previous_id] = _placeholder(previous_id, kind)
             item_ids, request_items, answer = content
             ended_answer = end(answer)
             response = StoredResponse(
                 id=id_,
-                asked=request_items,
+                request_items=request_items,
                 answer=answer if ended_answer is None else ended_answer,
                 item_ids=item_ids,
-                previous=known.get(previous_id),
+                previous=responses.get(previous_id),
                 kind=kind,
             )
-            known[id_] = response
+            responses[id_] = response
             if ended_answer is not None:
                 self.change(tenant, response, ended_answer)
-            if is_found and store.max_answers:
-                store.shelve(tenant, response)
-        is_damaged = any(response.is_damaged for response in known.values())
+            if is_found and store.max_responses:
+                store.add(tenant, response)
+        is_damaged = any(response.is_damaged for response in responses.values())
         if is_damaged:
-            self._name_incomplete(known.values())
+            self._log_incomplete(responses.values())
         with store.lock:
             if not is_damaged:  # a damaged response may continue a response that seems unused
-                self.drop(id_ for id_, response in known.items() if not response.num_holders)
+                self.drop(id_ for id_, response in responses.items() if not response.num_holders)
             store.evict(None)
 
-    def _name_incomplete(self, responses: Iterable[StoredResponse]) -> None:
-        """Log which responses cannot be continued, as their conversations have gaps."""
+    def _log_incomplete(self, responses: Iterable[StoredResponse]) -> None:
+        """Log the responses that cannot be continued because their conversations have gaps."""
         incomplete_ids: list[str] = []
         damaged_ids: set[str] = set()
         for response in responses:  # each response comes after its predecessor
@@ -425,27 +439,29 @@ class Journal:
             )
 
     def _write(self, work: Callable[[Connection], object]) -> Future[Any]:
-        def do(db: Connection) -> None:
+        def run(db: Connection) -> None:
             work(db)
 
-        done = self._records.post(do)
-        done.add_done_callback(self._note)
-        return done
+        future = self._records.post(run)
+        future.add_done_callback(self._log_failure)
+        return future
 
-    def _note(self, done: Future[Any]) -> None:
-        if (error := done.exception()) is None or time.monotonic() - self._said_s < _QUIET_S:
+    def _log_failure(self, future: Future[Any]) -> None:
+        error = future.exception()
+        now_s = time.monotonic()
+        if error is None or now_s - self._last_logged_s < _LOG_INTERVAL_S:
             return
-        self._said_s = time.monotonic()
+        self._last_logged_s = now_s
         _logger.error("Stored answers will be missing after a restart: %s", error)
 
 
-def _stand_in(id_: str, kind: str) -> StoredResponse:
+def _placeholder(id_: str, kind: str) -> StoredResponse:
     """Return a placeholder for a response whose record is damaged or missing."""
     return StoredResponse(id_, b"", b"", (), kind=kind, is_damaged=True)
 
 
 def _digest(tenant: str, response: StoredResponse, answer: bytes | None = None) -> str:
-    """Return the digest of a response's row, with another answer if there is one."""
+    """Return the digest of a response's row; `answer` replaces the response's own answer."""
     previous = response.previous
     return row_digest(
         (
@@ -454,19 +470,19 @@ def _digest(tenant: str, response: StoredResponse, answer: bytes | None = None) 
             response.kind,
             previous.id if previous is not None else None,
             encode_json(response.item_ids),
-            response.asked,
+            response.request_items,
             response.answer if answer is None else answer,
         )
     )
 
 
-def _rows(db: Connection, path: Path) -> list[tuple[Any, ...]]:
-    """Return all answers, the oldest first, with the ids of their items.
+def _read_rows(db: Connection, path: Path) -> list[tuple[Any, ...]]:
+    """Return the rows of all responses, the oldest first, with decoded item ids.
 
-    Of an answer whose record is damaged, no content is returned, so that the others are there.
+    A damaged row is logged, and returned with `_DAMAGED` as its content.
     """
     rows = []
-    for is_intact, id_, *facts, items, request, answer in db.execute(_ALL):
+    for is_intact, id_, *facts, items, request, answer in db.execute(_SELECT_ANSWERS):
         try:
             item_ids = msgspec.json.decode(items, type=tuple[str, ...])
             for document in (request, answer):

@@ -11,7 +11,12 @@ from twostroke.server.generation.events import StreamFailed
 from twostroke.server.generation.protocol import SSE
 from twostroke.server.http.errors import report
 from twostroke.server.http.request_context import served_of
-from twostroke.server.http.responses import drop, to_json, until_gone, while_connected
+from twostroke.server.http.responses import (
+    abort_connection,
+    to_json,
+    until_disconnect,
+    while_connected,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -29,16 +34,16 @@ if TYPE_CHECKING:
     from twostroke.server.options import ServeOptions
 
 Started: TypeAlias = "tuple[Answers, EventReader, AnswerGuard | None]"
-_HEADERS = [
+_STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # asks a proxy to pass events on as they come
+    (b"x-accel-buffering", b"no"),  # tells a proxy not to buffer events
 ]
 
 
 async def read_events(started: Started) -> AsyncGenerator[list[Event]]:
-    """Yield the events of answers as they come; a guard holds back events that may change.
+    """Yield the events of answers as they arrive; a guard holds back events that may change.
 
-    Raises what iterating over the answers does, and SchemaMissError.
+    Raises SchemaMissError, and the errors of iterating over the answers.
     """
     answers, reader, guard = started
     if guard is None:
@@ -52,11 +57,12 @@ async def read_events(started: Started) -> AsyncGenerator[list[Event]]:
 
 
 class EventStream:
-    """A response of events in the framing of its protocol.
+    """A response that streams the events of a job in its protocol's framing.
 
-    The headers wait for the first event, so that an early failure has an ordinary status; if the
-    event takes long, they are sent with a sign of life. A later failure is an event. A stream that
-    ends early (the client left or does not read, or the server failed) cancels its job.
+    The headers are sent with the first event, so an early failure has an ordinary error status. If
+    the first event takes long, they are sent with keep-alive bytes. A later failure becomes an
+    event. A stream that ends early (the client left or does not read, or the server failed)
+    cancels its job.
     """
 
     def __init__(
@@ -66,9 +72,10 @@ class EventStream:
         options: ServeOptions,
         framing: Framing = SSE,
     ) -> None:
-        """Stream the answers that `start` begins; its reader makes events for `encoder`.
+        """Prepare to stream the answers that `start` submits, as `encoder` writes them.
 
-        A guard holds back the events that may change. A subclass with other events has no encoder.
+        `start` returns the answers, their event reader, and the guard that checks them, if any.
+        `encoder` is None for a subclass that yields its own bytes.
         """
         self._start = start
         self._answers: Answers | None = None
@@ -80,34 +87,37 @@ class EventStream:
         self._last_sent_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond. Raises errors that happen before the first byte, or while sending."""
+        """Send the response; raises errors that happen before the first byte or while sending."""
         pump = asyncio.create_task(self._pump(scope, send))
-        gone = asyncio.create_task(until_gone(receive))
-        tasks = [pump, gone]
+        disconnect = asyncio.create_task(until_disconnect(receive))
+        keep_alive: asyncio.Task[None] | None = None
         limits = self._options.limits
-        tick_s = min(self._options.keep_alive_s, limits.reader_timeout_s) / 2
+        check_interval_s = min(self._options.keep_alive_s, limits.reader_timeout_s) / 2
         try:
-            while not pump.done() and not gone.done():
+            while not pump.done() and not disconnect.done():
                 await asyncio.wait(
-                    (pump, gone), timeout=tick_s, return_when=asyncio.FIRST_COMPLETED
+                    (pump, disconnect),
+                    timeout=check_interval_s,
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
                 if self._is_stuck():
-                    await drop(scope)
+                    await abort_connection(scope)
                     break
                 if self._is_silent():  # a task, since sending may block
-                    tasks[2:] = [asyncio.create_task(self._send(send, self._framing.keep_alive))]
+                    keep_alive = asyncio.create_task(self._send(send, self._framing.keep_alive))
                     await asyncio.sleep(0)
             if pump.done():
                 await pump
         finally:
             if self._answers is not None:
                 self._answers.cancel()
+            tasks = [task for task in (pump, disconnect, keep_alive) if task is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pump(self, scope: Scope, send: Send) -> None:
-        """Send all events, then the end."""
+        """Send all events, then the end of the body."""
         async with aclosing(self._events(scope)) as events:
             async for data in events:
                 await self._send(send, data)
@@ -138,30 +148,30 @@ class EventStream:
         self._last_sent_s = time.monotonic()
 
     async def _begin(self, send: Send) -> None:
-        """Send the head of the response, if it was not sent."""
+        """Send the response's status and headers unless they have been sent."""
         if not self._has_begun:
             self._has_begun = True
             content_type = (b"content-type", self._framing.content_type.encode())
-            headers = [content_type, *_HEADERS]
+            headers = [content_type, *_STREAM_HEADERS]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _is_stuck(self) -> bool:
-        """Whether the client reads too slowly."""
-        since_s, limits = self._sending_since_s, self._options.limits
-        if since_s is None:
+        """Return whether the client reads too slowly."""
+        if self._sending_since_s is None:
             return False
-        is_late = time.monotonic() - since_s > limits.reader_timeout_s
-        return is_late or (
-            self._answers is not None and self._answers.num_unread > limits.max_unread
-        )
+        limits = self._options.limits
+        if time.monotonic() - self._sending_since_s > limits.reader_timeout_s:
+            return True
+        return self._answers is not None and self._answers.num_unread > limits.max_unread
 
     def _is_silent(self) -> bool:
+        """Return whether nothing has been sent for the keep-alive interval."""
         elapsed_s = time.monotonic() - self._last_sent_s
         return self._sending_since_s is None and elapsed_s >= self._options.keep_alive_s
 
 
-# More log-probabilities are written in a thread: each takes microseconds, while streams would wait.
-_MANY_SCORES: Final = 4096
+# More log-probabilities are encoded in a thread, since each takes microseconds and blocks streams.
+_MAX_INLINE_LOGPROBS: Final = 4096
 
 
 async def respond_whole(
@@ -170,32 +180,33 @@ async def respond_whole(
     encoder: Encoder,
     readers: Readers,
 ) -> Response:
-    """Return the response to a job, once all its answers have ended; errors as `Answers.whole`.
+    """Return the whole response to a job once all its answers have ended.
 
-    Answers with a guard are settled by it first.
+    A guard first checks the answers against their schemas. Raises the errors of
+    `Answers.completions`.
 
     Raises:
         SchemaMissError: an answer breaks its strict schema.
-        ClientGoneError: the client left before that.
+        ClientGoneError: the client disconnected before the answers ended.
     """
     answers, reader, guard = started
 
-    def written(completions: list[Completion]) -> Response:
+    def encode(completions: list[Completion]) -> Response:
         events = reader.read_whole(completions, answers.usage)
         if guard is None:
-            return to_json(encoder.whole(events))
-        return to_json(encoder.whole(guard.marked(events)), headers=guard.headers)
+            return to_json(encoder.whole_response(events))
+        return to_json(encoder.whole_response(guard.marked(events)), headers=guard.headers)
 
     try:
-        work = answers.whole() if guard is None else guard.settled(answers)
+        work = answers.completions() if guard is None else guard.settled(answers)
         completions = await while_connected(request.receive, work)
         params = answers.params
-        num_likely = 1 + max(params.logprobs or 0, params.prompt_logprobs or 0)
-        num_scored = sum(
+        num_logprobs_per_token = 1 + max(params.logprobs or 0, params.prompt_logprobs or 0)
+        num_scored_tokens = sum(
             len(answer.logprobs) + len(answer.prompt_logprobs) for answer in completions
         )
-        if num_likely * num_scored <= _MANY_SCORES:
-            return written(completions)
-        return await readers.run_for(request, written, completions)
+        if num_logprobs_per_token * num_scored_tokens <= _MAX_INLINE_LOGPROBS:
+            return encode(completions)
+        return await readers.run_for(request, encode, completions)
     finally:
         answers.cancel()

@@ -1,4 +1,4 @@
-"""Work that runs in the engine for a client: answers to a job, or embeddings of texts."""
+"""Requests that run in the engine for clients: answers to a job, or embeddings of texts."""
 
 from __future__ import annotations
 
@@ -34,19 +34,25 @@ if TYPE_CHECKING:
     from twostroke.server.http.retry_after import RetryAfter
     from twostroke.server.observability.metrics import ServerMetrics
 
-_MANY_VALUES: Final = 4096  # of an embedding; encoding more takes milliseconds
+_MAX_INLINE_VALUES: Final = 4096  # larger embeddings are encoded in a thread: it takes ms
 
 
 class Accepting:
-    """A request, in a `with` block, that the engine has not accepted yet, as while it starts."""
+    """A context manager for a request that the engine has not accepted yet.
+
+    Such a request waits while its model loads, for example. Cancelling it ends the block.
+    """
 
     def __init__(self, service: str, running: set[Open], returns: RetryAfter) -> None:
-        """Be in `running` during the block; `service` is the request's class.
+        """Prepare a block during which this object is in `running`.
 
-        If the engine refuses it, `returns` say when to come back.
+        `service` is the request's service tier. If the engine is overloaded, `returns` chooses
+        when the client should retry.
         """
-        self.service, self._returns = service, returns
-        self._running, self._task = running, asyncio.current_task()
+        self.service = service
+        self._returns = returns
+        self._running = running
+        self._task = asyncio.current_task()
         self._is_cut = False
         self._num_cancellations = 0 if self._task is None else self._task.cancelling()
 
@@ -57,27 +63,29 @@ class Accepting:
             self._is_cut = self._task.cancel()
 
     def __enter__(self) -> None:
-        """Begin."""
+        """Add this object to the running requests."""
         self._running.add(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        """End; what was cut off fails."""
+        """Remove this object; raise ServerStoppingError if `cancel` ended the block."""
         self._running.discard(self)
         if isinstance(error, OverloadedError):
             self._returns.put_off(error, self.service)
         if self._is_cut and self._task is not None:
-            is_left = self._task.uncancel() > self._num_cancellations  # another caller's
-            if is_left or kind is not asyncio.CancelledError:
+            is_cancelled_elsewhere = self._task.uncancel() > self._num_cancellations
+            if is_cancelled_elsewhere or kind is not asyncio.CancelledError:
                 return
             raise ServerStoppingError("The server is stopping: this request has not begun.")
 
 
 class Answers:
-    """The outputs of a running job. It runs until its end, or until `cancel`, read or not.
+    """The outputs of a running job, which runs until its end or `cancel`, whether read or not.
 
-    `params` are the job's, `num_open` counts the answers that have not ended.
+    Attributes:
+        params: the job's sampling parameters.
+        num_open: the number of answers that have not ended.
     """
 
     @classmethod
@@ -89,10 +97,10 @@ class Answers:
         metrics: ServerMetrics,
         running: set[Open],
     ) -> Self:
-        """Queue the job in the engine; it is in `running` until `cancel`.
+        """Submit a job to the engine; the result stays in `running` until `cancel`.
 
         Raises:
-            RequestError: a prompt is empty, has unknown ids, or can never fit.
+            RequestError: a prompt is empty, has unknown token ids, or can never fit.
             OverloadedError: the queue is full.
             EngineStoppedError: the engine has stopped.
         """
@@ -102,7 +110,7 @@ class Answers:
         except (OverloadedError, EngineStoppedError):
             metrics.goodput.miss(job.caller.service, job.num_choices)
             raise
-        return cls(engine, job, encoded, metrics, running, outputs)
+        return cls(engine, job, encoded=encoded, metrics=metrics, running=running, outputs=outputs)
 
     def __init__(
         self,
@@ -113,17 +121,20 @@ class Answers:
         running: set[Open],
         outputs: ServedOutputs,
     ) -> None:
-        """Read the outputs of a job that is queued."""
+        """Read the outputs of a job that the engine has accepted."""
         self.params = job.params
         self.num_open = job.num_choices
         self._prompts = encoded.prompts
         self._num_prompt = sum(map(len, encoded.prompts))
-        self._redrawn_outputs: ServedOutputs | None = None  # of an answer that is generated again
+        self._redrawn_outputs: ServedOutputs | None = None  # of an answer generated again
         self._num_tokens = 0
-        self._num_cached: dict[int, int] = {}  # by a prompt's first choice
-        self._ended: dict[int, tuple[FinishReason, Usage, Timings]] = {}  # by choice
-        self._ttft_s: float | None = None  # measured here
-        self._engine, self._job, self._metrics, self._outputs = engine, job, metrics, outputs
+        self._num_cached: dict[int, int] = {}  # by the index of a prompt's first choice
+        self._results: dict[int, tuple[FinishReason, Usage, Timings]] = {}  # of ended choices
+        self._ttft_s: float | None = None  # as the server measures it
+        self._engine = engine
+        self._job = job
+        self._metrics = metrics
+        self._outputs = outputs
         self._running = running
         running.add(self)
         self._began_s = time.monotonic()
@@ -131,7 +142,7 @@ class Answers:
         self._is_unrun = False
 
     async def __aiter__(self) -> AsyncIterator[Output]:
-        """Yield outputs as they come, until all choices have ended.
+        """Yield outputs as they arrive, until all choices have ended.
 
         Raises:
             EngineStoppedError: the engine or the server stopped.
@@ -147,24 +158,25 @@ class Answers:
         except TwostrokeError as error:
             self._is_over = True
             self._is_unrun = not self._num_tokens and _is_unrun(error)
-            if not isinstance(error, RequestError):  # the engine's fault, not the constraint's
+            if not isinstance(error, RequestError):  # the engine failed, not the constraint
                 self._metrics.goodput.miss(self._job.caller.service, self.num_open)
             _count_failure(error, self._engine, self._metrics)
             raise
 
-    async def whole(self) -> list[Completion]:
-        """Return all answers in the order of their index; raises as iterating does."""
+    async def completions(self) -> list[Completion]:
+        """Return all complete answers, ordered by index; raises the errors of iterating."""
         outputs: list[list[Output]] = [[] for _ in range(self._job.num_choices)]
         async for output in self:
             outputs[output.index].append(output)
-        return [join(one) for one in outputs]
+        return [join(choice_outputs) for choice_outputs in outputs]
 
     async def draw_again(
         self, answer: Completion, params: SamplingParams, caller: Caller, hints: Hints
     ) -> Completion:
-        """Return another answer to an answer's prompt; its times begin with the first answer's.
+        """Generate another answer to the prompt of `answer`, and return it in its place.
 
-        Raises as `start` and iterating do, also if the job was cancelled meanwhile.
+        The timings of the new answer begin with the start of `answer`. Raises the errors of `start`
+        and of iterating, and ServerStoppingError if the job was cancelled meanwhile.
         """
         if self not in self._running:
             raise ServerStoppingError("This answer was cancelled.")
@@ -172,16 +184,16 @@ class Answers:
         outputs = await self._engine.generate([prompt], params, caller, hints)
         self._redrawn_outputs = outputs
         try:
-            other = join([output async for output in outputs])
+            new_answer = join([output async for output in outputs])
         finally:
             outputs.cancel()
-        if other.finish_reason is FinishReason.CANCEL:
+        if new_answer.finish_reason is FinishReason.CANCEL:
             raise ServerStoppingError("The server is stopping: this answer was cut off.")
-        return in_place_of(answer, other)
+        return in_place_of(answer, new_answer)
 
     def accept(self, answer: Completion) -> None:
-        """Count an answer in place of the answer with its index."""
-        self._ended[answer.index] = (answer.finish_reason, answer.usage, answer.timings)
+        """Count an answer generated again in place of the first answer with its index."""
+        self._results[answer.index] = (answer.finish_reason, answer.usage, answer.timings)
 
     def cancel(self) -> None:
         """Stop the work at once; does nothing after its end."""
@@ -193,39 +205,41 @@ class Answers:
         self._outputs.cancel()
         if not self._is_over:
             self._is_over = True
-            waited_s, has_begun = time.monotonic() - self._began_s, self._num_tokens > 0
-            service = self._job.caller.service
-            self._metrics.goodput.leave(service, self.num_open, waited_s, has_begun=has_begun)
+            self._metrics.goodput.leave(
+                self._job.caller.service,
+                self.num_open,
+                time.monotonic() - self._began_s,
+                has_begun=self._num_tokens > 0,
+            )
 
     @property
     def service(self) -> str:
-        """The class of service."""
+        """The service tier."""
         return self._job.caller.service
 
     @property
     def num_unread(self) -> int:
-        """Outputs of the engine that have not been read."""
+        """The number of engine outputs that have not been read."""
         return self._outputs.num_unread
 
     @property
     def usage(self) -> Usage:
-        """The usage of the ended choices together; a prompt with several answers counts once."""
-        usages = [usage for _, usage, _ in self._ended.values()]
-        firsts = [usage for index, (_, usage, _) in self._ended.items() if self._is_first(index)]
+        """The total usage of the ended choices; a prompt with several answers counts once."""
+        usages = {index: usage for index, (_, usage, _) in self._results.items()}
+        first_usages = [usage for index, usage in usages.items() if self._is_first(index)]
         return Usage(
-            sum(usage.prompt_tokens for usage in firsts),
-            sum(usage.cached_tokens for usage in firsts),
-            sum(usage.completion_tokens for usage in usages),
-            sum(usage.accepted_tokens for usage in usages),
-            sum(usage.rejected_tokens for usage in usages),
+            prompt_tokens=sum(usage.prompt_tokens for usage in first_usages),
+            cached_tokens=sum(usage.cached_tokens for usage in first_usages),
+            completion_tokens=sum(usage.completion_tokens for usage in usages.values()),
+            accepted_tokens=sum(usage.accepted_tokens for usage in usages.values()),
+            rejected_tokens=sum(usage.rejected_tokens for usage in usages.values()),
         )
 
     @property
     def used(self) -> Usage | None:
-        """The usage of all choices; while some run, what they took so far, whole prompts included.
+        """The tokens that all choices have used so far; None if the job timed out before its start.
 
-        Prompts are counted from the beginning, since they are computed before anything is seen;
-        None if the time of all was over before that.
+        While choices run, their whole prompts count, since prefill precedes the first output.
         """
         if self._is_unrun:
             return None
@@ -235,23 +249,24 @@ class Answers:
 
     @property
     def timings(self) -> Timings | None:
-        """From the first answer's beginning to the last one's end; None before any has ended."""
-        all_ = [timings for _, _, timings in self._ended.values()]
-        if not all_:
+        """Times from the first answer's arrival to the last answer's end; None before any end."""
+        choice_timings = [timings for _, _, timings in self._results.values()]
+        if not choice_timings:
             return None
         return Timings(
-            arrival_s=min(timings.arrival_s for timings in all_),
-            started_s=min(timings.started_s for timings in all_),
-            first_token_s=min(timings.first_token_s for timings in all_),
-            last_token_s=max(timings.last_token_s for timings in all_),
+            arrival_s=min(timings.arrival_s for timings in choice_timings),
+            started_s=min(timings.started_s for timings in choice_timings),
+            first_token_s=min(timings.first_token_s for timings in choice_timings),
+            last_token_s=max(timings.last_token_s for timings in choice_timings),
         )
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures so far for logs and traces, those of unfinished answers included."""
-        usage, timings = self.usage, self.timings
-        ended = self._ended.values()
-        tpots = [timings.tpot_s(usage.completion_tokens) for _, usage, timings in ended]
-        known = [tpot_s for tpot_s in tpots if tpot_s is not None]
+        """Return figures for logs and traces; unfinished answers count, too."""
+        usage = self.usage
+        timings = self.timings
+        results = self._results.values()
+        tpots_s = [timings.tpot_s(usage.completion_tokens) for _, usage, timings in results]
+        measured_tpots_s = [tpot_s for tpot_s in tpots_s if tpot_s is not None]
         return {
             "class": self._job.caller.service,
             "stream": self._job.stream,
@@ -261,10 +276,10 @@ class Answers:
             "completion_tokens": self._num_tokens,
             "accepted_tokens": usage.accepted_tokens,
             "rejected_tokens": usage.rejected_tokens,
-            "finish_reasons": [reason.value for reason, _, _ in ended],
+            "finish_reasons": [reason.value for reason, _, _ in results],
             "queue_s": timings and timings.queue_s,
             "ttft_s": timings.ttft_s if timings else self._ttft_s,
-            "tpot_s": sum(known) / len(known) if known else None,
+            "tpot_s": (sum(measured_tpots_s) / len(measured_tpots_s) if measured_tpots_s else None),
             "e2e_s": timings and timings.e2e_s,
         }
 
@@ -280,10 +295,10 @@ class Answers:
             if self._ttft_s is None and output.token_ids:
                 self._ttft_s = time.monotonic() - self._began_s
             return
-        if reason is FinishReason.CANCEL:  # by the server: the client still reads
+        if reason is FinishReason.CANCEL:  # the server cancelled, since the client still reads
             raise ServerStoppingError("The server is stopping: this answer was cut off.")
         assert output.timings is not None
-        self._ended[output.index] = (reason, usage, output.timings)
+        self._results[output.index] = (reason, usage, output.timings)
         self.num_open -= 1
         self._metrics.goodput.judge(self._job.caller.service, usage, output.timings)
 
@@ -291,7 +306,9 @@ class Answers:
 class Vectors:
     """The embeddings of a running job.
 
-    `num_tokens` counts those of all texts, `num_open` the texts whose embedding is not ready.
+    Attributes:
+        num_tokens: the number of tokens of all texts.
+        num_open: the number of texts whose embeddings are not ready.
     """
 
     @classmethod
@@ -303,15 +320,15 @@ class Vectors:
         metrics: ServerMetrics,
         running: set[Open],
     ) -> Self:
-        """Begin; the work is in `running` until `cancel`.
+        """Submit texts to the engine; the result stays in `running` until `cancel`.
 
         Raises:
-            RequestError: a text is empty, has unknown ids, or can never fit.
+            RequestError: a text is empty, has unknown token ids, or can never fit.
             OverloadedError: the queue is full.
             EngineStoppedError: the engine has stopped.
         """
         outputs = await engine.embed(texts, job.params, job.caller)
-        return cls(engine, job, texts, metrics, running, outputs)
+        return cls(engine, job, texts=texts, metrics=metrics, running=running, outputs=outputs)
 
     def __init__(
         self,
@@ -322,19 +339,22 @@ class Vectors:
         running: set[Open],
         outputs: ServedOutputs,
     ) -> None:
-        """Read the vectors of texts that are queued."""
+        """Read the vectors of texts that the engine has accepted."""
         self.num_open = len(texts)
         self.num_tokens = sum(map(len, texts))
         self._num_cached = 0
         self._is_unrun = False
-        self._engine, self._job, self._metrics, self._outputs = engine, job, metrics, outputs
+        self._engine = engine
+        self._job = job
+        self._metrics = metrics
+        self._outputs = outputs
         self._running = running
         running.add(self)
 
     async def encoded_vectors(
         self, run_in_thread: Callable[..., Awaitable[Any]]
     ) -> list[msgspec.Raw]:
-        """Return the encoded embeddings, in the order of the texts; threads encode large ones.
+        """Return the encoded embeddings in the order of the texts; a thread encodes large ones.
 
         Raises:
             EngineStoppedError: the engine or the server stopped.
@@ -348,7 +368,7 @@ class Vectors:
                 embedding = Embedding.of(output)
                 self._num_cached += embedding.usage.cached_tokens
                 self.num_open -= 1
-                if embedding.vector.size <= _MANY_VALUES:
+                if embedding.vector.size <= _MAX_INLINE_VALUES:
                     part = self._job.write(embedding)
                 else:
                     part = await run_in_thread(self._job.write, embedding)
@@ -366,16 +386,16 @@ class Vectors:
 
     @property
     def service(self) -> str:
-        """The class of service."""
+        """The service tier."""
         return self._job.caller.service
 
     @property
     def used(self) -> Usage | None:
-        """The tokens of all texts; None if their time was over before any was computed."""
+        """The tokens of all texts; None if the job timed out before any was computed."""
         return None if self._is_unrun else Usage(self.num_tokens, self._num_cached, 0)
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures so far for logs and traces."""
+        """Return the current figures for logs and traces."""
         return {
             "class": self._job.caller.service,
             "texts": len(self._job.texts),
@@ -389,15 +409,15 @@ Open = Running | Accepting
 
 
 def _is_unrun(error: TwostrokeError) -> bool:
-    """Return whether a request's time was over before anything was computed for it."""
+    """Return whether a request timed out before anything was computed for it."""
     return bool(error.facts.get("is_unrun"))
 
 
 def _count_failure(error: TwostrokeError, engine: ServedEngine, metrics: ServerMetrics) -> None:
-    """Count a failure of the engine.
+    """Count an error as an engine failure, unless the request or its deadline caused it.
 
     Raises:
-        EngineStoppedError: the engine has stopped, whatever its error was.
+        EngineStoppedError: the engine has stopped, and the error does not say so.
     """
     if isinstance(error, (RequestError, DeadlineError)):
         return

@@ -79,26 +79,26 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     Raises:
         ClientGoneError: it left; `work` was cancelled.
     """
-    working = asyncio.ensure_future(work)
-    gone = asyncio.create_task(until_gone(receive))
+    task = asyncio.ensure_future(work)
+    disconnect = asyncio.create_task(until_disconnect(receive))
     try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return await working
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return await task
         raise ClientGoneError("The client left before its answer was ready.")
     finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        task.cancel()
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
-async def until_gone(receive: Receive) -> None:
+async def until_disconnect(receive: Receive) -> None:
     """Return once the client has left; a body that still comes is dropped."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def drop(scope: Scope) -> None:
+async def abort_connection(scope: Scope) -> None:
     """Close the connection at once, without the data that the client has not read."""
     abort = scope.get("extensions", {}).get(ABORT)
     if abort is not None:

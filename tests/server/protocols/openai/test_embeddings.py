@@ -281,7 +281,7 @@ def test_large_vectors_are_encoded_outside_of_the_event_loop(
         threads.add(threading.current_thread().name)
         return encode_vectors(vectors)
 
-    monkeypatch.setattr(running, "_MANY_VALUES", 40)
+    monkeypatch.setattr(running, "_MAX_INLINE_VALUES", 40)
     monkeypatch.setattr(llama_embeddings, "encode_vectors", encode)
     with live_server(tmp_path) as server:
         body = {"content": [[5] * 60, [6]], "pooling": "none"}

@@ -63,7 +63,7 @@ def whole(reply: ResponseInfo, answer: list[Output]) -> Fields:
     usage = answer[-1].usage
     assert usage is not None
     told = reply.reader().read_whole([join(answer)], usage)
-    found: Fields = json.loads(encode_json(ResponsesEncoder(reply).whole(told)))
+    found: Fields = json.loads(encode_json(ResponsesEncoder(reply).whole_response(told)))
     return found
 
 

@@ -171,14 +171,14 @@ class MessageEncoder:
     def write(self, event: events.Event) -> bytes:
         """Return the named server-sent events of an event."""
         match event:
-            case events.Added(block=block):
+            case events.ContentAdded(block=block):
                 if self._is_omitted(block):
                     return b""
                 return named_sse(BlockDelta(block.index, _DELTAS[block.kind](event.text)))
             case events.BlockOpened(block=block):
                 start = named_sse(BlockStart(block.index, _begun(block)))
                 return start if block.index else start + _PING
-            case events.Closed(block=block):
+            case events.BlockClosed(block=block):
                 last = b""
                 if block.kind is events.BlockKind.REASONING:
                     signature = SignatureDelta(_signature(block.text))
@@ -187,7 +187,7 @@ class MessageEncoder:
             case events.ChoiceStarted():
                 assert event.usage is not None
                 return named_sse(MessageStart(self._message([], event.usage)))
-            case events.Ended():
+            case events.ChoiceEnded():
                 self._end(event, has_calls=event.has_calls)
             case events.AnswerFinished():
                 usage = _usage_body(event.usage)
@@ -198,17 +198,17 @@ class MessageEncoder:
                 return b"event: error\ndata: %b\n\n" % error
         return b""
 
-    def whole(self, stream: Iterable[events.Event]) -> MessageBody:
+    def whole_response(self, stream: Iterable[events.Event]) -> MessageBody:
         """Return the response that is not streamed."""
         content: list[BlockBody] = []
         for event in stream:
             match event:
-                case events.Closed():
+                case events.BlockClosed():
                     block = _complete(event.block)
                     if isinstance(block, ThinkingBody) and self._is_omitted(event.block):
                         block.thinking = ""
                     content += [block] if block is not None else []
-                case events.Ended():
+                case events.ChoiceEnded():
                     is_called = any(isinstance(block, ToolUseBody) for block in content)
                     self._end(event, has_calls=event.has_calls and is_called)
                 case events.AnswerFinished():
@@ -228,7 +228,7 @@ class MessageEncoder:
         id_, model = self._reply.id, self._reply.model
         return MessageBody(id_, "assistant", model, content, None, None, _usage_body(usage))
 
-    def _end(self, event: events.Ended, *, has_calls: bool) -> None:
+    def _end(self, event: events.ChoiceEnded, *, has_calls: bool) -> None:
         """Note why the answer ended."""
         self._schema_miss = event.schema_miss or UNSET
         if event.reason is FinishReason.LENGTH:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from twostroke.engine.output import Timings, Usage
     from twostroke.server.generation.events import (
         AnswerFinished,
+        ChoiceEnded,
         ChoiceStarted,
-        Ended,
         StreamFailed,
     )
     from twostroke.server.generation.job import Job
@@ -124,7 +124,7 @@ def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
     )
 
 
-def asked_timings(job: Job, event: Ended) -> LlamaTimings | UnsetType:
+def asked_timings(job: Job, event: ChoiceEnded) -> LlamaTimings | UnsetType:
     """Return the durations of an answer in llama-server's form, if the request asks for it."""
     return final_timings(event.usage, event.timings) if job.llama_timings else UNSET
 

@@ -96,7 +96,7 @@ def to_job(
         model=asked.model,
         prompts=tuple(prompts),
         params=to_params(asked),
-        usual=DEFAULTS,
+        default_params=DEFAULTS,
         caller=Caller(tenant=tenant.name),
         stream=bool(asked.stream),
         shows_progress=bool(asked.stream and asked.return_progress),

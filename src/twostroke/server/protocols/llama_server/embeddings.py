@@ -75,7 +75,7 @@ def read(asked: LlamaEmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
     )
 
 
-def whole(
+def whole_response(
     _model: str, parts: list[msgspec.Raw], _num_tokens: int, _elapsed_s: float
 ) -> list[msgspec.Raw]:
     """Return the response."""

@@ -144,12 +144,12 @@ class LlamaEncoder:
                 elapsed_s = time.monotonic() - self._began_s
                 self._answers[event.choice].read(event, elapsed_s)
                 return self._write(event.choice, "", [], progress=to_progress(event, elapsed_s))
-            case events.Added():
+            case events.ContentAdded():
                 scored = self._add(event)
                 if self._is_unheard:
                     return b""
                 return self._write_added(event, scored)
-            case events.Ended():
+            case events.ChoiceEnded():
                 rest = self._answers[event.choice].take_tokens()
                 unsent = b""
                 if rest and not self._is_unheard:
@@ -161,20 +161,20 @@ class LlamaEncoder:
                 return sse(LLAMA_SERVER.body(event.error, event.request_id, str))
         return b""
 
-    def whole(self, stream: Iterable[events.Event]) -> Any:
+    def whole_response(self, stream: Iterable[events.Event]) -> Any:
         """Return the response that is not streamed: an answer, or a list of several."""
         found = []
         for event in stream:
             match event:
                 case events.ChoiceStarted():
                     self._answers[event.choice] = _Progress(event, self._began_s)
-                case events.Added():
+                case events.ContentAdded():
                     self._add(event)
-                case events.Ended():
+                case events.ChoiceEnded():
                     found.append(self._chosen(self._end(event)))
         return found if self._reply.job.num_choices > 1 else found[0]
 
-    def _add(self, event: events.Added) -> list[ScoredToken]:
+    def _add(self, event: events.ContentAdded) -> list[ScoredToken]:
         answer = self._answers[event.block.choice]
         answer.texts.append(event.text)
         scored = [self._scored(token, scores) for token, scores in event.scored]
@@ -198,7 +198,7 @@ class LlamaEncoder:
         spelled = _spelled(tokenizer, token)
         return ScoredToken(**spelled, logprob=scores.logprob, top_logprobs=likely)
 
-    def _write_added(self, event: events.Added, scored: list[ScoredToken]) -> bytes:
+    def _write_added(self, event: events.ContentAdded, scored: list[ScoredToken]) -> bytes:
         """Write more text; with probabilities one piece for each token, as llama-server does."""
         choice, text = event.block.choice, event.text
         tokens = self._answers[choice].take_tokens()
@@ -241,7 +241,7 @@ class LlamaEncoder:
         usage = replace(answer.usage, completion_tokens=len(answer.tokens))
         return llama_timings(usage, answer.prompt_s, time.monotonic() - answer.began_s)
 
-    def _end(self, event: events.Ended) -> LlamaCompletion:
+    def _end(self, event: events.ChoiceEnded) -> LlamaCompletion:
         reply, answer, usage = self._reply, self._answers[event.choice], event.usage
         if self._is_unheard:
             answer.texts, answer.tokens, answer.scored = [], [], []

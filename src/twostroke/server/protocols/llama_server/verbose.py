@@ -13,7 +13,7 @@ from twostroke.server.protocols.llama_server.reply import NO_SLOT, LlamaCompleti
 from twostroke.server.protocols.llama_server.settings import settings_of
 
 if TYPE_CHECKING:
-    from twostroke.server.generation.events import ChoiceStarted, Ended
+    from twostroke.server.generation.events import ChoiceEnded, ChoiceStarted
     from twostroke.server.generation.protocol import ResponseInfo
 
 
@@ -29,7 +29,7 @@ class Verbose:
         """Follow the tokens of a choice from now on."""
         self._tokens[event.choice] = event.tokens
 
-    def body(self, event: Ended) -> LlamaCompletion | UnsetType:
+    def body(self, event: ChoiceEnded) -> LlamaCompletion | UnsetType:
         """Return an answer with its prompt and its text as the model wrote it; UNSET unasked."""
         reply, job = self._reply, self._reply.job
         if not job.is_verbose:

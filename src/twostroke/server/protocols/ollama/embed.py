@@ -81,7 +81,9 @@ def read_old(asked: OldEmbedRequest, tenant: Tenant) -> EmbeddingJob:
     return _job(asked.model, [asked.prompt or ""], EmbeddingParams(), "prompt", tenant)
 
 
-def whole(model: str, parts: list[msgspec.Raw], num_tokens: int, elapsed_s: float) -> EmbedBody:
+def whole_response(
+    model: str, parts: list[msgspec.Raw], num_tokens: int, elapsed_s: float
+) -> EmbedBody:
     """Return the response."""
     return EmbedBody(
         model=model,

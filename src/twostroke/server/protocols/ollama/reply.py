@@ -137,15 +137,15 @@ class LineEncoder:
             case events.ChoiceStarted():
                 self._tokens = event.tokens
                 return b""
-            case events.Added(block=block):
+            case events.ContentAdded(block=block):
                 if block.kind is events.BlockKind.CALL and not event.scored:
                     return b""
                 line = self._line(**_content(block.kind, event.text))
                 if event.scored:
                     line.logprobs = chat_logprobs(self._reply.tokenizer, event.scored)
-            case events.Closed(block=events.ContentBlock(kind=events.BlockKind.CALL)):
+            case events.BlockClosed(block=events.ContentBlock(kind=events.BlockKind.CALL)):
                 line = self._line(**_complete(event.block))
-            case events.Ended():
+            case events.ChoiceEnded():
                 line = self._line()
                 self._end(line, event)
             case events.StreamFailed():
@@ -154,7 +154,7 @@ class LineEncoder:
                 return b""
         return encode_json(line) + b"\n"
 
-    def whole(self, stream: Iterable[events.Event]) -> OllamaLine:
+    def whole_response(self, stream: Iterable[events.Event]) -> OllamaLine:
         """Return the response that is not streamed."""
         found: dict[str, Any] = {"text": "", "thinking": "", "calls": []}
         scored: list[TokenLogprob] = []
@@ -162,12 +162,12 @@ class LineEncoder:
             match event:
                 case events.ChoiceStarted():
                     self._tokens = event.tokens
-                case events.Added():
+                case events.ContentAdded():
                     scored += chat_logprobs(self._reply.tokenizer, event.scored)
-                case events.Closed():
+                case events.BlockClosed():
                     for name, part in _complete(event.block).items():
                         found[name] += part
-                case events.Ended():
+                case events.ChoiceEnded():
                     line = self._line(**found)
                     self._end(line, event)
         line.logprobs = scored if self._reply.has_logprobs else UNSET
@@ -176,7 +176,7 @@ class LineEncoder:
     def _line(self, text: str = "", thinking: str = "", calls: Calls = ()) -> OllamaLine:
         return self._make(self._reply.model, text, thinking, list(calls))
 
-    def _end(self, line: OllamaLine, event: events.Ended) -> None:
+    def _end(self, line: OllamaLine, event: events.ChoiceEnded) -> None:
         """Add the reason of the end and the durations."""
         usage, times = event.usage, event.timings
         line.done = True

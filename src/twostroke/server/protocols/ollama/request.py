@@ -241,12 +241,12 @@ def _job(
 ) -> Job:
     params = _params(asked)
     if isinstance(prompt, Conversation) and asked.truncate is not False:
-        prompt = replace(prompt, drops_oldest=True, room=params.max_tokens)
+        prompt = replace(prompt, drops_oldest=True, reserved_tokens=params.max_tokens)
     return Job(
         model=asked.model,
         prompts=(prompt,),
         params=params,
-        usual=DEFAULTS,
+        default_params=DEFAULTS,
         caller=Caller(tenant=tenant.name, prompt_field=prompt_field),
         stream=asked.stream is not False,
         **own,

@@ -333,7 +333,7 @@ def to_conversation(
         continues=bool(continues),
         has_turn=opens_turn is not False,
         thinking=thinking,
-        left_out=tuple(left_out.values()),
+        ignored=tuple(left_out.values()),
     )
 
 

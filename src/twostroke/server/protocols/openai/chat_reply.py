@@ -170,7 +170,7 @@ class ChatEncoder:
     def write(self, event: events.Event) -> bytes:
         """Return the chunks of an event."""
         match event:
-            case events.Added():
+            case events.ContentAdded():
                 if event.scored:
                     self._choice.logprobs = self._logprobs(event)
                 elif event.block.kind is events.BlockKind.TEXT and not self._is_counted:
@@ -180,7 +180,7 @@ class ChatEncoder:
                 return self._begin(event)
             case events.BlockOpened(block=events.ContentBlock(kind=events.BlockKind.CALL)):
                 return self._write(event.block.choice, ChatDelta(tool_calls=[_call(event.block)]))
-            case events.Ended():
+            case events.ChoiceEnded():
                 self._end(self._choice, event)
                 self._chunk.timings = self._timings
                 self._chunk.verbose = self._verbose.body(event)
@@ -192,7 +192,7 @@ class ChatEncoder:
                 return fail_stream(event)
         return b""
 
-    def whole(self, stream: Iterable[events.Event]) -> ChatCompletion:
+    def whole_response(self, stream: Iterable[events.Event]) -> ChatCompletion:
         """Return the response that is not streamed."""
         reply = self._reply
         choices: list[ChatChoice] = []
@@ -205,14 +205,14 @@ class ChatEncoder:
                     logprobs = ChatLogprobs([]) if reply.has_logprobs else None
                     message = AnswerMessage("assistant", "")
                     choices.append(ChatChoice(event.choice, message, logprobs, "stop"))
-                case events.Added(scored=[_, *_]):
+                case events.ContentAdded(scored=[_, *_]):
                     if (found := choices[-1].logprobs) is not None:
                         found.content.extend(self._logprobs(event).content)
-                case events.Closed():
+                case events.BlockClosed():
                     _add(choices[-1].message, event.block)
                 case events.PromptScored(choice=0):
                     self._prompt_scores += event.logprobs
-                case events.Ended():
+                case events.ChoiceEnded():
                     message = choices[-1].message
                     if message.tool_calls is not UNSET or reply.reading.is_forced:
                         message.content = message.content or None
@@ -291,11 +291,11 @@ class ChatEncoder:
         self._chunk.prompt_token_ids = self._chunk.verbose = UNSET
         return data
 
-    def _logprobs(self, event: events.Added) -> ChatLogprobs:
+    def _logprobs(self, event: events.ContentAdded) -> ChatLogprobs:
         as_ids = self._reply.job.tokens_as_ids
         return ChatLogprobs(chat_logprobs(self._reply.tokenizer, event.scored, as_ids=as_ids))
 
-    def _end(self, choice: ChatChoice | ChunkChoice, event: events.Ended) -> None:
+    def _end(self, choice: ChatChoice | ChunkChoice, event: events.ChoiceEnded) -> None:
         choice.finish_reason = finish_reason(event.reason, has_calls=event.has_calls)
         choice.schema_miss = event.schema_miss or UNSET
         self._timings = asked_timings(self._reply.job, event)

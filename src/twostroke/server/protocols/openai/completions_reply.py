@@ -96,7 +96,7 @@ class CompletionEncoder:
     def write(self, event: events.Event) -> bytes:
         """Return the server-sent events of an event."""
         match event:
-            case events.Added():
+            case events.ContentAdded():
                 if event.scored:
                     self._score(event)
                 return self._write(event.block.choice, event.text)
@@ -116,7 +116,7 @@ class CompletionEncoder:
                 return data
             case events.PromptScored():
                 self._score(event)
-            case events.Ended():
+            case events.ChoiceEnded():
                 return self._end(event)
             case events.AnswerFinished():
                 self._body.timings = self._timings
@@ -125,19 +125,19 @@ class CompletionEncoder:
                 return fail_stream(event)
         return b""
 
-    def whole(self, stream: Iterable[events.Event]) -> CompletionBody:
+    def whole_response(self, stream: Iterable[events.Event]) -> CompletionBody:
         """Return the response that is not streamed."""
         choices: list[CompletionChoice] = []
         for event in stream:
             match event:
                 case events.ChoiceStarted():
                     choices.append(CompletionChoice(event.choice, self._begin(event)))
-                case events.Added():
+                case events.ContentAdded():
                     self._score(event)
                     choices[-1].text += event.text
                 case events.PromptScored():
                     self._score(event)
-                case events.Ended():
+                case events.ChoiceEnded():
                     if scorer := self._scorers.get(event.choice):
                         choices[-1].logprobs = scorer.take()
                     self._add_reports(choices[-1])
@@ -177,7 +177,7 @@ class CompletionEncoder:
             tokens = self._prompt_tokens(index)
             choice.prompt_logprobs = to_prompt_logprobs(self._reply.tokenizer, tokens, scores)
 
-    def _score(self, event: events.Added | events.PromptScored) -> None:
+    def _score(self, event: events.ContentAdded | events.PromptScored) -> None:
         if isinstance(event, events.PromptScored) and self._reply.job.prompt_scores:
             self._prompt_scores.setdefault(event.choice, []).extend(event.logprobs)
         elif isinstance(event, events.PromptScored):
@@ -194,7 +194,7 @@ class CompletionEncoder:
         choice.token_ids = self._ids.take(index)
         return sse(encode_json(self._body))
 
-    def _end(self, event: events.Ended) -> bytes:
+    def _end(self, event: events.ChoiceEnded) -> bytes:
         choice, scorer = self._choice, self._scorers.get(event.choice)
         choice.index, choice.text = event.choice, ""
         choice.logprobs = scorer.take() if scorer is not None and scorer.has_news else None
@@ -209,7 +209,7 @@ class CompletionEncoder:
         choice.schema_miss = self._body.verbose = UNSET
         return last
 
-    def _finish(self, choice: CompletionChoice, event: events.Ended) -> None:
+    def _finish(self, choice: CompletionChoice, event: events.ChoiceEnded) -> None:
         choice.finish_reason = finish_reason(event.reason)
         choice.schema_miss = event.schema_miss or UNSET
         self._timings = asked_timings(self._reply.job, event)

@@ -95,7 +95,7 @@ def read(asked: EmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
     )
 
 
-def whole(
+def whole_response(
     model: str, parts: list[msgspec.Raw], num_tokens: int, _elapsed_s: float
 ) -> EmbeddingList:
     """Return the response."""

@@ -86,7 +86,7 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {PATH: MetadataRequest}
 def read(asked: ChatRequest, tenant: Tenant) -> Job:
     """Translate a request, whose answer may be stored; raises as `chat.read` does."""
     job = chat.read(asked, tenant)
-    return replace(job, keep=_keeper(asked, tenant)) if asked.store else job
+    return replace(job, store=_keeper(asked, tenant)) if asked.store else job
 
 
 def read_as_llama_server(request: ChatRequest, tenant: Tenant) -> Job:
@@ -125,22 +125,22 @@ class StoringEncoder:
     def write(self, event: events.Event) -> bytes:
         """Return the chunks of an event."""
         data = self._inner.write(event)
-        if not isinstance(event, events.Added) or event.scored:
+        if not isinstance(event, events.ContentAdded) or event.scored:
             self._seen.append(event)
         if isinstance(event, events.AnswerFinished):
-            self.whole(sorted(self._seen, key=_choice_of))
+            self.whole_response(sorted(self._seen, key=_choice_of))
         return data
 
-    def whole(self, stream: Iterable[events.Event]) -> ChatCompletion:
+    def whole_response(self, stream: Iterable[events.Event]) -> ChatCompletion:
         """Return the response that is not streamed."""
-        completion = self._inner.whole(stream)
+        completion = self._inner.whole_response(stream)
         self._keep(completion)
         return completion
 
 
 def encoder(reply: ResponseInfo) -> Encoder:
     """Return the encoder of a chat completion, which stores it if the request says so."""
-    keep = reply.job.keep
+    keep = reply.job.store
     return ChatEncoder(reply) if keep is None else StoringEncoder(reply, keep)
 
 
@@ -191,7 +191,7 @@ def routes(
         kept, asked = find(request), query_of(request, ("after", "limit", "order"))
 
         def work() -> Response:
-            items = msgspec.json.decode(kept.asked, type=list[dict[str, Any]])
+            items = msgspec.json.decode(kept.request_items, type=list[dict[str, Any]])
             return to_json(page_of(items, asked, order="asc"))
 
         return await readers.run_for(request, work)
@@ -235,8 +235,8 @@ def _labelled(completion: bytes, labels: dict[str, str]) -> bytes:
 def _choice_of(event: events.Event) -> int:
     """Return the choice that an event belongs to; the end of all comes last."""
     match event:
-        case events.BlockOpened() | events.Added() | events.Closed():
+        case events.BlockOpened() | events.ContentAdded() | events.BlockClosed():
             return event.block.choice
-        case events.ChoiceStarted() | events.Ended() | events.PromptScored():
+        case events.ChoiceStarted() | events.ChoiceEnded() | events.PromptScored():
             return event.choice
     return 2**31

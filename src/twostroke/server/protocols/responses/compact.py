@@ -96,7 +96,9 @@ def read(request: CompactRequest, tenant: Tenant) -> Job:
         messages[-1] = {**messages[-1], "content": text}
     else:
         messages.append({"role": "user", "content": _TASK})
-    return replace(job, prompts=(replace(conversation, messages=tuple(messages), room=None),))
+    return replace(
+        job, prompts=(replace(conversation, messages=tuple(messages), reserved_tokens=None),)
+    )
 
 
 def names(_request: CompactRequest) -> Mapping[str, str]:

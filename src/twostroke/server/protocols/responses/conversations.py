@@ -107,7 +107,7 @@ def append_turn(tenant: Tenant, id_: str, turn: StoredResponse) -> bool:
     while (record := tenant.find(id_, CONVERSATION)) is not None:
         if turn.previous is not record.previous:
             turn = StoredResponse(
-                _new_turn_id(), turn.asked, turn.answer, turn.item_ids, record.previous
+                _new_turn_id(), turn.request_items, turn.answer, turn.item_ids, record.previous
             )
         new_record = _record(id_, record.answer, turn)
         if not tenant.fits(new_record):
@@ -156,7 +156,7 @@ def _new_turn_id() -> str:
 
 
 def _no_room(tenant: Tenant) -> RequestError:
-    if not tenant.store.max_answers:
+    if not tenant.store.max_responses:
         reason = "Conversations cannot be stored: the server was started with --keep-responses 0."
         return RequestError(reason)
     most_bytes = min(tenant.store.max_bytes, MAX_CONVERSATION_BYTES)

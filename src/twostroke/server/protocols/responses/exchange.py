@@ -84,7 +84,7 @@ class Exchange(Conversation, kw_only=True):
     def response(self, id_: str, answer: bytes, item_ids: Sequence[str]) -> StoredResponse:
         """Return the answer as it is stored; its output consists of items with `item_ids`."""
         ids = (*self.draft.item_ids, *item_ids)
-        return StoredResponse(id_, self.draft.asked, answer, ids, self.draft.previous)
+        return StoredResponse(id_, self.draft.request_items, answer, ids, self.draft.previous)
 
     def hold(self, id_: str, answer: bytes) -> StoredResponse | None:
         """Store an answer that has not ended, which no request can continue."""
@@ -109,7 +109,7 @@ class Exchange(Conversation, kw_only=True):
         Clients can read it, and no request can continue it.
         """
         ids = (*self.draft.item_ids, *item_ids)
-        alone = StoredResponse(queued.id, self.draft.asked, answer, ids)
+        alone = StoredResponse(queued.id, self.draft.request_items, answer, ids)
         if not self.tenant.supersede(queued, alone):
             self.tenant.remove(queued.id)
 
@@ -207,7 +207,7 @@ def _exchange(
         () if tools is None else tools.shown,
         thinking=_thinking(request),
         drops_oldest=request.truncation == "auto",
-        room=to_limit(request.max_output_tokens),
+        reserved_tokens=to_limit(request.max_output_tokens),
         asked=request,
         tenant=tenant,
         draft=draft,

@@ -23,7 +23,7 @@ MAX_REFERENCES: Final = 1024
 
 def items_of(kept: StoredResponse) -> list[RawItem]:
     """Return the items of one response and of its request."""
-    asked: list[RawItem] = msgspec.json.decode(kept.asked)
+    asked: list[RawItem] = msgspec.json.decode(kept.request_items)
     answer: dict[str, Any] = msgspec.json.decode(kept.answer)
     return [*asked, *answer["output"]]
 

@@ -90,7 +90,7 @@ class ResponsesEncoder:
             data.append(named_sse(event))
         return data
 
-    def whole(self, stream: Iterable[events.Event]) -> ResponseBody:
+    def whole_response(self, stream: Iterable[events.Event]) -> ResponseBody:
         """Return the response that is not streamed."""
         for event in stream:
             for _ in self._take(event):
@@ -103,15 +103,15 @@ class ResponsesEncoder:
     def _take(self, event: events.Event) -> Iterator[sent.StreamEvent]:
         """Apply an event to the response, and yield the stream's events of it."""
         match event:
-            case events.Added():
+            case events.ContentAdded():
                 yield self._add(event)
             case events.ChoiceStarted():
                 yield from self._begin()
             case events.BlockOpened():
                 yield from self._open(event.block)
-            case events.Closed():
+            case events.BlockClosed():
                 yield from self._close(event.block)
-            case events.Ended():
+            case events.ChoiceEnded():
                 self._end(event)
             case events.AnswerFinished():
                 yield self._finish(event)
@@ -148,7 +148,7 @@ class ResponsesEncoder:
                 kind = OutputCustomCall if block.is_custom else OutputCall
                 return kind(*ids, name, "in_progress", namespace=space or UNSET)
 
-    def _add(self, event: events.Added) -> sent.StreamEvent:
+    def _add(self, event: events.ContentAdded) -> sent.StreamEvent:
         place = event.block.index
         id_ = self._body.output[place].id
         match event.block.kind:
@@ -197,7 +197,7 @@ class ResponsesEncoder:
         self._block = None
         return item
 
-    def _end(self, event: events.Ended) -> None:
+    def _end(self, event: events.ChoiceEnded) -> None:
         if event.reason is FinishReason.LENGTH:
             self._body.incomplete_details = IncompleteDetails("max_output_tokens")
         self._body.schema_miss = event.schema_miss or UNSET
