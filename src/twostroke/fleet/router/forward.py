@@ -295,9 +295,9 @@ class Forwarder:
     async def guard(self, errand: ProxiedRequest, work: Any) -> None:
         """Do `work` for a client as long as it is there; end a response that has begun."""
         errand.hold()
-        gone: asyncio.Future[None] | None = None
+        disconnect: asyncio.Future[None] | None = None
         if isinstance(errand.body, bytes):
-            gone = asyncio.ensure_future(until_disconnect(errand.receive))
+            disconnect = asyncio.ensure_future(until_disconnect(errand.receive))
         self.running.add(errand)
 
         def leave(_: object) -> None:
@@ -305,8 +305,8 @@ class Forwarder:
             if errand.connection is not None:
                 errand.connection.fail(ClientGoneError("The client has left."))
 
-        if gone is not None:
-            gone.add_done_callback(leave)
+        if disconnect is not None:
+            disconnect.add_done_callback(leave)
         try:
             await work
         except (ReplicaError, ClientGoneError) as error:
@@ -317,10 +317,10 @@ class Forwarder:
         finally:
             self.running.discard(errand)
             errand.free()
-            if gone is not None:
-                gone.remove_done_callback(leave)
-                gone.cancel()
-                await asyncio.gather(gone, return_exceptions=True)
+            if disconnect is not None:
+                disconnect.remove_done_callback(leave)
+                disconnect.cancel()
+                await asyncio.gather(disconnect, return_exceptions=True)
 
     async def _end(self, errand: ProxiedRequest, error: TwostrokeError) -> None:
         """End a response after its begin: with an event where the protocol has one, or a cut."""

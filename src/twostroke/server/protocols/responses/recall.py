@@ -23,9 +23,9 @@ MAX_REFERENCES: Final = 1024
 
 def items_of(kept: StoredResponse) -> list[RawItem]:
     """Return the items of one response and of its request."""
-    asked: list[RawItem] = msgspec.json.decode(kept.request_items)
+    request_items: list[RawItem] = msgspec.json.decode(kept.request_items)
     answer: dict[str, Any] = msgspec.json.decode(kept.answer)
-    return [*asked, *answer["output"]]
+    return [*request_items, *answer["output"]]
 
 
 def recall(ids: Mapping[int, str], tenant: Tenant) -> dict[int, RawItem]:
