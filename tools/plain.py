@@ -43,8 +43,8 @@ ADJECTIVES_AND_UNITS = (
 NAMELESS = set(NAMELESS_WORDS.split())
 NOUNLESS = NAMELESS | set(ADJECTIVES_AND_UNITS.split())
 RETIRED = re.compile(
-    "(?i)errand|passage|lender|lending|borrow|guest|sketch|handover|guess|ticket|flights|roster"
-    "|desk|shelf|valve|ongoing|carrier|upkeep|evener|residence"
+    "(?i)errand|passage|lender|lending|borrow|guest|sketch|handover|guess|ticket|flights(?!teps)"
+    "|roster|desk|shelf|valve|ongoing|carrier|upkeep|evener|residence"
 )
 PHRASES = re.compile(
     r"(?i)\bthose (?:of|that|which|with|whose|before|after)\b|\bthat of\b|\bof (?:which|whom)\b"

@@ -34,7 +34,7 @@ class Machine:
         self.pool = PagePool(NUM_PAGES, SIZE, backend.facts.windows)
         config = SchedulerConfig(256, max_running=4, token_budget=48)
         self.scheduler = Scheduler(config, self.pool, PrefixIndex(self.pool), Continuous())
-        self.transfers = self.scheduler.prefixes.transfers
+        self.transfers = self.scheduler.prefix_cache.transfers
 
     def run(self) -> None:
         while self.scheduler.has_work:
@@ -78,19 +78,19 @@ def test_pages_of_one_backend_serve_another(tmp_path: Path, family: str, kind: s
         ticket = second.scheduler.add(again)
         transfer = second.transfers.begin(ticket)
         assert transfer is not None
-        index = first.scheduler.prefixes._index
+        index = first.scheduler.prefix_cache._index
         assert index is not None
-        wanted = second.transfers.narrow(transfer, index.knows)
+        wanted = second.transfers.select_missing(transfer, index.contains)
         lease = first.transfers.lease(wanted)
         assert set(lease.pages) == set(wanted)
         sources, targets = first.backend.pages, second.backend.pages
         assert sources is not None
         assert targets is not None
         for key in wanted:
-            (page,) = second.transfers.take(transfer, [key])
+            (page,) = second.transfers.allocate(transfer, [key])
             with targets.filling(page) as view:
                 view[:] = sources.read(lease.pages[key])
-            second.transfers.arrive(transfer, [key])
+            second.transfers.add_arrived(transfer, [key])
         second.transfers.end(transfer)
         first.transfers.release(lease)
         second.run()

@@ -36,7 +36,7 @@ SETTING = Setting(
     max_running=5,
     prefix_cache=True,
     policy=Continuous(),
-    most_scored=7,
+    max_scored_rows=7,
 )
 
 
@@ -58,7 +58,10 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    with tiny_client(tmp_path_factory.mktemp("scored"), most_scored=6, token_budget=256) as (it, _):
+    with tiny_client(tmp_path_factory.mktemp("scored"), max_scored_rows=6, token_budget=256) as (
+        it,
+        _,
+    ):
         yield it
 
 
@@ -147,7 +150,7 @@ def test_a_prompt_as_long_as_the_context_can_be_scored_but_not_continued(client:
 
 
 def test_a_failing_prompt_does_not_harm_others(tmp_path: Path) -> None:
-    with tiny_client(tmp_path, most_scored=4) as (client, backend):
+    with tiny_client(tmp_path, max_scored_rows=4) as (client, backend):
         backend.poison = 99
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         wrong, right = (client.generate(tokens, params) for tokens in ([7, 8, 99, 9], PROMPT))

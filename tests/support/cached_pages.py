@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def keys_of(client: Client, prompt: Sequence[int]) -> list[bytes]:
     """Return the keys of a prompt's full pages."""
-    chain = client.loop.pages.scheduler.prefixes.chain(b"")
+    chain = client.loop.pages.scheduler.prefix_cache.chain(b"")
     assert chain is not None
     chain.extend(prompt, len(prompt) // 16)
     return chain.keys
@@ -22,7 +22,7 @@ def young_to_old(client: Client, keys: list[bytes]) -> list[int]:
     """Return the places of a prompt's cached pages, those first that are evicted last."""
     with client.loop.pages.lock:
         scheduler = client.loop.pages.scheduler
-        index = scheduler.prefixes.transfers._known
+        index = scheduler.prefix_cache.transfers._index
         place_of = {index.find((0, key)): place for place, key in enumerate(keys)}
         _, cached = scheduler._pool.contents()
         return [place_of[page] for page in reversed(cached) if page in place_of]

@@ -121,11 +121,13 @@ def check_clean(llm: LLM) -> None:
     """Check that no page is held and nothing is claimed, as soon as leases have ended."""
     loop = llm.engine.client.loop
     scheduler = loop.pages.scheduler
-    transfers = scheduler.prefixes.transfers
+    transfers = scheduler.prefix_cache.transfers
 
     def is_clean() -> bool:
         with loop.pages.lock:
-            is_idle = not transfers.num_held and not transfers._claiming and not transfers._claims
+            is_idle = (
+                not transfers.num_held_pages and not transfers._claiming and not transfers._claims
+            )
             return is_idle and not scheduler.stats().num_referenced_pages
 
     wait_until(is_clean)

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from twostroke.core.request import NO_PAGE
-from twostroke.engine.scheduler.kv_cache_manager import held
-from twostroke.engine.scheduler.request_state import rank_of
+from twostroke.engine.scheduler.kv_cache_manager import all_pages
+from twostroke.engine.scheduler.request_state import priority_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,8 +27,8 @@ def check_pool(pool: PagePool, holders: Iterable[Sequence[int]] = ()) -> None:
     assert len(free) == len(pool._free), "a page is free twice"
     assert len(free | cached | referenced) == pool.num_pages, "a page is lost"
     assert len(free) + len(cached) + len(referenced) == pool.num_pages, "two states"
-    assert all(pool._kept[page] for page in cached), "a cached page is not kept"
-    assert not any(pool._kept[page] for page in free), "a free page is kept"
+    assert all(pool._is_kept[page] for page in cached), "a cached page is not kept"
+    assert not any(pool._is_kept[page] for page in free), "a free page is kept"
 
 
 def check_index(index: PrefixIndex) -> None:
@@ -39,7 +39,7 @@ def check_index(index: PrefixIndex) -> None:
         for key, page in known.items()
     }
     assert indexed == index._keys
-    kept = {page for page, is_kept in enumerate(index._pool._kept) if is_kept}
+    kept = {page for page, is_kept in enumerate(index._pool._is_kept) if is_kept}
     assert kept == set(index._keys), f"indexed {set(index._keys)}, kept {kept}"
 
 
@@ -48,26 +48,27 @@ def check_scheduler(scheduler: Scheduler, moved: Iterable[Sequence[int]] = ()) -
 
     `moved` are the pages of each transfer and lease.
     """
-    waiting, running, ended = scheduler._waiting, scheduler._running, scheduler._flights.ended
-    flights = [part for plan, _ in scheduler._flights.steps for part in plan.slices]
-    holders = [held(ticket.request.pages) for ticket in (*running, *ended)]
+    waiting, running = scheduler._waiting, scheduler._running
+    ended = scheduler._in_flight.ended_requests
+    flights = [part for plan, _ in scheduler._in_flight.steps for part in plan.slices]
+    holders = [all_pages(ticket.request.pages) for ticket in (*running, *ended)]
     holders += [branch.own_pages for part in flights for branch in part.branches]
     check_pool(scheduler._pool, [*holders, *moved])
     for ticket in (*running, *ended):
         check_flights(ticket.request, flights)
     assert all(ticket.request.is_in_flight and not ticket.is_running for ticket in ended)
-    assert running == sorted(running, key=rank_of), "requests are out of order"
-    assert waiting.ready == sorted(waiting.ready, key=rank_of), "a queue is out of order"
+    assert running == sorted(running, key=priority_key), "requests are out of order"
+    assert waiting.ready == sorted(waiting.ready, key=priority_key), "a queue is out of order"
     assert all(ticket.is_running for ticket in running)
     assert all(not ticket.is_running and not ticket.request.pages for ticket in waiting)
     assert waiting.num_tokens == sum(len(ticket.request.tokens) for ticket in waiting)
     alive = [t.request.id for t in (*waiting, *running) if not t.request.is_finished]
-    assert sorted(alive) == sorted(scheduler._tickets), "a request is lost or in two queues"
+    assert sorted(alive) == sorted(scheduler._states), "a request is lost or in two queues"
     assert len(running) <= scheduler.config.max_running
     for ticket in running:
         check_pages(scheduler._pool, ticket.request)
-    owners = scheduler.prefixes._claims.values()
-    claiming = [*running, *scheduler.prefixes.transfers._claiming]
+    owners = scheduler.prefix_cache._claims.values()
+    claiming = [*running, *scheduler.prefix_cache.transfers._claiming]
     assert all(owner in claiming for owner in owners), "a claim outlived its owner"
 
 
@@ -94,4 +95,4 @@ def check_pages(pool: PagePool, request: Request) -> None:
         assert NO_PAGE not in pages[first:], "a page that will be read is missing"
         for page in pages[request.num_computed // pool.page_size :]:
             assert pool.num_references(page) == 1, "a page to be written is shared"
-            assert not pool._kept[page], "a page to be written is indexed"
+            assert not pool._is_kept[page], "a page to be written is indexed"

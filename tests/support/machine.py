@@ -29,7 +29,7 @@ from twostroke.core.errors import OverloadedError
 from twostroke.core.request import NO_PAGE, FinishReason
 from twostroke.engine.kv_cache import PagePool, PrefixIndex
 from twostroke.engine.scheduler import Batched, Continuous, Scheduler, SchedulerConfig
-from twostroke.engine.scheduler.kv_cache_manager import held
+from twostroke.engine.scheduler.kv_cache_manager import all_pages
 from twostroke.model.program.kv_layout import PageGroups
 
 if TYPE_CHECKING:
@@ -90,12 +90,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             context_length=context_length,
             max_running=max_running,
             token_budget=max_running + rng.choice((0, 1, 20, 40)),
-            most_scored=rng.choice((1, 5, 128)),
+            max_scored_rows=rng.choice((1, 5, 128)),
             max_waiting_requests=30,
             max_waiting_tokens=600,
             max_overtakes=rng.choice((1, 4, 1000)),
             steps_ahead=self.steps_ahead,
-            draws_ahead=self.steps_ahead > 0 and rng.random() < 0.5,
+            samples_ahead=self.steps_ahead > 0 and rng.random() < 0.5,
         )
         batch = rng.randint(1, max_running)
         policy = rng.choice((Continuous(), Continuous(), Batched(batch, 1.0), Batched(batch)))
@@ -177,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def expire(self) -> None:
         """End what is past its time, as the loop does before each step."""
-        for request, _ in self.scheduler.overdue():
+        for request, _ in self.scheduler.pop_overdue():
             assert request.id in self.live, "over twice, or after its end"
             del self.live[request.id]
             is_late = self.now_s >= request.end_by_s
@@ -192,7 +192,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def guess(self, seed: int) -> None:
         """Put drafts into the newest step, unless it has some already."""
         plan = self.flights[-1]
-        if self.scheduler.config.draws_ahead or any(piece.drafts for piece in plan.slices):
+        if self.scheduler.config.samples_ahead or any(piece.drafts for piece in plan.slices):
             return
         outputs = {request_id: output for request_id, (_, output, _) in self.live.items()}
         for piece in plan.slices:
@@ -215,7 +215,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Finish and commit the oldest step in flight."""
         self.start()
         slices = [piece for plan in self.flights for piece in plan.slices]
-        pages = {page for piece in slices for page in held(piece.request.pages)}
+        pages = {page for piece in slices for page in all_pages(piece.request.pages)}
         pages.update(page for s in slices for branch in s.branches for page in branch.own_pages)
         assert all(self.pool.num_references(page) for page in pages), "freed while in flight"
         plan = self.flights.popleft()
@@ -240,7 +240,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.chance(seed).random() < 0.5:
             return
         self.flights.pop()
-        self.scheduler.recall()
+        self.scheduler.undo_newest_step()
         self.counted("recall")
 
     @precondition(lambda self: self.flights)
@@ -302,7 +302,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_plan(self, plan: StepPlan) -> None:
         config = self.scheduler.config
         assert 0 < plan.num_rows <= config.step_budget
-        assert sum(piece.num_scored for piece in plan.slices) <= config.most_scored
+        assert sum(piece.num_scored for piece in plan.slices) <= config.max_scored_rows
         planned = [piece.request for piece in plan.slices]
         assert len(set(planned)) == len(planned) <= config.max_running
         assert not set(planned) & set(plan.preempted)
@@ -350,7 +350,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.counts["vectors"] += request.is_finished
 
     def rank(self, request: Request) -> PriorityKey:
-        return self.scheduler._tickets[request.id].rank
+        return self.scheduler._states[request.id].priority_key
 
     def chance(self, seed: int) -> random.Random:
         """Return random numbers that differ from operation to operation, even with one seed."""

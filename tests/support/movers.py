@@ -22,14 +22,14 @@ class Movers:
 
     def __init__(self, scheduler: Scheduler, model: FakePipeline, counts: Counter[str]) -> None:
         self.scheduler, self._model, self._counts = scheduler, model, counts
-        self._all = scheduler.prefixes.transfers
+        self._all = scheduler.prefix_cache.transfers
         self._stored: dict[PageKey, list[int]] = {}
         self._transfers: list[tuple[Transfer, list[PageKey]]] = []  # with what is still to come
         self._leases: list[tuple[Lease, dict[PageKey, list[int]]]] = []
 
     def expect(self, rng: random.Random, request: Request) -> None:
         """Perhaps begin a transfer for a request that was just added."""
-        ticket = self.scheduler._tickets[request.id]
+        ticket = self.scheduler._states[request.id]
         if rng.random() < 0.3:
             self._store_known()
             self.scheduler._pool.evict_all()
@@ -39,7 +39,7 @@ class Movers:
         if transfer is not None:
             lost = rng.random() * 0.2
             there = {key for key in self._stored if rng.random() >= lost}
-            wanted = self._all.narrow(transfer, there.__contains__)
+            wanted = self._all.select_missing(transfer, there.__contains__)
             self._transfers.append((transfer, wanted))
             self._counts["transfers"] += 1
 
@@ -69,7 +69,9 @@ class Movers:
         open_ = [transfer for transfer, _ in self._transfers]
         assert all(one in open_ for one in self._all._claiming), "a claim outlived its owner"
         num_held = sum(map(len, self.held()))
-        assert num_held == self._all.num_held <= self._all.most_held, "too many pages are held"
+        assert num_held == self._all.num_held_pages <= self._all.max_held_pages, (
+            "too many pages are held"
+        )
 
     def _go_on(self, rng: random.Random, number: int) -> None:
         transfer, wanted = self._transfers[number]
@@ -81,14 +83,14 @@ class Movers:
             self._all.end(transfer)
             return
         part = wanted[: rng.randint(1, 4)]
-        pages = self._all.take(transfer, part)
+        pages = self._all.allocate(transfer, part)
         part = part[: len(pages)]
         rng.shuffle(part)
         for key in part:
             for stage in self._model.stages:
                 stage.fill(transfer.pages[key], self._stored[key])
             if rng.random() < 0.95:  # else it is damaged
-                self._all.arrive(transfer, [key])
+                self._all.add_arrived(transfer, [key])
                 self._counts["arrived pages"] += 1
         del wanted[: len(part)]
 
@@ -100,7 +102,7 @@ class Movers:
 
     def _store_known(self) -> list[PageKey]:
         """Read all pages that the index knows; return their keys."""
-        index = self.scheduler.prefixes._index
+        index = self.scheduler.prefix_cache._index
         known = {} if index is None else {key: page for page, key in index._keys.items()}
         self._stored.update({k: self._model.stages[0].content(p) for k, p in known.items()})
         return sorted(known)

@@ -34,7 +34,7 @@ class Setting(Frozen):
     max_running: int
     prefix_cache: bool
     policy: Policy
-    most_scored: int = 128
+    max_scored_rows: int = 128
     guesses: int | None = None  # the seed of random drafts, if there are to be some
     draws_ahead: int = 0  # steps
     cancels: int | None = None  # the seed of requests that end early, if some are to
@@ -56,7 +56,7 @@ class Setting(Frozen):
             max_running=max_running,
             prefix_cache=chance.random() < 0.7,
             policy=chance.choice(policies),
-            most_scored=(1, 3, 40, 128)[num_pages % 4],
+            max_scored_rows=(1, 3, 40, 128)[num_pages % 4],
             guesses=num_pages if num_pages % 2 else None,
         )
 
@@ -154,9 +154,9 @@ def run_schedule(
         context_length,
         max_running=setting.max_running,
         token_budget=setting.token_budget,
-        most_scored=setting.most_scored,
+        max_scored_rows=setting.max_scored_rows,
         steps_ahead=setting.draws_ahead,
-        draws_ahead=setting.draws_ahead > 0,
+        samples_ahead=setting.draws_ahead > 0,
     )
     scheduler = Scheduler(config, pool, index, setting.policy)
     chance, ends = random.Random(setting.guesses), random.Random(setting.cancels)

@@ -40,7 +40,7 @@ class Steps:
 
     def cancel(self, request_id: str) -> Request | None:
         """End a request as its caller may at any time; None if it has ended."""
-        ticket = self.scheduler._tickets.get(request_id)
+        ticket = self.scheduler._states.get(request_id)
         if ticket is None:
             return None
         assert self.scheduler.finish(ticket.request, FinishReason.CANCEL)

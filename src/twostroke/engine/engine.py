@@ -344,7 +344,7 @@ def build_scheduler(
         max_waiting_requests=batch.max_waiting_requests,
         max_waiting_tokens=batch.max_waiting_tokens,
         steps_ahead=facts.draws_ahead if draws_ahead else facts.steps_ahead,
-        draws_ahead=draws_ahead,
+        samples_ahead=draws_ahead,
     )
     return Scheduler(config, pool, index, make_policy(batch), clock)
 

@@ -245,7 +245,7 @@ class EngineLoop:
             self._tell_ended()
             if self._stopping:
                 return False
-            for request, error in self._scheduler.overdue():
+            for request, error in self._scheduler.pop_overdue():
                 self._fail(request, error)
             plan = self._scheduler.plan(self._limit.most_tokens) if self._may_start else None
             is_idle = plan is None and not self._steps
@@ -347,7 +347,7 @@ class EngineLoop:
 
     def _recall(self) -> None:
         with self._condition:
-            self._scheduler.recall()
+            self._scheduler.undo_newest_step()
 
     def _recover(self, error: RanksLostError) -> None:
         """Let lost ranks be replaced; all requests are computed again, and go on."""

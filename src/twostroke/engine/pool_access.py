@@ -51,12 +51,12 @@ class PoolAccess:
         self.count: Callable[[], tuple[TierTotals, ...]] = tuple
         self.flush: Callable[[float], bool] = lambda _: True
         self.lock = self._changed = changed
-        self.scheduler, self._transfers = scheduler, scheduler.prefixes.transfers
+        self.scheduler, self._transfers = scheduler, scheduler.prefix_cache.transfers
 
     @property
     def most_held(self) -> int:
         """How many pages all transfers and leases can hold together; 0 if nothing can be moved."""
-        return self._transfers.most_held if self.memory is not None else 0
+        return self._transfers.max_held_pages if self.memory is not None else 0
 
     def totals(self) -> tuple[TierTotals, ...]:
         """Return the counts of tiers."""
@@ -89,19 +89,19 @@ class PoolAccess:
     def narrow(self, transfer: Transfer, exists: Callable[[PageKey], bool]) -> list[PageKey]:
         """See `Transfers.narrow`."""
         with self._changed:
-            wanted = self._transfers.narrow(transfer, exists)
+            wanted = self._transfers.select_missing(transfer, exists)
             self._changed.notify_all()
         return wanted
 
     def take(self, transfer: Transfer, wanted: Sequence[PageKey]) -> list[int]:
         """See `Transfers.take`; there may be no room now."""
         with self._changed:
-            return self._transfers.take(transfer, wanted)
+            return self._transfers.allocate(transfer, wanted)
 
     def arrive(self, transfer: Transfer, arrived: Sequence[PageKey]) -> None:
         """See `Transfers.arrive`."""
         with self._changed:
-            self._transfers.arrive(transfer, arrived)
+            self._transfers.add_arrived(transfer, arrived)
             self._changed.notify_all()
 
     def give_up(self, transfer: Transfer) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError
 from twostroke.core.request import Hints
-from twostroke.engine.scheduler.config import too_long
+from twostroke.engine.scheduler.config import prompt_too_long
 from twostroke.model.tokenizer import TooManyTokensError, encode_infill
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def encode_parts(
             ids.append(part)
             continue
         if len(ids) > card.context_length:  # before more is encoded in vain
-            raise too_long(field, len(ids), card.context_length, is_counted=False)
+            raise prompt_too_long(field, len(ids), card.context_length, is_exact=False)
         with _within_context(card, field):
             ids += tokenizer.encode(
                 part,
@@ -196,7 +196,9 @@ def _within_context(card: ModelCard, field: str) -> Iterator[None]:
     try:
         yield
     except TooManyTokensError as error:
-        raise too_long(field, error.num_tokens, card.context_length, is_counted=False) from None
+        raise prompt_too_long(
+            field, error.num_tokens, card.context_length, is_exact=False
+        ) from None
 
 
 def _listed(prompt: Sequence[int]) -> list[int]:

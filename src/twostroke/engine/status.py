@@ -130,10 +130,10 @@ def take_view(seen: SchedulerView, listeners: Mapping[str, RequestListener]) -> 
     """Return the scheduler's view, with the progress of each request."""
     running = [
         _request(request, listeners.get(request.id), pages)
-        for request, pages in zip(seen.running, seen.held, strict=True)
+        for request, pages in zip(seen.running, seen.pages, strict=True)
     ]
     return RunningRequests(
-        seen.stats, tuple(running), seen.counts, seen.cached, seen.waiting_since_s
+        seen.stats, tuple(running), seen.reference_counts, seen.cached_pages, seen.waiting_since_s
     )
 
 

@@ -210,11 +210,11 @@ def test_pages_that_a_peer_may_write_are_held_until_the_carrier_is_closed(
         scripted_prefill(answer, "127.0.0.2") as address,
         decode(path, address, peer_link="nixl-write") as llm,
     ):
-        transfers = llm.engine.client.loop.pages.scheduler.prefixes.transfers
+        transfers = llm.engine.client.loop.pages.scheduler.prefix_cache.transfers
         held, close = list[int](), carriers.Carrier.close
 
         def note(carrier: carriers.Carrier) -> None:
-            held.append(transfers.num_held)
+            held.append(transfers.num_held_pages)
             close(carrier)
 
         monkeypatch.setattr(carriers.Carrier, "close", note)

@@ -89,7 +89,7 @@ def test_pages_that_windows_left_are_evicted_first():
         pool.keep([page])
     pool.release(whole)
     for page in left:
-        pool.release_passed(page)
+        pool.release_out_of_window(page)
     pool.allocate(6)
     assert evicted == [left[2], left[1], left[0], whole[2], whole[1], whole[0]]
 
@@ -98,9 +98,9 @@ def test_page_that_one_request_leaves_stays_with_the_other():
     pool = PagePool(2, 16)
     pages = pool.allocate(1)
     pool.share(pages)
-    pool.release_passed(pages[0])
+    pool.release_out_of_window(pages[0])
     check_pool(pool, [pages])
-    pool.release_passed(pages[0])
+    pool.release_out_of_window(pages[0])
     assert states(pool) == (2, 0, 0)
 
 

@@ -157,7 +157,7 @@ class WindowCache:
     def evict(self, pages):
         """Evict pages, whatever the order of their last use."""
         for page in pages:
-            self.pool.release_passed(page)
+            self.pool.release_out_of_window(page)
             self.pool.allocate(1)
 
     def match(self):
@@ -169,7 +169,7 @@ def test_hit_needs_no_pages_before_the_window():
     cache.evict(cache.pages[1][:2])
     hit = cache.match()
     assert hit.pages == [cache.pages[0], [NO_PAGE, NO_PAGE, *cache.pages[1][2:]]]
-    assert (hit.num_places, hit.num_known) == (4, 4)
+    assert (hit.num_pages, hit.num_indexed) == (4, 4)
 
 
 def test_hit_ends_where_the_window_is_still_filled():
@@ -177,7 +177,7 @@ def test_hit_ends_where_the_window_is_still_filled():
     cache.evict(cache.pages[1][3:4])
     hit = cache.match()
     assert hit.pages == [cache.pages[0][:3], [NO_PAGE, *cache.pages[1][1:3]]]
-    assert (hit.num_places, hit.num_known) == (3, 5)
+    assert (hit.num_pages, hit.num_indexed) == (3, 5)
 
 
 def test_a_missing_page_without_a_window_ends_the_hit():
@@ -213,7 +213,7 @@ def test_longest_hit_is_found_whatever_was_evicted(seed):
         if all(needed(window, length) <= known[g] for g, window in enumerate(windows))
     )
     hit = cache.match()
-    assert hit.num_places == expected
+    assert hit.num_pages == expected
     for group, window in enumerate(windows):
         places = needed(window, expected)
         assert hit.pages[group] == [

@@ -220,7 +220,7 @@ def test_other_engines_are_asked_for_what_the_tiers_lack(tmp_path: Path) -> None
         def other_engine(ticket: RequestState) -> bool:
             transfer = pages.expect(ticket)
             if transfer is not None:
-                left.append((transfer.first_place, len(transfer.keys)))
+                left.append((transfer.first_page, len(transfer.keys)))
                 pages.end(transfer)
             return False
 
@@ -280,7 +280,7 @@ def test_a_tier_that_fails_or_is_slow_costs_no_request(tmp_path: Path, fault: st
         assert time.monotonic() - began_s < 2.0, "it waited longer than computing takes"
         assert tier.num_fetched == (0 if fault in {"find", "known to be slow"} else 1)
         if fault == "hangs":
-            held = client.loop.pages.scheduler.prefixes.transfers.num_held
+            held = client.loop.pages.scheduler.prefix_cache.transfers.num_held_pages
             assert held, "a page was given back that may still be written"
             assert answer(client, PROMPT)[0] == tokens
         tier.gate.set()
@@ -312,18 +312,18 @@ def test_a_disk_that_becomes_slow_costs_at_most_a_twentieth_of_computing(
     began_s: dict[Transfer, float] = {}
     most_s: list[float] = []  # that requests would wait
     with engine(tmp_path, [tier], token_s=whole_s / 100) as (client, _):
-        transfers = client.loop.pages.scheduler.prefixes.transfers
+        transfers = client.loop.pages.scheduler.prefix_cache.transfers
         begin, drop = transfers.begin, transfers.drop
 
         def begun(ticket: RequestState, within_s: float) -> Transfer | None:
             transfer = begin(ticket, within_s)
             if transfer is not None:
-                began_s[transfer] = transfer.late_s - within_s
+                began_s[transfer] = transfer.expires_at_s - within_s
             return transfer
 
         def dropped(transfer: Transfer) -> None:
             if not transfer.is_dropped:
-                most_s.append(transfer.late_s - began_s[transfer])
+                most_s.append(transfer.expires_at_s - began_s[transfer])
             drop(transfer)
 
         assert answer(client, PROMPT) == (tokens, 96), "it was not measured as fast"

@@ -44,7 +44,7 @@ class Line:
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
-            for request, error in self.scheduler.overdue():
+            for request, error in self.scheduler.pop_overdue():
                 self.errors[request.id] = str(error)
                 assert self.scheduler.finish(request, FinishReason.ERROR)
             plan = self.scheduler.plan()
@@ -176,7 +176,7 @@ def test_the_scheduler_says_when_the_next_timeout_is():
     line.add("a", timeout_s=3.0)
     assert line.scheduler.wait_s == 0
     line.step()
-    assert line.scheduler.overdue() == []
+    assert line.scheduler.pop_overdue() == []
 
 
 def test_ended_requests_are_not_remembered_for_their_deadlines():

@@ -117,7 +117,7 @@ def test_one_tenant_is_served_in_the_order_of_arrival_and_priority():
             plan = scheduler.plan()
             num = sum(piece.num_drawn for piece in plan.slices)
             scheduler.commit(plan, StepResult([1] * num, [None] * num))
-    by_rank = sorted(scheduler._tickets.values(), key=lambda ticket: ticket.rank)
+    by_rank = sorted(scheduler._states.values(), key=lambda ticket: ticket.priority_key)
     alive = {ticket.request.id for ticket in by_rank}
     right = [name for _, _, name in sorted(arrivals) if name in alive]
     assert [ticket.request.id for ticket in by_rank] == right
@@ -140,7 +140,9 @@ def test_a_request_is_passed_by_a_bounded_number_of_later_ones(most):
         if rng.random() < 0.05:
             service.scheduler.finish(rng.choice(waiting)[1], FinishReason.CANCEL)
         waiting = [(number, request) for number, request in waiting if not request.is_finished]
-        ranks = [(service.scheduler._tickets[one.id].rank, number, one) for number, one in waiting]
+        ranks = [
+            (service.scheduler._states[one.id].priority_key, number, one) for number, one in waiting
+        ]
         for at, (rank, number, request) in enumerate(ranks):
             for other, later, passer in ranks[at + 1 :]:
                 if other < rank:
@@ -222,8 +224,8 @@ def test_idle_tenants_are_forgotten():
         service.add(f"tenant{number}", 1, max_tokens=1)
         service.step()
     level = service.scheduler._waiting.order._levels[0]
-    assert len(level._shares) < 1100
-    assert len(level._open) < 20
+    assert len(level._accounts) < 1100
+    assert len(level._unfinished) < 20
 
 
 def test_half_read_prompts_keep_their_pages_when_others_come():

@@ -143,7 +143,7 @@ def test_a_recalled_step_is_planned_again():
     steps = Steps(token_budget=16, steps_ahead=1)
     request = steps.add("a", 12, max_tokens=2)
     first, second = steps.plan(), steps.plan()
-    steps.scheduler.recall()
+    steps.scheduler.undo_newest_step()
     check_scheduler(steps.scheduler)
     again = steps.plan()
     assert again.slices == second.slices
@@ -175,7 +175,7 @@ def test_steps_are_committed_in_their_order():
     steps = Steps(token_budget=16, steps_ahead=1)
     steps.add("a", 20)
     plans = [steps.plan(), steps.plan()]
-    with pytest.raises(AssertionError, match="steps in flight come first"):
+    with pytest.raises(AssertionError, match="commit steps in flight first"):
         steps.scheduler.plan()
     with pytest.raises(AssertionError, match="order"):
         steps.scheduler.commit(plans[1], steps.model.run(plans[1]))
@@ -198,7 +198,7 @@ def play(steps):
 
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_requests_draw_ahead_of_tokens_that_are_not_known(ahead):
-    steps = Steps(steps_ahead=ahead, draws_ahead=True)
+    steps = Steps(steps_ahead=ahead, samples_ahead=True)
     ours = steps.add("a", [1, 2, 3], max_tokens=7)
     steps.add("b", [4, 5], max_tokens=3)
     assert play(steps) == ["ab"] * 3 + ["a"] * 4
@@ -210,12 +210,12 @@ def test_requests_draw_ahead_of_tokens_that_are_not_known(ahead):
 
 
 def test_requests_that_wait_for_their_tokens_delay_nobody_and_go_together():
-    steps = Steps(steps_ahead=1, draws_ahead=True)
+    steps = Steps(steps_ahead=1, samples_ahead=True)
     steps.add("a", [1, 2, 3], max_tokens=8)
     for name in "pq":
         steps.add(name, [4, 5], max_tokens=4, presence_penalty=1.0)
     assert play(steps) == ["apq", "a"] * 4
-    steps = Steps(steps_ahead=1, draws_ahead=True)
+    steps = Steps(steps_ahead=1, samples_ahead=True)
     steps.add("p", [1, 2], max_tokens=9, presence_penalty=1.0)
     flights = deque([steps.plan()])
     steps.add("q", [3, 4], max_tokens=9, presence_penalty=1.0)  # in the step between
@@ -232,7 +232,7 @@ def test_requests_that_wait_for_their_tokens_delay_nobody_and_go_together():
 @pytest.mark.parametrize("drawn", [9, None])
 def test_rows_past_an_end_are_dropped(drawn):
     """The end is a token, or comes from outside while steps are in flight."""
-    steps = Steps(steps_ahead=2, draws_ahead=True)
+    steps = Steps(steps_ahead=2, samples_ahead=True)
     first = steps.add("r", [1, 2, 3], end_ids=frozenset({9}))
     plans = [steps.plan() for _ in range(3)]
     assert [plan.slices[0].start for plan in plans] == [0, 3, 4]
@@ -250,6 +250,6 @@ def test_rows_past_an_end_are_dropped(drawn):
 
 
 def test_each_step_that_draws_ahead_has_the_whole_budget():
-    steps = Steps(token_budget=16, steps_ahead=1, draws_ahead=True)
+    steps = Steps(token_budget=16, steps_ahead=1, samples_ahead=True)
     steps.add("r", 40)
     assert [steps.plan().num_rows for _ in range(2)] == [16, 16]

@@ -120,7 +120,7 @@ def test_pages_from_another_engine_are_found():
     steps.add("a", 10, max_tokens=1)
     steps.finish()
     request = make_request("b", 23)  # two pages are known, three come from elsewhere
-    assert steps.scheduler.prefixes.receive(request, PrefixChain(4, request.salt))
+    assert steps.scheduler.prefix_cache.receive(request, PrefixChain(4, request.salt))
     check_pool(steps.pool)
     check_index(steps.index)
     steps.scheduler.add(request)
@@ -128,19 +128,19 @@ def test_pages_from_another_engine_are_found():
     assert request.num_cached == 20
 
     large = make_request("c", list(range(40, 60)))
-    assert not steps.scheduler.prefixes.receive(large, PrefixChain(4, large.salt)), (
+    assert not steps.scheduler.prefix_cache.receive(large, PrefixChain(4, large.salt)), (
         "b holds the pages"
     )
     check_scheduler(steps.scheduler)
     unindexed = Steps(cache=False).scheduler
-    assert not unindexed.prefixes.receive(request, PrefixChain(4, request.salt))
+    assert not unindexed.prefix_cache.receive(request, PrefixChain(4, request.salt))
 
 
 def test_received_pages_serve_every_cache_group():
     pool = PagePool(32, 4, (None, 8))
     scheduler = Scheduler(SchedulerConfig(64, 8, 64), pool, PrefixIndex(pool), Continuous())
     request = make_request("b", 23)
-    assert scheduler.prefixes.receive(request, PrefixChain(4, request.salt))
+    assert scheduler.prefix_cache.receive(request, PrefixChain(4, request.salt))
     scheduler.add(request)
     assert scheduler.plan() is not None
     assert request.num_cached == 20

@@ -22,7 +22,7 @@ def scores_of(steps: Steps, *requests: Request) -> list[list[object]]:
 
 
 def test_a_long_prompt_is_cut_so_that_few_rows_have_logits() -> None:
-    steps = Steps(most_scored=6)
+    steps = Steps(max_scored_rows=6)
     request = steps.add("r", 15, prompt_logprobs=0)
     cuts = []
     for _ in range(3):
@@ -34,7 +34,7 @@ def test_a_long_prompt_is_cut_so_that_few_rows_have_logits() -> None:
 
 
 def test_requests_share_the_rows_and_others_pass_them() -> None:
-    steps = Steps(most_scored=6)
+    steps = Steps(max_scored_rows=6)
     steps.add("long", 12, prompt_logprobs=0)
     steps.add("next", 4, prompt_logprobs=0)
     assert steps.step() == {"long": 6}
@@ -44,7 +44,7 @@ def test_requests_share_the_rows_and_others_pass_them() -> None:
 
 
 def test_a_preempted_prompt_goes_on_reporting_where_it_was() -> None:
-    steps = Steps(num_pages=8, most_scored=5)
+    steps = Steps(num_pages=8, max_scored_rows=5)
     victim = steps.add("victim", 20, priority=1, prompt_logprobs=0, max_tokens=0)
     right = expected_scores(victim)
     plan = steps.plan()
@@ -57,7 +57,7 @@ def test_a_preempted_prompt_goes_on_reporting_where_it_was() -> None:
 
 
 def test_rows_computed_again_are_not_scored_again() -> None:
-    steps = Steps(num_pages=8, most_scored=5, cache=False)
+    steps = Steps(num_pages=8, max_scored_rows=5, cache=False)
     victim = steps.add("victim", 20, priority=1, prompt_logprobs=0)
     steps.step()
     steps.add("urgent", 30, priority=-1, max_tokens=1)
@@ -91,7 +91,7 @@ def test_a_request_for_nothing_but_scores_ends_without_a_token(length: int) -> N
 
 
 def test_who_leaves_in_the_middle_is_told_nothing_more() -> None:
-    steps = Steps(most_scored=3)
+    steps = Steps(max_scored_rows=3)
     gone = steps.add("gone", 9, prompt_logprobs=0)
     stays = steps.add("stays", 9)
     plan = steps.plan()

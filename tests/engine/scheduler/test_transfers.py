@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 def begin(steps: Steps, request_id: str, within_s: float = 10.0) -> Transfer:
-    transfers = steps.scheduler.prefixes.transfers
-    transfer = transfers.begin(steps.scheduler._tickets[request_id], within_s)
+    transfers = steps.scheduler.prefix_cache.transfers
+    transfer = transfers.begin(steps.scheduler._states[request_id], within_s)
     assert transfer is not None
     return transfer
 
 
 def bring(steps: Steps, source: FakeModel, pages: list[int], transfer: Transfer) -> None:
     """Bring the next page of a transfer from where another model has it."""
-    transfers = steps.scheduler.prefixes.transfers
-    key = next((0, key) for key in transfer.keys if (0, key) in transfer.wanted)
-    (page,) = transfers.take(transfer, [key])
-    place = transfer.first_place + transfer.keys.index(key[1])
+    transfers = steps.scheduler.prefix_cache.transfers
+    key = next((0, key) for key in transfer.keys if (0, key) in transfer.missing)
+    (page,) = transfers.allocate(transfer, [key])
+    place = transfer.first_page + transfer.keys.index(key[1])
     steps.model.fill(page, source.content(pages[place]))
-    transfers.arrive(transfer, [key])
+    transfers.add_arrived(transfer, [key])
 
 
 def computed(prompt: int) -> tuple[FakeModel, list[int], list[int]]:
@@ -50,12 +50,12 @@ def test_a_request_waits_for_its_transfer_and_computes_the_rest() -> None:
     steps = Steps()
     request = steps.add("b", 14, max_tokens=3)
     transfer = begin(steps, "b")
-    steps.scheduler.prefixes.transfers.narrow(transfer, lambda _: True)
+    steps.scheduler.prefix_cache.transfers.select_missing(transfer, lambda _: True)
     for _ in range(3):
         assert steps.scheduler.plan() is None
         assert steps.scheduler.wait_s == 10.0
         bring(steps, source, pages, transfer)
-    steps.scheduler.prefixes.transfers.end(transfer)
+    steps.scheduler.prefix_cache.transfers.end(transfer)
     assert steps.step() == {"b": 2}
     steps.finish()
     assert (request.num_cached, request.output) == (12, output)
@@ -66,9 +66,9 @@ def test_pages_that_arrived_before_a_transfer_failed_are_used() -> None:
     steps = Steps()
     request = steps.add("b", 14, max_tokens=3)
     transfer = begin(steps, "b")
-    steps.scheduler.prefixes.transfers.narrow(transfer, lambda _: True)
+    steps.scheduler.prefix_cache.transfers.select_missing(transfer, lambda _: True)
     bring(steps, source, pages, transfer)
-    steps.scheduler.prefixes.transfers.end(transfer)
+    steps.scheduler.prefix_cache.transfers.end(transfer)
     assert steps.step() == {"b": 10}
     steps.finish()
     assert request.output == output
@@ -80,13 +80,13 @@ def test_pages_that_arrived_are_evicted_before_those_that_they_continue() -> Non
     steps.add("a", 6, max_tokens=1)
     steps.finish()  # its first page is that of the next request, too
     request = steps.add("b", 14, max_tokens=3)
-    chain = steps.scheduler._tickets["b"].chain
+    chain = steps.scheduler._states["b"].chain
     transfer = begin(steps, "b")
-    steps.scheduler.prefixes.transfers.narrow(transfer, lambda _: True)
+    steps.scheduler.prefix_cache.transfers.select_missing(transfer, lambda _: True)
     for _ in transfer.keys:
         bring(steps, source, pages, transfer)
     assert steps.cancel("b") is request
-    steps.scheduler.prefixes.transfers.end(transfer)
+    steps.scheduler.prefix_cache.transfers.end(transfer)
     assert chain is not None
     assert steps.index is not None
     places = {steps.index.find((0, key)): place for place, key in enumerate(chain.keys)}
@@ -100,17 +100,17 @@ def test_a_late_transfer_is_not_waited_for_and_its_pages_stay_apart() -> None:
     steps.scheduler = Scheduler(
         steps.scheduler.config, steps.pool, steps.index, Continuous(), lambda: now[0]
     )
-    transfers = steps.scheduler.prefixes.transfers
+    transfers = steps.scheduler.prefix_cache.transfers
     request = steps.add("b", 14, max_tokens=3)
     transfer = begin(steps, "b", 0.5)
-    (taken,) = transfers.take(transfer, transfers.narrow(transfer, lambda _: True)[:1])
+    (taken,) = transfers.allocate(transfer, transfers.select_missing(transfer, lambda _: True)[:1])
     assert steps.scheduler.plan() is None
     now[0] = 0.5
     plan = steps.scheduler.plan()
     assert plan is not None, "a late transfer was waited for"
     assert taken not in request.pages[0], "a page was handed out that may still be written"
     steps.scheduler.commit(plan, steps.model.run(plan))
-    transfers.arrive(transfer, list(transfer.pages))  # what was computed meanwhile has its key
+    transfers.add_arrived(transfer, list(transfer.pages))  # what was computed meanwhile has its key
     transfers.end(transfer)
     while steps.scheduler.has_work:
         plan = steps.plan()
@@ -124,13 +124,13 @@ def test_a_request_waits_for_the_pages_that_its_windows_see(windows: tuple[int |
     steps = Steps(windows=windows)
     request = steps.add("b", 26)
     transfer = begin(steps, "b")
-    transfers = steps.scheduler.prefixes.transfers
-    wanted = transfers.narrow(transfer, lambda _: True)
+    transfers = steps.scheduler.prefix_cache.transfers
+    wanted = transfers.select_missing(transfer, lambda _: True)
     assert len(wanted) < len(windows) * len(transfer.keys), "hidden pages are brought"
     for key in wanted:
         assert steps.scheduler.plan() is None, "it started before all that it sees was there"
-        transfers.take(transfer, [key])
-        transfers.arrive(transfer, [key])
+        transfers.allocate(transfer, [key])
+        transfers.add_arrived(transfer, [key])
     transfers.end(transfer)
     assert steps.scheduler.plan() is not None
     assert request.num_cached == 24
@@ -139,10 +139,10 @@ def test_a_request_waits_for_the_pages_that_its_windows_see(windows: tuple[int |
 def test_what_is_not_there_is_not_waited_for() -> None:
     steps = Steps()
     steps.add("b", 14)
-    transfers = steps.scheduler.prefixes.transfers
+    transfers = steps.scheduler.prefix_cache.transfers
     transfer = begin(steps, "b")
     first = transfer.keys[0]
-    assert transfers.narrow(transfer, {(0, first)}.__contains__) == [(0, first)]
+    assert transfers.select_missing(transfer, {(0, first)}.__contains__) == [(0, first)]
     transfers.end(transfer)
     assert steps.step() == {"b": 14}
 
@@ -152,23 +152,23 @@ def test_others_with_the_same_prompt_wait_for_one_transfer() -> None:
     steps.add("b", 14)
     begin(steps, "b")
     steps.add("c", 14)
-    transfers = steps.scheduler.prefixes.transfers
-    assert transfers.begin(steps.scheduler._tickets["c"]) is None
+    transfers = steps.scheduler.prefix_cache.transfers
+    assert transfers.begin(steps.scheduler._states["c"]) is None
     assert steps.scheduler.plan() is None
 
 
 def test_transfers_and_leases_leave_the_pages_of_the_longest_request() -> None:
     steps = Steps(num_pages=20)  # of which the longest needs 16
-    transfers = steps.scheduler.prefixes.transfers
-    assert transfers.most_held == 4
+    transfers = steps.scheduler.prefix_cache.transfers
+    assert transfers.max_held_pages == 4
     long = steps.add("a", 60, max_tokens=4)
     steps.step()
     steps.add("b", [9] * 40, max_tokens=1)
     transfer = begin(steps, "b")
-    wanted = transfers.narrow(transfer, lambda _: True)
-    assert len(transfers.take(transfer, wanted)) == 4
-    assert not transfers.take(transfer, wanted[4:])
-    lease = transfers.lease([(0, key) for key in steps.scheduler._tickets["a"].chain.keys])
+    wanted = transfers.select_missing(transfer, lambda _: True)
+    assert len(transfers.allocate(transfer, wanted)) == 4
+    assert not transfers.allocate(transfer, wanted[4:])
+    lease = transfers.lease([(0, key) for key in steps.scheduler._states["a"].chain.keys])
     assert not lease.pages
     while not long.is_finished:
         assert "a" in steps_of(steps, transfer)
@@ -192,14 +192,14 @@ def _held(steps: Steps) -> list[list[int]]:
 def test_arrived_pages_are_let_go_to_bring_more() -> None:
     source, pages, output = computed(40)
     steps = Steps(num_pages=18)
-    transfers = steps.scheduler.prefixes.transfers
-    assert transfers.most_held == 2
+    transfers = steps.scheduler.prefix_cache.transfers
+    assert transfers.max_held_pages == 2
     request = steps.add("b", 40, max_tokens=3)
     transfer = begin(steps, "b")
-    transfers.narrow(transfer, lambda _: True)
+    transfers.select_missing(transfer, lambda _: True)
     for _ in transfer.keys:
         bring(steps, source, pages, transfer)
-        assert transfers.num_held <= 2
+        assert transfers.num_held_pages <= 2
     transfers.end(transfer)
     steps.finish()
     assert (request.num_cached, request.output) == (36, output)
@@ -209,9 +209,9 @@ def test_arrived_pages_are_let_go_to_bring_more() -> None:
 def test_a_leased_page_keeps_its_content(seed: int) -> None:
     rng = random.Random(seed)
     steps = Steps(num_pages=24, context_length=32)
-    transfers = steps.scheduler.prefixes.transfers
+    transfers = steps.scheduler.prefix_cache.transfers
     request = steps.add("a", 13, max_tokens=1)
-    keys = steps.scheduler._tickets[request.id].chain.keys
+    keys = steps.scheduler._states[request.id].chain.keys
     steps.finish()
     lease = transfers.lease([(0, key) for key in keys])
     content = {page: steps.model.content(page) for page in lease.pages.values()}
@@ -244,7 +244,7 @@ def test_what_can_be_brought_is_what_a_plain_search_finds(seed: int) -> None:
     def is_whole(count: int) -> bool:
         """Whether a row after `count` keys finds all that it reads of them."""
         return all(
-            index.knows((group, keys[at])) or (group, keys[at]) in there
+            index.contains((group, keys[at])) or (group, keys[at]) in there
             for group, start in enumerate(pool.groups.first_seen((first + count) * size))
             for at in range(max(0, start - first), count)
         )
@@ -257,12 +257,12 @@ def test_what_can_be_brought_is_what_a_plain_search_finds(seed: int) -> None:
 def test_nothing_is_brought_without_room_or_a_prefix_cache() -> None:
     for steps in (Steps(num_pages=16), Steps(cache=False)):
         steps.add("a", 14)
-        transfers = steps.scheduler.prefixes.transfers
-        assert transfers.begin(steps.scheduler._tickets["a"]) is None
+        transfers = steps.scheduler.prefix_cache.transfers
+        assert transfers.begin(steps.scheduler._states["a"]) is None
         assert steps.step() == {"a": 14}
 
 
 def test_a_request_that_reports_on_its_prompt_waits_for_nothing() -> None:
     steps = Steps()
     steps.add("a", 14, prompt_logprobs=0)
-    assert steps.scheduler.prefixes.transfers.begin(steps.scheduler._tickets["a"]) is None
+    assert steps.scheduler.prefix_cache.transfers.begin(steps.scheduler._states["a"]) is None

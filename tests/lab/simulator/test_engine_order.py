@@ -71,7 +71,7 @@ def simulated(load: Workload, batch: BatchOptions):
             steps_of(made, lambda request: int(request.id), steps)
         return made
 
-    find_quiet, decode, running = scheduler.quiet, scheduler.decode, []
+    find_quiet, decode, running = scheduler.fast_forward_steps, scheduler.fast_forward, []
 
     def quiet(most):
         running[:], num_steps = find_quiet(most)
@@ -85,7 +85,11 @@ def simulated(load: Workload, batch: BatchOptions):
             for step in range(len(tokens[0]))
         )
 
-    scheduler.plan, scheduler.quiet, scheduler.decode = plan, quiet, decode_quietly
+    scheduler.plan, scheduler.fast_forward_steps, scheduler.fast_forward = (
+        plan,
+        quiet,
+        decode_quietly,
+    )
     replica = SimulatedReplica(scheduler, lambda _: Totals(1.0, 1, 1), clock, VOCAB_SIZE, PAGE_SIZE)
     fleet = SimulatedFleet([replica], "round-robin", clock, VOCAB_SIZE)
     fleet.run(load)

@@ -76,13 +76,15 @@ def watch(
     """Keep the state of pages after each change that is not one of quiet steps."""
     plan_next = scheduler.plan
     if not is_quiet:
-        scheduler.quiet = lambda most: ([], 0)
+        scheduler.fast_forward_steps = lambda most: ([], 0)
 
     def plan(budget=None):
         made = plan_next(budget)
         view = scheduler.view()
         parts = made and [(s.request.id, s.start, s.count, s.samples) for s in made.slices]
-        seen.append((number, parts, view.held, view.counts, view.cached, view.stats))
+        seen.append(
+            (number, parts, view.pages, view.reference_counts, view.cached_pages, view.stats)
+        )
         return made
 
     scheduler.plan = plan

@@ -60,7 +60,7 @@ class PrefillPlacement:
         """Follow a rule of `DISAGGREGATE`; `cost` counts the work of steps."""
         self.rule = rule
         self.decisions: Counter[str] = Counter()
-        self._scheduler, self._transfers = scheduler, scheduler.prefixes.transfers
+        self._scheduler, self._transfers = scheduler, scheduler.prefix_cache.transfers
         self._cost, self._page_size, self._page_bytes = cost, page_size, page_bytes
 
     def consider(
@@ -79,10 +79,12 @@ class PrefillPlacement:
         if self.rule == "never":
             return None
         transfer = self._transfers.begin(ticket) if others else None
-        wanted = self._transfers.narrow(transfer, lambda _: True) if transfer is not None else []
+        wanted = (
+            self._transfers.select_missing(transfer, lambda _: True) if transfer is not None else []
+        )
         if transfer is None or not wanted:
             reason, chosen = SHORT if others else GONE, None
-        elif len(wanted) + num_held > self._transfers.most_held:
+        elif len(wanted) + num_held > self._transfers.max_held_pages:
             reason, chosen = FULL, None
         else:
             chosen = self._choose(ticket, transfer, wanted, others, away, pace)
@@ -105,7 +107,7 @@ class PrefillPlacement:
         away: Sequence[Request],
         pace: float,
     ) -> RemotePrefill | None:
-        first = transfer.first_place * self._page_size
+        first = transfer.first_page * self._page_size
         end = first + len(transfer.keys) * self._page_size
         work = MissingPrefill(self.flops(first, end), len(wanted) * self._page_bytes)
         here = self._here(ticket.request, away, end - first, pace)

@@ -124,7 +124,7 @@ class PrefillPeer:
         """Have it read the prompt of a request."""
         one = begin(next(self._ids), request, chosen, PATIENCE_S, len(self._kind.windows))
         self.open[one.id] = one
-        end = chosen.transfer.first_place + len(chosen.transfer.keys)
+        end = chosen.transfer.first_page + len(chosen.transfer.keys)
         tokens = request.tokens[: end * self._kind.page_size]
         self._to_send.put(
             messages.PrefillPrompt(one.id, tokens, request.salt, one.firsts, request.priority)
@@ -169,7 +169,7 @@ class PrefillPeer:
     def _end_if_done(self, one: KvTransfer) -> None:
         if one.has_ended:
             return
-        if not one.transfer.wanted:
+        if not one.transfer.missing:
             self._end(one, DONE)
         elif one.is_finished and not one.num_pending:
             self._end(one, FAULT if one.fault else PARTIAL)
@@ -438,7 +438,7 @@ class KvTransfer:
         found = {
             key: (at, key, page)
             for at, key, page in named
-            if key in self.transfer.wanted and key not in self.asked
+            if key in self.transfer.missing and key not in self.asked
         }
         self.asked.update(found)
         return sorted(found.values(), key=lambda one: one[2])
@@ -449,9 +449,9 @@ def begin(
 ) -> KvTransfer:
     """Return a transfer that begins; it waits for `patience_s` beyond what it should take."""
     transfer, now_s = chosen.transfer, time.monotonic()
-    places = {key: place for place, key in enumerate(transfer.keys, transfer.first_place)}
+    places = {key: place for place, key in enumerate(transfer.keys, transfer.first_page)}
     keys = {(group, places[key]): (group, key) for group, key in chosen.wanted}
-    firsts = [transfer.first_place + len(transfer.keys)] * groups
+    firsts = [transfer.first_page + len(transfer.keys)] * groups
     for group, place in keys:
         firsts[group] = min(firsts[group], place)
     patience_s += 3 * chosen.seconds

@@ -1,4 +1,4 @@
-"""Key-value pages: their references, how many a request needs, and the prefixes they hold."""
+"""The pool of KV cache pages, and the index of the prefixes that they hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference counts of key-value pages, and which are free or kept for reuse."""
+"""The pool of KV cache pages: reference counts, allocation, and eviction of cached pages."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class PagePool:
     A page serves any of the model's cache groups. It is in exactly one of three states:
 
     - referenced: at least one request reads or writes it;
-    - cached: it has no references, but an index keeps its content. It can be shared again, or be
+    - cached: it has no references, but the prefix index has its content. It can be shared again, or
       evicted when pages run short, least recently used first;
     - free: its content means nothing.
 
-    The pool knows ids, not memory: the backend owns the content.
+    The pool manages ids; the backend owns the memory.
 
     Attributes:
-        groups: how many pages of which group a request needs.
-        on_evict: called with cached pages just before they are handed out again.
+        groups: computes how many pages of each cache group a request needs.
+        on_evict: called with cached pages just before they are allocated again.
     """
 
     def __init__(
@@ -43,43 +43,43 @@ class PagePool:
         self.groups = PageGroups(page_size, windows)
         self.on_evict: Callable[[Sequence[int]], None] | None = None
         self._counts = [0] * num_pages
-        self._kept = [False] * num_pages
-        # Last in, first out: a page that was just used is likelier to be in a near cache.
+        self._is_kept = [False] * num_pages  # whether a page is cached after its last reference
+        # Last in, first out: a page that was just used is likelier to be in a processor cache.
         self._free = list(range(num_pages - 1, -1, -1))
-        self._cached: OrderedDict[int, float] = OrderedDict()  # by when each was last used
-        self._evicted_s: float | None = None  # when the page was last used that was evicted last
+        self._cached: OrderedDict[int, float] = OrderedDict()  # time of last use, oldest first
+        self._evicted_s: float | None = None  # last use of the page that was evicted last
         self._clock = clock
 
     @property
     def num_free(self) -> int:
-        """Pages whose content means nothing."""
+        """The number of free pages."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Pages without references that an index keeps."""
+        """The number of cached pages."""
         return len(self._cached)
 
     @property
     def num_referenced(self) -> int:
-        """Pages that requests refer to."""
+        """The number of referenced pages."""
         return self.num_pages - len(self._free) - len(self._cached)
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` could hand out now."""
+        """The number of pages that `allocate` could return now."""
         return len(self._free) + len(self._cached)
 
     @property
     def horizon_s(self) -> float | None:
-        """How long ago the page was used that was evicted last; None if none was.
+        """How many seconds ago the page evicted last was last used; None if none was evicted.
 
-        Since pages are evicted by age, those that were used since are there.
+        Pages are evicted by age, so every page used since then is still cached.
         """
         return None if self._evicted_s is None else self._clock() - self._evicted_s
 
     def num_references(self, page: int) -> int:
-        """Return how many references `page` has."""
+        """Return the number of references to `page`."""
         return self._counts[page]
 
     def contents(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -88,7 +88,7 @@ class PagePool:
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` pages, at most `num_available`, with one reference each."""
-        assert count <= self.num_available, "more pages were asked for than there are"
+        assert count <= self.num_available, "more pages requested than available"
         free, counts = self._free, self._counts
         num_evicted = max(0, count - len(free))
         pages = free[: -count - 1 : -1]
@@ -99,38 +99,38 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add a reference to each of `pages`, which are referenced or cached."""
+        """Add a reference to each of `pages`, all of them referenced or cached."""
         for page in pages:
             if self._counts[page] == 0:
                 del self._cached[page]
             self._counts[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drop a reference to each of `pages`, which are in the order of their sequence.
+        """Drop a reference to each of `pages`, given in the order of their sequence.
 
-        The last page is evicted first: no prefix could reach it without the pages before it.
+        The last page is evicted first: no prefix reaches it without the pages before it.
         """
-        counts, kept, now_s = self._counts, self._kept, self._clock()
+        counts, is_kept, now_s = self._counts, self._is_kept, self._clock()
         for page in reversed(pages):
-            left = counts[page] - 1
-            assert left >= 0, "a page without references was released"
-            counts[page] = left
-            if not left:
-                if kept[page]:
+            num_left = counts[page] - 1
+            assert num_left >= 0, "a page without references was released"
+            counts[page] = num_left
+            if not num_left:
+                if is_kept[page]:
                     self._cached[page] = now_s
                 else:
                     self._free.append(page)
 
-    def release_passed(self, page: int, *, is_sought: bool = False) -> None:
-        """Drop a reference to a page that a window has passed, before its request ends.
+    def release_out_of_window(self, page: int, *, is_reusable: bool = False) -> None:
+        """Drop a reference to a page that the sliding window of its request has left behind.
 
-        It becomes the first to be evicted, unless it `is_sought`: most places of a sequence are
-        never the end of another request's prefix.
+        The page becomes the first to be evicted, unless it `is_reusable`. In a group with a window
+        a page is useful only where another request's prefix ends, and few pages are such ends.
         """
         self.release([page])
         if page in self._cached:
-            self._cached[page] = math.inf  # its age says nothing of the others
-            if not is_sought:
+            self._cached[page] = math.inf  # its eviction must not change `horizon_s`
+            if not is_reusable:
                 self._cached.move_to_end(page, last=False)
 
     def evict_all(self) -> None:
@@ -138,20 +138,21 @@ class PagePool:
         self._free += self._evict(len(self._cached))
 
     def keep(self, pages: Iterable[int]) -> None:
-        """Let referenced pages outlive their references until they are evicted."""
-        counts, kept = self._counts, self._kept
+        """Cache referenced pages after their last reference, until they are evicted."""
+        counts, is_kept = self._counts, self._is_kept
         for page in pages:
             assert counts[page] > 0, "only a referenced page has content worth keeping"
-            kept[page] = True
+            is_kept[page] = True
 
     def _evict(self, count: int) -> list[int]:
-        """Evict the cached pages that were used longest ago."""
-        cached, kept, pages = self._cached, self._kept, list[int]()
+        """Evict the `count` least recently used cached pages, and return them."""
+        cached, is_kept = self._cached, self._is_kept
+        pages: list[int] = []
         for _ in range(count):
             page, used_s = cached.popitem(last=False)
             if used_s != math.inf:
                 self._evicted_s = used_s
-            kept[page] = False
+            is_kept[page] = False
             pages.append(page)
         if pages and self.on_evict is not None:
             self.on_evict(pages)

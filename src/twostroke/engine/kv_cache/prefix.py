@@ -1,4 +1,4 @@
-"""Finds the page of each known prefix, by a chain of hashes over full pages."""
+"""The prefix index: finds the cached pages of a prompt by a chain of hashes over full pages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
     from twostroke.engine.kv_cache.pool import PagePool
 
-PageKey = tuple[int, bytes]  # the cache group, and the key of the sequence up to the page's end
+PageKey = tuple[int, bytes]  # the cache group, and the hash of the sequence up to the page's end
 
 
 class PrefixChain:
-    """The keys of one sequence's full pages, hashed once each as the sequence grows.
+    """The keys of one sequence's full pages; each is hashed once, as the sequence grows.
 
     `keys[i] = sha256(keys[i - 1] + tokens of page i)`, and the first page follows a hash of the
-    salt: equal keys mean equal tokens from the first on, and equal salts.
+    salt. So equal keys mean equal tokens from the first token on, and equal salts.
     """
 
     __slots__ = ("_page_size", "_root", "keys")
@@ -32,45 +32,48 @@ class PrefixChain:
         self._root = sha256(b"twostroke prefix " + salt).digest()
 
     def extend(self, tokens: Sequence[int], num_pages: int) -> None:
-        """Hash the pages of `tokens` up to the first `num_pages`, all of them full."""
+        """Add the keys of the first `num_pages` pages of `tokens`, which must be full."""
         keys = self.keys
         first = len(keys)
         if first >= num_pages:
             return
-        size = self._page_size
-        data = array("I", tokens[first * size : num_pages * size]).tobytes()
-        num_bytes = len(data) // (num_pages - first)
+        page_size = self._page_size
+        data = array("I", tokens[first * page_size : num_pages * page_size]).tobytes()
+        page_bytes = len(data) // (num_pages - first)
         key = keys[-1] if keys else self._root
-        for at in range(0, len(data), num_bytes):
-            key = sha256(key + data[at : at + num_bytes]).digest()
+        for offset in range(0, len(data), page_bytes):
+            key = sha256(key + data[offset : offset + page_bytes]).digest()
             keys.append(key)
 
 
 class PrefixHit(Frozen):
-    """The first `num_places` pages of a sequence, as `Request.pages` holds them: a list a group.
+    """The cached pages of a sequence's beginning.
 
-    `num_known` is the number of places known in the groups without a window.
+    Attributes:
+        pages: a list for each cache group, as in `Request.pages`.
+        num_indexed: how many of the first pages the index has in groups with full attention. It can
+            exceed `num_pages`, if a group with a window lacks pages.
     """
 
     pages: list[list[int]]
-    num_known: int = 0
+    num_indexed: int = 0
 
     @property
-    def num_places(self) -> int:
-        """How many pages long the prefix is."""
+    def num_pages(self) -> int:
+        """The length of the prefix, in pages of one cache group."""
         return len(self.pages[0])
 
 
 class PrefixIndex:
-    """Finds the pages of the longest computed prefix in each cache group.
+    """Finds the pages of the longest cached prefix in each cache group.
 
-    A row after the prefix must find all that it reads: every page in a group without a window, and
-    the last few in a group with one.
+    The row after the prefix must find all that it reads: every page in a group with full attention,
+    and the last few pages in a group with a sliding window.
 
     The index holds no references. An inserted page stays, referenced or cached, until the pool
     evicts it. Of two pages with the same key only the first is indexed.
 
-    `reuse_generated=False` is the strict mode for backends that compute prompt rows and generated
+    `reuse_generated=False` is the strict mode, for backends that compute prompt rows and generated
     rows differently. Pages with a generated row are then neither indexed nor reused, so a request's
     tokens never depend on earlier requests.
     """
@@ -79,129 +82,137 @@ class PrefixIndex:
         self.reuse_generated = reuse_generated
         self._pool = pool
         self._pages: list[dict[bytes, int]] = [{} for _ in pool.groups.windows]
-        self._keys: dict[int, tuple[int, bytes]] = {}  # group and key of each page
-        pool.on_evict = self._forget
+        self._keys: dict[int, PageKey] = {}  # by page
+        pool.on_evict = self._remove
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def chain(self, salt: bytes) -> PrefixChain:
-        """Start the keys of a sequence under `salt`."""
+        """Return an empty chain of page keys for a sequence under `salt`."""
         return PrefixChain(self._pool.page_size, salt)
 
     def num_reusable(self, num_tokens: int, num_prompt: int) -> int:
-        """Return how many pages of a sequence may be indexed, `num_prompt` tokens of it prompt."""
+        """Return how many full pages of a sequence may be indexed.
+
+        Of its `num_tokens`, the first `num_prompt` are the prompt.
+        """
         if not self.reuse_generated and num_prompt < num_tokens:
             num_tokens = num_prompt
         return num_tokens // self._pool.page_size
 
     def match(self, chain: PrefixChain, tokens: Sequence[int], num_prompt: int) -> PrefixHit:
-        """Return the pages of the longest known prefix of `tokens`, and extend their `chain`.
+        """Return the pages of the longest cached prefix of `tokens`, and extend their `chain`.
 
-        At least one token is left, which must be computed for its logits. The caller shares the
-        pages before it allocates any.
+        The prefix leaves at least one token, which must be computed for its logits. The caller must
+        share the pages before it allocates any.
         """
         num_pages = self.num_reusable(len(tokens) - 1, num_prompt)
         chain.extend(tokens, num_pages)
         return self.hit(chain.keys[:num_pages])
 
     def hit(self, keys: list[bytes]) -> PrefixHit:
-        """Return the pages of the longest known prefix of the places with these keys."""
-        num_pages, groups = len(keys), self._pool.groups
-        runs = [
-            _leading(known, keys)
-            for known, window in zip(self._pages, groups.windows, strict=True)
+        """Return the pages of the longest cached prefix of the pages with these keys."""
+        groups = self._pool.groups
+        full_attention_pages = [
+            _leading_pages(indexed, keys)
+            for indexed, window in zip(self._pages, groups.windows, strict=True)
             if window is None
         ]
-        num_known = min(map(len, runs), default=num_pages)
+        num_indexed = min(map(len, full_attention_pages), default=len(keys))
         if not groups.has_windows:
-            return PrefixHit([run[:num_known] for run in runs], num_known)
-        num_places = self._num_reachable(keys, num_known)
+            return PrefixHit([pages[:num_indexed] for pages in full_attention_pages], num_indexed)
+        num_pages = self._num_reachable(keys, num_indexed)
+        first_read = groups.first_seen(num_pages * groups.page_size)
         pages = [
-            [NO_PAGE] * first + [known[key] for key in keys[first:num_places]]
-            for known, first in zip(
-                self._pages, groups.first_seen(num_places * groups.page_size), strict=True
-            )
+            [NO_PAGE] * first + [indexed[key] for key in keys[first:num_pages]]
+            for indexed, first in zip(self._pages, first_read, strict=True)
         ]
-        return PrefixHit(pages, num_known if runs else num_places)
+        return PrefixHit(pages, num_indexed if full_attention_pages else num_pages)
 
     @property
     def num_groups(self) -> int:
-        """How many cache groups there are."""
+        """The number of cache groups."""
         return len(self._pages)
 
-    def knows(self, key: PageKey) -> bool:
-        """Whether the page of a group's key is indexed."""
-        group, chain = key
-        return chain in self._pages[group]
+    def contains(self, page_key: PageKey) -> bool:
+        """Whether the page with this key is indexed."""
+        group, key = page_key
+        return key in self._pages[group]
 
-    def find(self, key: PageKey) -> int:
-        """Return the page of a group's key, or `NO_PAGE`."""
-        group, chain = key
-        return self._pages[group].get(chain, NO_PAGE)
+    def find(self, page_key: PageKey) -> int:
+        """Return the page with this key, or `NO_PAGE`."""
+        group, key = page_key
+        return self._pages[group].get(key, NO_PAGE)
 
     def reachable(
         self, keys: Sequence[bytes], first: int, exists: Callable[[PageKey], bool]
     ) -> tuple[int, list[int]]:
-        """Return how many `keys` a request could start after with what exists elsewhere.
+        """Return how many of the `keys` a request could start after, with pages from elsewhere.
 
-        `keys` are those of its places from `first` on; earlier places are known. Also returns the
-        first place that is then read in each group.
+        `keys` belong to the request's pages from index `first` on; its earlier pages are cached.
+        `exists` says whether a page is available elsewhere. The second value is, for each cache
+        group, the index of the first page that the request then reads.
         """
-        groups, size = self._pool.groups, self._pool.page_size
-        num = len(keys)
+        groups, page_size = self._pool.groups, self._pool.page_size
+        num_keys = len(keys)
         for group, window in enumerate(groups.windows):
             if window is None:
-                has = (self.knows((group, k)) or exists((group, k)) for k in keys[:num])
-                num = next((at for at, is_there in enumerate(has) if not is_there), num)
-        at = total = num
-        firsts = groups.first_seen((first + total) * size)
-        while at > max(0, min(firsts) - first) and groups.has_windows:
-            at -= 1
-            for group, start in enumerate(firsts):
-                key = group, keys[at]
-                if groups.windows[group] is None or start > first + at:
+                for index, key in enumerate(keys[:num_keys]):
+                    if not (self.contains((group, key)) or exists((group, key))):
+                        num_keys = index
+                        break
+        index = num_reachable = num_keys
+        first_read = groups.first_seen((first + num_reachable) * page_size)
+        while index > max(0, min(first_read) - first) and groups.has_windows:
+            index -= 1
+            for group, start in enumerate(first_read):
+                if groups.windows[group] is None or start > first + index:
                     continue
-                if not (self.knows(key) or exists(key)):
-                    total = at  # a longer prefix would read this page
-                    firsts = groups.first_seen((first + total) * size)
+                page_key = group, keys[index]
+                if not (self.contains(page_key) or exists(page_key)):
+                    num_reachable = index  # a longer prefix would read this page
+                    first_read = groups.first_seen((first + num_reachable) * page_size)
                     break
-        return total, firsts
+        return num_reachable, first_read
 
     def insert(self, group: int, keys: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Index full, computed, referenced pages of a group, unless their `keys` have others."""
-        place, owners = self._pages[group].setdefault, self._keys
-        pairs = zip(keys, pages, strict=True)
-        added = [(key, page) for key, page in pairs if place(key, page) == page]
+        """Index full, computed, referenced pages of a group; keys that are indexed stay as is."""
+        indexed = self._pages[group]
+        added = [
+            (key, page)
+            for key, page in zip(keys, pages, strict=True)
+            if indexed.setdefault(key, page) == page
+        ]
         for key, page in added:
-            owners[page] = (group, key)
+            self._keys[page] = (group, key)
         self._pool.keep([page for _, page in added])
 
-    def _num_reachable(self, keys: list[bytes], num_places: int) -> int:
-        """Return the most places, up to `num_places`, whose windows have only known pages."""
+    def _num_reachable(self, keys: list[bytes], num_pages: int) -> int:
+        """Return the longest prefix, up to `num_pages`, whose pages in windows are all indexed."""
         groups = self._pool.groups
-        sliding = [g for g, window in enumerate(groups.windows) if window is not None]
-        first = groups.first_seen(num_places * groups.page_size)
-        place = num_places
-        while place > min(first[group] for group in sliding):
-            place -= 1
-            if any(first[g] <= place and keys[place] not in self._pages[g] for g in sliding):
-                num_places = place  # any longer prefix would read this page
-                first = groups.first_seen(num_places * groups.page_size)
-        return num_places
+        sliding = [group for group, window in enumerate(groups.windows) if window is not None]
+        first = groups.first_seen(num_pages * groups.page_size)
+        index = num_pages
+        while index > min(first[group] for group in sliding):
+            index -= 1
+            if any(first[g] <= index and keys[index] not in self._pages[g] for g in sliding):
+                num_pages = index  # any longer prefix would read this page
+                first = groups.first_seen(num_pages * groups.page_size)
+        return num_pages
 
-    def _forget(self, pages: Sequence[int]) -> None:
-        forget = self._keys.pop
+    def _remove(self, pages: Sequence[int]) -> None:
+        """Remove pages that the pool evicts."""
         for page in pages:
-            group, key = forget(page)
+            group, key = self._keys.pop(page)
             del self._pages[group][key]
 
 
-def _leading(known: dict[bytes, int], keys: list[bytes]) -> list[int]:
-    """Return the pages of the first keys, up to one that is unknown."""
+def _leading_pages(indexed: dict[bytes, int], keys: list[bytes]) -> list[int]:
+    """Return the pages of the first keys, up to the first key that is not indexed."""
     pages = []
     for key in keys:
-        page = known.get(key)
+        page = indexed.get(key)
         if page is None:
             break
         pages.append(page)

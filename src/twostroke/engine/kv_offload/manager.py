@@ -147,7 +147,7 @@ class OffloadManager:
         pages.on_submit.insert(0, self._submitted)  # before other engines are asked to compute
         pages.on_close.append(self.close)
         pages.count, pages.flush = self.totals, self.flush
-        pages.scheduler.prefixes.watcher = self
+        pages.scheduler.prefix_cache.watcher = self
 
     def totals(self) -> tuple[TierTotals, ...]:
         """Return the counts of each tier; any thread may call it."""
@@ -185,7 +185,7 @@ class OffloadManager:
 
     # Called under the loop's lock.
 
-    def found(self, ticket: RequestState, num_places: int) -> None:
+    def on_prefix_hit(self, ticket: RequestState, num_places: int) -> None:
         """Offer the pages that a request starts with, unless that was done a moment ago."""
         chain, keep_s = ticket.chain, ticket.request.hints.keep_s
         if chain is None:
@@ -198,7 +198,7 @@ class OffloadManager:
             self._touched.popitem(last=False)
         self._offer(chain.keys[:num_places], 0, num_places, keep_s)
 
-    def computed(self, ticket: RequestState, first: int, last: int) -> None:
+    def on_computed(self, ticket: RequestState, first: int, last: int) -> None:
         """Offer pages that a request has computed, if they were before or it wants them kept."""
         chain, request = ticket.chain, ticket.request
         if chain is None:
@@ -260,8 +260,8 @@ class OffloadManager:
         wanted = self._pages.narrow(transfer, where.__contains__)
         if not wanted or transfer.is_dropped:
             return
-        place_of = {key: transfer.first_place + at for at, key in enumerate(transfer.keys)}
-        start = transfer.first_place * self._size
+        place_of = {key: transfer.first_page + at for at, key in enumerate(transfer.keys)}
+        start = transfer.first_page * self._size
         last = place_of[wanted[-1][1]] + 1
         all_s = self._seconds(start, last * self._size)
         tiers = {where[key] for key in wanted}
@@ -281,7 +281,7 @@ class OffloadManager:
             if count:
                 end = (place_of[part[count - 1][1]] + 1) * self._size
                 saved_s = all_s if at == len(wanted) else self._seconds(start, end)
-                transfer.late_s = began_s + saved_s + slack_s
+                transfer.expires_at_s = began_s + saved_s + slack_s
             if count < len(part):
                 break
         took_s = time.monotonic() - began_s

@@ -1,4 +1,4 @@
-"""The limits of a scheduler, what they refuse, and snapshots of its state."""
+"""Limits of a scheduler, the errors of requests that exceed them, and snapshots of its state."""
 
 from __future__ import annotations
 
@@ -16,60 +16,65 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from twostroke.core.request import Request
 
-_START: Final = "This model's maximum context length is {context_length} tokens. However, "
+_CONTEXT_LENGTH_TEXT: Final = (
+    "This model's maximum context length is {context_length} tokens. However, "
+)
 
 
 class SchedulerConfig(Frozen):
     """The limits of one scheduler.
 
     Attributes:
-        context_length: most tokens, prompt and output together, that the model can hold.
-        max_running: most requests that hold pages at once.
-        token_budget: most tokens that one step computes. What the requests with one pending token
-            leave of it goes to prompts, so it also bounds how long a step, and with it the time
-            between two tokens, can take.
-        most_scored: most rows of a step that report log-probabilities of prompts; it bounds the
-            memory that logits take.
-        max_waiting_requests: a request before which so many wait is refused. Those that go after
-            it do not count, up to so many again: a flood of one tenant, or of less urgent
-            requests, leaves room for others.
-        max_waiting_tokens: the same in tokens, unless nothing waits before it.
-        max_overtakes: how many later arrivals may pass a request for each level of priority that
-            they are more urgent, so that a stream of urgent requests cannot starve the others.
-        steps_ahead: how many steps may be in flight when another one is planned. Together they
-            compute at most `token_budget` tokens, each its share.
-        draws_ahead: whether a step may compute tokens that steps in flight draw. Then each step
-            has the whole budget, and nothing is drafted.
+        context_length: maximum number of tokens of a request, prompt and output together.
+        max_running: maximum number of requests that hold pages at once.
+        token_budget: maximum number of tokens that one step computes. Decoding requests
+            come first and prompts get the rest, so it also bounds the duration of a step and with
+            it the time between two tokens.
+        max_scored_rows: maximum number of rows in a step that report log-probabilities of prompts;
+            bounds the memory for logits.
+        max_waiting_requests: a request is refused if this many requests wait before it. Waiting
+            requests that go after it are not counted, up to this number, so that the requests of
+            one tenant, or less urgent requests, do not fill the queue for others.
+        max_waiting_tokens: the same limit in tokens; it does not apply if no request waits.
+        max_overtakes: how many later arrivals may overtake a request for each level of priority by
+            which they are more urgent, so that urgent requests cannot starve the others.
+        steps_ahead: how many steps may be in flight when another step is planned. Together they
+            compute at most `token_budget` tokens, each an equal share.
+        samples_ahead: whether a step may compute tokens that steps in flight sample. Then each
+            step has the whole budget, and there are no drafts.
 
     Raises:
-        UsageError: the budget cannot serve all running requests.
+        UsageError: the budget is smaller than the number of running requests.
     """
 
     context_length: int
     max_running: int = 256
     token_budget: int = 512
-    most_scored: int = 128
+    max_scored_rows: int = 128
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 1 << 20
     max_overtakes: int = 1000
     steps_ahead: int = 0
-    draws_ahead: bool = False
+    samples_ahead: bool = False
 
     @property
     def step_budget(self) -> int:
-        """Most tokens that one of the steps in flight computes."""
-        return self.token_budget if self.draws_ahead else -(-self.token_budget // self._num_steps)
+        """The maximum number of tokens that one of the steps in flight computes."""
+        if self.samples_ahead:
+            return self.token_budget
+        return -(-self.token_budget // self._num_steps)
 
     @property
-    def most_in_flight(self) -> int:
-        """Most tokens that the steps in flight compute together."""
-        return self.token_budget * (self._num_steps if self.draws_ahead else 1)
+    def max_tokens_in_flight(self) -> int:
+        """The maximum number of tokens that all steps in flight compute together."""
+        return self.token_budget * (self._num_steps if self.samples_ahead else 1)
 
     @property
-    def most_lines(self) -> int:
-        """Most rows of a step that lines of batches have beside other requests.
+    def max_batch_rows(self) -> int:
+        """The maximum number of rows of batch requests in a step with other requests.
 
-        Few, since each makes the others' next token later; enough for most of a processor's pace.
+        It is small, since each of these rows delays the others' next tokens, and large enough for
+        most of the throughput of a batch.
         """
         return max(1, self.step_budget // 8)
 
@@ -78,19 +83,25 @@ class SchedulerConfig(Frozen):
         return 1 + self.steps_ahead
 
     def __post_init__(self) -> None:
-        """Refuse what could not make progress."""
+        """Refuse limits under which a running request would get no row."""
         if self.token_budget < self.max_running:
             reason = f"must be at least {{other}} ({self.max_running}), got {self.token_budget}."
             raise UsageError(reason, field="token_budget", other=Field("max_running"))
 
 
 class SchedulerStats(Frozen):
-    """A snapshot: requests and pages by state now, and counts since the start.
+    """Requests and pages by state now, and counts since the start.
 
-    `num_prompt_tokens` counts prompts when they are first admitted, `num_hit_tokens` those of
-    their tokens that the prefix cache held; their ratio is the hit rate. `num_recoveries` counts
-    how often the content of all pages was lost. `num_uncomputed` are tokens of running requests;
-    `horizon_s` is how long ago the page was used that was evicted last.
+    Attributes:
+        num_running, num_waiting: requests.
+        num_waiting_tokens: tokens of waiting requests.
+        num_free_pages, num_cached_pages, num_referenced_pages: pages by state, see `PagePool`.
+        num_prompt_tokens: prompt tokens of requests that have started, each request counted once.
+        num_hit_tokens: the part of `num_prompt_tokens` that the prefix cache had.
+        num_preemptions: how often a request lost its pages to another request.
+        num_recoveries: how often the content of all pages was lost.
+        num_uncomputed: tokens of running requests that are not computed yet.
+        horizon_s: how long ago the page was last used that was evicted last; None if none was.
     """
 
     num_running: int
@@ -108,48 +119,54 @@ class SchedulerStats(Frozen):
 
 
 class SchedulerView(Frozen):
-    """A copy of the requests that hold pages, by rank, and of the state of all pages.
+    """A copy of the running requests, by priority key, and of the state of all pages.
 
-    `held[i]` are the pages of `running[i]`, a tuple for each cache group (with `NO_PAGE`). `counts`
-    are the references to each page; `cached` are the unreferenced pages in the prefix cache.
-    `waiting_since_s` is the arrival of the request that has waited longest, if any waits.
+    Attributes:
+        stats: the counts of the same moment.
+        running: requests that hold pages.
+        pages: the page lists of each running request, a tuple per cache group (with `NO_PAGE`).
+        reference_counts: number of references to each page of the pool.
+        cached_pages: pages in the prefix cache that no request references.
+        waiting_since_s: arrival of the request that has waited longest; None if none waits.
     """
 
     stats: SchedulerStats
     running: tuple[Request, ...]
-    held: tuple[tuple[tuple[int, ...], ...], ...]
-    counts: tuple[int, ...]
-    cached: tuple[int, ...]
+    pages: tuple[tuple[tuple[int, ...], ...], ...]
+    reference_counts: tuple[int, ...]
+    cached_pages: tuple[int, ...]
     waiting_since_s: float | None
 
 
 def max_len(request: Request, context_length: int, num_slots: int) -> int:
-    """Return how many tokens end the request, prompt included.
+    """Return the number of tokens, prompt included, at which a request ends.
 
-    `num_slots` is how many tokens the whole page pool holds. A request that `cuts_limit` ends where
-    either is full.
+    `num_slots` is how many tokens of one request the page pool can hold. A request with
+    `cuts_limit` ends where the context or the pool is full.
 
     Raises:
-        RequestError: there is no prompt.
-        ContextLengthError: the prompt, or prompt and `max_tokens`, exceed either. The wording for
-            the context length is OpenAI's, which clients search for.
+        RequestError: the prompt is empty.
+        ContextLengthError: the prompt, or prompt and `max_tokens`, exceed the context length or
+            the page pool. The message about the context length is OpenAI's, for which clients
+            search.
     """
-    answer, num_prompt = request.max_output, len(request.tokens)
-    prompt = request.prompt_field
+    max_output, num_prompt = request.max_output, len(request.tokens)
+    prompt_field = request.prompt_field
     if not num_prompt:
-        raise RequestError("is empty: give at least one token.", field=prompt)
-    total = num_prompt + (1 if answer is None else answer)
-    if num_prompt + (answer != 0) > context_length:
-        raise too_long(prompt, num_prompt, context_length)
+        raise RequestError("is empty: give at least one token.", field=prompt_field)
+    total = num_prompt + (1 if max_output is None else max_output)
+    if num_prompt + (max_output != 0) > context_length:
+        raise prompt_too_long(prompt_field, num_prompt, context_length)
     if request.cuts_limit:
         total = min(total, max(num_prompt + 1, min(context_length, num_slots)))
     if total > context_length:
         raise ContextLengthError(
-            f"{_START}you requested {total} tokens ({num_prompt} in the {prompt}, {answer} in the "
-            f"completion). Please reduce the length of the {prompt} or completion.",
+            f"{_CONTEXT_LENGTH_TEXT}you requested {total} tokens ({num_prompt} in the "
+            f"{prompt_field}, {max_output} in the completion). Please reduce the length of the "
+            f"{prompt_field} or completion.",
             field="max_tokens",
             num_prompt=num_prompt,
-            num_answer=answer,
+            num_answer=max_output,
             context_length=context_length,
         )
     if total > num_slots:
@@ -157,80 +174,85 @@ def max_len(request: Request, context_length: int, num_slots: int) -> int:
             f"The request needs key-value memory for {total} tokens ({num_prompt} of them "
             f"prompt), but there is memory for {num_slots}. "
             "Shorten the prompt, lower {limit}, or give the cache more memory.",
-            field="max_tokens" if answer else prompt,
+            field="max_tokens" if max_output else prompt_field,
             limit=Field("max_tokens"),
         )
-    return total if answer is not None else min(context_length, num_slots)
+    return total if max_output is not None else min(context_length, num_slots)
 
 
-def too_long(
-    prompt: str, num_prompt: int, context_length: int, *, is_counted: bool = True
+def prompt_too_long(
+    prompt_field: str, num_prompt: int, context_length: int, *, is_exact: bool = True
 ) -> ContextLengthError:
-    """Return the error of a prompt, in the field `prompt`, that alone exceeds the context length.
+    """Return the error of a prompt that alone exceeds the context length.
 
-    With `is_counted` false it has at least `num_prompt` tokens.
+    `prompt_field` names the request's field. Unless `is_exact`, the prompt has at least
+    `num_prompt` tokens.
     """
     return ContextLengthError(
-        _START + "your {field} resulted in {least}{num_prompt} tokens. "
+        _CONTEXT_LENGTH_TEXT + "your {field} resulted in {least}{num_prompt} tokens. "
         "Please reduce the length of the {field}.",
-        field=prompt,
-        least="" if is_counted else "at least ",
+        field=prompt_field,
+        least="" if is_exact else "at least ",
         num_prompt=num_prompt,
         context_length=context_length,
     )
 
 
 class QueueEstimate(Frozen):
-    """Seconds until a request that comes now would start, and that it would delay later ones.
+    """The waiting time that a request would meet in the queue; None without measurements.
 
-    None if no pace is known.
+    Attributes:
+        wait_s: seconds until the request would start.
+        delay_s: seconds by which the request would delay later ones.
     """
 
     wait_s: float | None
-    turn_s: float | None
+    delay_s: float | None
 
 
 def check_queue(
     config: SchedulerConfig,
+    *,
     num_requests: int,
     num_tokens: int,
-    num_own: int,
-    outlook: QueueEstimate,
+    num_new_tokens: int,
+    estimate: QueueEstimate,
 ) -> None:
-    """Refuse a request of `num_own` tokens if too much waits before it.
+    """Refuse a request if too much waits before it.
 
-    Its caller may come back when half of that has started: the queue then has room, and work.
+    `num_requests` and `num_tokens` wait before the request, which has `num_new_tokens`. The error
+    advises to come back when half of the queue has started: there is room then, and work left.
 
     Raises:
-        OverloadedError: too many requests wait, or too many tokens.
+        OverloadedError: too many requests or tokens wait.
     """
     is_full = num_requests >= config.max_waiting_requests
     if is_full:
-        found, limit = f"{num_requests} requests wait", config.max_waiting_requests
-    elif num_requests and num_tokens + num_own > config.max_waiting_tokens:
-        found, limit = f"{num_tokens + num_own} tokens would wait", config.max_waiting_tokens
+        queued, limit = f"{num_requests} requests wait", config.max_waiting_requests
+    elif num_requests and num_tokens + num_new_tokens > config.max_waiting_tokens:
+        queued = f"{num_tokens + num_new_tokens} tokens would wait"
+        limit = config.max_waiting_tokens
     else:
         return
-    room_s = None if outlook.wait_s is None else outlook.wait_s / 2
     raise OverloadedError(
-        f"The queue is full: {found}, and at most {limit} may. Try again later.",
-        room_s=room_s,
-        turn_s=outlook.turn_s,
+        f"The queue is full: {queued}, and at most {limit} may. Try again later.",
+        room_s=None if estimate.wait_s is None else estimate.wait_s / 2,
+        turn_s=estimate.delay_s,
         is_full=is_full,
     )
 
 
-def check_deadline(request: Request, waited_s: float, outlook: QueueEstimate) -> None:
-    """Refuse a request whose turn will not come in time.
+def check_deadline(request: Request, waited_s: float, estimate: QueueEstimate) -> None:
+    """Refuse a request that would not start before its deadline.
 
     Raises:
-        OverloadedError: what waits before it takes too long.
+        OverloadedError: the requests before it take too long.
     """
     left_s = min(request.start_within_s, request.left_s) - waited_s
-    if outlook.wait_s and outlook.wait_s > left_s > 0:
+    if estimate.wait_s and estimate.wait_s > left_s > 0:
         raise OverloadedError(
-            f"The work that waits takes about {outlook.wait_s:.1f} s, and this request may wait "
+            f"The work that waits takes about {estimate.wait_s:.1f} s, and this request may wait "
             f"{left_s:.1f} s. Try again later.",
-            room_s=outlook.wait_s - left_s,
-            turn_s=outlook.turn_s,
+            room_s=estimate.wait_s - left_s,
+            turn_s=estimate.delay_s,
         )

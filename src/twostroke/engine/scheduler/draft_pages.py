@@ -1,4 +1,4 @@
-"""Drafts of a step: their rows, and their pages until the step is committed."""
+"""Adds speculative drafts to a step: their rows, and their pages until the step is committed."""
 
 from __future__ import annotations
 
@@ -17,134 +17,142 @@ if TYPE_CHECKING:
 
 
 class DraftPages:
-    """Lays drafts out as rows, and takes the pages of branches until the step's commit.
+    """Gives drafts rows and pages in a planned step, and keeps the accepted pages at its commit.
 
-    A chain is written to the request's own pages. A branch of a tree has pages of its own from the
-    place where it leaves the others' path. If its drafts are right, these become the request's, so
-    keys and values never move. No request is preempted for drafts.
+    A chain of drafts is written to the request's own pages. A branch of a draft tree gets separate
+    pages from the point where it leaves the path of the other drafts. If the branch is accepted,
+    its pages become the request's pages, so keys and values are never copied. No request is
+    preempted to make room for drafts.
     """
 
-    def __init__(self, pool: PagePool, holdings: KvCacheManager) -> None:
+    def __init__(self, pool: PagePool, kv_cache: KvCacheManager) -> None:
         self._pool = pool
         self._page_size = pool.page_size
-        self._holdings = holdings
+        self._kv_cache = kv_cache
 
     def add(
         self,
-        piece: Slice,
+        slice_: Slice,
         drafts: Sequence[int],
         parents: Sequence[int],
-        most: int,
+        *,
+        max_depth: int,
         num_running: int,
     ) -> Sequence[int]:
-        """Add the drafts for which there is room to a slice; return which, in the rows' order.
+        """Add the drafts that fit to a slice; return the indices of the added drafts.
 
-        Each of `drafts` follows the one before it, or if there are `parents`, the one with that
-        index, or `ROOT`; a better sibling comes first. Paths are cut after `most` drafts. Each
-        running request keeps a page to grow into; where the others do not suffice, branches are
-        left out, the last one first, before the chain along the best siblings is cut.
+        The indices are in the order of the rows. Without `parents` the drafts are a chain.
+        Otherwise `parents[i]` is the index of the draft before draft i, or `ROOT`; of drafts with
+        the same parent, the likeliest comes first. Paths are cut after `max_depth` drafts.
+
+        Every running request can still get one more page afterwards. If that leaves too few pages,
+        branches are dropped first, the last one first, and then the end of the main chain.
         """
-        order, parents = depth_first(parents, most) if parents else (range(len(drafts)), ())
-        cuts = [i for i, parent in enumerate(parents) if parent != i - 1]
-        num_chain = min(cuts[0] if cuts else len(order), most)
-        room = self._grow(piece, num_chain, num_running)
-        if room < num_chain or not cuts:
-            order = order[: max(0, min(room, num_chain))]
+        order: Sequence[int] = range(len(drafts))
+        if parents:
+            order, parents = depth_first(parents, max_depth)
+        branch_starts = [index for index, parent in enumerate(parents) if parent != index - 1]
+        chain_length = min(branch_starts[0] if branch_starts else len(order), max_depth)
+        room = self._grow(slice_, chain_length, num_running)
+        if room < chain_length or not branch_starts:
+            order = order[: max(0, min(room, chain_length))]
         else:
-            ends = [*cuts, len(order)]
-            piece.branches = tuple(self._branches(piece, parents, ends, num_running))
-            order = order[: ends[len(piece.branches)]]
-        piece.drafts = tuple([drafts[i] for i in order])
+            bounds = [*branch_starts, len(order)]
+            slice_.branches = tuple(self._branches(slice_, parents, bounds, num_running))
+            order = order[: bounds[len(slice_.branches)]]
+        slice_.drafts = tuple([drafts[index] for index in order])
         return order
 
-    def settle(self, piece: Slice, last: int) -> None:
-        """Give a request the pages of the path to draft `last` (or `ROOT`); release the others."""
-        request, branches = piece.request, piece.branches
+    def settle(self, slice_: Slice, last_accepted: int) -> None:
+        """Give the request the pages up to draft `last_accepted` (or `ROOT`), release the rest."""
+        request, branches = slice_.request, slice_.branches
         if not branches:
             return
-        at = bisect_right(branches, last, key=lambda branch: branch.first)
-        taken = [page for branch in branches for page in branch.own_pages]
-        if at:
-            winner = branches[at - 1]
-            kept = {page for pages in winner.pages for page in pages}
-            for pages, others in zip(request.pages, winner.pages, strict=True):
-                taken += pages[winner.place :]
-                pages[winner.place :] = others
-            taken = [page for page in taken if page not in kept]
+        num_begun = bisect_right(branches, last_accepted, key=lambda branch: branch.first)
+        released = [page for branch in branches for page in branch.own_pages]
+        if num_begun:
+            winner = branches[num_begun - 1]
+            winner_pages = {page for pages in winner.pages for page in pages}
+            for pages, new_pages in zip(request.pages, winner.pages, strict=True):
+                released += pages[winner.place :]
+                pages[winner.place :] = new_pages
+            released = [page for page in released if page not in winner_pages]
             request.num_moves += 1
-        self._pool.release(taken)
+        self._pool.release(released)
 
-    def _grow(self, piece: Slice, wanted: int, num_running: int) -> int:
-        """Take pages for drafts after a slice; return for how many there is room."""
-        request, page_size = piece.request, self._page_size
-        room = len(request.pages[0]) * page_size - piece.start - piece.count
-        if room < wanted:
-            num_places = min(
-                -(-(wanted - room) // page_size), self._holdings.num_spare(num_running)
-            )
-            room += page_size * self._holdings.grow(request, num_places)
+    def _grow(self, slice_: Slice, num_drafts: int, num_running: int) -> int:
+        """Allocate pages for drafts after a slice; return for how many drafts there is room."""
+        request, page_size = slice_.request, self._page_size
+        room = len(request.pages[0]) * page_size - slice_.start - slice_.count
+        if room < num_drafts:
+            num_missing_pages = -(-(num_drafts - room) // page_size)
+            num_new_pages = min(num_missing_pages, self._kv_cache.num_spare(num_running))
+            room += page_size * self._kv_cache.grow(request, num_new_pages)
         return room
 
     def _branches(
-        self, piece: Slice, parents: Sequence[int], cuts: Sequence[int], num_running: int
+        self, slice_: Slice, parents: Sequence[int], bounds: Sequence[int], num_running: int
     ) -> list[DraftBranch]:
-        """Return the branches that begin at all `cuts` but the last, while there are pages."""
-        size, request, end = self._page_size, piece.request, piece.start + piece.count
-        assert piece.count == 1, "only a slice of one row may have a tree"
-        place = end // size
-        spare = self._holdings.num_spare(num_running)
+        """Return branches of the drafts between neighbouring `bounds`, until pages run out."""
+        page_size, request = self._page_size, slice_.request
+        assert slice_.count == 1, "only a slice of one row may have a draft tree"
+        first_page = (slice_.start + slice_.count) // page_size  # the first that may differ
+        num_spare = self._kv_cache.num_spare(num_running)
         branches: list[DraftBranch] = []
-        for first, after in pairwise(cuts):
+        for first, end in pairwise(bounds):
             parent = parents[first]
-            path = [0, *(1 + draft for draft in path_to(parent, parents))]  # rows of the slice
-            position = piece.start + len(path)
-            own_place = position // size
-            num_own = (position + after - first - 1) // size - own_place + 1
-            if num_own > spare:
+            rows_above = [0, *(1 + draft for draft in path_to(parent, parents))]
+            position = slice_.start + len(rows_above)
+            first_own_page = position // page_size
+            num_own = (position + end - first - 1) // page_size - first_own_page + 1
+            if num_own > num_spare:
                 break
-            spare -= num_own
-            at = bisect_right(branches, parent, key=lambda branch: branch.first)
-            before = (
-                [pages[place:] for pages in request.pages] if not at else branches[at - 1].pages
+            num_spare -= num_own
+            num_begun = bisect_right(branches, parent, key=lambda branch: branch.first)
+            parent_pages: Sequence[Sequence[int]] = (
+                branches[num_begun - 1].pages
+                if num_begun
+                else [pages[first_page:] for pages in request.pages]
             )
-            oldest = max(own_place * size, piece.start)
-            branches.append(
-                DraftBranch(
-                    first,
-                    parent,
-                    position,
-                    place,
-                    tuple(
-                        (*pages[: own_place - place], *self._pool.allocate(num_own))
-                        for pages in before
-                    ),
-                    num_own,
-                    tuple(path[oldest - piece.start :]),
-                    is_copied=own_place * size < piece.start,
-                )
+            num_inherited = first_own_page - first_page
+            pages = tuple(
+                (*inherited[:num_inherited], *self._pool.allocate(num_own))
+                for inherited in parent_pages
             )
+            first_stored = max(first_own_page * page_size, slice_.start)
+            branch = DraftBranch(
+                first=first,
+                parent=parent,
+                position=position,
+                place=first_page,
+                pages=pages,
+                num_own=num_own,
+                above=tuple(rows_above[first_stored - slice_.start :]),
+                is_copied=first_own_page * page_size < slice_.start,
+            )
+            branches.append(branch)
         return branches
 
 
-def depth_first(parents: Sequence[int], most: int) -> tuple[list[int], list[int]]:
-    """Return nodes of a tree so that each is followed by its first child, and their new parents.
+def depth_first(parents: Sequence[int], max_depth: int) -> tuple[list[int], list[int]]:
+    """Return the nodes of a tree in depth-first order, and their parents in the new numbering.
 
-    Only paths of up to `most` nodes are kept.
+    Each node is directly followed by its first child. Nodes deeper than `max_depth` are dropped.
     """
     children: dict[int, list[int]] = {}
     depths: list[int] = []
     for node, parent in enumerate(parents):
         depths.append(0 if parent == ROOT else depths[parent] + 1)
-        if depths[node] < most:
+        if depths[node] < max_depth:
             children.setdefault(parent, []).append(node)
     order: list[int] = []
     new_parents: list[int] = []
     new_index = {ROOT: ROOT}
-    waiting = children.get(ROOT, [])[::-1]
-    while waiting:
-        node = waiting.pop()
+    stack = children.get(ROOT, [])[::-1]
+    while stack:
+        node = stack.pop()
         new_index[node] = len(order)
         order.append(node)
         new_parents.append(new_index[parents[node]])
-        waiting += children.get(node, [])[::-1]
+        stack += children.get(node, [])[::-1]
     return order, new_parents

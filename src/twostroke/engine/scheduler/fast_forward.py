@@ -1,7 +1,8 @@
-"""Steps that need no decision: each running request gets its next token, and nothing else happens.
+"""Performs several decode steps at once, for a simulation that knows the tokens beforehand.
 
-Who knows the tokens beforehand, as a simulation does, can count such steps and do them together.
-Pages, tokens and the prefix cache are then as `plan` and `commit` would leave them step by step.
+In such steps every running request gets its next token and nothing else happens: no request waits,
+prefills, ends or lacks a page. Afterwards pages, tokens and the prefix cache are exactly as calling
+`plan` and `commit` for each step would have left them.
 """
 
 from __future__ import annotations
@@ -16,60 +17,71 @@ if TYPE_CHECKING:
     from twostroke.engine.scheduler.request_state import RequestState
 
 
-def num_quiet(running: Sequence[RequestState], pool: PagePool, most: int) -> int:
-    """Return how many of the next steps, at most `most`, are quiet.
+def num_fast_forward_steps(running: Sequence[RequestState], pool: PagePool, max_steps: int) -> int:
+    """Return how many of the next steps, at most `max_steps`, can be fast-forwarded.
 
-    No request waits, reads its prompt, draws its first token, ends, or finds no page for a token.
-    None is added or finished meanwhile.
+    In these steps no running request prefills, samples its first token, ends, or fails to get a
+    page. The caller guarantees that no request waits, and adds or finishes no request meanwhile.
     """
-    size, num_groups = pool.page_size, len(pool.groups.windows)
-    for ticket in reversed(running):  # the last ones may still read their prompts
-        request = ticket.request
+    page_size = pool.page_size
+    num_groups = len(pool.groups.windows)
+    num_steps = max_steps
+    for state in reversed(running):  # the last requests are the likeliest to prefill still
+        request = state.request
         num_tokens = len(request.tokens)
         if num_tokens - request.num_planned != 1 or num_tokens <= request.num_prompt:
             return 0
         if request.end_ids or request.pooling is not None:
             return 0
-        most = min(most, ticket.max_len - num_tokens - 1)
-    while most > 0 and running:
-        ends = [(t.request.num_planned + most, t.request.pages[0]) for t in running]
-        num_places = sum([max(0, -(-end // size) - len(pages)) for end, pages in ends])
-        if num_places * num_groups <= pool.num_available:
+        num_steps = min(num_steps, state.max_len - num_tokens - 1)
+    while num_steps > 0 and running:
+        num_new_pages = 0
+        for state in running:
+            num_tokens = state.request.num_planned + num_steps
+            num_new_pages += max(0, -(-num_tokens // page_size) - len(state.request.pages[0]))
+        if num_new_pages * num_groups <= pool.num_available:
             break
-        most //= 2
-    return max(0, most) if running else 0
+        num_steps //= 2
+    return max(0, num_steps) if running else 0
 
 
-def do_quiet(
+def fast_forward(
     running: Sequence[RequestState],
     tokens: Sequence[Sequence[int]],
     page_size: int,
-    make_room: Callable[[RequestState], object],
-    settle: Callable[[RequestState], None],
+    *,
+    allocate_page: Callable[[RequestState], object],
+    update_pages: Callable[[RequestState], None],
 ) -> None:
-    """Do steps that `num_quiet` counts, in which requests draw `tokens`: (requests, steps).
+    """Perform decode steps whose sampled `tokens`, shaped (requests, steps), are known.
 
-    Pages are taken and settled in the order of the steps, and by rank within each.
+    `num_fast_forward_steps` must have allowed this number of steps. Pages are allocated and
+    published in the order of the steps and, within a step, of the running requests.
     """
-    num_steps, starts = len(tokens[0]), [ticket.request.num_computed for ticket in running]
-    due: list[tuple[int, int]] = []  # steps, twice, and one more for commits; places of requests
-    for place, (ticket, start) in enumerate(zip(running, starts, strict=True)):
-        ticket.request.tokens.extend(tokens[place])
-        due.append((2 * (-start % page_size), place))
-        due.append((2 * (ticket.due_at - start) - 1, place))
-    heapq.heapify(due)
-    while due[0][0] < 2 * num_steps:
-        at, place = due[0]
-        ticket, start = running[place], starts[place]
-        request, step = ticket.request, at // 2
-        if at % 2:
+    num_steps = len(tokens[0])
+    starts = [state.request.num_computed for state in running]
+    # Events by time. A time is twice the step for the allocation of a page before the step, and
+    # one more for the publication of pages after the step. The second value indexes `running`.
+    events: list[tuple[int, int]] = []
+    for index, (state, start) in enumerate(zip(running, starts, strict=True)):
+        state.request.tokens.extend(tokens[index])
+        events.append((2 * (-start % page_size), index))
+        events.append((2 * (state.update_at - start) - 1, index))
+    heapq.heapify(events)
+    while events[0][0] < 2 * num_steps:
+        time, index = events[0]
+        state = running[index]
+        start = starts[index]
+        request = state.request
+        step = time // 2
+        if time % 2:
             request.num_computed = request.num_planned = start + step + 1
-            settle(ticket)
-            at = 2 * (ticket.due_at - start) - 1
+            update_pages(state)
+            time = 2 * (state.update_at - start) - 1
         else:
             request.num_computed = request.num_planned = start + step
-            make_room(ticket)
-            at += 2 * page_size
-        heapq.heapreplace(due, (at, place))
-    for ticket, start in zip(running, starts, strict=True):
-        ticket.request.num_computed = ticket.request.num_planned = start + num_steps
+            allocate_page(state)
+            time += 2 * page_size
+        heapq.heapreplace(events, (time, index))
+    for state, start in zip(running, starts, strict=True):
+        state.request.num_computed = state.request.num_planned = start + num_steps

@@ -1,4 +1,9 @@
-"""The pages of running requests: allocation, prefix caching, and release after steps in flight."""
+"""The KV cache pages of requests: allocation, prefix caching, and pages of steps in flight.
+
+A request has one page list for each cache group of the model. The lists have the same length, and
+the page at index i of each list holds the same `page_size` tokens. A group with a sliding window
+has `NO_PAGE` where no later row reads.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +26,10 @@ if TYPE_CHECKING:
 
 
 class KvCacheManager:
-    """Keeps each request's lists of pages equally long, and empty where no window reaches."""
+    """Allocates and releases the pages of running requests in every cache group."""
 
     def __init__(self, pool: PagePool, token_budget: int) -> None:
+        """Manage pages of `pool` for steps that compute at most `token_budget` tokens."""
         self._pool = pool
         self._groups = pool.groups
         self._num_groups = len(pool.groups.windows)
@@ -31,182 +37,191 @@ class KvCacheManager:
 
     @property
     def can_grow(self) -> bool:
-        """Whether every list of a request could get another page."""
+        """Whether every page list of a request could get another page."""
         return self._pool.num_available >= self._num_groups
 
-    def grow(self, request: Request, num_places: int) -> int:
-        """Append up to `num_places` new pages to each list; return how many."""
-        num_places = min(num_places, self._pool.num_available // self._num_groups)
+    def grow(self, request: Request, num_pages: int) -> int:
+        """Append up to `num_pages` new pages to each page list; return the number appended."""
+        num_pages = min(num_pages, self._pool.num_available // self._num_groups)
         for pages in request.pages:
-            pages.extend(self._pool.allocate(num_places))
-        return num_places
+            pages.extend(self._pool.allocate(num_pages))
+        return num_pages
 
     def num_spare(self, num_running: int) -> int:
-        """Return how many places remain if each running request keeps one to grow into."""
+        """Return how many pages a list may get if each running request can still grow by one."""
         return max(0, self._pool.num_available // self._num_groups - num_running)
 
-    def release_passed(self, ticket: RequestState) -> None:
-        """Release pages that no later row reads, and note when the next ones are due.
+    def release_out_of_window(self, state: RequestState) -> None:
+        """Release pages that no later row reads, and note when the next ones may be released.
 
-        Pages that a request with the same prompt would look for age as usual; the others are the
+        Pages that a request with the same prompt would look up age as usual. The others are the
         first to be evicted.
         """
-        request, groups = ticket.request, self._groups
-        firsts = groups.first_seen(request.num_settled)
-        sought_from = groups.first_seen(ticket.num_known * groups.page_size)
-        for pages, first, sought in zip(request.pages, firsts, sought_from, strict=True):
-            for place in range(first - 1, -1, -1):
-                page = pages[place]
+        request, groups = state.request, self._groups
+        first_needed = groups.first_seen(request.num_settled)
+        first_reusable = groups.first_seen(state.num_indexed * groups.page_size)
+        for pages, needed, reusable in zip(
+            request.pages, first_needed, first_reusable, strict=True
+        ):
+            for index in range(needed - 1, -1, -1):
+                page = pages[index]
                 if page == NO_PAGE:
                     break
-                pages[place] = NO_PAGE
-                is_sought = sought <= place < ticket.num_known
-                self._pool.release_passed(page, is_sought=is_sought)
-        ticket.due_at = min(ticket.due_at, groups.next_passed(request.num_settled))
+                pages[index] = NO_PAGE
+                is_reusable = reusable <= index < state.num_indexed
+                self._pool.release_out_of_window(page, is_reusable=is_reusable)
+        state.update_at = min(state.update_at, groups.next_passed(request.num_settled))
 
-    def give_back(self, request: Request) -> None:
-        """Release all pages of a request; the last ones will be evicted first."""
-        pages = request.pages[0]
-        if len(request.pages) > 1 or self._groups.has_windows:
-            places = zip(*request.pages, strict=True)
-            pages = [page for place in places for page in place if page != NO_PAGE]
+    def release(self, request: Request) -> None:
+        """Release all pages of a request; its last pages will be evicted first."""
+        page_lists = request.pages
+        pages = page_lists[0]
+        if len(page_lists) > 1 or self._groups.has_windows:
+            columns = zip(*page_lists, strict=True)
+            pages = [page for column in columns for page in column if page != NO_PAGE]
         self._pool.release(pages)
         request.pages = []
 
     def num_reserved(self, request: Request) -> int:
-        """Return how many pages a running request may still take before it needs to draw."""
-        num_places, num_tokens = len(request.pages[0]), len(request.tokens)
+        """Return how many pages a running request may still take before it samples a token."""
         return self._groups.num_missing(
-            num_places, request.num_computed, num_tokens, self._token_budget
+            len(request.pages[0]), request.num_computed, len(request.tokens), self._token_budget
         )
 
-    def reserve(self, running: Sequence[RequestState]) -> int:
-        """Return how many pages running requests may still take before they need to draw."""
-        return sum([self.num_reserved(ticket.request) for ticket in running])
+    def total_reserved(self, running: Sequence[RequestState]) -> int:
+        """Return how many pages running requests may still take before they sample a token."""
+        return sum([self.num_reserved(state.request) for state in running])
 
     def num_victims(
         self,
-        ticket: RequestState,
+        state: RequestState,
         hit: PrefixHit,
+        *,
         running: Sequence[RequestState],
         num_reserved: int,
-        most_running: int,
+        max_running: int,
     ) -> int | None:
-        """Return how many of the last running requests to preempt so that `ticket` can start.
+        """Return how many of the last running requests to preempt so that a request can start.
 
-        Only less urgent ones are preempted; None if that is not enough. Running requests keep the
-        pages that their tokens still need and one a group to grow into (`num_reserved` in all): a
-        request that is soon preempted computes its tokens twice. When nothing runs, anything fits
-        that the scheduler let in.
+        Only less urgent requests are preempted; None if that does not free enough pages. The
+        running requests keep `num_reserved` pages in all: the pages that their tokens still need,
+        and one in each group to grow into. Starting a request that is soon preempted would compute
+        its tokens twice. When nothing runs, every request that the scheduler accepted fits.
         """
-        room = self._pool.num_available - self._num_taken(ticket.request, hit) - num_reserved
+        num_needed = self._num_needed(state.request, hit) + num_reserved
+        num_left_over = self._pool.num_available - num_needed
         for num_victims in range(len(running) + 1):
             num_left = len(running) - num_victims
-            if not num_left or (room >= 0 and num_left < most_running):
+            if not num_left or (num_left_over >= 0 and num_left < max_running):
                 return num_victims
             victim = running[num_left - 1]
-            is_urgent = ticket.request.priority < victim.request.priority
-            if not is_urgent or victim.rank < ticket.rank:
+            is_urgent = state.request.priority < victim.request.priority
+            if not is_urgent or victim.priority_key < state.priority_key:
                 return None
-            room += self._num_own(victim.request, hit) + self.num_reserved(victim.request)
+            num_left_over += self._num_freed(victim.request, hit)
+            num_left_over += self.num_reserved(victim.request)
         return None
 
-    def _num_taken(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many of the available pages a new request with a hit would take."""
-        pool, num_places = self._pool, hit.num_places
-        num_shared = sum(not pool.num_references(page) for page in held(hit.pages))
+    def _num_needed(self, request: Request, hit: PrefixHit) -> int:
+        """Return how many available pages a new request would take, with its prefix hit."""
+        pool, num_pages = self._pool, hit.num_pages
+        num_shared = sum(not pool.num_references(page) for page in all_pages(hit.pages))
         return num_shared + self._groups.num_missing(
-            num_places, num_places * pool.page_size, len(request.tokens), self._token_budget
+            num_pages, num_pages * pool.page_size, len(request.tokens), self._token_budget
         )
 
-    def _num_own(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many pages a new request with a hit would gain by preempting another."""
+    def _num_freed(self, victim: Request, hit: PrefixHit) -> int:
+        """Return how many pages preempting a request frees, without pages of the prefix hit."""
         pool = self._pool
-        own = {page for page in held(request.pages) if pool.num_references(page) == 1}
-        return len(own) - sum(page in own for page in held(hit.pages))
+        unshared = {page for page in all_pages(victim.pages) if pool.num_references(page) == 1}
+        return len(unshared) - sum(page in unshared for page in all_pages(hit.pages))
 
 
-def held(pages: list[list[int]]) -> list[int]:
-    """Return the pages of all groups."""
+def all_pages(pages: list[list[int]]) -> list[int]:
+    """Return the pages of all cache groups in one list, without `NO_PAGE`."""
     return [page for group in pages for page in group if page != NO_PAGE]
 
 
 class PageWatcher(Protocol):
-    """Learns which pages are used; it must be quick, because steps wait for it."""
+    """Is told which pages are used. Its methods must be quick, because steps wait for them."""
 
-    def found(self, ticket: RequestState, num_places: int) -> None:
-        """Take in that a request starts after pages that were there."""
+    def on_prefix_hit(self, state: RequestState, num_pages: int) -> None:
+        """Take note that a request starts with its first `num_pages` pages from the cache."""
 
-    def computed(self, ticket: RequestState, first: int, last: int) -> None:
-        """Take in that a request has computed the pages of these places."""
+    def on_computed(self, state: RequestState, first: int, end: int) -> None:
+        """Take note that a request has computed its pages from index `first` up to `end`."""
 
 
 class PrefixCache:
-    """The prefix index, and the missing pages that running requests are about to compute.
+    """The prefix index, and claims on missing pages that are about to be computed.
 
-    A request whose next missing page is claimed by a running request of better rank waits for it
-    instead of computing it twice. That cannot deadlock: a claim ends with its owner, and running
-    requests make progress in order of rank. A claim can also belong to a transfer, which brings
-    the page from elsewhere. Without an index there is no prefix cache.
+    A running request claims the pages that it will compute. A waiting request whose next missing
+    page is claimed by a more urgent running request waits for that page, so that it is not computed
+    twice. That cannot deadlock: a claim ends with its owner, and running requests make progress in
+    order of priority. The owner of a claim may also be a `Transfer`, which brings the page from a
+    KV offload tier or another engine. Without an index there is no prefix cache.
     """
 
     def __init__(self, index: PrefixIndex | None, pool: PagePool) -> None:
         self._index = index
-        self._pool, self._page_size = pool, pool.page_size
+        self._pool = pool
+        self._page_size = pool.page_size
         self._num_groups = len(pool.groups.windows)
         self._claims: dict[bytes, RequestState | Transfer] = {}
         self.transfers = Transfers(index, pool, self._claims)
         self.watcher: PageWatcher | None = None
 
     def chain(self, salt: bytes) -> PrefixChain | None:
-        """Start the keys of a request."""
+        """Return an empty chain of page keys for a new request; None without a prefix cache."""
         return self._index.chain(salt) if self._index is not None else None
 
-    def match(self, ticket: RequestState) -> PrefixHit | None:
-        """Return the known pages of a waiting request, or None if it should wait for more.
+    def match(self, state: RequestState) -> PrefixHit | None:
+        """Return the cached pages of a waiting request, or None if it should wait for more.
 
-        A request that reports on its prompt's rows computes all of them.
+        The hit is empty for a request that reports values for its prompt's rows: it must compute
+        all of them.
         """
-        if self._index is None or ticket.chain is None or ticket.request.needs_all_rows:
+        if self._index is None or state.chain is None or state.request.needs_all_rows:
             return PrefixHit([[] for _ in range(self._num_groups)])
-        if self._is_claimed(ticket, ticket.awaited):
+        if self._is_claimed(state, state.awaited_key):
             return None
-        request = ticket.request
-        hit = self._index.match(ticket.chain, request.tokens, request.num_prompt)
-        num_useful = self._index.num_reusable(len(request.tokens) - 1, request.num_prompt)
-        ticket.awaited = self._awaited(ticket.chain.keys[:num_useful], hit)
-        return None if self._is_claimed(ticket, ticket.awaited) else hit
+        request = state.request
+        hit = self._index.match(state.chain, request.tokens, request.num_prompt)
+        num_usable = self._index.num_reusable(len(request.tokens) - 1, request.num_prompt)
+        state.awaited_key = self._next_awaited(state.chain.keys[:num_usable], hit)
+        return None if self._is_claimed(state, state.awaited_key) else hit
 
     def wait_s(self, waiting: WaitingQueue) -> float | None:
-        """Seconds until a waiting request may start if none runs and only time changes.
+        """Return the seconds until a waiting request may start if none runs; None for never.
 
-        A request that is ready then waits for a transfer, whose end is another change.
+        A request that the policy has made ready then waits only for a transfer. A page that arrives
+        sooner wakes the caller by another way.
         """
         ready = waiting.ready
-        owners = [self._claims.get(ticket.awaited or b"") for ticket in ready]
-        late_s = [owner.late_s for owner in owners if isinstance(owner, Transfer)]
-        if not ready or len(late_s) < len(ready):
+        owners = [self._claims.get(state.awaited_key or b"") for state in ready]
+        expiries_s = [owner.expires_at_s for owner in owners if isinstance(owner, Transfer)]
+        if not ready or len(expiries_s) < len(ready):
             return waiting.wait_s
-        return self.transfers.until(min(late_s))
+        return self.transfers.seconds_until(min(expiries_s))
 
-    def num_hit(self, request: Request, chain: PrefixChain) -> int:
-        """Return how many tokens of a new request the index knows, and extend its `chain`."""
+    def num_cached_tokens(self, request: Request, chain: PrefixChain) -> int:
+        """Return how many tokens of a new request the index has, and extend its `chain`."""
         if self._index is None:
             return 0
         hit = self._index.match(chain, request.tokens, request.num_prompt)
-        return hit.num_places * self._page_size
+        return hit.num_pages * self._page_size
 
     def receive(self, request: Request, chain: PrefixChain) -> bool:
-        """Index pages for what another engine computed of a request that is about to be added.
+        """Index new pages for tokens that another engine computed; return False without room.
 
-        The request finds them when it starts; its last page, if it is not full, is computed again.
-        False if there is no room. The caller fills the pages. Extends the request's `chain`.
+        The request is about to be added and will find these pages when it starts. It computes its
+        last page again unless that is full. The caller fills the pages. Extends `chain`.
         """
         if self._index is None:
             return False
         hit = self._index.match(chain, request.tokens, request.num_prompt)
-        keys = chain.keys[hit.num_places :]
-        self._pool.share(held(hit.pages))
+        keys = chain.keys[hit.num_pages :]
+        self._pool.share(all_pages(hit.pages))
         fits = len(keys) * self._num_groups <= self._pool.num_available
         for group, pages in enumerate(hit.pages):
             added = self._pool.allocate(len(keys)) if fits else []
@@ -215,109 +230,110 @@ class PrefixCache:
             self._pool.release([*(page for page in pages if page != NO_PAGE), *added])
         return fits
 
-    def start(self, ticket: RequestState) -> None:
-        """Claim the pages that a request will compute after those that `match` found."""
-        if ticket.chain is None:
-            ticket.publish_at = sys.maxsize
+    def start(self, state: RequestState) -> None:
+        """Claim the pages that a request will compute, after the pages that `match` returned."""
+        if state.chain is None:
+            state.publish_at = sys.maxsize
             return
-        ticket.num_published = len(ticket.request.pages[0])
-        ticket.publish_at = (ticket.num_published + 1) * self._page_size
-        if self.watcher is not None and ticket.num_published:
-            self.watcher.found(ticket, ticket.num_published)
-        for key in ticket.chain.keys[ticket.num_published :]:
-            self._claims.setdefault(key, ticket)
+        state.num_published = len(state.request.pages[0])
+        state.publish_at = (state.num_published + 1) * self._page_size
+        if self.watcher is not None and state.num_published:
+            self.watcher.on_prefix_hit(state, state.num_published)
+        for key in state.chain.keys[state.num_published :]:
+            self._claims.setdefault(key, state)
 
-    def publish(self, ticket: RequestState) -> None:
+    def publish(self, state: RequestState) -> None:
         """Index the pages of a request that have become full."""
-        if self._index is None or ticket.chain is None:
+        if self._index is None or state.chain is None:
             return
-        request = ticket.request
+        request = state.request
         num_full = self._index.num_reusable(request.num_settled, request.num_prompt)
-        ticket.chain.extend(request.tokens, num_full)
-        first = ticket.num_published
-        keys = ticket.chain.keys[first:num_full]
+        state.chain.extend(request.tokens, num_full)
+        first = state.num_published
+        keys = state.chain.keys[first:num_full]
         for group, pages in enumerate(request.pages):
             self._index.insert(group, keys, pages[first:num_full])
-        self._drop_claims(keys, ticket)
+        self._drop_claims(keys, state)
         if self.watcher is not None and keys:
-            self.watcher.computed(ticket, first, num_full)
-        ticket.num_published = num_full
-        ticket.publish_at = (request.num_settled // self._page_size + 1) * self._page_size
+            self.watcher.on_computed(state, first, num_full)
+        state.num_published = num_full
+        state.publish_at = (request.num_settled // self._page_size + 1) * self._page_size
 
-    def stop(self, ticket: RequestState) -> None:
+    def stop(self, state: RequestState) -> None:
         """Drop the claims of a request that stops running."""
-        if ticket.chain is not None:
-            self._drop_claims(ticket.chain.keys[ticket.num_published :], ticket)
+        if state.chain is not None:
+            self._drop_claims(state.chain.keys[state.num_published :], state)
 
-    def _awaited(self, keys: Sequence[bytes], hit: PrefixHit) -> bytes | None:
-        """Return the key of the next missing page, or of a later one that a transfer brings.
+    def _next_awaited(self, keys: Sequence[bytes], hit: PrefixHit) -> bytes | None:
+        """Return the key of the next missing page, or of a later page that a transfer brings.
 
-        A transfer does not bring pages that a window hides; without those after them, the request
-        could start after none of them.
+        A transfer does not bring pages that lie before a sliding window. Such a page is missing,
+        but only with the later pages could the request start after any of them.
         """
-        missing = keys[hit.num_places :]
+        missing = keys[hit.num_pages :]
         if self._pool.groups.has_windows:
-            sees_all = None in self._pool.groups.windows
-            last = hit.num_known + 1 if sees_all else len(keys)
-            for key in keys[hit.num_places : last]:
+            has_full_attention = None in self._pool.groups.windows
+            end = hit.num_indexed + 1 if has_full_attention else len(keys)
+            for key in keys[hit.num_pages : end]:
                 if isinstance(self._claims.get(key), Transfer):
                     return key
         return missing[0] if missing else None
 
-    def _is_claimed(self, ticket: RequestState, key: bytes | None) -> bool:
+    def _is_claimed(self, state: RequestState, key: bytes | None) -> bool:
+        """Whether a request should wait for the owner of a claim on a page."""
         owner = self._claims.get(key) if key is not None else None
         if isinstance(owner, Transfer):
-            return not self.transfers.is_late(owner)
-        return owner is not None and owner.rank < ticket.rank
+            return not self.transfers.has_expired(owner)
+        return owner is not None and owner.priority_key < state.priority_key
 
-    def _drop_claims(self, keys: Sequence[bytes], ticket: RequestState) -> None:
+    def _drop_claims(self, keys: Sequence[bytes], state: RequestState) -> None:
         for key in keys:
-            if self._claims.get(key) is ticket:
+            if self._claims.get(key) is state:
                 del self._claims[key]
 
 
 class InFlightSteps:
-    """Keeps the plans of steps until their commit, and pages until no step uses them.
+    """Steps between plan and commit, and the pages of ended requests that these steps use.
 
     Attributes:
-        steps: each plan with the owners of its slices, the oldest first.
-        ended: requests that have ended, with pages that steps in flight use.
+        steps: the plan of each step with the owners of its slices, the oldest first.
+        ended_requests: requests that have ended but whose pages are used by steps in flight.
     """
 
-    def __init__(self, holdings: KvCacheManager) -> None:
+    def __init__(self, kv_cache: KvCacheManager) -> None:
         self.steps: deque[tuple[StepPlan, list[RequestState]]] = deque()
-        self.ended: list[RequestState] = []
-        self._holdings = holdings
-        self._must_land = False  # because a request waits for the pages of others
+        self.ended_requests: list[RequestState] = []
+        self._kv_cache = kv_cache
+        self._must_drain = False  # a request waits for the pages of another
 
     def __len__(self) -> int:
         return len(self.steps)
 
-    def let_preempt(self) -> bool:
-        """Whether requests may lose their pages now; if not, all steps must land first."""
-        self._must_land = bool(self.steps)
-        return not self._must_land
+    def may_preempt(self) -> bool:
+        """Whether requests may lose their pages now; if not, drain the steps in flight first."""
+        self._must_drain = bool(self.steps)
+        return not self._must_drain
 
-    def must_land(self) -> bool:
-        """Whether they must land before another step is planned."""
-        self._must_land = self._must_land and bool(self.steps)
-        return self._must_land
+    def must_drain(self) -> bool:
+        """Whether all steps in flight must be committed before another step is planned."""
+        self._must_drain = self._must_drain and bool(self.steps)
+        return self._must_drain
 
-    def land(self, plan: StepPlan) -> list[RequestState]:
-        """Take out the oldest step, which has this plan; return the owners of its slices."""
+    def pop_oldest(self, plan: StepPlan) -> list[RequestState]:
+        """Remove the oldest step, which must have this plan; return the owners of its slices."""
         oldest, owners = self.steps.popleft()
         assert plan.slices is oldest.slices, "steps are committed in the order of their plans"
         return owners
 
-    def give_back(self, ticket: RequestState) -> None:
-        """Release the pages of a request that stops running, now or after the last step."""
-        if ticket.request.is_in_flight:
-            self.ended.append(ticket)
+    def release(self, state: RequestState) -> None:
+        """Release the pages of a request that stops running, after the last step that uses them."""
+        if state.request.is_in_flight:
+            self.ended_requests.append(state)
         else:
-            self._holdings.give_back(ticket.request)
+            self._kv_cache.release(state.request)
 
     def release_ended(self) -> None:
         """Release the pages of ended requests that no step in flight uses any more."""
-        for ticket in [t for t in self.ended if not t.request.is_in_flight]:
-            self.ended.remove(ticket)
-            self._holdings.give_back(ticket.request)
+        for state in [state for state in self.ended_requests if not state.request.is_in_flight]:
+            self.ended_requests.remove(state)
+            self._kv_cache.release(state.request)

@@ -1,8 +1,8 @@
-"""When waiting requests may start: continuous, dynamic and static batching.
+"""Batching policies: when waiting requests may start (continuous, dynamic and static batching).
 
-A policy only says when requests may start, and how many together. Their order, their tokens and
-preemption are the scheduler's, the same under every policy. Preempted requests start again without
-asking the policy.
+A policy decides only when requests may start and how many start together. The scheduler decides
+their order, their tokens and preemption in the same way under every policy. A preempted request
+starts again without asking the policy.
 """
 
 from __future__ import annotations
@@ -15,43 +15,48 @@ if TYPE_CHECKING:
     from twostroke.core.options import BatchOptions
 
 
-class Queue(Frozen):
-    """The state that a policy decides on.
+class QueueState(Frozen):
+    """The state of the queue from which a policy decides.
 
-    `num_active` requests were let start and have not ended; `num_waiting`, at least one, were not.
-    The first of these came at `oldest_s`. After a flush no more will come.
+    Attributes:
+        num_waiting: requests that the policy has not started yet, at least one.
+        num_active: requests that the policy has started and that have not ended.
+        first_arrival_s: arrival of the first waiting request.
+        now_s: the current time, on the same clock.
+        is_flushed: whether the caller has said that no more requests will come.
     """
 
     num_waiting: int
     num_active: int
-    oldest_s: float
+    first_arrival_s: float
     now_s: float
     is_flushed: bool
 
 
 class Continuous(Frozen):
-    """Any request may start at any step."""
+    """Continuous batching: any request may start in any step."""
 
     @property
     def size(self) -> int | None:
-        """Most requests that start together; None for any number."""
+        """The maximum number of requests that start together; None for no limit."""
         return None
 
-    def wait_s(self, queue: Queue) -> float | None:  # noqa: ARG002 others look at the queue
+    def wait_s(self, queue: QueueState) -> float | None:  # noqa: ARG002 - the same interface
         """Return the seconds until requests may start; None for never."""
         return 0.0
 
 
 class Batched(Frozen):
-    """A batch of `size` requests starts at once, and none joins it later.
+    """Static or dynamic batching: `size` requests start together, and none joins them later.
 
-    After a flush, or `max_wait_s` after its first request if that is given, it starts with fewer.
+    A batch starts with fewer requests after a flush, or `max_wait_s` seconds after its first
+    request arrived, unless that is None.
     """
 
     size: int
     max_wait_s: float | None = None
 
-    def wait_s(self, queue: Queue) -> float | None:
+    def wait_s(self, queue: QueueState) -> float | None:
         """Return the seconds until a batch may start if only time changes; None for never."""
         if queue.num_active:
             return None
@@ -59,7 +64,7 @@ class Batched(Frozen):
             return 0.0
         if self.max_wait_s is None:
             return None
-        return max(0.0, queue.oldest_s + self.max_wait_s - queue.now_s)
+        return max(0.0, queue.first_arrival_s + self.max_wait_s - queue.now_s)
 
 
 Policy = Continuous | Batched

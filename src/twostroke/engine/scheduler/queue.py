@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import DeadlineError
 from twostroke.engine.scheduler.config import QueueEstimate, check_deadline, check_queue
-from twostroke.engine.scheduler.policy import Queue
-from twostroke.engine.scheduler.request_state import PriorityKey, rank_of
+from twostroke.engine.scheduler.policy import QueueState
+from twostroke.engine.scheduler.request_state import PriorityKey, priority_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -28,22 +28,33 @@ if TYPE_CHECKING:
     from twostroke.engine.scheduler.policy import Policy
     from twostroke.engine.scheduler.request_state import RequestState
 
+_MAX_IDLE_TENANTS: Final = 1024  # tenants without requests that are remembered at each priority
+_AVERAGED_REQUESTS: Final = 8  # requests over which the length of outputs is averaged
+_MAX_ENDED_ENTRIES: Final = 1000  # entries of ended requests that a deadline heap may keep
+_RATE_WINDOW_S: Final = 10.0  # waiting time over which a start rate is averaged
+_MIN_TOKENS_PER_S: Final = 1e-9
+
 
 class WaitingQueue:
-    """Tickets without pages: those that the policy has let start are `ready`, by rank.
+    """Requests without pages. The policy decides which of them are `ready` to start.
 
-    A preempted request goes back to `ready`.
+    Attributes:
+        order: assigns the priority keys.
+        ready: requests that may start as soon as there is room, also preempted ones, sorted by
+            priority key.
+        start_rate: how fast waiting tokens have started lately.
+        tokens: number of waiting tokens by priority.
     """
 
     def __init__(self, config: SchedulerConfig, policy: Policy, clock: Callable[[], float]) -> None:
         self.order = FairOrder(config.max_overtakes)
         self.ready: list[RequestState] = []
-        self.pace = StartRate(clock)
-        self.tokens: Counter[int] = Counter()  # by priority
+        self.start_rate = StartRate(clock)
+        self.tokens: Counter[int] = Counter()
         self._config = config
         self._policy = policy
         self._clock = clock
-        self._not_ready: dict[str, RequestState] = {}  # by arrival
+        self._not_ready: dict[str, RequestState] = {}  # by request id, in order of arrival
         self._is_flushed = False
 
     def __len__(self) -> int:
@@ -55,64 +66,72 @@ class WaitingQueue:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the tickets have."""
+        """The number of waiting tokens."""
         return sum(self.tokens.values())
 
     def check(self, request: Request) -> PriorityKey:
-        """Return the rank of a request that comes now.
+        """Return the priority key of a request that arrives now.
 
         Raises:
-            OverloadedError: the queue has no place for it, or is too long for its deadline.
+            OverloadedError: the queue is full, or too long for the request's deadline.
         """
-        config, num_own = self._config, len(request.tokens)
-        rank, tokens = self.order.rank(request), Counter(self.tokens)
-        later = self.ready[bisect_left(self.ready, rank, key=rank_of) :]
-        later += [ticket for ticket in self._not_ready.values() if ticket.rank > rank]
-        for ticket in later:
-            tokens[ticket.request.priority] -= len(ticket.request.tokens)
-        wait_s = self.pace.wait_s(tokens)
-        turn_s = self.pace.wait_s({request.priority: num_own})
-        num_requests = len(self) - min(len(later), config.max_waiting_requests)
-        num_tokens = max(tokens.total(), self.num_tokens - config.max_waiting_tokens)
-        check_queue(config, num_requests, num_tokens, num_own, QueueEstimate(wait_s, turn_s))
-        if wait_s is not None:
+        config = self._config
+        num_new_tokens = len(request.tokens)
+        key = self.order.next_key(request)
+        later = self.ready[bisect_left(self.ready, key, key=priority_key) :]
+        later += [state for state in self._not_ready.values() if state.priority_key > key]
+        tokens_before = Counter(self.tokens)
+        for state in later:
+            tokens_before[state.request.priority] -= len(state.request.tokens)
+        estimate = QueueEstimate(
+            wait_s=self.start_rate.wait_s(tokens_before),
+            delay_s=self.start_rate.wait_s({request.priority: num_new_tokens}),
+        )
+        check_queue(
+            config,
+            num_requests=len(self) - min(len(later), config.max_waiting_requests),
+            num_tokens=max(tokens_before.total(), self.num_tokens - config.max_waiting_tokens),
+            num_new_tokens=num_new_tokens,
+            estimate=estimate,
+        )
+        if estimate.wait_s is not None:
             waited_s = self._clock() - request.arrival_s if request.arrival_s else 0.0
-            check_deadline(request, waited_s, QueueEstimate(wait_s, turn_s))
-        return rank
+            check_deadline(request, waited_s, estimate)
+        return key
 
-    def add(self, ticket: RequestState) -> None:
+    def add(self, state: RequestState) -> None:
         """Queue a new request."""
-        self._not_ready[ticket.request.id] = ticket
-        if self.order.add(ticket):
-            self.ready.sort(key=rank_of)
-        self.tokens[ticket.request.priority] += len(ticket.request.tokens)
+        self._not_ready[state.request.id] = state
+        if self.order.add(state):
+            self.ready.sort(key=priority_key)
+        self.tokens[state.request.priority] += len(state.request.tokens)
 
-    def put_back(self, ticket: RequestState) -> None:
-        """Queue a request that has lost its pages."""
-        insort(self.ready, ticket, key=rank_of)
-        self.tokens[ticket.request.priority] += len(ticket.request.tokens)
+    def put_back(self, state: RequestState) -> None:
+        """Queue a preempted request again."""
+        insort(self.ready, state, key=priority_key)
+        self.tokens[state.request.priority] += len(state.request.tokens)
 
-    def remove(self, ticket: RequestState) -> None:
-        """Let a request go, to run or because it has ended."""
-        priority = ticket.request.priority
-        self.tokens[priority] -= len(ticket.request.tokens)
+    def remove(self, state: RequestState) -> None:
+        """Remove a request that starts or has ended."""
+        priority = state.request.priority
+        self.tokens[priority] -= len(state.request.tokens)
         if not self.tokens[priority]:
             del self.tokens[priority]
-        if self._not_ready.pop(ticket.request.id, None) is None:
-            del self.ready[bisect_left(self.ready, ticket.rank, key=rank_of)]
+        if self._not_ready.pop(state.request.id, None) is None:
+            del self.ready[bisect_left(self.ready, state.priority_key, key=priority_key)]
 
     def flush(self) -> None:
-        """Let the policy start those that wait now, without waiting for more."""
+        """Let the policy start the requests that wait now without waiting for more."""
         self._is_flushed = bool(self._not_ready)
 
     def make_ready(self, num_running: int) -> None:
-        """Make those ready that the policy lets start in the step that is planned now."""
-        self.pace.turn(self.tokens)
+        """Move the requests that the policy lets start in the next step to `ready`."""
+        self.start_rate.begin_step(self.tokens)
         if not self._not_ready or self._policy_wait_s(num_running) != 0:
             return
-        for ticket in sorted(self._not_ready.values(), key=rank_of)[: self._policy.size]:
-            del self._not_ready[ticket.request.id]
-            insort(self.ready, ticket, key=rank_of)
+        for state in sorted(self._not_ready.values(), key=priority_key)[: self._policy.size]:
+            del self._not_ready[state.request.id]
+            insort(self.ready, state, key=priority_key)
         self._is_flushed = self._is_flushed and bool(self._not_ready)
 
     @property
@@ -123,223 +142,249 @@ class WaitingQueue:
         return self._policy_wait_s(0) if self._not_ready else None
 
     def _policy_wait_s(self, num_running: int) -> float | None:
-        queue = Queue(
+        queue = QueueState(
             num_waiting=len(self._not_ready),
             num_active=len(self.ready) + num_running,
-            oldest_s=next(iter(self._not_ready.values())).request.arrival_s,
+            first_arrival_s=next(iter(self._not_ready.values())).request.arrival_s,
             now_s=self._clock(),
             is_flushed=self._is_flushed,
         )
         return self._policy.wait_s(queue)
 
 
-_MOST_IDLE: Final = 1024  # tenants without requests that are remembered at each level
-_RECENT: Final = 8  # requests over which the length of answers is averaged
-
-
-class _Share:
-    """A tenant's requests at one level. `paid` is when the clock will have paid for them all.
-
-    `line` are those that have not started, by rank.
-    """
-
-    __slots__ = ("last_start", "line", "num_open", "num_output", "paid")
-
-    def __init__(self, num_output: float) -> None:
-        self.paid = self.last_start = 0.0
-        self.num_open = 0
-        self.line: list[RequestState] = []
-        self.num_output = num_output  # of its recent answers, on average
-
-
 class FairOrder:
-    """Ranks all requests, each fairly among those of its priority.
+    """Assigns priority keys to requests, fairly between the tenants of each priority.
 
-    A request passes only what arrived less than `max_overtakes` before it, and as many more for
-    each level of priority that it is more urgent. With a single tenant it passes none of its level.
+    A request overtakes only requests that arrived less than `max_overtakes` arrivals earlier, and
+    that many more for each level of priority by which it is more urgent. If there is a single
+    tenant, no request overtakes another of the same priority.
     """
 
     def __init__(self, max_overtakes: int) -> None:
         self._num_arrived = 0
-        self._levels: dict[int, _Level] = defaultdict(partial(_Level, max_overtakes))
+        self._levels: dict[int, _PriorityLevel] = defaultdict(
+            partial(_PriorityLevel, max_overtakes)
+        )
 
-    def rank(self, request: Request) -> PriorityKey:
-        """Return the rank of a request that arrives now; `add` takes it in."""
-        return self._levels[request.priority].rank(request, self._num_arrived)
+    def next_key(self, request: Request) -> PriorityKey:
+        """Return the priority key of a request that arrives now, without adding the request."""
+        return self._levels[request.priority].next_key(request, self._num_arrived)
 
-    def add(self, ticket: RequestState) -> bool:
-        """Take in a request, and charge its tenant what it is expected to cost.
+    def add(self, state: RequestState) -> bool:
+        """Add a request and charge its tenant the expected cost.
 
-        Its tenant's requests of the same priority that have not started exchange their ranks so
-        that the earliest deadline goes first; returns whether any did.
+        The tenant's waiting requests of the same priority exchange their priority keys so that the
+        earliest deadline goes first. Returns whether any did.
         """
         self._num_arrived += 1
-        return self._levels[ticket.request.priority].add(ticket)
+        return self._levels[state.request.priority].add(state)
 
-    def start(self, ticket: RequestState) -> None:
-        """Take in that a request starts, whose cached tokens are known now."""
-        self._levels[ticket.request.priority].start(ticket)
+    def start(self, state: RequestState) -> None:
+        """Record that a request starts; from now on its number of cached tokens is known."""
+        self._levels[state.request.priority].start(state)
 
-    def end(self, ticket: RequestState) -> None:
-        """Take in that a request has ended, and charge what it did cost."""
-        self._levels[ticket.request.priority].end(ticket)
+    def end(self, state: RequestState) -> None:
+        """Record that a request has ended, and charge its tenant the real cost."""
+        self._levels[state.request.priority].end(state)
 
 
-class _Level:
-    """Ranks the requests of one priority.
+class _TenantAccount:
+    """One tenant's requests of one priority.
 
-    Costs are computed tokens: those of prompt and answer that the prefix cache did not have. They
-    are what tenants compete for, since a step is a number of computed tokens. A request's
-    cost is estimated when it arrives, and corrected when it starts and ends, which moves the
-    tenant's later requests.
+    Attributes:
+        paid_until: virtual time at which all requests of the tenant will be paid for.
+        last_start: virtual start of the tenant's latest request.
+        num_unfinished: requests that have not ended.
+        waiting: requests that have not started, by priority key.
+        mean_output: average number of output tokens of recent requests.
+    """
+
+    __slots__ = ("last_start", "mean_output", "num_unfinished", "paid_until", "waiting")
+
+    def __init__(self, mean_output: float) -> None:
+        self.paid_until = 0.0
+        self.last_start = 0.0
+        self.num_unfinished = 0
+        self.waiting: list[RequestState] = []
+        self.mean_output = mean_output
+
+
+class _PriorityLevel:
+    """Orders the requests of one priority by start-time fair queueing.
+
+    The cost of a request is its number of computed tokens: prompt and output tokens that were not
+    in the prefix cache. Tenants compete for computed tokens, since a step has a limited number of
+    them. The cost is estimated when a request arrives and corrected when it starts and when it
+    ends; the difference moves the tenant's later requests.
     """
 
     def __init__(self, max_overtakes: int) -> None:
         self._max_overtakes = max_overtakes
-        self._now = self._latest = 0.0  # on the clock, and when all would be paid for
-        self._open: list[PriorityKey] = []  # of requests that have not ended, in order
-        self._shares: dict[str, _Share] = {}
-        self._num_output = 0.0  # of anyone's recent answers, on average
+        self._virtual_time = 0.0
+        self._all_paid_at = 0.0  # virtual time at which every tenant's requests are paid for
+        self._unfinished: list[PriorityKey] = []  # sorted
+        self._accounts: dict[str, _TenantAccount] = {}
+        self._mean_output = 0.0  # over all tenants
 
-    def rank(self, request: Request, arrival: int) -> PriorityKey:
-        share, ranks = self._shares.get(request.tenant), self._open
-        start, is_behind = self._now, False
-        if share is not None:
-            start, is_behind = max(start, share.paid, share.last_start), share.num_open > 0
-        at = bisect_right(ranks, (start, is_behind, arrival), key=lambda rank: rank[2:])
-        first = arrival - self._max_overtakes
-        if at < len(ranks) and ranks[at].turn <= first:  # too old to be passed
-            at = bisect_right(ranks, first, key=lambda rank: rank.turn)
-            start, is_behind = ranks[at - 1].start, True
-        turn = ranks[at].turn if at < len(ranks) else arrival
-        place = turn + request.priority * self._max_overtakes
-        return PriorityKey(place, turn, start, is_behind, arrival)
+    def next_key(self, request: Request, arrival: int) -> PriorityKey:
+        account, keys = self._accounts.get(request.tenant), self._unfinished
+        virtual_start, has_siblings = self._virtual_time, False
+        if account is not None:
+            virtual_start = max(virtual_start, account.paid_until, account.last_start)
+            has_siblings = account.num_unfinished > 0
+        index = bisect_right(
+            keys,
+            (virtual_start, has_siblings, arrival),
+            key=lambda key: (key.virtual_start, key.has_siblings, key.arrival),
+        )
+        max_overtaken_turn = arrival - self._max_overtakes
+        if index < len(keys) and keys[index].turn <= max_overtaken_turn:  # too old to be overtaken
+            index = bisect_right(keys, max_overtaken_turn, key=lambda key: key.turn)
+            virtual_start, has_siblings = keys[index - 1].virtual_start, True
+        turn = keys[index].turn if index < len(keys) else arrival
+        return PriorityKey(
+            position=turn + request.priority * self._max_overtakes,
+            turn=turn,
+            virtual_start=virtual_start,
+            has_siblings=has_siblings,
+            arrival=arrival,
+        )
 
-    def add(self, ticket: RequestState) -> bool:
-        request = ticket.request
-        share = self._shares.get(request.tenant)
-        if share is None:
-            self._forget()
-            share = self._shares[request.tenant] = _Share(self._num_output)
-        insort(self._open, ticket.rank)
-        share.num_open += 1
-        share.last_start, share.paid = ticket.rank.start, max(self._now, share.paid)
-        self._charge(ticket, share, len(request.tokens))
-        return self._hurry(share.line, ticket)
+    def add(self, state: RequestState) -> bool:
+        request = state.request
+        account = self._accounts.get(request.tenant)
+        if account is None:
+            self._forget_idle_tenants()
+            account = self._accounts[request.tenant] = _TenantAccount(self._mean_output)
+        insort(self._unfinished, state.priority_key)
+        account.num_unfinished += 1
+        account.last_start = state.priority_key.virtual_start
+        account.paid_until = max(self._virtual_time, account.paid_until)
+        self._charge_estimate(state, account, len(request.tokens))
+        return self._insert_by_deadline(account.waiting, state)
 
-    def start(self, ticket: RequestState) -> None:
-        request, ticket.has_started = ticket.request, True
-        self._now = max(self._now, ticket.rank.start)
-        share = self._shares[request.tenant]
-        share.line.remove(ticket)
-        self._charge(ticket, share, request.num_prompt - request.num_cached)
+    def start(self, state: RequestState) -> None:
+        request = state.request
+        state.has_started = True
+        self._virtual_time = max(self._virtual_time, state.priority_key.virtual_start)
+        account = self._accounts[request.tenant]
+        account.waiting.remove(state)
+        self._charge_estimate(state, account, request.num_prompt - request.num_cached)
 
-    def end(self, ticket: RequestState) -> None:
-        request = ticket.request
-        share = self._shares[request.tenant]
-        del self._open[bisect_left(self._open, ticket.rank)]
-        share.num_open -= 1
-        if not ticket.has_started:
-            share.line.remove(ticket)
-        self._settle(ticket, share, max(0, request.num_computed - request.num_cached))
+    def end(self, state: RequestState) -> None:
+        request = state.request
+        account = self._accounts[request.tenant]
+        del self._unfinished[bisect_left(self._unfinished, state.priority_key)]
+        account.num_unfinished -= 1
+        if not state.has_started:
+            account.waiting.remove(state)
+        self._charge(state, account, max(0, request.num_computed - request.num_cached))
         if request.num_output:
-            share.num_output += (request.num_output - share.num_output) / _RECENT
-            self._num_output += (request.num_output - self._num_output) / _RECENT
-        if not self._open:
-            self._now = self._latest  # nobody owes anything to those who were not there
+            num_output = request.num_output
+            account.mean_output += (num_output - account.mean_output) / _AVERAGED_REQUESTS
+            self._mean_output += (num_output - self._mean_output) / _AVERAGED_REQUESTS
+        if not self._unfinished:
+            self._virtual_time = self._all_paid_at  # an idle engine owes nothing to any tenant
 
-    def _hurry(self, line: list[RequestState], ticket: RequestState) -> bool:
-        """Put a new request before those with later deadlines, each of which takes the next rank.
+    def _insert_by_deadline(self, waiting: list[RequestState], state: RequestState) -> bool:
+        """Insert a new request before requests with later deadlines, which move back by one key.
 
-        None is passed more than `max_overtakes` times.
+        No request is moved back more than `max_overtakes` times. Returns whether any was.
         """
-        at, deadline_s = len(line), ticket.request.start_by_s
-        while at and line[at - 1].request.start_by_s > deadline_s:
-            if line[at - 1].num_passed >= self._max_overtakes:
+        index, deadline_s = len(waiting), state.request.start_by_s
+        while index and waiting[index - 1].request.start_by_s > deadline_s:
+            if waiting[index - 1].num_times_overtaken >= self._max_overtakes:
                 break
-            at -= 1
-        line.insert(at, ticket)
-        passed = line[at + 1 :]
-        for place, other in enumerate(passed):
-            line[at + place].rank, other.rank = other.rank, line[at + place].rank
-            other.num_passed += 1
-        return bool(passed)
+            index -= 1
+        waiting.insert(index, state)
+        overtaken = waiting[index + 1 :]
+        for offset, other in enumerate(overtaken):
+            earlier = waiting[index + offset]
+            earlier.priority_key, other.priority_key = other.priority_key, earlier.priority_key
+            other.num_times_overtaken += 1
+        return bool(overtaken)
 
-    def _charge(self, ticket: RequestState, share: _Share, num_read: int) -> None:
-        """Charge for a prompt, and for an answer like the tenant's recent ones."""
-        most = ticket.max_len - ticket.request.num_prompt
-        self._settle(ticket, share, num_read + min(most, share.num_output))
+    def _charge_estimate(
+        self, state: RequestState, account: _TenantAccount, num_prompt: int
+    ) -> None:
+        """Charge for `num_prompt` prompt tokens and an output of the tenant's average length."""
+        max_output = state.max_len - state.request.num_prompt
+        self._charge(state, account, num_prompt + min(max_output, account.mean_output))
 
-    def _settle(self, ticket: RequestState, share: _Share, cost: float) -> None:
-        share.paid += (cost - ticket.charged) / ticket.request.weight
-        ticket.charged = cost
-        self._latest = max(self._latest, share.paid)
+    def _charge(self, state: RequestState, account: _TenantAccount, cost: float) -> None:
+        """Replace the charge for a request by `cost` tokens."""
+        account.paid_until += (cost - state.charged_tokens) / state.request.weight
+        state.charged_tokens = cost
+        self._all_paid_at = max(self._all_paid_at, account.paid_until)
 
-    def _forget(self) -> None:
-        """Forget idle tenants that are paid for; of too many others, those that owe least."""
-        if len(self._shares) < len(self._open) + _MOST_IDLE:
+    def _forget_idle_tenants(self) -> None:
+        """Forget tenants without requests if there are too many, starting with the least debt."""
+        if len(self._accounts) < len(self._unfinished) + _MAX_IDLE_TENANTS:
             return
         idle = [
-            (share.paid, tenant) for tenant, share in self._shares.items() if not share.num_open
+            (account.paid_until, tenant)
+            for tenant, account in self._accounts.items()
+            if not account.num_unfinished
         ]
         idle.sort()
-        num_paid = bisect_right(idle, self._now, key=lambda one: one[0])
-        for _, tenant in idle[: max(num_paid, _MOST_IDLE // 2)]:
-            del self._shares[tenant]
-
-
-_MOST_STALE: Final = 1000  # entries of requests that have ended
+        num_paid = bisect_right(idle, self._virtual_time, key=lambda pair: pair[0])
+        for _, tenant in idle[: max(num_paid, _MAX_IDLE_TENANTS // 2)]:
+            del self._accounts[tenant]
 
 
 class Deadlines:
-    """Finds requests past their timeout, and those whose turn has not come in time.
+    """Finds requests past their timeout, and requests that did not start in time.
 
-    A timeout ends a request wherever it is. A turn has not come if, after the deadline, a step was
-    planned without it: a request is not given up where it only waits for a step to end.
+    A timeout ends a request that waits or runs. A request counts as not started in time only if a
+    step was planned without it after the deadline, so that it is not given up just because a step
+    takes long.
     """
 
     def __init__(self) -> None:
-        self._timeouts, self._turns = _Due(), _Due()
+        self._timeouts = _DeadlineHeap()
+        self._start_deadlines = _DeadlineHeap()
         self._planned_s = -math.inf
 
     @property
     def next_s(self) -> float | None:
-        """When the next timeout may be, by the clock; None for never."""
+        """The time of the next timeout, on the scheduler's clock; None if there is none."""
         return self._timeouts.next_s
 
-    def add(self, ticket: RequestState, num_open: int) -> None:
-        """Watch a request, one of `num_open`."""
-        request = ticket.request
-        self._timeouts.add(request.end_by_s, ticket, num_open)
+    def add(self, state: RequestState, num_unfinished: int) -> None:
+        """Watch a request; `num_unfinished` counts all requests that have not ended."""
+        request = state.request
+        self._timeouts.add(request.end_by_s, state, num_unfinished)
         if request.start_within_s < request.left_s:
-            self._turns.add(request.start_by_s, ticket, num_open)
+            self._start_deadlines.add(request.start_by_s, state, num_unfinished)
 
     def pop(self, now_s: float) -> list[tuple[Request, DeadlineError]]:
-        """Return requests that are over, each with the error that says so; a plan follows.
+        """Return the requests whose time is over, each with its error, before a step is planned.
 
-        The fact `is_unrun` of an error says that nothing was computed for its request.
+        The errors have a fact `is_unrun`: whether nothing was computed for the request.
         """
-        over = []
-        for ticket in self._timeouts.pop(now_s):
-            request, text = ticket.request, "was stopped: it took longer than"
-            if not ticket.has_started:
+        expired = []
+        for state in self._timeouts.pop(now_s):
+            request = state.request
+            if state.has_started:
+                text = "was stopped: it took longer than"
+            else:
                 text = "was not run: its turn did not come within"
             error = DeadlineError.of_timeout(request.timeout_s, text)
-            error.facts["is_unrun"] = not ticket.has_started
-            over.append((request, error))
-        for ticket in self._turns.pop(self._planned_s):
-            request = ticket.request
-            if not ticket.has_started and now_s < request.end_by_s:
+            error.facts["is_unrun"] = not state.has_started
+            expired.append((request, error))
+        for state in self._start_deadlines.pop(self._planned_s):
+            request = state.request
+            if not state.has_started and now_s < request.end_by_s:
                 reason = (
                     f"The request was not run: no turn came within {request.start_within_s:g} s."
                 )
-                over.append((request, DeadlineError(reason, is_unrun=True)))
+                expired.append((request, DeadlineError(reason, is_unrun=True)))
         self._planned_s = now_s
-        return over
+        return expired
 
 
-class _Due:
-    """Tickets by a time."""
+class _DeadlineHeap:
+    """Unfinished requests by deadline; entries of ended requests are dropped lazily."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, RequestState]] = []
@@ -349,65 +394,69 @@ class _Due:
     def next_s(self) -> float | None:
         return self._heap[0][0] if self._heap else None
 
-    def add(self, at_s: float, ticket: RequestState, num_open: int) -> None:
-        if at_s == math.inf:
+    def add(self, deadline_s: float, state: RequestState, num_unfinished: int) -> None:
+        if deadline_s == math.inf:
             return
-        if len(self._heap) > num_open + _MOST_STALE:
-            self._heap = [one for one in self._heap if not one[2].request.is_finished]
+        if len(self._heap) > num_unfinished + _MAX_ENDED_ENTRIES:
+            self._heap = [entry for entry in self._heap if not entry[2].request.is_finished]
             heapq.heapify(self._heap)
         self._num_added += 1
-        heapq.heappush(self._heap, (at_s, self._num_added, ticket))
+        heapq.heappush(self._heap, (deadline_s, self._num_added, state))
 
     def pop(self, now_s: float) -> Iterator[RequestState]:
         while self._heap and self._heap[0][0] <= now_s:
-            _, _, ticket = heapq.heappop(self._heap)
-            if not ticket.request.is_finished:
-                yield ticket
-
-
-_RECENT_S: Final = 10.0  # of waiting, over which a pace is measured
-_LEAST: Final = 1e-9  # tokens a second
+            _, _, state = heapq.heappop(self._heap)
+            if not state.request.is_finished:
+                yield state
 
 
 class StartRate:
-    """Measures how many waiting tokens start in a second, for each priority.
+    """Measures how many waiting tokens start per second, for each priority.
 
-    Only the time in which some of the priority were left waiting counts, so a pace is what the
-    engine can do, and what more urgent requests leave of it.
+    Only time in which tokens of the priority were left waiting counts. So the rate is the speed of
+    the engine, less the share that more urgent requests take.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._turned_s = clock()
-        self._waited: dict[int, int] = {}  # tokens, when the last step was planned
-        self._started: Counter[int] = Counter()  # tokens since then
-        self._sums: dict[int, tuple[float, float]] = {}  # recent tokens, and seconds
+        self._step_began_s = clock()
+        self._waiting: dict[int, int] = {}  # tokens by priority when the last step was planned
+        self._started: Counter[int] = Counter()  # tokens by priority since then
+        self._sums: dict[int, tuple[float, float]] = {}  # recent tokens and seconds by priority
 
     def start(self, priority: int, num_tokens: int) -> None:
-        """Take in that a request starts."""
+        """Record that a request with `num_tokens` waiting tokens starts."""
         self._started[priority] += num_tokens
 
-    def turn(self, waiting: Mapping[int, int]) -> None:
-        """Take in, before a step is planned, how many tokens wait."""
+    def begin_step(self, waiting: Mapping[int, int]) -> None:
+        """Record, before a step is planned, the number of waiting tokens by priority."""
         now_s = self._clock()
-        took_s, self._turned_s = now_s - self._turned_s, now_s
-        for priority, num_tokens in self._waited.items():
-            started = self._started[priority]
-            if started < num_tokens:
-                kept = math.exp(-took_s / _RECENT_S)
+        took_s = now_s - self._step_began_s
+        self._step_began_s = now_s
+        for priority, num_tokens in self._waiting.items():
+            num_started = self._started[priority]
+            if num_started < num_tokens:
+                decay = math.exp(-took_s / _RATE_WINDOW_S)
                 tokens, seconds = self._sums.get(priority, (0.0, 0.0))
-                self._sums[priority] = tokens * kept + started, seconds * kept + took_s
-        self._waited = dict(waiting)
+                self._sums[priority] = tokens * decay + num_started, seconds * decay + took_s
+        self._waiting = dict(waiting)
         self._started.clear()
 
     def wait_s(self, tokens: Mapping[int, int]) -> float | None:
-        """Return how long tokens by priority take to start; None if nothing has been measured.
+        """Return the seconds until tokens (by priority) have started; None without measurements.
 
-        A priority that has not waited yet has the best pace of the others.
+        A priority that has not waited yet is assumed to have the best rate of the others.
         """
-        paces = {p: num / s for p, (num, s) in self._sums.items() if num and s}
-        if not paces:
+        rates = {
+            priority: num_tokens / seconds
+            for priority, (num_tokens, seconds) in self._sums.items()
+            if num_tokens and seconds
+        }
+        if not rates:
             return None
-        best = max(paces.values())
-        waits = [num / max(paces.get(p, best), _LEAST) for p, num in tokens.items()]
+        best_rate = max(rates.values())
+        waits = [
+            num_tokens / max(rates.get(priority, best_rate), _MIN_TOKENS_PER_S)
+            for priority, num_tokens in tokens.items()
+        ]
         return max(waits, default=0.0)

@@ -1,4 +1,4 @@
-"""A request's place in the order, and its rank."""
+"""The scheduler's state of each request: its priority key, and its pages in the prefix cache."""
 
 from __future__ import annotations
 
@@ -11,65 +11,70 @@ if TYPE_CHECKING:
 
 
 class PriorityKey(NamedTuple):
-    """A place in the order; smaller goes first.
+    """The sort key of a request; the smallest key is served first and preempted last.
 
-    `place` is `turn`, moved by the priority. A turn is a number of an arrival: the request's own
-    `arrival`, or that of the first one of its level that it passes. `start` is on its level's
-    clock. Of equal starts, those of tenants without other requests (`is_behind` false) go first.
+    Attributes:
+        position: `turn`, shifted by the request's priority level.
+        turn: the request's own arrival number or, if it overtakes requests of the same priority,
+            the arrival number of the first of them.
+        virtual_start: start on the virtual clock of fair queueing, in tokens per unit of weight.
+        has_siblings: whether its tenant has other unfinished requests of this priority. With equal
+            virtual starts, tenants with a single request go first.
+        arrival: the request's own arrival number.
     """
 
-    place: int
+    position: int
     turn: int
-    start: float
-    is_behind: bool
+    virtual_start: float
+    has_siblings: bool
     arrival: int
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request's place in the order, and how far its pages are known to the prefix index.
+    """A request in the scheduler: its priority key, and its pages in the prefix cache.
 
     Attributes:
-        rank: smaller goes first and loses its pages last; fixed when the request is added, unless
-            its tenant's later requests have earlier deadlines.
-        num_passed: how many of these have taken its rank.
-        charged: what its tenant was charged for it so far, in tokens.
-        max_len: how many tokens end it.
-        chain: keys of its full pages; None without a prefix cache.
-        num_published: how many of its pages were taken from the index or offered to it.
-        num_known: how many pages of its tokens the index knew of when it started, in the groups
-            that see everything; windows may have hidden some from it.
-        publish_at: `num_computed` from which another page is full.
-        due_at: `num_computed` from which another page is full, or passed by a window.
-        awaited: key of the page that another request computes, for which it last waited.
-        has_started: whether it has held pages.
-        is_running: whether it holds pages; otherwise it waits.
-        may_draw_ahead: whether its rows may follow tokens that are not known yet.
+        priority_key: fixed when the request is added, except that a tenant's later request
+            with an earlier deadline exchanges keys with this one.
+        num_times_overtaken: how many later requests have taken this request's key.
+        charged_tokens: tokens that the tenant has been charged for this request so far.
+        max_len: number of tokens, prompt included, at which the request ends.
+        chain: hash keys of the request's full pages; None without a prefix cache.
+        num_published: how many of the first pages came from the prefix index or are in it now.
+        num_indexed: how many of the first pages the index had when the request started, in cache
+            groups with full attention. Groups with a window may have had fewer.
+        publish_at: value of `num_computed` from which the next page is full.
+        update_at: value of `num_computed` from which the next page is full or out of a window.
+        awaited_key: key of the page, computed by another request, for which this request waits.
+        has_started: whether the request has ever held pages.
+        is_running: whether the request holds pages now; otherwise it waits.
+        may_sample_ahead: whether a step may compute a token that an earlier step in flight samples.
     """
 
     request: Request
-    rank: PriorityKey
+    priority_key: PriorityKey
     max_len: int
     chain: PrefixChain | None
-    charged: float = 0.0
-    num_passed: int = 0
+    charged_tokens: float = 0.0
+    num_times_overtaken: int = 0
     num_published: int = 0
-    num_known: int = 0
+    num_indexed: int = 0
     publish_at: int = 0
-    due_at: int = 0
-    awaited: bytes | None = None
+    update_at: int = 0
+    awaited_key: bytes | None = None
     has_started: bool = False
     is_running: bool = False
-    may_draw_ahead: bool = False
+    may_sample_ahead: bool = False
 
     @property
-    def draws_ahead(self) -> bool:
-        """Whether its next row is of a token that a step in flight draws."""
-        planned = self.request.num_planned
-        can_follow = len(self.request.tokens) <= planned < self.max_len - 1
-        return self.may_draw_ahead and can_follow
+    def samples_ahead(self) -> bool:
+        """Whether the next row computes a token that a step in flight has yet to sample."""
+        num_planned = self.request.num_planned
+        can_follow = len(self.request.tokens) <= num_planned < self.max_len - 1
+        return self.may_sample_ahead and can_follow
 
 
-def rank_of(ticket: RequestState) -> PriorityKey:
-    """Return the key by which queues are sorted."""
-    return ticket.rank
+def priority_key(state: RequestState) -> PriorityKey:
+    """Return the key by which all queues are sorted."""
+    return state.priority_key

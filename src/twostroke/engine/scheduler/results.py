@@ -1,4 +1,4 @@
-"""Takes in what a step brought its requests: drawn tokens, ends, and what rows report."""
+"""Applies a step's result to its requests: sampled tokens, ends, and values reported for rows."""
 
 from __future__ import annotations
 
@@ -20,127 +20,136 @@ if TYPE_CHECKING:
 
 
 class ResultReader:
-    """Gives each slice of a step, in their order, its part of the step's result.
+    """Hands out a step's result to its slices, in the order of the slices.
 
-    `has_ends` says whether that ended any request.
+    Attributes:
+        has_ends: whether the result has ended any request.
     """
 
-    __slots__ = ("_drafting", "_drawn", "_scores", "_states", "has_ends")
+    __slots__ = ("_draft_pages", "_sampled", "_scores", "_states", "has_ends")
 
-    def __init__(self, result: StepResult, drafting: DraftPages) -> None:
+    def __init__(self, result: StepResult, draft_pages: DraftPages) -> None:
         self.has_ends = False
-        self._drafting = drafting
-        self._drawn = zip(result.tokens, result.logprobs, strict=True)
-        self._scores, self._states = iter(result.scores), iter(result.states)
+        self._draft_pages = draft_pages
+        self._sampled = zip(result.tokens, result.logprobs, strict=True)
+        self._scores = iter(result.scores)
+        self._states = iter(result.states)
 
-    def take_all(
+    def apply(
         self,
         owners: Sequence[RequestState],
         slices: Sequence[Slice],
-        settle: Callable[[RequestState], None],
+        update_pages: Callable[[RequestState], None],
     ) -> list[RequestDelta]:
-        """Take in all slices; return a delta for each that drew, reports, or ended its request.
+        """Apply the result to all slices; return a delta for each with tokens, reports or an end.
 
-        `settle` is called with tickets of which pages are due.
+        `owners` are the request states of the slices. `update_pages` is called for each running
+        request that has pages to publish or to release.
         """
-        deltas, drawn = [], self._drawn
-        for ticket, piece in zip(owners, slices, strict=True):
-            request = piece.request
-            start, tokens = piece.start, request.tokens
+        deltas: list[RequestDelta] = []
+        sampled = self._sampled
+        for state, slice_ in zip(owners, slices, strict=True):
+            request = slice_.request
+            start, tokens = slice_.start, request.tokens
             if (
                 start < request.num_prompt
-                or piece.drafts
+                or slice_.drafts
                 or request.finish_reason is not None
-                or len(tokens) + 1 >= ticket.max_len
-                or not piece.samples
+                or len(tokens) + 1 >= state.max_len
+                or not slice_.samples
             ):
-                delta = self._take(ticket, piece)
-            else:  # the usual case, quickly
-                token, logprob = next(drawn)
+                delta = self._apply_slice(state, slice_)
+            else:  # plain decode, inlined because it is the most frequent case
+                token, logprob = next(sampled)
                 if token in request.end_ids:
-                    delta, _ = _accept(ticket, piece, [(token, logprob)])
+                    delta, _ = _accept(state, slice_, [(token, logprob)])
                     self.has_ends |= request.finish_reason is not None
                 else:
                     tokens.append(token)
                     delta = RequestDelta(request, (token,), (logprob,) if logprob else UNASKED)
-                request.num_computed = start + piece.count
+                request.num_computed = start + slice_.count
             if delta is not None:
                 deltas.append(delta)
-            if request.num_computed >= ticket.due_at and ticket.is_running:
-                settle(ticket)
+            if request.num_computed >= state.update_at and state.is_running:
+                update_pages(state)
         return deltas
 
-    def _take(self, ticket: RequestState, piece: Slice) -> RequestDelta | None:
-        """Take in what a slice computed, drew and reports; return a delta if it did either.
+    def _apply_slice(self, state: RequestState, slice_: Slice) -> RequestDelta | None:
+        """Apply the result to a slice of any kind; return a delta if it has tokens or reports.
 
-        Nothing but its rows is taken in if the request ended while the step was in flight.
+        If the request ended while the step was in flight, the slice's results are dropped.
         """
-        request, delta, pooled = piece.request, None, None
+        request = slice_.request
+        delta = pooled = None
         scored: tuple[TokenLogprobs | None, ...] = ()
-        is_reported = piece.start < request.num_prompt and request.hints.shows_progress
-        computed = piece.start + piece.count
-        tokens = tuple(islice(self._drawn, piece.num_drawn))
-        if piece.num_scored or piece.num_pooled:
-            scored, is_reported = tuple(islice(self._scores, piece.num_scored)), True
-            pooled = next(self._states) if piece.num_pooled else None
+        is_reported = slice_.start < request.num_prompt and request.hints.shows_progress
+        num_computed = slice_.start + slice_.count
+        sampled = tuple(islice(self._sampled, slice_.num_drawn))
+        if slice_.num_scored or slice_.num_pooled:
+            is_reported = True
+            scored = tuple(islice(self._scores, slice_.num_scored))
+            pooled = next(self._states) if slice_.num_pooled else None
         if request.finish_reason is not None:
-            self._drafting.settle(piece, ROOT)
-            request.num_computed = computed
+            self._draft_pages.settle(slice_, ROOT)
+            request.num_computed = num_computed
             return None
-        if piece.samples:
-            delta, last = _accept(ticket, piece, tokens)
-            computed += max(0, len(delta.tokens) - 1)
-            if piece.drafts:
-                request.num_planned = computed
-            self._drafting.settle(piece, last)
+        if slice_.samples:
+            delta, last_accepted = _accept(state, slice_, sampled)
+            num_computed += max(0, len(delta.tokens) - 1)
+            if slice_.drafts:
+                request.num_planned = num_computed
+            self._draft_pages.settle(slice_, last_accepted)
             self.has_ends |= request.is_finished
-        elif request.pooling is not None and computed == len(request.tokens):
+        elif request.pooling is not None and num_computed == len(request.tokens):
             request.finish_reason = FinishReason.LENGTH
             self.has_ends = True
         if is_reported:
             delta = replace(delta or RequestDelta(request, ()), scores=scored, states=pooled)
             request.num_scored += len(scored)
-        request.num_computed = computed
+        request.num_computed = num_computed
         return delta
 
-    def check_taken(self) -> None:
-        """Check that the slices took everything."""
-        assert next(self._drawn, None) is None, "more tokens than slices that sample"
+    def check_consumed(self) -> None:
+        """Assert that the slices took the whole result."""
+        assert next(self._sampled, None) is None, "more tokens than slices that sample"
         assert next(self._scores, None) is None, "more scores than scored rows"
         assert next(self._states, None) is None, "more states than pooled slices"
 
 
 def _accept(
-    ticket: RequestState, piece: Slice, drawn: Sequence[tuple[int, TokenLogprobs | None]]
+    state: RequestState, slice_: Slice, sampled: Sequence[tuple[int, TokenLogprobs | None]]
 ) -> tuple[RequestDelta, int]:
-    """Append the tokens drawn after right drafts, up to one that ends the request.
+    """Append the sampled token after each accepted draft, until a token ends the request.
 
-    Returns the delta, and the last draft that is now one of its tokens, or `ROOT`. With
-    `max_tokens=0` the drawn token is discarded.
+    `sampled[0]` follows the request's newest token, and `sampled[1 + i]` follows draft i. Returns
+    the delta, and the index of the last draft that became one of the request's tokens, or `ROOT`.
+    With `max_tokens=0` the sampled token is discarded.
     """
-    request = ticket.request
-    right = right_drafts(piece.drafts, piece.branches, [token for token, _ in drawn])
-    taken = [drawn[0], *(drawn[1 + draft] for draft in right)]
-    for count, (token, _) in enumerate(taken, 1):
+    request = state.request
+    accepted = right_drafts(slice_.drafts, slice_.branches, [token for token, _ in sampled])
+    new_tokens = [sampled[0], *(sampled[1 + draft] for draft in accepted)]
+    for count, (token, _) in enumerate(new_tokens, 1):
         request.tokens.append(token)
-        request.finish_reason = _end_reason(ticket, token)
+        request.finish_reason = _finish_reason(state, token)
         if request.finish_reason is not None:
-            taken = taken[:count]
+            new_tokens = new_tokens[:count]
             break
-    if len(request.tokens) > ticket.max_len:
+    if len(request.tokens) > state.max_len:
         request.finish_reason = FinishReason.LENGTH
         request.tokens.pop()
-        taken = []
-    request.num_drafted += len(piece.drafts)
-    request.num_accepted += min(len(right), len(taken))
-    last = right[len(taken) - 2] if len(taken) > 1 else ROOT
-    return RequestDelta(request, tuple(t for t, _ in taken), tuple(p for _, p in taken)), last
+        new_tokens = []
+    request.num_drafted += len(slice_.drafts)
+    request.num_accepted += min(len(accepted), len(new_tokens))
+    last_accepted = accepted[len(new_tokens) - 2] if len(new_tokens) > 1 else ROOT
+    tokens = tuple(token for token, _ in new_tokens)
+    logprobs = tuple(logprob for _, logprob in new_tokens)
+    return RequestDelta(request, tokens, logprobs), last_accepted
 
 
-def _end_reason(ticket: RequestState, token: int) -> FinishReason | None:
-    """Return why the request ends after `token`, its newest one; None if it goes on."""
-    request = ticket.request
-    early = request.num_output <= request.params.min_tokens and request.matcher is None
-    if token in request.end_ids and not early:
+def _finish_reason(state: RequestState, token: int) -> FinishReason | None:
+    """Return why the request ends after its newest token, `token`; None if it continues."""
+    request = state.request
+    is_early = request.num_output <= request.params.min_tokens and request.matcher is None
+    if token in request.end_ids and not is_early:
         return FinishReason.STOP
-    return FinishReason.LENGTH if len(request.tokens) >= ticket.max_len else None
+    return FinishReason.LENGTH if len(request.tokens) >= state.max_len else None

@@ -1,4 +1,8 @@
-"""Gives each request slices of a token budget, so that computed catches up with its tokens."""
+"""The scheduler: `plan` chooses the tokens of the next step, `commit` applies its result.
+
+A request has tokens and a count of computed tokens; each step lets the count catch up with the
+tokens. Prefill, chunked prefill, decode, prefix hits and preemption all follow from this rule.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,17 @@ from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.step import Slice, StepPlan
 from twostroke.engine.scheduler.config import SchedulerStats, SchedulerView, max_len
 from twostroke.engine.scheduler.draft_pages import DraftPages
-from twostroke.engine.scheduler.fast_forward import do_quiet, num_quiet
+from twostroke.engine.scheduler.fast_forward import fast_forward, num_fast_forward_steps
 from twostroke.engine.scheduler.kv_cache_manager import (
     InFlightSteps,
     KvCacheManager,
     PrefixCache,
-    held,
+    all_pages,
 )
 from twostroke.engine.scheduler.queue import Deadlines, WaitingQueue
-from twostroke.engine.scheduler.request_state import RequestState, rank_of
+from twostroke.engine.scheduler.request_state import RequestState, priority_key
 from twostroke.engine.scheduler.results import ResultReader
-from twostroke.engine.scheduler.step_builder import StepBuilder, in_turn
+from twostroke.engine.scheduler.step_builder import StepBuilder, schedulable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,22 +40,26 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """Plans steps and takes in their results. Not thread-safe: one loop owns it.
+    """Plans steps and applies their results. Not thread-safe: one engine loop owns it.
 
-    A request waits (for the policy, then for room), runs (holds pages), and ends. Its rank is
-    fixed: priority, then its tenant's turn (`FairOrder`), bounded by `max_overtakes`. The
-    best-ranked request never loses its pages and computes a token in every step, and only finitely
-    many can rank before a given one, so every request ends.
+    A request waits (first for the batching policy, then for room), runs (holds pages), and ends.
+    Its priority key is fixed: its priority, then its tenant's fair turn (`FairOrder`), bounded by
+    `max_overtakes`. The most urgent request is never preempted and computes a token in every step,
+    and only finitely many requests can go before a given one, so every request ends.
 
-    Between `plan` and `commit` a step is in flight; with `steps_ahead`, others may be planned
-    meanwhile, and are committed in the same order. A request is in several of them only with
-    consecutive chunks of its tokens, since the next token is not known before the commit. A backend
-    that draws ahead knows it, though: then requests whose sampling needs no earlier token are in
-    each step, and rows past the end of a request are dropped at the commit. Requests may be added
-    and finished at any time, but pages stay where they are until all steps that use them are
-    committed, so a request is preempted only while no step is in flight.
+    Between `plan` and `commit` a step is in flight. With `steps_ahead`, further steps may be
+    planned meanwhile; they are committed in the order of their plans. A request is in several
+    steps in flight only with consecutive chunks of its prompt, since its next token is not known
+    before the commit. With `samples_ahead` the backend knows that token: then requests whose
+    sampling needs no earlier token are in every step, and rows past the end of a request are
+    dropped at the commit.
 
-    `prefixes` knows what the prefix cache holds, and what comes from elsewhere.
+    Requests may be added and finished at any time. Pages keep their owner until all steps that use
+    them are committed, so a request is preempted only while no step is in flight.
+
+    Attributes:
+        config: the limits.
+        prefix_cache: the prefix cache, and pages that arrive from elsewhere.
     """
 
     def __init__(
@@ -62,203 +70,234 @@ class Scheduler:
         policy: Policy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Schedule on the pages of `pool`; without an `index` there is no prefix cache."""
         if policy.size is not None and policy.size > config.max_running:
             reason = f"A batch of {policy.size} exceeds {{field}} ({config.max_running})."
             raise UsageError(reason, field="max_running")
         self.config = config
+        self.prefix_cache = PrefixCache(index, pool)
         self._pool = pool
         self._clock = clock
-        self.prefixes = PrefixCache(index, pool)
-        self._holdings = KvCacheManager(pool, config.most_in_flight)
-        self._drafting = DraftPages(pool, self._holdings)
-        self._most_tokens = pool.groups.max_tokens(pool.num_pages, config.context_length)
-        self.prefixes.transfers.limit(self._most_tokens, config.token_budget, clock)
-        self._tickets: dict[str, RequestState] = {}
+        self._kv_cache = KvCacheManager(pool, config.max_tokens_in_flight)
+        self._draft_pages = DraftPages(pool, self._kv_cache)
+        self._max_tokens = pool.groups.max_tokens(pool.num_pages, config.context_length)
+        self.prefix_cache.transfers.limit(self._max_tokens, config.token_budget, clock)
+        self._states: dict[str, RequestState] = {}  # unfinished requests by id
         self._waiting = WaitingQueue(config, policy, clock)
         self._deadlines = Deadlines()
-        self._running: list[RequestState] = []  # with pages, by rank
-        self._flights = InFlightSteps(self._holdings)
-        self._num_prompt_tokens = self._num_hit_tokens = 0
-        self._num_preemptions = self._num_recoveries = 0
+        self._running: list[RequestState] = []  # requests that hold pages, by priority key
+        self._in_flight = InFlightSteps(self._kv_cache)
+        self._num_prompt_tokens = 0
+        self._num_hit_tokens = 0
+        self._num_preemptions = 0
+        self._num_recoveries = 0
 
     @property
     def has_work(self) -> bool:
         """Whether any request has not ended."""
-        return bool(self._tickets)
+        return bool(self._states)
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds until `plan` or `overdue` may return something if only time changes."""
+        """Seconds until `plan` or `pop_overdue` may return something if only time changes."""
         if self._running:
             return 0.0
-        due_s, start_s = self._deadlines.next_s, self.prefixes.wait_s(self._waiting)
-        waits = [start_s, None if due_s is None else max(0.0, due_s - self._clock())]
+        start_s = self.prefix_cache.wait_s(self._waiting)
+        timeout_s = self._deadlines.next_s
+        waits = [start_s, None if timeout_s is None else max(0.0, timeout_s - self._clock())]
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
     def add(self, request: Request) -> RequestState:
-        """Queue a request, return its ticket; stamps `arrival_s` unless the caller did.
+        """Queue a request and return its state; sets `arrival_s` unless the caller did.
 
         Raises:
-            RequestError: no prompt, or the id of another request that has not ended.
-            ContextLengthError: it could never fit.
+            RequestError: the prompt is empty, or an unfinished request has the same id.
+            ContextLengthError: the request could never fit.
             OverloadedError: the queue is full, or too long for the request's deadline.
         """
         limit = self.max_len(request)
-        if request.id in self._tickets:
+        if request.id in self._states:
             raise RequestError(f"A request with the id {request.id!r} is running.", param="id")
-        rank = self._waiting.check(request)
+        key = self._waiting.check(request)
         request.arrival_s = request.arrival_s or self._clock()
-        ticket = RequestState(request, rank, limit, self.prefixes.chain(request.salt))
-        ticket.may_draw_ahead = self.config.draws_ahead and request.draws_by_itself
-        self._tickets[request.id] = ticket
-        self._waiting.add(ticket)
-        self._deadlines.add(ticket, len(self._tickets))
-        return ticket
+        state = RequestState(request, key, limit, self.prefix_cache.chain(request.salt))
+        state.may_sample_ahead = self.config.samples_ahead and request.draws_by_itself
+        self._states[request.id] = state
+        self._waiting.add(state)
+        self._deadlines.add(state, len(self._states))
+        return state
 
-    def overdue(self) -> list[tuple[Request, DeadlineError]]:
-        """Return, once, the requests whose time is over, with an error each; `finish` them now."""
+    def pop_overdue(self) -> list[tuple[Request, DeadlineError]]:
+        """Return requests whose time is over, each once, with their errors; `finish` them now."""
         return self._deadlines.pop(self._clock())
 
     def max_len(self, request: Request) -> int:
-        """Return how many tokens would end a request; raises if it could never fit."""
-        return max_len(request, self.config.context_length, self._most_tokens)
+        """Return the number of tokens at which a request ends; raises if it could never fit."""
+        return max_len(request, self.config.context_length, self._max_tokens)
 
     def flush(self) -> None:
         """Let waiting requests start without waiting for more, because no more will come."""
         self._waiting.flush()
 
-    def finish(self, request: Request, reason: FinishReason) -> bool:
-        """End a request at any time, without a delta; return False if it has ended already.
-
-        The results of steps in flight are dropped, and its pages are released after these.
-        """
-        ticket = self._tickets.get(request.id)
-        if ticket is None or ticket.request is not request:
-            return False
-        del self._tickets[request.id]
-        self._waiting.order.end(ticket)
-        request.finish_reason = reason
-        if not ticket.is_running:
-            self._waiting.remove(ticket)
-        else:
-            self._running.remove(ticket)
-            self._give_back(ticket)
-        return True
-
-    def rewrite(self, request: Request, num_kept: int, tokens: Sequence[int]) -> None:
-        """Replace a request's tokens after the first `num_kept`, which stay computed.
-
-        This is for models that guess; nothing happens while no token is pending.
-        """
-        ticket = self._tickets[request.id]
-        if not ticket.is_running:
-            self._waiting.tokens[request.priority] += num_kept + len(tokens) - len(request.tokens)
-        request.tokens[num_kept:] = tokens
-        request.num_computed = request.num_planned = min(request.num_computed, num_kept)
-
     def plan(self, budget: int | None = None) -> StepPlan | None:
-        """Decide the next step, or None; allocate the pages that it writes to.
+        """Plan the next step and allocate its pages; return None if there is nothing to compute.
 
-        First come the running requests with one pending token, which are always served (or take
-        turns, if steps may be in flight), then, by rank, those with more and waiting ones. While
-        other prompts are read, lines of batches pause, and while others run, few of them go on.
-        `budget` is the most tokens it computes, if less than usual.
+        Running requests with one pending token (decode) come first. They are in every step, or
+        take turns if several steps may be in flight. The rest of the budget goes to prefills of
+        running and waiting requests, by priority key. Batch requests pause while other requests
+        prefill, and few of them decode while other requests run.
+
+        `budget` is the maximum number of tokens of this step, if smaller than usual.
         """
-        assert len(self._flights) <= self.config.steps_ahead, "steps in flight come first"
-        if self._flights.must_land():
+        assert len(self._in_flight) <= self.config.steps_ahead, "commit steps in flight first"
+        if self._in_flight.must_drain():
             return None
         self._waiting.make_ready(len(self._running))
-        sketch = StepBuilder(budget or self.config.step_budget, self.config.most_scored)
-        slices, owners, page_size = sketch.slices, sketch.owners, self._pool.page_size
-        behind: list[RequestState] = []
-        for ticket in in_turn(self._running, self.config):
-            request = ticket.request
+        builder = StepBuilder(budget or self.config.step_budget, self.config.max_scored_rows)
+        slices, owners, page_size = builder.slices, builder.owners, self._pool.page_size
+        prefilling: list[RequestState] = []
+        for state in schedulable(self._running, self.config):
+            request = state.request
             start = request.num_planned
-            has_one = len(request.tokens) - start == 1 or ticket.draws_ahead
-            if not has_one or request.pooling is not None:
-                behind.append(ticket)
-            elif start % page_size or self._make_room(ticket, 1, sketch):
+            is_decode = len(request.tokens) - start == 1 or state.samples_ahead
+            if not is_decode or request.pooling is not None:
+                prefilling.append(state)
+            elif start % page_size or self._allocate_pages(state, 1, builder):
                 slices.append(Slice(request, start, 1, True))  # noqa: FBT003 - keywords cost time
-                owners.append(ticket)
+                owners.append(state)
                 request.num_planned = start + 1
-        sketch.put_aside(self._running, behind, self._waiting.ready, self.config.most_lines)
-        sketch.budget = max(0, sketch.budget - len(slices))
-        self._read_prompts(sketch, behind)
-        if sketch.take_back():
-            self._read_prompts(sketch, behind)
+        builder.pause_batch_requests(
+            self._running,
+            prefilling=prefilling,
+            ready=self._waiting.ready,
+            max_batch_rows=self.config.max_batch_rows,
+        )
+        builder.budget = max(0, builder.budget - len(slices))
+        self._add_prefills(builder, prefilling)
+        if builder.resume_batch_requests():
+            self._add_prefills(builder, prefilling)
         if not slices:
-            is_stuck = not self._flights and any(t.request.num_pending for t in self._running)
-            assert not is_stuck, "no progress"
+            is_stuck = not self._in_flight and any(
+                state.request.num_pending for state in self._running
+            )
+            assert not is_stuck, "no running request makes progress"
             return None
-        plan = StepPlan(tuple(slices), tuple(sketch.preempted), sketch.budget)
-        self._flights.steps.append((plan, owners))
+        plan = StepPlan(tuple(slices), tuple(builder.preempted), builder.budget)
+        self._in_flight.steps.append((plan, owners))
         return plan
 
     def add_drafts(
-        self, piece: Slice, drafts: Sequence[int], parents: Sequence[int] = ()
+        self, slice_: Slice, drafts: Sequence[int], parents: Sequence[int] = ()
     ) -> Sequence[int]:
-        """Put drafts into a slice of the newest step in flight, as many as there is room for.
+        """Add the speculative drafts that fit to a slice of the newest step in flight.
 
-        They are a chain, or a tree if `parents` say which draft each follows (-1 for none); a slice
-        with a tree has one row. Returns the drafts that were taken, in the order of their rows.
+        Without `parents` the drafts are a chain. With `parents` they are a tree: `parents[i]` is
+        the index of the draft before draft i, or -1; the slice then has one row. Returns the
+        indices of the drafts that were added, in the order of their rows.
         """
-        ticket = self._tickets.get(piece.request.id)
-        if ticket is None:  # it has ended
+        state = self._states.get(slice_.request.id)
+        if state is None:  # the request has ended
             return ()
-        most = ticket.max_len - piece.start - piece.count - 1
-        return self._drafting.add(piece, drafts, parents, most, len(self._running))
+        return self._draft_pages.add(
+            slice_,
+            drafts,
+            parents,
+            max_depth=state.max_len - slice_.start - slice_.count - 1,
+            num_running=len(self._running),
+        )
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
-        """Take in the oldest step: drawn tokens, full pages for the prefix cache, ends.
+        """Apply the result of the oldest step: sampled tokens, full pages, ended requests.
 
         Returns a delta for each request that got something or ended, in the plan's order.
         """
-        owners = self._flights.land(plan)
-        reader = ResultReader(result, self._drafting)
-        deltas = reader.take_all(owners, plan.slices, self._settle)
-        reader.check_taken()
+        owners = self._in_flight.pop_oldest(plan)
+        reader = ResultReader(result, self._draft_pages)
+        deltas = reader.apply(owners, plan.slices, self._update_pages)
+        reader.check_consumed()
         if reader.has_ends:
-            for ticket in [t for t in self._running if t.request.is_finished]:
-                del self._tickets[ticket.request.id]
-                self._waiting.order.end(ticket)
-                self._running.remove(ticket)
-                self._give_back(ticket)
-        self._flights.release_ended()
+            for state in [state for state in self._running if state.request.is_finished]:
+                del self._states[state.request.id]
+                self._waiting.order.end(state)
+                self._running.remove(state)
+                self._stop_running(state)
+        self._in_flight.release_ended()
         return deltas
 
-    def quiet(self, most: int) -> tuple[list[Request], int]:
-        """Return the running requests, by rank, and how many quiet steps are next."""
-        if self._flights or self.config.steps_ahead or len(self._waiting):
-            return [], 0
-        num_steps = num_quiet(self._running, self._pool, most)
-        return [t.request for t in self._running] if num_steps else [], num_steps
+    def finish(self, request: Request, reason: FinishReason) -> bool:
+        """End a request at any time, without a delta; return False if it has ended already.
 
-    def decode(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Do quiet steps in which the requests that `quiet` returned draw these tokens."""
-        make_room = partial(self._make_room, wanted=1, sketch=StepBuilder(0, 0))
-        do_quiet(self._running, tokens, self._pool.page_size, make_room, self._settle)
+        Results of steps in flight are dropped, and its pages are released after these steps.
+        """
+        state = self._states.get(request.id)
+        if state is None or state.request is not request:
+            return False
+        del self._states[request.id]
+        self._waiting.order.end(state)
+        request.finish_reason = reason
+        if not state.is_running:
+            self._waiting.remove(state)
+        else:
+            self._running.remove(state)
+            self._stop_running(state)
+        return True
 
-    def recall(self) -> None:
-        """Take back the newest step in flight, as if it had not been planned."""
-        plan, _ = self._flights.steps.pop()
-        for piece in plan.slices:
-            self._drafting.settle(piece, ROOT)
-            piece.request.num_planned = piece.start
-        self._flights.release_ended()
+    def undo_newest_step(self) -> None:
+        """Undo the newest step in flight, as if it had not been planned."""
+        plan, _ = self._in_flight.steps.pop()
+        for slice_ in plan.slices:
+            self._draft_pages.settle(slice_, ROOT)
+            slice_.request.num_planned = slice_.start
+        self._in_flight.release_ended()
 
     def preempt_all(self) -> None:
-        """Take back all steps and pages, whose content is lost; requests are computed again."""
-        while self._flights:
-            self.recall()
+        """Undo all steps and evict all pages, because their content is lost.
+
+        The running requests wait and will be computed again.
+        """
+        while self._in_flight:
+            self.undo_newest_step()
         while self._running:
             self._preempt_last()
         self._pool.evict_all()
         self._num_recoveries += 1
 
+    def replace_tokens(self, request: Request, num_kept: int, tokens: Sequence[int]) -> None:
+        """Replace a request's tokens after the first `num_kept`, which stay computed.
+
+        Draft models follow their target request this way.
+        """
+        state = self._states[request.id]
+        if not state.is_running:
+            self._waiting.tokens[request.priority] += num_kept + len(tokens) - len(request.tokens)
+        request.tokens[num_kept:] = tokens
+        request.num_computed = request.num_planned = min(request.num_computed, num_kept)
+
+    def fast_forward_steps(self, max_steps: int) -> tuple[list[Request], int]:
+        """Return the running requests and for how many next steps `fast_forward` may be called."""
+        if self._in_flight or self.config.steps_ahead or len(self._waiting):
+            return [], 0
+        num_steps = num_fast_forward_steps(self._running, self._pool, max_steps)
+        requests = [state.request for state in self._running] if num_steps else []
+        return requests, num_steps
+
+    def fast_forward(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Perform decode steps with known `tokens`, shaped (requests, steps).
+
+        The requests are in the order in which `fast_forward_steps` returned them.
+        """
+        fast_forward(
+            self._running,
+            tokens,
+            self._pool.page_size,
+            allocate_page=partial(self._allocate_pages, num_tokens=1, builder=StepBuilder(0, 0)),
+            update_pages=self._update_pages,
+        )
+
     def stats(self) -> SchedulerStats:
         """Return requests and pages by state, and counts since the start."""
         return SchedulerStats(
-            num_running=len(self._running) + len(self._flights.ended),
+            num_running=len(self._running) + len(self._in_flight.ended_requests),
             num_waiting=len(self._waiting),
             num_waiting_tokens=self._waiting.num_tokens,
             num_free_pages=self._pool.num_free,
@@ -268,121 +307,148 @@ class Scheduler:
             num_hit_tokens=self._num_hit_tokens,
             num_preemptions=self._num_preemptions,
             num_recoveries=self._num_recoveries,
-            num_uncomputed=sum([ticket.request.num_pending for ticket in self._running]),
+            num_uncomputed=sum([state.request.num_pending for state in self._running]),
             horizon_s=self._pool.horizon_s,
         )
 
     def backlog(self) -> tuple[int, list[int]]:
-        """Return how many tokens prompts lack, and how many at most each answer that has begun."""
-        pairs = [(one, one.request.num_pending) for one in self._running]
-        missing = [one.max_len - len(one.request.tokens) for one, count in pairs if count <= 1]
-        return self._waiting.num_tokens + sum(n for _, n in pairs if n > 1), missing
+        """Return the number of prompt tokens to prefill, and the maximum of output tokens to come.
+
+        The second value has an entry for each running request that is decoding.
+        """
+        num_prefill = self._waiting.num_tokens
+        max_outputs = []
+        for state in self._running:
+            num_pending = state.request.num_pending
+            if num_pending > 1:
+                num_prefill += num_pending
+            else:
+                max_outputs.append(state.max_len - len(state.request.tokens))
+        return num_prefill, max_outputs
 
     def view(self) -> SchedulerView:
         """Return a copy of the running requests and of the state of all pages."""
-        counts, cached = self._pool.contents()
-        running = tuple([ticket.request for ticket in (*self._running, *self._flights.ended)])
-        held = tuple([tuple(map(tuple, request.pages)) for request in running])
-        since_s = min((ticket.request.arrival_s for ticket in self._waiting), default=None)
-        return SchedulerView(self.stats(), running, held, counts, cached, since_s)
+        reference_counts, cached_pages = self._pool.contents()
+        running = tuple(
+            [state.request for state in (*self._running, *self._in_flight.ended_requests)]
+        )
+        return SchedulerView(
+            stats=self.stats(),
+            running=running,
+            pages=tuple([tuple(map(tuple, request.pages)) for request in running]),
+            reference_counts=reference_counts,
+            cached_pages=cached_pages,
+            waiting_since_s=min((state.request.arrival_s for state in self._waiting), default=None),
+        )
 
-    def _read_prompts(self, sketch: StepBuilder, behind: Sequence[RequestState]) -> None:
-        for ticket in behind:
-            self._admit(sketch, ticket)
-            if ticket.is_running and sketch.budget and not sketch.pauses(ticket):
-                self._give_slice(ticket, sketch)
-        self._admit(sketch, None)
+    def _add_prefills(self, builder: StepBuilder, prefilling: Sequence[RequestState]) -> None:
+        """Add prefill slices of running and waiting requests, merged by priority key."""
+        for state in prefilling:
+            self._start_waiting(builder, before=state)
+            if state.is_running and builder.budget and not builder.is_paused(state):
+                self._add_prefill(state, builder)
+        self._start_waiting(builder, before=None)
 
-    def _give_slice(self, ticket: RequestState, sketch: StepBuilder) -> None:
-        wanted = min(ticket.request.num_pending, sketch.most_for(ticket))
-        if count := self._make_room(ticket, sketch.most_rows(ticket.request, wanted), sketch):
-            sketch.add(ticket, count)
+    def _add_prefill(self, state: RequestState, builder: StepBuilder) -> None:
+        """Add a slice with the next chunk of a request's tokens, if there is room."""
+        num_tokens = min(state.request.num_pending, builder.rows_left(state))
+        num_tokens = builder.max_rows(state.request, num_tokens)
+        if count := self._allocate_pages(state, num_tokens, builder):
+            builder.add_slice(state, count)
 
-    def _make_room(self, ticket: RequestState, wanted: int, sketch: StepBuilder) -> int:
-        """Give a request pages for up to `wanted` tokens, for one even at the cost of others."""
-        request, page_size = ticket.request, self._pool.page_size
-        room = len(request.pages[0]) * page_size - request.num_planned
-        if room < wanted:
-            while not room and not self._holdings.can_grow:
-                if self._running[-1] is ticket or not self._flights.let_preempt():
-                    return 0
-                sketch.preempt(self._preempt_last())
-            room += page_size * self._holdings.grow(request, -(-(wanted - room) // page_size))
-        return min(room, wanted)
-
-    def _admit(self, sketch: StepBuilder, before: RequestState | None) -> None:
-        """Start the ready requests that rank before one, in order, until the budget is spent."""
-        at = 0
+    def _start_waiting(self, builder: StepBuilder, before: RequestState | None) -> None:
+        """Start ready requests that go before a running one, until budget or pages are spent."""
+        index = 0
         ready = self._waiting.ready
-        while at < len(ready) and sketch.budget:
-            ticket = ready[at]
-            if before is not None and before.rank < ticket.rank:
+        while index < len(ready) and builder.budget:
+            state = ready[index]
+            if before is not None and before.priority_key < state.priority_key:
                 return
-            if not sketch.most_rows(ticket.request, 1) or ticket.request in sketch.preempted:
+            if not builder.max_rows(state.request, 1) or state.request in builder.preempted:
                 return
-            hit = None if sketch.pauses(ticket) else self.prefixes.match(ticket)
-            if hit is None:
-                at += 1
+            hit = None if builder.is_paused(state) else self.prefix_cache.match(state)
+            if hit is None:  # it waits for a page; requests after it may start
+                index += 1
                 continue
-            reserved, most_running = self._reserve(sketch), self.config.max_running
-            num_victims = self._holdings.num_victims(
-                ticket, hit, self._running, reserved, most_running
+            num_victims = self._kv_cache.num_victims(
+                state,
+                hit,
+                running=self._running,
+                num_reserved=self._num_reserved(builder),
+                max_running=self.config.max_running,
             )
             if num_victims is None:
                 return
-            if num_victims and not self._flights.let_preempt():
+            if num_victims and not self._in_flight.may_preempt():
                 return
             for _ in range(num_victims):
-                sketch.preempt(self._preempt_last())
-            self._waiting.remove(ticket)
-            sketch.reserved = self._reserve(sketch)
-            self._start(ticket, hit)
-            self._give_slice(ticket, sketch)
-            sketch.reserved += self._holdings.num_reserved(ticket.request)
+                builder.remove_preempted(self._preempt_last())
+            self._waiting.remove(state)
+            builder.num_reserved = self._num_reserved(builder)
+            self._start(state, hit)
+            self._add_prefill(state, builder)
+            builder.num_reserved += self._kv_cache.num_reserved(state.request)
 
-    def _reserve(self, sketch: StepBuilder) -> int:
-        """Pages that the running requests may still need soon."""
-        if sketch.reserved is None:
-            sketch.reserved = self._holdings.reserve(self._running)
-        return sketch.reserved
+    def _num_reserved(self, builder: StepBuilder) -> int:
+        """Return how many pages the running requests may still need soon."""
+        if builder.num_reserved is None:
+            builder.num_reserved = self._kv_cache.total_reserved(self._running)
+        return builder.num_reserved
 
-    def _start(self, ticket: RequestState, hit: PrefixHit) -> None:
-        request = ticket.request
-        self._pool.share(held(hit.pages))
-        request.pages, ticket.num_known = hit.pages, hit.num_known
-        request.num_computed = request.num_planned = hit.num_places * self._pool.page_size
+    def _allocate_pages(self, state: RequestState, num_tokens: int, builder: StepBuilder) -> int:
+        """Allocate pages for a request's next tokens; return for how many tokens there is room.
+
+        Preempts less urgent requests only if there is no room for a single token.
+        """
+        request, page_size = state.request, self._pool.page_size
+        room = len(request.pages[0]) * page_size - request.num_planned
+        if room < num_tokens:
+            while not room and not self._kv_cache.can_grow:
+                if self._running[-1] is state or not self._in_flight.may_preempt():
+                    return 0
+                builder.remove_preempted(self._preempt_last())
+            room += page_size * self._kv_cache.grow(request, -(-(num_tokens - room) // page_size))
+        return min(room, num_tokens)
+
+    def _start(self, state: RequestState, hit: PrefixHit) -> None:
+        """Start a waiting request with its cached pages."""
+        request = state.request
+        self._pool.share(all_pages(hit.pages))
+        request.pages = hit.pages
+        state.num_indexed = hit.num_indexed
+        request.num_computed = request.num_planned = hit.num_pages * self._pool.page_size
         if not request.num_preemptions:
             request.started_s = self._clock()
             request.num_cached = request.num_computed
             self._num_prompt_tokens += request.num_prompt
             self._num_hit_tokens += request.num_cached
-            self._waiting.order.start(ticket)
-        self._waiting.pace.start(request.priority, len(request.tokens))
-        self.prefixes.start(ticket)
-        self._settle(ticket)
-        ticket.is_running = True
-        insort(self._running, ticket, key=rank_of)
+            self._waiting.order.start(state)
+        self._waiting.start_rate.start(request.priority, len(request.tokens))
+        self.prefix_cache.start(state)
+        self._update_pages(state)
+        state.is_running = True
+        insort(self._running, state, key=priority_key)
 
     def _preempt_last(self) -> RequestState:
-        """Release the pages of the running request that ranks last; it will compute them again."""
+        """Preempt the least urgent running request: release its pages and queue it again."""
         victim = self._running.pop()
         victim.request.num_computed = victim.request.num_planned = 0
         victim.request.num_preemptions += 1
         victim.request.num_moves += 1
         self._num_preemptions += 1
-        self._give_back(victim)
+        self._stop_running(victim)
         self._waiting.put_back(victim)
         return victim
 
-    def _give_back(self, ticket: RequestState) -> None:
-        """Release the pages of a request that stops running, or do so after steps in flight."""
-        ticket.is_running = False
-        self.prefixes.stop(ticket)
-        self._flights.give_back(ticket)
+    def _stop_running(self, state: RequestState) -> None:
+        """Release the pages of a request that stops running, after the steps in flight."""
+        state.is_running = False
+        self.prefix_cache.stop(state)
+        self._in_flight.release(state)
 
-    def _settle(self, ticket: RequestState) -> None:
-        """Publish full pages, release those that windows passed; note when more are due."""
-        self.prefixes.publish(ticket)
-        ticket.due_at = ticket.publish_at
+    def _update_pages(self, state: RequestState) -> None:
+        """Publish full pages and release pages out of windows; note when this is due again."""
+        self.prefix_cache.publish(state)
+        state.update_at = state.publish_at
         if self._pool.groups.has_windows:
-            self._holdings.release_passed(ticket)
+            self._kv_cache.release_out_of_window(state)

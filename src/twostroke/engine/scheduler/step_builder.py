@@ -1,7 +1,10 @@
-"""The slices of a step while it is planned, and what is left of its budget.
+"""Collects the slices of a step while it is planned, within the limits of the step.
 
 Rows of a prompt may report log-probabilities (scored rows) or hidden states (pooled rows, for
-embeddings). A request that is pooled draws no token: it ends with its last row.
+embeddings). A pooled request samples no token: it ends with its last row.
+
+Batch requests have the lowest service tier. They pause while other requests have prompts to
+prefill, and only few of their rows share a step with other requests.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING
 from twostroke.core.embedding import Pooling
 from twostroke.core.request import BATCH_SERVICE, SERVICES
 from twostroke.core.step import Slice
-from twostroke.engine.scheduler.request_state import rank_of
+from twostroke.engine.scheduler.request_state import priority_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,191 +25,215 @@ if TYPE_CHECKING:
 
 
 class StepBuilder:
-    """Slices so far, their owners, and what is left of the budget.
+    """The slices of a step so far, and the rest of its limits.
 
     Attributes:
-        most_scored: how many more rows may report log-probabilities of prompts.
+        budget: number of rows that may still be added.
+        scored_rows_left: number of rows that may still report log-probabilities of prompts.
+        batch_rows_left: number of rows that batch requests may still have beside other requests;
+            None if all running requests are batch requests.
+        slices: the slices so far.
+        owners: the request state of each slice.
         preempted: requests that lost their pages for this step.
-        reserved: pages that running requests may still need soon; None if not known.
-        urgent: the request for whose prompt lines of batches pause, if they rank after it.
-        lines: how many more rows lines of batches may have beside other requests; None if all.
+        num_reserved: pages that running requests may still need soon; None if not counted yet.
+        urgent: the most urgent request with a prompt to prefill, for which batch requests with a
+            larger priority key pause; None if there is none.
     """
 
     __slots__ = (
-        "_aside",
-        "_first",
-        "_has_read",
+        "_first_running",
+        "_has_prefill",
+        "_paused",
+        "batch_rows_left",
         "budget",
-        "lines",
-        "most_scored",
+        "num_reserved",
         "owners",
         "preempted",
-        "reserved",
+        "scored_rows_left",
         "slices",
         "urgent",
     )
 
-    def __init__(self, budget: int, most_scored: int) -> None:
+    def __init__(self, budget: int, max_scored_rows: int) -> None:
         self.budget = budget
-        self.most_scored = most_scored
+        self.scored_rows_left = max_scored_rows
+        self.batch_rows_left: int | None = None
         self.slices: list[Slice] = []
         self.owners: list[RequestState] = []
         self.preempted: list[Request] = []
-        self.reserved: int | None = None
+        self.num_reserved: int | None = None
         self.urgent: RequestState | None = None
-        self.lines: int | None = None
-        self._aside: list[tuple[Slice, RequestState]] = []
-        self._first: RequestState | None = None
-        self._has_read = False
+        self._paused: list[tuple[Slice, RequestState]] = []
+        self._first_running: RequestState | None = None
+        self._has_prefill = False
 
-    def most_rows(self, request: Request, wanted: int) -> int:
-        """Return how many of the `wanted` next rows a request may have, by the scored ones."""
-        if request.num_unscored <= self.most_scored:
-            return wanted
+    def max_rows(self, request: Request, num_rows: int) -> int:
+        """Return how many of the next `num_rows` rows the limit on scored rows allows."""
+        if request.num_unscored <= self.scored_rows_left:
+            return num_rows
         start = request.num_planned
-        return min(wanted, max(start, request.num_scored) - start + self.most_scored)
+        return min(num_rows, max(start, request.num_scored) - start + self.scored_rows_left)
 
-    def add(self, ticket: RequestState, count: int) -> None:
-        """Let a request compute its next `count` tokens."""
-        request = ticket.request
+    def add_slice(self, state: RequestState, count: int) -> None:
+        """Add a slice that computes the next `count` tokens of a request."""
+        request = state.request
         start = request.num_planned
-        samples = start + count == len(request.tokens) and request.pooling is None
-        scored, pooled = _num_scored(request, count), _num_pooled(request, count)
-        self.slices.append(
-            Slice(request, start, count, samples, num_scored=scored, num_pooled=pooled)
+        num_scored = _num_scored(request, count)
+        slice_ = Slice(
+            request,
+            start,
+            count,
+            samples=start + count == len(request.tokens) and request.pooling is None,
+            num_scored=num_scored,
+            num_pooled=_num_pooled(request, count),
         )
-        self.owners.append(ticket)
+        self.slices.append(slice_)
+        self.owners.append(state)
         request.num_planned += count
         self.budget -= count
-        self.most_scored -= scored
-        self._has_read = True
-        self._count(ticket, count)
+        self.scored_rows_left -= num_scored
+        self._has_prefill = True
+        self._count_rows(state, count)
 
-    def preempt(self, ticket: RequestState) -> None:
-        """Take out a request that has just lost its pages."""
-        self.preempted.append(ticket.request)
-        self.reserved = None
-        if ticket in self.owners:
-            at = self.owners.index(ticket)
-            self.budget += self.slices[at].count
-            self.most_scored += self.slices[at].num_scored
-            del self.slices[at], self.owners[at]
+    def remove_preempted(self, state: RequestState) -> None:
+        """Remove the slice of a request that has just lost its pages."""
+        self.preempted.append(state.request)
+        self.num_reserved = None
+        if state in self.owners:
+            index = self.owners.index(state)
+            self.budget += self.slices[index].count
+            self.scored_rows_left += self.slices[index].num_scored
+            del self.slices[index], self.owners[index]
 
-    def pauses(self, ticket: RequestState) -> bool:
-        """Whether a request is a line of a batch that lets others go first."""
-        if not is_background(ticket) or ticket is self._first:
+    def is_paused(self, state: RequestState) -> bool:
+        """Whether a request is a batch request that gets no row in this step."""
+        if not is_batch_request(state) or state is self._first_running:
             return False
-        return self.lines == 0 or (self.urgent is not None and self.urgent.rank < ticket.rank)
+        if self.batch_rows_left == 0:
+            return True
+        return self.urgent is not None and self.urgent.priority_key < state.priority_key
 
-    def most_for(self, ticket: RequestState) -> int:
-        """Return how many more rows a request may have."""
-        if self.lines is None or not is_background(ticket):
+    def rows_left(self, state: RequestState) -> int:
+        """Return how many more rows a request may have in this step."""
+        if self.batch_rows_left is None or not is_batch_request(state):
             return self.budget
-        return min(self.budget, self.lines)
+        return min(self.budget, self.batch_rows_left)
 
-    def put_aside(
+    def pause_batch_requests(
         self,
         running: Sequence[RequestState],
-        behind: Sequence[RequestState],
+        *,
+        prefilling: Sequence[RequestState],
         ready: Sequence[RequestState],
-        most_lines: int,
+        max_batch_rows: int,
     ) -> None:
-        """Take out lines of batches, with one row each, that slow down others.
+        """Remove decode slices of batch requests that would slow down other requests.
 
-        If others run, no more than `most_lines` stay; if others have prompts to read, none does.
-        These are among those `behind`, and among those that wait and are `ready`. A line that ranks
-        before them stays, and so does the first of all that run, so that no line waits for ever.
-        All are in the order of their ranks.
+        At most `max_batch_rows` of these slices stay if other requests run, and none if another
+        request has a prompt to prefill, as one of the `prefilling` or the waiting `ready` requests.
+        Batch requests with higher priority, and the first running request, are never paused, so
+        that no batch request waits forever. All sequences are sorted by priority key.
         """
-        if not running or not is_background(running[-1]):
+        if not running or not is_batch_request(running[-1]):
             return
-        self._first = running[0]
-        if not is_background(running[0]):
-            self.lines = most_lines
-        urgent = [ticket for ticket in (*behind, *ready) if not is_background(ticket)]
-        self.urgent = min(urgent, key=rank_of, default=None)
-        if self.lines is None and self.urgent is None:
+        self._first_running = running[0]
+        if not is_batch_request(running[0]):
+            self.batch_rows_left = max_batch_rows
+        urgent = [state for state in (*prefilling, *ready) if not is_batch_request(state)]
+        self.urgent = min(urgent, key=priority_key, default=None)
+        if self.batch_rows_left is None and self.urgent is None:
             return
         pairs = list(zip(self.slices, self.owners, strict=True))
         self.slices.clear()
         self.owners.clear()
-        for piece, ticket in pairs:
-            if self.pauses(ticket):
-                self._aside.append((piece, ticket))
-                piece.request.num_planned = piece.start
+        for slice_, state in pairs:
+            if self.is_paused(state):
+                self._paused.append((slice_, state))
+                slice_.request.num_planned = slice_.start
             else:
-                self._put(piece, ticket)
+                self._append(slice_, state)
 
-    def take_back(self) -> bool:
-        """Let nobody pause for a prompt if none could be read; return whether that is so."""
-        if self.urgent is None or self._has_read:
+    def resume_batch_requests(self) -> bool:
+        """Add the paused slices again if no prompt could be prefilled; return whether they were."""
+        if self.urgent is None or self._has_prefill:
             return False
         self.urgent = None
-        for piece, ticket in self._aside:
-            if ticket.is_running and self.budget and not self.pauses(ticket):  # it has its pages
-                self._put(piece, ticket)
-                piece.request.num_planned = piece.start + piece.count
-                self.budget -= piece.count
+        for slice_, state in self._paused:
+            # A request that is still running has its pages, too.
+            if state.is_running and self.budget and not self.is_paused(state):
+                self._append(slice_, state)
+                slice_.request.num_planned = slice_.start + slice_.count
+                self.budget -= slice_.count
         return True
 
-    def _put(self, piece: Slice, ticket: RequestState) -> None:
-        self.slices.append(piece)
-        self.owners.append(ticket)
-        self._count(ticket, piece.count)
+    def _append(self, slice_: Slice, state: RequestState) -> None:
+        self.slices.append(slice_)
+        self.owners.append(state)
+        self._count_rows(state, slice_.count)
 
-    def _count(self, ticket: RequestState, count: int) -> None:
-        if self.lines is not None and is_background(ticket):
-            self.lines -= count
-
-
-def is_background(ticket: RequestState) -> bool:
-    """Whether a request is a line of a batch."""
-    return ticket.request.priority >= SERVICES[BATCH_SERVICE]
+    def _count_rows(self, state: RequestState, count: int) -> None:
+        if self.batch_rows_left is not None and is_batch_request(state):
+            self.batch_rows_left -= count
 
 
-def in_turn(running: list[RequestState], config: SchedulerConfig) -> Iterable[RequestState]:
-    """Return the running requests that may take part in the next step, by rank.
+def is_batch_request(state: RequestState) -> bool:
+    """Whether a request has the service tier of batch requests."""
+    return state.request.priority >= SERVICES[BATCH_SERVICE]
 
-    If steps may be in flight, each takes its share of those that compute one token at a time, so
-    that the steps that follow each other through a pipeline are even. With `draws_ahead`, requests
-    that draw ahead take part in every step. The others wait for their tokens and go on together,
-    since a step of few rows takes about as long as one of many.
+
+def schedulable(running: list[RequestState], config: SchedulerConfig) -> Iterable[RequestState]:
+    """Return the running requests that may be in the next step, in the order given.
+
+    Without steps in flight these are all. Otherwise each step in flight gets an equal share of the
+    decoding requests, so that consecutive steps of a pipeline take the same time.
+
+    With `samples_ahead`, requests that sample ahead are in every step. The others wait until their
+    sampled tokens are known and then continue together, since a step with few rows takes about as
+    long as a step with many.
     """
     steps_ahead = config.steps_ahead
     if not steps_ahead:
         return running
-    if config.draws_ahead:
+    if config.samples_ahead:
         others_are_out = any(map(_awaits_token, running))
-        return [t for t in running if t.draws_ahead or _is_ready(t, others_are_out=others_are_out)]
-    decoding = [ticket for ticket in running if ticket.request.num_pending < 2]
+        return [
+            state
+            for state in running
+            if state.samples_ahead or _is_ready(state, others_are_out=others_are_out)
+        ]
+    decoding = [state for state in running if state.request.num_pending < 2]
     share = -(-len(decoding) // (1 + steps_ahead))
-    ready = [ticket for ticket in decoding if ticket.request.num_pending]
+    ready = [state for state in decoding if state.request.num_pending]
     later = set(ready[share:])
-    return (t for t in running if t.request.num_pending and t not in later)
+    return (state for state in running if state.request.num_pending and state not in later)
 
 
-def _awaits_token(ticket: RequestState) -> bool:
-    """Whether a request that does not draw ahead has its row of output in flight."""
-    request = ticket.request
+def _awaits_token(state: RequestState) -> bool:
+    """Whether a request that cannot sample ahead has its newest token in flight."""
+    request = state.request
     is_out = not request.num_pending and request.num_computed >= request.num_prompt
-    return is_out and not ticket.may_draw_ahead
+    return is_out and not state.may_sample_ahead
 
 
-def _is_ready(ticket: RequestState, *, others_are_out: bool) -> bool:
-    """Whether a request has tokens to compute, and need not wait for `_awaits_token` ones."""
-    num_pending = ticket.request.num_pending
-    return num_pending > (0 if ticket.may_draw_ahead or not others_are_out else 1)
+def _is_ready(state: RequestState, *, others_are_out: bool) -> bool:
+    """Whether a request has tokens to compute now.
+
+    While `others_are_out`, a single pending token of a request that cannot sample ahead waits, so
+    that these requests continue together.
+    """
+    waits_for_others = others_are_out and not state.may_sample_ahead
+    return state.request.num_pending > (1 if waits_for_others else 0)
 
 
 def _num_scored(request: Request, count: int) -> int:
-    """Return how many of a request's next `count` rows report on the prompt's next token.
+    """Return how many of a request's next `count` rows report the prompt's next token.
 
-    Rows that did so before a preemption do not do it again, and rows in flight will do it. The
-    prompt's last row draws.
+    Rows that were scored before a preemption are not scored again, and rows in flight will be. The
+    last row of the prompt samples a token instead.
     """
     if not request.num_unscored:
         return 0
-    assert request.num_computed <= request.num_scored, "a row to be scored was passed over"
+    assert request.num_computed <= request.num_scored, "a row was computed without its score"
     end = min(request.num_planned + count, request.num_prompt - 1)
     return max(0, end - max(request.num_planned, request.num_scored))
 

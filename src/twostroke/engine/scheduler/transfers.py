@@ -1,4 +1,8 @@
-"""Pages that come from elsewhere, and pages that others read: what they hold of the pool."""
+"""KV cache pages that arrive from elsewhere, and leases on pages that others read.
+
+Pages arrive from a KV offload tier or from a prefill engine. Leases are for decode engines and for
+writing pages to tiers.
+"""
 
 from __future__ import annotations
 
@@ -19,46 +23,46 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Missing pages of a request that waits, on their way here: `Transfers` explains.
+    """Missing pages of a waiting request that are on their way to the pool; see `Transfers`.
 
     Attributes:
-        before: the keys of the request's places before those that are missing.
-        keys: of the missing places, in order. Requests wait for those that are still claimed.
-        late_s: when the claims are dropped, on the scheduler's clock.
-        wanted: the pages that have not arrived, once `narrow` has said which are needed.
-        pages: those that it holds.
-        is_dropped: whether nobody waits for it any more.
+        previous_keys: keys of the request's pages before the missing ones.
+        keys: keys of the missing pages, in order. Requests wait for those still claimed.
+        expires_at_s: time at which the claims are dropped, on the scheduler's clock.
+        missing: pages that have not arrived yet, after `select_missing` has chosen them.
+        pages: the pages of the pool that the transfer holds, by key.
+        is_dropped: whether its claims are gone, so that no request waits for it any more.
     """
 
-    before: list[bytes]
+    previous_keys: list[bytes]
     keys: list[bytes]
-    late_s: float = math.inf
-    wanted: set[PageKey] = field(default_factory=set)
+    expires_at_s: float = math.inf
+    missing: set[PageKey] = field(default_factory=set)
     pages: dict[PageKey, int] = field(default_factory=dict)
     is_dropped: bool = False
 
     @property
-    def first_place(self) -> int:
-        """The place of the first key in the request."""
-        return len(self.before)
+    def first_page(self) -> int:
+        """The index, in the request's page lists, of the page of the first key."""
+        return len(self.previous_keys)
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Pages that are read elsewhere: they keep their content until the lease is released."""
+    """Pages that are read from outside; they keep their content until the lease is released."""
 
     pages: dict[PageKey, int]
 
 
 class Transfers:
-    """The transfers and leases of a pool; the scheduler's owner guards it.
+    """The transfers into a page pool and the leases on its pages. The owner's lock guards it.
 
-    A transfer claims keys as a running request does, but is not in the order of ranks: every
-    request that misses such a key waits, until its page arrives or the claim is dropped. A claim is
-    dropped when the transfer fails or is late; the request then computes the page.
+    A transfer claims page keys as a running request does, but has no priority key: every request
+    that misses such a page waits until the page arrives or the claim is dropped. A claim is dropped
+    when the transfer fails or expires; the request then computes the page.
 
-    Transfers and leases together hold at most `most_held` pages: those that the pool has beyond the
-    longest request. So the best-ranked running request never lacks a page because of them.
+    Transfers and leases together hold at most `max_held_pages`, the pages that the pool has beyond
+    the needs of the longest request. So they never deprive the most urgent running request.
     """
 
     def __init__(
@@ -67,143 +71,151 @@ class Transfers:
         pool: PagePool,
         claims: dict[bytes, RequestState | Transfer],
     ) -> None:
-        self._index, self._pool, self._claims = index, pool, claims
-        self.most_held = self.num_held = 0
+        self._prefix_index = index
+        self._pool = pool
+        self._claims = claims
+        self.max_held_pages = 0
+        self.num_held_pages = 0
         self._claiming: list[Transfer] = []
         self._clock: Callable[[], float] = time.monotonic
 
-    def limit(self, most_tokens: int, token_budget: int, clock: Callable[[], float]) -> None:
-        """Leave the pages that one request of `most_tokens` needs."""
-        needed = self._pool.groups.num_needed(most_tokens, token_budget)
-        self.most_held, self._clock = max(0, self._pool.num_pages - needed), clock
+    def limit(self, max_tokens: int, token_budget: int, clock: Callable[[], float]) -> None:
+        """Leave the pages that one request of `max_tokens` needs, and use this clock."""
+        num_needed = self._pool.groups.num_needed(max_tokens, token_budget)
+        self.max_held_pages = max(0, self._pool.num_pages - num_needed)
+        self._clock = clock
 
-    def begin(self, ticket: RequestState, within_s: float = math.inf) -> Transfer | None:
-        """Claim what the index and the claims of others leave of a waiting request's pages.
+    def begin(self, state: RequestState, within_s: float = math.inf) -> Transfer | None:
+        """Claim the pages of a waiting request that are neither indexed nor claimed already.
 
-        The claims end after `within_s` seconds at the latest. None if nothing is left.
+        The claims expire after `within_s` seconds. Returns None if there are no such pages.
         """
-        request, chain = ticket.request, ticket.chain
-        is_of_use = self._index is not None and not request.needs_all_rows and not ticket.is_running
-        if chain is None or not is_of_use or not self.most_held:
+        request, chain = state.request, state.chain
+        can_use = self._prefix_index is not None and not request.needs_all_rows
+        if chain is None or not can_use or state.is_running or not self.max_held_pages:
             return None
-        hit = self._known.match(chain, request.tokens, request.num_prompt)
-        num_useful = self._known.num_reusable(len(request.tokens) - 1, request.num_prompt)
-        first, last = hit.num_places, num_useful
-        while first < last and chain.keys[first] in self._claims:
+        hit = self._index.match(chain, request.tokens, request.num_prompt)
+        first = hit.num_pages
+        end = self._index.num_reusable(len(request.tokens) - 1, request.num_prompt)
+        while first < end and chain.keys[first] in self._claims:
             first += 1
-        keys = chain.keys[first:last]
+        keys = chain.keys[first:end]
         if not keys:
             return None
-        self.touch(chain.keys[: hit.num_places])
+        self.touch(chain.keys[: hit.num_pages])
         transfer = Transfer(chain.keys[:first], keys, self._clock() + within_s)
         for key in keys:
             self._claims.setdefault(key, transfer)
         self._claiming.append(transfer)
         return transfer
 
-    def narrow(self, transfer: Transfer, exists: Callable[[PageKey], bool]) -> list[PageKey]:
-        """Return which pages to bring, in the order of places; drop the claims on other places.
+    def select_missing(
+        self, transfer: Transfer, exists: Callable[[PageKey], bool]
+    ) -> list[PageKey]:
+        """Return the pages to bring, in order, and drop the claims on other pages.
 
-        They are those of the most places that a request can start after, given what `exists`
-        elsewhere. The index may have some of them in groups with a window.
+        They are the pages of the longest prefix that a request could start after, where `exists`
+        says whether a page is available elsewhere. Pages that the index has, in groups with a
+        window, are left out.
         """
-        keys, first, index = transfer.keys, transfer.first_place, self._known
-        num_places, firsts = index.reachable(keys, first, exists)
-        transfer.wanted = {
+        keys, first, index = transfer.keys, transfer.first_page, self._index
+        num_pages, first_read = index.reachable(keys, first, exists)
+        transfer.missing = {
             (group, key)
-            for group, start in enumerate(firsts)
-            for key in keys[max(0, start - first) : num_places]
-            if not index.knows((group, key))
+            for group, start in enumerate(first_read)
+            for key in keys[max(0, start - first) : num_pages]
+            if not index.contains((group, key))
         }
-        needed = {key for _, key in transfer.wanted}
-        self._drop((key for key in keys if key not in needed), transfer)
-        num_groups = len(firsts)
-        every = [(group, key) for key in keys[:num_places] for group in range(num_groups)]
-        return [one for one in every if one in transfer.wanted]
+        needed = {key for _, key in transfer.missing}
+        self._drop_claims((key for key in keys if key not in needed), transfer)
+        num_groups = len(first_read)
+        candidates = [(group, key) for key in keys[:num_pages] for group in range(num_groups)]
+        return [page_key for page_key in candidates if page_key in transfer.missing]
 
-    def take(self, transfer: Transfer, wanted: Sequence[PageKey]) -> list[int]:
-        """Return pages for the first of the `wanted` keys, for as many as there is room.
+    def allocate(self, transfer: Transfer, page_keys: Sequence[PageKey]) -> list[int]:
+        """Return sorted pages for the first of the `page_keys`, until there is no more room.
 
-        Only the transfer may write to them, until it ends. They are in ascending order. Pages that
-        have arrived are let go if that makes room: requests find them as long as they are not
-        evicted.
+        Only the transfer may write to them until it ends. If it helps, pages that have arrived are
+        released first: requests find them through the index unless they are evicted.
         """
-        if len(wanted) > self.most_held - self.num_held:
-            self._let_go(transfer, [key for key in transfer.pages if key not in transfer.wanted])
-        count = min(len(wanted), self.most_held - self.num_held, self._pool.num_available)
-        pages = sorted(self._pool.allocate(max(0, count)))
-        transfer.pages.update(zip(wanted, pages, strict=False))
-        self.num_held += len(pages)
+        if len(page_keys) > self.max_held_pages - self.num_held_pages:
+            arrived = [key for key in transfer.pages if key not in transfer.missing]
+            self._release_pages(transfer, arrived)
+        room = min(self.max_held_pages - self.num_held_pages, self._pool.num_available)
+        pages = sorted(self._pool.allocate(max(0, min(len(page_keys), room))))
+        transfer.pages.update(zip(page_keys, pages, strict=False))
+        self.num_held_pages += len(pages)
         return pages
 
-    def arrive(self, transfer: Transfer, arrived: Sequence[PageKey]) -> None:
-        """Index pages that were taken and are written now, and drop the claims on whole places."""
+    def add_arrived(self, transfer: Transfer, arrived: Sequence[PageKey]) -> None:
+        """Index allocated pages that have been written, and drop claims that are fulfilled."""
         for group, key in arrived:
-            self._known.insert(group, [key], [transfer.pages[group, key]])
-        transfer.wanted.difference_update(arrived)
-        missing = {key for _, key in transfer.wanted}
-        self._drop([key for _, key in arrived if key not in missing], transfer)
+            self._index.insert(group, [key], [transfer.pages[group, key]])
+        transfer.missing.difference_update(arrived)
+        missing = {key for _, key in transfer.missing}
+        self._drop_claims([key for _, key in arrived if key not in missing], transfer)
 
     def drop(self, transfer: Transfer) -> None:
-        """Let requests compute what has not arrived; the transfer still holds its pages."""
-        self._drop(transfer.keys, transfer)
+        """Let requests compute the pages that have not arrived; the transfer keeps its pages."""
+        self._drop_claims(transfer.keys, transfer)
         transfer.is_dropped = True
         if transfer in self._claiming:
             self._claiming.remove(transfer)
 
-    def is_late(self, transfer: Transfer) -> bool:
-        """Whether a transfer's time is over; its claims are then dropped."""
-        if transfer.late_s > self._clock():
+    def has_expired(self, transfer: Transfer) -> bool:
+        """Whether a transfer's time is over; if so, drop its claims."""
+        if transfer.expires_at_s > self._clock():
             return False
         self.drop(transfer)
         return True
 
-    def until(self, late_s: float) -> float | None:
-        """Return the seconds until a transfer is late; None if it never is."""
-        return None if late_s == math.inf else max(0.0, late_s - self._clock())
+    def seconds_until(self, expires_at_s: float) -> float | None:
+        """Return the seconds until a transfer expires; None if it never does."""
+        return None if expires_at_s == math.inf else max(0.0, expires_at_s - self._clock())
 
     def end(self, transfer: Transfer) -> None:
-        """Take back all pages of a transfer, to which nobody writes any more, and its claims."""
+        """Release all pages of a transfer that has stopped writing, and drop its claims."""
         self.drop(transfer)
         if transfer.pages:
-            self._let_go(transfer, list(transfer.pages))
-            self.touch([*transfer.before, *transfer.keys])
+            self._release_pages(transfer, list(transfer.pages))
+            self.touch([*transfer.previous_keys, *transfer.keys])
 
-    def lease(self, wanted: Iterable[PageKey]) -> Lease:
-        """Keep those of the `wanted` pages that the index has, as far as there is room."""
+    def lease(self, page_keys: Iterable[PageKey]) -> Lease:
+        """Return a lease on the pages that the index has, until there is no more room."""
         lease = Lease({})
-        for key in wanted:
-            page = self._known.find(key)
-            if page != NO_PAGE and self.num_held < self.most_held:
+        for key in page_keys:
+            page = self._index.find(key)
+            if page != NO_PAGE and self.num_held_pages < self.max_held_pages:
                 self._pool.share([page])
                 lease.pages[key] = page
-                self.num_held += 1
+                self.num_held_pages += 1
         return lease
 
     def release(self, lease: Lease) -> None:
-        """End a lease; nobody reads its pages any more."""
-        pages, lease.pages = list(lease.pages.values()), {}
-        self.num_held -= len(pages)
+        """End a lease, after the last read of its pages."""
+        pages = list(lease.pages.values())
+        lease.pages = {}
+        self.num_held_pages -= len(pages)
         self._pool.release(pages)
 
     def touch(self, keys: list[bytes]) -> None:
-        """Make the known first pages of a sequence the last to be evicted, the first one last."""
-        places = zip(*self._known.hit(keys).pages, strict=True)
-        pages = [page for place in places for page in place if page != NO_PAGE]
+        """Mark the indexed prefix of a sequence as used now; its first page is evicted last."""
+        columns = zip(*self._index.hit(keys).pages, strict=True)
+        pages = [page for column in columns for page in column if page != NO_PAGE]
         self._pool.share(pages)
         self._pool.release(pages)
 
     @property
-    def _known(self) -> PrefixIndex:
-        assert self._index is not None, "without a prefix cache nothing is brought"
-        return self._index
+    def _index(self) -> PrefixIndex:
+        assert self._prefix_index is not None, "transfers and leases need a prefix cache"
+        return self._prefix_index
 
-    def _let_go(self, transfer: Transfer, keys: Sequence[PageKey]) -> None:
+    def _release_pages(self, transfer: Transfer, keys: Sequence[PageKey]) -> None:
         pages = [transfer.pages.pop(key) for key in keys]
-        self.num_held -= len(pages)
+        self.num_held_pages -= len(pages)
         self._pool.release(pages)
 
-    def _drop(self, keys: Iterable[bytes], transfer: Transfer) -> None:
+    def _drop_claims(self, keys: Iterable[bytes], transfer: Transfer) -> None:
         for key in keys:
             if self._claims.get(key) is transfer:
                 del self._claims[key]

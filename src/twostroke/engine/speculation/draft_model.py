@@ -169,7 +169,7 @@ class DraftModel(ModelProposer["DraftFollower"]):
         Each guess costs as much time as `least` tokens take without any.
         """
         hit = self._index.match(self._index.chain(request.salt), tokens, request.num_prompt)
-        num_known = hit.num_places * self._runner.runner.facts.page_size
+        num_known = hit.num_pages * self._runner.runner.facts.page_size
         left = max(self._answer_length - request.num_output, self._answer_length / 4)
         if request.params.max_tokens is not None:
             left = min(left, request.params.max_tokens - request.num_output)

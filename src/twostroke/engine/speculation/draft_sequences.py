@@ -203,7 +203,7 @@ class Sequences(Generic[F]):
         """Give a sequence these tokens after the first `num_kept`; add it if it is new."""
         sequence = follower.sequence
         if sequence in self._followers:
-            self._scheduler.rewrite(sequence, num_kept, tokens)
+            self._scheduler.replace_tokens(sequence, num_kept, tokens)
             return
         sequence.tokens[num_kept:] = tokens
         self._scheduler.add(sequence)
@@ -270,7 +270,7 @@ class Sequences(Generic[F]):
     def _end_round(self, follower: F) -> None:
         """Leave a sequence without pending tokens, so that it waits for the next round."""
         if not follower.sequence.is_finished:
-            self._scheduler.rewrite(follower.sequence, follower.end_round(), [])
+            self._scheduler.replace_tokens(follower.sequence, follower.end_round(), [])
 
     def _step_s(self, num_requests: int, start: int) -> float:
         """Return how long a step takes with one guess for each request, at position `start`."""

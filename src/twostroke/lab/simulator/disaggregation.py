@@ -101,7 +101,7 @@ class SimulatedTransfers:
         if chosen is None:
             return None
         transfer, request = chosen.transfer, ticket.request
-        end = (transfer.first_place + len(transfer.keys)) * replica.page_size
+        end = (transfer.first_page + len(transfer.keys)) * replica.page_size
         reader = Request(request.id, request.tokens[:end], end, _NOTHING, seed=request.seed)
         self._away[int(request.id)] = _RemotePrompt(
             ticket, decoder, chosen, reader, self._clock.now_s
@@ -125,8 +125,8 @@ class SimulatedTransfers:
         if is_read:
             now_s, overhead = self._clock.now_s, self._overheads[one.decoder, one.chosen.index]
             overhead.learn(one.chosen.seconds, now_s - one.begun_s, now_s)
-            pages = transfers.take(one.chosen.transfer, wanted)
-            transfers.arrive(one.chosen.transfer, wanted[: len(pages)])
+            pages = transfers.allocate(one.chosen.transfer, wanted)
+            transfers.add_arrived(one.chosen.transfer, wanted[: len(pages)])
         transfers.drop(one.chosen.transfer)
         self._unused[one.decoder].append((one.ticket.request, one.chosen.transfer))
 
@@ -141,7 +141,7 @@ class SimulatedTransfers:
                 unused.append((request, transfer))
 
     def _transfers(self, decoder: int) -> Transfers:
-        return self._replicas[decoder].scheduler.prefixes.transfers
+        return self._replicas[decoder].scheduler.prefix_cache.transfers
 
     def _outlook(self, decoder: int, index: int) -> PrefillEngineState:
         flops = next(iter(self._choosers.values())).flops

@@ -120,7 +120,7 @@ class SimulatedReplica:
     def start(self) -> float | None:
         """Start a step, or several quiet ones; return when they end. None without work."""
         if self._speculator is None:
-            requests, num_steps = self.scheduler.quiet(_MOST_QUIET)
+            requests, num_steps = self.scheduler.fast_forward_steps(_MOST_QUIET)
             if num_steps > 1:
                 return self._start_quiet(requests, num_steps)
         plan = self.scheduler.plan()
@@ -192,7 +192,7 @@ class SimulatedReplica:
             for one in quiet.requests
             for first in (len(one.tokens),)
         ]
-        self.scheduler.decode(tokens)
+        self.scheduler.fast_forward(tokens)
         self._num_tokens += num_steps * len(tokens)
         self.num_steps += num_steps
         pairs = pairwise(quiet.times_s[: num_steps + 1])
