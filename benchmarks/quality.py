@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from twostroke.backends.activation_bits.resolve import with_known_bits
+from twostroke.backends.activation_bits.resolve import resolve_activation_bits
 from twostroke.backends.create import create_backend
 from twostroke.backends.kv_size import size_kv_cache
 from twostroke.core.hardware import memory_available
@@ -100,7 +100,7 @@ def answers_quality(
 
 def _backend(loaded: LoadedModel, compute: ComputeOptions) -> Backend:
     program = build_program(loaded.spec)
-    compute = with_known_bits(compute, loaded, program)
+    compute = resolve_activation_bits(compute, loaded, program)
     cache = CacheOptions(context_length=min(512, program.context_length))
     budget = BatchOptions().token_budget
     size = size_kv_cache(program, cache, budget, loaded.file_bytes, memory_available())

@@ -151,7 +151,7 @@ def _measure_engine(given: argparse.Namespace, result: dict[str, Any]) -> list[s
 
 def _limits(engine: Engine) -> Hardware:
     facts = engine.facts
-    return machine(facts.level, facts.num_threads, facts.weight_bytes, again=True)
+    return machine(facts.level, facts.num_threads, facts.weight_bytes, remeasure=True)
 
 
 def _measure_rows(

@@ -80,7 +80,7 @@ def main() -> None:
             return run_loop(client, prompts, Loop(num_clients, num_tokens)).as_json()
 
         def limits() -> dict[str, Any]:
-            at = machine(facts.level, facts.num_threads, facts.weight_bytes, again=True)
+            at = machine(facts.level, facts.num_threads, facts.weight_bytes, remeasure=True)
             return {"bandwidth": at.bandwidth, "peak": at.peak, "peak_kind": at.peak_kind}
 
         def memory() -> dict[str, Any]:

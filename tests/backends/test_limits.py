@@ -27,9 +27,9 @@ class Machine:
         self._quiet = quiet
         monkeypatch.setattr(limits_module, "machine", self)
 
-    def __call__(self, level: str, threads: int, num_bytes: int, *, again: bool) -> Hardware:
-        self.measured.append(again)
-        return self._quiet if again else BUSY
+    def __call__(self, level: str, threads: int, num_bytes: int, *, remeasure: bool) -> Hardware:
+        self.measured.append(remeasure)
+        return self._quiet if remeasure else BUSY
 
 
 def above(limits: MachineLimits, strokes: PrefillDecodeTotals) -> Hardware | None:

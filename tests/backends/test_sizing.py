@@ -35,7 +35,7 @@ GEMMA = program_of_layers(_WINDOWS)
 
 def size(free_bytes: int = 10**11, *, running: int = 1, **options: Any) -> CacheSize:
     cache = CacheOptions(**options)
-    return size_kv_cache(PROGRAM, cache, 256, WEIGHT_BYTES, free_bytes, most_running=running)
+    return size_kv_cache(PROGRAM, cache, 256, WEIGHT_BYTES, free_bytes, max_running=running)
 
 
 def refusal(free_bytes: int = 10**11, **options: int | None) -> str:
@@ -143,7 +143,7 @@ def test_weights_that_fill_the_memory_leave_no_context(options: dict[str, int]) 
 
 def test_layers_with_a_window_need_pages_for_the_window_only() -> None:
     """One group of six has no window; the others need pages for 512 positions and 256 rows."""
-    found = size_kv_cache(GEMMA, CacheOptions(), 256, WEIGHT_BYTES, 10**11, most_running=10**4)
+    found = size_kv_cache(GEMMA, CacheOptions(), 256, WEIGHT_BYTES, 10**11, max_running=10**4)
     num_near = (512 + 256 + 16 - 3) // 16 + 1
     assert found.num_pages == 8 * (2048 + 5 * num_near)
     assert found.cache_bytes == found.num_pages * 16 * 3 * 1024
@@ -152,7 +152,7 @@ def test_layers_with_a_window_need_pages_for_the_window_only() -> None:
 
 def test_below_the_window_every_group_needs_equally_many_pages() -> None:
     options = CacheOptions(context_length=320)
-    found = size_kv_cache(GEMMA, options, 256, WEIGHT_BYTES, 10**11, most_running=10**4)
+    found = size_kv_cache(GEMMA, options, 256, WEIGHT_BYTES, 10**11, max_running=10**4)
     assert found.num_pages == 8 * 6 * 20
 
 

@@ -97,7 +97,7 @@ def test_chosen_bits_are_measured_against_fifteen(
         names = {name: 8 for name, one in loaded.tensors.items() if len(one.shape) == 2}
         return replace(compute, activation_bits=ActivationBits("", 0, names, 0.0, len(names)))
 
-    monkeypatch.setattr(module, "with_known_bits", chosen)
+    monkeypatch.setattr(module, "resolve_activation_bits", chosen)
     for bits in ((), ("--activation-bits", "auto")):
         ran = cli("compare", coarse, "--tokens", "100", "--right", "cpu", *bits, "--json")
         (reader,) = json.loads(ran.out)["readers"]

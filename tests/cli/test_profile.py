@@ -31,7 +31,7 @@ FIGURES = {
 @pytest.fixture(autouse=True)
 def known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure nothing large."""
-    monkeypatch.setattr(module, "machine", lambda *given, again: LIMITS)
+    monkeypatch.setattr(module, "machine", lambda *given, remeasure: LIMITS)
 
 
 def test_each_step_is_a_table_with_advice(cli: Cli, tiny: str) -> None:

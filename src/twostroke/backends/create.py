@@ -1,4 +1,4 @@
-"""From compute options to a backend, and what the choice of a backend implies."""
+"""Creates the backend that compute options name, and answers questions about that choice."""
 
 from __future__ import annotations
 
@@ -34,29 +34,28 @@ if TYPE_CHECKING:
     Release = Callable[[Sequence[QuantTensor]], None]
 
 FLOAT32_BACKENDS = ("reference", "torch")
-_CUDA_BYTES = 600 << 20  # what CUDA and its libraries take of a GPU besides our tensors
+_CUDA_BYTES = 600 << 20  # GPU memory of CUDA and its libraries, apart from our tensors
 
 
 def is_native(compute: ComputeOptions) -> bool:
-    """Whether the cpu backend runs: weights in the form of its kernels, and its precision."""
+    """Whether the options select the cpu backend, which packs weights for native kernels."""
     return compute.backend in {"auto", "cpu"}
 
 
-def check_backend(options: EngineOptions, program: Program, say: Callable[[str], None]) -> None:
-    """Refuse a Program that the gpu backend cannot run, if it was asked for.
+def check_backend(options: EngineOptions, program: Program, notify: Callable[[str], None]) -> None:
+    """Refuse a Program that the gpu backend cannot run, if the options select that backend.
 
-    "auto" stays the cpu backend until the other has been measured; `say` gets a line where there is
-    a GPU.
+    "auto" is the cpu backend, even on a machine with a GPU; `notify` then gets a hint.
 
     Raises:
-        BackendError: "gpu" was asked for, and cannot run this.
+        BackendError: the gpu backend is selected and cannot run the Program.
     """
     from twostroke.backends.gpu import device
 
     if options.compute.backend == "gpu":
         check_gpu(program, options.compute)
     elif options.compute.backend == "auto" and device.may_exist():
-        say("There is a GPU, which --backend gpu uses; that backend is young.")
+        notify("There is a GPU, which --backend gpu uses; that backend is young.")
 
 
 def check_gpu(program: Program, compute: ComputeOptions) -> None:
@@ -71,7 +70,7 @@ def gpu_device(compute: ComputeOptions) -> GpuDevice:
     """Return the gpu backend's device.
 
     Raises:
-        BackendError: there is none that it can use.
+        BackendError: there is no usable device.
     """
     from twostroke.backends.gpu.device import find
 
@@ -81,30 +80,34 @@ def gpu_device(compute: ComputeOptions) -> GpuDevice:
 def memory_free(
     compute: ComputeOptions, program: Program, tensors: Mapping[str, QuantTensor], max_rows: int
 ) -> int:
-    """Return how many bytes weights and pages can take here, beside what steps need on a GPU."""
+    """Return the bytes available for weights and pages: on a GPU without a step's own memory."""
     if compute.backend != "gpu":
         return memory_available()
-    own = working_bytes(compute, program, tensors, max_rows)
-    return max(0, gpu_device(compute).memory_available - own)
+    reserved_bytes = working_bytes(compute, program, tensors, max_rows)
+    return max(0, gpu_device(compute).memory_available - reserved_bytes)
 
 
 def working_bytes(
     compute: ComputeOptions, program: Program, tensors: Mapping[str, QuantTensor], max_rows: int
 ) -> int:
-    """Return how many bytes of its memory a GPU needs besides weights and pages."""
+    """Return the bytes of GPU memory that steps need, apart from weights and pages."""
     device = gpu_device(compute)
     from twostroke.backends.gpu.plan import step_bytes
 
-    given = program, tensors, device, max_rows
-    return _CUDA_BYTES + step_bytes(*given, same_tokens=compute.same_tokens)
+    return _CUDA_BYTES + step_bytes(
+        program, tensors, device, max_rows, same_tokens=compute.same_tokens
+    )
 
 
 def unused_bytes(compute: ComputeOptions, backend: Backend) -> int:
-    """Return how many bytes of a backend's pages still count as free memory: none of a GPU's."""
+    """Return the bytes of a backend's pages that the system still reports as free memory.
+
+    The cpu backend's pages take memory only once they are used; a GPU's are allocated at once.
+    """
     return 0 if compute.backend == "gpu" else backend.facts.cache_bytes
 
 
-def create_backend(  # noqa: PLR0913 - what only the builder knows
+def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
     tensors: Mapping[str, QuantTensor],
     program: Program,
     compute: ComputeOptions,
@@ -119,18 +122,23 @@ def create_backend(  # noqa: PLR0913 - what only the builder knows
     share: WeightShard | None = None,
     max_rows: int = 256,
 ) -> Backend:
-    """Return a backend that has read its weights; options by name are those of `CpuBackend`.
+    """Return the selected backend, with its weights loaded.
 
-    Threads are shared only between cpu backends. The other backends can always embed. The ranks of
-    a `mesh` run in this process, which only the reference does; with a `share` this process is one
-    rank. Steps have up to `max_rows` rows.
+    `release`, `progress`, `share_threads_with`, `tapped_value` and `embeds` are documented at
+    `CpuBackend`. Only cpu backends share threads; the other backends can always embed.
+
+    `mesh`: the reference backend runs all ranks of it in this process. `share`: this process is
+    one rank of several. `max_rows`: the largest number of rows of a step.
     """
-    sizes = size.num_pages, size.page_size
     if compute.backend == "gpu":
         from twostroke.backends.gpu.backend import GpuBackend
 
         return GpuBackend(
-            *(program, tensors, *sizes, gpu_device(compute)),
+            program,
+            tensors,
+            num_pages=size.num_pages,
+            page_size=size.page_size,
+            device=gpu_device(compute),
             kv_format=size.kv_format,
             max_rows=max_rows,
             tapped_value=tapped_value,
@@ -141,26 +149,41 @@ def create_backend(  # noqa: PLR0913 - what only the builder knows
     if compute.backend == "reference":
         from twostroke.backends.reference import ReferenceBackend
 
-        return ReferenceBackend(program, tensors, *sizes, tapped_value=tapped_value, mesh=mesh)
+        return ReferenceBackend(
+            program,
+            tensors,
+            num_pages=size.num_pages,
+            page_size=size.page_size,
+            tapped_value=tapped_value,
+            mesh=mesh,
+        )
     if compute.backend == "torch":
         device = torch_device(compute)
         from twostroke.backends.torch import TorchBackend
 
         return TorchBackend(
-            *(program, tensors, *sizes, device),
+            program,
+            tensors,
+            num_pages=size.num_pages,
+            page_size=size.page_size,
+            device=device,
             num_threads=compute.num_threads,
             tapped_value=tapped_value,
             share=share,
         )
-    threads_of = getattr(share_threads_with, "own", share_threads_with)  # of several ranks
+    thread_owner = getattr(share_threads_with, "rank0_backend", share_threads_with)
     return CpuBackend(
-        *(program, tensors, *sizes, resolve_num_threads(compute.num_threads)),
+        program,
+        tensors,
+        num_pages=size.num_pages,
+        page_size=size.page_size,
+        num_threads=resolve_num_threads(compute.num_threads),
         level=compute.level,
         kv_format=size.kv_format,
         activation_bits=compute.known_bits,
         release=release,
         progress=progress,
-        share_threads_with=threads_of if isinstance(threads_of, CpuBackend) else None,
+        share_threads_with=thread_owner if isinstance(thread_owner, CpuBackend) else None,
         tapped_value=tapped_value,
         embeds=embeds,
         share=share,
@@ -168,7 +191,7 @@ def create_backend(  # noqa: PLR0913 - what only the builder knows
 
 
 def check_can_run(compute: ComputeOptions) -> None:
-    """Raise BackendError if the backend cannot run here, before a model is read."""
+    """Raise BackendError if the backend cannot run on this machine; no model is needed."""
     if compute.backend == "gpu":
         gpu_device(compute)
     elif compute.backend == "torch":
@@ -178,10 +201,10 @@ def check_can_run(compute: ComputeOptions) -> None:
 
 
 def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
-    """Return about how many bytes the weights take here; some backends store them otherwise."""
+    """Estimate the bytes that the weights take in memory, in the backend's own format."""
     if is_native(compute):
         tensors = loaded.tensors.values()
-        return loaded.file_bytes + sum(one.packed_bytes - one.num_bytes for one in tensors)
+        return loaded.file_bytes + sum(tensor.packed_bytes - tensor.num_bytes for tensor in tensors)
     if compute.backend == "gpu":
         gpu_device(compute)
         from twostroke.backends.gpu.stored import device_bytes
@@ -196,26 +219,26 @@ def cost_model(
     kv_format: str = DEFAULT_FORMAT,
     backend: str = "auto",
 ) -> CostModel:
-    """Return the cost of a Program with its weights as a backend's kernels read them."""
+    """Return the cost model of a Program, with its weights in a backend's format."""
     return CostModel(program, stored_bytes(program, tensors, backend), FORMATS[kv_format])
 
 
 def stored_bytes(
     program: Program, tensors: Mapping[str, QuantTensor], backend: str
 ) -> dict[str, int]:
-    """Return how many bytes each weight of a Program takes as a backend's kernels read it."""
-    own = {name: tensors[name] for name in program.weight_shapes}
+    """Return the bytes of each weight of a Program in a backend's format."""
+    program_tensors = {name: tensors[name] for name in program.weight_shapes}
     if backend == "gpu":
         from twostroke.backends.gpu.stored import device_bytes
 
-        return device_bytes(program, own)
-    return {name: tensor.packed_bytes for name, tensor in own.items()}
+        return device_bytes(program, program_tensors)
+    return {name: tensor.packed_bytes for name, tensor in program_tensors.items()}
 
 
-def for_guesses(compute: ComputeOptions) -> ComputeOptions:
-    """Return options for guesses: with less precision where that is faster.
+def options_for_drafts(compute: ComputeOptions) -> ComputeOptions:
+    """Return options for a draft model: the lowest precision, if that is faster.
 
-    No answer depends on it.
+    Answers stay the same, because every draft token is verified.
     """
     if not is_native(compute):
         return compute
@@ -223,7 +246,7 @@ def for_guesses(compute: ComputeOptions) -> ComputeOptions:
 
 
 def auto_kv_format(compute: ComputeOptions) -> str:
-    """Return the format of keys and values that "auto" stands for.
+    """Return the name of the KV format that "auto" stands for.
 
     Raises:
         UsageError, BackendError: as `choose_level`.
@@ -234,14 +257,14 @@ def auto_kv_format(compute: ComputeOptions) -> str:
 
 
 def splits_sums(compute: ComputeOptions, parallel: ParallelOptions) -> bool:
-    """Whether ranks split sums, which moves less: on GPUs, unless the options say otherwise."""
+    """Whether ranks split sums, which moves fewer bytes: by default only on GPUs."""
     if parallel.reduce != "auto" or compute.backend != "torch":
         return parallel.reduce == "sum"
     return torch_device(compute).startswith("cuda")
 
 
 def torch_device(compute: ComputeOptions, local_rank: int | None = None) -> str:
-    """Return the torch backend's device; each rank of a machine has a GPU for itself.
+    """Return the torch backend's device; each rank of a machine uses a different GPU.
 
     Raises:
         BackendError: PyTorch is not installed, or does not have this device here.

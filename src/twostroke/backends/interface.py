@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 
 class RankFacts(Frozen):
-    """Where one of several ranks runs, which part of the model it has, and how much that is."""
+    """One of several ranks: its machine, its coordinate in the mesh, and its memory use."""
 
     rank: int
     host: str
     num_threads: int
     weight_bytes: int
     cache_bytes: int
-    place: MeshCoordinate = MeshCoordinate(0, 0, 0)
+    coordinate: MeshCoordinate = MeshCoordinate(0, 0, 0)
 
 
 class RankState(Frozen):
-    """How a rank is now.
+    """The current state of a rank.
 
-    `state` is "ready", "lost", "starting" (nothing was heard of it yet), or "loading" (its part, or
-    it begins again after a failed step). `collective_s` are its seconds in collectives since it
-    started, waiting for other ranks included; 0.0 if the backend does not measure them.
+    `state` is "ready", "lost", "starting" (the rank has not connected yet) or "loading" (it loads
+    its weights, or restarts after a failed step). `collective_s`: seconds in collectives since the
+    rank started, including waits for other ranks; 0.0 if the backend does not measure them.
     """
 
     facts: RankFacts
@@ -55,10 +55,10 @@ class RankState(Frozen):
 
 
 class Meetings(Frozen):
-    """What ranks do to measure their link: compute alike, then meet, `count` times.
+    """A measurement of the link between ranks: they compute, then run a collective, `count` times.
 
-    Each rank's computing has `work` parts of some nanoseconds. Where ranks share no memory, each
-    gives `num_bytes` to all others.
+    `work`: units of computation before each collective, of a few nanoseconds each. `num_bytes`:
+    bytes that each rank sends to all others, if the ranks share no memory.
     """
 
     count: int
@@ -67,20 +67,25 @@ class Meetings(Frozen):
 
 
 class BackendFacts(Frozen):
-    """Facts about a backend. The engine branches on these, never on the name.
+    """Sizes and abilities of a backend. The engine branches on these, never on the name.
 
-    There are `num_pages` pages, each for `page_size` tokens of any one cache group; rows of group
-    g see `windows[g]` positions. `level` names the instruction set of the kernels, or the one that
-    the backend's speed is compared with, `precision` what else decides how numbers are rounded.
-    With `one_arithmetic` prompt rows and generated rows are computed alike, bit for bit, so that
-    pages filled by either serve the other. Up to `rows_together` rows take as long as the next
-    power of two of them, because kernels compute that many at once. With `steps_ahead` it is a
-    `StartRunner`, and a step may be started while that many others are in flight. `draws_ahead`
-    says the same, and that rows may follow tokens which these draw (`Slice.is_blind`). If it
-    `stops_rows`, those without logits are not computed after the last store. `ranks` are
-    those that run the Program together, if they are several, and `link` names what connects them;
-    the sizes include all of them. `mixed_bits` says how many products have how many bits of
-    activations, where these differ.
+    - `num_pages`, `page_size`: a page holds `page_size` tokens of one cache group.
+    - `windows[g]`: positions that attention of cache group g sees; None: all.
+    - `weight_bytes`, `cache_bytes`: memory of the weights and of all pages, of all ranks together.
+    - `level`: instruction set of the kernels, or of the machine limits to compare speeds with.
+    - `precision`: everything else that decides how numbers are rounded.
+    - `one_arithmetic`: prompt rows and generated rows are computed bit for bit in the same way, so
+      cached pages of one kind can be used for the other.
+    - `rows_together`: up to this many rows, a step takes as long as with the next power of two,
+      because kernels compute that many rows at once.
+    - `steps_ahead`: how many steps may be in flight when another one is started; above 0 the
+      backend is a `StartRunner`.
+    - `draws_ahead`: as `steps_ahead`, for steps whose input tokens are drawn by a step in flight
+      (`Slice.is_blind`).
+    - `stops_rows`: rows without logits are not computed after the last store of keys and values.
+    - `ranks`, `link`: the ranks that run the Program together, and the link between them; empty
+      for a single process.
+    - `mixed_bits`: how many products have how many bits of activations, if the numbers differ.
     """
 
     name: str
@@ -104,95 +109,96 @@ class BackendFacts(Frozen):
 
     @property
     def full_detail(self) -> str:
-        """The detail with `mixed_bits`, for measurements."""
+        """`detail` and `mixed_bits` in one text, for reports of measurements."""
         return f"{self.detail}, {self.mixed_bits}" if self.mixed_bits else self.detail
 
 
 class Runner(Protocol):
-    """Runs steps of one Program over its own key-value pages: all that the engine's loop needs."""
+    """Runs steps of one Program over its own KV pages: the interface of the engine's loop."""
 
     @property
     def facts(self) -> BackendFacts:
-        """Sizes and abilities, fixed for the backend's life."""
+        """Sizes and abilities, which never change."""
 
     @property
     def pages(self) -> PageMemory | None:
-        """The bytes of its pages; None if they are not all in this process's memory."""
+        """The bytes of the KV pages; None if some are in the memory of another process."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's rows and draw one token for each slice that samples."""
+        """Compute the plan's rows, and draw a token for each slice that samples."""
 
     def forget(self, request: Request) -> None:
-        """Drop all that is kept for a finished request."""
+        """Drop the state of a finished request."""
 
     def close(self) -> None:
-        """Give back memory and threads; the backend is not used afterwards."""
+        """Free memory and threads; the backend must not be used afterwards."""
 
 
 class StartRunner(Runner, Protocol):
-    """A runner that may have several steps in flight, finished in the order of their starts.
+    """A runner that may have several steps in flight; they finish in the order of their starts.
 
-    An error ends the one step that was to be started or finished. `run` is called only while no
-    step is in flight. A request is in several of them only with consecutive slices, and `forget` is
-    called after the last of them.
+    An error of `start` or `finish` ends only that step. `run` is called only while no step is in
+    flight. If a request is in several steps, its slices are consecutive, and `forget` is called
+    after the last step.
     """
 
     def start(self, plan: StepPlan) -> None:
-        """Start a step, while no more others are in flight than `facts` allow."""
+        """Start a step; the caller keeps to the number of steps in flight that `facts` allow."""
 
     def finish(self) -> StepResult:
-        """Return the result of the step that was started first.
+        """Return the result of the oldest step in flight.
 
-        Its `elapsed_s` is without the time before the step's predecessor was finished.
+        `elapsed_s` of the result counts from the end of the previous step, if that was later than
+        the start.
         """
 
 
 class RankRunner(StartRunner, Protocol):
-    """A runner over several ranks, which may be lost.
+    """A runner over several ranks, which can be lost.
 
-    `RanksLostError` may be raised by `run`, `start` and `finish`: then no step is in flight any
-    more, and `recover` must be called.
+    `run`, `start` and `finish` may raise `RanksLostError`: all steps in flight are then gone, and
+    `recover` must be called.
     """
 
     def check(self) -> None:
-        """Raise RanksLostError if a rank was lost while no step was in flight."""
+        """Raise RanksLostError if a rank was lost between two steps."""
 
     def recover(self) -> None:
-        """Replace the lost ranks; what was on any page is lost.
+        """Replace the lost ranks; the contents of all pages are lost.
 
         Raises:
-            TwostrokeError: they cannot be replaced.
+            TwostrokeError: the ranks cannot be replaced.
         """
 
     def give_up(self) -> None:
-        """Let `recover` fail soon, because nobody needs it; another thread calls this."""
+        """Make a running `recover` fail soon, for shutdown; called from another thread."""
 
     def states(self) -> Sequence[RankState]:
-        """Return how each rank is now; any thread may call it."""
+        """Return the state of each rank; any thread may call this."""
 
 
 class Backend(Runner, Protocol):
-    """A runner that can also show what it computes."""
+    """A runner that can also return logits and intermediate values of a sequence."""
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
-        """Return the logits (len(tokens), vocab_size) of a sequence, on separate pages.
+        """Return the logits (len(tokens), vocab_size) of a sequence, using pages of its own.
 
-        Its rows are computed as prompt, or as `generated` ones. For evaluation; must not be called
-        while requests are running.
+        The rows are computed as prompt rows, or as `generated` rows. For evaluation: must not be
+        called while requests are running.
         """
 
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, NDArray[np.float32]]:
-        """Return values of the Program, each (len(tokens), its width), by name; else as `score`."""
+        """Return the named values of the Program, each (len(tokens), width); see `score`."""
 
 
 class PageMemory(Protocol):
-    """The bytes of equal pages; any thread may use them.
+    """Access to the bytes of KV pages, from any thread.
 
-    A page holds all layers of its cache group, in the backend's own form. It may be read while a
-    request or a lease refers to it, and written only by the transfer that holds it. Nothing may be
-    used after the backend is closed.
+    A page holds all layers of its cache group, in the backend's own format; all pages have the same
+    size. A page may be read while a request or a lease refers to it. Only the transfer that holds
+    a page may write it. Nothing may be used after the backend is closed.
     """
 
     @property
@@ -201,42 +207,45 @@ class PageMemory(Protocol):
 
     @property
     def mapped(self) -> memoryview[Any] | None:
-        """All pages, one after another; None if they are not in this process's memory."""
+        """All pages, in order; None if they are not in this process's memory."""
 
     def read(self, page: int) -> memoryview[Any]:
-        """Return the bytes of a page, which must not be changed."""
+        """Return the bytes of a page, for reading only."""
 
     def filling(self, page: int) -> AbstractContextManager[memoryview[Any]]:
-        """Return what to fill a page by, while the context lasts."""
+        """Return a context whose value is a buffer; its bytes are the page's when it ends."""
 
 
 class MappedPages:
-    """The bytes of `num_pages` pages in this process's memory."""
+    """A `PageMemory` of `num_pages` pages in this process's memory."""
 
     def __init__(self, memory: memoryview[Any], num_pages: int) -> None:
         self.page_bytes = len(memory) // num_pages
         self.mapped = memory
 
     def read(self, page: int) -> memoryview[Any]:
-        """Return the bytes of a page."""
+        """Return a view of a page's bytes."""
         start = page * self.page_bytes
         return self.mapped[start : start + self.page_bytes]
 
     @contextmanager
     def filling(self, page: int) -> Iterator[memoryview[Any]]:
-        """Yield the bytes of a page."""
+        """Yield a writable view of a page's bytes."""
         yield self.read(page)
 
 
 def block_sizes(tensors: Mapping[str, QuantTensor]) -> dict[str, int]:
-    """Return how many values a block has of each tensor whose columns are in inputs' order."""
-    return {name: one.format.block_size for name, one in tensors.items() if one.order is None}
+    """Return the quantization block size, in values, of each tensor without a column order."""
+    return {
+        name: tensor.format.block_size for name, tensor in tensors.items() if tensor.order is None
+    }
 
 
 class WeightShard(Frozen, eq=False):
-    """One rank's share of a Program, and its end of the link to the others.
+    """One rank's part of a Program, and its end of the link to the other ranks.
 
-    No step has more than `max_rows` rows. With `block_sizes` sums are split (see `shard`).
+    `max_rows`: the largest number of rows of a step. `block_sizes`: if given, sums are split over
+    ranks at multiples of these sizes (see `model.program.shard.shard`).
     """
 
     rank: int
@@ -245,14 +254,14 @@ class WeightShard(Frozen, eq=False):
     link: Any  # a `LinkRecord` for the cpu backend, a `TorchLink` for torch
     block_sizes: Mapping[str, int] | None = None
 
-    def parts(self, program: Program, kept: Collection[str] = ()) -> tuple[RankProgram, ...]:
-        """Return the part of each rank; the values that are `kept` are whole on rank 0."""
-        return shard(program, self.mesh, kept, self.block_sizes)
+    def parts(self, program: Program, kept_values: Collection[str] = ()) -> tuple[RankProgram, ...]:
+        """Return the Program of each rank; rank 0 has `kept_values` undivided."""
+        return shard(program, self.mesh, kept_values, self.block_sizes)
 
     def tensors(
         self, part: RankProgram, tensors: Mapping[str, QuantTensor]
     ) -> dict[str, QuantTensor]:
-        """Return what this rank reads of each weight; nothing is copied."""
-        found = {name: tensors[name].part(*rows) for name, rows in part.weight_rows.items()}
+        """Return this rank's part of each weight, as views without copies."""
+        rank_tensors = {name: tensors[name].part(*rows) for name, rows in part.weight_rows.items()}
         cut = part.weight_columns.items()
-        return found | {name: found[name].columns(*columns) for name, columns in cut}
+        return rank_tensors | {name: rank_tensors[name].columns(*columns) for name, columns in cut}

@@ -1,4 +1,4 @@
-"""The size of the key-value cache, and whether the model fits into memory at all."""
+"""Chooses the size of the KV cache, and checks that the model fits into memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from twostroke.model.program import Program
     from twostroke.model.program.mesh import Mesh
 
-_MOST_CONTEXTS = 8  # of full length
-_TOKENS_OF_ONE = 128  # for each request that may run
-_SHARE_OF_FREE = 0.5  # of the memory that the weights leave
-WORKING_BYTES = 128 * 1024**2  # interpreter, tokenizer, buffers of a step
+_MAX_CONTEXTS = 8  # the default cache holds at most this many contexts of full length
+_MIN_TOKENS_PER_REQUEST = 128  # the default cache holds this many for each running request
+_MAX_FREE_MEMORY_RATIO = 0.5  # of the memory that the weights leave
+WORKING_BYTES = 128 * 1024**2  # of the interpreter, the tokenizer and a step's buffers
 
 
 class CacheSize(Frozen):
-    """The longest request, and the pages for all requests."""
+    """The size of a KV cache: tokens of the longest request, and pages for all requests."""
 
     context_length: int
     num_pages: int
@@ -34,36 +34,43 @@ class CacheSize(Frozen):
     kv_format: str = DEFAULT_FORMAT
 
 
-def size_kv_cache(  # noqa: PLR0913 - what only the builder knows
+def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
     program: Program,
     options: CacheOptions,
     token_budget: int,
     weight_bytes: int,
     available_bytes: int,
     *,
-    most_running: int = 1,
+    max_running: int = 1,
     auto_format: str = DEFAULT_FORMAT,
     parts: Sequence[Program] = (),
     mesh: Mesh = ONE_RANK,
     group_limit: MemoryLimit | None = None,
 ) -> CacheSize:
-    """Choose the number of pages; `auto_format` is the format that "auto" stands for.
+    """Choose the number of pages of the KV cache.
 
-    `group_limit` is the control group that makes `available_bytes` so few, for errors.
+    The prefix cache fills all pages in time, so a small model gets a small cache. By default the
+    cache is as large as the weights plus one full context, or as `max_running` short requests if
+    these need more. It takes at most half of the free memory, except for one full context.
 
-    Of the ranks of a `mesh`, `parts` are those of the Program that store their keys and values in
-    this memory.
+    A request needs pages for all of its tokens in cache groups without a window; in groups with a
+    window, for the window and the `token_budget` rows of a step.
 
-    In time the prefix cache fills all pages, so a small model gets few: by default as many bytes as
-    the weights and one whole context together, or the pages of `most_running` short requests if
-    those are more. Half of the free memory is the limit, except for one whole context.
-
-    A request of `context_length` tokens needs pages for all of them in cache groups without a
-    window, and in groups with one for the window and the `token_budget` rows of a step.
+    Args:
+        program: the model.
+        options: the cache options of the user.
+        token_budget: the largest number of rows of a step.
+        weight_bytes: bytes that the weights take.
+        available_bytes: free memory before weights and cache are allocated.
+        max_running: requests that may run at the same time.
+        auto_format: the KV format that "auto" stands for.
+        parts: the Programs of the ranks that store KV pages in this memory.
+        mesh: the mesh of these ranks.
+        group_limit: the control group that limits `available_bytes`, for error messages.
 
     Raises:
-        UsageError: the context asked for is longer than the model's own.
-        MemoryLimitError: weights and one whole context do not fit; says what would.
+        UsageError: the requested context is longer than the model's own.
+        MemoryLimitError: weights and one full context do not fit; the message says what would.
     """
     context_length = options.context_length or program.context_length
     if context_length > program.context_length:
@@ -72,7 +79,9 @@ def size_kv_cache(  # noqa: PLR0913 - what only the builder knows
     page_size, memory_bytes = mesh.page_size(options.tokens_in_page), options.memory_bytes
     kv_format = auto_format if options.kv_format == "auto" else options.kv_format
     stored = parts or (program,)
-    page_bytes = max(1, sum(one.page_bytes(page_size, FORMATS[kv_format]) for one in stored))
+    page_bytes = max(
+        1, sum(program_part.page_bytes(page_size, FORMATS[kv_format]) for program_part in stored)
+    )
     groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
     free_bytes = max(available_bytes - weight_bytes - WORKING_BYTES, 0)
 
@@ -82,10 +91,11 @@ def size_kv_cache(  # noqa: PLR0913 - what only the builder knows
     else:
         num_pages = max(
             pages_for_one + weight_bytes // page_bytes,
-            groups.num_needed(min(_TOKENS_OF_ONE, context_length), token_budget) * most_running,
+            groups.num_needed(min(_MIN_TOKENS_PER_REQUEST, context_length), token_budget)
+            * max_running,
         )
-        num_pages = min(num_pages, _MOST_CONTEXTS * pages_for_one)
-        num_pages = min(num_pages, int(free_bytes * _SHARE_OF_FREE) // page_bytes)
+        num_pages = min(num_pages, _MAX_CONTEXTS * pages_for_one)
+        num_pages = min(num_pages, int(free_bytes * _MAX_FREE_MEMORY_RATIO) // page_bytes)
         if num_pages < pages_for_one <= free_bytes // page_bytes:
             num_pages = pages_for_one
     asks_too_much = memory_bytes is not None and memory_bytes > free_bytes
@@ -111,7 +121,7 @@ def size_kv_cache(  # noqa: PLR0913 - what only the builder knows
 
 
 class _Shortage(Frozen):
-    """Why weights and pages do not fit; `fitting` tokens of context would."""
+    """Why weights and pages do not fit into memory; a context of `fitting` tokens would."""
 
     name: str
     weight_bytes: int
@@ -124,17 +134,17 @@ class _Shortage(Frozen):
     group_limit: MemoryLimit | None
 
     def too_much_asked(self) -> MemoryLimitError:
-        """Return the error for a `--kv-memory` that is not free."""
+        """Return the error for a `--kv-memory` above the free memory."""
         facts = (
             f"{self.name} needs {_mb(self.weight_bytes)} for its weights, and --kv-memory asks for "
             f"{_mb(self.memory_bytes or 0)} of KV cache; {self._free_memory()}"
         )
-        most_mb = self.free_bytes // 10**6
-        advice = f". Lower --kv-memory to at most {most_mb}MB, which holds {self.fitting} tokens"
-        return self._error(facts, f"{advice} of context.", fits=most_mb > 0)
+        max_mb = self.free_bytes // 10**6
+        advice = f". Lower --kv-memory to at most {max_mb}MB, which holds {self.fitting} tokens"
+        return self._error(facts, f"{advice} of context.", fits=max_mb > 0)
 
     def too_small(self) -> MemoryLimitError:
-        """Return the error for a context that the pages cannot hold."""
+        """Return the error for a context that is too long for the pages."""
         facts = (
             f"{self.name} needs {_mb(self.weight_bytes)} for its weights and "
             f"{_mb(self.needed_bytes)} of KV cache for {self.context_length} tokens of context; "
@@ -143,13 +153,13 @@ class _Shortage(Frozen):
             facts += self._free_memory()
         else:
             facts += f"--kv-memory allows {_mb(self.memory_bytes)} of {_mb(self.free_bytes)} free"
-        more_mb = -(-self.needed_bytes // 10**6)
-        more = f"--kv-memory {more_mb}MB"
-        can_raise = self.memory_bytes is not None and more_mb * 10**6 <= self.free_bytes
+        needed_mb = -(-self.needed_bytes // 10**6)
+        option = f"--kv-memory {needed_mb}MB"
+        can_raise = self.memory_bytes is not None and needed_mb * 10**6 <= self.free_bytes
         if can_raise and self.fitting < 2:
-            return MemoryLimitError(f"{facts}, too little for any context: use {more}.")
+            return MemoryLimitError(f"{facts}, too little for any context: use {option}.")
         advice = f". {self.fitting} tokens would fit: use --context-length {self.fitting}"
-        return self._error(facts, f"{advice}, or {more}." if can_raise else f"{advice}.")
+        return self._error(facts, f"{advice}, or {option}." if can_raise else f"{advice}.")
 
     def _free_memory(self) -> str:
         facts = f"{_mb(self.available_bytes)} of memory are free"

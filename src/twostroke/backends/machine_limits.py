@@ -1,4 +1,4 @@
-"""This machine's limits: measured once for each set-up, then remembered."""
+"""The memory bandwidth and arithmetic peak of this machine, measured once and then cached."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from twostroke.core.json_io import read_checked_json, write_checked_json
 if TYPE_CHECKING:
     from pathlib import Path
 
-_VERSION = 3  # of the measurement: raise it when what is measured changes
+_VERSION = 3  # raise it when the measurement changes: cached results become invalid
 
 
 class MachineLimits:
-    """The machine's limits for one engine, measured (or read from the cache) at first use.
+    """The machine's limits for one engine, measured or read from the cache at first use.
 
-    A measurement on a busy machine is too low, and the engine's own speed may exceed it. The
-    machine is then measured again, once; a speed that still exceeds the limit becomes the limit.
+    A measurement on a busy machine is too low, and the engine may run faster. The machine is then
+    measured again, once. If the engine is still faster, its speed becomes the limit.
     """
 
     def __init__(self, level: str, num_threads: int, stream_bytes: int) -> None:
-        """Take arguments of `machine`."""
+        """Remember the arguments of `machine`; nothing is measured yet."""
         self._set_up: tuple[str, int, int] | None = (level, num_threads, stream_bytes)
         self._hardware: Hardware | None = None
         self._was_measured_again = False
 
     @classmethod
-    def known(cls, hardware: Hardware | None) -> MachineLimits:
-        """Return limits that were measured elsewhere; None: they could not be measured."""
+    def of_hardware(cls, hardware: Hardware | None) -> MachineLimits:
+        """Return limits that another process measured; None: they could not be measured."""
         limits = cls("portable", 1, 0)
         limits._set_up, limits._hardware = None, hardware
         return limits
 
     def hardware(self) -> Hardware | None:
-        """Return the measured limits; None if they cannot be measured."""
+        """Return the limits, measured at the first call; None if they cannot be measured."""
         if self._hardware is None:
-            self._hardware = self._measure(again=False)
+            self._hardware = self._measure(remeasure=False)
         return self._hardware
 
     def above(
         self, *, bytes_per_s: float, flops_per_s: float, may_measure: bool
     ) -> Hardware | None:
-        """Return limits that are not below the speeds that the engine achieved.
+        """Return limits that are at least the speeds that the engine achieved.
 
-        Without `may_measure` nothing is measured again, since the machine is busy.
+        `may_measure`: whether the machine is idle, so that it can be measured again.
         """
         hardware = self.hardware()
         if hardware is None:
@@ -60,48 +60,50 @@ class MachineLimits:
             return hardware
         if may_measure and not self._was_measured_again:
             self._was_measured_again = True
-            hardware = self._hardware = self._measure(again=True) or hardware
+            hardware = self._hardware = self._measure(remeasure=True) or hardware
         return replace(
             hardware,
             bandwidth=max(hardware.bandwidth, bytes_per_s),
             peak=max(hardware.peak, flops_per_s),
         )
 
-    def _measure(self, *, again: bool) -> Hardware | None:
+    def _measure(self, *, remeasure: bool) -> Hardware | None:
         if self._set_up is None:
             return None
         level, num_threads, stream_bytes = self._set_up
         try:
-            return machine(level, num_threads, stream_bytes, again=again)
-        except (BackendError, UsageError):  # the cpu backend cannot run here; another one does
+            return machine(level, num_threads, stream_bytes, remeasure=remeasure)
+        except (BackendError, UsageError):  # another backend runs, because cpu cannot
             return None
 
 
-def machine(level: str, num_threads: int, stream_bytes: int, *, again: bool = False) -> Hardware:
+def machine(
+    level: str, num_threads: int, stream_bytes: int, *, remeasure: bool = False
+) -> Hardware:
     """Return the machine's bandwidth and peak for kernels of `level` on `num_threads` threads.
 
-    `stream_bytes` is the size of what each step streams (the weights): models that fit into the
-    last-level cache have a higher bandwidth. The measurement takes less than a second, the first
-    time or with `again`; the result is kept in the cache folder. A busy machine measures too low,
-    never too high, so the best of all measurements is kept and returned.
+    `stream_bytes` is the number of bytes that each step reads, which is the size of the weights:
+    models that fit into the last-level cache have a higher bandwidth. A measurement takes less than
+    a second; it is made the first time and with `remeasure`. A busy machine measures too low, never
+    too high, so the cache folder keeps the best of all measurements, which is returned.
     """
     key = f"{_VERSION}|{processor_name()}|{level}|{num_threads}|{stream_bytes.bit_length()}"
     path = env.cache_dir() / "machine" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-    known = _read(path)
-    if known is not None and not again:
-        return known
+    cached = _read(path)
+    if cached is not None and not remeasure:
+        return cached
     peak, kind = measure_peak(level, num_threads)
     bandwidth = measure_bandwidth(level, num_threads, stream_bytes)
     measured = Hardware(
         name=processor_name(),
         num_threads=num_threads,
         memory_bytes=memory_total(),
-        bandwidth=max(bandwidth, known.bandwidth if known else 0),
-        peak=max(peak, known.peak if known else 0),
+        bandwidth=max(bandwidth, cached.bandwidth if cached else 0),
+        peak=max(peak, cached.peak if cached else 0),
         peak_kind=kind,
         source="measured",
     )
-    with suppress(OSError):  # the machine is then measured again next time
+    with suppress(OSError):  # without a cache, the next process measures again
         path.parent.mkdir(parents=True, exist_ok=True)
         write_checked_json(path, asdict(measured))
     return measured

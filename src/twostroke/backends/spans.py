@@ -1,6 +1,6 @@
-"""A step as rows: the spans of requests in it, and where their keys and values are.
+"""A step as rows: spans of consecutive rows, and the KV slots that they read and write.
 
-For readers that interpret a Program one operation after another.
+Used by the backends that interpret a Program one operation after another (reference and torch).
 """
 
 from __future__ import annotations
@@ -30,48 +30,49 @@ if TYPE_CHECKING:
 
 
 class RowSpan(Frozen):
-    """Consecutive rows of one sequence: `rows` of the step, at `start`, and its `pages`.
+    """Consecutive rows of one sequence.
 
-    Keys and values of the rows `above`, at the positions just before `start`, are also stored in
-    these pages. `copies` are pages that first become copies of others: (target, source).
+    `rows`: the rows of the step. `start`: the position of the first row. `pages`: the pages of the
+    sequence. `above`: earlier rows of the step, at the positions just before `start`, whose keys
+    and values are also stored in `pages`. `copies`: (target, source) pages to copy before the step.
     """
 
     rows: slice
     start: int
-    pages: Numbers  # (groups, places)
+    pages: Numbers  # (groups, pages)
     above: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
     copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> int:
-        """The position after the last row's."""
+        """The position after the last row."""
         return self.start + int(self.rows.stop - self.rows.start)
 
     @property
     def stored_rows(self) -> Numbers:
-        """The rows whose keys and values are stored in these pages, the last at the end."""
+        """The rows whose keys and values are stored in `pages`, in order of position."""
         return np.concatenate([self.above, np.arange(self.rows.start, self.rows.stop)])
 
 
 def flatten(slices: tuple[Slice, ...]) -> Rows:
-    """Return a step's tokens, their positions, the spans, and the rows with logits."""
+    """Return the tokens, positions, spans and rows with logits of a step."""
     tokens: list[int] = []
     positions: list[int] = []
     spans: list[RowSpan] = []
     sampled: list[int] = []
-    for part in slices:
+    for slice_ in slices:
         first = len(tokens)
-        tokens += part.request.tokens[part.start : part.start + part.count]
-        tokens += part.drafts
-        for span in _spans(part, first):
+        tokens += slice_.request.tokens[slice_.start : slice_.start + slice_.count]
+        tokens += slice_.drafts
+        for span in _spans(slice_, first):
             spans.append(span)
             positions += range(span.start, span.end)
-        sampled += range(len(tokens) - part.num_with_logits, len(tokens))
+        sampled += range(len(tokens) - slice_.num_with_logits, len(tokens))
     return np.array(tokens), np.array(positions), tuple(spans), np.array(sampled, np.int64)
 
 
 def unpack(frame: StepFrame) -> Rows:
-    """Return the same as `flatten`, for a step that rank 0 sent."""
+    """Return the same as `flatten`, for a step that was received from rank 0."""
     spans: list[RowSpan] = []
     stored = frame.stores.astype(np.int64)
     copies = tuple((target, source) for source, target in frame.copies.tolist())
@@ -79,80 +80,86 @@ def unpack(frame: StepFrame) -> Rows:
         above = stored[stored[:, 1] == table, 0]
         pages = frame.page_tables[table].astype(np.int64)
         spans.append(RowSpan(slice(first, first + count), start, pages, above, copies))
-        copies = ()  # they are the whole step's
+        copies = ()  # the first span has the copies of the whole step
     positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
     tokens, sampled = (a.astype(np.int64) for a in (frame.tokens, frame.sampled_rows))
     return tokens, positions, tuple(spans), sampled
 
 
-def _spans(part: Slice, first: int) -> Iterator[RowSpan]:
-    """Yield the spans of a slice that begins at row `first`: the main one, and branches."""
-    pages = np.array(part.request.pages, np.int64)
-    end = part.branches[0].first if part.branches else len(part.drafts)
-    yield RowSpan(slice(first, first + part.count + end), part.start, pages)
-    for branch, end in ends_of(len(part.drafts), part.branches):
-        own = np.array(branch.pages, np.int64)
+def _spans(slice_: Slice, first: int) -> Iterator[RowSpan]:
+    """Yield the spans of a slice that begins at row `first`: the main span, then the branches."""
+    pages = np.array(slice_.request.pages, np.int64)
+    end = slice_.branches[0].first if slice_.branches else len(slice_.drafts)
+    yield RowSpan(slice(first, first + slice_.count + end), slice_.start, pages)
+    for branch, end in ends_of(len(slice_.drafts), slice_.branches):
+        branch_pages = np.array(branch.pages, np.int64)
         copies: tuple[tuple[int, int], ...] = ()
         if branch.is_copied:
-            place = branch.own_place
-            copies = tuple(zip(own[:, place - branch.place], pages[:, place], strict=True))
+            shared_page_index = branch.own_place
+            copies = tuple(
+                zip(
+                    branch_pages[:, shared_page_index - branch.place],
+                    pages[:, shared_page_index],
+                    strict=True,
+                )
+            )
         yield RowSpan(
-            slice(first + part.count + branch.first, first + part.count + end),
+            slice(first + slice_.count + branch.first, first + slice_.count + end),
             branch.position,
-            np.concatenate([pages[:, : branch.place], own], axis=1),
+            np.concatenate([pages[:, : branch.place], branch_pages], axis=1),
             first + np.array(branch.above, np.int64),
             copies,
         )
 
 
 def pooled_rows(slices: Sequence[Slice]) -> list[slice]:
-    """Return the rows of a step whose hidden states are wanted, for each slice with some."""
-    ends = accumulate(part.num_rows for part in slices)
+    """Return the rows whose hidden states are pooled, for each slice that has such rows."""
+    ends = accumulate(slice_.num_rows for slice_ in slices)
     pairs = zip(ends, slices, strict=True)
-    return [slice(end - part.num_pooled, end) for end, part in pairs if part.num_pooled]
+    return [slice(end - slice_.num_pooled, end) for end, slice_ in pairs if slice_.num_pooled]
 
 
 class PageMap:
-    """Where each layer's keys and values are if all pages are one matrix with a row for each token.
+    """Maps layers and positions to slots and columns, with all pages in one matrix.
 
-    A page is `page_slots` rows (slots) of the cache group that uses it: as many as it has tokens,
-    or one piece if ranks divide them by places. Each layer of the group has some columns; together
-    they are at most `width` values wide.
+    The matrix has a row (slot) for each token that this rank stores, and `width` columns, which the
+    layers of a cache group divide. A page is `page_slots` consecutive slots: `page_size`, or fewer
+    if ranks divide the tokens of a page.
     """
 
     def __init__(self, program: Program, page_size: int) -> None:
-        """Give every layer its columns."""
+        """Assign columns to each layer."""
         self._layers = program.cache_layers
         num_ranks = max([layer.num_kv_ranks for layer in self._layers], default=1)
         assert num_ranks == 1 or page_size == KV_SPLIT_TOKENS * num_ranks, (
             "a page has a KV split for each rank"
         )
         self._page_size, self.page_slots = page_size, page_size // num_ranks
-        self._places: dict[int, tuple[int, int]] = {}  # group and first value of each layer
+        self._layer_columns: dict[int, tuple[int, int]] = {}  # group and first value of each layer
         self.width = 0
         for number, group in enumerate(program.cache_groups):
             first = 0
             for layer in group.layers:
-                self._places[layer] = number, first
+                self._layer_columns[layer] = number, first
                 first += self._layers[layer].values_per_token
             self.width = max(self.width, first)
 
     def slots(self, span: RowSpan, layer: int, positions: Numbers) -> Numbers:
-        """Return where a layer's positions lie, those that this rank stores."""
-        pages = span.pages[self._places[layer][0], positions // self._page_size]
+        """Return the slots of positions that this rank stores, for a layer."""
+        pages = span.pages[self._layer_columns[layer][0], positions // self._page_size]
         assert (pages != NO_PAGE).all(), "a row reads before its window"
         slots: Numbers = pages * self.page_slots + positions % self.page_slots
         return slots
 
     def copies(self, spans: Sequence[RowSpan]) -> tuple[Numbers, Numbers]:
-        """Return the slots of pages that become copies, and those of their sources."""
+        """Return the target slots and the source slots of all page copies."""
         pairs = np.array([pair for span in spans for pair in span.copies], np.int64).reshape(-1, 2)
         slots = pairs[:, :, None] * self.page_slots + np.arange(self.page_slots)
         return slots[:, 0].ravel(), slots[:, 1].ravel()
 
     def columns(self, layer: int) -> tuple[slice, slice]:
-        """Return which columns hold a layer's keys and its values."""
-        first, stored = self._places[layer][1], self._layers[layer]
+        """Return the columns of a layer's keys, and those of its values."""
+        first, stored = self._layer_columns[layer][1], self._layers[layer]
         width = stored.values_per_token // stored.num_rows
         keys = slice(first, first + width)
         return keys, keys if stored.values_are_keys else slice(first + width, first + 2 * width)

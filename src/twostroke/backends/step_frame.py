@@ -1,4 +1,4 @@
-"""`StepFrame`: a step as rank 0 sends it to the other ranks, and its form on the wire."""
+"""`StepFrame`: the message with a step that rank 0 sends to the other ranks, and its encoding."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 _MAGIC: Final = 0x46535354  # "TSSF"
 _VERSION: Final = 2
-_HEADER: Final = 12
+_HEADER: Final = 12  # numbers of 4 bytes
 _MAX_TABLES: Final = 1 << 16
 _MAX_TABLE_BYTES: Final = 1 << 31
 
 
 class FrameError(BackendError):
-    """What arrived is not a step that this rank can compute."""
+    """The received message is not a step that this rank can compute."""
 
 
 class FrameLostError(FrameError):
-    """A step could not even be read, and with it the changes of page tables that it brought."""
+    """The message could not be decoded, so its changes of page tables are lost, too."""
 
 
 class FrameLimits(Frozen):
-    """What steps of one engine can hold; the ranks agree on it when they start."""
+    """Bounds of the steps of one engine; all ranks receive them when they start."""
 
     vocab_size: int
     num_pages: int
@@ -45,12 +45,13 @@ class FrameLimits(Frozen):
 
 
 class StepFrame(Frozen):
-    """A step as flat arrays, the same on every rank; all are int32 but `external`.
+    """A step as flat arrays, the same on every rank; all are int32 except `external`.
 
-    `slices` are (row, number of rows, position, table) and cover the rows in order; the first
-    `num_generated` rows are generated. A row of `stores` (row, table) is stored in another table's
-    pages too; `copies` are pages (source, target). `page_tables` belongs to the reader and changes
-    with the next frame.
+    - `slices`: (row, number of rows, position, table); they cover the rows in order.
+    - `num_generated`: the first rows, which are computed as generated rows, not prompt rows.
+    - `stores`: (row, table); the row's keys and values are also stored in this table's pages.
+    - `copies`: (source page, target page), done before the step.
+    - `page_tables`: belongs to the reader, and changes with the next frame.
     """
 
     tokens: Ints  # (rows)
@@ -59,15 +60,15 @@ class StepFrame(Frozen):
     only_best: Ints  # (rows with logits): 1 where only the largest logit matters, else 0
     stores: Ints  # (stores, 2)
     copies: Ints  # (copies, 2)
-    page_tables: Ints  # (tables, groups, places)
+    page_tables: Ints  # (tables, groups, pages)
     num_generated: int
     external: NDArray[np.float32] | None = None  # (rows, width)
 
 
 def encode(frame: StepFrame, changes: Ints) -> bytes:
-    """Return a frame's wire form.
+    """Return the message for a frame.
 
-    `changes` are (index in `page_tables.reshape(-1)`, page id) since the frame before.
+    `changes`: (index in `page_tables.reshape(-1)`, page id) since the previous frame.
     """
     external = frame.external
     width = 0 if external is None else external.shape[1]
@@ -90,7 +91,7 @@ def encode(frame: StepFrame, changes: Ints) -> bytes:
 
 
 class FrameReader:
-    """Decodes frames, and mirrors the page tables of rank 0."""
+    """Decodes and checks frames, and keeps a copy of rank 0's page tables."""
 
     def __init__(self, limits: FrameLimits) -> None:
         self._limits = limits
@@ -98,19 +99,21 @@ class FrameReader:
         self._checked: _Checked | None = None
 
     def read(self, data: bytes | bytearray | memoryview) -> StepFrame:
-        """Return the step in `data`, which must stay as it is until the step is computed.
+        """Return the step in `data`; its arrays are views, so `data` must not change meanwhile.
 
         Raises:
-            FrameLostError: it is not a frame; the page tables are wrong from now on.
-            FrameError: it names rows, tokens, tables or pages that do not exist.
+            FrameLostError: `data` is not a frame; the page tables are wrong from now on.
+            FrameError: the step names rows, tokens, tables or pages that do not exist.
         """
         if len(data) % 4 or len(data) < 4 * _HEADER:
-            raise FrameLostError(f"A step of {len(data)} bytes is not whole.")
+            raise FrameLostError(f"A step message of {len(data)} bytes is incomplete.")
         numbers = np.frombuffer(data, "<i4")
         head: list[int] = numbers[:_HEADER].tolist()
         magic, version, num_rows, num_generated, *counts, num_tables, width, _ = head
         if (magic, version) != (_MAGIC, _VERSION):
-            raise FrameLostError(f"A step of form {version} arrived, not of form {_VERSION}.")
+            raise FrameLostError(
+                f"A step message has format version {version}; this rank reads {_VERSION}."
+            )
         self._check_tables(min(num_rows, *counts), num_tables)
         num_slices, num_sampled, num_stores, num_copies, num_changes = counts
         shapes = [(num_rows,), (num_slices, 4), (num_sampled,), (num_sampled,)]
@@ -122,7 +125,7 @@ class FrameReader:
         ):
             raise FrameLostError(f"A step of {len(data)} bytes is not of the size that it states.")
         body = numbers[_HEADER:]
-        # Even if the step is refused: rank 0 sends a change once.
+        # Applied even if the step is refused, because rank 0 sends each change only once.
         if num_changes:
             self._change(body[fixed:expected].reshape(-1, 2), num_tables)
         elif num_tables > len(self._tables):
@@ -131,7 +134,15 @@ class FrameReader:
         external = body[expected:].view("<f4").reshape(num_rows, width) if width else None
         tokens, slices, sampled, best, stores, copies = _split(body, shapes)
         frame = StepFrame(
-            tokens, slices, sampled, best, stores, copies, self._tables, num_generated, external
+            tokens=tokens,
+            slices=slices,
+            sampled_rows=sampled,
+            only_best=best,
+            stores=stores,
+            copies=copies,
+            page_tables=self._tables,
+            num_generated=num_generated,
+            external=external,
         )
         self._check(frame, body[:fixed], (num_generated, num_tables, *counts[:4]))
         return frame
@@ -139,21 +150,22 @@ class FrameReader:
     def _check(self, frame: StepFrame, body: Ints, head: tuple[int, ...]) -> None:
         """Refuse a step whose numbers are out of bounds or out of order.
 
-        Most steps are like the one before but for tokens and positions: these are quick to check.
+        Most steps differ from the previous step only in tokens and positions: these are checked
+        quickly, against the bounds of the previous step.
         """
-        known = self._checked
-        if known is not None and known.head == head and known.body.size == body.size:
-            is_alike = not ((body ^ known.body) & known.mask).any()
-            if is_alike and not (body.view(np.uint32) >= known.most).any():
+        previous = self._checked
+        if previous is not None and previous.head == head and previous.body.size == body.size:
+            is_same_form = not ((body ^ previous.body) & previous.mask).any()
+            if is_same_form and not (body.view(np.uint32) >= previous.bounds).any():
                 return
         checked = _Checked.of(frame, body, head, self._limits)
-        if (body.view(np.uint32) >= checked.most).any():
+        if (body.view(np.uint32) >= checked.bounds).any():
             raise FrameError("A step names a row, token, table or page that does not exist.")
         _check_order(frame)
         self._checked = checked
 
     def _check_tables(self, least_count: int, num_tables: int) -> None:
-        """Refuse a step whose parts cannot be found, or whose page tables are too large."""
+        """Refuse a step with a negative count, or with page tables that are too large."""
         limits = self._limits
         table_bytes = 4 * num_tables * limits.num_groups * limits.table_stride
         fits = len(self._tables) <= num_tables <= _MAX_TABLES and table_bytes <= _MAX_TABLE_BYTES
@@ -178,14 +190,14 @@ class FrameReader:
             raise FrameError(f"A step of {numbers} cannot be computed here.")
 
     def _change(self, changes: Ints, num_tables: int) -> None:
-        """Bring the page tables up to date; places that hold no page have `NO_PAGE`."""
+        """Apply changes to the page tables; a page id may be `NO_PAGE`."""
         if num_tables > len(self._tables):
             self._grow(num_tables)
-        places, pages = changes[:, 0], changes[:, 1]
-        in_tables = places.min() >= 0 and places.max() < self._tables.size
+        indices, pages = changes[:, 0], changes[:, 1]
+        in_tables = indices.min() >= 0 and indices.max() < self._tables.size
         if not in_tables or pages.min() < -1 or pages.max() >= self._limits.num_pages:
-            raise FrameLostError("A step changes a place or page that does not exist.")
-        self._tables.reshape(-1)[places] = pages
+            raise FrameLostError("A step changes a page table entry or page that does not exist.")
+        self._tables.reshape(-1)[indices] = pages
 
     def _grow(self, num_tables: int) -> None:
         grown = np.zeros((num_tables, *self._tables.shape[1:]), np.int32)
@@ -194,19 +206,20 @@ class FrameReader:
 
 
 class _Checked(Frozen, eq=False):
-    """A step that was checked: what the numbers of a step alike must be less than, or equal to.
+    """A checked step, and the bounds by which a step of the same form can be checked quickly.
 
-    `mask` is 0 for tokens, positions and tables, and all ones for what must be as it was in `body`.
+    `bounds`: exclusive upper bounds of the numbers of a step. `mask`: 0 for numbers that may differ
+    (tokens, positions, tables), all ones for numbers that must equal those of `body`.
     """
 
     head: tuple[int, ...]
     body: Ints
     mask: Ints
-    most: NDArray[np.uint32]
+    bounds: NDArray[np.uint32]
 
     @classmethod
     def of(cls, frame: StepFrame, body: Ints, head: tuple[int, ...], limits: FrameLimits) -> Self:
-        """Return the bounds of a step, before they are checked."""
+        """Return the bounds of a step; the step itself is not checked here."""
         num_rows, num_tables = len(frame.tokens), len(frame.page_tables)
         num_positions = limits.table_stride * limits.page_size
         ends = np.tile([num_rows, num_rows + 1, 0, num_tables], (len(frame.slices), 1))
@@ -226,7 +239,7 @@ class _Checked(Frozen, eq=False):
 
 
 def _split(body: Ints, shapes: Sequence[tuple[int, ...]]) -> list[Ints]:
-    """Return the arrays that lie in `body`, one after another."""
+    """Return views of the consecutive arrays in `body`, with these shapes."""
     parts, start = [], 0
     for shape in shapes:
         end = start + prod(shape)
@@ -237,7 +250,7 @@ def _split(body: Ints, shapes: Sequence[tuple[int, ...]]) -> list[Ints]:
 
 
 def _check_order(frame: StepFrame) -> None:
-    """Refuse rows that are not covered once and in order."""
+    """Refuse a step whose slices do not cover its rows in order, or whose lists are not sorted."""
     firsts, counts = frame.slices[:, 0], frame.slices[:, 1]
     ends = firsts + counts
     is_covered = (

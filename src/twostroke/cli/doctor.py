@@ -211,9 +211,9 @@ def measure(level: str, num_threads: int) -> dict[str, Any]:
     """
     from twostroke.backends.machine_limits import machine
 
-    small = machine(level, num_threads, _SMALL_BYTES, again=True)
+    small = machine(level, num_threads, _SMALL_BYTES, remeasure=True)
     is_short = memory_available() < 2 * _LARGE_BYTES
-    large = None if is_short else machine(level, num_threads, _LARGE_BYTES, again=True)
+    large = None if is_short else machine(level, num_threads, _LARGE_BYTES, remeasure=True)
     return {
         "small_bytes_per_s": small.bandwidth,
         "large_bytes_per_s": large and large.bandwidth,

@@ -13,9 +13,9 @@ from twostroke.backends.create import (
     auto_kv_format,
     cost_model,
     create_backend,
-    for_guesses,
     is_native,
     memory_free,
+    options_for_drafts,
     unused_bytes,
     weight_bytes,
 )
@@ -136,7 +136,7 @@ class Draft(Frozen):
             runner = create_backend(
                 self.loaded.tensors,
                 program,
-                for_guesses(options.compute),
+                options_for_drafts(options.compute),
                 size,
                 release=partial(release_tensors, self.loaded.mappings),
                 share_threads_with=backend,
@@ -173,7 +173,7 @@ class Draft(Frozen):
             weight_bytes(self.loaded, options.compute),
             memory_free(options.compute, program, self.loaded.tensors, options.batch.token_budget)
             - unused_bytes(options.compute, backend),
-            most_running=options.batch.most_running,
+            max_running=options.batch.most_running,
             auto_format=auto_kv_format(options.compute),
         )
         for_one = -(-size.context_length // size.page_size) * len(program.cache_groups)
@@ -233,7 +233,7 @@ class DraftHeads(Frozen):
         facts = self.loaded.facts
         is_eagle, layer = facts.spec.kind == EAGLE, facts.spec.layer
         program = build_heads(facts.spec)
-        compute = for_guesses(options.compute)
+        compute = options_for_drafts(options.compute)
         tensors = self._tensors(packed=is_native(compute))
         page_size, kv_format = backend.facts.page_size, auto_kv_format(compute)
         num_tokens = _SPARE_TOKENS + (layer.window.size if layer.window else 0)

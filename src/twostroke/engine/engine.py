@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Self
 
 from msgspec.structs import replace
 
-from twostroke.backends.activation_bits.resolve import MOST_UNASKED, note, with_known_bits
+from twostroke.backends.activation_bits.resolve import (
+    MAX_AUTO_WEIGHTS,
+    note,
+    resolve_activation_bits,
+)
 from twostroke.backends.cpu.library import choose_level
 from twostroke.backends.create import (
     auto_kv_format,
@@ -214,7 +218,9 @@ def _with_known_bits(
         given = replace(options, compute=precise)
         FirstLoad.of(loaded, build_tokenizer(loaded), program, given).check(backend)
 
-    compute = with_known_bits(options.compute, loaded, program, say, MOST_UNASKED, check)
+    compute = resolve_activation_bits(
+        options.compute, loaded, program, say, MAX_AUTO_WEIGHTS, check
+    )
     return replace(options, compute=compute)
 
 
@@ -290,7 +296,7 @@ def _size(loaded: LoadedModel, program: Program, mesh: Mesh, options: EngineOpti
         rows,
         weight_bytes(loaded, options.compute),
         memory_free(options.compute, program, loaded.tensors, rows),
-        most_running=options.batch.most_running,
+        max_running=options.batch.most_running,
         auto_format=auto_kv_format(options.compute),
         mesh=mesh,
         group_limit=None if options.compute.backend == "gpu" else scarcest_memory(),
@@ -310,10 +316,10 @@ def _limits(
         from twostroke.backends.gpu.limits import measure
 
         try:
-            return MachineLimits.known(measure(gpu_device(compute)))
+            return MachineLimits.of_hardware(measure(gpu_device(compute)))
         except MemoryLimitError as error:
             say(f"{error} There is no MBU and no MFU without them.")
-            return MachineLimits.known(None)
+            return MachineLimits.of_hardware(None)
     if not is_native(compute):
         return MachineLimits("portable", num_threads, num_weight_bytes)
     limits = MachineLimits(choose_level(compute.level).level, num_threads, num_weight_bytes)

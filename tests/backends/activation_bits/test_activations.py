@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.backends.activation_bits import METHOD
 from twostroke.backends.activation_bits import resolve as activations
-from twostroke.backends.activation_bits.resolve import with_known_bits
+from twostroke.backends.activation_bits.resolve import resolve_activation_bits
 from twostroke.core.activation_bits import ActivationBits
 from twostroke.core.options import ComputeOptions
 from twostroke.model.families import build_program
@@ -34,27 +34,27 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_choice_is_made_once_and_a_damaged_one_again(model, tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "MIN_WEIGHTS", 0)
     said: list[str] = []
-    first = with_known_bits(AUTO, *model, said.append).activation_bits
+    first = resolve_activation_bits(AUTO, *model, said.append).activation_bits
     assert isinstance(first, ActivationBits)
     assert len(said) == 2
     assert "once" in said[0]
     assert "is prepared" in said[1]
-    assert with_known_bits(AUTO, *model, said.append).activation_bits == first
+    assert resolve_activation_bits(AUTO, *model, said.append).activation_bits == first
     assert len(said) == 2
     (kept,) = (tmp_path / "cache" / "activation-bits").iterdir()
     for damaged in ("{", kept.read_text().replace(first.model_id, "another")):
         kept.write_text(damaged)
-        assert with_known_bits(AUTO, *model, said.append).activation_bits == first
+        assert resolve_activation_bits(AUTO, *model, said.append).activation_bits == first
     assert len(said) == 6
 
 
 def test_large_models_are_chosen_for_when_asked(model, monkeypatch):
     monkeypatch.setattr(activations, "MIN_WEIGHTS", 0)
     said: list[str] = []
-    assert with_known_bits(AUTO, *model, said.append, 1000).activation_bits == 15
+    assert resolve_activation_bits(AUTO, *model, said.append, 1000).activation_bits == 15
     assert "compare MODEL --activation-bits auto" in said[0]
-    chosen = with_known_bits(AUTO, *model).activation_bits
-    assert with_known_bits(AUTO, *model, said.append, 1000).activation_bits == chosen
+    chosen = resolve_activation_bits(AUTO, *model).activation_bits
+    assert resolve_activation_bits(AUTO, *model, said.append, 1000).activation_bits == chosen
     assert len(said) == 1
 
 
@@ -77,9 +77,9 @@ def test_choices_in_the_package_are_of_this_method():
 
 
 def test_nothing_is_chosen_for_small_models_other_backends_and_given_bits(model):
-    assert with_known_bits(AUTO, *model).activation_bits == 15
+    assert resolve_activation_bits(AUTO, *model).activation_bits == 15
     for compute in (
         ComputeOptions("reference", activation_bits="auto"),
         ComputeOptions(activation_bits=8),
     ):
-        assert with_known_bits(compute, *model) is compute
+        assert resolve_activation_bits(compute, *model) is compute

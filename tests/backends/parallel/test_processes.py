@@ -152,7 +152,7 @@ def test_ranks_that_die_or_freeze_are_replaced(path, monkeypatch):
         wait_until(lambda: all(rank.collective_s > 0 for rank in backend.states()))
         zero, one = backend.states()
         assert (zero.num_restarts, one.num_restarts) == (0, 2)
-        assert (one.state, one.facts.place.column_part) == ("ready", 1)
+        assert (one.state, one.facts.coordinate.column_part) == ("ready", 1)
 
 
 def test_a_forked_process_does_not_end_the_ranks(path):

@@ -9,7 +9,7 @@ import pytest
 
 from support.sampling import make_request, random_logits
 from twostroke.backends.sampling.reference import (
-    LEAST_LOGPROB,
+    MIN_LOGPROB,
     UNIT,
     adjust,
     distribution,
@@ -236,5 +236,5 @@ def test_no_logprob_is_below_what_json_can_carry():
     token, found = draw(make_request(params, end_ids=[0]), row(INF, 3))
     assert token == 1
     assert found is not None
-    assert found.logprob == LEAST_LOGPROB
-    assert found.top_logprobs == (0.0, LEAST_LOGPROB)
+    assert found.logprob == MIN_LOGPROB
+    assert found.top_logprobs == (0.0, MIN_LOGPROB)

@@ -36,7 +36,7 @@ LIMITS = Hardware("test", 2, 10**9, bandwidth=1e9, peak=2e9, peak_kind="x", sour
 def known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the libraries of this tree, and limits that need no measuring."""
     monkeypatch.setenv("TWOSTROKE_NATIVE_DIR", str(native_dir()))
-    monkeypatch.setattr(module, "machine", lambda *given, again: LIMITS)
+    monkeypatch.setattr(module, "machine", lambda *given, remeasure: LIMITS)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -1,9 +1,9 @@
-"""Which precision each part of a model needs: measured by a tree, chosen by a knapsack."""
+"""Chooses the bits of activations for each product of a model, from measured errors."""
 
 from twostroke.backends.activation_bits.choice import (
     METHOD,
     MIN_WEIGHTS,
-    RightAnswers,
+    ExpectedLogits,
     checking_text,
     choose,
     choosing_text,
@@ -14,8 +14,8 @@ from twostroke.backends.activation_bits.tree import allocate
 __all__ = [
     "METHOD",
     "MIN_WEIGHTS",
+    "ExpectedLogits",
     "Product",
-    "RightAnswers",
     "allocate",
     "checking_text",
     "choose",

@@ -1,4 +1,4 @@
-"""Chooses the bits of activations of a model: as few as the limit of divergence allows."""
+"""Chooses the bits of a model's activations: the cheapest that keep the divergence in bounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from twostroke.backends.activation_bits.tree import bits_of, cheapest, measured_kinds, split_parts
+from twostroke.backends.activation_bits.tree import bits_of, cheapest, measure_kinds, split_groups
 from twostroke.core.activation_bits import ActivationBits
 
 if TYPE_CHECKING:
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     Score = Callable[[Mapping[str, int]], Array]
     Check = Callable[[Mapping[str, int]], float]
 
-METHOD: Final = 2  # raised when text, constants or kernels change what would be chosen
+METHOD: Final = 2  # raise it when a change of texts, constants or kernels changes the choices
 MIN_WEIGHTS: Final = 1 << 24  # in products; smaller models are fast enough with 15 bits
-# Mean KL on the choosing text, and on the longer one that checks the choice, in nats; other text
-# may differ more, and the limit is 1e-3.
-_BUDGET: Final = 7e-4
+# In nats, on the choosing text and on the longer checking text. The promised limit is 1e-3: other
+# texts may differ more.
+_MAX_MEAN_KL: Final = 7e-4
 _NUM_TRIALS: Final = 4
 _CHUNK_ROWS: Final = 32
 
 
 def choosing_text() -> str:
-    """Return the text on which choices are measured; it is not the held-out text."""
+    """Return the text on which errors are measured; it is not the held-out text."""
     return (
         resources.files("twostroke.backends.activation_bits")
         .joinpath("choosing.txt")
@@ -40,7 +40,7 @@ def choosing_text() -> str:
 
 
 def checking_text() -> str:
-    """Return the text that checks a choice: longer, since some rows in a thousand differ most."""
+    """Return the text that checks a choice: longer, because few rows cause most of the error."""
     return (
         resources.files("twostroke.backends.activation_bits")
         .joinpath("checking.txt")
@@ -53,42 +53,42 @@ def choose(
 ) -> ActivationBits:
     """Choose bits for the products of a model.
 
-    `score(bits)` returns the logits (rows, vocab_size) of the choosing text with these bits by the
-    name of the matrix, 15 where a name is missing; `check(bits)` the divergence on other text.
+    `bits` maps names of matrices to bits; a missing name means 15. `score(bits)` returns the logits
+    (rows, vocab_size) of the choosing text. `check(bits)` returns the mean KL on the checking text.
     """
-    right = RightAnswers(score({}))
+    expected = ExpectedLogits(score({}))
 
     def measure(bits: Mapping[str, int]) -> float:
-        return right.divergence(score(bits))
+        return expected.divergence(score(bits))
 
-    def worst(bits: Mapping[str, int]) -> float:
+    def max_error(bits: Mapping[str, int]) -> float:
         error = measure(bits)
-        if error <= _BUDGET and not (other := check(bits)) <= error:
+        if error <= _MAX_MEAN_KL and not (other := check(bits)) <= error:
             return other
         return error
 
     bits = bits_of(products, 8)
-    error = worst(bits)
-    if not error <= _BUDGET:
-        parts = split_parts(measured_kinds(products, measure), measure)
-        budget = _BUDGET
+    error = max_error(bits)
+    if not error <= _MAX_MEAN_KL:
+        groups = split_groups(measure_kinds(products, measure), measure)
+        budget = _MAX_MEAN_KL
         for _ in range(_NUM_TRIALS):
-            bits = cheapest(parts, budget)
-            error = worst(bits) if bits else 0.0
-            if error <= _BUDGET:
+            bits = cheapest(groups, budget)
+            error = max_error(bits) if bits else 0.0
+            if error <= _MAX_MEAN_KL:
                 break
-            budget *= 0.9 * _BUDGET / error if error < np.inf else 0.5
+            budget *= 0.9 * _MAX_MEAN_KL / error if error < np.inf else 0.5
         else:
             bits, error = {}, 0.0
     num_products = sum(len(product.matrices) for product in products)
     return ActivationBits(model_id, METHOD, bits, error, num_products)
 
 
-class RightAnswers:
-    """The right answers, kept as probabilities."""
+class ExpectedLogits:
+    """The logits of the model with full precision, to compare others with."""
 
     def __init__(self, logits: Array) -> None:
-        """Take the logits (rows, vocab_size) of the right model."""
+        """Take the logits (rows, vocab_size) of the model with full precision."""
         self._logits = logits
         self._shares = np.empty_like(logits)
         for chunk in _chunks(logits):
@@ -96,7 +96,7 @@ class RightAnswers:
             self._shares[chunk] = shares / shares.sum(axis=1, keepdims=True)
 
     def divergence(self, logits: Array) -> float:
-        """Return the mean of KL(right || other) over rows; infinite if it is not a number.
+        """Return the mean of KL(expected || other) over rows; infinite if it is not a number.
 
         With d = other - right it is log(sum p e^d) - sum p d, where d is small and few digits of
         float32 are lost.

@@ -13,18 +13,20 @@ if TYPE_CHECKING:
     from twostroke.model.program import Op, Program
     from twostroke.model.quant import QuantTensor
 
-# What a multiplication costs, relative to one with 15 bits, where rows are many. These constants,
-# not the machine's speed, decide: the same file must get the same bits everywhere.
+# The cost of a multiplication by its bits, relative to 15 bits, for steps with many rows. Constants
+# are used, not the machine's speed, because the same file must get the same bits everywhere.
 _COSTS: Final = {15: 1.0, 9: 0.78, 8: 0.58}
-_WITH_NINE: Final = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "TQ1_0", "TQ2_0"})
+_FORMATS_WITH_9_BITS: Final = frozenset(
+    {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "TQ1_0", "TQ2_0"}
+)
 _LOGITS_SHARE: Final = 0.5  # prompts need the logits of one row only
 
 
 class Product(Frozen):
-    """Products that read the same value, and so share its bits.
+    """Products that read the same value, and so use the same number of bits.
 
-    `kind` is shared by the same products of all layers. `costs` has each number of bits that makes
-    a difference, with what the products then cost.
+    `kind`: a name that the corresponding products of all layers share. `costs`: the cost of the
+    products by number of bits, for the numbers that make a difference.
     """
 
     kind: str
@@ -36,7 +38,8 @@ class Product(Frozen):
 def products_of(program: Program, tensors: Mapping[str, QuantTensor]) -> list[Product]:
     """Return the products of a Program, in its order.
 
-    Those with float weights are left out, and those before routers, which stay precise.
+    Products with float weights are left out, and in models with routers all products whose results
+    routers read, because these stay precise.
     """
     has_routers = any(isinstance(op, ops.MixtureOfExperts) for op in program.ops)
     groups: dict[tuple[type[Op], str], list[Op]] = {}
@@ -45,8 +48,8 @@ def products_of(program: Program, tensors: Mapping[str, QuantTensor]) -> list[Pr
             isinstance(op, ops.Linear) and not has_routers
         ):
             groups.setdefault((type(op), op.inputs[0]), []).append(op)
-    found = [_product(group, tensors) for group in groups.values()]
-    return [product for product in found if product.matrices]
+    products = [_product(group, tensors) for group in groups.values()]
+    return [product for product in products if product.matrices]
 
 
 def _product(group: list[Op], tensors: Mapping[str, QuantTensor]) -> Product:
@@ -65,7 +68,7 @@ def _product(group: list[Op], tensors: Mapping[str, QuantTensor]) -> Product:
             count = weight.shape[0] * weight.shape[1]
             num_weights += count
             for bits, cost in _COSTS.items():
-                is_used = bits != 9 or tensor.format.name in _WITH_NINE
+                is_used = bits != 9 or tensor.format.name in _FORMATS_WITH_9_BITS
                 costs[bits] += count * share * (cost if is_used else _COSTS[15])
     if costs[9] >= costs[15]:
         del costs[9]

@@ -1,4 +1,4 @@
-"""Resolves `activation_bits="auto"`: the choice for a model that is known, or is made now."""
+"""Resolves `activation_bits="auto"`: reads the choice for a model, or makes it now."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from twostroke.backends.activation_bits import (
     METHOD,
     MIN_WEIGHTS,
-    RightAnswers,
+    ExpectedLogits,
     checking_text,
     choose,
     choosing_text,
@@ -44,28 +44,30 @@ if TYPE_CHECKING:
     from twostroke.model.program import Program
     from twostroke.model.weights import LoadedModel
 
-    Say = Callable[[str], None]
+    Notify = Callable[[str], None]
     Check = Callable[[CpuBackend], None]
 
 _NUM_TOKENS = 256
 _PAGE_SIZE = 16
-MOST_UNASKED: Final = 2_000_000_000  # weights in products, for which two cores take three minutes
+# Models with more weights in products are not measured unless asked: two cores need three minutes.
+MAX_AUTO_WEIGHTS: Final = 2_000_000_000
 note = logging.getLogger("twostroke.engine").info
 
 
-def with_known_bits(
+def resolve_activation_bits(
     compute: ComputeOptions,
     loaded: LoadedModel,
     program: Program,
-    say: Say = note,
-    most_weights: float = math.inf,
+    notify: Notify = note,
+    max_weights: float = math.inf,
     check: Check = lambda _: None,
 ) -> ComputeOptions:
-    """Return options in which "auto" bits of activations are those chosen for the model.
+    """Return options in which "auto" activation bits are replaced by the choice for the model.
 
-    A choice that is neither in the package nor in the cache folder is made now and kept, unless
-    products have more than `most_weights`: they then keep 15 bits. `say` gets a line in both cases.
-    `check` gets a backend with 15 bits before a choice is made; what it raises is passed on.
+    The choice comes from the package or the cache folder; else it is measured now and cached. If
+    the products have more than `max_weights` weights, nothing is measured and they keep 15 bits.
+    `notify` gets a line in both cases. Before measuring, `check` is called with a backend that
+    computes with 15 bits; its errors are passed on.
 
     Raises:
         BackendError, MemoryLimitError: the model cannot be run here.
@@ -79,24 +81,31 @@ def with_known_bits(
     model_id = weights_identity(loaded.tensors)
     path = env.cache_dir() / "activation-bits" / f"{model_id[:16]}.json"
     choice = _shipped(model_id) or _read(path, model_id)
-    if choice is None and num_weights > most_weights:
-        say(
+    if choice is None and num_weights > max_weights:
+        notify(
             "The model is computed more precisely than it may need: `twostroke compare MODEL "
             "--activation-bits auto` finds out, once, what makes it faster, and takes minutes "
             "with a model of this size."
         )
         return replace(compute, activation_bits=DEFAULT_ACTIVATION_BITS)
     if choice is None:
-        say(
+        notify(
             f"Preparing {loaded.name} for this processor, once: measuring how precisely each of "
             "its parts must be computed (--activation-bits 15 skips this)."
         )
-        began = time.perf_counter()
-        choice = _choose(compute, loaded, program, products, model_id, check)
-        with suppress(OSError):  # it is then made again next time
+        start_s = time.perf_counter()
+        choice = _choose(
+            compute,
+            loaded,
+            program=program,
+            products=products,
+            model_id=model_id,
+            check_backend=check,
+        )
+        with suppress(OSError):  # without a cache, the next start measures again
             path.parent.mkdir(parents=True, exist_ok=True)
             write_checked_json(path, msgspec.to_builtins(choice))
-        say(f"{loaded.name} is prepared; that took {time.perf_counter() - began:.0f} s.")
+        notify(f"{loaded.name} is prepared; that took {time.perf_counter() - start_s:.0f} s.")
     return replace(compute, activation_bits=choice)
 
 
@@ -108,19 +117,23 @@ def _choose(
     model_id: str,
     check_backend: Check,
 ) -> ActivationBits:
-    tokenizer, length = build_tokenizer(loaded), min(_NUM_TOKENS, program.context_length)
-    begin = list(tokenizer.prefix_ids)  # as prompts have it
-    tokens = [*begin, *tokenizer.encode(choosing_text())][:length]
-    others, num_own = tokenizer.encode(checking_text()), max(length - len(begin), 1)
-    pieces = [
-        [*begin, *others[start : start + num_own]] for start in range(0, len(others), num_own)
+    """Measure the errors of the model with fewer bits, and choose bits within the limit."""
+    tokenizer = build_tokenizer(loaded)
+    length = min(_NUM_TOKENS, program.context_length)
+    prefix = list(tokenizer.prefix_ids)
+    tokens = [*prefix, *tokenizer.encode(choosing_text())][:length]
+    checking_tokens = tokenizer.encode(checking_text())
+    piece_tokens = max(length - len(prefix), 1)
+    chunks = [
+        [*prefix, *checking_tokens[start : start + piece_tokens]]
+        for start in range(0, len(checking_tokens), piece_tokens)
     ]
     backend = CpuBackend(
         program,
         loaded.tensors,
-        1,
-        _PAGE_SIZE,
-        resolve_num_threads(compute.num_threads),
+        num_pages=1,
+        page_size=_PAGE_SIZE,
+        num_threads=resolve_num_threads(compute.num_threads),
         level=compute.level,
         release=loaded.release,
     )
@@ -130,10 +143,10 @@ def _choose(
 
     def check(bits: Mapping[str, int]) -> float:
         total = 0.0
-        for piece in pieces:  # the logits of one at a time are in memory
-            right = RightAnswers(backend.score_with({}, piece))
-            total += len(piece) * right.divergence(backend.score_with(bits, piece))
-        return total / sum(map(len, pieces))
+        for chunk in chunks:  # keeps the logits of only one chunk in memory
+            expected = ExpectedLogits(backend.score_with({}, chunk))
+            total += len(chunk) * expected.divergence(backend.score_with(bits, chunk))
+        return total / sum(map(len, chunks))
 
     try:
         check_backend(backend)
@@ -144,10 +157,11 @@ def _choose(
 
 
 def _shipped(model_id: str) -> ActivationBits | None:
-    """Return the choice for one of the catalogue's models."""
+    """Return the choice that the package has for a model, or None."""
     file = resources.files("twostroke.backends.activation_bits").joinpath("shipped.json")
-    known = msgspec.json.decode(file.read_bytes(), type=list[ActivationBits])
-    return next((c for c in known if (c.model_id, c.version) == (model_id, METHOD)), None)
+    choices = msgspec.json.decode(file.read_bytes(), type=list[ActivationBits])
+    current = (choice for choice in choices if choice.version == METHOD)
+    return next((choice for choice in current if choice.model_id == model_id), None)
 
 
 def _read(path: Path, model_id: str) -> ActivationBits | None:

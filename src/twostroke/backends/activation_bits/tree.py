@@ -18,17 +18,18 @@ if TYPE_CHECKING:
     from twostroke.backends.activation_bits.products import Product
 
 _NUM_SPLITS: Final = 10  # the same for every model: a choice must not depend on speed
-_LEAST_SHARE: Final = 0.02  # of its parent's error that a part has at least: differences are rough
+# A half has at least this share of its group's error, because differences of errors are imprecise.
+_MIN_ERROR_RATIO: Final = 0.02
 
 
 class ProductGroup(Frozen):
-    """Products with the same bits, and the error of each number of bits."""
+    """Products that get the same number of bits, and the error of each number of bits."""
 
     products: tuple[Product, ...]
     errors: dict[int, float]
 
     def items(self) -> list[tuple[int, KnapsackItem]]:
-        """Return each number of bits with its cost and its error."""
+        """Return each number of bits, with its cost and error."""
         costs = {
             bits: sum(product.costs.get(bits, product.costs[15]) for product in self.products)
             for bits in (15, *self.errors)
@@ -38,108 +39,113 @@ class ProductGroup(Frozen):
         ]
 
 
-def measured_kinds(
+def measure_kinds(
     products: Sequence[Product], measure: Callable[[dict[str, int]], float]
 ) -> list[ProductGroup]:
-    """Return a part for each kind of product, its errors with 9 and 8 bits measured."""
+    """Return a group for each kind of product, with its measured errors with 9 and 8 bits."""
     kinds: dict[str, list[Product]] = {}
     for product in products:
         kinds.setdefault(product.kind, []).append(product)
-    parts = []
-    for members in kinds.values():
-        numbers = {bits for product in members for bits in product.costs} - {15}
-        errors = {bits: measure(bits_of(members, bits)) for bits in sorted(numbers)}
-        parts.append(ProductGroup(tuple(members), errors))
-    return parts
+    groups = []
+    for same_kind in kinds.values():
+        numbers = {bits for product in same_kind for bits in product.costs} - {15}
+        errors = {bits: measure(bits_of(same_kind, bits)) for bits in sorted(numbers)}
+        groups.append(ProductGroup(tuple(same_kind), errors))
+    return groups
 
 
-def split_parts(
-    parts: list[ProductGroup], measure: Callable[[dict[str, int]], float]
+def split_groups(
+    groups: list[ProductGroup], measure: Callable[[dict[str, int]], float]
 ) -> list[ProductGroup]:
-    """Return the parts with those that err most cut into halves of the depth, again and again.
+    """Split the group with the largest error into halves of the depth, `_NUM_SPLITS` times.
 
-    Errors of parts add up nearly, so one half is measured, with 8 bits, and the other one has the
-    rest.
+    The errors of groups nearly add up, so only one half is measured, with 8 bits; the other half
+    gets the rest of the group's error.
     """
-    parts = list(parts)
+    groups = list(groups)
     for _ in range(_NUM_SPLITS):
-        divisible = [part for part in parts if len(part.products) > 1]
+        divisible = [group for group in groups if len(group.products) > 1]
         if not divisible:
             break
-        largest = max(divisible, key=lambda part: part.errors[8])
-        place, middle = parts.index(largest), len(largest.products) // 2
+        largest = max(divisible, key=lambda group: group.errors[8])
+        index = groups.index(largest)
+        middle = len(largest.products) // 2
         halves = largest.products[:middle], largest.products[middle:]
-        whole = largest.errors[8]
-        least = _LEAST_SHARE * whole
-        first = max(measure(bits_of(halves[0], 8)), least)
-        shares = first / whole, max(whole - first, least) / whole
-        parts[place : place + 1] = [
+        group_error = largest.errors[8]
+        min_error = _MIN_ERROR_RATIO * group_error
+        first_error = max(measure(bits_of(halves[0], 8)), min_error)
+        shares = first_error / group_error, max(group_error - first_error, min_error) / group_error
+        groups[index : index + 1] = [
             ProductGroup(half, {bits: error * share for bits, error in largest.errors.items()})
             for half, share in zip(halves, shares, strict=True)
         ]
-    return parts
+    return groups
 
 
-def cheapest(parts: Sequence[ProductGroup], budget: float) -> dict[str, int]:
-    """Return the bits of each matrix, 15 left out, whose errors sum to at most `budget`."""
-    items = [part.items() for part in parts]
-    chosen = allocate([[item for _, item in each] for each in items], budget)
+def cheapest(groups: Sequence[ProductGroup], budget: float) -> dict[str, int]:
+    """Return the cheapest bits of each matrix whose errors sum to at most `budget`.
+
+    Matrices with 15 bits are left out.
+    """
+    items = [group.items() for group in groups]
+    choices = [[item for _, item in group_items] for group_items in items]
+    item_indices = allocate(choices, budget)
     bits: dict[str, int] = {}
-    for part, each, number in zip(parts, items, chosen, strict=True):
-        if each[number][0] != 15:
-            bits |= bits_of(part.products, each[number][0])
+    for group, group_items, index in zip(groups, items, item_indices, strict=True):
+        if group_items[index][0] != 15:
+            bits |= bits_of(group.products, group_items[index][0])
     return bits
 
 
 def bits_of(products: Iterable[Product], bits: int) -> dict[str, int]:
-    """Return these bits for the matrices of the products that can have them."""
+    """Return `bits` by matrix name, for the products that can have this number of bits."""
     return {
         name: bits for product in products if bits in product.costs for name in product.matrices
     }
 
 
-_BINS: Final = 4000  # of the budget: an error counts as the next whole bin
+_NUM_BINS: Final = 4000  # the budget is divided into these; errors are rounded up to whole bins
 
 
 class KnapsackItem(Frozen):
-    """One way to do a part of the work: what it costs, and the error that it makes."""
+    """An alternative for one part, with its cost and its error."""
 
     cost: float
     error: float
 
 
 def allocate(
-    parts: Sequence[Sequence[KnapsackItem]], budget: float, num_bins: int = _BINS
+    parts: Sequence[Sequence[KnapsackItem]], budget: float, num_bins: int = _NUM_BINS
 ) -> list[int]:
-    """Return for each part the number of the item to take.
+    """Solve a multiple-choice knapsack: return the index of the item to take for each part.
 
-    The sum of costs is the least of all choices whose errors sum to at most `budget`; each part
-    needs one item without an error. Errors are rounded up to whole bins, of which the budget has
-    `num_bins`; this makes dynamic programming exact: `least[e]` is the least cost of the parts so
-    far with error `e`.
+    The sum of costs is minimal among all choices whose errors sum to at most `budget`. Each part
+    needs an item without error. Errors are rounded up to whole bins, of which the budget has
+    `num_bins`, so that dynamic programming is exact: `min_costs[e]` is the minimal cost of the
+    parts so far with a total error of `e` bins.
     """
-    least = np.zeros(num_bins + 1)
-    taken: list[np.ndarray] = []
+    min_costs = np.zeros(num_bins + 1)
+    best_items: list[np.ndarray] = []
     sizes: list[list[int]] = []
     for items in parts:
         bins = [_bins(item.error, budget, num_bins) for item in items]
         costs = np.full((len(items), num_bins + 1), np.inf)
         for row, item, size in zip(costs, items, bins, strict=True):
             if size <= num_bins:
-                row[size:] = least[: num_bins + 1 - size] + item.cost
-        taken.append(costs.argmin(axis=0))
-        least = costs.min(axis=0)
+                row[size:] = min_costs[: num_bins + 1 - size] + item.cost
+        best_items.append(costs.argmin(axis=0))
+        min_costs = costs.min(axis=0)
         sizes.append(bins)
-    chosen: list[int] = []
-    rest = num_bins
-    for choices, bins in zip(reversed(taken), reversed(sizes), strict=True):
-        chosen.append(int(choices[rest]))
-        rest -= bins[chosen[-1]]
-    return chosen[::-1]
+    item_indices: list[int] = []
+    remaining_bins = num_bins
+    for choices, bins in zip(reversed(best_items), reversed(sizes), strict=True):
+        item_indices.append(int(choices[remaining_bins]))
+        remaining_bins -= bins[item_indices[-1]]
+    return item_indices[::-1]
 
 
 def _bins(error: float, budget: float, num_bins: int) -> int:
-    """Return an error in bins; num_bins + 1 if it is more than the budget, or not a number."""
+    """Return an error in bins; num_bins + 1 if the error exceeds the budget or is not a number."""
     if error <= 0:
         return 0
     return int(np.ceil(error / budget * num_bins)) if error <= budget else num_bins + 1

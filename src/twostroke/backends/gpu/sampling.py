@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from twostroke.backends.sampling.reference import LEAST_LOGPROB, UNIT
+from twostroke.backends.sampling.reference import MIN_LOGPROB, UNIT
 from twostroke.core.frozen import Frozen
 from twostroke.core.step import NO_TOKEN, TokenLogprobs
 
@@ -108,7 +108,7 @@ def _logprobs(result: Ints) -> TokenLogprobs:
 
     def logprob(value: float) -> float:
         gap = 0.0 if value == largest else value - largest
-        return max(gap - log_total, LEAST_LOGPROB)
+        return max(gap - log_total, MIN_LOGPROB)
 
     top = tuple(logprob(x) for x in logits[order].tolist())
     return TokenLogprobs(logprob(logit), tuple(ids[order].tolist()), top)

@@ -118,7 +118,7 @@ class RankGroup:
                     options.batch.token_budget,
                     sum(self._weight_bytes[rank] for rank in here),
                     free,
-                    most_running=options.batch.most_running,
+                    max_running=options.batch.most_running,
                     auto_format=auto_kv_format(options.compute),
                     parts=[self._parts[rank].program for rank in here],
                     mesh=self._mesh,

@@ -1,7 +1,7 @@
-"""What sampling means: one row of logits to one token, in plain NumPy.
+"""The definition of sampling: one row of logits to one token, in plain NumPy.
 
-The native sampler (native/sample) draws the same token bit for bit on every instruction set. Three
-choices make that possible:
+The native sampler (native/sample) draws the same token on every instruction set. Three rules make
+that possible:
 
 - Probabilities are compared and summed as integers. A token's weight is
   `exp((logit - top) / temperature) * 2^40`, rounded, from a fixed sequence of float32 operations
@@ -13,9 +13,9 @@ choices make that possible:
   `bits` are Philox4x32-10 keyed by the request's seed at the index of the output token. Nothing
   else is random, so the batch, preemption and the order of work do not matter.
 
-A logit that is NaN counts as minus infinity: a damaged value is never chosen. A row in which
-nothing is above minus infinity (all NaN, or all barred) gives `NO_TOKEN`: its request fails, others
-do not. Logits of plus infinity share the whole probability evenly.
+A logit that is NaN counts as minus infinity, so a damaged value is never drawn. A row without a
+logit above minus infinity (all NaN, or all masked) gives `NO_TOKEN`, and only its request fails.
+Logits of plus infinity share the whole probability evenly.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 UNIT = 2**40  # the weight of the likeliest token
-LEAST_LOGPROB = -9999.0  # JSON has no infinity
-LEAST_PENALTY = float(np.finfo(np.float32).tiny)
+MIN_LOGPROB = -9999.0  # JSON has no infinity
+MIN_PENALTY = float(np.finfo(np.float32).tiny)
 
 _POWER_OF_TWO = tuple(  # (2^f - 1) / f on [-1/2, 1/2], highest power first
     np.float32(float.fromhex(c))
@@ -55,42 +55,44 @@ _POWER_OF_TWO = tuple(  # (2^f - 1) / f on [-1/2, 1/2], highest power first
 )
 
 
-_overflow_is_infinite = np.errstate(over="ignore")  # as IEEE arithmetic, and C++, have it
+_overflow_is_infinite = np.errstate(over="ignore")  # as in IEEE arithmetic and C++
 
 
 def draw_all(
     plan: StepPlan, logits: NDArray[np.float32]
 ) -> tuple[list[tuple[int, TokenLogprobs | None]], list[TokenLogprobs | None]]:
-    """Draw all tokens of a step, as `draw`; return them, and the scores of its scored rows.
+    """Draw all tokens of a step; return (token, log-probabilities) pairs, and prompt scores.
 
-    `logits` (rows, vocab_size) are those of all rows that have some, in the plan's order.
+    `logits` (rows, vocab_size): the rows with logits, in the plan's order.
     """
-    drawn: list[tuple[int, TokenLogprobs | None]] = []
+    draws: list[tuple[int, TokenLogprobs | None]] = []
     scores: list[TokenLogprobs | None] = []
     rows = iter(logits)
-    for part in plan.slices:
-        scores += [score(part.request, next(rows), token) for token in part.scored_tokens]
-        before_each = zip(_drafts_before(part), _masks(part), strict=True)
-        drawn += [draw(part.request, next(rows), drafts, mask) for drafts, mask in before_each]
+    for slice_ in plan.slices:
+        scores += [score(slice_.request, next(rows), token) for token in slice_.scored_tokens]
+        drafts_and_masks = zip(_drafts_before(slice_), _masks(slice_), strict=True)
+        draws += [
+            draw(slice_.request, next(rows), drafts, mask) for drafts, mask in drafts_and_masks
+        ]
     assert next(rows, None) is None, "more rows of logits than tokens"
-    return drawn, scores
+    return draws, scores
 
 
-def _masks(part: Slice) -> Sequence[NDArray[np.uint32] | None]:
-    """Return the mask of each token to be drawn, if there is a constraint."""
-    matcher = part.request.matcher
-    if matcher is None or not part.samples:
-        return [None] * part.num_drawn
-    masks = np.zeros((part.num_drawn, matcher.num_words), np.uint32)
-    fill_masks(part.request, part, masks)
+def _masks(slice_: Slice) -> Sequence[NDArray[np.uint32] | None]:
+    """Return a mask for each token to draw; None for each if the request has no constraint."""
+    matcher = slice_.request.matcher
+    if matcher is None or not slice_.samples:
+        return [None] * slice_.num_drawn
+    masks = np.zeros((slice_.num_drawn, matcher.num_words), np.uint32)
+    fill_masks(slice_.request, slice_, masks)
     return list(masks)
 
 
-def _drafts_before(part: Slice) -> list[list[int]]:
-    """Return the drafts that each token to be drawn follows."""
-    parents = parents_of(len(part.drafts), part.branches)
-    drawn = range(ROOT, part.num_drawn + ROOT)  # each after the draft with this index
-    return [[part.drafts[i] for i in path_to(draft, parents)] for draft in drawn]
+def _drafts_before(slice_: Slice) -> list[list[int]]:
+    """Return, for each token to draw, the draft tokens before it."""
+    parents = parents_of(len(slice_.drafts), slice_.branches)
+    indices = range(ROOT, slice_.num_drawn + ROOT)  # of the draft before each drawn token
+    return [[slice_.drafts[i] for i in path_to(draft, parents)] for draft in indices]
 
 
 def draw(
@@ -99,12 +101,11 @@ def draw(
     drafts: Sequence[int] = (),
     mask: NDArray[np.uint32] | None = None,
 ) -> tuple[int, TokenLogprobs | None]:
-    """Draw the token after a request's newest one, or after `drafts` that follow it.
+    """Draw the token after a request's newest token and the `drafts` that follow it.
 
-    Only those that are in the `mask`, if there is one, may be drawn (`core.constraint.Matcher`).
-    `logits`, of shape (vocab_size,), are left as they are. Returns the token, or `NO_TOKEN` where
-    nothing may be drawn, and its log-probabilities if the request asked for them (None with
-    `NO_TOKEN`).
+    `logits` (vocab_size,) are not changed. `mask`: the tokens that a constraint allows
+    (`core.constraint.Matcher`). Returns the token and, if the request asks for them, its
+    log-probabilities; (`NO_TOKEN`, None) if no token may be drawn.
     """
     logits = np.where(np.isnan(logits), np.float32(-np.inf), logits)
     adjusted = adjust(request, logits, drafts, mask)
@@ -119,7 +120,10 @@ def draw(
 
 
 def score(request: Request, logits: NDArray[np.float32], token: int) -> TokenLogprobs | None:
-    """Return how likely a prompt's `token` was, as the request asked; None if nothing could be."""
+    """Return the log-probabilities of a prompt's `token`, if the request asks for them.
+
+    None if the request does not, or if no logit is above minus infinity.
+    """
     logits = np.where(np.isnan(logits), np.float32(-np.inf), logits)
     num_top = request.params.prompt_logprobs
     if num_top is None or _likeliest(logits) == NO_TOKEN:
@@ -134,14 +138,14 @@ def adjust(
     drafts: Sequence[int] = (),
     mask: NDArray[np.uint32] | None = None,
 ) -> NDArray[np.float32]:
-    """Return a copy of `logits` with bias, penalties, barred end tokens and the mask applied.
+    """Return a copy of `logits` with bias, penalties, `min_tokens` and the mask applied.
 
-    The `drafts` count as if they were the end of the request's output.
+    The `drafts` count as the end of the request's output. Before `min_tokens`, end tokens are
+    excluded, unless the mask allows nothing else.
 
-    End tokens are not barred where the mask leaves nothing else.
-
-    Repetition looks at prompt and output: positive logits are divided by the penalty, others
-    multiplied. Frequency and presence look at the output alone. Float32 after each step.
+    The repetition penalty counts tokens of prompt and output: positive logits are divided by it,
+    others multiplied. Frequency and presence penalties count tokens of the output only. Results are
+    rounded to float32 after each step.
     """
     params, repetition = request.params, request.params.values.repetition_penalty
     logits = logits.copy()
@@ -149,12 +153,12 @@ def adjust(
         if token < logits.size:
             logits[token] += np.float32(bias)
     if repetition != 1.0:
-        seen = np.unique(_known([*request.tokens, *drafts], logits.size))
-        penalty = np.float32(max(repetition, LEAST_PENALTY))
+        seen = np.unique(_ids_in_vocabulary([*request.tokens, *drafts], logits.size))
+        penalty = np.float32(max(repetition, MIN_PENALTY))
         logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
     if params.frequency_penalty or params.presence_penalty:
         seen, counts = np.unique(
-            _known([*request.output, *drafts], logits.size), return_counts=True
+            _ids_in_vocabulary([*request.output, *drafts], logits.size), return_counts=True
         )
         rest = logits[seen].astype(np.float64)
         rest -= float(np.float32(params.frequency_penalty)) * counts
@@ -162,7 +166,7 @@ def adjust(
         logits[seen] = rest.astype(np.float32)
     early = request.num_output + len(drafts) < params.min_tokens
     if early and (mask is None or not allows_only(mask, request.end_ids)):
-        logits[_known(request.end_ids, logits.size)] = -np.inf
+        logits[_ids_in_vocabulary(request.end_ids, logits.size)] = -np.inf
     if mask is not None:
         logits[~as_flags(mask, logits.size)] = -np.inf
     return logits
@@ -172,19 +176,20 @@ def adjust(
 def weights(
     logits: NDArray[np.float32], top: np.float32, temperature: float
 ) -> NDArray[np.float32]:
-    """Return `exp((logits - top) / temperature) * UNIT` as integers held in float32, exactly.
+    """Return `exp((logits - top) / temperature) * UNIT`, rounded to integers, as float32.
 
-    Float32 operations in a fixed order, none fused; `top` is finite and no logit exceeds it.
+    Uses float32 operations in a fixed order, without fused multiply-add, so that every machine gets
+    the same bits. `top` is the largest logit and finite.
     """
     scale = np.float32(min(math.log2(math.e) / temperature, 1e30))
     power = np.maximum((logits - top) * scale, np.float32(-64))
-    whole = np.rint(power)
-    fraction = power - whole
+    exponent = np.rint(power)
+    fraction = power - exponent
     p = np.full_like(fraction, _POWER_OF_TWO[0])
     for coefficient in _POWER_OF_TWO[1:]:
         p = p * fraction + coefficient
     p = p * fraction + np.float32(1)
-    rounded: NDArray[np.float32] = np.rint(np.ldexp(p, whole.astype(np.int32) + 40))
+    rounded: NDArray[np.float32] = np.rint(np.ldexp(p, exponent.astype(np.int32) + 40))
     return rounded
 
 
@@ -193,9 +198,10 @@ def distribution(
 ) -> tuple[NDArray[np.intp], NDArray[np.uint64]]:
     """Return the ids that may be drawn, ascending, and their integer weights.
 
-    `logits` are adjusted and free of NaN; the temperature is above 0. Top-k keeps the first k of
-    the order, min-p the weights of at least `min_p` times the largest, top-p the shortest prefix
-    of what is left that holds `top_p` of its weight. Both are empty if nothing may be drawn.
+    `logits` are adjusted and free of NaN; the temperature is above 0. Top-k keeps the k likeliest
+    tokens; then min-p keeps weights of at least `min_p` times the largest; then top-p keeps the
+    shortest prefix with at least `top_p` of the remaining weight. Both arrays are empty if no token
+    may be drawn.
     """
     values, top = params.values, logits.max()
     if np.isposinf(top):
@@ -218,7 +224,7 @@ def distribution(
 
 
 def pick(ids: NDArray[np.intp], weight: NDArray[np.uint64], bits: int) -> int:
-    """Return the id at which the running sum of weights passes `bits` / 2^64 of the whole."""
+    """Return the first id at which the sum of weights exceeds `bits` / 2^64 of the total."""
     if not ids.size:
         return NO_TOKEN
     running = np.cumsum(weight)
@@ -227,9 +233,9 @@ def pick(ids: NDArray[np.intp], weight: NDArray[np.uint64], bits: int) -> int:
 
 
 def token_logprobs(logits: NDArray[np.float32], token: int, num_top: int) -> TokenLogprobs:
-    """Return log-softmax of `logits` at `token` and at the `num_top` likeliest tokens.
+    """Return the log-softmax of `logits` at `token` and at the `num_top` likeliest tokens.
 
-    Tokens at minus infinity are not listed; nothing below `LEAST_LOGPROB` is reported.
+    Tokens with logits of minus infinity are not listed. Values are at least `MIN_LOGPROB`.
     """
     top = logits.max()
     if np.isposinf(top):
@@ -239,7 +245,7 @@ def token_logprobs(logits: NDArray[np.float32], token: int, num_top: int) -> Tok
 
     def logprob(index: int) -> float:
         gap = 0.0 if logits[index] == top else float(logits[index]) - float(top)
-        return max(gap - log_total, LEAST_LOGPROB)
+        return max(gap - log_total, MIN_LOGPROB)
 
     order = [int(i) for i in _by_likelihood(logits)[:num_top] if logits[i] > -np.inf]
     return TokenLogprobs(logprob(token), tuple(order), tuple(logprob(i) for i in order))
@@ -254,53 +260,64 @@ def _by_likelihood(logits: NDArray[np.float32]) -> NDArray[np.intp]:
     return np.argsort(-logits, kind="stable")
 
 
-def _known(tokens: Iterable[int], vocab_size: int) -> NDArray[np.int64]:
+def _ids_in_vocabulary(tokens: Iterable[int], vocab_size: int) -> NDArray[np.int64]:
     ids = np.fromiter(tokens, dtype=np.int64)
     return ids[(ids >= 0) & (ids < vocab_size)]
 
 
-_LOW = 0xFFFFFFFF
+_LOW_32_BITS = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+_NUM_ROUNDS = 10
 
 
 def philox4x32(
     counter: tuple[int, int, int, int], key: tuple[int, int]
 ) -> tuple[int, int, int, int]:
-    """Return the four 32-bit words that ten rounds make of four words under a key of two.
+    """Return four random 32-bit words, a function of the counter and the key: Philox4x32-10.
 
     Source: Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(_ROUNDS):
+    for _ in range(_NUM_ROUNDS):
         p0, p1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
-        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _LOW, (p0 >> 32) ^ c3 ^ k1, p0 & _LOW
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW, (k1 + _KEY_STEPS[1]) & _LOW
+        c0, c1, c2, c3 = (
+            (p1 >> 32) ^ c1 ^ k0,
+            p1 & _LOW_32_BITS,
+            (p0 >> 32) ^ c3 ^ k1,
+            p0 & _LOW_32_BITS,
+        )
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW_32_BITS, (k1 + _KEY_STEPS[1]) & _LOW_32_BITS
     return c0, c1, c2, c3
 
 
 def random_bits(seed: int, counter: int) -> int:
-    """Return 64 random bits for output token `counter` of a request with this seed.
+    """Return 64 random bits for output token number `counter` of a request with this seed.
 
-    The seed (taken modulo 2^64) is the key. The counter fills the low two words of Philox's own;
-    the other two are 0 here and free for other uses of the same seed.
+    The key is the seed modulo 2^64. `counter` fills the low two words of Philox's counter; the
+    other two words are 0, and free for other uses of the same seed.
     """
     seed &= 2**64 - 1
-    words = philox4x32((counter & _LOW, counter >> 32 & _LOW, 0, 0), (seed & _LOW, seed >> 32))
+    words = philox4x32(
+        (counter & _LOW_32_BITS, counter >> 32 & _LOW_32_BITS, 0, 0),
+        (seed & _LOW_32_BITS, seed >> 32),
+    )
     return words[0] | words[1] << 32
 
 
-def fill_masks(request: Request, part: Slice | None, out: NDArray[np.uint32]) -> None:
-    """Write the masks of all tokens that are drawn for a request, whose slice may have drafts."""
+def fill_masks(request: Request, slice_: Slice | None, out: NDArray[np.uint32]) -> None:
+    """Write the constraint's mask for each token that a request draws in a step to `out`.
+
+    `slice_`: the request's slice, which may have drafts; None: one token without drafts.
+    """
     assert request.matcher is not None
-    drafts, branches = (part.drafts, part.branches) if part is not None else ((), ())
+    drafts, branches = (slice_.drafts, slice_.branches) if slice_ is not None else ((), ())
     request.matcher.masks(request.output, drafts, parents_of(len(drafts), branches), out)
 
 
 def allows_only(mask: NDArray[np.uint32], ids: Iterable[int]) -> bool:
-    """Return whether a mask leaves no token but some of `ids`."""
+    """Return whether a mask allows no tokens except those of `ids`."""
     rest = mask.copy()
     for token in ids:
         if token // 32 < rest.size:
@@ -309,6 +326,6 @@ def allows_only(mask: NDArray[np.uint32], ids: Iterable[int]) -> bool:
 
 
 def as_flags(mask: NDArray[np.uint32], vocab_size: int) -> NDArray[np.bool_]:
-    """Return a flag for each token, (vocab_size,)."""
+    """Return a mask as booleans, (vocab_size,)."""
     bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little")
     return bits[:vocab_size].astype(bool)

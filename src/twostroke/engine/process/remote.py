@@ -71,7 +71,9 @@ class RemoteEngine:
         self.card = card
         self.facts: EngineFacts = ready.facts
         self.draft = ready.card.draft
-        self.limits = MachineLimits.known(ready.card.hardware) if ready.card.hardware else None
+        self.limits = (
+            MachineLimits.of_hardware(ready.card.hardware) if ready.card.hardware else None
+        )
         self._last: EngineStatus = ready.reading
         self._spans: list[tuple[int, int]] = []  # that it has
         self._ids = itertools.count(1)

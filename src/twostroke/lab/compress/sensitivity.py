@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from twostroke.backends.activation_bits.choice import RightAnswers, choosing_text
+from twostroke.backends.activation_bits.choice import ExpectedLogits, choosing_text
 from twostroke.core import env
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.frozen import Frozen
@@ -121,7 +121,7 @@ class Trials:
         """Compute the right answers of the model at `path`."""
         self._program, self._tensors = program, tensors
         self._pieces = pieces_of(choosing_text(), [path], _PIECE, _NUM_TOKENS)
-        self._right = RightAnswers(self._logits({}))
+        self._right = ExpectedLogits(self._logits({}))
 
     def kl(self, changed: Mapping[str, QuantTensor]) -> float:
         """Return the mean divergence, in nats, with some weights changed."""

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import field
 from msgspec.structs import replace
 
-from twostroke.backends.activation_bits.resolve import with_known_bits
+from twostroke.backends.activation_bits.resolve import resolve_activation_bits
 from twostroke.backends.create import (
     auto_kv_format,
     check_can_run,
@@ -242,7 +242,7 @@ def _drift(right: Sequence[Array], other: Sequence[Array]) -> tuple[float, ...]:
 def _open(subject: Subject, length: int) -> tuple[Program, Backend]:
     loaded = load(subject.model)
     program = build_program(loaded.spec)
-    compute = with_known_bits(subject.compute, loaded, program)
+    compute = resolve_activation_bits(subject.compute, loaded, program)
     subject = replace(subject, compute=compute)
     if length > program.context_length:
         message = f"Pieces of {length} tokens are longer than {program.name}'s context"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Self, cast
 from msgspec import field
 from msgspec.structs import replace
 
-from twostroke.backends.activation_bits.resolve import with_known_bits
+from twostroke.backends.activation_bits.resolve import resolve_activation_bits
 from twostroke.backends.cpu.library import choose_level
 from twostroke.backends.create import (
     FLOAT32_BACKENDS,
@@ -191,7 +191,7 @@ def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterat
     program = build_program(loaded.spec)
     if wanted.compute.backend == "gpu":
         check_gpu(program, wanted.compute)
-    compute = with_known_bits(wanted.compute, loaded, program)
+    compute = resolve_activation_bits(wanted.compute, loaded, program)
     kv_format = wanted.cache.kv_format
     if kv_format == "auto":
         kv_format = auto_kv_format(wanted.compute)
@@ -221,7 +221,7 @@ def _hardware(compute: ComputeOptions, stream_bytes: int) -> Hardware:
 
         return measure(gpu_device(compute))
     level, num_threads = choose_level(compute.level).level, resolve_num_threads(compute.num_threads)
-    return machine(level, num_threads, stream_bytes, again=True)
+    return machine(level, num_threads, stream_bytes, remeasure=True)
 
 
 def _size(loaded: LoadedModel, program: Program, wanted: Wanted, kv_format: str) -> CacheSize:

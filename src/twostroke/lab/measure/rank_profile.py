@@ -108,7 +108,7 @@ def profile_ranks(
     notice("Measuring the machine")
     num_threads = resolve_num_threads(wanted.compute.num_threads)
     level = choose_level(wanted.compute.level).level
-    limits = machine(level, num_threads, loaded.file_bytes, again=True)
+    limits = machine(level, num_threads, loaded.file_bytes, remeasure=True)
     notice("Loading the model")
     with RankGroup(model, loaded, program, mesh, options) as group:
         size = _with_pages_for(wanted.shapes, program, group.size())

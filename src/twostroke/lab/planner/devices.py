@@ -143,7 +143,7 @@ def this_machine(num_threads: int | None = None) -> Device:
     from twostroke.core.hardware import resolve_num_threads
 
     level, count = choose_level(None).level, resolve_num_threads(num_threads)
-    return device_of(machine(level, count, _STREAM_BYTES, again=True))
+    return device_of(machine(level, count, _STREAM_BYTES, remeasure=True))
 
 
 def device_of(limits: Hardware) -> Device:

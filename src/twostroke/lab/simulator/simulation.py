@@ -131,7 +131,7 @@ class Setup(Frozen):
             self.batch.token_budget,
             model.all_bytes,
             available,
-            most_running=self.batch.most_running,
+            max_running=self.batch.most_running,
             auto_format=asked.kv_format,
         )
 

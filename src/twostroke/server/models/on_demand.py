@@ -117,7 +117,7 @@ class OnDemandEngine(RemoteEngine):
                 batch.token_budget,
                 num_weight_bytes,
                 budget_bytes + WORKING_BYTES - num_working,
-                most_running=batch.most_running,
+                max_running=batch.most_running,
                 auto_format=auto_kv_format(options.compute),
             )
         except MemoryLimitError as error:
@@ -315,7 +315,9 @@ class OnDemandEngine(RemoteEngine):
         if not self._is_on_gpu:  # whose memory a process does not see
             self.num_bytes = max(self.num_bytes, ready.reading.memory_bytes)
         self.facts, self._last, self.draft = ready.facts, ready.reading, ready.card.draft
-        self.limits = MachineLimits.known(ready.card.hardware) if ready.card.hardware else None
+        self.limits = (
+            MachineLimits.of_hardware(ready.card.hardware) if ready.card.hardware else None
+        )
         name, load_s, count = self.card.name, self._life.load_s, len(self._book.open)
         noun = "request" if count == 1 else "requests"
         _logger.info("Loaded %s in %.1f s; %d %s had waited.", name, load_s, count, noun)

@@ -246,7 +246,7 @@ def _rank(rank: RankState, link: str) -> dict[str, Any]:
         "rank": facts.rank,
         "state": rank.state,
         "host": facts.host,
-        **asdict(facts.place),
+        **asdict(facts.coordinate),
         "link": link,
         "threads": facts.num_threads,
         "weight_bytes": facts.weight_bytes,
