@@ -122,9 +122,9 @@ def test_values_from_outside_arrive():
         (17, 126, "does not exist"),  # the first position of three, of 128 in a table
         (18, 1 << 20, "does not exist"),  # the slice's table
         (20, 2, "does not exist"),  # whether the best logit is enough
-        (21, 1 << 20, "place or page"),  # the first change's place
-        (22, 5000, "place or page"),  # and its page
-        (22, -2, "place or page"),
+        (21, 1 << 20, "page table entry or page"),  # the first change's place
+        (22, 5000, "page table entry or page"),  # and its page
+        (22, -2, "page table entry or page"),
     ],
 )
 def test_a_damaged_step_is_refused(word, value, said):

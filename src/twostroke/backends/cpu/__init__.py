@@ -1,4 +1,4 @@
-"""The CPU reader: lowers a Program to a native plan and runs a whole step in one call."""
+"""The cpu backend: lowers a Program to a native plan, and runs each step in one native call."""
 
 from twostroke.backends.cpu.backend import CpuBackend
 

@@ -1,4 +1,4 @@
-"""The cpu backend: packed weights, a native plan, and one native call a step."""
+"""The cpu backend: packed weights, a native plan, and one native call for each step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 class CpuBackend:
     """Runs a Program on this machine's processor."""
 
-    def __init__(  # noqa: PLR0913 - facts that only the builder knows
+    def __init__(  # noqa: PLR0913 - each is a fact that only the caller knows
         self,
         program: Program,
         tensors: Mapping[str, QuantTensor],
@@ -65,15 +65,24 @@ class CpuBackend:
     ) -> None:
         """Pack the weights and reserve the pages, which take memory only once they are used.
 
-        `level` None means the best one, `kv_format` is a name in `cache.FORMATS`,
-        `activation_bits` one of `core.config.ACTIVATION_BITS` or a choice for this model. A backend
-        that is given another in `share_threads_with` must be closed first: two sets of threads
-        would spin against each other. `release(tensors)` is called with tensors that are not read
-        again, `progress(done, total)` with bytes of weights as they are packed. Steps return
-        `tapped_value` for the rows that draw; with `embeds` they return the normed last hidden
-        states of slices that ask for them, and `tapped_value` can only be the last hidden state.
-        With a `share` this is one rank of several, which computes and holds its part of the whole
-        `program` and `tensors`; ranks other than 0 only `follow`.
+        Args:
+            program: the whole model.
+            tensors: its weights, by name.
+            num_pages: KV pages.
+            page_size: tokens of a page, a multiple of 16.
+            num_threads: threads that compute.
+            level: the instruction-set level; None: the best that runs here.
+            kv_format: a name in `model.program.kv_layout.FORMATS`.
+            activation_bits: one of `core.options.ACTIVATION_BITS`, or a choice for this model.
+            release: called with tensors that are not read again.
+            progress: called with the bytes of weights packed so far, and of all weights.
+            share_threads_with: a backend whose threads this one uses, because two sets of threads
+                would spin against each other. This backend must be closed first.
+            tapped_value: the value of the Program that steps return for the rows that draw.
+            embeds: steps return the normed last hidden states of slices that ask for them;
+                `tapped_value` can then only be the last hidden state.
+            share: this backend is one rank of several; it holds and computes its part of the model.
+                Ranks other than 0 only `follow`.
 
         Raises:
             BackendError: the level cannot be used, or the Program cannot be run.
@@ -85,19 +94,30 @@ class CpuBackend:
         self._norm = _last_norm(program, tensors) if embeds else None
         tapped = self._norm.args[0].x if self._norm else tapped_value
         assert tapped_value in (None, tapped), "a step can return one value"
-        own, held = _own_part(program, tensors, share)
+        rank_program, rank_tensors = _own_part(program, tensors, share)
         self._lowered, library = self._lower([tapped] if tapped else []), load_library(choice.level)
-        pages = PlanPages(num_pages, page_size, kv_format, balances(own, tensors, kv_format))
-        with ExitStack() as opened:  # frees what was made if the rest fails
+        pages = PlanPages(
+            num_pages, page_size, kv_format, balances(rank_program, tensors, kv_format)
+        )
+        with ExitStack() as opened:  # frees threads and weights if a later step fails
             if share_threads_with is None:
                 self._pool = opened.enter_context(thread_pool(library, num_threads))
             else:
                 self._pool = share_threads_with._pool  # noqa: SLF001
-            weights = PackedWeights(library, held, self._lowered.matrices, self._lowered.vectors)
+            weights = PackedWeights(
+                library, rank_tensors, self._lowered.matrices, self._lowered.vectors
+            )
             opened.callback(weights.close)
             link = PlanLink(share.link, share.max_rows) if share else None
-            parts = own, self._lowered, weights, pages
-            self._plan = NativePlan(library, self._pool, *parts, link=link)
+            self._plan = NativePlan(
+                library,
+                self._pool,
+                program=rank_program,
+                lowered=self._lowered,
+                weights=weights,
+                pages=pages,
+                link=link,
+            )
             opened.callback(self._plan.close)
             weights.pack(self._pool, release, progress)
             self._opened = opened.pop_all()
@@ -117,14 +137,14 @@ class CpuBackend:
             steps_ahead=len(share.mesh.stages) - 1 if share else 0,
             stops_rows=share is None and tapped_value is None,
             weight_bytes=weights.num_bytes,
-            cache_bytes=num_pages * own.page_bytes(page_size, FORMATS[kv_format]),
+            cache_bytes=num_pages * rank_program.page_bytes(page_size, FORMATS[kv_format]),
         )
         tapped_width = 0 if tapped is None else program.value_widths[tapped]
         self._steps = self._step_arrays(tapped_width, returns_tapped=tapped_value is not None)
 
     @property
     def pages(self) -> PageMemory | None:
-        """The bytes of its pages, unless other ranks have parts of them."""
+        """The bytes of the pages; None if other ranks have parts of them."""
         return self._plan.page_memory() if self._share is None else None
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -133,16 +153,16 @@ class CpuBackend:
         return self.compute(plan)
 
     def fill(self, plan: StepPlan) -> None:
-        """Lay out a step, which the next call of `compute` computes."""
-        self._began_s = time.perf_counter()
+        """Write a step's arrays; the next call of `compute` computes the step."""
+        self._start_s = time.perf_counter()
         self._sampled = self._steps.fill(plan)
 
     def encoded(self) -> bytes:
-        """Return the step that was laid out, for the other ranks to `follow`; once for each."""
+        """Return the filled step as a message for the other ranks; call it once for each step."""
         return self._steps.encoded()
 
     def compute(self, plan: StepPlan) -> StepResult:
-        """Compute the step that was laid out last, of this plan."""
+        """Compute the step that `fill` wrote for this plan, and draw its tokens."""
         sampled, step = self._sampled, self._steps.record
         self._plan.run(step)
         tokens, logprobs, hidden, scores = self._steps.results(plan, sampled)
@@ -151,22 +171,22 @@ class CpuBackend:
             assert self._norm is not None, "built to draw tokens, not to embed texts"
             with np.errstate(all="ignore"):  # readers check for numbers that are not finite
                 states = [self._norm(x=rows) for rows in states]
-        elapsed_s = time.perf_counter() - self._began_s
+        elapsed_s = time.perf_counter() - self._start_s
         is_crowded = self._crowded.after_step(elapsed_s)
         return StepResult(
             tokens,
             logprobs,
-            elapsed_s,
-            step.kernel_s,
-            hidden,
-            scores,
-            states,
+            elapsed_s=elapsed_s,
+            kernel_s=step.kernel_s,
+            hidden=hidden,
+            scores=scores,
+            states=states,
             collective_s=step.collective_s,
             crowded_s=elapsed_s if is_crowded else 0.0,
         )
 
     def follow(self, frame: StepFrame) -> float:
-        """Compute this rank's part of a step of rank 0; return its seconds in collectives."""
+        """Compute this rank's part of a step from rank 0; return the seconds in collectives."""
         step = record_of(frame)
         self._plan.run(step)
         return float(step.collective_s)
@@ -177,7 +197,7 @@ class CpuBackend:
         return self.trace(tokens, [logits], generated=generated)[logits]
 
     def score_with(self, bits: Bits, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Return the logits of a sequence, as generated rows with these bits of activations."""
+        """Return the logits of a sequence as generated rows, with these activation bits."""
         logits = np.empty((len(tokens), self._program.vocab_size), np.float32)
         lowered = lower(self._program, activation_bits=bits)
         self._plan.evaluate(lowered, tokens, logits, [], generated=True)
@@ -188,51 +208,57 @@ class CpuBackend:
     ) -> dict[str, NDArray[np.float32]]:
         """Return values of the Program for a sequence; see `Backend.trace`."""
         widths, logits = self._program.value_widths, self._program.ops[-1].output
-        found = {name: np.empty((len(tokens), widths[name]), np.float32) for name in values}
-        taps = [name for name in found if name != logits]
+        arrays = {name: np.empty((len(tokens), widths[name]), np.float32) for name in values}
+        taps = [name for name in arrays if name != logits]
         self._plan.evaluate(
             self._lower(taps),
             tokens,
-            found.get(logits),
-            [found[name] for name in taps],
+            arrays.get(logits),
+            [arrays[name] for name in taps],
             generated=generated,
         )
-        return found
+        return arrays
 
     @property
     def fused(self) -> tuple[tuple[Op, ...], ...]:
-        """The Program's operations as a step runs them, those of one kernel together."""
+        """The Program's operations, grouped as native records run them."""
         return self._lowered.parts
 
     def times(self) -> list[MeasuredOpTime]:
-        """Return what each of `fused` has taken since the last call, in all steps together."""
+        """Return the time of each group of `fused` since the last call, summed over steps."""
         return self._plan.times()
 
-    def meet(self, what: Meetings) -> tuple[list[float], list[float]]:
-        """Return how many seconds this rank computed before each meeting, and how long that took.
+    def meet(self, meetings: Meetings) -> tuple[list[float], list[float]]:
+        """Measure collectives: return this rank's seconds before, and in, each of them.
 
         All ranks must call it at the same time.
 
         Raises:
-            RanksLostError: another rank ended, or the link to it.
+            RanksLostError: another rank ended, or the link to it broke.
         """
         assert self._share is not None
-        computing, meeting = (c_double * what.count)(), (c_double * what.count)()
-        given = byref(self._share.link), what.count, what.work, what.num_bytes
-        if load_library(self.facts.level).ts_link_measure(*given, computing, meeting):
+        computing_s, meeting_s = (c_double * meetings.count)(), (c_double * meetings.count)()
+        if load_library(self.facts.level).ts_link_measure(
+            byref(self._share.link),
+            meetings.count,
+            meetings.work,
+            meetings.num_bytes,
+            computing_s,
+            meeting_s,
+        ):
             raise RanksLostError("Another rank of the model has ended, or does not answer.")
-        return list(computing), list(meeting)
+        return list(computing_s), list(meeting_s)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy one page's keys and values to another; must not be called while a step runs."""
+        """Copy a page's keys and values to another page; must not be called while a step runs."""
         self._plan.copy_page(source, target)
 
     def forget(self, request: Request) -> None:
-        """Drop all that is kept for a finished request."""
+        """Drop the state of a finished request."""
         self._steps.forget(request)
 
     def close(self) -> None:
-        """Give back memory and threads; closing twice does no harm."""
+        """Free memory and threads; may be called twice."""
         self._opened.close()
 
     def _step_arrays(self, tapped_width: int, *, returns_tapped: bool) -> StepArrays:
@@ -256,7 +282,7 @@ class CpuBackend:
         bits, share = self._bits, self._share
         if share is None:
             return lower(self._program, taps, activation_bits=bits)
-        from twostroke.backends.cpu.shared import lower_rank  # one process needs nothing of it
+        from twostroke.backends.cpu.shared import lower_rank  # not needed by a single process
 
         parts = share.parts(self._program, taps)
         return lower_rank(parts, share.rank, taps, activation_bits=bits)
@@ -274,7 +300,10 @@ def _own_part(
 def _last_norm(
     program: Program, tensors: Mapping[str, QuantTensor]
 ) -> partial[NDArray[np.float32]]:
-    """Return the norm of last hidden states (rows, width); the logits' kernel keeps its own."""
+    """Return the final norm as a function of `x` (rows, width), for embeddings.
+
+    The logits' kernel computes this norm itself, and does not return its result.
+    """
     norm = next(op for op in program.ops if op.output == program.last_states)
     assert isinstance(norm, ops.RMSNorm), "logits are computed from a norm"
     assert norm.weight is not None

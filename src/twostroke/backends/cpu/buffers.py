@@ -1,4 +1,4 @@
-"""Where the values of a step lie: buffers, which are columns of a memory of rows."""
+"""Assigns the values of a step to buffers, which are columns of row memories."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Buffer(Frozen):
-    """Columns of a memory; `is_part` if of a gathered value it has this rank's part alone."""
+    """Columns of a memory. `is_part`: it holds only this rank's part of a gathered value."""
 
     memory: int
     first_column: int
@@ -29,16 +29,20 @@ class Buffer(Frozen):
 
 @dataclass(slots=True)
 class RowMemory:
-    """Rows that one value after another takes; `num_rows` 0 means those of the step.
+    """Memory with one row for each row of a step, reused by one value after another.
 
-    Ranks may share the memory of a gathered value. `gathers` are the outputs of the gathers whose
-    values it holds in turn. A barrier of the team ends one interval of a step and begins the next:
-    `writes`, `reads` (of what other ranks wrote) and `uses` (all of both) are numbers of intervals.
+    `num_rows`: a fixed number of rows; 0: the rows of the step. `num_values`: the values that it
+    holds at the moment.
+
+    Ranks may share the memory of gathered values. `gathers` are the gathers whose outputs it holds,
+    one after another. Barriers of the team divide a step into numbered intervals: `writes` are the
+    intervals in which this rank writes the memory, `reads` those in which it reads what other ranks
+    wrote, `uses` both.
     """
 
     width: int
     num_rows: int = 0
-    num_values: int = 0  # that lie there now
+    num_values: int = 0
     gathers: list[AllGather] = field(default_factory=list)
     writes: set[int] = field(default_factory=set)
     reads: set[int] = field(default_factory=set)
@@ -46,11 +50,11 @@ class RowMemory:
 
     @property
     def team(self) -> tuple[int, ...]:
-        """The ranks that share it."""
+        """The ranks that share this memory."""
         return self.gathers[0].team
 
     def join(self, others: Iterable[RowMemory]) -> RowMemory:
-        """Return it as used by this rank and others."""
+        """Return a memory with the gathers and intervals of this one and the others."""
         joined = RowMemory(
             self.width,
             self.num_rows,
@@ -71,8 +75,9 @@ class RowMemory:
 class Buffers:
     """The buffer of each value; a buffer is reused after the last read of its value.
 
-    A buffer is only reused for values of the same width, so that rows stay dense. A part that will
-    be gathered (`gather_of` says by which operation) is written in its place in the whole.
+    A buffer is only reused for values of the same width, so that rows stay dense. `gather_of` has
+    the gather of each value that is a part of a gathered value: such a part is written directly to
+    its columns of the gathered value.
     """
 
     reads_left: Counter[str]
@@ -85,29 +90,29 @@ class Buffers:
     _intervals: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     def write(self, name: str, width: int) -> int:
-        """Give a new value a buffer."""
+        """Assign a buffer to a new value; return its index."""
         if gather := self.gather_of.get(name):
             memory = self._shared_memory(gather)
-            return self._place(name, Buffer(memory, _first_column(gather), width, is_part=True))
+            return self._assign(name, Buffer(memory, _first_column(gather), width, is_part=True))
         pool = self._free.setdefault(width, [])
         if pool:
-            return self._place(name, self.all[pool[-1]], pool.pop())
+            return self._assign(name, self.all[pool[-1]], pool.pop())
         self.memories.append(RowMemory(width))
-        return self._place(name, Buffer(len(self.memories) - 1, 0, width))
+        return self._assign(name, Buffer(len(self.memories) - 1, 0, width))
 
     def view(self, name: str, x: str, first: int, width: int) -> int:
-        """Let a new value be columns of an earlier one."""
-        whole = self.all[self.of_value[x]]
-        memory = self.memories[whole.memory]
-        own = memory.gathers and _own_columns(memory.gathers[-1])
-        is_part = whole.is_part or own == (first, first + width)
-        column = whole.first_column + first
-        return self._place(name, Buffer(whole.memory, column, width, is_part))
+        """Make a new value a view of columns of an earlier value; return its buffer's index."""
+        source = self.all[self.of_value[x]]
+        memory = self.memories[source.memory]
+        own_columns = memory.gathers and _own_columns(memory.gathers[-1])
+        is_part = source.is_part or own_columns == (first, first + width)
+        column = source.first_column + first
+        return self._assign(name, Buffer(source.memory, column, width, is_part))
 
     def take_over(self, name: str, earlier: str) -> bool:
-        """Let a new value replace an earlier one in its buffer, if that can be.
+        """Let a new value replace an earlier one in the same buffer; return whether it may.
 
-        It cannot where other values lie in the same memory, or other ranks may still read it.
+        It may not if the memory holds other values, or if other ranks may still read the buffer.
         """
         buffer = self.all[self.of_value[earlier]]
         memory = self.memories[buffer.memory]
@@ -128,14 +133,14 @@ class Buffers:
         return True
 
     def gather(self, gather: AllGather, num_rows: int = 0) -> tuple[int, bool]:
-        """Return the buffer of a gathered value, and whether this rank's part lies there."""
+        """Assign a buffer to a gathered value; return it, and whether this rank's part is there."""
         memory = self._shared_memory(gather, num_rows)
-        place = self.of_value.get(gather.x or "", NONE)
-        is_there = gather.x is None or self.all[place].memory == memory
-        return self._place(gather.output, Buffer(memory, 0, gather.width)), is_there
+        part_index = self.of_value.get(gather.x or "", NONE)
+        is_there = gather.x is None or self.all[part_index].memory == memory
+        return self._assign(gather.output, Buffer(memory, 0, gather.width)), is_there
 
     def note(self, record: OpRecord, gather: AllGather | None = None) -> None:
-        """Take down which shared memories a record reads and writes, and the barrier in it."""
+        """Note which shared memories a record reads and writes, and the barrier of its gather."""
         outputs = [output.buffer for output in record.outputs[: record.num_outputs]]
         if gather and record.x == NONE:
             outputs = []
@@ -157,7 +162,7 @@ class Buffers:
             memory.uses.add(self._intervals[gather.team])
 
     def done(self, names: Iterable[str]) -> None:
-        """Count reads; a value without further ones gives its buffer back."""
+        """Count the reads of values; free the buffers of values that are not read again."""
         for name in names:
             self.reads_left[name] -= 1
             if self.reads_left[name] <= 0 and name in self.of_value:
@@ -166,9 +171,9 @@ class Buffers:
                 memory = self.memories[buffer.memory]
                 memory.num_values -= 1
                 if memory.num_values == 0 and not memory.gathers:
-                    self._free[memory.width].append(self._whole(buffer.memory))
+                    self._free[memory.width].append(self._full_buffer(buffer.memory))
 
-    def _place(self, name: str, buffer: Buffer, index: int | None = None) -> int:
+    def _assign(self, name: str, buffer: Buffer, index: int | None = None) -> int:
         if index is None:
             self.all.append(buffer)
             index = len(self.all) - 1
@@ -182,26 +187,26 @@ class Buffers:
             self._shared[gather.output] = len(self.memories) - 1
         return self._shared[gather.output]
 
-    def _whole(self, memory: int) -> int:
-        """Return the buffer of all columns of a memory."""
+    def _full_buffer(self, memory: int) -> int:
+        """Return the buffer that has all columns of a memory."""
         return next(i for i, b in enumerate(self.all) if b.memory == memory)
 
 
 def _first_column(gather: AllGather) -> int:
-    own = _own_columns(gather)
-    return own[0] if own else 0
+    columns = _own_columns(gather)
+    return columns[0] if columns else 0
 
 
 def _own_columns(gather: AllGather) -> tuple[int, int] | None:
-    """Return which columns of the whole this rank has, if columns are divided."""
+    """Return this rank's columns of a gathered value, (first, end); None if rows are divided."""
     if not isinstance(gather.parts, ColumnParts):
         return None
     return gather.parts.cuts[gather.team_index], gather.parts.cuts[gather.team_index + 1]
 
 
 def parts_in_place(program: Program) -> dict[str, AllGather]:
-    """Return the parts of gathered values that can be written in their place, by name."""
-    found: dict[str, AllGather] = {}
+    """Return the gathers whose parts can be written directly to the gathered value, by part."""
+    gathers: dict[str, AllGather] = {}
     writers = {op.output: op for op in program.ops}
     for op in program.ops:
         if not isinstance(op, AllGather) or op.x is None:
@@ -214,5 +219,5 @@ def parts_in_place(program: Program) -> dict[str, AllGather]:
             case ColumnParts() | RowParts():
                 writes_own_part = True
         if writes_own_part:
-            found.setdefault(op.x, op)
-    return found
+            gathers.setdefault(op.x, op)
+    return gathers

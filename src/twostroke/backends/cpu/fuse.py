@@ -1,4 +1,4 @@
-"""Divides a Program into runs of operations that one native record can do together."""
+"""Groups neighbouring operations of a Program that one native record can compute."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ if TYPE_CHECKING:
     from twostroke.model.program import Op, Program
 
 
-def fuse(program: Program, kept: Collection[str] = ()) -> list[tuple[Op, ...]]:
-    """Return runs in the Program's order; each operation is in exactly one.
+def fuse(program: Program, kept_values: Collection[str] = ()) -> list[tuple[Op, ...]]:
+    """Return runs of operations, in the Program's order; each operation is in exactly one run.
 
-    A run is one operation, or one of: RMSNorm and every Linear that reads it; the same two and
-    their GatedActivation; RMSNorm and Logits; Embed and Scale; Linear, RMSNorm, MixtureOfExperts or
-    SumTerms and the Add of its output to an earlier value that nothing reads later, so that the sum
-    can take its place. Values that are `kept` end a run.
+    A run is a single operation, or one of:
+
+    - RMSNorm, and every Linear that reads it, and perhaps the GatedActivation of two of them;
+    - RMSNorm and Logits;
+    - Embed and Scale;
+    - Linear, RMSNorm, MixtureOfExperts or SumTerms, and the Add of its output to an earlier value
+      that no later operation reads, so that the sum can replace the earlier value.
+
+    The outputs in `kept_values` end a run, because they must exist in memory.
     """
     uses = Counter(name for op in program.ops for name in op.inputs)
-    uses.update(kept)
+    uses.update(kept_values)
     last_reader = {name: op for op in program.ops for name in op.inputs}
     runs: list[tuple[Op, ...]] = []
     rest = _with_columns_first(program.ops)
@@ -35,22 +40,22 @@ def fuse(program: Program, kept: Collection[str] = ()) -> list[tuple[Op, ...]]:
 
 
 def _with_columns_first(operations: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Take columns before the operation whose output is added to them."""
-    found = list(operations)
-    for i in range(1, len(found) - 1):
-        before, take, after = found[i - 1 : i + 2]
+    """Move each TakeColumns before the operation whose output is added to its columns."""
+    operations_in_order = list(operations)
+    for i in range(1, len(operations_in_order) - 1):
+        before, take, after = operations_in_order[i - 1 : i + 2]
         if (
             isinstance(take, ops.TakeColumns)
             and isinstance(after, ops.Add)
             and (after.a, after.b) == (take.output, before.output)
             and take.x != before.output
         ):
-            found[i - 1 : i + 1] = take, before
-    return tuple(found)
+            operations_in_order[i - 1 : i + 1] = take, before
+    return tuple(operations_in_order)
 
 
 def _run_length(rest: tuple[Op, ...], uses: Counter[str], last_reader: Mapping[str, Op]) -> int:
-    """Return how many operations the longest run at the beginning of `rest` has."""
+    """Return the length of the longest run at the beginning of `rest`."""
     first, *following = rest
     if isinstance(first, ops.RMSNorm) and first.num_groups == 1:
         linears = _linears(first, following)
@@ -63,12 +68,12 @@ def _run_length(rest: tuple[Op, ...], uses: Counter[str], last_reader: Mapping[s
 
 def _linears(norm: ops.RMSNorm, following: list[Op]) -> list[ops.Linear]:
     """Return the products right after `norm` that read its output."""
-    found: list[ops.Linear] = []
+    linears: list[ops.Linear] = []
     for op in following:
         if not isinstance(op, ops.Linear) or op.x != norm.output:
             break
-        found.append(op)
-    return found
+        linears.append(op)
+    return linears
 
 
 def _ends_in_gate(linears: list[ops.Linear], rest: list[Op], uses: Counter[str]) -> bool:
@@ -82,7 +87,7 @@ def _ends_in_gate(linears: list[ops.Linear], rest: list[Op], uses: Counter[str])
 
 
 def _is_pair(first: Op, second: Op, last_reader: Mapping[str, Op]) -> bool:
-    """Whether one kernel does both, where `second` alone reads the output of `first`."""
+    """Whether one kernel computes both; `second` is the only reader of `first`'s output."""
     match first, second:
         case (
             (ops.Linear(bias=None) | ops.RMSNorm() | ops.MixtureOfExperts() | ops.SumTerms()),

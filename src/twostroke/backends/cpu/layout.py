@@ -1,4 +1,4 @@
-"""What the ranks of a host share: places of gathered values, barriers, ways between two ranks."""
+"""The memory that the ranks of a host share: gathered values, barriers and channels."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
     from twostroke.model.program.ops import SplitKvAttention
 
-_PAGE = 4096  # bytes; memories and channels begin on one
-_ALIGNMENT = 64
+_PAGE_BYTES = 4096  # memories and channels begin at multiples of it
+_ALIGNMENT = 64  # bytes
 _FLOAT_BYTES = 4
-_MOST_VALUE_BYTES = 4  # of a key and a value, in any format of the cache
-_PREPARED_BYTES = 16  # of a value: enough for all that is made of it for several weights
-_TILE_BYTES = 4 << 20  # of what ranks exchange of attention at once, unless one piece needs more
-_PREPARED_ROWS = 64  # more than a step has: kinds of rows are padded to whole tiles
+_MAX_VALUE_BYTES = 4  # of a key and a value together, in any KV format
+_PREPARED_BYTES = 16  # of a value, prepared in all forms that different weights need
+_TILE_BYTES = 4 << 20  # exchanged at once in attention, unless one piece of tokens needs more
+_PREPARED_ROWS = 64  # rows beyond those of a step, for padding to whole tiles
 
 Team = tuple[int, ...]
-Key = tuple[Team, str]  # a team, and a value that it gathers
-ChannelKey = tuple[int, int, int]  # sender, receiver, and the place among the values sent
+Key = tuple[Team, str]  # a team, and the name of a value that it gathers
+ChannelKey = tuple[int, int, int]  # sender, receiver, and index among the values sent
 
 
 class RankChannel(Frozen):
-    """The way to or from another rank of the values that come at place `number` of a step."""
+    """A channel to or from rank `peer`, for value `number` of those sent between the two."""
 
     is_sent: bool
     peer: int
@@ -35,21 +35,24 @@ class RankChannel(Frozen):
     width: int
 
     def key(self, rank: int) -> ChannelKey:
-        """Return how both ranks know it."""
+        """Return the key of the channel, which is the same on both ranks."""
         return (rank, self.peer, self.number) if self.is_sent else (self.peer, rank, self.number)
 
 
 class SharedSlot(Frozen):
-    """Rows of shared memory that values of one width take in turn; `num_rows` 0: the step's."""
+    """Rows of shared memory, reused by gathered values of one width.
+
+    `num_rows` is 0 for the rows of a step.
+    """
 
     width: int
     num_rows: int
 
 
-class Together(Frozen):
-    """Products of which the ranks of a team prepare the rows together, by their weights.
+class SharedPreparation(Frozen):
+    """Products whose input rows the ranks of a team prepare together.
 
-    Rows have up to `width` values.
+    `products`: the names of the weights of each product. `width`: the largest width of the rows.
     """
 
     products: frozenset[tuple[str, ...]]
@@ -57,9 +60,11 @@ class Together(Frozen):
 
 
 class SharedOffsets(Frozen):
-    """Where in shared memory slots, channels and what a team has two places for begin; its end.
+    """Offsets in shared memory, in bytes.
 
-    Those are prepared rows and tiles of attention: where they lie, and the size of one place.
+    `slots` and `channels` have an offset for each slot and channel. `prepared` (prepared rows) and
+    `tiles` (of attention) have an offset for each team, and the size of one of its two buffers.
+    `end` is the size of the shared memory.
     """
 
     slots: list[int]
@@ -70,40 +75,47 @@ class SharedOffsets(Frozen):
 
 
 class SharedLayout(Frozen):
-    """What the ranks of a Program share: slots for gathered values, barriers, channels."""
+    """The shared memory of the ranks of a Program: slots for gathered values, barriers, channels.
+
+    `slot_of`, `barriers` and `channels` have the index of each gathered value, team and channel.
+    """
 
     slots: tuple[SharedSlot, ...]
     slot_of: dict[Key, int]
     barriers: dict[Team, int]
     channels: dict[ChannelKey, int]
     channel_widths: tuple[int, ...]
-    together: dict[Team, Together]
+    prepared_products: dict[Team, SharedPreparation]
     tile_bytes: dict[Team, int]
 
     def offsets(self, max_rows: int) -> SharedOffsets:
-        """Return where everything lies for steps of up to `max_rows` rows."""
+        """Return the offsets for steps of up to `max_rows` rows."""
         end = LINK_HEAD_BYTES
 
-        def place(size: int) -> int:
+        def reserve(size: int) -> int:
             nonlocal end
-            begin, end = end, end + -(-size // _PAGE) * _PAGE
+            begin, end = end, end + -(-size // _PAGE_BYTES) * _PAGE_BYTES
             return begin
 
-        slots = [place(4 * slot.width * (slot.num_rows or max_rows)) for slot in self.slots]
-        channels = [place(4 * width * max_rows * CHANNEL_SLOTS) for width in self.channel_widths]
+        slots = [reserve(4 * slot.width * (slot.num_rows or max_rows)) for slot in self.slots]
+        channels = [reserve(4 * width * max_rows * CHANNEL_SLOTS) for width in self.channel_widths]
         prepared = {}
-        for team, products in self.together.items():
+        for team, products in self.prepared_products.items():
             size = _PREPARED_BYTES * products.width * (max_rows + _PREPARED_ROWS)
-            prepared[team] = (place(2 * size), size)
-        tiles = {team: (place(2 * size), size) for team, size in self.tile_bytes.items()}
+            prepared[team] = (reserve(2 * size), size)
+        tiles = {team: (reserve(2 * size), size) for team, size in self.tile_bytes.items()}
         return SharedOffsets(slots, channels, prepared, tiles, end)
 
 
 def tile_bytes(pieces: Iterable[SplitKvAttention]) -> dict[Team, int]:
-    """Return the size of a team's tiles: room for a piece of each member, and for a row's share."""
-    found: dict[Team, int] = {}
+    """Return the size of each team's tiles, in bytes.
+
+    A tile holds the keys and values of one piece of tokens of each rank, or a row's partial
+    attention.
+    """
+    sizes: dict[Team, int] = {}
     for op in pieces:
-        keys = len(op.team) * KV_SPLIT_TOKENS * op.num_kv_heads * op.head_dim * _MOST_VALUE_BYTES
+        keys = len(op.team) * KV_SPLIT_TOKENS * op.num_kv_heads * op.head_dim * _MAX_VALUE_BYTES
         shares = _FLOAT_BYTES * op.num_heads * (op.head_dim + 2) + _ALIGNMENT
-        found[op.team] = max(found.get(op.team, _TILE_BYTES), keys, shares)
-    return {team: -(-size // _ALIGNMENT) * _ALIGNMENT for team, size in found.items()}
+        sizes[op.team] = max(sizes.get(op.team, _TILE_BYTES), keys, shares)
+    return {team: -(-size // _ALIGNMENT) * _ALIGNMENT for team, size in sizes.items()}

@@ -1,4 +1,4 @@
-"""The native libraries: the instruction-set levels that run here, and their C interface."""
+"""The native libraries: which instruction-set levels run here, and their C interface."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _X86_LEVELS = {
     "avx512": (2, "AVX-512 F, BW, DQ, VL and VNNI"),
     "avx2": (1, "AVX2, FMA and F16C"),
 }
-# Best first; each with its bit in `ts_probe` and the instructions that it needs.
+# Best level first, with its bit in `ts_probe` and the instructions that it needs.
 _LEVELS = (_ARM_LEVELS if _IS_ARM else _X86_LEVELS) | {"portable": (0, "nothing")}
 # Chosen by name only: the AMX level on emulated tiles, for tests on machines without AMX.
 _EMULATED = {} if _IS_ARM else {"amx_emulated": (16, "AVX-512 F, BW, DQ, VL, VNNI and BF16")}
 
-# Levels that multiply whole numbers of two bytes faster than float32.
-_FAST_PAIRS = frozenset(_X86_LEVELS | _EMULATED)
+# Levels that multiply int16 numbers faster than float32.
+_FAST_INT16_LEVELS = frozenset(_X86_LEVELS | _EMULATED)
 
 _SIGNATURES = {
     "ts_interface_version": (c_int32, ()),
@@ -81,61 +81,63 @@ _SIGNATURES = {
 
 
 class LevelChoice(Frozen):
-    """An instruction-set level, and why it is this one."""
+    """The chosen instruction-set level, and the reason for the choice."""
 
     level: str
     reason: str
 
 
 def choose_level(requested: str | None) -> LevelChoice:
-    """Return the level to use: as requested, else as the environment says, else the best.
+    """Return the level to use: the requested one, else the environment's, else the best.
 
     Raises:
         UsageError: the level does not exist.
-        BackendError: that level is not built, or cannot run on this machine.
+        BackendError: the level is not built, or cannot run on this machine.
     """
-    wanted, knob = requested, "--level"
-    if wanted is None:
-        wanted, knob = env.cpu_level(), "TWOSTROKE_CPU_LEVEL"
-    if wanted is None:
+    level_name, knob = requested, "--level"
+    if level_name is None:
+        level_name, knob = env.cpu_level(), "TWOSTROKE_CPU_LEVEL"
+    if level_name is None:
         level = next((name for name in _LEVELS if _obstacle(name) is None), "portable")
-        load_library(level)  # raises the reason if not even that one is there
+        load_library(level)  # raises if not even this library exists
         better = [f"{name}: {_obstacle(name)}" for name in takewhile(level.__ne__, _LEVELS)]
         return LevelChoice(level, "; ".join(["the best that runs here", *better]))
     usable = ", ".join(name for name in _LEVELS if _obstacle(name) is None)
-    if wanted not in _LEVELS | _EMULATED:
-        hint = nearest(wanted, _LEVELS)
-        message = (
-            f"There is no instruction-set level '{wanted}' ({knob}). Usable here: {usable}.{hint}"
+    if level_name not in _LEVELS | _EMULATED:
+        hint = nearest(level_name, _LEVELS)
+        raise UsageError(
+            f"There is no instruction-set level '{level_name}' ({knob}). Usable here: {usable}."
+            f"{hint}"
         )
-        raise UsageError(message)
-    if obstacle := _obstacle(wanted):
-        message = f"Level '{wanted}' ({knob}) cannot be used: {obstacle}. Usable here: {usable}."
+    if obstacle := _obstacle(level_name):
+        message = (
+            f"Level '{level_name}' ({knob}) cannot be used: {obstacle}. Usable here: {usable}."
+        )
         raise BackendError(message)
-    return LevelChoice(wanted, knob)
+    return LevelChoice(level_name, knob)
 
 
 def usual_kv_format(level: str) -> str:
-    """Return the format of keys and values that is fastest on a level, a name in `FORMATS`."""
-    return "int16" if level in _FAST_PAIRS else DEFAULT_FORMAT
+    """Return the KV format that is fastest on a level, a name in `FORMATS`."""
+    return "int16" if level in _FAST_INT16_LEVELS else DEFAULT_FORMAT
 
 
 def level_reports() -> dict[str, str]:
-    """Return, for each level, whether it runs here, and if not, why."""
+    """Return a text for each level: that it runs here, or why it does not."""
     return {name: _obstacle(name) or f"runs (needs {need})" for name, (_, need) in _LEVELS.items()}
 
 
 @cache
 def load_library(level: str) -> ctypes.CDLL:
-    """Return a level's library with its functions typed.
+    """Return a level's library, with the types of its functions declared.
 
     Raises:
-        BackendError: it is not there, cannot be opened, or belongs to another version.
+        BackendError: the library is missing, cannot be opened, or is of another version.
     """
     path = _find(level)
     if path is None:
-        places = ", ".join(str(folder) for folder in _folders())
-        message = f"The native library of level '{level}' is in none of: {places}."
+        folders = ", ".join(str(folder) for folder in _folders())
+        message = f"The native library of level '{level}' is in none of: {folders}."
         knob = "unset TWOSTROKE_NATIVE_DIR" if env.native_dir() else "run `make native`"
         raise BackendError(f"{message} To fix this, {knob}, or reinstall twostroke.")
     try:
@@ -155,7 +157,7 @@ def load_library(level: str) -> ctypes.CDLL:
 
 @cache
 def _obstacle(level: str) -> str | None:
-    """Return why a level cannot be used here, or None if it can."""
+    """Return why a level cannot be used here; None if it can be used."""
     bit, need = (_LEVELS | _EMULATED)[level]
     if bit and _find("portable") and not load_library("portable").ts_probe() & bit:
         return f"the processor or the operating system lacks {need}"
@@ -172,8 +174,8 @@ def _find(level: str) -> Path | None:
 
 
 def _folders() -> list[Path]:
-    """Return where libraries may lie: as forced, in the package, in the source tree's build."""
+    """Return the folders to search: TWOSTROKE_NATIVE_DIR alone, or package and build folder."""
     if (forced := env.native_dir()) is not None:
         return [forced]
-    here = Path(__file__).resolve().parent
-    return [here / "lib", here.parents[3] / "build" / "native"]
+    package_folder = Path(__file__).resolve().parent
+    return [package_folder / "lib", package_folder.parents[3] / "build" / "native"]

@@ -1,4 +1,4 @@
-"""Lowers a Program to the flat list of operations that the native executor walks through."""
+"""Lowers a Program to the flat list of records that the native executor runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from twostroke.backends.cpu.record_fields import (
     check_heads,
     fields_of_attention,
     fields_of_heads,
-    fields_of_joint,
+    fields_of_join,
     fields_of_route,
     precision_of,
     shares_of,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LOGIT_ROWS = 32  # logits of this many rows are held at once, of two such chunks where ranks share
+LOGIT_ROWS = 32  # rows of a chunk of logits; shared memory of ranks holds two chunks
 
 
 def lower(
@@ -52,11 +52,11 @@ def lower(
     activation_bits: Bits = DEFAULT_ACTIVATION_BITS,
     has_routers: bool | None = None,
 ) -> CpuLowered:
-    """Lower a Program whose values `taps` leave the step.
+    """Lower a Program; a step also returns the values named in `taps`.
 
-    `activation_bits` is the precision of activations at quantized weights, for all products or by
-    their matrices' names, except before routers.
-    A rank must be told whether the whole Program `has_routers`.
+    `activation_bits`: bits of the inputs of products with quantized weights, for all products or by
+    name of the matrix; inputs whose products routers depend on stay precise. `has_routers`: whether
+    the undivided Program has routers, if `program` is a rank's part.
 
     Raises:
         BackendError: a shape that the kernels cannot run.
@@ -68,7 +68,7 @@ def lower(
 
 
 class _CpuLowering:
-    """One pass over the fused Program."""
+    """The state of lowering one Program, in a single pass over its fused runs."""
 
     def __init__(
         self, program: Program, taps: Sequence[str], bits: Bits, *, has_routers: bool
@@ -79,15 +79,15 @@ class _CpuLowering:
         for op in program.ops:
             for name in op.inputs:
                 self._readers.setdefault(name, []).append(op)
-        reads = Counter({name: len(found) for name, found in self._readers.items()})
+        reads = Counter({name: len(readers) for name, readers in self._readers.items()})
         self._buffers = Buffers(reads + Counter(taps), parts_in_place(program))
         self._matrices: dict[str, int] = {}
         self._vectors: dict[Vector, int] = {}
         self._ropes: dict[ops.Rope, int] = {}
         self._bits = bits
         self._has_routers = has_routers
-        self._absorbed: set[str] = set()  # outputs of operations done right after a product
-        self._stored: set[str] = set()  # keys and values that go to the pages after their product
+        self._absorbed: set[str] = set()  # outputs of operations that a product's record includes
+        self._stored: set[str] = set()  # keys and values that a product's record stores in pages
         self._experts: list[ExpertRecord] = []
         self._collectives = Collectives()
         self._records: list[OpRecord] = []
@@ -97,23 +97,23 @@ class _CpuLowering:
         tapped: set[str] = set()
         for run in self._runs:
             self._lower_run(run)
-            # At once, before another value takes over the buffer.
+            # Right after the value is written, before another value takes over the buffer.
             for name in self._taps:
                 if name not in tapped and name in self._buffers.of_value:
                     tapped.add(name)
                     self._append(OpKind.TAP, (), [name], [], tap=self._taps.index(name))
         return CpuLowered(
-            tuple(self._records),
-            tuple(self._parts),
-            tuple(self._matrices),
-            tuple(self._vectors),
-            tuple(self._ropes),
-            tuple(self._experts),
-            tuple(self._buffers.memories),
-            tuple(self._buffers.all),
-            tuple(self._collectives.teams),
-            tuple(self._collectives.cuts),
-            tuple(self._collectives.channels),
+            records=tuple(self._records),
+            parts=tuple(self._parts),
+            matrices=tuple(self._matrices),
+            vectors=tuple(self._vectors),
+            ropes=tuple(self._ropes),
+            experts=tuple(self._experts),
+            memories=tuple(self._buffers.memories),
+            buffers=tuple(self._buffers.all),
+            teams=tuple(self._collectives.teams),
+            cuts=tuple(self._collectives.cuts),
+            channels=tuple(self._collectives.channels),
         )
 
     def _lower_run(self, run: tuple[Op, ...]) -> None:  # noqa: C901, PLR0912 - a case for each run
@@ -153,12 +153,12 @@ class _CpuLowering:
                     shares=shares_of(op),
                 )
             case (ops.Attention() as op,):
-                # Storing one of them a second time does no harm.
+                # If only one of the two was stored, storing both again does no harm.
                 is_stored = not op.stores or {op.k, op.v} <= self._stored
                 fields = fields_of_attention(op) | {"first_head": op.first_head}
                 self._emit(OpKind.ATTENTION, op, is_stored=is_stored, **fields)
             case (ops.SplitKvAttention() as op,):
-                fields = self._collectives.fields_of_pieces(op)
+                fields = self._collectives.fields_of_split_kv(op)
                 fields |= fields_of_attention(op) | {"is_stored": op.reads_shared_kv}
                 self._emit(OpKind.PIECES, op, **fields)
             case (ops.RMSNorm(), *_):
@@ -179,14 +179,14 @@ class _CpuLowering:
     def _lower_other(self, op: Op) -> None:
         match op:
             case ops.Scale():
-                weight = NONE if op.weight is None else _place_in(self._vectors, Vector(op.weight))
+                weight = NONE if op.weight is None else _index_in(self._vectors, Vector(op.weight))
                 self._emit(OpKind.SCALE, op, factor=op.factor, norm=weight)
             case ops.Route():
-                bias = NONE if op.bias is None else _place_in(self._vectors, Vector(op.bias))
+                bias = NONE if op.bias is None else _index_in(self._vectors, Vector(op.bias))
                 self._emit(OpKind.ROUTE, op, norm=bias, **fields_of_route(op))
                 if op.factors is not None:
-                    place = _place_in(self._vectors, Vector(op.factors))
-                    self._records[-1].outputs[0].bias = place
+                    index = _index_in(self._vectors, Vector(op.factors))
+                    self._records[-1].outputs[0].bias = index
             case ops.HeadLinear():
                 self._head_products(op)
             case ops.Join():
@@ -212,14 +212,14 @@ class _CpuLowering:
         rope: int = NONE,
         **fields: Any,
     ) -> None:
-        """Append a record with one output, that of the run's last operation.
+        """Append a record with one output: the output of the run's last operation.
 
-        A sum at the end of a run takes the place of the earlier value.
+        A sum at the end of a run is written to the buffer of the earlier value.
         """
         last = run[-1]
         if len(run) > 1 and isinstance(last, ops.Add):
             if not self._buffers.take_over(last.output, last.a):
-                # The value moves to where the sum will be, then the sum takes its place.
+                # Copies the earlier value to the sum's buffer, to which the record then adds.
                 buffer = self._buffers.write(last.output, last.width)
                 self._append(OpKind.COPY, (), [last.a], [self._output(buffer, last.width)])
             buffer = self._buffers.of_value[last.output]
@@ -238,14 +238,14 @@ class _CpuLowering:
         gather: ops.AllGather | None = None,
         **fields: Any,
     ) -> None:
-        """Append a record that computes `run` from the values that it `reads`."""
+        """Append a record that computes the operations `run` from the values `reads`."""
         buffers = [self._buffers.of_value[name] for name in reads]
         record = OpRecord(kind=kind, norm=NONE, layer=NONE, num_groups=1, team=NONE, first_cut=NONE)
         record.x, record.y, record.z = (*buffers, NONE, NONE, NONE)[:3]
         record.width = self._buffers.all[buffers[0]].width if buffers else run[0].width
         record.precision = precision_of(kind, run, self._bits, has_routers=self._has_routers)
         if run and isinstance(norm := run[0], ops.RMSNorm):
-            record.norm = _place_in(self._vectors, Vector.of(norm))
+            record.norm = _index_in(self._vectors, Vector.of(norm))
             record.epsilon, record.num_groups = norm.epsilon, norm.num_groups
         for name, value in fields.items():
             setattr(record, name, value)
@@ -259,27 +259,27 @@ class _CpuLowering:
     def _output(
         self, buffer: int, width: int, weight: str | None = None, rope: int = NONE
     ) -> OutputRecord:
-        """Return an output that at most a rotation follows."""
-        place = NONE if weight is None else _place_in(self._matrices, weight)
+        """Return an output record without bias or norm."""
+        index = NONE if weight is None else _index_in(self._matrices, weight)
         return OutputRecord(
-            weight=place, bias=NONE, buffer=buffer, width=width, norm=NONE, rope=rope
+            weight=index, bias=NONE, buffer=buffer, width=width, norm=NONE, rope=rope
         )
 
     def _linears(self, run: tuple[Op, ...]) -> None:
-        """Append products of one input, with the operations that follow each at once."""
+        """Append products of one input, each with the norm, rotation and store that follow it."""
         parts: list[Op] = []
         outputs: list[OutputRecord] = []
         layer = NONE
         for op in run:
             parts.append(op)
-            if not isinstance(op, ops.Linear):  # the norm before them
+            if not isinstance(op, ops.Linear):  # the norm before the products
                 continue
             output = self._output(NONE, op.width, op.weight)
             if op.bias is not None:
-                output.bias = _place_in(self._vectors, Vector(op.bias))
+                output.bias = _index_in(self._vectors, Vector(op.bias))
             name, reader = op.output, self._only_reader(op.output)
             if isinstance(reader, ops.RMSNorm) and self._is_of_heads(reader):
-                output.norm = _place_in(self._vectors, Vector.of(reader))
+                output.norm = _index_in(self._vectors, Vector.of(reader))
                 output.head_dim, output.epsilon = reader.width // reader.num_groups, reader.epsilon
                 name, reader = self._absorb(reader, parts)
             if isinstance(reader, ops.Rope):
@@ -298,13 +298,13 @@ class _CpuLowering:
         self._append(OpKind.LINEAR, tuple(parts), run[0].inputs, outputs, layer=layer)
 
     def _absorb(self, op: ops.RMSNorm | ops.Rope, parts: list[Op]) -> tuple[str, Op | None]:
-        """Let a product's record run `op`; return its output and the only reader of that."""
+        """Include `op` in a product's record; return its output, and the output's only reader."""
         self._absorbed.add(op.output)
         parts.append(op)
         return op.output, self._only_reader(op.output)
 
     def _is_of_heads(self, norm: ops.RMSNorm) -> bool:
-        """Whether a norm's groups are heads, so small that one thread can compute each."""
+        """Whether a norm's groups are heads, which are small enough for one thread each."""
         dim = norm.width // norm.num_groups
         reader = self._only_reader(norm.output)
         return isinstance(reader, ops.Rope | ops.Attention) and reader.head_dim == dim
@@ -321,30 +321,30 @@ class _CpuLowering:
         for expert in op.experts:
             weights = (expert.gate, expert.up, expert.down)
             self._experts.append(
-                ExpertRecord(*(_place_in(self._matrices, name) for name in weights))
+                ExpertRecord(*(_index_in(self._matrices, name) for name in weights))
             )
         fields |= {"num_used": op.num_used, "activation": ACTIVATIONS[op.activation]}
         fields |= {"num_experts": num_experts, "num_own": len(op.experts)}
         self._emit(kind, *run, first_expert=first, **fields)
 
     def _head_products(self, op: ops.HeadLinear) -> None:
-        """Append the products of heads, whose matrices follow one another."""
+        """Append the products of heads, whose matrices have consecutive indices."""
         first = len(self._matrices)
-        places = [_place_in(self._matrices, name) for name in op.matrices]
-        assert places == list(range(first, first + len(places)))
+        indices = [_index_in(self._matrices, name) for name in op.matrices]
+        assert indices == list(range(first, first + len(indices)))
         self._emit(OpKind.HEAD_PRODUCTS, op, weight=op.matrices[0], **fields_of_heads(op))
 
     def _join(self, op: ops.Join) -> None:
-        """Append a joint, with the rotation that follows it."""
+        """Append a Join, with the rotation that follows it."""
         reader, rope = self._only_reader(op.output), NONE
         run: tuple[Op, ...] = (op,)
         if isinstance(reader, ops.Rope):
             rope, run = self._rope(reader), (op, reader)
             self._absorbed.add(reader.output)
-        self._emit(OpKind.JOIN, *run, rope=rope, **fields_of_joint(op))
+        self._emit(OpKind.JOIN, *run, rope=rope, **fields_of_join(op))
 
     def _logits(self, op: ops.Logits, run: tuple[Op, ...]) -> None:
-        """Append logits; those of a part of the vocabulary are gathered with them, on rank 0."""
+        """Append logits; logits of a part of the vocabulary are also gathered on rank 0."""
         fields: dict[str, Any] = {"soft_cap": op.soft_cap or 0}
         buffer = NONE
         if gather := self._gather_of_part(op):
@@ -358,8 +358,8 @@ class _CpuLowering:
         self._append(OpKind.LOGITS, run, run[0].inputs, [output], **fields)
 
     def _gather(self, op: ops.AllGather) -> None:
-        """Append a gather: of what lies in its place already, or is put there."""
-        if op.root is not None:  # of logits, of which this rank has none
+        """Append a gather; this rank's part is copied, unless it was written in place."""
+        if op.root is not None:  # of logits, and this rank has no part of the vocabulary
             buffer, _ = self._buffers.gather(op, num_rows=2 * LOGIT_ROWS)
             self._append(OpKind.LOGITS, (op,), (), [], **self._collectives.fields(op))
             self._records[-1].outputs[0] = self._output(buffer, 0)
@@ -377,7 +377,7 @@ class _CpuLowering:
             self._buffers.done(op.inputs)
 
     def _gather_of_part(self, op: Op) -> ops.AllGather | None:
-        """Return the gather of all parts of an operation's output, of which `op` computes one."""
+        """Return the gather that reads the output of `op`, unless rows are divided; or None."""
         for reader in self._readers.get(op.output, []):
             if isinstance(reader, ops.AllGather) and not isinstance(reader.parts, RowParts):
                 return reader
@@ -387,14 +387,14 @@ class _CpuLowering:
         return self._buffers.all[self._buffers.of_value[name]].width
 
     def _rope(self, op: ops.Rope) -> int:
-        """Return the place of a rotation; equal ones share their angles."""
-        return _place_in(self._ropes, replace(op, output="", x="", num_heads=1))
+        """Return the index of a rotation; equal rotations share their angles."""
+        return _index_in(self._ropes, replace(op, output="", x="", num_heads=1))
 
     def _only_reader(self, name: str) -> Op | None:
         readers = self._readers.get(name, [])
         return readers[0] if len(readers) == 1 and name not in self._taps else None
 
 
-def _place_in(table: dict[T, int], thing: T) -> int:
-    """Return the place of a thing in a table; a new thing gets the next place."""
-    return table.setdefault(thing, len(table))
+def _index_in(table: dict[T, int], item: T) -> int:
+    """Return the index of an item in a table; a new item gets the next index."""
+    return table.setdefault(item, len(table))

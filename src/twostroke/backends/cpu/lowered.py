@@ -1,4 +1,4 @@
-"""A Program as the native executor walks through it."""
+"""A Program as the native executor runs it: a list of records, and the tables they refer to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Vector(Frozen):
     """A weight of one dimension as the kernels read it: float32, with `offset` added.
 
-    Without a name there are `width` zeros instead.
+    `name` None stands for `width` zeros.
     """
 
     name: str | None
@@ -32,25 +32,24 @@ class Vector(Frozen):
 
     @classmethod
     def of(cls, norm: ops.RMSNorm) -> Vector:
-        """Return the factors of a norm."""
+        """Return the weight of a norm as a vector."""
         if norm.weight is None:
             return cls(None, 1.0, norm.width // norm.num_groups)
         return cls(norm.weight, norm.offset)
 
     def values(self, tensors: Mapping[str, QuantTensor]) -> NDArray[np.float32]:
-        """Return its numbers."""
-        held = np.zeros(self.width) if self.name is None else tensors[self.name].dequantize()
-        return held.reshape(-1).astype(np.float32) + np.float32(self.offset)
+        """Return the vector's values."""
+        numbers = np.zeros(self.width) if self.name is None else tensors[self.name].dequantize()
+        return numbers.reshape(-1).astype(np.float32) + np.float32(self.offset)
 
 
 class CpuLowered(Frozen):
     """A Program for the native executor.
 
-    `records` name weights, vectors, ropes, buffers, teams, cuts and channels by their place in
-    these tuples. A team is its ranks and this one's place among them, a channel the sender, the
-    receiver and the value that it carries. This rank computes part `rows[0]` of `rows[1]` of a
-    step's rows. `parts[i]` are the Program's operations that record i runs:
-    each is in exactly one of them.
+    `records` refer to weights, vectors, ropes, experts, buffers, teams, cuts and channels by their
+    index in the tuples below. `parts[i]` are the Program's operations that record i computes; each
+    operation is in exactly one part. A team is (its ranks, this rank's index among them). This rank
+    computes part `rows[0]` of `rows[1]` of a step's rows.
     """
 
     records: tuple[OpRecord, ...]

@@ -1,4 +1,4 @@
-"""Page tables as the native executor reads them, kept from step to step."""
+"""Page tables in the native executor's format, updated from step to step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _NEW = -1  # the `num_moves` of a request that has no row yet
 
 
 class PageTables:
-    """One row of page ids a request and in it one part a cache group, copied as its pages grow.
+    """An array with the page ids of each request and cache group: (rows, groups, pages).
 
-    The ids of row r and group g start at `address + 4 * (r * num_groups + g) * stride`. The
-    scheduler only appends to a request's pages, empties places before a window, or replaces some
-    and counts that (`num_moves`). A place wholly before the window of a slice's first row must not
-    be read: it may be `NO_PAGE`, or a page that another request has now.
+    The ids of row r and group g start at `address + 4 * (r * num_groups + g) * stride`. Only new
+    pages of a request are copied to its row: the scheduler appends pages, clears entries before a
+    window, or replaces pages and then increments the request's `num_moves`. An entry that lies
+    completely before the window of a slice's first row must not be read: it may be `NO_PAGE`, or a
+    page that now belongs to another request.
     """
 
     def __init__(self, num_groups: int, page_size: int, max_pages: int) -> None:
@@ -30,33 +31,33 @@ class PageTables:
         self._page_size = page_size
         self.array = np.zeros((0, num_groups, max_pages), np.int32)
         self.address = 0  # of the array
-        self._entries: dict[Request, tuple[int, int]] = {}  # row, `num_moves` when it was copied
+        self._entries: dict[Request, tuple[int, int]] = {}  # row, `num_moves` at the last copy
         self._free: list[int] = []
-        self._branches: list[int] = []  # rows of branches, for the step alone
-        self._reach = np.zeros(0, np.int32)  # up to which token each row is up to date
-        self._last: tuple[list[Request], list[int]] | None = None  # with their moves
-        self._current: list[Request] = []  # of the step
+        self._branches: list[int] = []  # rows of draft tree branches, for one step
+        self._reach = np.zeros(0, np.int32)  # number of tokens for which each row is up to date
+        self._last: tuple[list[Request], list[int]] | None = None  # requests and their `num_moves`
+        self._current: list[Request] = []  # requests of the step
         self._last_rows = np.zeros(0, np.int32)
-        # Row, first and last place that changed; None: other ranks have no copy of the tables.
+        # (row, first and end entry) of changes; None: no other rank has a copy of the tables.
         self._changes: list[tuple[int, int, int]] | None = None
 
     def limit(self, max_rows: int) -> None:
-        """Keep to `max_rows` rows, as many as a step can have requests and branches.
+        """Limit the table to `max_rows` rows: the requests and branches of the largest step.
 
-        After that requests that are not in the step lose theirs.
+        When all rows are taken, requests that are not in the step lose theirs.
         """
         self._max_rows = max_rows
 
     def note_changes(self) -> None:
-        """Let `take_changes` know of all changes from now on."""
+        """Record changes from now on, for `take_changes`."""
         self._changes = []
 
     def note_all(self) -> None:
-        """Let `take_changes` know of everything, because changes that it returned were lost."""
+        """Make `take_changes` return all entries, because earlier changes were lost."""
         self._changes = [(row, 0, self.stride) for row in range(len(self.array))]
 
     def take_changes(self) -> NDArray[np.int32]:
-        """Return (index in `array.reshape(-1)`, page id) of what changed since the last call."""
+        """Return (index in `array.reshape(-1)`, page id) of changes since the last call."""
         changes, self._changes = self._changes or [], []
         _, num_groups, stride = self.array.shape
         if not changes:
@@ -72,20 +73,20 @@ class PageTables:
         return np.stack([indices, self.array.reshape(-1)[indices]], axis=1).astype(np.int32)
 
     def rows(self, requests: list[Request], reached: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the rows of requests, up to date for the first `reached` tokens of each."""
-        now = (requests, [request.num_moves for request in requests])
+        """Return the row of each request, up to date for its first `reached` tokens."""
+        requests_and_moves = (requests, [request.num_moves for request in requests])
         self._current = requests
-        if now == self._last:  # most steps are like the one before, but for a few new pages
-            is_short = reached > self._reach[self._last_rows]
-            for place in is_short.nonzero()[0]:
-                self._update(requests[place])
+        if requests_and_moves == self._last:  # most steps only add a few pages
+            is_outdated = reached > self._reach[self._last_rows]
+            for index in is_outdated.nonzero()[0]:
+                self._update(requests[index])
         else:
             rows = [self._update(request) for request in requests]
-            self._last, self._last_rows = now, np.array(rows, np.int32)
+            self._last, self._last_rows = requests_and_moves, np.array(rows, np.int32)
         return self._last_rows
 
     def branch(self, index: int, request_row: int, branch: DraftBranch) -> int:
-        """Return the row of the step's branch `index`: its request's first pages, then its own."""
+        """Return the row of the step's branch `index`: the request's first pages, then its own."""
         if index == len(self._branches):
             self._branches.append(self._take_row())
         row = self._branches[index]
@@ -97,13 +98,13 @@ class PageTables:
         return row
 
     def forget(self, request: Request) -> None:
-        """Free a request's row; an unknown request is ignored."""
+        """Free a request's row, if it has one."""
         if entry := self._entries.pop(request, None):
             self._free.append(entry[0])
             self._last = None
 
     def _update(self, request: Request) -> int:
-        """Copy the new pages, or all where some were replaced; return the request's row."""
+        """Copy a request's new pages, or all if some were replaced; return its row."""
         row, num_moves = self._entries.get(request) or (self._take_row(), _NEW)
         num_pages = len(request.pages[0])
         num_copied = int(self._reach[row]) // self._page_size
@@ -126,19 +127,19 @@ class PageTables:
     def _take_row(self) -> int:
         if not self._free:
             size, *shape = self.array.shape
-            more = max(size, 16)
+            num_new = max(size, 16)
             if self._max_rows is not None:
-                more = min(more, self._max_rows - size)
-            if not more:
-                return self._taken_row()
-            self._free.extend(range(size + more - 1, size - 1, -1))
-            self.array = np.concatenate([self.array, np.zeros((more, *shape), np.int32)])
-            self._reach = np.concatenate([self._reach, np.zeros(more, np.int32)])
+                num_new = min(num_new, self._max_rows - size)
+            if not num_new:
+                return self._reclaim_row()
+            self._free.extend(range(size + num_new - 1, size - 1, -1))
+            self.array = np.concatenate([self.array, np.zeros((num_new, *shape), np.int32)])
+            self._reach = np.concatenate([self._reach, np.zeros(num_new, np.int32)])
             self.address = self.array.ctypes.data
         return self._free.pop()
 
-    def _taken_row(self) -> int:
-        """Return the row of a request that is not in the step, or of a branch of another step."""
+    def _reclaim_row(self) -> int:
+        """Take the row of a request that is not in the step, or of another step's branch."""
         current = set(self._current)
         for request in self._entries:
             if request not in current:

@@ -1,4 +1,4 @@
-"""A lowered Program with its pages, as the native executor holds it."""
+"""`NativePlan`: a lowered Program and its KV pages, in the native executor."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float32]
 
-_EVALUATED_ROWS = 512  # rows of a step when a whole sequence is evaluated
-_NOT_THERE = 2  # `ts_step` returns it for a token or a page that does not exist
+_EVALUATED_ROWS = 512  # rows of a step in which a sequence is evaluated
+# Results of `ts_step`.
+_INVALID_ID = 2  # a token or page does not exist
 _RANK_LOST = 3
 
 
 class PlanPages(Frozen):
-    """The pages of a plan: how many, of how many tokens, in which of `cache.FORMATS`.
+    """The pages of a plan: number, tokens of each, and KV format.
 
-    `balances` say by layer how keys change before they lose bits (`keys.balances`).
+    `balances`: by layer, how keys are balanced before they are quantized (`keys.balances`).
     """
 
     num_pages: int
@@ -59,21 +60,21 @@ class PlanPages(Frozen):
 
 
 class PlanLink(Frozen):
-    """The link of a rank to the others; no step may have more than `max_rows` rows."""
+    """The link of a rank to the others; a step may have at most `max_rows` rows."""
 
     record: LinkRecord
     max_rows: int
 
 
 class MeasuredOpTime(Frozen):
-    """Seconds of one fused operation, and how many of them its threads waited (their mean)."""
+    """The seconds that a fused operation took, and the mean seconds that its threads waited."""
 
     elapsed_s: float
     waiting_s: float
 
 
 class NativePlan:
-    """Runs steps of a Program over its own pages."""
+    """Runs steps of a Program over its own KV pages."""
 
     def __init__(
         self,
@@ -86,9 +87,9 @@ class NativePlan:
         *,
         link: PlanLink | None = None,
     ) -> None:
-        """Make a plan and its pages; `pool`, `weights` and `link` must outlive it.
+        """Create the native plan and its pages; `pool`, `weights` and `link` must outlive it.
 
-        A rank of several has a `link`.
+        `link`: only for a rank of several.
 
         Raises:
             MemoryLimitError: there is no room for the pages.
@@ -135,14 +136,14 @@ class NativePlan:
         """Compute one step.
 
         Raises:
-            MemoryLimitError: there is no room for a step of that many rows.
-            BackendError: a token or a page that does not exist; nothing was computed.
-            RanksLostError: another rank ended, or the link to it.
+            MemoryLimitError: no memory for the rows of the step.
+            BackendError: a token or page does not exist; nothing was computed.
+            RanksLostError: another rank ended, or the link to it broke.
         """
         outcome = self._library.ts_step(self._open_plan(), byref(step))
         if outcome == _RANK_LOST:
             raise RanksLostError("Another rank of the model has ended, or does not answer.")
-        if outcome == _NOT_THERE:
+        if outcome == _INVALID_ID:
             raise BackendError("The step names a token or a page that the model does not have.")
         if outcome:
             message = f"No memory for a step of {step.num_rows} tokens; lower the token budget."
@@ -158,35 +159,43 @@ class NativePlan:
         generated: bool,
         has_logits: bool | None = None,
     ) -> None:
-        """Compute a sequence on separate pages, as prompt or as `generated` rows.
+        """Compute a sequence on separate pages, as prompt rows or as `generated` rows.
 
-        `lowered` is a lowering of the same Program. Writes `logits` (len(tokens), vocab_size) and
-        its `taps` (len(tokens), width). All ranks call it, with `has_logits` if rank 0 wants them.
+        `lowered` is a lowering of the same Program. Writes `logits` (len(tokens), vocab_size), and
+        the values of `lowered`'s taps to `taps`, (len(tokens), width) each. All ranks must call it;
+        `has_logits`: whether rank 0 needs logits, if this rank has no `logits`.
         """
         has_logits = logits is not None if has_logits is None else has_logits
         self._open_plan()
         num_groups = len(self._program.cache_groups)
-        places = -(-len(tokens) // self._pages.page_size)  # of each group
-        table = np.arange(num_groups * places, dtype=np.int32)
+        pages_per_group = -(-len(tokens) // self._pages.page_size)
+        table = np.arange(num_groups * pages_per_group, dtype=np.int32)
         pages = replace(self._pages, num_pages=len(table))
-        own = self._library, self._pool, self._program, lowered, self._weights, pages
-        plan = NativePlan(*own, link=self._link)
+        plan = NativePlan(
+            self._library,
+            self._pool,
+            program=self._program,
+            lowered=lowered,
+            weights=self._weights,
+            pages=pages,
+            link=self._link,
+        )
         with closing(plan):
-            most = min(_EVALUATED_ROWS, self._link.max_rows) if self._link else _EVALUATED_ROWS
-            for start in range(0, len(tokens), most):
-                part = np.array(tokens[start : start + most], np.int32)
-                count = len(part)
+            max_rows = min(_EVALUATED_ROWS, self._link.max_rows) if self._link else _EVALUATED_ROWS
+            for start in range(0, len(tokens), max_rows):
+                chunk = np.array(tokens[start : start + max_rows], np.int32)
+                count = len(chunk)
                 rows = np.arange(count, dtype=np.int32)
                 slices = np.array([0, count, start, 0], np.int32)
                 plan.run(
                     StepRecord(
-                        tokens=part.ctypes.data,
+                        tokens=chunk.ctypes.data,
                         slices=slices.ctypes.data,
                         page_tables=table.ctypes.data,
                         sampled_rows=rows.ctypes.data,
                         logits=None if logits is None else logits[start:].ctypes.data,
                         taps=(c_void_p * len(taps))(*(tap[start:].ctypes.data for tap in taps)),
-                        table_stride=places,
+                        table_stride=pages_per_group,
                         num_rows=count,
                         num_generated=count if generated else 0,
                         num_slices=1,
@@ -195,26 +204,26 @@ class NativePlan:
                 )
 
     def times(self) -> list[MeasuredOpTime]:
-        """Return what each operation has taken since the last call, in all steps together."""
+        """Return the time of each operation since the last call, summed over steps."""
         pairs = (c_double * (2 * self._num_ops))()
         self._library.ts_plan_times(self._open_plan(), pairs)
         return [MeasuredOpTime(*pair) for pair in zip(pairs[::2], pairs[1::2], strict=True)]
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy a page."""
+        """Copy a page's bytes to another page."""
         assert 0 <= source < self._pages.num_pages
         assert 0 <= target < self._pages.num_pages
         self._library.ts_plan_copy_page(self._open_plan(), source, target)
 
     def page_memory(self) -> MappedPages:
-        """Return the bytes of all pages; they must not be used after `close`."""
+        """Return access to the bytes of all pages, which must not be used after `close`."""
         num_bytes = c_int64()
         address = self._library.ts_plan_pages(self._open_plan(), byref(num_bytes))
         memory = memoryview((ctypes.c_ubyte * num_bytes.value).from_address(address))
         return MappedPages(memory.cast("B"), self._pages.num_pages)
 
     def close(self) -> None:
-        """Give back the pages and buffers."""
+        """Free the pages and buffers."""
         if self._plan is not None:
             self._library.ts_plan_destroy(self._plan)
             self._plan = None
@@ -229,16 +238,16 @@ def _layer_records(program: Program, balances: Mapping[int, Array]) -> list[Laye
     group_of = {
         layer: number for number, group in enumerate(program.cache_groups) for layer in group.layers
     }
-    place_of = {op.layer: op.team_index for op in program.ops if isinstance(op, SplitKvAttention)}
+    rank_index_of = {op.layer: op.team_index for op in program.ops if isinstance(op, SplitKvAttention)}
     return [
         LayerRecord(
-            layer.num_kv_heads,
-            layer.head_dim,
-            group_of[index],
-            layer.num_kv_ranks,
-            place_of.get(index, 0),
-            balances[index].ctypes.data if index in balances else None,
-            int(layer.values_are_keys),
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            group=group_of[index],
+            num_places=layer.num_kv_ranks,
+            place=rank_index_of.get(index, 0),
+            balance=balances[index].ctypes.data if index in balances else None,
+            values_are_keys=int(layer.values_are_keys),
         )
         for index, layer in enumerate(program.cache_layers)
     ]
@@ -247,7 +256,7 @@ def _layer_records(program: Program, balances: Mapping[int, Array]) -> list[Laye
 def _shared_arrays(
     lowered: CpuLowered, max_rows: int
 ) -> tuple[tuple[str, Any, Sequence[Any]], ...]:
-    """Return the arrays of a plan record that say what lies where, and whom this rank meets."""
+    """Return the arrays of a plan record for memories, teams and channels."""
     layout = lowered.layout
     memories = [(-1, memory.width, memory.num_rows) for memory in lowered.memories]
     if layout is None:
@@ -259,10 +268,13 @@ def _shared_arrays(
             memories[i] = (offsets.slots[slot], memory.width, memory.num_rows)
     team_ranks: list[int] = []
     teams: list[tuple[int, ...]] = []
-    for team, place in lowered.teams:
-        two_places = [found.get(team, (0, 0)) for found in (offsets.prepared, offsets.tiles)]
+    for team, rank_index in lowered.teams:
+        two_places = [
+            offsets_by_team.get(team, (0, 0))
+            for offsets_by_team in (offsets.prepared, offsets.tiles)
+        ]
         sizes = [number for pair in two_places for number in pair]
-        teams.append((len(team_ranks), len(team), place, layout.barriers[team], *sizes))
+        teams.append((len(team_ranks), len(team), rank_index, layout.barriers[team], *sizes))
         team_ranks += team
     numbers = [layout.channels[channel.key(lowered.rank)] for channel in lowered.channels]
     ways = [
@@ -282,5 +294,9 @@ def _rope_record(rope: ops.Rope) -> RopeRecord:
     num_pairs = len(rope.inverse_frequencies)
     frequencies = (c_double * num_pairs)(*rope.inverse_frequencies)
     return RopeRecord(
-        frequencies, rope.magnitude, num_pairs, int(rope.interleaved), rope.head_dim, 0
+        inverse_frequencies=frequencies,
+        magnitude=rope.magnitude,
+        num_pairs=num_pairs,
+        is_interleaved=int(rope.interleaved),
+        head_dim=rope.head_dim,
     )

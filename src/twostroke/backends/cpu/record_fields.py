@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from twostroke.model.program import Op
     from twostroke.model.program.ops import AllGather, SplitKvAttention
 
-_MOST_TOKENS: Final = 2**31 - 1
+_MAX_TOKENS: Final = 2**31 - 1
 _HEAD_UNIT: Final = 16  # values of a head that the kernels handle at once
 _MAX_HEAD_DIM: Final = 576
 
 
 def check_heads(program: Program) -> None:
-    """Refuse heads that the kernels cannot run, with a BackendError."""
+    """Raise BackendError if the kernels do not support the size of the Program's heads."""
     for op in program.ops:
         if isinstance(op, ops.Attention | ops.SplitKvAttention | ops.Rope) and (
             op.head_dim % _HEAD_UNIT or op.head_dim > _MAX_HEAD_DIM
@@ -40,31 +40,31 @@ def check_heads(program: Program) -> None:
 
 
 def fields_of_attention(op: ops.Attention | ops.SplitKvAttention) -> Fields:
-    """Return those of attention, or of a rank's part of it."""
+    """Return the fields of attention, or of a rank's part of attention."""
     return {
         "layer": op.layer,
         "num_heads": op.num_heads,
         "group": op.group_size,
         "scale": op.scale,
-        "window": min(op.window or 0, _MOST_TOKENS),
+        "window": min(op.window or 0, _MAX_TOKENS),
         "soft_cap": op.soft_cap or 0,
     }
 
 
 def fields_of_heads(op: ops.HeadLinear) -> Fields:
-    """Return those of the products of heads."""
+    """Return the fields of a product with a matrix for each head."""
     sizes = {"x_head": op.x_head, "x_first": op.first, "x_width": op.in_width}
     return sizes | {"num_heads": op.num_heads}
 
 
-def fields_of_joint(op: ops.Join) -> Fields:
-    """Return those of a joint."""
+def fields_of_join(op: ops.Join) -> Fields:
+    """Return the fields of a Join."""
     sizes = {"x_head": op.a_head, "x_first": op.first, "x_width": op.a_width}
     return sizes | {"num_heads": op.num_heads}
 
 
 def fields_of_route(op: ops.Route) -> Fields:
-    """Return those of a choice of experts."""
+    """Return the fields of routing to experts."""
     return {
         "num_experts": op.width,
         "num_used": op.num_used,
@@ -72,16 +72,16 @@ def fields_of_route(op: ops.Route) -> Fields:
         "num_used_groups": op.num_used_groups,
         "group_best": op.group_best,
         "is_sigmoid": op.is_sigmoid,
-        "shares": ExpertShareKind.CHOSEN if op.normalize else ExpertShareKind.ALL,
+        "shares": ExpertShareKind.CHOSEN_SCORES if op.normalize else ExpertShareKind.ALL_SCORES,
         "factor": op.scale,
     }
 
 
 def shares_of(op: ops.MixtureOfExperts | ops.SumTerms) -> ExpertShareKind:
-    """Return what the shares of chosen experts are."""
+    """Return how the weights of the chosen experts follow from their scores."""
     if op.are_shares:
-        return ExpertShareKind.GIVEN
-    return ExpertShareKind.CHOSEN if op.normalize else ExpertShareKind.ALL
+        return ExpertShareKind.SCORES
+    return ExpertShareKind.CHOSEN_SCORES if op.normalize else ExpertShareKind.ALL_SCORES
 
 
 _PARTS = {
@@ -94,47 +94,50 @@ _PARTS = {
 
 @dataclass(slots=True)
 class Collectives:
-    """What a rank's collectives name. A team has this rank's place among it."""
+    """The teams, channels and cuts that records refer to by index.
+
+    A team is stored with this rank's index in it.
+    """
 
     teams: dict[tuple[Team, int], int] = field(default_factory=dict)
     channels: list[RankChannel] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)
-    _cuts_at: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _cuts_indices: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def fields(self, gather: AllGather | None) -> dict[str, Any]:
-        """Return the fields of a record that gathers, or computes a part to be gathered."""
+        """Return the fields of a record that gathers, or that computes a part for a gather."""
         if gather is None:
             return {}
-        team = self._place_of_team(gather.team, gather.team_index)
+        team = self._team_index(gather.team, gather.team_index)
         fields: dict[str, Any] = {"team": team, "parts": _PARTS[type(gather.parts)]}
         if not isinstance(gather.parts, RowParts):
-            fields["first_cut"] = self._place_of_cuts(gather.parts.cuts)
+            fields["first_cut"] = self._cuts_index(gather.parts.cuts)
         return fields
 
-    def fields_of_pieces(self, op: SplitKvAttention) -> dict[str, Any]:
-        """Return the fields of a record that exchanges pieces or their shares."""
+    def fields_of_split_kv(self, op: SplitKvAttention) -> dict[str, Any]:
+        """Return the fields of attention whose KV tokens are split over ranks."""
         return {
-            "team": self._place_of_team(op.team, op.team_index),
-            "first_cut": self._place_of_cuts(op.head_cuts),
+            "team": self._team_index(op.team, op.team_index),
+            "first_cut": self._cuts_index(op.head_cuts),
             "num_parts": op.num_column_parts,
         }
 
     def channel(self, op: Send | Receive) -> int:
-        """Return the place of the channel for an operation's value."""
+        """Add the channel for an operation's value; return its index."""
         is_sent = isinstance(op, Send)
         peer = op.to if isinstance(op, Send) else op.sender
         number = sum((c.is_sent, c.peer) == (is_sent, peer) for c in self.channels)
         self.channels.append(RankChannel(is_sent, peer, number, op.width))
         return len(self.channels) - 1
 
-    def _place_of_team(self, team: Team, place: int) -> int:
-        return self.teams.setdefault((team, place), len(self.teams))
+    def _team_index(self, team: Team, rank_index: int) -> int:
+        return self.teams.setdefault((team, rank_index), len(self.teams))
 
-    def _place_of_cuts(self, cuts: tuple[int, ...]) -> int:
-        if cuts not in self._cuts_at:
-            self._cuts_at[cuts] = len(self.cuts)
+    def _cuts_index(self, cuts: tuple[int, ...]) -> int:
+        if cuts not in self._cuts_indices:
+            self._cuts_indices[cuts] = len(self.cuts)
             self.cuts += cuts
-        return self._cuts_at[cuts]
+        return self._cuts_indices[cuts]
 
 
 _BEFORE_ROUTERS: Final = {
@@ -144,22 +147,23 @@ _BEFORE_ROUTERS: Final = {
     OpKind.ATTENTION,
     OpKind.PIECES,
 }
-_MOST_BITS: Final = max(ACTIVATION_BITS)
+_MAX_BITS: Final = max(ACTIVATION_BITS)
 _PRECISIONS: Final = dict(
     zip(ACTIVATION_BITS, (Precision.PLAIN, Precision.MIXED, Precision.COARSE), strict=True)
 )
 
 
 def precision_of(kind: OpKind, run: Sequence[Op], bits: Bits, *, has_routers: bool) -> Precision:
-    """Return how precise the inputs of a record that computes `run` are.
+    """Return the precision of the inputs of a record that computes the operations `run`.
 
-    With routers, the smallest difference can change the choice of experts. The products of a
-    record share prepared inputs, so the one that needs most bits decides; a choice gives products
-    of the same value the same number, so that ranks, which compute other parts of a record, agree.
+    Before routers inputs are precise, because the smallest difference can change the choice of
+    experts. The products of a record share prepared inputs, so the largest number of bits decides.
+    `bits` has the same number for all products of a value, so that all ranks, which compute
+    different parts of a record, agree.
     """
     if has_routers and kind in _BEFORE_ROUTERS:
         return Precision.PRECISE
     if isinstance(bits, int):
         return _PRECISIONS[bits]
     matrices = [weight.name for op in run for weight in op.weights if len(weight.shape) == 2]
-    return _PRECISIONS[max((bits.get(name, _MOST_BITS) for name in matrices), default=_MOST_BITS)]
+    return _PRECISIONS[max((bits.get(name, _MAX_BITS) for name in matrices), default=_MAX_BITS)]

@@ -1,4 +1,4 @@
-"""The structs that cross the C interface, field for field as in native/executor/records.h."""
+"""The structs of the C interface, field for field as in native/executor/records.h."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class OpKind(IntEnum):
     ROUTE = 22
 
 
-# The kernels' numbers for the functions of a gate.
+# The kernels' numbers for activation functions.
 ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}
 
 
 class Precision(IntEnum):
-    """How an operation's products are computed."""
+    """How precisely the inputs of an operation's products are represented."""
 
     PLAIN = 0
     PRECISE = 1
@@ -57,7 +57,7 @@ class Precision(IntEnum):
 
 
 class PartsKind(IntEnum):
-    """Which part of a gathered value each member of a team has."""
+    """How a gathered value is divided over the ranks of a team."""
 
     COLUMNS = 0
     ROWS = 1
@@ -66,7 +66,7 @@ class PartsKind(IntEnum):
 
 
 class KvTarget(IntEnum):
-    """The pages' part that a product is stored in."""
+    """Whether a product is stored in KV pages, as keys or as values."""
 
     NOTHING = 0
     KEYS = 1
@@ -74,15 +74,19 @@ class KvTarget(IntEnum):
 
 
 class ExpertShareKind(IntEnum):
-    """What the shares of chosen experts are."""
+    """How the weights of chosen experts are computed from scores.
 
-    ALL = 0
-    CHOSEN = 1
-    GIVEN = 2
+    `ALL_SCORES`: normalized over all experts. `CHOSEN_SCORES`: normalized over the chosen ones.
+    `SCORES`: the scores are the weights.
+    """
+
+    ALL_SCORES = 0
+    CHOSEN_SCORES = 1
+    SCORES = 2
 
 
 class CacheFormatCode(IntEnum):
-    """How the numbers in pages are stored."""
+    """The number format of KV pages."""
 
     F16 = 0
     BF16 = 1
@@ -91,7 +95,7 @@ class CacheFormatCode(IntEnum):
 
 
 class OutputRecord(ctypes.Structure):
-    """One matrix product of an operation, or its only output."""
+    """One matrix product of an operation, or the output of an operation without products."""
 
     _fields_ = (
         ("weight", c_int32),
@@ -160,7 +164,7 @@ class ExpertRecord(ctypes.Structure):
 
 
 class RopeRecord(ctypes.Structure):
-    """The angles of one kind of rotation."""
+    """The angles of a rotary position embedding."""
 
     _fields_ = (
         ("inverse_frequencies", POINTER(c_double)),
@@ -199,7 +203,7 @@ class WeightRecord(ctypes.Structure):
 
 
 class MemoryRecord(ctypes.Structure):
-    """Rows that ranks may share."""
+    """A memory of rows, which ranks may share."""
 
     _fields_ = (("offset", c_int64), ("width", c_int32), ("num_rows", c_int32))
 
@@ -211,7 +215,7 @@ class BufferRecord(ctypes.Structure):
 
 
 class TeamRecord(ctypes.Structure):
-    """Ranks that gather values."""
+    """A team of ranks that gather values."""
 
     _fields_ = (
         ("first_rank", c_int32),
@@ -226,22 +230,23 @@ class TeamRecord(ctypes.Structure):
 
 
 class ChannelRecord(ctypes.Structure):
-    """The way from one rank to another."""
+    """A channel from one rank to another."""
 
     _fields_ = (("offset", c_int64), ("peer", c_int32), ("number", c_int32))
 
 
-# Arguments are the context; the team, its size, what this rank gives and what it gets, and how many
-# bytes each gives; or another rank, data and how many bytes.
+# Arguments: context, ranks of the team, size of the team, input of this rank, output, and the
+# number of input bytes of each rank.
 AllGatherFunction = CFUNCTYPE(
     c_int32, c_void_p, POINTER(c_int32), c_int32, c_void_p, c_void_p, POINTER(c_int64)
 )
+# Arguments: context, the other rank, data, and number of bytes.
 SendFunction = CFUNCTYPE(c_int32, c_void_p, c_int32, c_void_p, c_int64)
 ReceiveFunction = SendFunction
 
 
 class LinkRecord(ctypes.Structure):
-    """How ranks reach each other: memory that they share, or functions; native/executor/link.h."""
+    """How ranks reach each other: shared memory, or functions; as in native/executor/link.h."""
 
     _fields_ = (
         ("context", c_void_p),
@@ -257,11 +262,11 @@ class LinkRecord(ctypes.Structure):
 
 LINK_HEAD_BYTES = 65536  # at the beginning of shared memory: barriers and channels
 CHANNEL_SLOTS = 4
-MOST_TEAMS, MOST_CHANNELS = 255, 256
+MAX_TEAMS, MAX_CHANNELS = 255, 256
 
 
 class PlanRecord(ctypes.Structure):
-    """The Program, lowered."""
+    """A lowered Program, with all tables that its records refer to."""
 
     _fields_ = (
         ("ops", POINTER(OpRecord)),
@@ -300,7 +305,7 @@ class PlanRecord(ctypes.Structure):
 
 
 class NodeRecord(ctypes.Structure):
-    """A memory node and how many threads keep to its cores; as in native/nodes.h."""
+    """A NUMA node, and the number of threads that run on its cores; as in native/nodes.h."""
 
     _fields_ = (
         ("cores", POINTER(c_int32)),
@@ -310,15 +315,15 @@ class NodeRecord(ctypes.Structure):
     )
 
 
-# Elements of a step's arrays: consecutive rows of one request, all prompt or all generated;
-# a row that is also stored in the pages of another table; a page that begins as another's copy.
+# Elements of a step's arrays. A slice: consecutive rows of one request, all prompt or all generated
+# rows. A store: a row that is also stored in the pages of another table. A copy: pages to copy.
 SLICE = np.dtype([(name, np.int32) for name in ("row", "num_rows", "position", "table")])
 STORE = np.dtype([(name, np.int32) for name in ("row", "table")])
 COPY = np.dtype([(name, np.int32) for name in ("source", "target")])
 
 
 class StepRecord(ctypes.Structure):
-    """One step's work; addresses of arrays that the caller keeps alive."""
+    """The input and output of a step: addresses of arrays that the caller keeps alive."""
 
     _fields_ = (
         ("tokens", c_void_p),

@@ -1,6 +1,6 @@
 """Lowers a rank's part of a Program, and lays out the memory that the ranks of a host share.
 
-Every rank lowers the parts of all, so that they find the same places by themselves.
+Each rank lowers the parts of all ranks, so that all find the same layout without communication.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from twostroke.backends.cpu.layout import SharedLayout, SharedSlot, Together, tile_bytes
+from twostroke.backends.cpu.layout import SharedLayout, SharedPreparation, SharedSlot, tile_bytes
 from twostroke.backends.cpu.lower import lower
-from twostroke.backends.cpu.records import MOST_CHANNELS, MOST_TEAMS, OpKind
+from twostroke.backends.cpu.records import MAX_CHANNELS, MAX_TEAMS, OpKind
 from twostroke.core.errors import BackendError
 from twostroke.core.options import DEFAULT_ACTIVATION_BITS
 from twostroke.model.program import ops
@@ -35,84 +35,95 @@ def lower_rank(
     *,
     activation_bits: Bits = DEFAULT_ACTIVATION_BITS,
 ) -> CpuLowered:
-    """Lower the part of one rank; see `lower`. `ranks` are the parts of all.
+    """Lower the part of rank `rank`; see `lower`.
 
-    The values `taps` leave the step on rank 0; the other ranks must know of them.
+    `ranks`: the parts of all ranks. `taps`: values that steps return on rank 0; all ranks must get
+    the same names.
 
     Raises:
-        BackendError: a shape that the kernels cannot run, or more ranks than they can.
+        BackendError: a shape that the kernels cannot run, or too many ranks.
     """
-    own = ranks[rank]
+    rank_part = ranks[rank]
     has_routers = _have_routers(ranks)
     own_taps = taps if rank == 0 else ()
-    lowered = lower(own.program, own_taps, activation_bits=activation_bits, has_routers=has_routers)
+    lowered = lower(
+        rank_part.program, own_taps, activation_bits=activation_bits, has_routers=has_routers
+    )
     layout = shared_layout(ranks, taps)
     for record, parts in zip(lowered.records, lowered.parts, strict=True):
         for number, (team, _) in enumerate(lowered.teams):
-            if team in layout.together and _weights_of(parts) in layout.together[team].products:
+            if (
+                team in layout.prepared_products
+                and _weights_of(parts) in layout.prepared_products[team].products
+            ):
                 record.team = number
-    rows = own.row_part, own.num_row_parts
+    rows = rank_part.row_part, rank_part.num_row_parts
     return replace(lowered, rank=rank, rows=rows, layout=layout)
 
 
 def shared_bytes(ranks: Sequence[RankProgram], max_rows: int) -> int:
-    """Return how much memory ranks of one host share, for steps of up to `max_rows` rows.
+    """Return the bytes of memory that ranks of a host share, for steps of up to `max_rows` rows.
 
-    It must be zero at first, and takes room only where it is touched.
+    The memory must be zero at first. Pages that are not touched take no physical memory.
     """
     return shared_layout(ranks).offsets(max_rows).end
 
 
 def shared_layout(ranks: Sequence[RankProgram], taps: Sequence[str] = ()) -> SharedLayout:
-    """Lay out what ranks share: the same on each of them.
+    """Return the layout of shared memory, which is the same on each rank.
 
-    Values that rank 0 taps change nothing but which rows are prepared together: a product that is
-    cut off from another one by a tap is not the same operation on all ranks.
+    `taps` of rank 0 only change which rows are prepared together: a tap between two products
+    separates them into two records on rank 0, but not on the other ranks.
 
     Raises:
         BackendError: too many ranks.
     """
     has_routers = _have_routers(ranks)
-    every = [lower(rank.program, has_routers=has_routers) for rank in ranks]
-    tapped = [lower(ranks[0].program, taps, has_routers=has_routers), *every[1:]] if taps else every
+    lowered_ranks = [lower(rank.program, has_routers=has_routers) for rank in ranks]
+    tapped_ranks = (
+        [lower(ranks[0].program, taps, has_routers=has_routers), *lowered_ranks[1:]]
+        if taps
+        else lowered_ranks
+    )
     slots: list[SharedSlot] = []
     slot_of: dict[Key, int] = {}
-    free_from: dict[
-        tuple[Team, SharedSlot], dict[int, int]
-    ] = {}  # slots of a team: their first interval
-    for memory in sorted(_joined(every), key=lambda memory: min(memory.uses)):
+    # By team and kind of slot: the first interval in which each slot is free.
+    free_from: dict[tuple[Team, SharedSlot], dict[int, int]] = {}
+    for memory in sorted(_joined(lowered_ranks), key=lambda memory: min(memory.uses)):
         slot = SharedSlot(memory.width, memory.num_rows)
-        known = free_from.setdefault((memory.team, slot), {})
-        place = next((p for p, begin in known.items() if begin <= min(memory.uses)), len(slots))
-        if place == len(slots):
+        first_free = free_from.setdefault((memory.team, slot), {})
+        first_use = min(memory.uses)
+        reusable = (index for index, begin in first_free.items() if begin <= first_use)
+        slot_index = next(reusable, len(slots))
+        if slot_index == len(slots):
             slots.append(slot)
-        known[place] = max(memory.uses) + 1
-        slot_of |= {(memory.team, gather.output): place for gather in memory.gathers}
-    teams = dict.fromkeys(team for lowered in every for team, _ in lowered.teams)
+        first_free[slot_index] = max(memory.uses) + 1
+        slot_of |= {(memory.team, gather.output): slot_index for gather in memory.gathers}
+    teams = dict.fromkeys(team for lowered in lowered_ranks for team, _ in lowered.teams)
     channels = {
         channel.key(rank): channel.width
-        for rank, lowered in enumerate(every)
+        for rank, lowered in enumerate(lowered_ranks)
         for channel in lowered.channels
     }
-    if len(teams) > MOST_TEAMS or len(channels) > MOST_CHANNELS:
+    if len(teams) > MAX_TEAMS or len(channels) > MAX_CHANNELS:
         raise BackendError(f"{len(ranks)} ranks are more than the cpu backend runs; ask for fewer.")
     return SharedLayout(
-        tuple(slots),
-        slot_of,
-        {team: number for number, team in enumerate(teams)},
-        {channel: number for number, channel in enumerate(channels)},
-        tuple(channels.values()),
-        _prepared_together(tapped),
-        tile_bytes(
+        slots=tuple(slots),
+        slot_of=slot_of,
+        barriers={team: number for number, team in enumerate(teams)},
+        channels={channel: number for number, channel in enumerate(channels)},
+        channel_widths=tuple(channels.values()),
+        prepared_products=_shared_preparations(tapped_ranks),
+        tile_bytes=tile_bytes(
             op for rank in ranks for op in rank.program.ops if isinstance(op, ops.SplitKvAttention)
         ),
     )
 
 
-def _prepared_together(every: Sequence[CpuLowered]) -> dict[Team, Together]:
-    """Return the products that all ranks of a team which divides columns compute a part of."""
-    found: dict[Team, Together] = {}
-    for lowered in every:
+def _shared_preparations(lowered_ranks: Sequence[CpuLowered]) -> dict[Team, SharedPreparation]:
+    """Return, by team that divides columns, the products of which all its ranks compute parts."""
+    preparations: dict[Team, SharedPreparation] = {}
+    for lowered in lowered_ranks:
         teams = [
             gather.team
             for memory in lowered.memories
@@ -126,35 +137,36 @@ def _prepared_together(every: Sequence[CpuLowered]) -> dict[Team, Together]:
             for record, parts in zip(lowered.records, lowered.parts, strict=True)
             if record.kind in {OpKind.LINEAR, OpKind.GATED}
         }
-        known = found.get(teams[0], Together(frozenset(widths), 0))
-        width = max(known.width, *widths.values(), 0)
-        found[teams[0]] = Together(known.products & frozenset(widths), width)
-    return found
+        earlier = preparations.get(teams[0], SharedPreparation(frozenset(widths), 0))
+        width = max(earlier.width, *widths.values(), 0)
+        preparations[teams[0]] = SharedPreparation(earlier.products & frozenset(widths), width)
+    return preparations
 
 
 def _weights_of(parts: Sequence[Op]) -> tuple[str, ...]:
-    """Return the matrices of an operation's products."""
+    """Return the names of the matrices of a record's products."""
     return tuple(op.weight for op in parts if isinstance(op, ops.Linear))
 
 
-def _joined(every: Sequence[CpuLowered]) -> list[RowMemory]:
-    """Return the shared memories of all ranks, each once, as all of them together use it.
+def _joined(lowered_ranks: Sequence[CpuLowered]) -> list[RowMemory]:
+    """Return the shared memories, each with the uses of all ranks.
 
-    Where a rank lets a value take another's place, the two are one memory for all.
+    If one rank writes a value to the memory of another value, both values have one memory on all
+    ranks.
     """
-    found: dict[Key, RowMemory] = {}
-    for lowered in every:
+    memory_of: dict[Key, RowMemory] = {}
+    for lowered in lowered_ranks:
         for memory in lowered.memories:
             if not memory.gathers:
                 continue
             keys = [(memory.team, gather.output) for gather in memory.gathers]
-            alike = {id(found[key]): found[key] for key in keys if key in found}
-            joined = memory.join(alike.values())
+            overlapping = {id(memory_of[key]): memory_of[key] for key in keys if key in memory_of}
+            joined = memory.join(overlapping.values())
             for gather in joined.gathers:
-                found[joined.team, gather.output] = joined
-    memories = list({id(memory): memory for memory in found.values()}.values())
+                memory_of[joined.team, gather.output] = joined
+    memories = list({id(memory): memory for memory in memory_of.values()}.values())
     for memory in memories:
-        # Others may still read what they gathered until the next barrier.
+        # Until the next barrier, other ranks may still read a gathered value.
         clash = memory.reads & memory.writes
         assert not clash, f"{memory.gathers[-1].output} is written while others read it"
     return memories

@@ -1,4 +1,4 @@
-"""Step plans as the flat arrays of the native executor, kept from step to step."""
+"""`StepArrays`: writes step plans to the flat arrays that the native executor reads."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from twostroke.core.step import TokenLogprobs
 
     Reports = Sequence[TokenLogprobs | None]
-    Drawn = tuple[list[int], list[TokenLogprobs | None], NDArray[np.float32] | None, Reports]
+    StepOutputs = tuple[list[int], list[TokenLogprobs | None], NDArray[np.float32] | None, Reports]
 
 
-_BLIND = (0,)  # in place of a token that is not known yet
+_UNKNOWN_TOKEN = (0,)  # stands for a token that a step in flight will draw
 
 
 class StepArrays:
-    """Flattens plans; parts that do not change between steps are not written again."""
+    """Flattens plans into arrays; values that stay the same between steps are not written again."""
 
     def __init__(
         self,
@@ -45,11 +45,12 @@ class StepArrays:
         returns_tapped: bool = False,
         sends_best: bool = False,
     ) -> None:
-        """`max_pages` is the most that one request's list in one of the cache groups can hold.
+        """Prepare arrays for any number of rows.
 
-        With a `tapped_width` steps have one tap, of values of that width. With `returns_tapped`
-        results have its values for the rows that draw. With `sends_best` other ranks send rank 0 no
-        more than the largest logit of rows that need nothing else.
+        `max_pages`: the largest number of pages of a request in one cache group. `tapped_width`:
+        the width of the tapped value; 0: steps have no tap. `returns_tapped`: results have the
+        tapped value of rows that draw. `sends_best`: of rows that need only the largest logit,
+        other ranks send rank 0 only that logit.
         """
         self.tables = PageTables(num_groups, page_size, max_pages)
         self._sampling = RowTable()
@@ -57,7 +58,7 @@ class StepArrays:
         self._tokens = np.zeros(0, np.int32)
         self._slices = np.zeros((0, 4), np.int32)
         self._sampled = np.zeros(0, np.int32)
-        self._num_plain = 0  # for how many rows `_slices` and `_sampled` say: row i, alone
+        self._num_plain = 0  # first slices in `_slices` and `_sampled` that are row i alone
         self._results = np.zeros(0, RESULT)
         self._samples: NDArray[Any] = np.zeros(0, np.uint8)
         self._stores = self._copies = self._only_best = np.zeros(0, np.int32)
@@ -67,29 +68,29 @@ class StepArrays:
         self._external: NDArray[np.float32] | None = None
         self._taps = (c_void_p * 1)()
         self._has_scores = False
-        self._pooled: dict[Request, int] = {}  # the end of the rows whose states are wanted
+        self._pooled: dict[Request, int] = {}  # the end of the rows whose states are returned
         self.record = StepRecord()
 
     def fill(self, plan: StepPlan) -> tuple[Slice, ...]:
-        """Write the plan into `record`; returns the slices with logits, in their rows' order."""
+        """Write the plan to `record`; return the slices with logits, in the order of rows."""
         plan, num_generated = self._in_order(plan)
-        parts, record, has_drafts = plan.slices, self.record, plan.has_drafts
-        counts = [part.num_rows for part in parts] if has_drafts else plan.counts
+        slices_of_step, record, has_drafts = plan.slices, self.record, plan.has_drafts
+        counts = [slice_.num_rows for slice_ in slices_of_step] if has_drafts else plan.counts
         if plan.is_decode and not has_drafts:
             self._fill_plain(plan)
-            sampling = parts
+            sampling = slices_of_step
         else:
             sampling = self._fill_mixed(plan, counts)
-        record.num_rows, record.num_slices = sum(counts), len(parts)
+        record.num_rows, record.num_slices = sum(counts), len(slices_of_step)
         record.num_sampled = len(self._samples)
         record.num_generated = sum(counts[:num_generated])
         record.samples = self._samples.ctypes.data
         if self._sends_best:
             self._only_best = only_best(self._samples)
             record.only_best = _address(self._only_best)
-        has_branches = has_drafts and any([part.branches for part in parts])  # noqa: C419 - twice as quick
+        has_branches = has_drafts and any([slice_.branches for slice_ in slices_of_step])  # noqa: C419 - twice as quick
         if has_branches or record.num_stores or record.num_copies:
-            self._lay_out(parts)
+            self._lay_out(slices_of_step)
         record.page_tables, record.table_stride = self.tables.address, self.tables.stride
         record.taps = self._taps if self._returns_tapped or self._pooled else None
         self._external = plan.external
@@ -97,7 +98,7 @@ class StepArrays:
         return sampling
 
     def encoded(self) -> bytes:
-        """Return the step in `record` for the other ranks; each is encoded once, in its order."""
+        """Return the step in `record` as a message; call it once for each step, in order."""
         return encode(self.frame, self.tables.take_changes())
 
     @property
@@ -105,15 +106,15 @@ class StepArrays:
         """The step in `record`, until the next one."""
         record = self.record
         return StepFrame(
-            self._tokens[: record.num_rows],
-            self._slices[: record.num_slices],
-            self._sampled[: record.num_sampled],
-            self._only_best[: record.num_sampled],
-            self._stores.reshape(-1, 2)[: record.num_stores],
-            self._copies.reshape(-1, 2)[: record.num_copies],
-            self.tables.array,
-            record.num_generated,
-            self._external,
+            tokens=self._tokens[: record.num_rows],
+            slices=self._slices[: record.num_slices],
+            sampled_rows=self._sampled[: record.num_sampled],
+            only_best=self._only_best[: record.num_sampled],
+            stores=self._stores.reshape(-1, 2)[: record.num_stores],
+            copies=self._copies.reshape(-1, 2)[: record.num_copies],
+            page_tables=self.tables.array,
+            num_generated=record.num_generated,
+            external=self._external,
         )
 
     @property
@@ -122,7 +123,7 @@ class StepArrays:
         return self._samples
 
     def _fill_plain(self, plan: StepPlan) -> None:
-        """Write a row for each request, of its newest token, and draw the next."""
+        """Write a decode step: one row for each request, its newest token, which draws the next."""
         count = len(plan.slices)
         self._reserve(count, count, count)
         if self._num_plain < count:
@@ -138,29 +139,33 @@ class StepArrays:
         self._pooled, self._has_scores = {}, False
 
     def _fill_mixed(self, plan: StepPlan, counts: Sequence[int]) -> tuple[Slice, ...]:
-        """Write slices of `counts` rows, drafts among them; returns those with logits."""
-        parts, requests = plan.slices, plan.requests
+        """Write slices of `counts` rows each, including drafts; return the slices with logits."""
+        slices_of_step, requests = plan.slices, plan.requests
         self._num_plain = 0
-        self._reserve(sum(counts), len(parts), sum([part.num_with_logits for part in parts]))
+        self._reserve(
+            sum(counts),
+            len(slices_of_step),
+            sum([slice_.num_with_logits for slice_ in slices_of_step]),
+        )
         self._tokens[: sum(counts)] = [
             token
-            for part in parts
-            for known in (part.request.tokens[part.start : part.start + part.count],)
-            for tokens in (known or _BLIND, part.drafts)
+            for slice_ in slices_of_step
+            for known_tokens in (slice_.request.tokens[slice_.start : slice_.start + slice_.count],)
+            for tokens in (known_tokens or _UNKNOWN_TOKEN, slice_.drafts)
             for token in tokens
         ]
-        slices = self._slices[: len(parts)]
+        slices = self._slices[: len(slices_of_step)]
         slices[:, 1] = counts
         slices[:, 2] = plan.starts
         reached = slices[:, 1] + slices[:, 2]
         slices[:, 3] = self.tables.rows(requests, reached)
         ends = slices[:, 1].cumsum()
         slices[:, 0] = ends - slices[:, 1]
-        pairs = zip(parts, ends.tolist(), strict=True)
-        self._pooled = {part.request: end for part, end in pairs if part.num_pooled}
-        self._has_scores = any([part.num_scored for part in parts])  # noqa: C419 - twice as quick
-        has_logits = [part.num_with_logits > 0 for part in parts]
-        sampling = tuple(compress(parts, has_logits))
+        pairs = zip(slices_of_step, ends.tolist(), strict=True)
+        self._pooled = {slice_.request: end for slice_, end in pairs if slice_.num_pooled}
+        self._has_scores = any([slice_.num_scored for slice_ in slices_of_step])  # noqa: C419 - twice as quick
+        has_logits = [slice_.num_with_logits > 0 for slice_ in slices_of_step]
+        sampling = tuple(compress(slices_of_step, has_logits))
         requests, ends = list(compress(requests, has_logits)), ends[has_logits]
         if self._has_scores or plan.has_drafts:
             lengths = [max(len(p.request.tokens), p.start + p.count) for p in sampling]
@@ -168,32 +173,32 @@ class StepArrays:
             pairs = zip(sampling, ends.tolist(), strict=True)
             rows = [row for p, end in pairs for row in range(end - p.num_with_logits, end)]
             self._sampled[: len(rows)] = rows
-        else:  # the last row of a slice draws, and is its request's newest token
+        else:  # the last row of each slice draws, and is its request's newest token
             self._samples = self._sampling.rows(requests, num_tokens=reached[has_logits])
             self._sampled[: len(requests)] = ends - 1
         return sampling
 
-    def _lay_out(self, parts: Sequence[Slice]) -> None:
+    def _lay_out(self, slices_of_step: Sequence[Slice]) -> None:
         """Divide slices with branches into runs of rows, each with its own page tables."""
-        whole = self._slices[: len(parts)].tolist()
+        rows_of_slices = self._slices[: len(slices_of_step)].tolist()
         runs: list[list[int]] = []
         stores: list[tuple[int, int]] = []
         copies: list[tuple[int, int]] = []
         num_tables = 0
-        for part, (row, count, start, table) in zip(parts, whole, strict=True):
-            num_main = part.branches[0].first + part.count if part.branches else count
+        for slice_, (row, count, start, table) in zip(slices_of_step, rows_of_slices, strict=True):
+            num_main = slice_.branches[0].first + slice_.count if slice_.branches else count
             runs.append([row, num_main, start, table])
-            for branch, end in ends_of(len(part.drafts), part.branches):
-                own = self.tables.branch(num_tables, table, branch)
+            for branch, end in ends_of(len(slice_.drafts), slice_.branches):
+                branch_table = self.tables.branch(num_tables, table, branch)
                 num_tables += 1
-                first = row + part.count + branch.first
-                runs.append([first, end - branch.first, branch.position, own])
-                stores += [(row + above, own) for above in branch.above]
+                first = row + slice_.count + branch.first
+                runs.append([first, end - branch.first, branch.position, branch_table])
+                stores += [(row + above, branch_table) for above in branch.above]
                 if branch.is_copied:
-                    place = branch.own_place
+                    copied_index = branch.own_place
                     copies += [
-                        (theirs[place], ours[place - branch.place])
-                        for theirs, ours in zip(part.request.pages, branch.pages, strict=True)
+                        (theirs[copied_index], ours[copied_index - branch.place])
+                        for theirs, ours in zip(slice_.request.pages, branch.pages, strict=True)
                     ]
         if len(runs) > len(self._slices):
             self._slices = np.zeros((2 * len(runs), 4), np.int32)
@@ -207,33 +212,37 @@ class StepArrays:
         record.stores, record.num_stores = self._stores.ctypes.data, len(stores)
         record.copies, record.num_copies = self._copies.ctypes.data, len(copies)
 
-    def results(self, plan: StepPlan, sampled: tuple[Slice, ...]) -> Drawn:
+    def results(self, plan: StepPlan, sampled: tuple[Slice, ...]) -> StepOutputs:
         """Return tokens, log-probabilities, tapped values and scores, in the plan's order."""
         num_sampled = self.record.num_sampled
-        results, drawn = self._results[:num_sampled], self._sampled[:num_sampled]
+        results, rows_drawn = self._results[:num_sampled], self._sampled[:num_sampled]
         rows = self._samples
-        wanted = plan.slices
+        slices_with_logits = plan.slices
         if not plan.is_decode:
-            wanted = tuple([part for part in wanted if part.num_with_logits])
-        if sampled != wanted:
-            ends = accumulate(part.num_with_logits for part in sampled)
-            places = {
+            slices_with_logits = tuple(
+                [slice_ for slice_ in slices_with_logits if slice_.num_with_logits]
+            )
+        if sampled != slices_with_logits:
+            ends = accumulate(slice_.num_with_logits for slice_ in sampled)
+            rows_by_request = {
                 p.request: range(e - p.num_with_logits, e)
                 for p, e in zip(sampled, ends, strict=True)
             }
-            order = [row for part in wanted for row in places[part.request]]
-            results, drawn, rows = results[order], drawn[order], rows[order]
+            order = [
+                row for slice_ in slices_with_logits for row in rows_by_request[slice_.request]
+            ]
+            results, rows_drawn, rows = results[order], rows_drawn[order], rows[order]
         scores: list[TokenLogprobs | None] = []
         if self._has_scores:
             draws = np.array(plan.draws, bool)
             scores = read_scores(results[~draws])
-            results, drawn, rows = results[draws], drawn[draws], rows[draws]
-        hidden = self._tapped[drawn] if self._returns_tapped else None
+            results, rows_drawn, rows = results[draws], rows_drawn[draws], rows[draws]
+        hidden = self._tapped[rows_drawn] if self._returns_tapped else None
         tokens, logprobs = read_results(results, rows)
         return tokens, logprobs, hidden, scores
 
     def states(self, plan: StepPlan) -> list[NDArray[np.float32]]:
-        """Return the tapped rows of each slice that wants some, until the next step."""
+        """Return the tapped rows of each pooled slice, as views that the next step overwrites."""
         if not self._pooled:
             return []
         ends = [(self._pooled[p.request], p.num_pooled) for p in plan.slices if p.num_pooled]
@@ -245,30 +254,31 @@ class StepArrays:
         self._sampling.forget(request)
 
     def _in_order(self, plan: StepPlan) -> tuple[StepPlan, int]:
-        """Return the plan with generated rows first, and how many slices have them.
+        """Return the plan with generated rows first, and the number of slices of generated rows.
 
-        Where they are computed as prompt rows are, all count as generated, and stay where they are.
+        If prompt rows are computed in the same way, all rows count as generated and keep their
+        order.
         """
         if self._one_arithmetic:
             return plan, len(plan.slices)
         generated: list[Slice] = []
         prompt: list[Slice] = []
-        for part in plan.slices:
-            request, start, count = part.request, part.start, part.count
+        for slice_ in plan.slices:
+            request, start, count = slice_.request, slice_.start, slice_.count
             num_prompt = min(max(0, request.num_prompt - start), count)
             if not num_prompt:
-                generated.append(part)
+                generated.append(slice_)
             elif num_prompt == count:
-                prompt.append(part)
+                prompt.append(slice_)
             else:
                 prompt.append(Slice(request, start, num_prompt, samples=False))
                 start, count = start + num_prompt, count - num_prompt
-                generated.append(Slice(request, start, count, part.samples, part.drafts))
-                assert not part.branches, "a tree follows one row of output"
+                generated.append(Slice(request, start, count, slice_.samples, slice_.drafts))
+                assert not slice_.branches, "a tree follows one row of output"
         return StepPlan((*generated, *prompt), external=plan.external), len(generated)
 
     def _reserve(self, num_tokens: int, num_slices: int, num_sampled: int) -> None:
-        """Make room; arrays that are too small are replaced by ones of twice the size."""
+        """Replace arrays that are too small by arrays of twice the needed size."""
         enough = num_slices <= len(self._slices) and num_sampled <= self._sampled.size
         if enough and num_tokens <= self._tokens.size:
             return
@@ -292,7 +302,10 @@ class StepArrays:
 
 
 def record_of(frame: StepFrame) -> StepRecord:
-    """Return a step of another rank as kernels read it, while the frame lives; it draws nothing."""
+    """Return the record of a received step, which draws no tokens.
+
+    It refers to the frame's arrays, so the frame must stay alive.
+    """
     tables = frame.page_tables
     record = StepRecord(
         tokens=_address(frame.tokens),
@@ -318,6 +331,6 @@ def record_of(frame: StepFrame) -> StepRecord:
 
 
 def _address(array: NDArray[Any]) -> int:
-    """Return where an array lies; `array.ctypes.data` takes several times as long."""
+    """Return the address of an array; `array.ctypes.data` takes several times as long."""
     address: int = array.__array_interface__["data"][0]
     return address

@@ -1,4 +1,4 @@
-"""Threads of a native library on their memory nodes, and the speed they reach."""
+"""Thread pools of a native library, and the machine's speed with a number of threads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     import ctypes
     from collections.abc import Iterator
 
-_TOLD_AFTER_S: Final = 2.0  # of steps with fewer threads
+_LOG_AFTER_S: Final = 2.0  # total time of steps with fewer threads
 _logger = logging.getLogger("twostroke.engine")
 
 
 @contextmanager
 def thread_pool(library: ctypes.CDLL, num_threads: int) -> Iterator[int]:
-    """Yield a pool of threads, each kept to a memory node if there are several.
+    """Yield the address of a thread pool; with several NUMA nodes, threads stay on their node.
 
     Raises:
-        BackendError: the operating system refuses that many threads.
+        BackendError: the operating system refuses the number of threads.
     """
     placed = place_threads(memory_nodes(), num_threads)
     nodes = (NodeRecord * len(placed))(
@@ -44,26 +44,26 @@ def thread_pool(library: ctypes.CDLL, num_threads: int) -> Iterator[int]:
 
 
 class ActiveThreads:
-    """Counts the time with fewer than all threads, which `Crowding` of native/pool.h decides.
+    """Watches for steps with fewer than all threads, and logs once if that lasts.
 
-    If other programs keep cores busy, threads that wait for each other take many times as long, so
-    fewer threads compute. A log line says this once.
+    If other programs keep cores busy, threads that wait for each other take many times as long.
+    `Crowding` of native/pool.h then uses fewer threads.
     """
 
     def __init__(self, library: ctypes.CDLL, pool: int, num_threads: int) -> None:
-        """Take a pool of `num_threads`."""
+        """Watch a pool of `num_threads` threads."""
         self._library, self._pool, self._num_threads = library, pool, num_threads
         self._crowded_s = 0.0
-        self._was_told = False
+        self._was_logged = False
 
     def after_step(self, elapsed_s: float) -> bool:
-        """Return whether the step had fewer threads; log that after several seconds, once."""
+        """Return whether the last step, which took `elapsed_s`, had fewer threads."""
         num_active = self._library.ts_pool_num_active(self._pool)
         if num_active >= self._num_threads:
             return False
         self._crowded_s += elapsed_s
-        if self._crowded_s >= _TOLD_AFTER_S and not self._was_told:
-            self._was_told = True
+        if self._crowded_s >= _LOG_AFTER_S and not self._was_logged:
+            self._was_logged = True
             _logger.info(
                 "Other programs keep cores busy: %d of %d threads compute, which is faster now. "
                 "More compute as soon as cores are free; --threads %d keeps it so.",
@@ -75,9 +75,9 @@ class ActiveThreads:
 
 
 def measure_bandwidth(level: str, num_threads: int, num_bytes: int) -> float:
-    """Return the bytes/s at which `num_threads` threads read a stream of `num_bytes`.
+    """Return the bytes/s at which `num_threads` threads read `num_bytes` of memory.
 
-    The best of several passes over it, with huge pages and prefetching, within some 0.3 s.
+    The result is the best of several passes, with huge pages and prefetching, within about 0.3 s.
     """
     library = load_library(level)
     with thread_pool(library, num_threads) as pool:
@@ -85,7 +85,7 @@ def measure_bandwidth(level: str, num_threads: int, num_bytes: int) -> float:
 
 
 def measure_peak(level: str, num_threads: int) -> tuple[float, str]:
-    """Return operations/s (a multiply-add is two) of the level's best arithmetic, and its name."""
+    """Return the peak FLOP/s of a level's fastest arithmetic, and the name of that arithmetic."""
     library = load_library(level)
     with thread_pool(library, num_threads) as pool:
         return float(library.ts_measure_peak(pool)), library.ts_peak_kind().decode()

@@ -1,4 +1,4 @@
-"""Weights in the kernels' layout: packed once at load, straight from the file."""
+"""Weights in the kernels' layout, packed once at load from the memory-mapped file."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     Progress = Callable[[int, int], None]
     Release = Callable[[Sequence[QuantTensor]], None]
 
-_LINE = 64  # bytes; packed matrices start on one
-_RELEASED_TOGETHER = 16 << 20  # bytes
-_CONVERTED_TOGETHER = 1 << 18  # values: intermediate arrays stay within the cache
+_LINE_BYTES = 64  # packed matrices start at multiples of a cache line
+_RELEASE_BYTES = 16 << 20  # tensors are released in groups of this size
+_CONVERTED_VALUES = 1 << 18  # converted at once, so that intermediate arrays fit into the cache
 
 
 class PackedWeights:
-    """Matrices packed for one level, in one piece of memory, and vectors as float32.
+    """Matrices packed for one level, in one block of memory, and vectors as float32.
 
-    `records` says where each matrix lies, by name; `vectors` has the values of each vector. Both
-    together take `num_bytes`.
+    `records` has the address and sizes of each matrix, by name; `vectors` the values of each
+    vector. All together take `num_bytes`.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class PackedWeights:
         matrices: Sequence[str],
         vectors: Sequence[Vector],
     ) -> None:
-        """Reserve the memory; nothing is read yet.
+        """Reserve the memory; `pack` fills it.
 
         Raises:
-            BackendError: a format that the kernels do not know.
+            BackendError: a format that the kernels do not support.
             MemoryLimitError: there is not enough address space.
         """
         self._library = library
         self._tensors = {name: tensors[name] for name in matrices}
-        with np.errstate(invalid="ignore"):  # of a damaged file; its canary says so
+        with np.errstate(invalid="ignore"):  # a damaged file is found later, by the canary
             self.vectors: dict[Vector, NDArray[np.float32]] = {
                 vector: vector.values(tensors) for vector in vectors
             }
-        # Equal orders are one array: matrices that read the same gathered rows share them.
+        # Equal column orders are one array: matrices with the same order share their sorted inputs.
         orders = {name: tensors[name].order for name in matrices}
         shared = {order.tobytes(): order for order in orders.values() if order is not None}
         self._orders = {
@@ -81,18 +81,24 @@ class PackedWeights:
         """Pack all matrices with the pool's threads.
 
         `release(tensors)` is called with tensors that will not be read again, `progress(done,
-        total)` with bytes of tensors after each of them.
+        total)` after each tensor with numbers of bytes.
         """
         total = sum(tensor.num_bytes for tensor in self._tensors.values())
         done = released = 0
         packed: list[QuantTensor] = []
         for tensor, record in zip(self._tensors.values(), self.records.values(), strict=True):
             source = kernel_rows(tensor)
-            shape = record.num_outputs, record.num_inputs
-            self._library.ts_pack(pool, record.type, *shape, source.ctypes.data, record.data)
+            self._library.ts_pack(
+                pool,
+                record.type,
+                record.num_outputs,
+                record.num_inputs,
+                source.ctypes.data,
+                record.data,
+            )
             packed.append(tensor)
             done += tensor.num_bytes
-            if release is not None and (done - released >= _RELEASED_TOGETHER or done == total):
+            if release is not None and (done - released >= _RELEASE_BYTES or done == total):
                 release(packed)
                 packed, released = [], done
             if progress is not None:
@@ -100,29 +106,30 @@ class PackedWeights:
         self._tensors = {}
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory; may be called twice."""
         if self._memory is not None:
             self._library.ts_unmap_memory(self._memory, self._size)
             self._memory = None
 
 
 def kernel_rows(tensor: QuantTensor) -> NDArray[np.uint8]:
-    """Return a tensor's rows of bytes in the form that kernels pack."""
+    """Return a tensor's rows, in bytes, in the format that native packing reads."""
     to_kernel, data = tensor.format.to_kernel, tensor.data
     if to_kernel is None:
         return np.ascontiguousarray(data)
-    step = max(1, _CONVERTED_TOGETHER // tensor.shape[-1])
-    found = np.empty((len(data), to_kernel(data[:1]).shape[1]), np.uint8)
+    step = max(1, _CONVERTED_VALUES // tensor.shape[-1])
+    rows = np.empty((len(data), to_kernel(data[:1]).shape[1]), np.uint8)
     for first in range(0, len(data), step):
-        found[first : first + step] = to_kernel(data[first : first + step])
-    return found
+        rows[first : first + step] = to_kernel(data[first : first + step])
+    return rows
 
 
 def _packed_bytes(library: ctypes.CDLL, name: str, tensor: QuantTensor) -> int:
-    shape = tensor.num_rows, tensor.shape[-1]
-    size: int = library.ts_linear_packed_bytes(tensor.format.kernel_id, *shape)
+    size: int = library.ts_linear_packed_bytes(
+        tensor.format.kernel_id, tensor.num_rows, tensor.shape[-1]
+    )
     if size < 0:
         message = f"{name}: the cpu backend has no kernel for {tensor.format.name} {tensor.shape}"
         raise BackendError(f"{message}; `--backend reference` runs it, slowly.")
-    assert size % _LINE == 0
+    assert size % _LINE_BYTES == 0
     return size
