@@ -150,26 +150,11 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
         from twostroke.backends.reference import ReferenceBackend
 
         return ReferenceBackend(
-            program,
-            tensors,
-            num_pages=size.num_pages,
-            page_size=size.page_size,
-            tapped_value=tapped_value,
-            mesh=mesh,
+            program, tensors, size.num_pages, size.page_size, tapped_value=tapped_value, mesh=mesh
         )
     if compute.backend == "torch":
-        device = torch_device(compute)
-        from twostroke.backends.torch import TorchBackend
-
-        return TorchBackend(
-            program,
-            tensors,
-            num_pages=size.num_pages,
-            page_size=size.page_size,
-            device=device,
-            num_threads=compute.num_threads,
-            tapped_value=tapped_value,
-            share=share,
+        return _create_torch_backend(
+            tensors, program, compute, size, tapped_value=tapped_value, share=share
         )
     thread_owner = getattr(share_threads_with, "rank0_backend", share_threads_with)
     return CpuBackend(
@@ -186,6 +171,30 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
         share_threads_with=thread_owner if isinstance(thread_owner, CpuBackend) else None,
         tapped_value=tapped_value,
         embeds=embeds,
+        share=share,
+    )
+
+
+def _create_torch_backend(
+    tensors: Mapping[str, QuantTensor],
+    program: Program,
+    compute: ComputeOptions,
+    size: CacheSize,
+    *,
+    tapped_value: str | None,
+    share: WeightShard | None,
+) -> Backend:
+    device = torch_device(compute)  # raises if PyTorch is not installed
+    from twostroke.backends.torch import TorchBackend
+
+    return TorchBackend(
+        program,
+        tensors,
+        num_pages=size.num_pages,
+        page_size=size.page_size,
+        device=device,
+        num_threads=compute.num_threads,
+        tapped_value=tapped_value,
         share=share,
     )
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 
 from twostroke.backends.cpu.keys import balances
 from twostroke.backends.cpu.library import choose_level, load_library, usual_kv_format
@@ -122,19 +123,9 @@ class CpuBackend:
             weights.pack(self._pool, release, progress)
             self._opened = opened.pop_all()
         self._crowded = ActiveThreads(library, self._pool, num_threads)
-        self.facts = BackendFacts(
-            name="cpu",
-            detail=_detail(choice.level, num_threads, activation_bits, kv_format),
-            level=choice.level,
-            precision=f"{activation_bits} {kv_format}",
-            mixed_bits=_mixed_bits(activation_bits),
-            num_threads=num_threads,
-            num_pages=num_pages,
-            page_size=page_size,
-            windows=tuple(group.window for group in program.cache_groups),
-            one_arithmetic=bool(library.ts_one_arithmetic()),
-            rows_together=library.ts_linear_rows_together(),
-            steps_ahead=len(share.mesh.stages) - 1 if share else 0,
+        facts = self._facts_of(choice.level, num_threads, activation_bits, pages)
+        self.facts = replace(
+            facts,
             stops_rows=share is None and tapped_value is None,
             weight_bytes=weights.num_bytes,
             cache_bytes=num_pages * rank_program.page_bytes(page_size, FORMATS[kv_format]),
@@ -260,6 +251,32 @@ class CpuBackend:
     def close(self) -> None:
         """Free memory and threads; may be called twice."""
         self._opened.close()
+
+    def _facts_of(
+        self,
+        level: str,
+        num_threads: int,
+        activation_bits: int | ActivationBits,
+        pages: PlanPages,
+    ) -> BackendFacts:
+        """Return the facts without the sizes of weights and pages."""
+        library = load_library(level)
+        return BackendFacts(
+            name="cpu",
+            detail=_detail(level, num_threads, activation_bits, pages.kv_format),
+            level=level,
+            precision=f"{activation_bits} {pages.kv_format}",
+            mixed_bits=_mixed_bits(activation_bits),
+            num_threads=num_threads,
+            num_pages=pages.num_pages,
+            page_size=pages.page_size,
+            windows=tuple(group.window for group in self._program.cache_groups),
+            weight_bytes=0,
+            cache_bytes=0,
+            one_arithmetic=bool(library.ts_one_arithmetic()),
+            rows_together=library.ts_linear_rows_together(),
+            steps_ahead=len(self._share.mesh.stages) - 1 if self._share else 0,
+        )
 
     def _step_arrays(self, tapped_width: int, *, returns_tapped: bool) -> StepArrays:
         facts = self.facts
