@@ -7,7 +7,7 @@
 Kinds:
     nameless    a name that is a participle, pronoun, adverb or adjective alone: `found`, `one`
     splat       a call that unpacks a tuple or list built for it: `f(*sizes)`, `f(*(1, 2))`
-    positional  a call with six or more positional arguments
+    positional  a call with six or more positional arguments, except of native functions
     twice       a class whose name another class of the package has, too
     constant    a numeric constant whose name has no noun, or one word and no unit: `_LATE`
     retired     a name with a word that docs/development/glossary.md replaces: `errand`
@@ -87,6 +87,16 @@ def main() -> int:
     return 1 if listed else 0
 
 
+def is_foreign(called: str) -> bool:
+    """Whether a call is one of a native function, which knows positions only.
+
+    Native functions are known by their library's prefix: `library.ts_pack`, `ucp_ep_create`. Two
+    more are members of ctypes: the declaration of a function type, and a function in a record.
+    """
+    name = called.rpartition(".")[2]
+    return name.startswith(("ts_", "ucp_")) or name == "CFUNCTYPE" or called == "record.all_gather"
+
+
 def find_all(root: Path) -> Iterator[Finding]:
     """Yield the findings of every Python file below a folder."""
     classes: dict[str, list[Finding]] = defaultdict(list)
@@ -100,7 +110,7 @@ def find_all(root: Path) -> Iterator[Finding]:
                 classes[node.name].append(Finding(path, node.lineno, "twice", node.name))
             if isinstance(node, ast.Call) and len(node.args) > MAX_POSITIONAL:
                 called = ast.unparse(node.func)
-                if called.rpartition(".")[2] not in VARIADIC:
+                if called.rpartition(".")[2] not in VARIADIC and not is_foreign(called):
                     yield Finding(path, node.lineno, "positional", called)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
                 yield from find_splats(path, node)

@@ -158,7 +158,7 @@ class PageMap:
         return slots[:, 0].ravel(), slots[:, 1].ravel()
 
     def columns(self, layer: int) -> tuple[slice, slice]:
-        """Return the columns of a layer's keys, and those of its values."""
+        """Return the columns of a layer's keys, and the columns of its values."""
         first, stored = self._layer_columns[layer][1], self._layers[layer]
         width = stored.values_per_token // stored.num_rows
         keys = slice(first, first + width)

@@ -209,7 +209,7 @@ class _Checked(Frozen, eq=False):
     """A checked step, and the bounds by which a step of the same form can be checked quickly.
 
     `bounds`: exclusive upper bounds of the numbers of a step. `mask`: 0 for numbers that may differ
-    (tokens, positions, tables), all ones for numbers that must equal those of `body`.
+    (tokens, positions, tables), all ones for numbers that must be the same as in `body`.
     """
 
     head: tuple[int, ...]

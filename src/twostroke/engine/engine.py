@@ -219,7 +219,7 @@ def _with_known_bits(
         FirstLoad.of(loaded, build_tokenizer(loaded), program, given).check(backend)
 
     compute = resolve_activation_bits(
-        options.compute, loaded, program, say, MAX_AUTO_WEIGHTS, check
+        options.compute, loaded, program, notify=say, max_weights=MAX_AUTO_WEIGHTS, check=check
     )
     return replace(options, compute=compute)
 

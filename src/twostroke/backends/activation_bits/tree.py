@@ -120,9 +120,9 @@ def allocate(
     """Solve a multiple-choice knapsack: return the index of the item to take for each part.
 
     The sum of costs is minimal among all choices whose errors sum to at most `budget`. Each part
-    needs an item without error. Errors are rounded up to whole bins, of which the budget has
-    `num_bins`, so that dynamic programming is exact: `min_costs[e]` is the minimal cost of the
-    parts so far with a total error of `e` bins.
+    needs an item without error. The budget is divided into `num_bins` bins, and errors are rounded
+    up to whole bins, so that dynamic programming is exact: `min_costs[e]` is the minimal cost of
+    the parts so far with a total error of `e` bins.
     """
     min_costs = np.zeros(num_bins + 1)
     best_items: list[np.ndarray] = []

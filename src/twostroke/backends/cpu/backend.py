@@ -123,9 +123,8 @@ class CpuBackend:
             weights.pack(self._pool, release, progress)
             self._opened = opened.pop_all()
         self._crowded = ActiveThreads(library, self._pool, num_threads)
-        facts = self._facts_of(choice.level, num_threads, activation_bits, pages)
         self.facts = replace(
-            facts,
+            self._facts_of(choice.level, num_threads, activation_bits, pages),
             stops_rows=share is None and tapped_value is None,
             weight_bytes=weights.num_bytes,
             cache_bytes=num_pages * rank_program.page_bytes(page_size, FORMATS[kv_format]),

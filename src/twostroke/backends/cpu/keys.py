@@ -36,8 +36,8 @@ def balances(
 ) -> dict[int, Array]:
     """Return, by layer, (3, width of keys): means of keys, factors of keys, factors of queries.
 
-    For "int8": keys lose their mean, unless the layer has a soft cap. The mean is that of the
-    rotated bias over positions. Each pair of channels of keys is then multiplied by
+    For "int8": keys lose their mean, unless the layer has a soft cap. The mean of a key is the mean
+    of its rotated bias over positions. Each pair of channels of keys is then multiplied by
     sqrt(size of queries / size of keys), rounded to a power of two, and queries are divided by it;
     both stay exact. Quantized keys have the same error in all channels, which harms scores least if
     queries and keys have the same size.
@@ -81,8 +81,8 @@ def _balance_of_latents(
 ) -> Array:
     """Return the balance of latent attention, where rotated keys and latents share a scale.
 
-    Only rotated keys are scaled, to about the size of the latent vectors, because the latter are
-    also values. With int16 the queries of both share a scale as well: with equal contributions to
+    Only rotated keys are scaled, to about the size of the latent vectors. Latent vectors keep their
+    size, because they are also values. With int16 the queries of both share a scale as well: with equal contributions to
     scores, they differ by the square root of the ratio of their widths. Half of that factor is then
     given to the keys.
     """

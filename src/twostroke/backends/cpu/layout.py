@@ -19,7 +19,7 @@ _FLOAT_BYTES = 4
 _MAX_VALUE_BYTES = 4  # of a key and a value together, in any KV format
 _PREPARED_BYTES = 16  # of a value, prepared in all forms that different weights need
 _TILE_BYTES = 4 << 20  # exchanged at once in attention, unless one piece of tokens needs more
-_PREPARED_ROWS = 64  # rows beyond those of a step, for padding to whole tiles
+_PREPARED_ROWS = 64  # extra rows, for padding to whole tiles
 
 Team = tuple[int, ...]
 Key = tuple[Team, str]  # a team, and the name of a value that it gathers

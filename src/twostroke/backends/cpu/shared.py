@@ -121,7 +121,10 @@ def shared_layout(ranks: Sequence[RankProgram], taps: Sequence[str] = ()) -> Sha
 
 
 def _shared_preparations(lowered_ranks: Sequence[CpuLowered]) -> dict[Team, SharedPreparation]:
-    """Return, by team that divides columns, the products of which all its ranks compute parts."""
+    """Return the products that all ranks of a team compute parts of, by team.
+
+    Only teams that divide columns are included.
+    """
     preparations: dict[Team, SharedPreparation] = {}
     for lowered in lowered_ranks:
         teams = [

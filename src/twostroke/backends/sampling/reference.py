@@ -317,7 +317,7 @@ def fill_masks(request: Request, slice_: Slice | None, out: NDArray[np.uint32]) 
 
 
 def allows_only(mask: NDArray[np.uint32], ids: Iterable[int]) -> bool:
-    """Return whether a mask allows no tokens except those of `ids`."""
+    """Return whether every token that a mask allows is in `ids`."""
     rest = mask.copy()
     for token in ids:
         if token // 32 < rest.size:

@@ -76,9 +76,9 @@ class _History:
 class RowTable:
     """The sampler's rows of all requests of a backend, kept from step to step.
 
-    A request's parameters are written once. A step copies its rows out of the table, unless it has
-    the same requests as the previous step and none has penalties. For requests with penalties, new
-    tokens are appended to their histories.
+    A request's parameters are written once. A step copies its rows out of the table, unless its
+    requests are the same as in the previous step, without penalties. For requests with penalties,
+    new tokens are appended to their histories.
     """
 
     def __init__(self) -> None:
