@@ -238,7 +238,9 @@ def _layer_records(program: Program, balances: Mapping[int, Array]) -> list[Laye
     group_of = {
         layer: number for number, group in enumerate(program.cache_groups) for layer in group.layers
     }
-    rank_index_of = {op.layer: op.team_index for op in program.ops if isinstance(op, SplitKvAttention)}
+    rank_index_of = {
+        op.layer: op.team_index for op in program.ops if isinstance(op, SplitKvAttention)
+    }
     return [
         LayerRecord(
             num_kv_heads=layer.num_kv_heads,
