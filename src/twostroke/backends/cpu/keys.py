@@ -82,9 +82,9 @@ def _balance_of_latents(
     """Return the balance of latent attention, where rotated keys and latents share a scale.
 
     Only rotated keys are scaled, to about the size of the latent vectors. Latent vectors keep their
-    size, because they are also values. With int16 the queries of both share a scale as well: with equal contributions to
-    scores, they differ by the square root of the ratio of their widths. Half of that factor is then
-    given to the keys.
+    size, because they are also values. With int16 the queries of both share a scale as well: with
+    equal contributions to scores, they differ by the square root of the ratio of their widths. Half
+    of that factor is then given to the keys.
     """
     rotated, others = _mean_squares(origin.keys, tensors), _mean_squares(latents, tensors)
     ratio = max(others.max(), _MIN_SQUARE) / max(rotated.max(), _MIN_SQUARE)
