@@ -354,8 +354,8 @@ def _ranks(ranks: Iterable[RankState], link: str) -> Iterator[Metric]:
         return
     info = InfoMetricFamily("twostroke_rank", "Where a rank runs, and its part.", labels=("rank",))
     for number, rank in states.items():
-        place = {name: str(part) for name, part in asdict(rank.facts.coordinate).items()}
-        info.add_metric((number,), {"host": rank.facts.host, **place, "link": link})
+        coordinate = {name: str(part) for name, part in asdict(rank.facts.coordinate).items()}
+        info.add_metric((number,), {"host": rank.facts.host, **coordinate, "link": link})
     yield info
     ready = [((number,), rank.state == "ready") for number, rank in states.items()]
     yield _gauge("rank_ready", "Whether a rank computes steps.", "rank", samples=ready)
