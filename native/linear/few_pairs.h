@@ -18,8 +18,8 @@
 
 namespace ts {
 
-/// Fewer rows are better met as bytes of two planes (measured, docs/development/kernels/avx2.md), if there are
-/// any.
+/// Fewer rows are better met as bytes of two planes (measured, docs/development/kernels/avx2.md),
+/// if there are any.
 template <WeightType T>
 constexpr int fewest_pair_rows() {
   return !has_planes(T) ? 1 : block_format(T).num_subs == 2 ? 2 : 3;

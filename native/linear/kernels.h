@@ -11,8 +11,8 @@
 
 namespace ts {
 
-/// How far ahead of the loads the packed weights are fetched (measured, docs/development/kernels/avx2.md,
-/// avx512.md).
+/// How far ahead of the loads the packed weights are fetched (measured,
+/// docs/development/kernels/avx2.md, avx512.md).
 constexpr int64_t kFarBytes = 12288;
 constexpr int64_t kNearBytes = 2560;
 

@@ -26,9 +26,9 @@ inline const Tuning& tuning() { return current_tuning; }
 /// products run.
 void assume_half_ports(bool has_half_ports);
 
-/// Whether memory is fetched into the second-level cache: on AVX2 always (docs/development/kernels/avx2.md), on
-/// AMX never, as on other processors of its maker, on AVX-512 where the processor is faster with
-/// it.
+/// Whether memory is fetched into the second-level cache: on AVX2 always
+/// (docs/development/kernels/avx2.md), on AMX never, as on other processors of its maker, on
+/// AVX-512 where the processor is faster with it.
 inline bool fetches_far() {
   if (TS_LEVEL == 2) return tuning().fetches_far;
   return TS_LEVEL == 1;
