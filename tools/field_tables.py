@@ -10,7 +10,7 @@ from twostroke.server.body.field import Fact
 from twostroke.server.body.well_known import HINTS
 from twostroke.server.openapi.document import ServerFacts, components
 from twostroke.server.protocols.common.fields import CommonFields
-from twostroke.server.routes import DIALECTS, EMBEDDINGS, INQUIRIES
+from twostroke.server.routes import EMBEDDING_PROTOCOLS, GENERATION_PROTOCOLS, UTILITY_ENDPOINTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "api.md"
 BEGIN, END = "<!-- tables of fields: make tables -->\n", "<!-- end of tables -->\n"
@@ -34,7 +34,8 @@ def main() -> int:
 def tables() -> str:
     """Return the tables of all bodies; fields of several bodies are listed once."""
     bodies: dict[str, Any] = {
-        path: one.request for path, one in (DIALECTS | EMBEDDINGS | INQUIRIES).items()
+        path: one.request
+        for path, one in (GENERATION_PROTOCOLS | EMBEDDING_PROTOCOLS | UTILITY_ENDPOINTS).items()
     }
     facts = ServerFacts("", has_keys=False, is_strict=False, values=dict.fromkeys(Fact))
     found = components({SHARED: CommonFields, **bodies}, facts)

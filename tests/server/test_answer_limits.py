@@ -25,7 +25,7 @@ from twostroke.server.body.decode import BodyDecoder
 from twostroke.server.generation.response_store import ResponseStore, Tenant
 from twostroke.server.http.answer_limits import ANSWER_FIELDS
 from twostroke.server.http.boundary import ALIASES
-from twostroke.server.routes import DIALECTS
+from twostroke.server.routes import GENERATION_PROTOCOLS
 from twostroke.server.storage import Records
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def replicas_count(path: str, body: bytes, *, is_llama_path: bool = False) -> in
 
     With `is_llama_path` the request came by a path without /v1.
     """
-    dialect = DIALECTS[path]
+    dialect = GENERATION_PROTOCOLS[path]
     reader = (dialect.read_as_llama_server if is_llama_path else None) or dialect.read
     try:
         asked, _ = BodyDecoder(dialect.request, 64).decode(body)
@@ -98,7 +98,7 @@ def replicas_count(path: str, body: bytes, *, is_llama_path: bool = False) -> in
 @pytest.mark.parametrize("path", BODIES)
 def test_every_spelling_of_a_limit_counts_the_same(path: str) -> None:
     differing, num_taken = [], 0
-    readings = (False, True) if DIALECTS[path].read_as_llama_server else (False,)
+    readings = (False, True) if GENERATION_PROTOCOLS[path].read_as_llama_server else (False,)
     for fields in spellings(path):
         for text in (json.dumps(BODIES[path] | fields), escaped(BODIES[path] | fields)):
             routed = read_prompt(text.encode(), b"").max_answer_tokens(path, CONTEXT)
@@ -120,7 +120,7 @@ def escaped(body: dict[str, Any]) -> str:
 
 
 def test_every_path_that_answers_says_how_it_limits_answers() -> None:
-    assert set(ANSWER_FIELDS) == set(COMPUTED) - set(READ) - set(FREE) == set(DIALECTS)
+    assert set(ANSWER_FIELDS) == set(COMPUTED) - set(READ) - set(FREE) == set(GENERATION_PROTOCOLS)
 
 
 # Fields with whole numbers that change neither how long answers are nor how many there are.
@@ -137,14 +137,14 @@ def test_every_field_with_a_whole_number_is_a_limit_or_none() -> None:
     """A new field of any protocol fails here until it is known whether it limits answers."""
     unknown = {
         f"{path} {name}"
-        for path, dialect in DIALECTS.items()
+        for path, dialect in GENERATION_PROTOCOLS.items()
         for name in _whole_numbers(dialect.request)
         if name not in {*LIMITS, *COUNTS, *OTHER_NUMBERS}
     }
     assert not unknown
     named = {name for fields in ANSWER_FIELDS.values() for name in (*fields.limits, *fields.counts)}
     assert named <= {*LIMITS, *COUNTS}
-    assert set(BODIES) == set(DIALECTS)
+    assert set(BODIES) == set(GENERATION_PROTOCOLS)
 
 
 def _whole_numbers(kind: type[msgspec.Struct]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from twostroke.engine.pool_access import PoolAccess
 from twostroke.server.generation.response_store import ResponseStore, Tenant
 from twostroke.server.options import ServeOptions
 from twostroke.server.protocols.anthropic.messages import MessagesRequest, read
-from twostroke.server.protocols.common.fields import retained_s
+from twostroke.server.protocols.common.fields import retention_s
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +48,7 @@ def test_marks_of_anthropics_clients_say_how_long() -> None:
 
 
 def test_openais_retention_says_how_long() -> None:
-    assert [retained_s(value) for value in ("24h", "in_memory", None)] == [86_400, 0, 0]
+    assert [retention_s(value) for value in ("24h", "in_memory", None)] == [86_400, 0, 0]
 
 
 def test_a_wrong_way_to_keep_a_prompt_is_refused_with_the_nearest_word(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ from twostroke.server.observability.state import DashboardStates
 from twostroke.server.observability.traces import Traces, exporter
 from twostroke.server.openapi.document import ServerFacts, document
 from twostroke.server.openapi.operations import OPERATIONS
-from twostroke.server.protocols.common.fields import KEEPING
+from twostroke.server.protocols.common.fields import CACHE_CONTROL_FIELDS
 from twostroke.server.protocols.llama_server.info import info_routes
 from twostroke.server.protocols.ollama.models import ollama_routes
 from twostroke.server.protocols.openai import stored_chat
@@ -69,7 +69,7 @@ from twostroke.server.protocols.responses.background import (
 from twostroke.server.protocols.responses.conversation_routes import Conversations
 from twostroke.server.protocols.responses.reply import ResponsesEncoder
 from twostroke.server.protocols.responses.routes import StoredResponses
-from twostroke.server.routes import DIALECTS, EMBEDDINGS, INQUIRIES
+from twostroke.server.routes import EMBEDDING_PROTOCOLS, GENERATION_PROTOCOLS, UTILITY_ENDPOINTS
 from twostroke.server.web_ui.site import Site
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Api:
         self._ignored = IgnoredFields(
             self.metrics.registry,
             is_strict=options.is_strict,
-            but=KEEPING if engine.facts.keeps_pages else (),
+            but=CACHE_CONTROL_FIELDS if engine.facts.keeps_pages else (),
         )
 
     def routes(self) -> list[Route]:
@@ -170,9 +170,9 @@ class Api:
             STATE_PATH: self.state,
         }
         posts = {
-            **{path: self._generation(dialect) for path, dialect in DIALECTS.items()},
-            **{path: self._embedding(dialect) for path, dialect in EMBEDDINGS.items()},
-            **{path: self._inquiry(inquiry) for path, inquiry in INQUIRIES.items()},
+            **{path: self._generation(dialect) for path, dialect in GENERATION_PROTOCOLS.items()},
+            **{path: self._embedding(dialect) for path, dialect in EMBEDDING_PROTOCOLS.items()},
+            **{path: self._inquiry(inquiry) for path, inquiry in UTILITY_ENDPOINTS.items()},
         }
         return [
             *(Route(path, endpoint, name=path) for path, endpoint in gets.items()),
@@ -230,7 +230,14 @@ class Api:
         """Answer a browser with the page, and a program with a description as JSON."""
         if wants_page(request):
             return self.site.respond(request)
-        paths = ["/v1/models", *DIALECTS, *EMBEDDINGS, *INQUIRIES, "/health", "/metrics"]
+        paths = [
+            "/v1/models",
+            *GENERATION_PROTOCOLS,
+            *EMBEDDING_PROTOCOLS,
+            *UTILITY_ENDPOINTS,
+            "/health",
+            "/metrics",
+        ]
         about = AboutBody("twostroke", VERSION, self.names[0], paths, "/openapi.json")
         return to_json(about, headers={"vary": "accept"})
 
@@ -243,7 +250,11 @@ class Api:
 
     def description(self) -> dict[str, Any]:
         """Return the OpenAPI document of this server."""
-        all_kinds: dict[str, Any] = {**DIALECTS, **EMBEDDINGS, **INQUIRIES}
+        all_kinds: dict[str, Any] = {
+            **GENERATION_PROTOCOLS,
+            **EMBEDDING_PROTOCOLS,
+            **UTILITY_ENDPOINTS,
+        }
         bodies = (
             stored_chat.BODIES
             | conversations.BODIES

@@ -21,7 +21,12 @@ from twostroke.server.http.origins import OriginCheck, Origins
 from twostroke.server.http.request_context import LATER, served_of
 from twostroke.server.options import ServeOptions
 from twostroke.server.protocols.responses.background import ended_by_restart
-from twostroke.server.routes import DIALECTS, EMBEDDINGS, INQUIRIES, unknown_path
+from twostroke.server.routes import (
+    EMBEDDING_PROTOCOLS,
+    GENERATION_PROTOCOLS,
+    UTILITY_ENDPOINTS,
+    explain_unknown_path,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -78,7 +83,7 @@ def build_app(api: Api) -> ASGIApp:
             response = await respond(request, errors.MethodError(message))
             response.headers["allow"] = allowed
             return response
-        return await respond(request, errors.UnknownPathError(unknown_path(path, paths)))
+        return await respond(request, errors.UnknownPathError(explain_unknown_path(path, paths)))
 
     handlers: dict[Any, Any] = {
         TwostrokeError: respond,
@@ -101,7 +106,9 @@ def build_app(api: Api) -> ASGIApp:
     app.router.redirect_slashes = False
     keys, origins = api.options.api_keys, Origins(api.options)
     telling = UsageReporter(app)
-    limited = LimitCheck(telling, {*DIALECTS, *EMBEDDINGS, *INQUIRIES}.__contains__)
+    limited = LimitCheck(
+        telling, {*GENERATION_PROTOCOLS, *EMBEDDING_PROTOCOLS, *UTILITY_ENDPOINTS}.__contains__
+    )
     guarded = OriginCheck(telling if keys is None else KeyCheck(limited, keys), origins)
     boundary = Boundary(
         guarded,

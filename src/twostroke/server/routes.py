@@ -15,7 +15,7 @@ from twostroke.server.generation.protocol import (
 )
 from twostroke.server.protocols.anthropic import messages
 from twostroke.server.protocols.anthropic.reply import MessageEncoder
-from twostroke.server.protocols.common.fields import other_names
+from twostroke.server.protocols.common.fields import llama_server_aliases
 from twostroke.server.protocols.llama_server import completion, infill
 from twostroke.server.protocols.llama_server import embeddings as llama_embeddings
 from twostroke.server.protocols.llama_server.fields import names as llama_names
@@ -23,7 +23,6 @@ from twostroke.server.protocols.llama_server.reply import LlamaEncoder
 from twostroke.server.protocols.ollama import embed, models
 from twostroke.server.protocols.ollama import reply as ollama_reply
 from twostroke.server.protocols.ollama import request as ollama
-from twostroke.server.protocols.ollama.request import keep_s
 from twostroke.server.protocols.openai import chat, completions, embeddings, stored_chat, tokens
 from twostroke.server.protocols.openai.completions_reply import CompletionEncoder
 from twostroke.server.protocols.responses import compact
@@ -31,123 +30,173 @@ from twostroke.server.protocols.responses import exchange as responses
 from twostroke.server.protocols.responses.reply import ResponsesEncoder
 from twostroke.server.protocols.responses.request import ResponsesRequest
 
-DIALECTS: Final[dict[str, ApiProtocol[Any]]] = {
+GENERATION_PROTOCOLS: Final[dict[str, ApiProtocol[Any]]] = {
     "/v1/chat/completions": ApiProtocol(
-        "chatcmpl-",
-        chat.ChatRequest,
-        stored_chat.read,
-        stored_chat.encoder,
-        chat.names,
+        prefix="chatcmpl-",
+        request=chat.ChatRequest,
+        read=stored_chat.read,
+        encoder=stored_chat.encoder,
+        names=chat.names,
         read_as_llama_server=stored_chat.read_as_llama_server,
     ),
     "/v1/completions": ApiProtocol(
-        "cmpl-",
-        completions.CompletionRequest,
-        completions.read,
-        CompletionEncoder,
-        other_names,
+        prefix="cmpl-",
+        request=completions.CompletionRequest,
+        read=completions.read,
+        encoder=CompletionEncoder,
+        names=llama_server_aliases,
     ),
     "/v1/messages": ApiProtocol(
-        "msg_", messages.MessagesRequest, messages.read, MessageEncoder, messages.names
+        prefix="msg_",
+        request=messages.MessagesRequest,
+        read=messages.read,
+        encoder=MessageEncoder,
+        names=messages.names,
     ),
     "/v1/responses": ApiProtocol(
-        "resp_",
-        ResponsesRequest,
-        responses.read,
-        ResponsesEncoder,
-        responses.names,
+        prefix="resp_",
+        request=ResponsesRequest,
+        read=responses.read,
+        encoder=ResponsesEncoder,
+        names=responses.names,
         recalls=True,
     ),
     "/v1/responses/compact": ApiProtocol(
-        "resp_",
-        compact.CompactRequest,
-        compact.read,
-        compact.CompactEncoder,
-        compact.names,
+        prefix="resp_",
+        request=compact.CompactRequest,
+        read=compact.read,
+        encoder=compact.CompactEncoder,
+        names=compact.names,
         recalls=True,
     ),
     "/completion": ApiProtocol(
-        "cmpl-", completion.LlamaRequest, completion.read, LlamaEncoder, llama_names
+        prefix="cmpl-",
+        request=completion.LlamaRequest,
+        read=completion.read,
+        encoder=LlamaEncoder,
+        names=llama_names,
     ),
-    "/infill": ApiProtocol("cmpl-", infill.InfillRequest, infill.read, LlamaEncoder, llama_names),
+    "/infill": ApiProtocol(
+        prefix="cmpl-",
+        request=infill.InfillRequest,
+        read=infill.read,
+        encoder=LlamaEncoder,
+        names=llama_names,
+    ),
     "/api/chat": ApiProtocol(
-        "",
-        ollama.OllamaChatRequest,
-        ollama.read_chat,
-        partial(ollama_reply.LineEncoder, make=ollama_reply.chat_line),
-        ollama.names,
+        prefix="",
+        request=ollama.OllamaChatRequest,
+        read=ollama.read_chat,
+        encoder=partial(ollama_reply.LineEncoder, make=ollama_reply.chat_line),
+        names=ollama.names,
         framing=NDJSON,
         empty=ollama_reply.empty_chat,
-        keep_s=keep_s,
+        keep_s=ollama.keep_alive_s,
     ),
     "/api/generate": ApiProtocol(
-        "",
-        ollama.OllamaGenerateRequest,
-        ollama.read_generate,
-        partial(ollama_reply.LineEncoder, make=ollama_reply.generate_line),
-        ollama.names,
+        prefix="",
+        request=ollama.OllamaGenerateRequest,
+        read=ollama.read_generate,
+        encoder=partial(ollama_reply.LineEncoder, make=ollama_reply.generate_line),
+        names=ollama.names,
         framing=NDJSON,
         empty=ollama_reply.empty_generate,
-        keep_s=keep_s,
+        keep_s=ollama.keep_alive_s,
     ),
 }
-INQUIRIES: Final[dict[str, UtilityEndpoint[Any]]] = {
-    "/v1/messages/count_tokens": UtilityEndpoint(
-        messages.CountRequest, messages.count, messages.names
-    ),
-    "/v1/responses/input_tokens": UtilityEndpoint(
-        ResponsesRequest, responses.count, responses.names, recalls=True
-    ),
-    "/v1/chat/completions/input_tokens": UtilityEndpoint(
-        chat.ChatRequest, chat.count, chat.names, recalls=True
-    ),
-    "/tokenize": UtilityEndpoint(
-        tokens.TokenizeRequest, tokens.tokenize, lambda _asked: chat.TOOL_NAMES
-    ),
-    "/detokenize": UtilityEndpoint(tokens.DetokenizeRequest, tokens.detokenize),
-    "/api/show": UtilityEndpoint(models.ShowRequest, models.show),
-    "/api/pull": UtilityEndpoint(models.PullRequest, models.pull),
-    "/apply-template": UtilityEndpoint(
-        tokens.TemplateRequest, tokens.apply_template, lambda _asked: chat.TOOL_NAMES
-    ),
-}
-EMBEDDINGS: Final[dict[str, EmbeddingProtocol[Any]]] = {
+EMBEDDING_PROTOCOLS: Final[dict[str, EmbeddingProtocol[Any]]] = {
     "/v1/embeddings": EmbeddingProtocol(
-        embeddings.EmbeddingRequest, embeddings.read, embeddings.whole_response
+        request=embeddings.EmbeddingRequest, read=embeddings.read, whole=embeddings.to_response
     ),
     "/embeddings": EmbeddingProtocol(
-        llama_embeddings.LlamaEmbeddingRequest,
-        llama_embeddings.read,
-        llama_embeddings.whole_response,
+        request=llama_embeddings.LlamaEmbeddingRequest,
+        read=llama_embeddings.read,
+        whole=llama_embeddings.to_response,
     ),
     "/api/embed": EmbeddingProtocol(
-        embed.EmbedRequest, embed.read, embed.whole_response, embed.empty, keep_s
+        request=embed.EmbedRequest,
+        read=embed.read,
+        whole=embed.whole,
+        empty=embed.empty,
+        keep_s=ollama.keep_alive_s,
     ),
     "/api/embeddings": EmbeddingProtocol(
-        embed.OldEmbedRequest, embed.read_old, embed.whole_old, embed.empty_old, keep_s
+        request=embed.OldEmbedRequest,
+        read=embed.read_old,
+        whole=embed.whole_old,
+        empty=embed.empty_old,
+        keep_s=ollama.keep_alive_s,
+    ),
+}
+UTILITY_ENDPOINTS: Final[dict[str, UtilityEndpoint[Any]]] = {
+    "/v1/messages/count_tokens": UtilityEndpoint(
+        request=messages.CountRequest, answer=messages.count, names=messages.names
+    ),
+    "/v1/responses/input_tokens": UtilityEndpoint(
+        request=ResponsesRequest, answer=responses.count, names=responses.names, recalls=True
+    ),
+    "/v1/chat/completions/input_tokens": UtilityEndpoint(
+        request=chat.ChatRequest, answer=chat.count, names=chat.names, recalls=True
+    ),
+    "/tokenize": UtilityEndpoint(
+        request=tokens.TokenizeRequest,
+        answer=tokens.tokenize,
+        names=lambda _request: chat.TOOL_NAMES,
+    ),
+    "/detokenize": UtilityEndpoint(request=tokens.DetokenizeRequest, answer=tokens.detokenize),
+    "/api/show": UtilityEndpoint(request=models.ShowRequest, answer=models.show),
+    "/api/pull": UtilityEndpoint(request=models.PullRequest, answer=models.pull),
+    "/apply-template": UtilityEndpoint(
+        request=tokens.TemplateRequest,
+        answer=tokens.apply_template,
+        names=lambda _request: chat.TOOL_NAMES,
     ),
 }
 
-_TEXT_MODELS: Final = "models here read and write text only"
-_PROVIDER: Final = "it belongs to the provider's own service"
 _SERVED_APIS: Final = (
     "Served are chat completions, completions, responses, conversations, embeddings, files, "
     "uploads, batches, messages and models: see /openapi.json."
 )
-# By the beginning of a path, with the reason why it is not served.
-_REASONS: Final = {
-    **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), _TEXT_MODELS),
-    **dict.fromkeys(("/v1/live", "/v1/voices"), _TEXT_MODELS),
+# The reason why a path and the paths below it are not served.
+_REASONS_BY_PATH: Final = {
+    **dict.fromkeys(
+        (
+            "/v1/audio",
+            "/v1/images",
+            "/v1/live",
+            "/v1/realtime",
+            "/v1/videos",
+            "/v1/voices",
+        ),
+        "models here read and write text only",
+    ),
     "/v1/moderations": "no model for moderation is loaded",
     **dict.fromkeys(
         (
-            *("/v1/fine_tuning", "/v1/fine-tunes", "/v1/evals", "/v1/containers", "/v1/webhooks"),
-            *("/v1/organization", "/v1/organizations", "/v1/skills", "/v1/safety", "/v1/chatkit"),
-            *("/v1/assistants", "/v1/threads", "/v1/vector_stores", "/v1/agents", "/v1/sessions"),
-            *("/v1/environments", "/v1/memory_stores", "/v1/vaults", "/v1/user_profiles"),
-            *("/v1/projects", "/v1/decisions", "/v1/deployments"),
+            "/v1/agents",
+            "/v1/assistants",
+            "/v1/chatkit",
+            "/v1/containers",
+            "/v1/decisions",
+            "/v1/deployments",
+            "/v1/environments",
+            "/v1/evals",
+            "/v1/fine-tunes",
+            "/v1/fine_tuning",
+            "/v1/memory_stores",
+            "/v1/organization",
+            "/v1/organizations",
+            "/v1/projects",
+            "/v1/safety",
+            "/v1/sessions",
+            "/v1/skills",
+            "/v1/threads",
+            "/v1/user_profiles",
+            "/v1/vaults",
+            "/v1/vector_stores",
+            "/v1/webhooks",
         ),
-        _PROVIDER,
+        "it belongs to the provider's own service",
     ),
     "/v1/complete": "send /v1/messages, or /v1/completions for a text to continue",
     "/v1/edits": "OpenAI has ended it, too: send /v1/chat/completions",
@@ -155,10 +204,10 @@ _REASONS: Final = {
 }
 
 
-def unknown_path(path: str, known_paths: list[str]) -> str:
-    """Return the message about a path without a route: why it is not served, or the nearest one."""
-    word = path[:MAX_NAME_LENGTH]
-    for start, reason in _REASONS.items():
+def explain_unknown_path(path: str, known_paths: list[str]) -> str:
+    """Return the message about a path without a route: why it is not served, or a similar path."""
+    shortened_path = path[:MAX_NAME_LENGTH]
+    for start, reason in _REASONS_BY_PATH.items():
         if path == start or path.startswith(f"{start}/"):
-            return f"The path {word} is not served: {reason}. {_SERVED_APIS}"
-    return f"The path {path} does not exist.{nearest(word, known_paths)}"
+            return f"The path {shortened_path} is not served: {reason}. {_SERVED_APIS}"
+    return f"The path {path} does not exist.{nearest(shortened_path, known_paths)}"

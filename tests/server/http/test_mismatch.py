@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from twostroke.server.body.explain import explain
-from twostroke.server.routes import DIALECTS, EMBEDDINGS, INQUIRIES
+from twostroke.server.routes import EMBEDDING_PROTOCOLS, GENERATION_PROTOCOLS, UTILITY_ENDPOINTS
 
 FALLBACK = "is not valid: "
 
@@ -78,8 +78,10 @@ json_values = st.recursive(
 )
 
 
-REQUESTS = {entry.request for entry in (*DIALECTS.values(), *INQUIRIES.values())} | {Outer}
-REQUESTS |= {entry.request for entry in EMBEDDINGS.values()}
+REQUESTS = {
+    entry.request for entry in (*GENERATION_PROTOCOLS.values(), *UTILITY_ENDPOINTS.values())
+} | {Outer}
+REQUESTS |= {entry.request for entry in EMBEDDING_PROTOCOLS.values()}
 
 
 @pytest.mark.parametrize("kind", sorted(REQUESTS, key=lambda kind: kind.__qualname__))

@@ -26,7 +26,7 @@ from twostroke.lab.planner.endpoint import Plans
 from twostroke.server.http.retry_after import timeout_of
 from twostroke.server.openapi.document import components, described_routes
 from twostroke.server.openapi.operations import OPERATIONS as SERVER_OPERATIONS
-from twostroke.server.routes import DIALECTS, EMBEDDINGS, INQUIRIES
+from twostroke.server.routes import EMBEDDING_PROTOCOLS, GENERATION_PROTOCOLS, UTILITY_ENDPOINTS
 from twostroke.server.storage import Records
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 BODIES = {
     path: one.request
-    for table in (DIALECTS, EMBEDDINGS, INQUIRIES)
+    for table in (GENERATION_PROTOCOLS, EMBEDDING_PROTOCOLS, UTILITY_ENDPOINTS)
     for path, one in table.items()  # type: ignore[attr-defined]
 }
 OPERATIONS = SERVER_OPERATIONS | Plans.operations

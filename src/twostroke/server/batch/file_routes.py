@@ -14,7 +14,7 @@ from twostroke.server.http.error_forms import ANTHROPIC
 from twostroke.server.http.multipart import read_form
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.responses import to_json
-from twostroke.server.protocols.common.listing import query_of
+from twostroke.server.protocols.common.listing import read_query
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,19 +71,19 @@ class FileRoutes:
         """Return a page of the tenant's files."""
         records, tenant = self._records(), served_of(request.scope).tenant
         if _is_anthropic(request):
-            query = query_of(request, (*anthropic_files.QUERY, "workspace_id"))
+            query = read_query(request, (*anthropic_files.QUERY, "workspace_id"))
             parameters = request.query_params
             ids = [*parameters.getlist("ids"), *parameters.getlist("ids[]")]
             page = partial(anthropic_files.metadata_page, tenant=tenant, query=query, ids=ids)
             return to_json(await records.read(page))
-        query = query_of(request, ("after", "limit", "order", "purpose"))
+        query = read_query(request, ("after", "limit", "order", "purpose"))
         return to_json(await records.read(partial(files.page, tenant=tenant, query=query)))
 
     async def file(self, request: Request) -> Response:
         """Return the metadata of a file, or delete the file."""
         records, tenant = self._records(), served_of(request.scope).tenant
         is_anthropic = _is_anthropic(request)
-        query_of(request, anthropic_files.OTHER_QUERY if is_anthropic else ())
+        read_query(request, anthropic_files.OTHER_QUERY if is_anthropic else ())
         id_ = request.path_params["file_id"]
         if request.method != "DELETE":
             file = await records.read(partial(files.find, id_=id_, tenant=tenant))

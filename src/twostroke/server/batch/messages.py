@@ -28,7 +28,7 @@ from twostroke.server.http.errors import BodySyntaxError
 from twostroke.server.http.limits import Spool, receive_json
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.responses import to_json
-from twostroke.server.protocols.common.listing import query_of
+from twostroke.server.protocols.common.listing import read_query
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,7 +175,7 @@ class MessageBatches:
     async def several(self, request: Request) -> Response:
         """Return a page of the tenant's batches."""
         db, runner = self._records()
-        asked = query_of(request, ("after_id", "before_id", "limit", "beta"))
+        asked = read_query(request, ("after_id", "before_id", "limit", "beta"))
         limit, tenant = page_size(asked, LISTED, MAX_LISTED), served_of(request.scope).tenant
         field = "before_id" if asked.get("before_id") else "after_id"
         page = partial(

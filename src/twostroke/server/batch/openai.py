@@ -24,8 +24,8 @@ from twostroke.server.body.decode import BodyDecoder, receive_fields
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.responses import to_json
-from twostroke.server.protocols.common.fields import Pairs
-from twostroke.server.protocols.common.listing import query_of
+from twostroke.server.protocols.common.fields import MetadataPairs
+from twostroke.server.protocols.common.listing import read_query
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -78,7 +78,7 @@ class BatchRequest(field.RequestObject):
             pattern=r"^[1-9]\d{0,5}[smhd]$",
         ),
     ]
-    metadata: Annotated[Pairs | None, field.doc("Labels, returned with the batch.")] = None
+    metadata: Annotated[MetadataPairs | None, field.doc("Labels, returned with the batch.")] = None
     output_expires_after: Annotated[
         ExpiresAfter | None,
         field.doc("When to delete the files with results, counted from their creation."),
@@ -170,7 +170,7 @@ def routes(
 
     async def several(request: Request) -> Response:
         db, runner = records()
-        asked = query_of(request, ("after", "limit"))
+        asked = read_query(request, ("after", "limit"))
         limit, tenant = page_size(asked, LISTED, MAX_LISTED), served_of(request.scope).tenant
         after = asked.get("after") or None
         found = await db.read(lambda db: kept.page(db, tenant, PROTOCOL, after, limit + 1))

@@ -87,7 +87,7 @@ def ignored(*neutral: object) -> Meta:
     return _mark(Effect.NONE, "Ignored.", neutral)
 
 
-def keeping(value: str, *neutral: object) -> Meta:
+def page_cache_only(value: str, *neutral: object) -> Meta:
     """Mark a field that has an effect only with a page cache; `value` describes its values."""
     text = f"Keeps the prompt in a page cache: {value}. Ignored without one."
     return _mark(Effect.NONE, text, neutral)

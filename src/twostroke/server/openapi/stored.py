@@ -6,7 +6,12 @@ from typing import Any, Final
 
 from twostroke.core.errors import RequestError
 from twostroke.server.openapi.operation import BODY, TEXT, RouteDescription, parameter
-from twostroke.server.protocols.common.listing import INCLUDABLE, LISTED, MAX_LISTED, ItemList
+from twostroke.server.protocols.common.listing import (
+    DEFAULT_LIST_LIMIT,
+    INCLUDABLE,
+    MAX_LIST_LIMIT,
+    ItemList,
+)
 from twostroke.server.protocols.openai import stored_chat
 from twostroke.server.protocols.responses import conversation_routes as conversations
 from twostroke.server.protocols.responses import stream_events
@@ -51,8 +56,8 @@ _PAGE: Final = (
         "The number of items of a page.",
         type="integer",
         minimum=1,
-        maximum=MAX_LISTED,
-        default=LISTED,
+        maximum=MAX_LIST_LIMIT,
+        default=DEFAULT_LIST_LIMIT,
     ),
     parameter(
         "query",

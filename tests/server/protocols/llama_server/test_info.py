@@ -11,7 +11,7 @@ from support.servers import live_server, post_bytes, read_all, wait_for
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.models.about import FINGERPRINT
 from twostroke.server.options import ServeOptions
-from twostroke.server.protocols.llama_server.info import _Places
+from twostroke.server.protocols.llama_server.info import _SlotAssignment
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,7 +58,7 @@ def test_slots_show_running_requests_without_their_text(server: LiveServer) -> N
 
 
 def test_a_running_request_keeps_its_slot() -> None:
-    places = _Places()
+    places = _SlotAssignment()
     a, b, c = (SimpleNamespace(id=id_) for id_ in "abc")
     assert places.of([a, b]) == [(0, 0), (1, 1)]  # type: ignore[list-item]
     assert places.of([c, b]) == [(0, 2), (1, 1)]  # type: ignore[list-item]

@@ -113,14 +113,14 @@ def test_lists_of_one_tenant_wait_for_those_of_others(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store(server)
-    begun, may_end, page = list[int](), threading.Event(), stored_chat._page
+    begun, may_end, page = list[int](), threading.Event(), stored_chat._list_completions
 
     def slow(kept: list[Any], asked: dict[str, str]) -> Any:
         begun.append(len(kept))
         assert may_end.wait(20)
         return page(kept, asked)
 
-    monkeypatch.setattr(stored_chat, "_page", slow)
+    monkeypatch.setattr(stored_chat, "_list_completions", slow)
     line = server.api._readers._turns
     with ThreadPoolExecutor(4) as threads:
         try:

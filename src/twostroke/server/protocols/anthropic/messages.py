@@ -29,7 +29,7 @@ from twostroke.server.protocols.common.fields import (
     CacheControl,
     CacheControlField,
     StopText,
-    marked_s,
+    cache_control_s,
 )
 from twostroke.server.protocols.common.structured_output import to_schema
 from twostroke.server.protocols.common.tools import TOOL_CHOICE, ToolsAs, arguments_text
@@ -182,7 +182,7 @@ def read(asked: MessagesRequest, tenant: Tenant) -> Job:
         timings=bool(asked.return_timings),
         omits_reasoning=getattr(asked.thinking, "display", None) == "omitted",
         tools=tools,
-        keep_s=marked_s(_marks(asked)),
+        keep_s=cache_control_s(_marks(asked)),
     )
 
 

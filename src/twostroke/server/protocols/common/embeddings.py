@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+# Encoding this many values takes about a millisecond, during which no other thread runs.
+_MAX_VALUES_PER_CHUNK: Final = 4096
 
-def split_inputs(value: str | list[Any], field: str) -> tuple[str | list[int | str], ...]:
-    """Return the inputs in a field that takes one or several of them.
 
-    An input is a text, or a list of token ids and texts that follow each other: a list that has an
-    id is one input.
+def split_inputs(value: str | list[Any], field_name: str) -> tuple[str | list[int | str], ...]:
+    """Return the inputs to embed, from a field that takes one input or a list of inputs.
+
+    An input is a text, or a list of token ids and texts that are joined. So a list that contains a
+    token id is one input, and a list of texts has several. `field_name` is for errors.
 
     Raises:
         RequestError: the list is empty, or mixes token ids with lists.
@@ -26,26 +29,29 @@ def split_inputs(value: str | list[Any], field: str) -> tuple[str | list[int | s
     if isinstance(value, str):
         return (value,)
     if not value:
-        raise RequestError(f"is an empty list: give at least one {field}.", field=field)
+        raise RequestError(f"is an empty list: give at least one {field_name}.", field=field_name)
     if not any(isinstance(part, int) for part in value):
         return tuple(value)
     if any(isinstance(part, list) for part in value):
-        reason = f"mixes token ids with lists: give one {field} or a list of {field}s."
-        raise RequestError(reason, field=field)
+        reason = f"mixes token ids with lists: give one {field_name} or a list of {field_name}s."
+        raise RequestError(reason, field=field_name)
     return (value,)
 
 
-_MAX_VALUES: Final = 4096  # encoded at once: about a millisecond, in which no other thread runs
-
-
 def encode_vectors(vectors: NDArray[np.float32]) -> msgspec.Raw:
-    """Return one vector (width,), or a list of vectors (count, width), as JSON."""
+    """Return a vector (width,), or a list of vectors (count, width), as JSON numbers.
+
+    Long vectors are encoded in chunks, so that other threads run in between.
+    """
     if vectors.ndim > 1:
-        return msgspec.Raw(b"[" + b",".join(map(_encoded, vectors)) + b"]")
-    return msgspec.Raw(_encoded(vectors))
+        return msgspec.Raw(b"[" + b",".join(map(_encode_vector, vectors)) + b"]")
+    return msgspec.Raw(_encode_vector(vectors))
 
 
-def _encoded(vector: NDArray[np.float32]) -> bytes:
-    starts = range(0, len(vector), _MAX_VALUES)
-    parts = [encode_json(vector[start : start + _MAX_VALUES].tolist())[1:-1] for start in starts]
-    return b"[" + b",".join(parts) + b"]"
+def _encode_vector(vector: NDArray[np.float32]) -> bytes:
+    """Return a vector (width,) as a JSON list."""
+    chunks = []
+    for start in range(0, len(vector), _MAX_VALUES_PER_CHUNK):
+        values = vector[start : start + _MAX_VALUES_PER_CHUNK].tolist()
+        chunks.append(encode_json(values)[1:-1])
+    return b"[" + b",".join(chunks) + b"]"

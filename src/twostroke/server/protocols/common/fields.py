@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 MAX_PRIORITY: Final = 1000
 
-# OpenAI's words for classes of service; without contracts for more, two of them are the default.
+# The service tier for each value of `service_tier`. `scale` is a contract with OpenAI, so it is the
+# default tier here.
 TIERS: Final = {
     "auto": DEFAULT_SERVICE,
     "default": DEFAULT_SERVICE,
@@ -54,6 +55,7 @@ TIERS: Final = {
     "priority": "priority",
 }
 
+# A key of `logit_bias`: a token id in decimal digits.
 TOKEN_ID: Final = re.compile(r"[0-9]{1,9}")
 
 ReasoningEffort = Annotated[
@@ -63,42 +65,42 @@ ReasoningEffort = Annotated[
 ]
 StopText = Annotated[str, Meta(extra_json_schema={"maxLength": MAX_STOP_LENGTH})]
 Label = Annotated[str, Meta(max_length=512)]
-Pairs = Annotated[dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)]
+MetadataPairs = Annotated[dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)]
 TopLogprobs = Annotated[
     Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None,
-    field.doc("How many of the likeliest tokens to report at each place."),
+    field.doc("How many of the likeliest tokens to report for each token."),
 ]
 TemplateVariables = Annotated[
     dict[str, Any] | None,
     field.doc("Variables for the chat template.", maxProperties=MAX_VARIABLES),
 ]
 
+# Names of fields that have an effect only with a page cache.
+CACHE_CONTROL_FIELDS: Final = frozenset({"cache_control", "prompt_cache_retention"})
 
-# Names of fields that have an effect where there is a page cache.
-KEEPING: Final = frozenset({"cache_control", "prompt_cache_retention"})
-
-_MARKED_S: Final = {None: 300.0, "5m": 300.0, "1h": 3600.0}  # by `ttl`
-_RETAINED_S: Final = {"24h": 86_400.0}
+_CACHE_CONTROL_S: Final = {None: 300.0, "5m": 300.0, "1h": 3600.0}  # by `ttl`
+_RETENTION_S: Final = {"24h": 86_400.0}
 
 
 class CacheControlField(field.TaggedObject, tag="ephemeral"):
-    """Anthropic's mark: what stands before it is to be kept, for 5 minutes if it says nothing."""
+    """Anthropic's mark to cache the prompt up to here; without `ttl`, for 5 minutes."""
 
     ttl: Literal["5m", "1h"] | None = None
 
 
 CacheControl = Annotated[
-    CacheControlField | None, field.keeping('`{"type": "ephemeral", "ttl": "1h"}` or `"5m"`')
+    CacheControlField | None,
+    field.page_cache_only('`{"type": "ephemeral", "ttl": "1h"}` or `"5m"`'),
 ]
-# OpenAI's reference has in_memory, which is what happens anyway; its SDKs have written in-memory.
+# `in_memory` is the default behaviour; OpenAI's SDKs have also spelled it in-memory.
 Retention = Annotated[
     Literal["24h", "in_memory", "in-memory"] | None,
-    field.keeping("`24h`", "in_memory", "in-memory"),
+    field.page_cache_only("`24h`", "in_memory", "in-memory"),
 ]
 
 
 class TextPart(field.TaggedObject, tag="text"):
-    """A part of a message's content; only text is read."""
+    """A text part of a message's content; other types of parts are refused."""
 
     other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
 
@@ -106,18 +108,18 @@ class TextPart(field.TaggedObject, tag="text"):
 
 
 class RefusalPart(field.TaggedObject, tag="refusal"):
-    """An assistant's reason why there is no other text."""
+    """A part of an assistant's message in which the model refused to answer."""
 
     refusal: str
 
     @property
     def text(self) -> str:
-        """The reason."""
+        """The text of the refusal."""
         return self.refusal
 
 
 class StreamOptions(field.RequestObject):
-    """What a stream carries besides the answer."""
+    """Options for the events of a stream."""
 
     include_usage: Annotated[bool | None, field.doc("End the stream with the usage.")] = None
     continuous_usage_stats: Annotated[
@@ -134,13 +136,13 @@ class PredictionPart(field.TaggedObject, tag="text"):
 
 
 class Prediction(field.TaggedObject, tag="content"):
-    """A guess at the answer: the more of it is right, the faster the answer comes."""
+    """A predicted answer: the more of it is right, the faster the answer is generated."""
 
     content: str | list[PredictionPart]
 
 
 class ServiceFields(field.RequestObject):
-    """The fields of all of OpenAI's requests that the model computes something for."""
+    """The fields of OpenAI's requests that run the model: for texts and for embeddings."""
 
     model: field.ModelName = None
     priority: Annotated[
@@ -149,7 +151,7 @@ class ServiceFields(field.RequestObject):
     ] = None
     service_tier: Annotated[
         Literal["auto", "default", "flex", "scale", "priority"] | None,
-        field.doc("The class of service: `priority` is served first, `flex` last."),
+        field.doc("The service tier: `priority` is served first, `flex` last."),
         field.DROPPABLE,
     ] = None
 
@@ -158,12 +160,13 @@ class ServiceFields(field.RequestObject):
 
 
 class CommonFields(ServiceFields):
-    """The fields that requests for text have in common; null leaves a field out."""
+    """The fields that requests for text have in common; null is the same as leaving a field out."""
 
     stream: field.Stream = None
     stream_options: Annotated[StreamOptions | None, field.doc("Needs `stream`.")] = None
     max_tokens: Annotated[
-        int | None, field.limit("The most tokens to generate; left out, or -1: as many as fit.")
+        int | None,
+        field.limit("At most this many tokens are generated; left out, or -1: all that fit."),
     ] = None
     temperature: Annotated[float | None, field.sampling("temperature")] = None
     top_p: Annotated[float | None, field.sampling("top_p")] = None
@@ -196,12 +199,12 @@ class CommonFields(ServiceFields):
     include_stop_str_in_output: Annotated[bool | None, field.doc("Include the stop text.")] = None
     return_timings: field.Timings = None
     prediction: Annotated[
-        Prediction | None, field.doc("A guess at the answer; it changes the speed only.")
+        Prediction | None, field.doc("A predicted answer; it changes the speed only.")
     ] = None
     speculate: Annotated[
         str | None,
         field.doc(
-            "Which method guesses tokens; it changes the speed only.", enum=field.Fact.PROPOSERS
+            "Which method drafts tokens; it changes the speed only.", enum=field.Fact.PROPOSERS
         ),
     ] = None
 
@@ -214,8 +217,8 @@ class CommonFields(ServiceFields):
         int | None,
         field.sampling(
             "prompt_logprobs",
-            "How many of the likeliest tokens to report at each "
-            "place of the prompt, in vLLM's form. Not for streams.",
+            "How many of the likeliest tokens to report for each "
+            "token of the prompt, in vLLM's form. Not for streams.",
         ),
     ] = None
     return_token_ids: Annotated[
@@ -225,9 +228,9 @@ class CommonFields(ServiceFields):
         bool | None, field.doc("Write tokens of log-probabilities as `token_id:ID`.")
     ] = None
 
-    response_format: Annotated[ResponseFormat | None, field.doc("The form of the answer.")] = None
+    response_format: Annotated[ResponseFormat | None, field.doc("The format of the answer.")] = None
     structured_outputs: Annotated[
-        StructuredOutputs | None, field.doc("The form of the answer, in one of several ways.")
+        StructuredOutputs | None, field.doc("The format of the answer, set by one of its fields.")
     ] = None
     guided_json: JsonForm = None
     guided_regex: RegexForm = None
@@ -237,9 +240,9 @@ class CommonFields(ServiceFields):
     # llama-server's further fields and names.
     grammar: GrammarForm = None
     json_schema: JsonForm = None
-    n_predict: Annotated[
-        int | None, field.limit("The same as `max_tokens`; -1: as many as fit.")
-    ] = None
+    n_predict: Annotated[int | None, field.limit("The same as `max_tokens`; -1: all that fit.")] = (
+        None
+    )
     repeat_penalty: Annotated[
         float | None,
         field.sampling("repetition_penalty", "The same as `repetition_penalty`."),
@@ -248,7 +251,7 @@ class CommonFields(ServiceFields):
         bool | None, field.doc("Report `timings` in llama-server's form.")
     ] = None
     return_progress: Annotated[
-        bool | None, field.doc("Report in a stream how much of the prompt is read.")
+        bool | None, field.doc("Report in a stream how much of the prompt is prefilled.")
     ] = None
     verbose: Annotated[
         bool | None,
@@ -273,147 +276,166 @@ class CommonFields(ServiceFields):
     use_beam_search: field.AlwaysOff = None
 
 
-_SAME_NAME: Final = (
+# Fields that have the same name in `SamplingParams`.
+_ENGINE_NAMES: Final = (
     *(name for name in CommonFields.__struct_fields__ if name in BOUNDS),
     *("ignore_eos", "logit_bias", "stop", "stop_token_ids"),
 )
 
-# llama-server's names of fields, by ours.
-_OTHER_NAMES: Final = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
+# llama-server's names of fields, by the engine's names.
+_LLAMA_NAMES: Final = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
 
 
-def other_names(asked: CommonFields) -> dict[str, str]:
-    """Return the names of the engine's fields that a request uses besides ours, for errors."""
-    return {own: name for own, name in _OTHER_NAMES.items() if getattr(asked, name) is not None}
+def llama_server_aliases(request: CommonFields) -> dict[str, str]:
+    """Return the fields that a request sends by llama-server's names, by the engine's names.
+
+    Errors about a value then name the field that the client has sent.
+    """
+    return {
+        name: llama_name
+        for name, llama_name in _LLAMA_NAMES.items()
+        if getattr(request, llama_name) is not None
+    }
 
 
-def check_combinations(asked: CommonFields) -> None:
-    """Refuse fields that do not suit each other.
+def check_combinations(request: CommonFields) -> None:
+    """Check that the fields of a request can be combined.
 
     Raises:
-        RequestError: naming the field.
+        UnsupportedFieldError: a field cannot be combined with another field.
     """
-    if asked.best_of and asked.best_of != (asked.n or 1):
+    if request.best_of and request.best_of != (request.n or 1):
         raise UnsupportedFieldError("is not supported yet, unless it equals n.", field="best_of")
-    if asked.prompt_logprobs is not None and asked.stream:
+    if request.prompt_logprobs is not None and request.stream:
         reason = "cannot be combined with stream: leave one of them out."
         raise UnsupportedFieldError(reason, field="prompt_logprobs")
 
 
-def ignored_in(asked: CommonFields) -> tuple[Ignored, ...]:
-    """Return the fields that have no effect because of their values."""
-    found: list[Ignored] = []
-    if asked.stream_options is not None and not asked.stream:
+def ignored_fields(request: CommonFields) -> tuple[Ignored, ...]:
+    """Return the fields that have no effect because of their values or of other fields."""
+    ignored: list[Ignored] = []
+    if request.stream_options is not None and not request.stream:
         error = RequestError("may only be set when stream is true.", field="stream_options")
-        found.append(Ignored.of(error))
-    if any(not TOKEN_ID.fullmatch(key) for key in asked.logit_bias or ()):
+        ignored.append(Ignored.of(error))
+    if any(not TOKEN_ID.fullmatch(key) for key in request.logit_bias or ()):
         error = RequestError("A key of {field} must be a token id.", field="logit_bias")
-        found.append(Ignored.of(error))
-    return tuple(found)
+        ignored.append(Ignored.of(error))
+    return tuple(ignored)
 
 
-def to_params(asked: CommonFields, **own: Any) -> SamplingParams:
-    """Return how to choose tokens; `own` are values that one protocol names otherwise.
+def to_params(request: CommonFields, **overrides: Any) -> SamplingParams:
+    """Return the sampling parameters of a request.
+
+    `overrides` are values by the engine's names, for fields that one protocol names differently.
 
     Raises:
         RequestError: a value is out of its bounds.
     """
-    values = {name: getattr(asked, name) for name in _SAME_NAME}
-    values["include_stop"] = asked.include_stop_str_in_output
-    values["constraint"] = to_constraint(asked)
-    values |= own
-    values |= {own: getattr(asked, name) for own, name in other_names(asked).items()}
-    bias = asked.logit_bias or {}
+    values = {name: getattr(request, name) for name in _ENGINE_NAMES}
+    values["include_stop"] = request.include_stop_str_in_output
+    values["constraint"] = to_constraint(request)
+    values |= overrides
+    for name, llama_name in llama_server_aliases(request).items():
+        values[name] = getattr(request, llama_name)
+    bias = request.logit_bias or {}
     values["logit_bias"] = {int(key): bias[key] for key in bias if TOKEN_ID.fullmatch(key)}
-    least = 1 if values.get("prompt_logprobs") is None else 0
-    values["max_tokens"] = to_limit(values["max_tokens"], least)
+    minimum = 1 if values.get("prompt_logprobs") is None else 0
+    values["max_tokens"] = to_limit(values["max_tokens"], minimum)
     if values["top_k"] == -1:
         values["top_k"] = 0
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
-def to_limit(given: int | None, least: int = 1) -> int | None:
-    """Return the most tokens to generate, or None for as many as fit (-1).
+def to_limit(requested: int | None, minimum: int = 1) -> int | None:
+    """Return the maximum number of tokens to generate; None if only the context limits it.
+
+    `requested` is `max_tokens` of the request, where None and -1 set no limit.
 
     Raises:
-        RequestError: it is less than `least`.
+        RequestError: the number is less than `minimum`.
     """
-    if given is None or given == -1:
+    if requested is None or requested == -1:
         return None
-    if given < least:
-        raise RequestError(f"must be -1 or at least {least}, got {given}.", field="max_tokens")
-    return min(given, MAX_TOKENS)
+    if requested < minimum:
+        raise RequestError(
+            f"must be -1 or at least {minimum}, got {requested}.", field="max_tokens"
+        )
+    return min(requested, MAX_TOKENS)
 
 
-def to_caller(asked: ServiceFields, prompt_field: str, tenant: Tenant) -> Caller:
-    """Return the sender of a request; `prompt_field` is the field with the prompt.
+def to_caller(request: ServiceFields, prompt_field: str, tenant: Tenant) -> Caller:
+    """Return the caller of a request: its tenant, service tier and priority.
 
-    `priority` overrides the priority of the class of service.
+    The request's `priority` overrides the priority of its service tier. `prompt_field` is the name
+    of the field with the prompt, for errors.
     """
-    service = TIERS[asked.service_tier or "auto"]
-    priority = SERVICES[service] if asked.priority is None else asked.priority
-    is_named = asked.service_tier not in {None, "auto"}
-    return Caller(priority, tenant.name, prompt_field, service, names_class=is_named)
+    service = TIERS[request.service_tier or "auto"]
+    priority = SERVICES[service] if request.priority is None else request.priority
+    names_class = request.service_tier not in {None, "auto"}
+    return Caller(priority, tenant.name, prompt_field, service, names_class=names_class)
 
 
-def to_job(asked: CommonFields, prompts: tuple[Prompt, ...], **own: Any) -> Job:
-    """Return the job of a chat or completion request; `own` are the fields of only one of them."""
-    options = asked.stream_options
+def to_job(request: CommonFields, prompts: tuple[Prompt, ...], **other_fields: Any) -> Job:
+    """Return the job of a chat or completion request; `other_fields` are fields of `Job`."""
+    options = request.stream_options
     return Job(
-        model=asked.model,
+        model=request.model,
         prompts=prompts,
-        speculate="auto" if asked.speculate is None else asked.speculate,
-        prediction=to_prediction(asked),
-        stream=bool(asked.stream),
+        speculate="auto" if request.speculate is None else request.speculate,
+        prediction=to_prediction(request),
+        stream=bool(request.stream),
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=options is not None and bool(options.continuous_usage_stats),
-        timings=bool(asked.return_timings),
-        shows_progress=bool(asked.stream and asked.return_progress),
-        llama_timings=bool(asked.timings_per_token),
-        is_verbose=bool(asked.verbose),
-        tier=None if asked.service_tier is None else TIERS[asked.service_tier],
-        ignored=ignored_in(asked),
-        keep_s=retained_s(asked.prompt_cache_retention),
-        allowed_ids=None if asked.allowed_token_ids is None else tuple(asked.allowed_token_ids),
-        token_ids=bool(asked.return_token_ids),
-        tokens_as_ids=bool(asked.return_tokens_as_token_ids),
-        prompt_scores=asked.prompt_logprobs is not None,
-        **own,
+        timings=bool(request.return_timings),
+        shows_progress=bool(request.stream and request.return_progress),
+        llama_timings=bool(request.timings_per_token),
+        is_verbose=bool(request.verbose),
+        tier=None if request.service_tier is None else TIERS[request.service_tier],
+        ignored=ignored_fields(request),
+        keep_s=retention_s(request.prompt_cache_retention),
+        allowed_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        prompt_scores=request.prompt_logprobs is not None,
+        **other_fields,
     )
 
 
-def to_prediction(asked: CommonFields) -> str:
-    """Return the text that the answer is expected to resemble; empty for none."""
-    if asked.prediction is None:
+def to_prediction(request: CommonFields) -> str:
+    """Return the predicted text of the answer; empty without a prediction."""
+    if request.prediction is None:
         return ""
-    content = asked.prediction.content
+    content = request.prediction.content
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def marked_s(marks: Iterable[CacheControlField | None]) -> float:
-    """Return the longest time that marks ask for."""
-    return max((_MARKED_S[mark.ttl] for mark in marks if mark is not None), default=0.0)
+def cache_control_s(marks: Iterable[CacheControlField | None]) -> float:
+    """Return for how many seconds to cache the prompt: the longest time of the marks."""
+    return max((_CACHE_CONTROL_S[mark.ttl] for mark in marks if mark is not None), default=0.0)
 
 
-def retained_s(retention: str | None) -> float:
-    """Return the time that a value of `prompt_cache_retention` asks for."""
-    return _RETAINED_S.get(retention or "", 0.0)
+def retention_s(retention: str | None) -> float:
+    """Return the seconds that `prompt_cache_retention` stands for; 0 for in-memory only."""
+    return _RETENTION_S.get(retention or "", 0.0)
 
 
 def split_prompts(
-    value: str | list[str | int | list[int]], field: str
+    value: str | list[str | int | list[int]], field_name: str
 ) -> tuple[str | list[int], ...]:
-    """Return the texts and lists of token ids in a field that takes one or several of either.
+    """Return the prompts of a field that takes one prompt or a list of prompts.
+
+    A prompt is a text or a list of token ids. `field_name` is for errors.
 
     Raises:
-        RequestError: the list is empty, or mixes token ids with others.
+        RequestError: the list is empty, or mixes token ids with texts or lists.
     """
     if isinstance(value, str):
         return (value,)
     if not value:
-        raise RequestError(f"is an empty list: give at least one {field}.", field=field)
+        raise RequestError(f"is an empty list: give at least one {field_name}.", field=field_name)
     ids = [part for part in value if isinstance(part, int)]
     if ids and len(ids) < len(value):
-        reason = f"mixes token ids with texts or lists: give one {field} or a list of {field}s."
-        raise RequestError(reason, field=field)
+        reason = "mixes token ids with texts or lists: "
+        reason += f"give one {field_name} or a list of {field_name}s."
+        raise RequestError(reason, field=field_name)
     return (ids,) if ids else tuple(part for part in value if not isinstance(part, int))

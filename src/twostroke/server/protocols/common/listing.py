@@ -1,4 +1,4 @@
-"""Queries of lists, and their pages: fields that several paths take, and `include`."""
+"""Reads the queries of list endpoints, and returns the requested part of a list."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-MAX_LISTED: Final = 100
-LISTED: Final = 20
+MAX_LIST_LIMIT: Final = 100
+DEFAULT_LIST_LIMIT: Final = 20
 LOGPROBS: Final = "message.output_text.logprobs"
 INCLUDABLE: Final = (
     LOGPROBS,
@@ -31,7 +31,7 @@ INCLUDABLE: Final = (
 
 
 class ItemList(msgspec.Struct, kw_only=True, frozen=True):
-    """A page of the items that a response answered."""
+    """A part of a list of items, in OpenAI's form."""
 
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]
@@ -40,57 +40,62 @@ class ItemList(msgspec.Struct, kw_only=True, frozen=True):
     has_more: bool
 
 
-def query_of(request: Request, known: tuple[str, ...]) -> dict[str, str]:
-    """Return the fields of a request's query.
+def read_query(request: Request, known_names: tuple[str, ...]) -> dict[str, str]:
+    """Return the fields of a request's query string, without `include` and `beta`.
 
     Raises:
-        RequestError: there is an unknown one, or `include` has an unknown word.
+        RequestError: a field is not in `known_names`, or `include` has an unknown value.
     """
-    found: dict[str, str] = {}
+    query: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name in {"include", "include[]"}:
-            for error in unknown_parts((value,)):
+            for error in unknown_includes((value,)):
                 raise error
         elif name == "beta":
-            continue  # SDKs send it to newer paths
-        elif name in known:
-            found[name] = value
+            continue  # SDKs send it with requests to newer paths
+        elif name in known_names:
+            query[name] = value
         else:
-            word = name[:MAX_NAME_LENGTH]
-            hint = nearest(word, (*known, "include"))
-            raise UnknownFieldError("is not a known field.{hint}", field=word, hint=hint)
-    return found
+            shortened_name = name[:MAX_NAME_LENGTH]
+            hint = nearest(shortened_name, (*known_names, "include"))
+            raise UnknownFieldError("is not a known field.{hint}", field=shortened_name, hint=hint)
+    return query
 
 
-def unknown_parts(include: Iterable[str]) -> Iterator[UnsupportedFieldError]:
-    """Yield an error for each unknown name of a part, with its place."""
-    for place, name in enumerate(include):
+def unknown_includes(include: Iterable[str]) -> Iterator[UnsupportedFieldError]:
+    """Yield an error for each value of `include` that is unknown, with its index."""
+    for index, name in enumerate(include):
         if name not in INCLUDABLE:
-            word = name[:MAX_NAME_LENGTH]
-            reason = f"does not support '{{value}}'.{nearest(word, INCLUDABLE)}"
-            yield UnsupportedFieldError(reason, field=f"include[{place}]", value=word)
+            shortened_name = name[:MAX_NAME_LENGTH]
+            reason = f"does not support '{{value}}'.{nearest(shortened_name, INCLUDABLE)}"
+            yield UnsupportedFieldError(reason, field=f"include[{index}]", value=shortened_name)
 
 
-def page_of(items: list[dict[str, Any]], asked: dict[str, str], order: str = "desc") -> ItemList:
-    """Return a page of items, which come from the oldest on; `order` is that without the field.
+def list_page(items: list[dict[str, Any]], query: dict[str, str], order: str = "desc") -> ItemList:
+    """Return the part of a list for which a query asks.
+
+    Args:
+        items: the whole list, the oldest item first; it may be changed.
+        query: its fields `order`, `limit` and `after` are used.
+        order: the order if the query has none.
 
     Raises:
-        RequestError: a field of the query is wrong.
+        RequestError: a field of the query has a wrong value.
     """
-    order = asked.get("order", order)
+    order = query.get("order", order)
     if order not in {"asc", "desc"}:
         raise RequestError("must be asc or desc.", field="order")
-    limit = asked.get("limit", str(LISTED))
-    if not (limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LISTED):
-        raise RequestError(f"must be from 1 to {MAX_LISTED}.", field="limit")
+    limit = query.get("limit", str(DEFAULT_LIST_LIMIT))
+    if not (limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LIST_LIMIT):
+        raise RequestError(f"must be from 1 to {MAX_LIST_LIMIT}.", field="limit")
     if order == "desc":
         items.reverse()
-    if after := asked.get("after"):
-        places = [place for place, item in enumerate(items) if item["id"] == after]
-        if not places:
+    if after := query.get("after"):
+        indices = [index for index, item in enumerate(items) if item["id"] == after]
+        if not indices:
             reason = "must be the id of an item of this list, got '{value}'."
             raise RequestError(reason, field="after", value=after[:MAX_NAME_LENGTH])
-        items = items[places[0] + 1 :]
+        items = items[indices[0] + 1 :]
     data = items[: int(limit)]
     return ItemList(
         data=data,

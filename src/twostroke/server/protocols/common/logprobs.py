@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two forms."""
+"""Log-probabilities of tokens in OpenAI's two forms: of chat and of completions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """One of the likeliest tokens; `bytes` is exact even for a part of a character."""
+    """One of the likeliest tokens; `bytes` is exact even if a token ends inside a character."""
 
     token: str
     logprob: float
@@ -37,14 +37,14 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of a chat answer, or of one piece of it."""
+    """The log-probabilities of a chat answer, or of one chunk of its stream."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of a completion; `text_offset` counts characters from the text's start.
+    """The log-probabilities of a completion; `text_offset` counts characters from its start.
 
     The first token of an echoed prompt has no log-probability.
     """
@@ -58,8 +58,8 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 def chat_logprobs(
     tokenizer: Tokenizer, scored: Scores, *, as_ids: bool = False
 ) -> list[TokenLogprob]:
-    """Return chat's form of the log-probabilities of some tokens; `as_ids` names these by ids."""
-    name_of = partial(_named, tokenizer, as_ids=as_ids)
+    """Return scored tokens in chat's form; with `as_ids`, tokens are written as `token_id:ID`."""
+    name_of = partial(_token_name, tokenizer, as_ids=as_ids)
     content = []
     for token, scores in scored:
         likely = [
@@ -72,16 +72,20 @@ def chat_logprobs(
 
 
 class CompletionScorer:
-    """Collects the log-probabilities of one completion, piece by piece."""
+    """Collects the log-probabilities of one completion, chunk by chunk."""
 
     def __init__(
         self, tokenizer: Tokenizer, echoed: Sequence[int], text: str, *, as_ids: bool = False
     ) -> None:
-        """Begin with the `echoed` tokens of the prompt, if any, whose text is `text`.
+        """Begin a completion.
 
-        `as_ids` names tokens by their ids.
+        Args:
+            tokenizer: the model's tokenizer.
+            echoed: the prompt's token ids if the answer repeats the prompt, else empty.
+            text: the text of the echoed tokens.
+            as_ids: write tokens as `token_id:ID`.
         """
-        self._name_of = partial(_named, tokenizer, as_ids=as_ids, prefix="bytes:")
+        self._name_of = partial(_token_name, tokenizer, as_ids=as_ids, prefix="bytes:")
         self._tokenizer = tokenizer
         self._echoed = iter(echoed)
         self._prompt = TextOffsets(tokenizer, prompt=text)
@@ -92,69 +96,74 @@ class CompletionScorer:
             self._add(token, None, self._prompt)
 
     def add_prompt(self, logprobs: Iterable[TokenLogprobs | None]) -> None:
-        """Add the next tokens of the prompt."""
-        for found in logprobs:
-            self._add(next(self._echoed), found, self._prompt)
+        """Add the next tokens of the echoed prompt; None for a token without a score."""
+        for scores in logprobs:
+            self._add(next(self._echoed), scores, self._prompt)
 
     def add(self, scored: Scores) -> None:
         """Add tokens of the answer."""
-        for token, found in scored:
-            self._add(token, found, self._answer)
+        for token, scores in scored:
+            self._add(token, scores, self._answer)
 
     def take(self) -> CompletionLogprobs:
-        """Return what was added since the last call."""
+        """Return the log-probabilities added since the last call, and remove them."""
         body, self._body = self._body, CompletionLogprobs([], [], [], [])
         return body
 
     @property
     def has_news(self) -> bool:
-        """Whether anything was added since the last `take`."""
+        """Whether tokens were added since the last `take`."""
         return bool(self._body.tokens)
 
-    def _add(self, token: int, found: TokenLogprobs | None, offsets: TextOffsets) -> None:
-        body, tokenizer = self._body, self._tokenizer
-        data = tokenizer.token_bytes(token)
+    def _add(self, token: int, scores: TokenLogprobs | None, offsets: TextOffsets) -> None:
+        body = self._body
+        data = self._tokenizer.token_bytes(token)
         name = self._name_of(token)
         body.tokens.append(name)
-        body.text_offset.append(offsets.place(token, data))
-        if found is None:
+        body.text_offset.append(offsets.advance(token, data))
+        if scores is None:
             body.token_logprobs.append(None)
             body.top_logprobs.append(None)
             return
         top = {
             self._name_of(id_): logprob
-            for id_, logprob in zip(found.top_ids, found.top_logprobs, strict=True)
+            for id_, logprob in zip(scores.top_ids, scores.top_logprobs, strict=True)
         }
-        body.token_logprobs.append(found.logprob)
-        body.top_logprobs.append(top | {name: found.logprob})
+        body.token_logprobs.append(scores.logprob)
+        body.top_logprobs.append(top | {name: scores.logprob})
 
 
 class TextOffsets:
-    """Counts characters, to find where each token of an answer or a prompt begins.
+    """Finds the character offset at which each token of an answer or a prompt begins.
 
-    A token inside a character begins where that character does.
+    A token that begins inside a character has the offset of that character.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, start: int = 0, prompt: str = "", *, begins: bool = True
     ) -> None:
-        """Begin at `start`, or in the text of a `prompt`, which may contain special tokens.
+        """Begin at the offset `start`.
 
-        Tokens that `begins` a text may have a space that the text has not.
+        Args:
+            tokenizer: the model's tokenizer.
+            start: the offset of the first token.
+            prompt: the text of the tokens, if special tokens may be written in it.
+            begins: whether the first token begins a text, so that the tokenizer may have added a
+                space that the text does not have.
         """
         self._prompt = prompt
         self._decoder = _UTF8("replace")
-        self._untold = tokenizer.special_ids  # absent from the text
+        self._special_ids = tokenizer.special_ids  # answers leave their text out
         self._strip_space = begins and tokenizer.strip_space
         self._offset = start
 
-    def place(self, token: int, data: bytes) -> int:
-        """Return the offset of the next token, whose bytes are `data`."""
+    def advance(self, token: int, data: bytes) -> int:
+        """Return the offset of the next token, whose bytes are `data`, and move past it."""
         offset = self._offset
-        if token in self._untold:
-            shown = data.decode(errors="replace")
-            if self._prompt.startswith(shown, offset):
-                self._offset += len(shown)
+        if token in self._special_ids:
+            special_text = data.decode(errors="replace")
+            if self._prompt.startswith(special_text, offset):
+                self._offset += len(special_text)
             return offset
         text = self._decoder.decode(data)
         if self._strip_space and text:
@@ -164,12 +173,12 @@ class TextOffsets:
         return offset
 
 
-def _named(tokenizer: Tokenizer, token: int, *, as_ids: bool, prefix: str = "") -> str:
-    return f"token_id:{token}" if as_ids else _name(tokenizer.token_bytes(token), prefix)
+def _token_name(tokenizer: Tokenizer, token: int, *, as_ids: bool, prefix: str = "") -> str:
+    return f"token_id:{token}" if as_ids else _printable(tokenizer.token_bytes(token), prefix)
 
 
-def _name(data: bytes, prefix: str = "") -> str:
-    """Return a token's text; the bytes of a part of a character are escaped after `prefix`."""
+def _printable(data: bytes, prefix: str = "") -> str:
+    """Return a token's text; bytes that are not UTF-8 are escaped in hexadecimal after `prefix`."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""The fields that set the form of an answer, OpenAI's and vLLM's, as one constraint."""
+"""The request fields that set an answer's format, of OpenAI and vLLM, as one constraint."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from twostroke.server.protocols.common.tools import Text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    Notated = tuple[str, object, str]  # a notation, a form in it or None, and the field that has it
+    # A notation, a format in this notation or None, and the name of its field in the request.
+    NotatedFormat = tuple[str, object, str]
 
-# By the fields of vLLM: `guided_*` and those of `structured_outputs`.
-_NOTATIONS: Final = {
+# The notations of vLLM's fields: `guided_*`, and the fields of `structured_outputs`.
+_VLLM_NOTATIONS: Final = {
     "json": "json_schema",
     "regex": "regex",
     "choice": "choice",
@@ -48,7 +49,7 @@ GrammarForm = Annotated[
 
 
 class JsonObject(field.TaggedObject, tag="json_object"):
-    """Any JSON object, or those that llama-server's `schema` allows."""
+    """A JSON object, which llama-server's `schema` may restrict."""
 
     schema: dict[str, Any] | None = None
 
@@ -63,7 +64,7 @@ class NamedSchema(field.RequestObject):
 
 
 class JsonSchema(field.TaggedObject, tag="json_schema"):
-    """JSON that a schema allows; `schema` is llama-server's place for it."""
+    """JSON that fits a schema, which is in `json_schema`, or in `schema` as llama-server has it."""
 
     json_schema: NamedSchema | None = None
     schema: dict[str, Any] | None = None
@@ -73,7 +74,7 @@ ResponseFormat = Text | JsonObject | JsonSchema
 
 
 class StructuredOutputs(field.RequestObject):
-    """vLLM's field for the form of an answer; one of its own fields may be set."""
+    """vLLM's field for the format of an answer; one of its fields may be set."""
 
     json: JsonForm = None
     json_object: bool | None = None
@@ -96,68 +97,78 @@ class FormFields(Protocol):
     allowed_token_ids: list[int] | None
 
 
-def to_constraint(asked: FormFields) -> Constraint | None:
-    """Return the form of the answer, or None for any text.
+def to_constraint(request: FormFields) -> Constraint | None:
+    """Return the constraint that a request's fields set, or None for free text.
 
     Raises:
-        RequestError: more than one field sets a form, or a form cannot be used.
+        RequestError: more than one field sets a format, or a format is not valid.
     """
-    constraint, form = one_constraint(_constraints(asked)), asked.response_format
-    named = form.json_schema if isinstance(form, JsonSchema) else None
-    if constraint is None or named is None or not named.strict:
+    constraint = single_constraint(_requested_formats(request))
+    response_format = request.response_format
+    json_schema = response_format.json_schema if isinstance(response_format, JsonSchema) else None
+    if constraint is None or json_schema is None or not json_schema.strict:
         return constraint
     return replace(constraint, is_strict=True)
 
 
-def one_constraint(forms: Iterable[Notated]) -> Constraint | None:
-    """Return the form that is not None, as a constraint.
+def single_constraint(formats: Iterable[NotatedFormat]) -> Constraint | None:
+    """Return the only format that is not None, as a constraint; None if there is none.
 
     Raises:
-        RequestError: there are several, or the form cannot be used.
+        RequestError: several formats are set, or the format is not valid.
     """
-    found = [_constraint(*form) for form in forms if form[1] is not None]
-    if len(found) > 1:
-        reason = f"cannot be combined with {found[0].param}: leave one of them out."
-        raise RequestError(reason, field=found[1].param)
-    return found[0] if found else None
+    constraints = [
+        _make_constraint(notation, value, param)
+        for notation, value, param in formats
+        if value is not None
+    ]
+    if len(constraints) > 1:
+        reason = f"cannot be combined with {constraints[0].param}: leave one of them out."
+        raise RequestError(reason, field=constraints[1].param)
+    return constraints[0] if constraints else None
 
 
 def to_schema(schema: str | dict[str, Any], param: str, *, is_strict: bool = False) -> Constraint:
-    """Return the constraint of a JSON schema; `param` is the field that holds it."""
-    return replace(_constraint("json_schema", schema, param), is_strict=is_strict)
+    """Return the constraint of a JSON schema; `param` is the name of its field in the request."""
+    return replace(_make_constraint("json_schema", schema, param), is_strict=is_strict)
 
 
-def _constraints(asked: FormFields) -> Iterator[Notated]:
-    form = asked.response_format
-    if isinstance(form, JsonObject):
-        param = "response_format.schema" if form.schema else "response_format"
-        yield "json_schema", form.schema or ANY_OBJECT, param
-    elif isinstance(form, JsonSchema):
-        named = form.json_schema
-        if named is None and form.schema is None:
+def _requested_formats(request: FormFields) -> Iterator[NotatedFormat]:
+    """Yield the format of each field that can set one."""
+    response_format = request.response_format
+    if isinstance(response_format, JsonObject):
+        param = "response_format.schema" if response_format.schema else "response_format"
+        yield "json_schema", response_format.schema or ANY_OBJECT, param
+    elif isinstance(response_format, JsonSchema):
+        json_schema = response_format.json_schema
+        if json_schema is None and response_format.schema is None:
             raise MissingFieldError("is missing.", field="response_format.json_schema")
-        yield "json_schema", form.schema, "response_format.schema"
-        yield "json_schema", named and named.schema, "response_format.json_schema.schema"
-    vllms = asked.structured_outputs or StructuredOutputs()
-    if asked.structured_outputs == StructuredOutputs():  # perhaps its field was misspelt
+        yield "json_schema", response_format.schema, "response_format.schema"
+        yield (
+            "json_schema",
+            json_schema and json_schema.schema,
+            "response_format.json_schema.schema",
+        )
+    vllm_fields = request.structured_outputs or StructuredOutputs()
+    if request.structured_outputs == StructuredOutputs():  # perhaps its only field is misspelled
         reason = f"has no form: give one of {', '.join(StructuredOutputs.__struct_fields__)}."
         raise RequestError(reason, field="structured_outputs")
-    if vllms.json_object:
+    if vllm_fields.json_object:
         yield "json_schema", ANY_OBJECT, "structured_outputs.json_object"
-    for name, notation in _NOTATIONS.items():
-        yield notation, getattr(asked, f"guided_{name}"), f"guided_{name}"
-        yield notation, getattr(vllms, name), f"structured_outputs.{name}"
-    yield "grammar", asked.grammar or None, "grammar"
-    yield "json_schema", asked.json_schema, "json_schema"
-    if asked.allowed_token_ids is not None:
-        yield "lark", _any_of_tokens(asked.allowed_token_ids), "allowed_token_ids"
+    for name, notation in _VLLM_NOTATIONS.items():
+        yield notation, getattr(request, f"guided_{name}"), f"guided_{name}"
+        yield notation, getattr(vllm_fields, name), f"structured_outputs.{name}"
+    yield "grammar", request.grammar or None, "grammar"
+    yield "json_schema", request.json_schema, "json_schema"
+    if request.allowed_token_ids is not None:
+        yield "lark", _grammar_of_tokens(request.allowed_token_ids), "allowed_token_ids"
 
 
-def _any_of_tokens(ids: list[int]) -> str:
-    """Return the grammar of any number of these tokens.
+def _grammar_of_tokens(ids: list[int]) -> str:
+    """Return a grammar in Lark's notation that allows any sequence of these tokens.
 
     Raises:
-        RequestError: there are no ids, or one is negative.
+        RequestError: there are no ids, or an id is negative.
     """
     if not ids or min(ids) < 0:
         reason = "must have at least one token id, and none below 0."
@@ -166,6 +177,6 @@ def _any_of_tokens(ids: list[int]) -> str:
     return f"start: allowed*\nallowed: <[{distinct}]>"
 
 
-def _constraint(notation: str, value: object, param: str) -> Constraint:
+def _make_constraint(notation: str, value: object, param: str) -> Constraint:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return Constraint(notation, text, param)

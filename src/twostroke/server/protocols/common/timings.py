@@ -1,4 +1,4 @@
-"""How long an answer took, as llama-server reports it."""
+"""The durations of an answer, and the progress of a prompt, in llama-server's form."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 class LlamaTimings(msgspec.Struct, frozen=True):
-    """Tokens and times of the prompt, without the `cache_n` found in the cache, and of the answer.
+    """Token counts and times of the prompt (`prompt_*`) and of the answer (`predicted_*`).
 
-    Times are in milliseconds. Drafts are reported where there were some.
+    `prompt_n` excludes the `cache_n` tokens found in the cache. Times are in milliseconds. Counts
+    of draft tokens are only sent if tokens were drafted.
     """
 
     cache_n: int
@@ -32,7 +33,7 @@ class LlamaTimings(msgspec.Struct, frozen=True):
 
 
 class PromptProgress(msgspec.Struct, frozen=True):
-    """How many tokens of a prompt are read; `cache` of them were in the cache already."""
+    """How many tokens of a prompt are prefilled; `cache` of them were found in the cache."""
 
     total: int
     cache: int
@@ -41,35 +42,46 @@ class PromptProgress(msgspec.Struct, frozen=True):
 
 
 def to_progress(event: PrefillAdvanced, elapsed_s: float) -> PromptProgress:
-    """Return the report of a prompt that is being read."""
-    usage = event.usage
+    """Return the progress of a prompt that is being prefilled."""
     return PromptProgress(
-        usage.prompt_tokens, usage.cached_tokens, event.num_read, elapsed_s * 1000
+        total=event.usage.prompt_tokens,
+        cache=event.usage.cached_tokens,
+        processed=event.num_read,
+        time_ms=elapsed_s * 1000,
     )
 
 
 def llama_timings(usage: Usage, prompt_s: float, answer_s: float) -> LlamaTimings:
-    """Return the report; the answer's time begins with its first token."""
-    num_read = usage.prompt_tokens - usage.cached_tokens
+    """Return the durations of an answer so far; `answer_s` begins with its first token."""
+    num_prefilled = usage.prompt_tokens - usage.cached_tokens
     num_drafted = usage.accepted_tokens + usage.rejected_tokens
     return LlamaTimings(
-        usage.cached_tokens,
-        num_read,
-        *_rates(num_read, prompt_s),
-        usage.completion_tokens,
-        *_rates(usage.completion_tokens, answer_s),
-        num_drafted or UNSET,
-        usage.accepted_tokens if num_drafted else UNSET,
+        cache_n=usage.cached_tokens,
+        prompt_n=num_prefilled,
+        prompt_ms=prompt_s * 1000,
+        prompt_per_token_ms=_ms_per_token(num_prefilled, prompt_s),
+        prompt_per_second=_tokens_per_s(num_prefilled, prompt_s),
+        predicted_n=usage.completion_tokens,
+        predicted_ms=answer_s * 1000,
+        predicted_per_token_ms=_ms_per_token(usage.completion_tokens, answer_s),
+        predicted_per_second=_tokens_per_s(usage.completion_tokens, answer_s),
+        draft_n=num_drafted or UNSET,
+        draft_n_accepted=usage.accepted_tokens if num_drafted else UNSET,
     )
 
 
 def final_timings(usage: Usage, timings: Timings) -> LlamaTimings:
-    """Return the report of a whole answer."""
-    prompt_s = timings.first_token_s - timings.started_s
-    return llama_timings(usage, prompt_s, timings.last_token_s - timings.first_token_s)
+    """Return the durations of a complete answer."""
+    return llama_timings(
+        usage,
+        prompt_s=timings.first_token_s - timings.started_s,
+        answer_s=timings.last_token_s - timings.first_token_s,
+    )
 
 
-def _rates(count: int, seconds: float) -> tuple[float, float, float]:
-    """Return milliseconds, milliseconds for each token, and tokens in a second."""
-    ms = seconds * 1000
-    return ms, ms / count if count else 0.0, count / seconds if seconds > 0 else 0.0
+def _ms_per_token(num_tokens: int, seconds: float) -> float:
+    return seconds * 1000 / num_tokens if num_tokens else 0.0
+
+
+def _tokens_per_s(num_tokens: int, seconds: float) -> float:
+    return num_tokens / seconds if seconds > 0 else 0.0

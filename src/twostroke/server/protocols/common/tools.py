@@ -1,4 +1,4 @@
-"""Tools of a chat request, as clients send them."""
+"""The tools of chat requests: their fields, and their checks and translation for the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAME: Final = re.compile(rf"^[A-Za-z0-9_.:/-]{{1,{_MAX_NAME}}}$")  # MCP server
 
 FunctionName = Annotated[str, Meta(extra_json_schema={"pattern": _NAME.pattern})]
 Strict = Annotated[
-    bool | None, field.doc("Refuse a schema that cannot be followed, instead of dropping it.")
+    bool | None, field.doc("Refuse a schema that cannot be enforced, instead of ignoring it.")
 ]
 
 
@@ -44,10 +44,15 @@ class FunctionBody(field.RequestObject):
 
 
 class FreeText(Frozen):
-    """A custom tool: its input is a text, perhaps in a form.
+    """A custom tool, whose input is a text; models see a function with the argument `input`.
 
-    `syntax` is "regex", which the grammar holds, or "lark", which the model is only shown. Models
-    see a function with the argument `input`. `param` is the form's field inside the tool.
+    Attributes:
+        name: the name of the tool.
+        description: the description for the model.
+        syntax: the notation of the input's format: "regex", which is enforced, or "lark", which is
+            only shown to the model; empty for any text.
+        definition: the format in this notation.
+        param: the path of the definition inside the tool, for errors.
     """
 
     name: str
@@ -57,7 +62,7 @@ class FreeText(Frozen):
     param: str = ""
 
     def function(self) -> FunctionBody:
-        """Return the function that stands for it."""
+        """Return the function that models see in place of the tool."""
         text: dict[str, Any] = {"type": "string"}
         described = [self.description or "A tool whose input is a text."]
         if self.syntax:
@@ -73,36 +78,36 @@ class FreeText(Frozen):
 
 
 def arguments_text(arguments: str | Mapping[str, Any] | None) -> str:
-    """Return a call's arguments as JSON; clients also send an object, or none for no arguments."""
+    """Return a call's arguments as JSON text; None stands for no arguments."""
     if arguments is None:
         return "{}"
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def arguments_of(text: str) -> str:
-    """Return the arguments of a call of a custom tool with this input."""
+def custom_arguments(text: str) -> str:
+    """Return the JSON arguments of a call of a custom tool with the input `text`."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 class GrammarDefinition(field.RequestObject):
-    """A grammar: a regular expression is enforced, one in Lark's notation only shown."""
+    """A grammar: a regular expression is enforced, a Lark grammar is only shown to the model."""
 
     syntax: Annotated[Literal["lark", "regex"], field.hint("regex")]
     definition: str
 
 
 class ChatGrammar(field.TaggedObject, tag="grammar"):
-    """Text that a grammar allows."""
+    """The format of a custom tool's input: text that a grammar allows."""
 
     grammar: GrammarDefinition
 
 
 class Text(field.TaggedObject, tag="text"):
-    """Any text."""
+    """The format of free text."""
 
 
 class CustomBody(field.RequestObject):
-    """A tool whose input is a text."""
+    """The definition of a custom tool, whose input is a text."""
 
     name: FunctionName
     description: str | None = None
@@ -115,7 +120,7 @@ class ToolBody(field.TaggedObject, tag="function"):
     function: FunctionBody
 
     def offered(self) -> FunctionBody:
-        """Return the function."""
+        """Return the function that is offered to the model."""
         return self.function
 
 
@@ -125,15 +130,21 @@ class CustomToolBody(field.TaggedObject, tag="custom"):
     custom: CustomBody
 
     def offered(self) -> FreeText:
-        """Return the tool in the form of all protocols."""
-        made = self.custom
-        if not isinstance(made.format, ChatGrammar):
-            return FreeText(made.name, made.description)
-        grammar, where = made.format.grammar, "custom.format.grammar.definition"
-        return FreeText(made.name, made.description, grammar.syntax, grammar.definition, where)
+        """Return the tool in the form that all protocols share."""
+        custom = self.custom
+        if not isinstance(custom.format, ChatGrammar):
+            return FreeText(custom.name, custom.description)
+        grammar = custom.format.grammar
+        return FreeText(
+            custom.name,
+            custom.description,
+            syntax=grammar.syntax,
+            definition=grammar.definition,
+            param="custom.format.grammar.definition",
+        )
 
 
-# Other choices force tools that run on other servers, or that only certain models know.
+# Other tool choices are for tools of the provider's server, or of certain models.
 FUNCTIONS_ONLY: Final = {"*": "Only functions and custom tools can be called here."}
 
 
@@ -153,7 +164,7 @@ class NamedCustom(NamedFunction):
 
 
 class NamedChoice(field.TaggedObject, tag="function"):
-    """The answer must call this function."""
+    """A tool choice by which the answer must call this function."""
 
     other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
 
@@ -161,23 +172,23 @@ class NamedChoice(field.TaggedObject, tag="function"):
 
     @property
     def named(self) -> NamedFunction:
-        """The tool."""
+        """The function's name."""
         return self.function
 
 
 class NamedCustomChoice(field.TaggedObject, tag="custom"):
-    """The answer must call this custom tool."""
+    """A tool choice by which the answer must call this custom tool."""
 
     custom: NamedCustom
 
     @property
     def named(self) -> NamedCustom:
-        """The tool."""
+        """The custom tool's name."""
         return self.custom
 
 
 class AllowedTools(field.RequestObject):
-    """Tools that may be called, and whether one of them must be."""
+    """The tools that may be called, and whether one of them must be called."""
 
     other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
 
@@ -186,7 +197,7 @@ class AllowedTools(field.RequestObject):
 
 
 class AllowedToolsChoice(field.TaggedObject, tag="allowed_tools"):
-    """Only these tools may be called, although the model sees all."""
+    """A tool choice by which only these tools may be called, although the model sees all tools."""
 
     other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
 
@@ -213,10 +224,14 @@ def to_tools(
     parallel: bool | None,
     tool_fields: Sequence[str] = (),
 ) -> Tools | None:
-    """Return the tools that the answer may call, or None if there are none.
+    """Return the tools that the answer may call, or None if it may call none.
 
-    `tool_fields` are the request's fields with the tools, where these are not a plain list; their
-    names are checked already.
+    Args:
+        tools: the functions and custom tools of the request.
+        choice: "none", "auto", "required", or the tool that must be called.
+        parallel: whether an answer may have several calls; None allows them.
+        tool_fields: the path of each tool in the request, if the tools are not a plain list; then
+            the names are already checked.
 
     Raises:
         RequestError: a name is not valid or used twice, the schema of a `strict` function cannot
@@ -226,47 +241,49 @@ def to_tools(
         if choice is not None and choice not in ("none", "auto"):
             raise RequestError("needs tools.", field="tool_choice")
         return None
-    known: dict[str, Function] = {}
-    functions = []
-    for place, tool in enumerate(tools):
-        where = tool_fields[place] if tool_fields else f"tools[{place}]"
-        is_custom = isinstance(tool, FreeText)
-        function = tool.function() if isinstance(tool, FreeText) else tool
-        functions.append(function)
+    functions_by_name: dict[str, Function] = {}
+    bodies = []
+    for index, tool in enumerate(tools):
+        tool_field = tool_fields[index] if tool_fields else f"tools[{index}]"
+        body = tool.function() if isinstance(tool, FreeText) else tool
+        bodies.append(body)
         if not tool_fields:
-            check_name(function.name, where)
-        if function.name in known:
-            reason = f"must be unique: an earlier tool is named '{function.name}', too."
-            raise RequestError(reason, field=f"{where}.name")
-        param = f"{where}.{tool.param if isinstance(tool, FreeText) else 'parameters'}"
-        known[function.name] = replace(
-            Function.described(
-                function.name, function.parameters, param, is_strict=bool(function.strict)
-            ),
-            is_custom=is_custom,
-        )
-        if is_custom and not _is_held(known[function.name]):
-            reason = "cannot be followed: it must have no look-around and no back-references."
-            raise RequestError(reason, field=param)
+            check_name(body.name, tool_field)
+        if body.name in functions_by_name:
+            reason = f"must be unique: an earlier tool is named '{body.name}', too."
+            raise RequestError(reason, field=f"{tool_field}.name")
+        functions_by_name[body.name] = _to_function(tool, body, tool_field)
     if choice == "none":
         return None
     is_named = isinstance(choice, NamedFunction)
     if isinstance(choice, NamedFunction):
-        if choice.name not in known:
+        if choice.name not in functions_by_name:
             reason = "must be the name of one of the tools, got '{value}'."
             raise RequestError(reason, field="tool_choice.name", value=choice.name[:_MAX_NAME])
-        _check_kind(choice, known[choice.name], "tool_choice")
-        known = {choice.name: known[choice.name]}
+        _check_kind(choice, functions_by_name[choice.name], "tool_choice")
+        functions_by_name = {choice.name: functions_by_name[choice.name]}
     return Tools(
-        shown=tuple(_shown(function) for function in functions),
-        functions=tuple(known.values()),
+        shown=tuple(_function_for_template(body) for body in bodies),
+        functions=tuple(functions_by_name.values()),
         is_forced=is_named or choice == "required",
         is_parallel=parallel is not False and not is_named,
     )
 
 
+def _to_function(tool: FunctionBody | FreeText, body: FunctionBody, tool_field: str) -> Function:
+    """Return the engine's form of a tool; `body` is the function that the model sees for it."""
+    is_custom = isinstance(tool, FreeText)
+    param = f"{tool_field}.{tool.param if isinstance(tool, FreeText) else 'parameters'}"
+    function = Function.described(body.name, body.parameters, param, is_strict=bool(body.strict))
+    function = replace(function, is_custom=is_custom)
+    if is_custom and not _is_fully_enforced(function):
+        reason = "cannot be followed: it must have no look-around and no back-references."
+        raise RequestError(reason, field=param)
+    return function
+
+
 def check_name(name: str, where: str) -> None:
-    """Raise RequestError unless the tool at the place `where` may have this name."""
+    """Check the name of the tool at the path `where`; raise RequestError if it is not valid."""
     if not _NAME.fullmatch(name):
         reason = f"must be 1 to {_MAX_NAME} letters, digits, '_', '-', '.', ':' and '/'."
         raise RequestError(reason, field=f"{where}.name")
@@ -280,13 +297,17 @@ def only_allowed(
     where: str,
     name_field: str = "name",
 ) -> Tools | None:
-    """Return tools with calls of the `allowed` ones only; None if there are none.
+    """Return `tools` with only the `allowed` ones callable; None if no tool may be called.
 
-    `where` is the request's field with the allowed tools; tools that cannot be called here are left
-    out of it; `name_field` is the field of an allowed tool with its name.
+    Args:
+        tools: all tools of the request; the model sees all of them.
+        allowed: the tools that may be called, without tools of unknown types.
+        mode: "auto", or "required" if the answer must call a tool.
+        where: the path of the allowed tools in the request.
+        name_field: the path of the name inside an allowed tool.
 
     Raises:
-        RequestError: a tool does not exist, or one must be called and there are none.
+        RequestError: an allowed tool does not exist, or `mode` requires a call of no tool.
     """
     if tools is None:
         return None
@@ -306,7 +327,7 @@ def only_allowed(
 
 
 def _check_kind(named: NamedFunction, function: Function, where: str) -> None:
-    """Raise RequestError unless a tool has the right type, function or custom tool."""
+    """Check that a choice names a function as a function, and a custom tool as a custom tool."""
     kind = "custom" if function.is_custom else "function"
     if named.kind != kind:
         reason = "must be '{kind}', the type of the tool '{name}', got '{got}'."
@@ -314,15 +335,19 @@ def _check_kind(named: NamedFunction, function: Function, where: str) -> None:
         raise RequestError(reason, field=f"{where}.type", **facts)
 
 
-def _is_held(function: Function) -> bool:
-    """Whether the grammar holds the arguments wholly; a wrong schema shows when it is compiled."""
+def _is_fully_enforced(function: Function) -> bool:
+    """Whether the grammar enforces the whole schema of a function's arguments.
+
+    True for a schema that is not valid, which is refused when it is compiled.
+    """
     try:
         return not prepare(json.dumps(function.schema)).gaps
     except ValueError:
         return True
 
 
-def _shown(function: FunctionBody) -> dict[str, Any]:
+def _function_for_template(function: FunctionBody) -> dict[str, Any]:
+    """Return a function in the form that chat templates read."""
     values = {name: getattr(function, name) for name in ("name", "description", "parameters")}
-    known = {name: value for name, value in values.items() if value is not None}
-    return {"type": "function", "function": known}
+    present_values = {name: value for name, value in values.items() if value is not None}
+    return {"type": "function", "function": present_values}

@@ -1,4 +1,4 @@
-"""The parts that OpenAI's responses have in common: usage, timings, finish reasons, ends."""
+"""The parts that OpenAI's responses share: usage, timings, finish reasons, ends of streams."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """Prompt tokens found in the prefix cache."""
+    """The number of prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """Tokens of reasoning, and drafted tokens; only accepted ones are in the answer."""
+    """The numbers of reasoning tokens, and of draft tokens that were accepted or rejected."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
@@ -54,11 +54,12 @@ class UsageBody(msgspec.Struct, frozen=True):
 
 
 class TimingsBody(msgspec.Struct, frozen=True):
-    """Durations of an answer in seconds, our extension; sent if `return_timings` is set.
+    """The durations of an answer in seconds, an extension; sent if `return_timings` is set.
 
-    `ttft_s` includes `queue_s`; `e2e_s` ends with the last token. `tpot_s` (the mean time between
-    tokens) and `decode_tokens_per_s` are null for an answer of one token. `cached_tokens` are
-    prompt tokens found in the prefix cache; accepted and rejected ones are drafts.
+    `ttft_s` (time to first token) includes `queue_s`; `e2e_s` ends with the last token. `tpot_s`
+    (the mean time between tokens) and `decode_tokens_per_s` are null for an answer of one token.
+    `cached_tokens` counts prompt tokens found in the prefix cache, `accepted_tokens` and
+    `rejected_tokens` count draft tokens.
     """
 
     queue_s: float
@@ -72,45 +73,49 @@ class TimingsBody(msgspec.Struct, frozen=True):
 
 
 class StreamBody(Protocol):
-    """An event of a stream that may have the usage."""
+    """A chunk of a stream, which may have the usage."""
 
     choices: list[Any]
     usage: UsageBody | UnsetType | None
 
 
 class UsageSoFar:
-    """The usage of each answer up to the newest chunk, for streams that report it in each."""
+    """The usage of each answer so far, for streams that report it in every chunk."""
 
     def __init__(self, job: Job) -> None:
-        """Report usage if the request of `job` asks for it."""
+        """Report the usage if the job's request asks for it."""
         self.is_reported = job.include_usage and job.continuous_usage
-        self._begun: dict[int, ChoiceStarted] = {}  # by choice
+        self._started: dict[int, ChoiceStarted] = {}  # by choice
 
     def begin(self, event: ChoiceStarted) -> None:
-        """Count the tokens of a choice from now on."""
-        self._begun[event.choice] = event
+        """Note that a choice has started."""
+        self._started[event.choice] = event
 
     def body(self, choice: int) -> UsageBody | None:
-        """Return the usage of a choice so far; None where it is not reported or not known."""
-        begun = self._begun.get(choice)
-        if not self.is_reported or begun is None or begun.usage is None:
+        """Return the usage of a choice so far; None if it is unknown or not requested."""
+        started = self._started.get(choice)
+        if not self.is_reported or started is None or started.usage is None:
             return None
-        return usage_body(replace(begun.usage, completion_tokens=len(begun.tokens)))
+        return usage_body(replace(started.usage, completion_tokens=len(started.tokens)))
 
 
 def usage_body(usage: Usage, reasoning_tokens: int = 0) -> UsageBody:
-    """Return OpenAI's form of a usage."""
+    """Return the usage in OpenAI's form."""
     return UsageBody(
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        usage.prompt_tokens + usage.completion_tokens,
-        PromptTokensDetails(usage.cached_tokens),
-        CompletionTokensDetails(reasoning_tokens, usage.accepted_tokens, usage.rejected_tokens),
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(
+            reasoning_tokens=reasoning_tokens,
+            accepted_prediction_tokens=usage.accepted_tokens,
+            rejected_prediction_tokens=usage.rejected_tokens,
+        ),
     )
 
 
 def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
-    """Return the durations of an answer."""
+    """Return the durations of a complete answer."""
     tpot_s = timings.tpot_s(usage.completion_tokens)
     return TimingsBody(
         queue_s=timings.queue_s,
@@ -124,8 +129,8 @@ def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
     )
 
 
-def asked_timings(job: Job, event: ChoiceEnded) -> LlamaTimings | UnsetType:
-    """Return the durations of an answer in llama-server's form, if the request asks for it."""
+def requested_timings(job: Job, event: Ended) -> LlamaTimings | UnsetType:
+    """Return the durations in llama-server's form if the request asks for them, else UNSET."""
     return final_timings(event.usage, event.timings) if job.llama_timings else UNSET
 
 
@@ -137,13 +142,14 @@ def finish_reason(reason: FinishReason, *, has_calls: bool = False) -> Finish:
 
 
 def finish_stream(chunk: StreamBody, event: AnswerFinished) -> bytes:
-    """Return the end of a stream; `chunk` has a usage if the request asked for it."""
+    """Return the last bytes of a stream: a chunk with the usage if `chunk` has it, and [DONE]."""
     if chunk.usage is UNSET:
         return _DONE
-    chunk.choices, chunk.usage = [], usage_body(event.usage, event.num_reasoning)
+    chunk.choices = []
+    chunk.usage = usage_body(event.usage, event.num_reasoning)
     return sse(encode_json(chunk)) + _DONE
 
 
 def fail_stream(event: StreamFailed) -> bytes:
-    """Return the end of a stream that failed."""
+    """Return the last bytes of a stream that failed: the error, and [DONE]."""
     return sse(OPENAI.body(event.error, event.request_id, str)) + _DONE

@@ -1,4 +1,4 @@
-"""POST /completion: llama-server's own protocol, which continues texts, token ids, or both."""
+"""POST /completion: llama-server's own protocol, which continues texts and token ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PromptObject(field.RequestObject):
-    """A prompt as an object."""
+    """A prompt as an object with its text."""
 
     prompt_string: str
     multimodal_data: Annotated[Any, field.unsupported([])] = None
@@ -34,91 +34,102 @@ OnePrompt = str | list[int | str] | PromptObject
 
 
 class LlamaRequest(TextFields, kw_only=True):
-    """The body of a request."""
+    """The body of a request to `/completion`."""
 
     prompt: Annotated[
         str | list[int | str | list[int | str] | PromptObject] | PromptObject,
         field.doc(
-            "A text, a list of token ids and texts that follow each other, or several.", minItems=1
+            "A text, a list of token ids and texts that are joined, or a list of such prompts.",
+            minItems=1,
         ),
     ]
     parse_special: field.ParseSpecial = None
 
 
 class LlamaJob(Job, kw_only=True):
-    """A job of llama-server's protocol, with the request that the answer repeats."""
+    """A job of llama-server's protocol, with its request, whose settings the response repeats."""
 
-    asked: TextFields
+    request: TextFields
 
     def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> Encoded:
-        """Encode the job as others; the texts in `logit_bias` need the tokenizer."""
+        """Encode the job as `Job.encode`, with the biases of texts, which need the tokenizer."""
         encoded = super().encode(card, splits_reasoning=splits_reasoning)
-        if self.asked.logit_bias:
-            bias = to_bias(self.asked.logit_bias, card.tokenizer)
+        if self.request.logit_bias:
+            bias = to_bias(self.request.logit_bias, card.tokenizer)
             encoded.params = replace(encoded.params, logit_bias=bias)
-        if self.asked.post_sampling_probs and self.asked.n_probs:
-            encoded.params = scored_for_sampling(encoded.params, self.asked.n_probs)
+        if self.request.post_sampling_probs and self.request.n_probs:
+            encoded.params = scored_for_sampling(encoded.params, self.request.n_probs)
         return encoded
 
 
 class Mixed(Frozen):
-    """Texts and token ids that follow each other; `parse_special` as in `Job`."""
+    """A prompt of texts and token ids that are joined; `parse_special` as in `Job`."""
 
     parts: tuple[int | str, ...]
     parse_special: bool | None = None
 
     def encode(self, card: ModelCard) -> list[int]:
-        """Return the token ids; a text at the beginning is begun as the model wants it.
+        """Return the token ids; a text at the beginning gets the model's begin token.
 
         Raises:
-            ContextLengthError: there are more tokens than the context has.
+            ContextLengthError: there are more tokens than the context can hold.
         """
         return encode_parts(card, self.parts, parse_special=self.parse_special)
 
 
-def read(asked: LlamaRequest, tenant: Tenant) -> Job:
-    """Translate a request.
+def read(request: LlamaRequest, tenant: Tenant) -> Job:
+    """Return the job of a request.
 
     Raises:
-        RequestError: a value is out of bounds or not supported; `field` names it.
+        RequestError: a value is out of bounds or not supported; the error's `field` names it.
     """
     prompts = [
-        _composed(prompt, parse_special=asked.parse_special) for prompt in _prompts(asked.prompt)
+        _to_mixed(prompt, parse_special=request.parse_special)
+        for prompt in _split_prompts(request.prompt)
     ]
-    return to_job(asked, prompts, tenant)
+    return to_job(request, prompts, tenant)
 
 
 def to_job(
-    asked: TextFields, prompts: Sequence[Composed], tenant: Tenant, kind: type[LlamaJob] = LlamaJob
+    request: TextFields,
+    prompts: Sequence[Composed],
+    tenant: Tenant,
+    job_type: type[LlamaJob] = LlamaJob,
 ) -> Job:
-    """Return the job of a request; raises as `read` does."""
-    return kind(
-        model=asked.model,
+    """Return the job of a request with these prompts, as a `job_type`. Raises as `read`."""
+    return job_type(
+        model=request.model,
         prompts=tuple(prompts),
-        params=to_params(asked),
-        default_params=DEFAULTS,
+        params=to_params(request),
+        usual=DEFAULTS,
         caller=Caller(tenant=tenant.name),
-        stream=bool(asked.stream),
-        shows_progress=bool(asked.stream and asked.return_progress),
-        asked=asked,
+        stream=bool(request.stream),
+        shows_progress=bool(request.stream and request.return_progress),
+        request=request,
     )
 
 
-def _prompts(given: OnePrompt | list[int | str | list[int | str] | PromptObject]) -> list[Any]:
-    """Return one prompt, or several: a list with a number in it is one prompt."""
-    if not isinstance(given, list):
-        return [given]
-    if not given:
+def _split_prompts(
+    value: OnePrompt | list[int | str | list[int | str] | PromptObject],
+) -> list[Any]:
+    """Return the prompts of a field that takes one or several; a list with a number is one prompt.
+
+    Raises:
+        RequestError: the list is empty, or mixes token ids with lists or objects.
+    """
+    if not isinstance(value, list):
+        return [value]
+    if not value:
         raise RequestError("is an empty list: give at least one prompt.", field="prompt")
-    if not any(isinstance(part, int) for part in given):
-        return given
-    if not all(isinstance(part, int | str) for part in given):
+    if not any(isinstance(part, int) for part in value):
+        return value
+    if not all(isinstance(part, int | str) for part in value):
         reason = "mixes token ids with lists or objects: give one prompt or a list of prompts."
         raise RequestError(reason, field="prompt")
-    return [given]
+    return [value]
 
 
-def _composed(prompt: OnePrompt, *, parse_special: bool | None) -> Mixed:
+def _to_mixed(prompt: OnePrompt, *, parse_special: bool | None) -> Mixed:
     if isinstance(prompt, PromptObject):
         prompt = prompt.prompt_string
     return Mixed((prompt,) if isinstance(prompt, str) else tuple(prompt), parse_special)

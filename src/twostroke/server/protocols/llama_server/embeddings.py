@@ -23,7 +23,7 @@ Texts = str | list[str | int | list[int | str]]
 
 
 class LlamaEmbeddingRequest(field.RequestObject):
-    """The body of a request; one of `content` and `input`."""
+    """The body of a request to `/embeddings`, with one of `content` and `input`."""
 
     content: Annotated[
         Texts | None,
@@ -44,44 +44,45 @@ class LlamaEmbeddingRequest(field.RequestObject):
 
 
 class LlamaEmbedding(msgspec.Struct, frozen=True):
-    """The embedding of one text, of length 1, as the only vector of a list, or one of each token.
+    """The embedding of one input: a list with one vector of length 1.
 
-    Vectors of tokens are as the model computes them.
+    With the pooling `none`, a list with the vector of each token, which is not normalized.
     """
 
     index: int
     embedding: list[list[float]]
 
 
-def read(asked: LlamaEmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
-    """Translate a request.
+def read(request: LlamaEmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
+    """Return the job of a request.
 
     Raises:
-        RequestError: there is no text, or one is empty; `field` names it.
+        RequestError: there is no input, or an input is empty; the error's `field` names it.
     """
-    name = "content" if asked.input is None else "input"
-    given = getattr(asked, name)
-    if given is None:
+    name = "content" if request.input is None else "input"
+    value = getattr(request, name)
+    if value is None:
         raise MissingFieldError("is missing.", field="content")
-    texts = split_inputs(given, name)
+    texts = split_inputs(value, name)
     caller = Caller(tenant=tenant.name, prompt_field=name)
     return EmbeddingJob(
-        model=asked.model,
+        model=request.model,
         texts=texts,
-        params=EmbeddingParams(AUTO if asked.pooling is None else asked.pooling),
+        params=EmbeddingParams(AUTO if request.pooling is None else request.pooling),
         caller=caller,
-        write=_write,
-        parse_special=asked.parse_special,
+        write=_encode,
+        parse_special=request.parse_special,
     )
 
 
-def whole_response(
+def to_response(
     _model: str, parts: list[msgspec.Raw], _num_tokens: int, _elapsed_s: float
 ) -> list[msgspec.Raw]:
-    """Return the response."""
+    """Return the response: the list of encoded embeddings."""
     return parts
 
 
-def _write(embedding: Embedding) -> msgspec.Raw:
+def _encode(embedding: Embedding) -> msgspec.Raw:
+    """Return one entry of the response as JSON."""
     vectors = cast("list[list[float]]", encode_vectors(np.atleast_2d(embedding.vector)))
     return msgspec.Raw(encode_json(LlamaEmbedding(embedding.index, vectors)))

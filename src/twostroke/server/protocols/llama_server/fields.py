@@ -1,4 +1,4 @@
-"""The fields that llama-server's requests for text share, and their meaning for the engine."""
+"""Fields that llama-server's requests for text share, and how they become sampling parameters."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ from twostroke.server.protocols.common.fields import TOKEN_ID
 from twostroke.server.protocols.common.structured_output import (
     GrammarForm,
     JsonForm,
-    one_constraint,
+    single_constraint,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from twostroke.model.tokenizer import Tokenizer
-    from twostroke.server.protocols.common.structured_output import Notated
+    from twostroke.server.protocols.common.structured_output import NotatedFormat
 
-# llama-server's defaults, which its clients count on, for models whose files do not say others.
+# llama-server's defaults, which its clients expect, for models whose files have no others.
 DEFAULTS: Final = LOCAL_DEFAULTS
-_NUMBERS: Final = (*DEFAULTED, "presence_penalty", "frequency_penalty")
-RANDOM_SEED: Final = 2**32 - 1  # what llama-server makes of -1
-_NAMES: Final = {
+_NUMBER_FIELDS: Final = (*DEFAULTED, "presence_penalty", "frequency_penalty")
+RANDOM_SEED: Final = 2**32 - 1  # llama-server reports the seed -1 as this
+# llama-server's names of fields, by the engine's names.
+_LLAMA_NAMES: Final = {
     "max_tokens": "n_predict",
     "repetition_penalty": "repeat_penalty",
     "logprobs": "n_probs",
     "n": "n_cmpl",
 }
 MAX_RESPONSE_FIELDS: Final = 256
-_LEAST_TOP_P: Final = 1e-6
-# By a sampler's name: the letter that stands for it, and the values that turn it off.
+_MIN_TOP_P: Final = 1e-6
+# By a sampler's name: the letter that selects it in a text, and the values that turn it off.
 SAMPLERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "penalties": (
         "e",
@@ -58,32 +59,39 @@ SAMPLERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "top_p": ("p", {"top_p": 1.0}),
 }
 
-_BIAS: Final = {"anyOf": [{"type": "number"}, {"const": False}]}
-_BIASED: Final = {"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": MAX_STOP_LENGTH}]}
-_PAIR: Final = {"type": "array", "prefixItems": [_BIASED, _BIAS], "minItems": 2, "maxItems": 2}
-_BIAS_WAYS: Final = [
-    {"type": "object", "maxProperties": MAX_LOGIT_BIAS, "additionalProperties": _BIAS},
-    {"type": "array", "maxItems": MAX_LOGIT_BIAS, "items": _PAIR},
+_BIAS_SCHEMA: Final = {"anyOf": [{"type": "number"}, {"const": False}]}
+_BIASED_TOKEN_SCHEMA: Final = {
+    "anyOf": [{"type": "integer"}, {"type": "string", "maxLength": MAX_STOP_LENGTH}]
+}
+_BIAS_PAIR_SCHEMA: Final = {
+    "type": "array",
+    "prefixItems": [_BIASED_TOKEN_SCHEMA, _BIAS_SCHEMA],
+    "minItems": 2,
+    "maxItems": 2,
+}
+_BIAS_SCHEMAS: Final = [
+    {"type": "object", "maxProperties": MAX_LOGIT_BIAS, "additionalProperties": _BIAS_SCHEMA},
+    {"type": "array", "maxItems": MAX_LOGIT_BIAS, "items": _BIAS_PAIR_SCHEMA},
     {"type": "null"},
 ]
 
-
-SameAsPredict = Annotated[int | None, field.doc("The same as `n_predict`.", minimum=-1)]
+SameAsNPredict = Annotated[int | None, field.doc("The same as `n_predict`.", minimum=-1)]
 
 
 class TextFields(field.RequestObject, kw_only=True):
-    """The fields of llama-server's requests for text; null leaves a field out."""
+    """The fields of llama-server's requests for text; null is the same as leaving a field out."""
 
     model: field.ModelName = None
     stream: field.Stream = None
     n_predict: Annotated[
         int | None,
         field.doc(
-            "The most tokens to generate; -1: as many as fit; 0: only read the prompt.", minimum=-1
+            "At most this many tokens are generated; -1: all that fit; 0: only prefill the prompt.",
+            minimum=-1,
         ),
     ] = None
-    max_tokens: SameAsPredict = None
-    max_completion_tokens: SameAsPredict = None
+    max_tokens: SameAsNPredict = None
+    max_completion_tokens: SameAsNPredict = None
     n_cmpl: Annotated[int | None, field.sampling("n")] = None
     n: Annotated[int | None, field.sampling("n", "The same as `n_cmpl`.")] = None
     temperature: Annotated[
@@ -113,11 +121,13 @@ class TextFields(field.RequestObject, kw_only=True):
     frequency_penalty: Annotated[float | None, field.sampling("frequency_penalty")] = None
     seed: Annotated[
         int | None,
-        field.sampling("seed", "The same seed gives the same answer again; -1: another each time."),
+        field.sampling("seed", "The same seed gives the same answer again; -1: a random seed."),
     ] = None
     samplers: Annotated[
         list[str] | str | None,
-        field.doc("The samplers to use, as names or letters; the others are off. Order: ours."),
+        field.doc(
+            "The samplers to use, as names or letters; the others are off. Their order is fixed."
+        ),
     ] = None
     stop: Annotated[
         str | list[Annotated[str, Meta(extra_json_schema={"maxLength": MAX_STOP_LENGTH})]] | None,
@@ -129,7 +139,7 @@ class TextFields(field.RequestObject, kw_only=True):
         field.doc(
             "Pairs, or an object, of a token (an id, or a text for all its tokens) and a number to "
             "add to its logit, or false to ban it.",
-            oneOf=_BIAS_WAYS,
+            oneOf=_BIAS_SCHEMAS,
         ),
     ] = None
     grammar: GrammarForm = None
@@ -142,7 +152,7 @@ class TextFields(field.RequestObject, kw_only=True):
         bool | None,
         field.doc(
             "Report probabilities after all samplers instead. Needs temperature 0, or `top_k` from "
-            f"1 to {MAX_LOGPROBS} without penalties, `logit_bias` and a form of the answer."
+            f"1 to {MAX_LOGPROBS} without penalties, `logit_bias` and an answer format."
         ),
     ] = None
 
@@ -151,7 +161,7 @@ class TextFields(field.RequestObject, kw_only=True):
         bool | None, field.doc("Report the timings so far in every event of a stream.")
     ] = None
     return_progress: Annotated[
-        bool | None, field.doc("Begin a stream with how much of the prompt was read.")
+        bool | None, field.doc("Begin a stream with how much of the prompt is prefilled.")
     ] = None
     response_fields: Annotated[
         Annotated[list[str], Meta(max_length=MAX_RESPONSE_FIELDS)] | None,
@@ -194,83 +204,83 @@ class TextFields(field.RequestObject, kw_only=True):
     lora: Annotated[Any, field.unsupported([])] = None
 
 
-def to_params(asked: TextFields) -> SamplingParams:
-    """Return how to choose tokens, without `logit_bias`, whose texts the tokenizer must read.
+def to_params(request: TextFields) -> SamplingParams:
+    """Return the sampling parameters of a request, without `logit_bias`, which needs the tokenizer.
 
-    Values beyond the range of a sampler become the nearest ones, as in llama-server.
+    Values beyond the range of a sampler become the nearest valid ones, as in llama-server.
 
     Raises:
-        RequestError: a value is out of its bounds.
+        RequestError: another value is out of its bounds.
     """
-    asked_of = {"repetition_penalty": "repeat_penalty"}
-    numbers = {name: getattr(asked, asked_of.get(name, name)) for name in _NUMBERS}
+    llama_names = {"repetition_penalty": "repeat_penalty"}
+    numbers = {name: getattr(request, llama_names.get(name, name)) for name in _NUMBER_FIELDS}
     values = {name: value for name, value in numbers.items() if value is not None}
     for name in values.keys() & {"temperature", "top_k", "top_p", "min_p"}:
-        low = _LEAST_TOP_P if name == "top_p" else BOUNDS[name].low
+        low = _MIN_TOP_P if name == "top_p" else BOUNDS[name].low
         values[name] = max(low, min(BOUNDS[name].high, values[name]))
-    for name in SAMPLERS.keys() - used_samplers(asked):
+    for name in SAMPLERS.keys() - used_samplers(request):
         values |= SAMPLERS[name][1]
-    stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
-    limit = num_predict(asked)
-    more: dict[str, Any] = {
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or ()
+    limit = num_predict(request)
+    other_values: dict[str, Any] = {
         "max_tokens": None if limit < 0 else max(LLAMA.min_tokens, min(limit, MAX_TOKENS)),
-        "n": num_answers(asked),
-        "seed": None if asked.seed in {-1, RANDOM_SEED} else asked.seed,
+        "n": num_answers(request),
+        "seed": None if request.seed in {-1, RANDOM_SEED} else request.seed,
         "stop": [stop for stop in stops if stop],
-        "ignore_eos": bool(asked.ignore_eos),
-        "logprobs": asked.n_probs or None,
-        "constraint": one_constraint(_forms(asked)),
+        "ignore_eos": bool(request.ignore_eos),
+        "logprobs": request.n_probs or None,
+        "constraint": single_constraint(_requested_formats(request)),
     }
-    return SamplingParams(**values, **more)
+    return SamplingParams(**values, **other_values)
 
 
-def names(asked: TextFields) -> dict[str, str]:
-    """Return the names of the engine's fields for errors, as the request uses them."""
+def names(request: TextFields) -> dict[str, str]:
+    """Return the names by which a request sends the engine's fields, for errors."""
     return {
-        own: name
-        for own, name in _NAMES.items()
-        if getattr(asked, name) is not None or getattr(asked, own, None) is None
+        name: llama_name
+        for name, llama_name in _LLAMA_NAMES.items()
+        if getattr(request, llama_name) is not None or getattr(request, name, None) is None
     }
 
 
-def num_predict(asked: TextFields) -> int:
-    """Return the most tokens to generate; -1 for as many as fit."""
-    first_limit = LLAMA.first_limit(asked)
+def num_predict(request: TextFields) -> int:
+    """Return the maximum number of tokens to generate; -1 for no limit. Raises RequestError."""
+    first_limit = LLAMA.first_limit(request)
     limit = -1 if first_limit is None else first_limit
     if limit < -1:
         raise RequestError(f"must be at least -1, got {limit}.", field="max_tokens")
     return limit
 
 
-def num_answers(asked: TextFields) -> int:
-    """Return how many answers each prompt gets."""
-    given = asked.n if asked.n_cmpl is None else asked.n_cmpl
-    return 1 if given is None else given
+def num_answers(request: TextFields) -> int:
+    """Return the number of answers for each prompt."""
+    num_requested = request.n if request.n_cmpl is None else request.n_cmpl
+    return 1 if num_requested is None else num_requested
 
 
-def used_samplers(asked: TextFields) -> list[str]:
+def used_samplers(request: TextFields) -> list[str]:
     """Return the names of the samplers that are on, in the order in which they are applied."""
-    given = asked.samplers
-    if given is None:
+    samplers = request.samplers
+    if samplers is None:
         return [*SAMPLERS]
-    if isinstance(given, str):
-        return [name for name, (letter, _) in SAMPLERS.items() if letter in given]
-    return [name for name in SAMPLERS if name in given]
+    if isinstance(samplers, str):
+        return [name for name, (letter, _) in SAMPLERS.items() if letter in samplers]
+    return [name for name in SAMPLERS if name in samplers]
 
 
-def to_bias(given: list[Any] | dict[str, Any], tokenizer: Tokenizer) -> dict[int, float]:
-    """Return the bias of each token; a ban is the strongest bias that there is.
+def to_bias(entries: list[Any] | dict[str, Any], tokenizer: Tokenizer) -> dict[int, float]:
+    """Return the bias of each token id, from the field `logit_bias`.
 
-    Ids that the vocabulary lacks are passed over.
+    `false` bans a token by the largest negative bias. Ids that the vocabulary lacks are ignored.
 
     Raises:
-        RequestError: an entry has another form, or there are too many.
+        RequestError: there are too many entries, or an entry is not a token with a bias.
     """
-    if len(given) > MAX_LOGIT_BIAS:
+    if len(entries) > MAX_LOGIT_BIAS:
         raise RequestError(f"takes at most {MAX_LOGIT_BIAS} tokens.", field="logit_bias")
-    found: dict[int, float] = {}
-    pairs = given if isinstance(given, list) else [list(pair) for pair in given.items()]
-    for place, pair in enumerate(pairs):
+    bias_by_id: dict[int, float] = {}
+    pairs = entries if isinstance(entries, list) else [list(pair) for pair in entries.items()]
+    for index, pair in enumerate(pairs):
         match pair:
             case [int() | str() as token, False] if not isinstance(token, bool):
                 bias = float(-MAX_BIAS)
@@ -280,14 +290,15 @@ def to_bias(given: list[Any] | dict[str, Any], tokenizer: Tokenizer) -> dict[int
                 bias = max(-MAX_BIAS, min(MAX_BIAS, number))
             case _:
                 reason = "must be a pair of a token id or a text and a number or false."
-                raise RequestError(reason, field=f"logit_bias[{place}]")
-        is_id = isinstance(given, dict) and TOKEN_ID.fullmatch(str(token))
-        ids = _ids(int(token) if is_id else token, tokenizer)
-        found |= dict.fromkeys(ids, bias)
-    return found
+                raise RequestError(reason, field=f"logit_bias[{index}]")
+        is_id = isinstance(entries, dict) and TOKEN_ID.fullmatch(str(token))
+        ids = _token_ids(int(token) if is_id else token, tokenizer)
+        bias_by_id |= dict.fromkeys(ids, bias)
+    return bias_by_id
 
 
-def _ids(token: int | str, tokenizer: Tokenizer) -> list[int]:
+def _token_ids(token: int | str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of an entry's token: an id, or a text with all its tokens."""
     if isinstance(token, int):
         return [token] if 0 <= token < tokenizer.vocab_size else []
     if len(token) > MAX_STOP_LENGTH:
@@ -296,7 +307,7 @@ def _ids(token: int | str, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(token)
 
 
-def _forms(asked: TextFields) -> Iterator[Notated]:
-    """Yield the forms of the answer; an empty grammar allows any text."""
-    yield "grammar", asked.grammar or None, "grammar"
-    yield "json_schema", asked.json_schema, "json_schema"
+def _requested_formats(request: TextFields) -> Iterator[NotatedFormat]:
+    """Yield the answer formats that a request sets; an empty grammar sets none."""
+    yield "grammar", request.grammar or None, "grammar"
+    yield "json_schema", request.json_schema, "json_schema"

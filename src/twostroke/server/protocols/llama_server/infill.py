@@ -1,4 +1,4 @@
-"""POST /infill: text between a prefix and a suffix, as llama-server's editor plugins ask for it."""
+"""POST /infill: writes the text between a prefix and a suffix, as editor plugins request it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from twostroke.server.generation.response_store import Tenant
 
 MAX_FILES: Final = 1024
-_SUFFIX_SHARE: Final = 4  # the suffix may take 1/4 of the room, or more if the prefix is short
-_ANSWER_SHARE: Final = 4  # an answer without a limit is left 1/4 of the context
-_MAX_CHARS: Final = 64  # longer texts than so many characters a token are cut first
-_NUM_MARKS: Final = 8  # for the special tokens and the head of the file
+_SUFFIX_DIVISOR: Final = 4  # the suffix gets 1/4 of the prompt, or more if the prefix is short
+_ANSWER_DIVISOR: Final = 4  # 1/4 of the context is left for an answer without a limit
+_MAX_CHARS_PER_TOKEN: Final = 64  # texts with more characters are cut before they are tokenized
+_NUM_MARK_TOKENS: Final = 8  # room for the special tokens and the file's head
 
 
 class ExtraFile(field.RequestObject):
-    """A file, or a part of one, that the answer may build on."""
+    """Another file, or a part of it, as context for the answer."""
 
     text: str
     filename: str = "tmp"
@@ -34,10 +34,10 @@ class ExtraFile(field.RequestObject):
 
 
 class InfillRequest(TextFields, kw_only=True):
-    """The body of a request; `input_prefix`, `prompt`, the answer and `input_suffix` are one text.
+    """The body of a request to `/infill`.
 
-    What exceeds the context is cut off: the oldest files, then the beginning of the prefix and the
-    end of the suffix.
+    The joined text is `input_prefix`, `prompt`, the answer, `input_suffix`. If the request exceeds
+    the context, the first files, the beginning of the prefix and the end of the suffix are cut off.
     """
 
     input_prefix: Annotated[str, field.doc("The text before the cursor's line.")]
@@ -50,10 +50,10 @@ class InfillRequest(TextFields, kw_only=True):
 
 
 class InfillJob(LlamaJob):
-    """A job whose answers also end where another file would begin."""
+    """A job whose answers also end at the special token that begins another file."""
 
     def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> Encoded:
-        """Encode the job.
+        """Encode the job for a model.
 
         Raises:
             RequestError: the model cannot fill in the middle.
@@ -66,7 +66,11 @@ class InfillJob(LlamaJob):
 class Gap(Frozen):
     """A prompt for the text between `prefix` and `suffix`.
 
-    `files` are texts by name; `limit` are the tokens that the answer may have, -1 for any number.
+    Attributes:
+        prefix: the text before the gap.
+        suffix: the text after the gap.
+        files: the names and texts of other files, the least important first.
+        limit: the maximum number of tokens of the answer; -1 for no limit.
     """
 
     prefix: str
@@ -75,10 +79,10 @@ class Gap(Frozen):
     limit: int
 
     def encode(self, card: ModelCard) -> list[int]:
-        """Return the token ids, at most as many as leave room for the answer.
+        """Return the prompt's token ids, cut so that the answer fits into the context.
 
         Raises:
-            RequestError: the model has no tokens for this.
+            RequestError: the model has no special tokens for this task.
         """
         tokenizer = card.tokenizer
         marks = tokenizer.infill
@@ -86,55 +90,59 @@ class Gap(Frozen):
             reason = "Infill is not supported by {name}, which has no tokens for it: use a model "
             reason += "that has them, such as qwen2.5-coder-1.5b."
             raise RequestError(reason, field="suffix", name=card.name)
-        size = card.context_length
-        most = size // _ANSWER_SHARE if self.limit < 0 else min(self.limit, size // 2)
-        room = max(0, size - most - _NUM_MARKS)
-        num_chars = room * _MAX_CHARS
+        context_length = card.context_length
+        if self.limit < 0:
+            num_answer = context_length // _ANSWER_DIVISOR
+        else:
+            num_answer = min(self.limit, context_length // 2)
+        room = max(0, context_length - num_answer - _NUM_MARK_TOKENS)
+        num_chars = room * _MAX_CHARS_PER_TOKEN
         prefix = self.prefix[max(0, len(self.prefix) - num_chars) :]
         before = encode_part(tokenizer, marks, prefix)
         after = encode_part(tokenizer, marks, self.suffix[:num_chars], goes_on=True)
-        after = after[: max(room // _SUFFIX_SHARE, room - len(before))]
+        after = after[: max(room // _SUFFIX_DIVISOR, room - len(before))]
         before = before[max(0, len(before) + len(after) - room) :]
         extra = self._extra(tokenizer, marks, room - len(before) - len(after))
         start = [*tokenizer.prefix_ids, *extra, marks.prefix, *before]
         return [*start, marks.suffix, *after, marks.middle]
 
     def _extra(self, tokenizer: Tokenizer, marks: InfillTokens, room: int) -> list[int]:
-        """Return the token ids of the last files that fit, and of the heads around them."""
+        """Return the ids of the last files that fit into `room` tokens, each after its name."""
         if not self.files:
             return []
 
-        def headed(mark: int | None, text: str) -> list[int]:
+        def encode_head(mark: int | None, text: str) -> list[int]:
             return [] if mark is None else [mark, *encode_part(tokenizer, marks, f"{text}\n")]
 
-        head, tail = headed(marks.repository, "myproject"), headed(marks.file, "filename")
+        head = encode_head(marks.repository, "myproject")
+        tail = encode_head(marks.file, "filename")
         room -= len(head) + len(tail)
-        found: list[list[int]] = []
+        ids_of_files: list[list[int]] = []
         for name, text in reversed(self.files):
-            if len(name) + len(text) > room * _MAX_CHARS:
+            if len(name) + len(text) > room * _MAX_CHARS_PER_TOKEN:
                 break
-            ids = [*headed(marks.file, name), *encode_part(tokenizer, marks, text)]
+            ids = [*encode_head(marks.file, name), *encode_part(tokenizer, marks, text)]
             room -= len(ids)
             if room < 0:
                 break
-            found.insert(0, ids)
-        return [*head, *(id_ for ids in found for id_ in ids), *tail] if found else []
+            ids_of_files.insert(0, ids)
+        return [*head, *(id_ for ids in ids_of_files for id_ in ids), *tail] if ids_of_files else []
 
 
-def read(asked: InfillRequest, tenant: Tenant) -> Job:
-    """Translate a request.
+def read(request: InfillRequest, tenant: Tenant) -> Job:
+    """Return the job of a request.
 
     Raises:
-        RequestError: a value is out of bounds or not supported; `field` names it.
+        RequestError: a value is out of bounds or not supported; the error's `field` names it.
     """
-    files = asked.input_extra or []
+    files = request.input_extra or []
     if len(files) > MAX_FILES:
         reason = f"takes at most {MAX_FILES} files, got {len(files)}."
         raise RequestError(reason, field="input_extra")
     gap = Gap(
-        asked.input_prefix + (asked.prompt or ""),
-        asked.input_suffix,
-        tuple((file.filename, file.text) for file in files),
-        num_predict(asked),
+        prefix=request.input_prefix + (request.prompt or ""),
+        suffix=request.input_suffix,
+        files=tuple((file.filename, file.text) for file in files),
+        limit=num_predict(request),
     )
-    return to_job(asked, [gap], tenant, InfillJob)
+    return to_job(request, [gap], tenant, InfillJob)

@@ -1,4 +1,4 @@
-"""GET /props, /slots and /lora-adapters: a server's properties and what it does now."""
+"""GET /props, /slots and /lora-adapters: the server's properties and its running requests."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
 
 class DefaultSettings(msgspec.Struct, frozen=True):
-    """The settings of /completion that a request does not set, and the context in tokens."""
+    """The default settings of /completion, and the context length in tokens."""
 
     params: GenerationSettings
     n_ctx: int
 
 
 class Modalities(msgspec.Struct, frozen=True):
-    """What a prompt may have besides text."""
+    """The media that a prompt may have besides text: none."""
 
     vision: bool = False
     audio: bool = False
 
 
 class Props(msgspec.Struct, kw_only=True, frozen=True):
-    """A server's properties; `model_path` is the model's name, not a path."""
+    """The server's properties; `model_path` is the model's name, not a path."""
 
     default_generation_settings: DefaultSettings
     total_slots: int
@@ -63,14 +63,14 @@ class Props(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class NextToken(msgspec.Struct, frozen=True):
-    """How far an answer is, in tokens."""
+    """The progress of an answer, in tokens."""
 
     has_next_token: bool
     n_decoded: int
 
 
 class Slot(msgspec.Struct, kw_only=True, frozen=True):
-    """A place for a running request, with the counts of its prompt if there is one."""
+    """A slot, free or with a running request and the token counts of its prompt."""
 
     id: int
     id_task: int | UnsetType = UNSET
@@ -84,26 +84,26 @@ class Slot(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class SlotsOffError(TwostrokeError):
-    """The server does not show what it does."""
+    """The server does not show its running requests."""
 
     http_status = 501
     code = "slots_not_shown"
 
 
 def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
-    """Return the routes; `?model=NAME` asks for another model than the first."""
-    all_places: dict[str, _Places] = defaultdict(_Places)
+    """Return the routes of this file; `?model=NAME` selects a model (default: the first)."""
+    assignments: dict[str, _SlotAssignment] = defaultdict(_SlotAssignment)
 
     async def props(request: Request) -> Response:
-        name, served = models.find(request.query_params.get("model"))
-        config, card = served.engine.facts.config, served.card
-        none = TextFields()
-        params = card.sampling.fill(to_params(none), DEFAULTS)
+        name, model = models.find(request.query_params.get("model"))
+        config, card = model.engine.facts.config, model.card
+        defaults = TextFields()
+        params = card.sampling.fill(to_params(defaults), DEFAULTS)
         texts = card.tokenizer.named_texts
         return to_json(
             Props(
                 default_generation_settings=DefaultSettings(
-                    settings_of(none, params), card.context_length
+                    settings_of(defaults, params), card.context_length
                 ),
                 total_slots=config.max_running,
                 model_alias=name,
@@ -114,7 +114,7 @@ def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
                 bos_token=texts.get("bos_token", ""),
                 eos_token=texts.get("eos_token", ""),
                 build_info=FINGERPRINT,
-                is_sleeping=models.state(served.name) != ModelResidency.IN.value,
+                is_sleeping=models.state(model.name) != ModelResidency.IN.value,
             )
         )
 
@@ -122,20 +122,20 @@ def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
         if not options.shows_dashboard:
             message = "The slots are not shown: start `twostroke serve` with --dashboard."
             raise SlotsOffError(message)
-        _, served = models.find(request.query_params.get("model"))
-        engine, card, places = served.engine, served.card, all_places[served.name]
+        _, model = models.find(request.query_params.get("model"))
+        engine, card, assignment = model.engine, model.card, assignments[model.name]
         config = engine.facts.config
         running = (await engine.read()).view.running
         if request.query_params.get("fail_on_no_slot") and len(running) >= config.max_running:
             raise OverloadedError("All slots are taken.")
-        is_guessing = bool(engine.facts.methods)
-        found = [
-            Slot(id=id_, n_ctx=card.context_length, speculative=is_guessing, is_processing=False)
+        can_speculate = bool(engine.facts.methods)
+        all_slots = [
+            Slot(id=id_, n_ctx=card.context_length, speculative=can_speculate, is_processing=False)
             for id_ in range(config.max_running)
         ]
-        for one, (place, task) in zip(running, places.of(running), strict=True):
-            found[place] = _busy(found[place], task, one)
-        return to_json(found)
+        for request_view, (slot_id, task_id) in zip(running, assignment.of(running), strict=True):
+            all_slots[slot_id] = _busy_slot(all_slots[slot_id], task_id, request_view)
+        return to_json(all_slots)
 
     async def adapters(_request: Request) -> Response:
         return to_json([])
@@ -144,28 +144,33 @@ def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
     return [Route(path, endpoint, name=path) for path, endpoint in gets.items()]
 
 
-class _Places:
-    """Keeps each running request in one place for as long as it runs."""
+class _SlotAssignment:
+    """Assigns a slot to each running request, which stays the same while the request runs."""
 
     def __init__(self) -> None:
-        self._of: dict[str, tuple[int, int]] = {}  # by request: its place and its number
-        self._numbers = count()
+        self._by_request: dict[str, tuple[int, int]] = {}  # by id: the slot and the task
+        self._task_ids = count()
 
     def of(self, running: Sequence[RequestView]) -> list[tuple[int, int]]:
-        """Return the place and the number of each request."""
-        self._of = {one.id: self._of[one.id] for one in running if one.id in self._of}
-        taken = {place for place, _ in self._of.values()}
-        free = (place for place in count() if place not in taken)
-        for one in running:
-            if one.id not in self._of:
-                self._of[one.id] = (next(free), next(self._numbers))
-        return [self._of[one.id] for one in running]
+        """Return the slot id and the task id of each running request."""
+        self._by_request = {
+            request.id: self._by_request[request.id]
+            for request in running
+            if request.id in self._by_request
+        }
+        used_slots = {slot_id for slot_id, _ in self._by_request.values()}
+        free_slots = (slot_id for slot_id in count() if slot_id not in used_slots)
+        for request in running:
+            if request.id not in self._by_request:
+                self._by_request[request.id] = (next(free_slots), next(self._task_ids))
+        return [self._by_request[request.id] for request in running]
 
 
-def _busy(slot: Slot, task: int, running: RequestView) -> Slot:
+def _busy_slot(slot: Slot, task_id: int, running: RequestView) -> Slot:
+    """Return a slot with a running request."""
     return replace(
         slot,
-        id_task=task,
+        id_task=task_id,
         is_processing=True,
         n_prompt_tokens=running.num_prompt,
         n_prompt_tokens_processed=min(running.num_computed, running.num_prompt),

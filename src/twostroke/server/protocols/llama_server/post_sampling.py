@@ -1,4 +1,4 @@
-"""`post_sampling_probs`: how likely each token was after all samplers."""
+"""The field `post_sampling_probs`: the probability of each token after all samplers."""
 
 from __future__ import annotations
 
@@ -15,31 +15,35 @@ if TYPE_CHECKING:
     from twostroke.core.step import TokenLogprobs
 
 
-def scored_for_sampling(params: SamplingParams, num_shown: int) -> SamplingParams:
+def scored_for_sampling(params: SamplingParams, num_reported: int) -> SamplingParams:
     """Return `params` with the log-probabilities that `sampled_probabilities` needs.
 
     Raises:
-        UnsupportedFieldError: more tokens may be drawn than log-probabilities are reported.
+        UnsupportedFieldError: the settings allow more tokens than the engine reports
+            log-probabilities for.
     """
     if params.is_greedy:
-        return replace(params, logprobs=num_shown)
-    num_drawable = params.values.top_k
+        return replace(params, logprobs=num_reported)
+    num_candidates = params.values.top_k
     changes_logits = (
         params.logit_bias or params.has_penalties or params.constraint or params.preface
     )
-    if changes_logits or not 1 <= num_drawable <= MAX_LOGPROBS:
+    if changes_logits or not 1 <= num_candidates <= MAX_LOGPROBS:
         reason = (
             f"needs temperature 0, or top_k from 1 to {MAX_LOGPROBS} without penalties, logit_bias "
-            "and a form of the answer: leave it out for probabilities before sampling."
+            "and an answer format: leave it out for probabilities before sampling."
         )
         raise UnsupportedFieldError(reason, field="post_sampling_probs")
-    return replace(params, logprobs=max(num_shown, num_drawable))
+    return replace(params, logprobs=max(num_reported, num_candidates))
 
 
 def sampled_probabilities(
     params: SamplingParams, token: int, scores: TokenLogprobs
 ) -> list[tuple[int, float]]:
-    """Return the likeliest tokens and how likely each was to be drawn, the likeliest first."""
+    """Return the likeliest tokens with their sampling probabilities, the likeliest first.
+
+    `token` is the token that was drawn, `scores` are its log-probabilities before the samplers.
+    """
     ids = list(scores.top_ids)
     if params.is_greedy:
         others = [id_ for id_ in ids if id_ != token]
@@ -51,7 +55,8 @@ def sampled_probabilities(
         for rank, logprob in enumerate(scores.top_logprobs)
     ]
     weights = [weight if weight >= values.min_p else 0.0 for weight in weights]
-    enough, total = values.top_p * sum(weights), 0.0
+    enough = values.top_p * sum(weights)
+    total = 0.0
     for rank, weight in enumerate(weights):
         if total >= enough and rank:
             weights[rank] = 0.0

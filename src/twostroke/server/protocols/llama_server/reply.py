@@ -1,4 +1,4 @@
-"""llama-server's own completions: the response, whole or as a stream of pieces."""
+"""llama-server's own completions: the complete response, or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ NO_SLOT = -1
 
 
 class LikelyToken(msgspec.Struct, kw_only=True, frozen=True):
-    """One of the likeliest tokens; `bytes` is exact even for a part of a character.
+    """One of the likeliest tokens; `bytes` is exact even if a token ends inside a character.
 
-    `prob` replaces `logprob` where the request sets `post_sampling_probs`.
+    `prob` replaces `logprob` if the request sets `post_sampling_probs`.
     """
 
     id: int
@@ -51,14 +51,14 @@ class LikelyToken(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ScoredToken(LikelyToken, kw_only=True, frozen=True):
-    """A token of the answer, and the likeliest ones at its place."""
+    """A token of the answer, with the likeliest tokens in its place."""
 
     top_logprobs: list[LikelyToken] | UnsetType = UNSET
     top_probs: list[LikelyToken] | UnsetType = UNSET
 
 
 class LlamaPiece(msgspec.Struct, kw_only=True, frozen=True):
-    """An event of a stream: the next text and tokens, which may be ahead of their text."""
+    """An event of a stream: the next text and tokens. Tokens may come before their text."""
 
     index: int
     content: str
@@ -73,9 +73,9 @@ class LlamaPiece(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class LlamaCompletion(msgspec.Struct, kw_only=True, frozen=True):
-    """A whole answer, or the last event of a stream, which has no text.
+    """A complete answer, or the last event of a stream, which has no text.
 
-    `tokens_evaluated` are those of the prompt; `tokens_cached` are those of prompt and answer.
+    `tokens_evaluated` counts the prompt's tokens, `tokens_cached` the tokens of prompt and answer.
     """
 
     index: int
@@ -99,80 +99,82 @@ class LlamaCompletion(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class _Progress:
-    """One answer so far: its text, and how many of its tokens were sent."""
+    """The state of one answer: its text so far, and the number of tokens that were sent."""
 
-    def __init__(self, began: events.ChoiceStarted, began_s: float) -> None:
-        self.tokens = began.tokens
-        self.usage = began.usage
-        self.prompt_s = time.monotonic() - began_s
-        self.began_s = time.monotonic()
+    def __init__(self, event: events.ChoiceStarted, started_s: float) -> None:
+        self.tokens = event.tokens
+        self.usage = event.usage
+        self.prompt_s = time.monotonic() - started_s
+        self.answer_started_s = time.monotonic()
         self.texts: list[str] = []
         self.scored: list[ScoredToken] = []
         self.num_sent = 0
 
     def read(self, event: events.PrefillAdvanced, elapsed_s: float) -> None:
-        """Note how much of the prompt is read."""
-        self.usage, self.prompt_s, self.began_s = event.usage, elapsed_s, time.monotonic()
+        """Note how much of the prompt is prefilled."""
+        self.usage = event.usage
+        self.prompt_s = elapsed_s
+        self.answer_started_s = time.monotonic()
 
     def take_tokens(self) -> list[int]:
-        """Return the tokens since the last call."""
-        found = self.tokens[self.num_sent :]
-        self.num_sent += len(found)
-        return found
+        """Return the tokens added since the last call."""
+        tokens = self.tokens[self.num_sent :]
+        self.num_sent += len(tokens)
+        return tokens
 
 
 class LlamaEncoder:
-    """Writes pieces of text as they come, and each answer's facts in its last event."""
+    """Writes each answer as chunks of text, and a last event with its settings and counts."""
 
     def __init__(self, reply: ResponseInfo) -> None:
         """Write `reply`."""
         assert isinstance(reply.job, LlamaJob)
         self._reply = reply
-        self._asked = reply.job.asked
-        self._settings = settings_of(reply.job.asked, reply.job.params)
-        self._is_unheard = num_predict(reply.job.asked) == 0  # the one token is not shown
-        self._id_slot = NO_SLOT if self._asked.id_slot is None else self._asked.id_slot
-        self._began_s = time.monotonic()
+        self._request = reply.job.request
+        self._settings = settings_of(reply.job.request, reply.job.params)
+        self._hides_answer = num_predict(reply.job.request) == 0  # the engine generates one token
+        self._id_slot = NO_SLOT if self._request.id_slot is None else self._request.id_slot
+        self._started_s = time.monotonic()
         self._answers: dict[int, _Progress] = {}  # by choice
 
     def write(self, event: events.Event) -> bytes:
-        """Return the server-sent events of an event."""
+        """Return the chunks of a stream for an event."""
         match event:
             case events.ChoiceStarted():
-                self._answers[event.choice] = _Progress(event, self._began_s)
+                self._answers[event.choice] = _Progress(event, self._started_s)
             case events.PrefillAdvanced():
-                elapsed_s = time.monotonic() - self._began_s
+                elapsed_s = time.monotonic() - self._started_s
                 self._answers[event.choice].read(event, elapsed_s)
                 return self._write(event.choice, "", [], progress=to_progress(event, elapsed_s))
             case events.ContentAdded():
                 scored = self._add(event)
-                if self._is_unheard:
+                if self._hides_answer:
                     return b""
                 return self._write_added(event, scored)
             case events.ChoiceEnded():
                 rest = self._answers[event.choice].take_tokens()
                 unsent = b""
-                if rest and not self._is_unheard:
+                if rest and not self._hides_answer:
                     unsent = self._write(event.choice, "", rest)
                 last = replace(self._end(event), content="", tokens=[])
                 last = replace(last, completion_probabilities=UNSET)
-                return unsent + sse(encode_json(self._chosen(last)))
+                return unsent + sse(encode_json(self._select_fields(last)))
             case events.StreamFailed():
                 return sse(LLAMA_SERVER.body(event.error, event.request_id, str))
         return b""
 
-    def whole_response(self, stream: Iterable[events.Event]) -> Any:
-        """Return the response that is not streamed: an answer, or a list of several."""
-        found = []
+    def whole(self, stream: Iterable[events.Event]) -> Any:
+        """Return the response that is not streamed: one answer, or a list of several answers."""
+        responses = []
         for event in stream:
             match event:
                 case events.ChoiceStarted():
-                    self._answers[event.choice] = _Progress(event, self._began_s)
-                case events.ContentAdded():
+                    self._answers[event.choice] = _Progress(event, self._started_s)
+                case events.Added():
                     self._add(event)
-                case events.ChoiceEnded():
-                    found.append(self._chosen(self._end(event)))
-        return found if self._reply.job.num_choices > 1 else found[0]
+                case events.Ended():
+                    responses.append(self._select_fields(self._end(event)))
+        return responses if self._reply.job.num_choices > 1 else responses[0]
 
     def _add(self, event: events.ContentAdded) -> list[ScoredToken]:
         answer = self._answers[event.block.choice]
@@ -182,34 +184,35 @@ class LlamaEncoder:
         return scored
 
     def _scored(self, token: int, scores: TokenLogprobs) -> ScoredToken:
-        tokenizer, request = self._reply.tokenizer, self._asked
+        tokenizer, request = self._reply.tokenizer, self._request
         if request.post_sampling_probs:
             sampled = sampled_probabilities(self._reply.job.params, token, scores)
             likely = [
-                LikelyToken(**_spelled(tokenizer, other), prob=prob)
+                LikelyToken(**_token_fields(tokenizer, other), prob=prob)
                 for other, prob in sampled[: request.n_probs]
             ]
             prob = dict(sampled).get(token, 0.0)
-            return ScoredToken(**_spelled(tokenizer, token), prob=prob, top_probs=likely)
+            return ScoredToken(**_token_fields(tokenizer, token), prob=prob, top_probs=likely)
         likely = [
-            LikelyToken(**_spelled(tokenizer, other), logprob=logprob)
+            LikelyToken(**_token_fields(tokenizer, other), logprob=logprob)
             for other, logprob in zip(scores.top_ids, scores.top_logprobs, strict=True)
         ]
-        spelled = _spelled(tokenizer, token)
+        spelled = _token_fields(tokenizer, token)
         return ScoredToken(**spelled, logprob=scores.logprob, top_logprobs=likely)
 
-    def _write_added(self, event: events.ContentAdded, scored: list[ScoredToken]) -> bytes:
-        """Write more text; with probabilities one piece for each token, as llama-server does."""
-        choice, text = event.block.choice, event.text
+    def _write_added(self, event: events.Added, scored: list[ScoredToken]) -> bytes:
+        """Write more text; with log-probabilities, a chunk for each token, as llama-server does."""
+        choice = event.block.choice
+        text = event.text
         tokens = self._answers[choice].take_tokens()
-        pieces = b""
+        chunks = b""
         while len(scored) > 1:
             first, *scored = scored
             token_text = first.token if text.startswith(first.token) else ""
             text = text.removeprefix(token_text)
-            pieces += self._write(choice, token_text, tokens[:1], [first])
+            chunks += self._write(choice, token_text, tokens[:1], [first])
             tokens = tokens[1:]
-        return pieces + self._write(choice, text, tokens, scored)
+        return chunks + self._write(choice, text, tokens, scored)
 
     def _write(
         self,
@@ -220,31 +223,35 @@ class LlamaEncoder:
         *,
         progress: PromptProgress | UnsetType = UNSET,
     ) -> bytes:
-        answer, num_prompt = self._answers[choice], self._num_prompt(choice)
+        answer = self._answers[choice]
         piece = LlamaPiece(
             index=choice,
             content=text,
             tokens=tokens,
             id_slot=self._id_slot,
             tokens_predicted=answer.num_sent,
-            tokens_evaluated=num_prompt,
-            timings=self._timings(answer) if self._asked.timings_per_token else UNSET,
+            tokens_evaluated=self._num_prompt(choice),
+            timings=self._timings(answer) if self._request.timings_per_token else UNSET,
             prompt_progress=progress,
             completion_probabilities=[*scored] or UNSET,
         )
         return sse(encode_json(piece))
 
     def _timings(self, answer: _Progress) -> LlamaTimings | UnsetType:
-        """Return the timings so far, as measured here."""
+        """Return the durations so far, measured by this process."""
         if answer.usage is None:
             return UNSET
         usage = replace(answer.usage, completion_tokens=len(answer.tokens))
-        return llama_timings(usage, answer.prompt_s, time.monotonic() - answer.began_s)
+        return llama_timings(usage, answer.prompt_s, time.monotonic() - answer.answer_started_s)
 
-    def _end(self, event: events.ChoiceEnded) -> LlamaCompletion:
-        reply, answer, usage = self._reply, self._answers[event.choice], event.usage
-        if self._is_unheard:
-            answer.texts, answer.tokens, answer.scored = [], [], []
+    def _end(self, event: events.Ended) -> LlamaCompletion:
+        reply = self._reply
+        answer = self._answers[event.choice]
+        usage = event.usage
+        if self._hides_answer:
+            answer.texts = []
+            answer.tokens = []
+            answer.scored = []
             usage = replace(usage, completion_tokens=0)
         prompt = reply.prompts[event.choice // reply.job.params.n]
         num_tokens = usage.prompt_tokens + usage.completion_tokens
@@ -254,7 +261,7 @@ class LlamaEncoder:
         return LlamaCompletion(
             index=event.choice,
             content=text,
-            tokens=answer.tokens if self._asked.return_tokens else [],
+            tokens=answer.tokens if self._request.return_tokens else [],
             id_slot=self._id_slot,
             model=reply.model,
             tokens_predicted=usage.completion_tokens,
@@ -263,7 +270,7 @@ class LlamaEncoder:
             prompt=reply.tokenizer.decode(prompt, skip_special=False),
             has_new_line="\n" in text,
             truncated=is_cut and usage.completion_tokens != self._settings.n_predict,
-            stop_type="limit" if is_cut or self._is_unheard else "word" if word else "eos",
+            stop_type="limit" if is_cut or self._hides_answer else "word" if word else "eos",
             stopping_word=word,
             tokens_cached=num_tokens,
             timings=final_timings(usage, event.timings),
@@ -271,29 +278,31 @@ class LlamaEncoder:
             schema_miss=event.schema_miss or UNSET,
         )
 
-    def _chosen(self, answer: LlamaCompletion) -> LlamaCompletion | dict[str, Any]:
-        """Return the fields of an answer that were asked for."""
-        if not self._asked.response_fields:
+    def _select_fields(self, answer: LlamaCompletion) -> LlamaCompletion | dict[str, Any]:
+        """Return an answer, or only the fields that `response_fields` selects."""
+        if not self._request.response_fields:
             return answer
-        found: dict[str, Any] = {}
-        for path in self._asked.response_fields:
+        fields: dict[str, Any] = {}
+        for path in self._request.response_fields:
             value: Any = answer
-            for name in path.split("/", _MAX_DEPTH):
-                is_field = isinstance(value, _OPEN) and name in value.__struct_fields__
+            for name in path.split("/", _MAX_PATH_SPLITS):
+                is_field = (
+                    isinstance(value, _SELECTABLE_STRUCTS) and name in value.__struct_fields__
+                )
                 value = getattr(value, name) if is_field else UNSET
             if value is not UNSET:
-                found[path] = value
-        return found
+                fields[path] = value
+        return fields
 
     def _num_prompt(self, choice: int) -> int:
         return len(self._reply.prompts[choice // self._reply.job.params.n])
 
 
-# The structs of an answer whose fields may be asked for one by one, and how deep these are.
-_OPEN = (LlamaCompletion, GenerationSettings, LlamaTimings)
-_MAX_DEPTH = 2
+# The structs inside an answer whose fields `response_fields` can select, and their depth.
+_SELECTABLE_STRUCTS = (LlamaCompletion, GenerationSettings, LlamaTimings)
+_MAX_PATH_SPLITS = 2
 
 
-def _spelled(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
+def _token_fields(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
     data = tokenizer.token_bytes(token)
     return {"id": token, "token": data.decode(errors="ignore"), "bytes": list(data)}

@@ -1,4 +1,4 @@
-"""llama-server's report of the settings that an answer was made with."""
+"""The settings with which an answer was generated, as llama-server reports them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from twostroke.server.protocols.llama_server.fields import TextFields
 
 
-def _off(value: object) -> Meta:
+def _always(value: object) -> Meta:
+    """Annotate a field that has the same value in every response."""
     return Meta(extra_json_schema={"const": value})
 
 
@@ -39,22 +40,24 @@ class GenerationSettings(msgspec.Struct, kw_only=True, frozen=True):
     grammar: str
     samplers: list[str]
     timings_per_token: bool
-    n_keep: Annotated[int, _off(0)] = 0
-    n_discard: Annotated[int, _off(0)] = 0
-    min_keep: Annotated[int, _off(0)] = 0
-    dynatemp_range: Annotated[float, _off(0)] = 0.0
-    typical_p: Annotated[float, _off(1)] = 1.0
-    top_n_sigma: Annotated[float, _off(-1)] = -1.0
-    xtc_probability: Annotated[float, _off(0)] = 0.0
-    dry_multiplier: Annotated[float, _off(0)] = 0.0
-    mirostat: Annotated[int, _off(0)] = 0
+    n_keep: Annotated[int, _always(0)] = 0
+    n_discard: Annotated[int, _always(0)] = 0
+    min_keep: Annotated[int, _always(0)] = 0
+    dynatemp_range: Annotated[float, _always(0)] = 0.0
+    typical_p: Annotated[float, _always(1)] = 1.0
+    top_n_sigma: Annotated[float, _always(-1)] = -1.0
+    xtc_probability: Annotated[float, _always(0)] = 0.0
+    dry_multiplier: Annotated[float, _always(0)] = 0.0
+    mirostat: Annotated[int, _always(0)] = 0
     post_sampling_probs: bool
     lora: Annotated[list[dict[str, Any]], Meta(max_length=0)] = []
 
 
-def settings_of(asked: TextFields, params: SamplingParams) -> GenerationSettings:
-    """Return the settings of a job."""
-    limit, constraint, values = num_predict(asked), params.constraint, params.values
+def settings_of(request: TextFields, params: SamplingParams) -> GenerationSettings:
+    """Return the settings of a request, whose sampling parameters are `params`."""
+    limit = num_predict(request)
+    constraint = params.constraint
+    values = params.values
     return GenerationSettings(
         n_predict=limit,
         max_tokens=limit,
@@ -68,10 +71,10 @@ def settings_of(asked: TextFields, params: SamplingParams) -> GenerationSettings
         frequency_penalty=params.frequency_penalty,
         stop=[*params.stop],
         ignore_eos=params.ignore_eos,
-        stream=bool(asked.stream),
-        n_probs=asked.n_probs or 0,
-        post_sampling_probs=bool(asked.post_sampling_probs),
+        stream=bool(request.stream),
+        n_probs=request.n_probs or 0,
+        post_sampling_probs=bool(request.post_sampling_probs),
         grammar=constraint.text if constraint and constraint.notation == "grammar" else "",
-        samplers=used_samplers(asked),
-        timings_per_token=bool(asked.timings_per_token),
+        samplers=used_samplers(request),
+        timings_per_token=bool(request.timings_per_token),
     )

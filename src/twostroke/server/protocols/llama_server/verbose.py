@@ -1,4 +1,4 @@
-"""`__verbose`: llama-server's own form of an answer, inside one of OpenAI's, for `verbose`."""
+"""The field `__verbose` of OpenAI's responses: the answer in llama-server's own form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Verbose:
-    """Keeps the tokens of each answer, if the request asks for `__verbose`."""
+    """Makes the `__verbose` field of each answer, if the request has `verbose`."""
 
     def __init__(self, reply: ResponseInfo) -> None:
         """Describe the answers of `reply`."""
@@ -26,15 +26,17 @@ class Verbose:
         self._tokens: dict[int, list[int]] = {}  # by choice
 
     def begin(self, event: ChoiceStarted) -> None:
-        """Follow the tokens of a choice from now on."""
+        """Note that a choice has started."""
         self._tokens[event.choice] = event.tokens
 
-    def body(self, event: ChoiceEnded) -> LlamaCompletion | UnsetType:
-        """Return an answer with its prompt and its text as the model wrote it; UNSET unasked."""
+    def body(self, event: Ended) -> LlamaCompletion | UnsetType:
+        """Return a complete answer with its prompt and special tokens; UNSET if not requested."""
         reply, job = self._reply, self._reply.job
         if not job.is_verbose:
             return UNSET
-        tokenizer, tokens, usage = reply.tokenizer, self._tokens[event.choice], event.usage
+        tokenizer = reply.tokenizer
+        tokens = self._tokens[event.choice]
+        usage = event.usage
         if tokens and tokens[-1] in tokenizer.eos_ids:
             tokens = tokens[:-1]
         text = tokenizer.decode(tokens, skip_special=False)

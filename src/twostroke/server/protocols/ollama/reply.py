@@ -16,7 +16,7 @@ from twostroke.server.generation.events import SchemaMiss
 from twostroke.server.generation.job import Conversation
 from twostroke.server.http.error_forms import OLLAMA
 from twostroke.server.protocols.common.logprobs import TokenLogprob, chat_logprobs
-from twostroke.server.protocols.ollama.request import keep_s
+from twostroke.server.protocols.ollama.request import keep_alive_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -199,7 +199,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 def _loaded(asked: OllamaRequest, line: Line) -> Line:
-    line.done, line.done_reason = True, "unload" if keep_s(asked) == 0 else "load"
+    line.done, line.done_reason = True, "unload" if keep_alive_s(asked) == 0 else "load"
     return line
 
 

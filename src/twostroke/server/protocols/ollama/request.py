@@ -325,13 +325,13 @@ _PART: Final = re.compile(r"(\d{1,12}(?:\.\d{0,9})?|\.\d{1,9})(ns|us|µs|ms|s|m|
 _NUMBER: Final = re.compile(r"[+-]?\d{1,12}(\.\d{0,9})?")
 
 
-def keep_s(asked: Any) -> float | None:
+def keep_alive_s(request: Any) -> float | None:
     """Return the seconds of a request's `keep_alive`, inf for ever; None if it does not say.
 
     Raises:
         RequestError: it is not a time.
     """
-    value: str | float | None = asked.keep_alive
+    value: str | float | None = request.keep_alive
     if value is None or value == "":
         return None
     if isinstance(value, str):

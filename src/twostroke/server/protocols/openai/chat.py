@@ -19,14 +19,14 @@ from twostroke.server.http.errors import MissingFieldError, UnsupportedFieldErro
 from twostroke.server.http.ignored import Ignored
 from twostroke.server.protocols.common.fields import (
     CommonFields,
-    Pairs,
+    MetadataPairs,
     ReasoningEffort,
     RefusalPart,
     TemplateVariables,
     TextPart,
     TopLogprobs,
     check_combinations,
-    other_names,
+    llama_server_aliases,
     to_caller,
     to_job,
     to_params,
@@ -41,8 +41,8 @@ from twostroke.server.protocols.common.tools import (
     ToolBody,
     ToolChoice,
     ToolsAs,
-    arguments_of,
     arguments_text,
+    custom_arguments,
     only_allowed,
     to_tools,
 )
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from twostroke.server.generation.job import Job
     from twostroke.server.generation.response_store import Tenant
 
-_EMPTY: Final[tuple[object, ...]] = (False, 0, "", [], {})
+_EMPTY_VALUES: Final[tuple[object, ...]] = (False, 0, "", [], {})
 _SPLITS_REASONING: Final = {"none": False, "deepseek": True}
 TOOL_NAMES: Final = {
     "tool_choice.name": "tool_choice.function.name",
@@ -65,31 +65,31 @@ TOOL_NAMES: Final = {
 
 
 class InputTextPart(TextPart, tag="input_text"):
-    """A text as `/v1/responses` calls it."""
+    """A text part, by the type that `/v1/responses` has for input."""
 
 
 class OutputTextPart(TextPart, tag="output_text"):
-    """A text of an answer as `/v1/responses` calls it."""
+    """A text part, by the type that `/v1/responses` has for output."""
 
 
 class CalledFunction(msgspec.Struct):
-    """The function of a call, with its arguments as JSON or as an object; null has none."""
+    """A called function, with its arguments as JSON text or as an object; null for none."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class CalledCustom(msgspec.Struct):
-    """The custom tool of a call, with its input."""
+    """A called custom tool, with its input."""
 
     name: str
     input: str
 
 
 class ToolCall(msgspec.Struct):
-    """A call that an answer made; it has `function`, or `custom`.
+    """A tool call of an earlier answer: of a `function`, or of a `custom` tool.
 
-    Calls of other types, whose tools ran on another server, are left out with their results.
+    Calls of other types ran on another server; they are left out together with their results.
     """
 
     function: CalledFunction | None = None
@@ -99,12 +99,12 @@ class ToolCall(msgspec.Struct):
 
     @property
     def is_known(self) -> bool:
-        """Whether the model can see the call."""
+        """Whether this server knows the call's type, so that the model sees the call."""
         return self.type in {"function", "custom"}
 
 
 class ChatMessage(field.RequestObject):
-    """A message, with the fields of our own answers that SDKs send back."""
+    """A message; it may have the fields of this server's answers, which SDKs send back."""
 
     role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
     content: Annotated[
@@ -125,7 +125,7 @@ class ChatMessage(field.RequestObject):
         str | None, field.doc("An assistant's refusal, which is text."), field.DROPPABLE
     ] = None
     annotations: field.SentBack = None
-    audio: Annotated[Any, field.unsupported(*_EMPTY)] = None
+    audio: Annotated[Any, field.unsupported(*_EMPTY_VALUES)] = None
     function_call: Annotated[
         CalledFunction | None,
         field.doc("An assistant's call, as it was before `tool_calls`."),
@@ -144,7 +144,7 @@ ContinuesLast = Annotated[bool | None, field.doc("Continue the last message.")]
 
 
 class ChatRequest(CommonFields, kw_only=True):
-    """The body of a request."""
+    """The body of a chat completion request."""
 
     messages: Messages
     max_completion_tokens: Annotated[
@@ -170,7 +170,7 @@ class ChatRequest(CommonFields, kw_only=True):
         bool | None, field.doc("Keep the answer, to list and read it later."), field.DROPPABLE
     ] = None
     metadata: Annotated[
-        Pairs | None, field.doc("Returned with a stored answer."), field.DROPPABLE
+        MetadataPairs | None, field.doc("Returned with a stored answer."), field.DROPPABLE
     ] = None
 
     tools: ToolsAs[ToolBody | CustomToolBody] = None
@@ -178,7 +178,7 @@ class ChatRequest(CommonFields, kw_only=True):
     parallel_tool_calls: ParallelCalls = None
 
     add_special_tokens: field.AlwaysOff = None
-    audio: field.Hint = None  # asks for nothing without its modality
+    audio: field.Hint = None  # has no effect without the modality audio
     chat_template: field.Unsupported = None
     documents: Annotated[Any, field.unsupported([])] = None
     echo: field.AlwaysOff = None
@@ -191,46 +191,46 @@ class ChatRequest(CommonFields, kw_only=True):
     web_search_options: field.Hint = None
 
 
-def read(asked: ChatRequest, tenant: Tenant) -> Job:
-    """Translate a request.
+def read(request: ChatRequest, tenant: Tenant) -> Job:
+    """Return the job of a request.
 
     Raises:
-        RequestError: a value is out of bounds or not supported; `field` names it.
+        RequestError: a value is out of bounds or not supported; the error's `field` names it.
     """
-    check_combinations(asked)
-    if asked.functions and asked.function_call != "none":
+    check_combinations(request)
+    if request.functions and request.function_call != "none":
         raise UnsupportedFieldError("is not supported yet: send tools.", field="functions")
-    tools = _read_tools(asked)
+    tools = _read_tools(request)
     conversation = to_conversation(
-        asked.messages,
+        request.messages,
         tools,
-        opens_turn=asked.add_generation_prompt,
-        continues=asked.continue_final_message,
-        thinking=to_thinking(asked.chat_template_kwargs, asked.reasoning_effort),
+        opens_turn=request.add_generation_prompt,
+        continues=request.continue_final_message,
+        thinking=to_thinking(request.chat_template_kwargs, request.reasoning_effort),
     )
     ignored = list[Ignored]()
-    newer = asked.max_completion_tokens
-    if newer is not None and asked.max_tokens not in {None, newer}:
+    newer_limit = request.max_completion_tokens
+    if newer_limit is not None and request.max_tokens not in {None, newer_limit}:
         reason = "has no effect beside max_completion_tokens, its newer name."
         ignored.append(Ignored.of(RequestError(reason, field="max_tokens")))
     job = to_job(
-        asked,
+        request,
         (conversation,),
         params=to_params(
-            asked, logprobs=_num_alternatives(asked), max_tokens=CHAT.first_limit(asked)
+            request, logprobs=_num_alternatives(request), max_tokens=CHAT.first_limit(request)
         ),
-        caller=to_caller(asked, "messages", tenant),
+        caller=to_caller(request, "messages", tenant),
         tools=tools,
     )
     return replace(
         job,
         ignored=(*job.ignored, *ignored),
-        splits_reasoning=_SPLITS_REASONING.get(asked.reasoning_format or ""),
+        splits_reasoning=_SPLITS_REASONING.get(request.reasoning_format or ""),
     )
 
 
 def _read_tools(request: ChatRequest) -> Tools | None:
-    """Return the tools that the answer may call, or None if there are none.
+    """Return the tools that the answer may call, or None if it may call none.
 
     Raises:
         RequestError: as `to_tools` and `only_allowed`.
@@ -252,19 +252,22 @@ def _read_tools(request: ChatRequest) -> Tools | None:
     return to_tools(offered, mode, parallel=parallel)
 
 
-class Conversing(Protocol):
-    """A request with a conversation."""
+class ConversationFields(Protocol):
+    """The fields of a conversation that several requests have."""
 
     messages: list[ChatMessage]
     add_generation_prompt: bool | None
     continue_final_message: bool | None
 
 
-def continues_in_llama_server(request: Conversing) -> bool | None:
-    """Return whether llama-server continues the last message: if it is an assistant's text.
+def continues_in_llama_server(request: ConversationFields) -> bool | None:
+    """Return whether the answer continues the last message, by llama-server's rules.
+
+    Without `add_generation_prompt` and `continue_final_message`, an answer continues a last message
+    that is an assistant's text.
 
     Raises:
-        RequestError: two assistant's messages are the last ones.
+        RequestError: the last two messages are both the assistant's.
     """
     is_open = request.add_generation_prompt is None and request.continue_final_message is None
     last = request.messages[-1]
@@ -277,23 +280,23 @@ def continues_in_llama_server(request: Conversing) -> bool | None:
 
 
 class ChatInputTokens(msgspec.Struct, frozen=True):
-    """The number of tokens in a conversation's prompt, cached ones included."""
+    """The number of tokens in a conversation's prompt, including cached tokens."""
 
     input_tokens: int
     object: Literal["chat.completion.input_tokens"] = "chat.completion.input_tokens"
 
 
 def count(request: ChatRequest, card: ModelCard, tenant: Tenant) -> ChatInputTokens:
-    """Return how many tokens a request's prompt would have; raises as `read` does."""
+    """Return the number of tokens in a request's prompt. Raises as `read` does."""
     [prompt] = read(request, tenant).encode(card).prompts
     return ChatInputTokens(len(prompt))
 
 
-def _num_alternatives(asked: ChatRequest) -> int | None:
-    """Return how many alternatives to report; None reports no log-probabilities."""
-    if asked.top_logprobs and not asked.logprobs:
+def _num_alternatives(request: ChatRequest) -> int | None:
+    """Return how many likely tokens to report for each token; None for no log-probabilities."""
+    if request.top_logprobs and not request.logprobs:
         raise RequestError("may only be set when logprobs is true.", field="top_logprobs")
-    return (asked.top_logprobs or 0) if asked.logprobs else None
+    return (request.top_logprobs or 0) if request.logprobs else None
 
 
 def to_conversation(
@@ -304,60 +307,67 @@ def to_conversation(
     continues: bool | None,
     thinking: Thinking = AS_IT_IS,
 ) -> Conversation:
-    """Return messages for the chat template.
+    """Return a conversation for the chat template.
 
-    `opens_turn` is the field `add_generation_prompt`, `continues` is `continue_final_message`.
+    Args:
+        messages: the messages of the request.
+        tools: the tools of the request.
+        opens_turn: the field `add_generation_prompt`.
+        continues: the field `continue_final_message`.
+        thinking: the options for the model's reasoning.
 
     Raises:
-        RequestError: a message is not valid, or the two fields contradict each other.
+        RequestError: a message is not valid, or `opens_turn` and `continues` are both true.
     """
     if opens_turn and continues:
         reason = "cannot be combined with add_generation_prompt: leave one of them out."
         raise RequestError(reason, field="continue_final_message")
     messages = [_with_newer_names(message) for message in messages]
-    _check_results(messages)
-    left_out = {
+    _check_tool_results(messages)
+    unknown_calls = {
         call.id: ignored_item(f"messages[{index}].tool_calls[{number}]", call.type)
         for index, message in enumerate(messages)
         for number, call in enumerate(message.tool_calls or ())
         if not call.is_known
     }
-    turns = tuple(
-        _message(index, message)
+    template_messages = tuple(
+        _to_template_message(index, message)
         for index, message in enumerate(messages)
-        if message.role != "tool" or message.tool_call_id not in left_out
+        if message.role != "tool" or message.tool_call_id not in unknown_calls
     )
     return Conversation(
-        turns,
+        template_messages,
         tools.shown if tools is not None else (),
         continues=bool(continues),
         has_turn=opens_turn is not False,
         thinking=thinking,
-        ignored=tuple(left_out.values()),
+        left_out=tuple(unknown_calls.values()),
     )
 
 
 def _with_newer_names(message: ChatMessage) -> ChatMessage:
-    """Return a message with `tool_calls` and the role tool in place of their older names."""
+    """Return a message with `function_call` and the role `function` replaced by their new names."""
     if message.function_call is not None and not message.tool_calls:
         calls = [ToolCall(message.function_call)]
         return replace(message, function_call=None, tool_calls=calls)
     return replace(message, role="tool") if message.role == "function" else message
 
 
-def _check_results(messages: list[ChatMessage]) -> None:
-    """Refuse tools' results without an earlier call; clients without ids omit them in both.
+def _check_tool_results(messages: list[ChatMessage]) -> None:
+    """Check that each tool's result has the id of an earlier call.
+
+    A result without an id is valid after any call, since some clients send no ids at all.
 
     Raises:
-        RequestError: naming the id.
+        RequestError: there is no earlier call, or none with this id.
     """
-    known = set[str | None]()
-    for place, message in enumerate(messages):
-        known.update(call.id for call in message.tool_calls or ())
+    call_ids = set[str | None]()
+    for index, message in enumerate(messages):
+        call_ids.update(call.id for call in message.tool_calls or ())
         id_ = message.tool_call_id
-        if message.role == "tool" and id_ not in known and (id_ is not None or not known):
+        if message.role == "tool" and id_ not in call_ids and (id_ is not None or not call_ids):
             reason = "must be the id of an earlier call, and there is none."
-            raise RequestError(reason, field=f"messages[{place}].tool_call_id")
+            raise RequestError(reason, field=f"messages[{index}].tool_call_id")
 
 
 def to_thinking(variables: dict[str, Any] | None, effort: str | None = None) -> Thinking:
@@ -367,8 +377,13 @@ def to_thinking(variables: dict[str, Any] | None, effort: str | None = None) -> 
     return Thinking(effort=effort, param="reasoning_effort", variables=variables or {})
 
 
-def _message(place: int, message: ChatMessage) -> dict[str, Any]:
-    where = f"messages[{place}]"
+def _to_template_message(message_index: int, message: ChatMessage) -> dict[str, Any]:
+    """Return a message in the form that chat templates read.
+
+    Raises:
+        RequestError: a field does not suit the message's role, or a required field is missing.
+    """
+    path = f"messages[{message_index}]"
     reasoning = message.reasoning_content or message.reasoning
     for name, value, role in (
         ("tool_calls", message.tool_calls, "assistant"),
@@ -377,41 +392,43 @@ def _message(place: int, message: ChatMessage) -> dict[str, Any]:
     ):
         if value and message.role != role:
             reason = f"belongs to a message of the role {role}."
-            raise RequestError(reason, field=f"{where}.{name}")
+            raise RequestError(reason, field=f"{path}.{name}")
     if message.content is None and message.role not in {"assistant", "tool"}:
-        raise MissingFieldError("is missing.", field=f"{where}.content")
+        raise MissingFieldError("is missing.", field=f"{path}.content")
     content = message.content or message.refusal or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
-    turn: dict[str, Any] = {"role": message.role, "content": text}
+    template_message: dict[str, Any] = {"role": message.role, "content": text}
     calls = [
-        _call(call, f"{where}.tool_calls[{index}]")
+        _to_template_call(call, f"{path}.tool_calls[{index}]")
         for index, call in enumerate(message.tool_calls or ())
         if call.is_known
     ]
     if calls:
-        turn["tool_calls"] = calls
-    more = {
+        template_message["tool_calls"] = calls
+    optional_fields = {
         "name": message.name,
         "tool_call_id": message.tool_call_id,
         "reasoning_content": reasoning or None,
     }
-    return turn | {key: value for key, value in more.items() if value is not None}
+    return template_message | {
+        key: value for key, value in optional_fields.items() if value is not None
+    }
 
 
-def _call(call: ToolCall, where: str) -> dict[str, Any]:
-    """Return a call as templates know it; that of a custom tool becomes a function's."""
+def _to_template_call(call: ToolCall, path: str) -> dict[str, Any]:
+    """Return a call in the form that chat templates read; custom tools appear as functions."""
     function = call.function
     if call.custom is not None:
-        function = CalledFunction(call.custom.name, arguments_of(call.custom.input))
+        function = CalledFunction(call.custom.name, custom_arguments(call.custom.input))
     if function is None:
-        raise MissingFieldError("is missing.", field=f"{where}.function")
+        raise MissingFieldError("is missing.", field=f"{path}.function")
     arguments = arguments_text(function.arguments)
-    called = {"name": function.name, "arguments": arguments}
-    return {"id": call.id, "type": "function", "function": called}
+    function_fields = {"name": function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function_fields}
 
 
-def names(asked: ChatRequest) -> Mapping[str, str]:
-    """Return the protocol's names for the engine's fields, as the request uses them."""
-    has_newer = asked.max_completion_tokens is not None
-    newer = {"max_tokens": "max_completion_tokens"} if has_newer else {}
-    return TOOL_NAMES | newer | other_names(asked)
+def names(request: ChatRequest) -> Mapping[str, str]:
+    """Return the names by which a request sends the engine's fields, for errors."""
+    has_newer = request.max_completion_tokens is not None
+    newer_name = {"max_tokens": "max_completion_tokens"} if has_newer else {}
+    return TOOL_NAMES | newer_name | llama_server_aliases(request)

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: the response, whole or as a stream of chunks."""
+"""OpenAI's chat completions: the complete response, or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from twostroke.server.protocols.common.usage import (
     TimingsBody,
     UsageBody,
     UsageSoFar,
-    asked_timings,
     fail_stream,
     finish_reason,
     finish_stream,
+    requested_timings,
     timings_body,
     usage_body,
 )
@@ -40,21 +40,21 @@ if TYPE_CHECKING:
 
 
 class FunctionCallBody(msgspec.Struct):
-    """A call's function, or a piece of its arguments."""
+    """The function of a tool call, or the next piece of its arguments."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class CustomCallBody(msgspec.Struct):
-    """A call's custom tool, or a piece of its input."""
+    """The custom tool of a tool call, or the next piece of its input."""
 
     input: str
     name: str | UnsetType = UNSET
 
 
 class CallBody(msgspec.Struct):
-    """A call, or a piece of one: only the first piece has id, type and name."""
+    """A tool call, or a piece of it; only the first piece has id, type and name."""
 
     function: FunctionCallBody | UnsetType = UNSET
     id: str | UnsetType = UNSET
@@ -75,7 +75,7 @@ class AnswerMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One whole answer."""
+    """One complete answer."""
 
     index: int
     message: AnswerMessage
@@ -144,28 +144,30 @@ class ChatChunk(msgspec.Struct):
 
 
 class ChatEncoder:
-    """Writes each answer's role first, then its pieces, then its finish reason alone."""
+    """Writes each answer as chunks: its role, its text, and a last chunk with the finish reason."""
 
     def __init__(self, reply: ResponseInfo) -> None:
-        """Write `reply`; one chunk is filled again and again."""
+        """Write `reply`; one chunk object is reused for all events."""
         self._reply = reply
         self._choice = ChunkChoice(0, ChatDelta())
         self._chunk = ChatChunk(
-            reply.id,
-            "chat.completion.chunk",
-            reply.created_s,
-            reply.model,
-            [self._choice],
-            None if reply.job.include_usage else UNSET,
-            reply.job.caller.service if reply.job.tier else UNSET,
+            id=reply.id,
+            object="chat.completion.chunk",
+            created=reply.created_s,
+            model=reply.model,
+            choices=[self._choice],
+            usage=None if reply.job.include_usage else UNSET,
+            service_tier=reply.job.caller.service if reply.job.tier else UNSET,
         )
-        self._began_s = time.monotonic()
+        self._started_s = time.monotonic()
         self._usage = UsageSoFar(reply.job)
         self._ids = TokenIds(reply.job)
         self._prompt_scores: list[TokenLogprobs | None] = []  # of the first choice
-        self._timings: LlamaTimings | UnsetType = UNSET  # of the answer that ended last
+        self._timings: LlamaTimings | UnsetType = UNSET  # of the newest complete answer
         self._verbose = Verbose(reply)
-        self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by choice
+        self._chunk_around_text: dict[
+            int, tuple[bytes, bytes]
+        ] = {}  # JSON before and after, by choice
 
     def write(self, event: events.Event) -> bytes:
         """Return the chunks of an event."""
@@ -173,14 +175,16 @@ class ChatEncoder:
             case events.ContentAdded():
                 if event.scored:
                     self._choice.logprobs = self._logprobs(event)
-                elif event.block.kind is events.BlockKind.TEXT and not self._is_counted:
+                elif event.block.kind is events.BlockKind.TEXT and not self._reports_progress:
                     return self._write_text(event.block.choice, event.text)
                 return self._write(event.block.choice, _delta(event.block, event.text))
             case events.ChoiceStarted() | events.PrefillAdvanced():
                 return self._begin(event)
             case events.BlockOpened(block=events.ContentBlock(kind=events.BlockKind.CALL)):
-                return self._write(event.block.choice, ChatDelta(tool_calls=[_call(event.block)]))
-            case events.ChoiceEnded():
+                return self._write(
+                    event.block.choice, ChatDelta(tool_calls=[_first_call_piece(event.block)])
+                )
+            case events.Ended():
                 self._end(self._choice, event)
                 self._chunk.timings = self._timings
                 self._chunk.verbose = self._verbose.body(event)
@@ -205,11 +209,11 @@ class ChatEncoder:
                     logprobs = ChatLogprobs([]) if reply.has_logprobs else None
                     message = AnswerMessage("assistant", "")
                     choices.append(ChatChoice(event.choice, message, logprobs, "stop"))
-                case events.ContentAdded(scored=[_, *_]):
-                    if (found := choices[-1].logprobs) is not None:
-                        found.content.extend(self._logprobs(event).content)
-                case events.BlockClosed():
-                    _add(choices[-1].message, event.block)
+                case events.Added(scored=[_, *_]):
+                    if (answer_logprobs := choices[-1].logprobs) is not None:
+                        answer_logprobs.content.extend(self._logprobs(event).content)
+                case events.Closed():
+                    _add_block(choices[-1].message, event.block)
                 case events.PromptScored(choice=0):
                     self._prompt_scores += event.logprobs
                 case events.ChoiceEnded():
@@ -221,13 +225,13 @@ class ChatEncoder:
                 case events.AnswerFinished():
                     usage = usage_body(event.usage, event.num_reasoning)
         return ChatCompletion(
-            reply.id,
-            "chat.completion",
-            reply.created_s,
-            reply.model,
-            choices,
-            usage,
-            reply.job.caller.service if reply.job.tier else UNSET,
+            id=reply.id,
+            object="chat.completion",
+            created=reply.created_s,
+            model=reply.model,
+            choices=choices,
+            usage=usage,
+            service_tier=reply.job.caller.service if reply.job.tier else UNSET,
             timings=self._timings,
             prompt_logprobs=self._prompt_logprobs(),
             prompt_token_ids=list(reply.prompts[0]) if self._ids.is_reported else UNSET,
@@ -241,12 +245,12 @@ class ChatEncoder:
         return to_prompt_logprobs(reply.tokenizer, reply.prompts[0], self._prompt_scores)
 
     @property
-    def _is_counted(self) -> bool:
-        """Whether each chunk tells more of the answer's tokens than their text."""
+    def _reports_progress(self) -> bool:
+        """Whether each chunk has the usage so far or token ids, besides text."""
         return self._usage.is_reported or self._ids.is_reported
 
     def _begin(self, event: events.ChoiceStarted | events.PrefillAdvanced) -> bytes:
-        """Write the role, or how much of the prompt is read."""
+        """Write the role, or how much of the prompt is prefilled."""
         if isinstance(event, events.ChoiceStarted):
             self._usage.begin(event)
             self._ids.begin(event)
@@ -254,14 +258,14 @@ class ChatEncoder:
             if self._ids.is_reported:
                 self._chunk.prompt_token_ids = list(self._reply.prompts[0])
             return self._write(event.choice, self._first_delta)
-        self._chunk.prompt_progress = to_progress(event, time.monotonic() - self._began_s)
+        self._chunk.prompt_progress = to_progress(event, time.monotonic() - self._started_s)
         return self._write(event.choice, ChatDelta())
 
     @property
     def _first_delta(self) -> ChatDelta:
-        """The role, with an empty text unless the answer may begin with a call, as OpenAI sends.
+        """The role, with empty content unless the answer may call a tool, as OpenAI sends it.
 
-        Clients such as Vercel's AI SDK show a text as soon as there is any content, even if empty.
+        Clients such as Vercel's AI SDK show a text for any content that is not null, even if empty.
         """
         reply = self._reply
         if reply.as_llama_server:
@@ -270,22 +274,26 @@ class ChatEncoder:
         return ChatDelta("assistant", content=None if may_call else "", refusal=None)
 
     def _write_text(self, index: int, text: str) -> bytes:
-        """Write a chunk that only has text; the rest of it is encoded once for each choice."""
-        around = self._around_text.get(index)
+        """Write a chunk that has only text; its other fields are encoded once for each choice."""
+        around = self._chunk_around_text.get(index)
         if around is None:
-            before, key, after = self._write(index, ChatDelta(content="")).partition(b'"content":')
-            around = before + key, after.removeprefix(b'""')
-            self._around_text[index] = around
+            chunk = self._write(index, ChatDelta(content=""))
+            before, key, after = chunk.partition(b'"content":')
+            around = (before + key, after.removeprefix(b'""'))
+            self._chunk_around_text[index] = around
         return encode_json(text).join(around)
 
     def _write(self, index: int, delta: ChatDelta) -> bytes:
         choice = self._choice
-        choice.index, choice.delta = index, delta
+        choice.index = index
+        choice.delta = delta
         if self._usage.is_reported:
             self._chunk.usage = self._usage.body(index)
         choice.token_ids = self._ids.take(index)
         data = sse(encode_json(self._chunk))
-        choice.logprobs, choice.finish_reason, choice.timings = None, None, UNSET
+        choice.logprobs = None
+        choice.finish_reason = None
+        choice.timings = UNSET
         choice.schema_miss = UNSET
         self._chunk.timings = self._chunk.prompt_progress = UNSET
         self._chunk.prompt_token_ids = self._chunk.verbose = UNSET
@@ -298,7 +306,7 @@ class ChatEncoder:
     def _end(self, choice: ChatChoice | ChunkChoice, event: events.ChoiceEnded) -> None:
         choice.finish_reason = finish_reason(event.reason, has_calls=event.has_calls)
         choice.schema_miss = event.schema_miss or UNSET
-        self._timings = asked_timings(self._reply.job, event)
+        self._timings = requested_timings(self._reply.job, event)
         if isinstance(choice, ChatChoice):
             choice.token_ids = self._ids.take(event.choice)
         if self._reply.job.timings:
@@ -312,26 +320,26 @@ def _delta(block: events.ContentBlock, text: str) -> ChatDelta:
         case events.BlockKind.REASONING:
             return ChatDelta(reasoning_content=text, reasoning=text)
         case events.BlockKind.CALL:
-            return ChatDelta(tool_calls=[_piece(block, text)])
+            return ChatDelta(tool_calls=[_call_piece(block, text)])
 
 
-def _call(block: events.ContentBlock) -> CallBody:
-    """Return the first piece of a call."""
-    call = _piece(block, "", block.name)
+def _first_call_piece(block: events.ContentBlock) -> CallBody:
+    """Return the first piece of a tool call, and give the call an id if it has none."""
+    call = _call_piece(block, "", block.name)
     block.id = block.id or f"call_{secrets.token_hex(12)}"
     call.id = block.id
     call.type = "custom" if block.is_custom else "function"
     return call
 
 
-def _piece(block: events.ContentBlock, text: str, name: str | UnsetType = UNSET) -> CallBody:
-    """Return a piece of a call: more of its arguments, or of its input."""
+def _call_piece(block: events.ContentBlock, text: str, name: str | UnsetType = UNSET) -> CallBody:
+    """Return the next piece of a tool call: of its arguments, or of a custom tool's input."""
     if block.is_custom:
         return CallBody(custom=CustomCallBody(text, name), index=block.call_index)
     return CallBody(FunctionCallBody(text, name), index=block.call_index)
 
 
-def _add(message: AnswerMessage, block: events.ContentBlock) -> None:
+def _add_block(message: AnswerMessage, block: events.ContentBlock) -> None:
     """Add a complete block to its message."""
     match block.kind:
         case events.BlockKind.TEXT:
@@ -340,6 +348,9 @@ def _add(message: AnswerMessage, block: events.ContentBlock) -> None:
             message.reasoning = (message.reasoning or "") + block.text
             message.reasoning_content = message.reasoning
         case events.BlockKind.CALL:
-            first, call = _call(block), _piece(block, block.text, block.name)
-            call.id, call.type, call.index = first.id, first.type, UNSET
+            first = _first_call_piece(block)
+            call = _call_piece(block, block.text, block.name)
+            call.id = first.id
+            call.type = first.type
+            call.index = UNSET
             message.tool_calls = [*(message.tool_calls or ()), call]

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
 
 class CompletionRequest(CommonFields, kw_only=True):
-    """The body of a request. With a `suffix` each answer fills the gap before it."""
+    """The body of a completion request. With a `suffix`, each answer fills the gap before it."""
 
     prompt: Annotated[str | list[str | int | list[int]], field.texts_or_ids(field.Fact.MAX_CHOICES)]
     max_tokens: Annotated[
         int | None,
-        field.doc("The most tokens to generate; 0 needs `echo`, -1: as many as fit.", minimum=-1),
+        field.doc(
+            "At most this many tokens are generated; 0 needs `echo`, -1: all that fit.", minimum=-1
+        ),
     ] = DEFAULT_COMPLETION_TOKENS
     echo: Annotated[bool | None, field.doc("Begin the answer with its prompt.")] = None
     logprobs: Annotated[
@@ -44,43 +46,47 @@ class CompletionRequest(CommonFields, kw_only=True):
     parse_special: field.ParseSpecial = None
 
 
-def read(asked: CompletionRequest, tenant: Tenant) -> Job:
-    """Translate a request.
+def read(request: CompletionRequest, tenant: Tenant) -> Job:
+    """Return the job of a request.
 
     Raises:
-        RequestError: a value is out of bounds or not supported; `field` names it.
+        RequestError: a value is out of bounds or not supported; the error's `field` names it.
     """
-    check_combinations(asked)
-    if asked.max_tokens == 0 and not asked.echo and asked.prompt_logprobs is None:
+    check_combinations(request)
+    if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
         reason = "may only be 0 where echo is true or prompt_logprobs is given."
         raise RequestError(reason, field="max_tokens")
-    if asked.suffix and asked.echo and (asked.logprobs is not None or asked.max_tokens == 0):
+    if (
+        request.suffix
+        and request.echo
+        and (request.logprobs is not None or request.max_tokens == 0)
+    ):
         reason = "cannot be combined with the prompt's logprobs: leave out echo or logprobs."
         raise UnsupportedFieldError(reason, field="suffix")
     for name in ("add_special_tokens", "parse_special"):
-        if asked.suffix and getattr(asked, name) is not None:
+        if request.suffix and getattr(request, name) is not None:
             reason = (
                 "cannot be combined with suffix, around which no text is special: leave it out."
             )
             raise UnsupportedFieldError(reason, field=name)
-    if asked.echo and asked.prompt_logprobs is not None:
+    if request.echo and request.prompt_logprobs is not None:
         reason = "cannot be combined with echo: leave one of them out."
         raise UnsupportedFieldError(reason, field="prompt_logprobs")
-    prompt_logprobs = asked.logprobs if asked.echo else asked.prompt_logprobs
-    if asked.echo and asked.max_tokens == 0:
+    prompt_logprobs = request.logprobs if request.echo else request.prompt_logprobs
+    if request.echo and request.max_tokens == 0:
         prompt_logprobs = prompt_logprobs or 0
     return to_job(
-        asked,
-        split_prompts(asked.prompt, "prompt"),
+        request,
+        split_prompts(request.prompt, "prompt"),
         params=to_params(
-            asked,
-            max_tokens=COMPLETIONS.first_limit(asked),
-            logprobs=asked.logprobs,
+            request,
+            max_tokens=COMPLETIONS.first_limit(request),
+            logprobs=request.logprobs,
             prompt_logprobs=prompt_logprobs,
         ),
-        caller=to_caller(asked, "prompt", tenant),
-        echo=bool(asked.echo),
-        suffix=asked.suffix or "",
-        add_special=asked.add_special_tokens is not False,
-        parse_special=asked.parse_special,
+        caller=to_caller(request, "prompt", tenant),
+        echo=bool(request.echo),
+        suffix=request.suffix or "",
+        add_special=request.add_special_tokens is not False,
+        parse_special=request.parse_special,
     )

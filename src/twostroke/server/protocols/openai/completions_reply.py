@@ -1,4 +1,4 @@
-"""OpenAI's text completions: the response, whole or as a stream of pieces."""
+"""OpenAI's text completions: the complete response, or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from twostroke.server.protocols.common.usage import (
     TimingsBody,
     UsageBody,
     UsageSoFar,
-    asked_timings,
     fail_stream,
     finish_reason,
     finish_stream,
+    requested_timings,
     timings_body,
     usage_body,
 )
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class CompletionChoice(msgspec.Struct):
-    """One answer, or one piece of it."""
+    """One answer, or its part in a chunk of a stream."""
 
     index: int
     text: str
@@ -54,7 +54,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class CompletionBody(msgspec.Struct):
-    """A whole response, or one event of a streamed one."""
+    """The complete response, or one chunk of a stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -70,31 +70,33 @@ class CompletionBody(msgspec.Struct):
 
 
 class CompletionEncoder:
-    """Writes pieces of text, and each answer's finish reason in an event without text."""
+    """Writes each answer as chunks of text, and a last chunk with the finish reason."""
 
     def __init__(self, reply: ResponseInfo) -> None:
-        """Write `reply`; in a stream one body is filled again and again."""
+        """Write `reply`; in a stream, one body object is reused for all events."""
         self._reply = reply
         self._choice = CompletionChoice(0, "")
         self._body = CompletionBody(
-            reply.id,
-            "text_completion",
-            reply.created_s,
-            reply.model,
-            [self._choice],
-            None if reply.job.include_usage else UNSET,
-            reply.job.caller.service if reply.job.tier else UNSET,
+            id=reply.id,
+            object="text_completion",
+            created=reply.created_s,
+            model=reply.model,
+            choices=[self._choice],
+            usage=None if reply.job.include_usage else UNSET,
+            service_tier=reply.job.caller.service if reply.job.tier else UNSET,
         )
-        self._began_s = time.monotonic()
+        self._started_s = time.monotonic()
         self._usage = UsageSoFar(reply.job)
         self._ids = TokenIds(reply.job)
         self._prompt_scores: dict[int, list[TokenLogprobs | None]] = {}  # by choice
-        self._timings: LlamaTimings | UnsetType = UNSET  # of the answer that ended last
+        self._timings: LlamaTimings | UnsetType = UNSET  # of the newest complete answer
         self._verbose = Verbose(reply)
-        self._scorers: dict[int, CompletionScorer] = {}  # by choice, where they are asked for
+        self._scorers: dict[
+            int, CompletionScorer
+        ] = {}  # by choice; empty without log-probabilities
 
     def write(self, event: events.Event) -> bytes:
-        """Return the server-sent events of an event."""
+        """Return the chunks of a stream for an event."""
         match event:
             case events.ContentAdded():
                 if event.scored:
@@ -109,7 +111,7 @@ class CompletionEncoder:
                 self._choice.prompt_token_ids = UNSET
                 return data
             case events.PrefillAdvanced():
-                elapsed_s = time.monotonic() - self._began_s
+                elapsed_s = time.monotonic() - self._started_s
                 self._body.prompt_progress = to_progress(event, elapsed_s)
                 data = self._write(event.choice, "")
                 self._body.prompt_progress = UNSET
@@ -145,29 +147,36 @@ class CompletionEncoder:
                     self._body.verbose = self._body.verbose or self._verbose.body(event)
                 case events.AnswerFinished():
                     self._body.usage = usage_body(event.usage)
-        self._body.choices, self._body.timings = choices, self._timings
+        self._body.choices = choices
+        self._body.timings = self._timings
         return self._body
 
     def _begin(self, event: events.ChoiceStarted) -> str:
-        """Begin a choice; return the prompt to echo before its answer, or an empty string."""
-        reply, tokens, text, choice = self._reply, list[int](), "", event.choice
+        """Begin a choice; return the prompt to echo before its answer, or an empty text."""
+        reply = self._reply
+        choice = event.choice
+        tokens: list[int] = []
+        text = ""
         self._ids.begin(event)
         self._verbose.begin(event)
         if reply.job.echo:
-            place = choice // reply.job.params.n
-            prompt, tokens = reply.job.prompts[place], list(reply.prompts[place])
+            prompt_index = choice // reply.job.params.n
+            prompt = reply.job.prompts[prompt_index]
+            tokens = list(reply.prompts[prompt_index])
             assert isinstance(prompt, str | list)
             text = prompt if isinstance(prompt, str) else reply.tokenizer.decode(prompt)
         if reply.has_logprobs:
             as_ids = reply.job.tokens_as_ids
-            self._scorers[choice] = CompletionScorer(reply.tokenizer, tokens, text, as_ids=as_ids)
+            self._scorers[choice] = CompletionScorer(
+                reply.tokenizer, echoed=tokens, text=text, as_ids=as_ids
+            )
         return text
 
     def _prompt_tokens(self, choice: int) -> list[int]:
         return list(self._reply.prompts[choice // self._reply.job.params.n])
 
     def _add_reports(self, choice: CompletionChoice) -> None:
-        """Add the ids of tokens and the scores of the prompt to a whole answer."""
+        """Add the requested token ids and prompt log-probabilities to a complete answer."""
         index = choice.index
         choice.token_ids = self._ids.take(index)
         if self._ids.is_reported:
@@ -187,16 +196,19 @@ class CompletionEncoder:
 
     def _write(self, index: int, text: str) -> bytes:
         choice = self._choice
-        choice.index, choice.text = index, text
+        choice.index = index
+        choice.text = text
         choice.logprobs = self._scorers[index].take() if self._scorers else None
         if self._usage.is_reported:
             self._body.usage = self._usage.body(index)
         choice.token_ids = self._ids.take(index)
         return sse(encode_json(self._body))
 
-    def _end(self, event: events.ChoiceEnded) -> bytes:
-        choice, scorer = self._choice, self._scorers.get(event.choice)
-        choice.index, choice.text = event.choice, ""
+    def _end(self, event: events.Ended) -> bytes:
+        choice = self._choice
+        scorer = self._scorers.get(event.choice)
+        choice.index = event.choice
+        choice.text = ""
         choice.logprobs = scorer.take() if scorer is not None and scorer.has_news else None
         choice.token_ids = self._ids.take(event.choice)
         self._finish(choice, event)
@@ -204,14 +216,15 @@ class CompletionEncoder:
         self._body.verbose = self._verbose.body(event)
         if self._usage.is_reported:
             self._body.usage = usage_body(event.usage)
-        last = sse(encode_json(self._body))
-        choice.finish_reason, choice.timings, self._body.timings = None, UNSET, UNSET
+        data = sse(encode_json(self._body))
+        choice.finish_reason = None
+        choice.timings = self._body.timings = UNSET
         choice.schema_miss = self._body.verbose = UNSET
-        return last
+        return data
 
     def _finish(self, choice: CompletionChoice, event: events.ChoiceEnded) -> None:
         choice.finish_reason = finish_reason(event.reason)
         choice.schema_miss = event.schema_miss or UNSET
-        self._timings = asked_timings(self._reply.job, event)
+        self._timings = requested_timings(self._reply.job, event)
         if self._reply.job.timings:
             choice.timings = timings_body(event.usage, event.timings)

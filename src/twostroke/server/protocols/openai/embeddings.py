@@ -24,7 +24,7 @@ _POOLINGS: Final = tuple(name for name in POOLINGS if name != Pooling.NONE.value
 
 
 class EmbeddingRequest(ServiceFields, kw_only=True):
-    """The body of a request."""
+    """The body of an embedding request."""
 
     input: Annotated[str | list[str | int | list[int | str]], field.inputs(field.Fact.MAX_INPUTS)]
     encoding_format: Annotated[
@@ -51,14 +51,14 @@ class EmbeddingRequest(ServiceFields, kw_only=True):
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True):
-    """How many tokens the inputs have."""
+    """The number of tokens in all inputs, by two names."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingBody(msgspec.Struct, frozen=True):
-    """One input's vector: numbers, or their little-endian float32 bytes in base64."""
+    """The vector of one input: numbers, or their little-endian float32 bytes in base64."""
 
     index: int
     embedding: list[float] | str
@@ -74,41 +74,42 @@ class EmbeddingList(msgspec.Struct, frozen=True):
     object: Literal["list"] = "list"
 
 
-def read(asked: EmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
-    """Translate a request.
+def read(request: EmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
+    """Return the job of a request.
 
     Raises:
-        RequestError: a value is out of bounds or not supported; `field` names it.
+        RequestError: a value is out of bounds or not supported; the error's `field` names it.
     """
-    pooling = AUTO if asked.pooling is None else asked.pooling
+    pooling = AUTO if request.pooling is None else request.pooling
     if pooling == Pooling.NONE.value:
         reason = "cannot be 'none' here, since each input has one vector: use /embeddings."
         raise RequestError(reason, field="pooling")
     return EmbeddingJob(
-        model=asked.model,
-        texts=split_inputs(asked.input, "input"),
-        params=EmbeddingParams(pooling, asked.dimensions),
-        caller=to_caller(asked, "input", tenant),
-        write=partial(_write, in_base64=asked.encoding_format == "base64"),
-        add_special=asked.add_special_tokens is not False,
-        parse_special=asked.parse_special,
+        model=request.model,
+        texts=split_inputs(request.input, "input"),
+        params=EmbeddingParams(pooling, request.dimensions),
+        caller=to_caller(request, "input", tenant),
+        write=partial(_encode, in_base64=request.encoding_format == "base64"),
+        add_special=request.add_special_tokens is not False,
+        parse_special=request.parse_special,
     )
 
 
-def whole_response(
+def to_response(
     model: str, parts: list[msgspec.Raw], num_tokens: int, _elapsed_s: float
 ) -> EmbeddingList:
-    """Return the response."""
-    data = cast("list[EmbeddingBody]", parts)  # each is written already
+    """Return the response with the encoded vectors `parts`."""
+    data = cast("list[EmbeddingBody]", parts)  # JSON of `_encode`
     return EmbeddingList(data, model, EmbeddingUsage(num_tokens, num_tokens))
 
 
-def _write(embedding: Embedding, *, in_base64: bool) -> msgspec.Raw:
+def _encode(embedding: Embedding, *, in_base64: bool) -> msgspec.Raw:
+    """Return one entry of the response's `data` as JSON."""
     vector = embedding.vector
-    encoded: msgspec.Raw | str
+    encoded_vector: msgspec.Raw | str
     if in_base64:
-        encoded = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        encoded_vector = base64.b64encode(vector.astype("<f4").tobytes()).decode()
     else:
-        encoded = encode_vectors(vector)
-    body = EmbeddingBody(embedding.index, cast("list[float] | str", encoded))
+        encoded_vector = encode_vectors(vector)
+    body = EmbeddingBody(embedding.index, cast("list[float] | str", encoded_vector))
     return msgspec.Raw(encode_json(body))

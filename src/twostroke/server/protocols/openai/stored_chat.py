@@ -1,4 +1,4 @@
-"""Stored chat completions: those of requests with `store`, to list, read, label and delete."""
+"""Stored chat completions: kept if the request has `store`; clients list, read and delete them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from twostroke.server.generation import events
 from twostroke.server.generation.response_store import StoredResponse
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.responses import to_json
-from twostroke.server.protocols.common.fields import Pairs
-from twostroke.server.protocols.common.listing import page_of, query_of
+from twostroke.server.protocols.common.fields import MetadataPairs
+from twostroke.server.protocols.common.listing import list_page, read_query
 from twostroke.server.protocols.openai import chat
 from twostroke.server.protocols.openai.chat_reply import ChatCompletion, ChatEncoder
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 LIST_PATH: Final = "/v1/chat/completions"
 PATH: Final = f"{LIST_PATH}/{{completion_id}}"
-_KIND: Final = "chat"  # in the store
-_METADATA: Final = "metadata["
+_KIND: Final = "chat"  # of a `StoredResponse`
+_METADATA_PREFIX: Final = "metadata["  # of fields in a query
 
 
 class CompletionNotFoundError(TwostrokeError):
@@ -57,7 +57,7 @@ class StoredCompletion(ChatCompletion, kw_only=True):
 
 
 class StoredCompletions(msgspec.Struct, kw_only=True, frozen=True):
-    """A page of stored completions."""
+    """A part of the list of stored completions."""
 
     object: Literal["list"] = "list"
     data: list[StoredCompletion]
@@ -67,7 +67,7 @@ class StoredCompletions(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class DeletedCompletion(msgspec.Struct, kw_only=True, frozen=True):
-    """A completion was deleted."""
+    """The response to the deletion of a completion."""
 
     id: str
     object: Literal["chat.completion.deleted"] = "chat.completion.deleted"
@@ -77,70 +77,72 @@ class DeletedCompletion(msgspec.Struct, kw_only=True, frozen=True):
 class MetadataRequest(field.RequestObject):
     """New metadata of a stored completion."""
 
-    metadata: Annotated[Pairs | None, field.doc("Replaces the metadata; null removes it.")] = None
+    metadata: Annotated[
+        MetadataPairs | None, field.doc("Replaces the metadata; null removes it.")
+    ] = None
 
 
 BODIES: Final[dict[str, type[msgspec.Struct]]] = {PATH: MetadataRequest}
 
 
-def read(asked: ChatRequest, tenant: Tenant) -> Job:
-    """Translate a request, whose answer may be stored; raises as `chat.read` does."""
-    job = chat.read(asked, tenant)
-    return replace(job, store=_keeper(asked, tenant)) if asked.store else job
+def read(request: ChatRequest, tenant: Tenant) -> Job:
+    """Return the job of a request; with `store` it stores the answer. Raises as `chat.read`."""
+    job = chat.read(request, tenant)
+    return replace(job, keep=_keeper(request, tenant)) if request.store else job
 
 
 def read_as_llama_server(request: ChatRequest, tenant: Tenant) -> Job:
-    """Translate a request by llama-server's path, which continues a last answer.
+    """Return the job of a request that came by llama-server's path.
 
-    Raises as `read` does.
+    The answer continues a last message of the assistant. Raises as `read`.
     """
     continues = chat.continues_in_llama_server(request)
     return read(replace(request, continue_final_message=continues), tenant)
 
 
-def _keeper(asked: ChatRequest, tenant: Tenant) -> Callable[[ChatCompletion], None]:
-    """Return a function that stores the answer to a request, if it fits."""
+def _keeper(request: ChatRequest, tenant: Tenant) -> Callable[[ChatCompletion], None]:
+    """Return a function that stores the completion of a request."""
 
     def keep(completion: ChatCompletion) -> None:
-        id_, labels = completion.id, asked.metadata or {}
+        id_, labels = completion.id, request.metadata or {}
         messages = [
-            {"id": f"{id_}-{place}", "content": None, **_shown(message)}
-            for place, message in enumerate(asked.messages)
+            {"id": f"{id_}-{index}", "content": None, **_present_fields(message)}
+            for index, message in enumerate(request.messages)
         ]
-        answer = _labelled(encode_json(completion), labels)
+        answer = _with_metadata(encode_json(completion), labels)
         tenant.put(StoredResponse(id_, encode_json(messages), answer, (), kind=_KIND))
 
     return keep
 
 
 class StoringEncoder:
-    """Writes a completion and stores it, whole, when it has ended."""
+    """Writes a completion, and stores the complete one at its end, even if it is streamed."""
 
     def __init__(self, reply: ResponseInfo, keep: Callable[[ChatCompletion], None]) -> None:
-        """Write `reply`; `keep` gets the completion."""
+        """Write `reply`; `keep` is called with the complete completion."""
         self._inner = ChatEncoder(reply)
         self._keep = keep
-        self._seen: list[events.Event] = []  # those of which the whole is made
+        self._events: list[events.Event] = []  # from which the complete completion is made
 
     def write(self, event: events.Event) -> bytes:
-        """Return the chunks of an event."""
+        """Return the chunks of a stream for an event."""
         data = self._inner.write(event)
-        if not isinstance(event, events.ContentAdded) or event.scored:
-            self._seen.append(event)
+        if not isinstance(event, events.Added) or event.scored:
+            self._events.append(event)
         if isinstance(event, events.AnswerFinished):
-            self.whole_response(sorted(self._seen, key=_choice_of))
+            self.whole(sorted(self._events, key=_choice_of))
         return data
 
-    def whole_response(self, stream: Iterable[events.Event]) -> ChatCompletion:
-        """Return the response that is not streamed."""
-        completion = self._inner.whole_response(stream)
+    def whole(self, stream: Iterable[events.Event]) -> ChatCompletion:
+        """Return the response that is not streamed, and store it."""
+        completion = self._inner.whole(stream)
         self._keep(completion)
         return completion
 
 
 def encoder(reply: ResponseInfo) -> Encoder:
-    """Return the encoder of a chat completion, which stores it if the request says so."""
-    keep = reply.job.store
+    """Return the encoder of a chat completion; it stores the completion if the job has `keep`."""
+    keep = reply.job.keep
     return ChatEncoder(reply) if keep is None else StoringEncoder(reply, keep)
 
 
@@ -150,90 +152,98 @@ def routes(
     note: Callable[[Iterable[Ignored], ServedRequest], None],
     readers: Readers,
 ) -> list[Route]:
-    """Return the routes of stored completions, many of which `readers` read.
+    """Return the routes that list, read, change and delete stored completions.
 
-    `tenant_of` returns the sender of a request, `note` takes its ignored fields.
+    Args:
+        tenant_of: returns the sender of a request.
+        limits: the limits of request bodies.
+        note: reports the ignored fields of a request.
+        readers: threads that decode long lists.
     """
     decoder = BodyDecoder(MetadataRequest, limits.max_json_depth)
 
     def find(request: Request) -> StoredResponse:
         id_ = request.path_params["completion_id"]
-        kept = tenant_of(request).find(id_, _KIND)
-        if kept is None:
+        stored = tenant_of(request).find(id_, _KIND)
+        if stored is None:
             message = f"Completion with id '{id_[:MAX_NAME_LENGTH]}' not found."
             raise CompletionNotFoundError(message)
-        return kept
+        return stored
 
-    async def several(request: Request) -> Response:
-        labels = [name for name in request.query_params if name.startswith(_METADATA)]
-        asked = query_of(request, ("after", "limit", "order", "model", *labels))
-        kept = tenant_of(request).all(_KIND)
-        return await readers.run_for(request, lambda: to_json(_page(kept, asked)))
+    async def list_all(request: Request) -> Response:
+        labels = [name for name in request.query_params if name.startswith(_METADATA_PREFIX)]
+        query = read_query(request, ("after", "limit", "order", "model", *labels))
+        stored = tenant_of(request).all(_KIND)
+        return await readers.run_for(request, lambda: to_json(_list_completions(stored, query)))
 
-    async def one(request: Request) -> Response:
-        kept = find(request)
+    async def get_or_delete(request: Request) -> Response:
+        stored = find(request)
         if request.method == "DELETE":
-            await tenant_of(request).forget(kept.id)
-            return to_json(DeletedCompletion(id=kept.id))
-        return Response(kept.answer, media_type="application/json")
+            await tenant_of(request).forget(stored.id)
+            return to_json(DeletedCompletion(id=stored.id))
+        return Response(stored.answer, media_type="application/json")
 
-    async def label(request: Request) -> Response:
-        kept = find(request)
+    async def replace_metadata(request: Request) -> Response:
+        stored = find(request)
         fields, ignored = await receive_fields(request, decoder, limits, readers)
         note(ignored, served_of(request.scope))
-        completion = msgspec.json.decode(kept.answer, type=dict[str, Any])
+        completion = msgspec.json.decode(stored.answer, type=dict[str, Any])
         completion["metadata"] = fields.metadata or {}
         answer = encode_json(completion)
-        tenant_of(request).replace(kept, answer)
+        tenant_of(request).replace(stored, answer)
         return Response(answer, media_type="application/json")
 
     async def messages(request: Request) -> Response:
-        kept, asked = find(request), query_of(request, ("after", "limit", "order"))
+        stored = find(request)
+        query = read_query(request, ("after", "limit", "order"))
 
         def work() -> Response:
-            items = msgspec.json.decode(kept.request_items, type=list[dict[str, Any]])
-            return to_json(page_of(items, asked, order="asc"))
+            items = msgspec.json.decode(stored.asked, type=list[dict[str, Any]])
+            return to_json(list_page(items, query, order="asc"))
 
         return await readers.run_for(request, work)
 
     return [
-        Route(LIST_PATH, several, methods=["GET"], name=f"GET {LIST_PATH}"),
-        Route(PATH, one, methods=["GET", "DELETE"], name=PATH),
-        Route(PATH, label, methods=["POST"], name=f"POST {PATH}"),
+        Route(LIST_PATH, list_all, methods=["GET"], name=f"GET {LIST_PATH}"),
+        Route(PATH, get_or_delete, methods=["GET", "DELETE"], name=PATH),
+        Route(PATH, replace_metadata, methods=["POST"], name=f"POST {PATH}"),
         Route(f"{PATH}/messages", messages, methods=["GET"], name=f"{PATH}/messages"),
     ]
 
 
-def _page(kept: list[StoredResponse], asked: dict[str, str]) -> Any:
-    """Return a page of completions with the model and the metadata that are asked for."""
+def _list_completions(stored: list[StoredResponse], query: dict[str, str]) -> Any:
+    """Return the part of the stored completions that a query selects by model and metadata."""
     labels = {
-        name.removeprefix(_METADATA).removesuffix("]"): value
-        for name, value in asked.items()
-        if name.startswith(_METADATA)
+        name.removeprefix(_METADATA_PREFIX).removesuffix("]"): value
+        for name, value in query.items()
+        if name.startswith(_METADATA_PREFIX)
     }
 
-    def suits(completion: dict[str, Any]) -> bool:
-        if asked.get("model", completion["model"]) != completion["model"]:
+    def is_selected(completion: dict[str, Any]) -> bool:
+        if query.get("model", completion["model"]) != completion["model"]:
             return False
         return bool(labels.items() <= completion["metadata"].items())
 
-    completions: Iterator[dict[str, Any]] = (msgspec.json.decode(one.answer) for one in kept)
-    return page_of([one for one in completions if suits(one)], asked, order="asc")
+    completions: Iterator[dict[str, Any]] = (
+        msgspec.json.decode(response.answer) for response in stored
+    )
+    selected = [completion for completion in completions if is_selected(completion)]
+    return list_page(selected, query, order="asc")
 
 
-def _shown(message: msgspec.Struct) -> dict[str, Any]:
+def _present_fields(message: msgspec.Struct) -> dict[str, Any]:
     """Return the fields of a message that have a value."""
     fields = msgspec.to_builtins(message)
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _labelled(completion: bytes, labels: dict[str, str]) -> bytes:
-    """Return a completion's JSON with its metadata."""
+def _with_metadata(completion: bytes, labels: dict[str, str]) -> bytes:
+    """Return the JSON of a completion with `metadata` added as its last field."""
     return b"%b,%b" % (completion.removesuffix(b"}"), encode_json({"metadata": labels})[1:])
 
 
 def _choice_of(event: events.Event) -> int:
-    """Return the choice that an event belongs to; the end of all comes last."""
+    """Return the index of an event's choice; events of all choices sort last."""
     match event:
         case events.BlockOpened() | events.ContentAdded() | events.BlockClosed():
             return event.block.choice

@@ -1,4 +1,4 @@
-"""vLLM's reports of tokens: their ids, and the log-probabilities of a prompt."""
+"""Token ids of answers and log-probabilities of prompts, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """One token at a place of a prompt; its rank is null where it is not among the likeliest."""
+    """A token with its log-probability; `rank` is null if it is not among the likeliest tokens."""
 
     logprob: float
     rank: int | None
     decoded_token: str
 
 
-# For each token of a prompt the tokens by id; null for the first token, which nothing precedes.
+# For each token of a prompt, the likely tokens by id; null for the first token, which has no score.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -32,17 +32,17 @@ class TokenIds:
     """The ids of each answer's tokens, for requests with `return_token_ids`."""
 
     def __init__(self, job: Job) -> None:
-        """Report ids if the request of `job` asks for them."""
+        """Report ids if the job's request asks for them."""
         self.is_reported = job.token_ids
         self._tokens: dict[int, list[int]] = {}  # by choice; they grow with the answers
         self._num_sent: dict[int, int] = {}
 
     def begin(self, event: ChoiceStarted) -> None:
-        """Follow the tokens of a choice from now on."""
+        """Note that a choice has started."""
         self._tokens[event.choice] = event.tokens
 
     def take(self, choice: int) -> list[int] | UnsetType:
-        """Return the ids of a choice since the last call; UNSET where they are not reported."""
+        """Return the ids of a choice since the last call; UNSET if ids are not requested."""
         if not self.is_reported:
             return UNSET
         start = self._num_sent.get(choice, 0)
@@ -54,7 +54,10 @@ class TokenIds:
 def to_prompt_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprobs | None]
 ) -> PromptLogprobs:
-    """Return vLLM's form of the scores of a prompt's tokens from the second one on."""
+    """Return a prompt's log-probabilities in vLLM's form.
+
+    `scores` begin with the second token, since the first token has none.
+    """
     reported: PromptLogprobs = [None]
     for token, score in zip(tokens[1:], scores, strict=False):
         if score is None:

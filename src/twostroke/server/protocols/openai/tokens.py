@@ -1,4 +1,4 @@
-"""Tokens for clients: /tokenize, /detokenize, /apply-template, and GET /tokenizer_info.
+"""The tokenizer's endpoints: /tokenize, /detokenize, /apply-template, and GET /tokenizer_info.
 
 The fields are vLLM's and llama-server's.
 """
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from twostroke.server.models.registry import ModelRegistry
 
 INFO_PATH: Final = "/tokenizer_info"
-# The ways to give a text, and the fields that suit only one of them.
-_FIELDS_OF: Final = {
+# The fields that hold a text to tokenize, each with the fields that may only be set with it.
+_FIELDS_BY_INPUT: Final = {
     "messages": (
         "add_generation_prompt",
         "chat_template_kwargs",
@@ -50,19 +50,19 @@ _FIELDS_OF: Final = {
     "content": ("add_special", "with_pieces"),
 }
 
-
-MAX_SHORT_LENGTH: Final = 1 << 16  # characters or ids, which are read whatever the context holds
-MostTokens = Annotated[
+# Texts of up to this many characters, and up to this many ids, are accepted for any context length.
+MAX_SHORT_LENGTH: Final = 1 << 16
+MaxTokens = Annotated[
     Annotated[int, Meta(ge=1)] | None,
     field.doc(
-        "The most tokens; more are refused. Left out: as many as the context holds, or any number "
-        f"in up to {MAX_SHORT_LENGTH:,} characters."
+        "More tokens are refused. Left out: the context length, or any number of tokens in a text "
+        f"of up to {MAX_SHORT_LENGTH:,} characters."
     ),
 ]
 
 
 class TemplateFields(field.RequestObject):
-    """How to make a prompt of a conversation."""
+    """The fields that render a conversation as a prompt."""
 
     model: field.ModelName = None
     add_generation_prompt: OpensTurn = None
@@ -74,9 +74,10 @@ class TemplateFields(field.RequestObject):
 
 
 class TokenizeRequest(TemplateFields):
-    """One of `prompt`, a text, `messages`, a conversation for the chat template, and `content`.
+    """The body of a request to `/tokenize`, with exactly one of three fields.
 
-    The last is llama-server's.
+    `prompt` is a text, `messages` a conversation for the chat template, and `content` is
+    llama-server's field for a text.
     """
 
     prompt: Annotated[
@@ -85,7 +86,8 @@ class TokenizeRequest(TemplateFields):
     ] = None
     messages: Annotated[Messages | None, field.doc("A conversation.")] = None
     content: Annotated[
-        str | list[int | str] | None, field.doc("A text, or texts and ids that follow each other.")
+        str | list[int | str] | None,
+        field.doc("A text, or a list of texts and token ids that are joined."),
     ] = None
     add_special_tokens: field.AddSpecial = None
     return_token_strs: Annotated[bool | None, field.doc("Return the tokens' texts, too.")] = None
@@ -94,25 +96,26 @@ class TokenizeRequest(TemplateFields):
     ] = None
     parse_special: field.ParseSpecial = None
     with_pieces: Annotated[bool | None, field.doc("Return each token with its text.")] = None
-    max_tokens: MostTokens = None
+    max_tokens: MaxTokens = None
 
     mm_processor_kwargs: Annotated[Any, field.unsupported({})] = None
 
     def __post_init__(self) -> None:
-        """Read a conversation that is sent as a prompt."""
+        """Move a conversation that is sent as `prompt` to `messages`."""
         if isinstance(self.prompt, list):
-            self.messages, self.prompt, self.add_special_tokens = self.prompt, None, None
+            self.messages = self.prompt
+            self.prompt = self.add_special_tokens = None
 
 
 class TokenPiece(msgspec.Struct, frozen=True):
-    """A token and its text, or its bytes if they are a part of a character."""
+    """A token id with the token's text, or with its bytes if they are not UTF-8."""
 
     id: int
     piece: str | list[int]
 
 
 class TokenizeBody(msgspec.Struct, frozen=True):
-    """The ids; `token_strs` are the tokens as the vocabulary spells them, if requested."""
+    """The token ids; `token_strs` has the tokens as the vocabulary spells them, if requested."""
 
     count: int
     max_model_len: int
@@ -121,22 +124,22 @@ class TokenizeBody(msgspec.Struct, frozen=True):
 
 
 class DetokenizeRequest(field.RequestObject):
-    """Token ids."""
+    """The body of a request to `/detokenize`."""
 
     tokens: Annotated[list[field.TokenId], field.doc("Token ids.")]
     model: field.ModelName = None
-    max_tokens: MostTokens = None
+    max_tokens: MaxTokens = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True):
-    """The ids' text, including special tokens, as vLLM and as llama-server name it."""
+    """The text of token ids, with special tokens, by vLLM's name and by llama-server's."""
 
     prompt: str
     content: str
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True, frozen=True):
-    """The tokenizer's facts, as `tokenizer_config.json` names them; tokens are their texts."""
+    """The facts of a tokenizer, as `tokenizer_config.json` names them; tokens are texts."""
 
     tokenizer_class: str = "PreTrainedTokenizerFast"
     bos_token: str | None = None
@@ -153,19 +156,19 @@ class TokenizerInfo(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class TemplateRequest(TemplateFields, kw_only=True):
-    """A conversation for the chat template."""
+    """The body of a request to `/apply-template`: a conversation."""
 
     messages: Messages
 
 
 class TemplateBody(msgspec.Struct, frozen=True):
-    """The text of the prompt."""
+    """The text that the chat template makes of a conversation."""
 
     prompt: str
 
 
 def tokenizer_routes(models: ModelRegistry) -> list[Route]:
-    """Return the route of facts; `?model=NAME` asks for another model than the first."""
+    """Return the route of `/tokenizer_info`; `?model=NAME` selects a model (default: the first)."""
 
     async def tokenizer_info(request: Request) -> Response:
         _, model = models.find(request.query_params.get("model"))
@@ -176,9 +179,11 @@ def tokenizer_routes(models: ModelRegistry) -> list[Route]:
 
 def describe_tokenizer(card: ModelCard) -> TokenizerInfo:
     """Return the facts of a model's tokenizer."""
-    tokenizer, fields = card.tokenizer, TokenizerInfo.__struct_fields__
+    tokenizer = card.tokenizer
     texts: dict[str, Any] = {
-        name: text for name, text in tokenizer.named_texts.items() if name in fields
+        name: text
+        for name, text in tokenizer.named_texts.items()
+        if name in TokenizerInfo.__struct_fields__
     }
     if "eos_token" not in texts and tokenizer.eos_ids:
         texts["eos_token"] = tokenizer.token_text(min(tokenizer.eos_ids))
@@ -191,63 +196,67 @@ def describe_tokenizer(card: ModelCard) -> TokenizerInfo:
     )
 
 
-def tokenize(asked: TokenizeRequest, card: ModelCard) -> TokenizeBody:
-    """Return the ids of a prompt or of messages.
+def tokenize(request: TokenizeRequest, card: ModelCard) -> TokenizeBody:
+    """Return the token ids of a text or a conversation.
 
     Raises:
-        RequestError: not exactly one is given, the vocabulary lacks an id, or the chat template
-            refuses the messages.
-        ContextLengthError: there are too many tokens.
+        RequestError: not exactly one of `prompt`, `messages` and `content` is set, the vocabulary
+            lacks an id, or the chat template refuses the messages.
+        ContextLengthError: there are more tokens than the request or the context allows.
     """
-    tokenizer, max_tokens = card.tokenizer, asked.max_tokens or card.context_length
+    tokenizer = card.tokenizer
+    max_tokens = request.max_tokens or card.context_length
     try:
-        ids = _encode(asked, card, max_tokens)
+        ids = _encode(request, card, max_tokens)
     except TooManyTokensError as error:
-        raise _too_many(asked, error.num_tokens, max_tokens, card) from None
-    if asked.max_tokens is not None and len(ids) > max_tokens:
-        raise _too_many(asked, len(ids), max_tokens, card)
-    texts = [tokenizer.token_text(id_) for id_ in ids] if asked.return_token_strs else None
-    tokens = [_piece(tokenizer, id_) for id_ in ids] if asked.with_pieces else ids
+        raise _too_many_tokens(request, error.num_tokens, max_tokens, card) from None
+    if request.max_tokens is not None and len(ids) > max_tokens:
+        raise _too_many_tokens(request, len(ids), max_tokens, card)
+    texts = [tokenizer.token_text(id_) for id_ in ids] if request.return_token_strs else None
+    tokens = [_piece(tokenizer, id_) for id_ in ids] if request.with_pieces else ids
     return TokenizeBody(len(ids), card.context_length, [*tokens], texts)
 
 
-def detokenize(asked: DetokenizeRequest, card: ModelCard) -> DetokenizeBody:
-    """Return the text of ids; bytes that are not UTF-8 become U+FFFD.
+def detokenize(request: DetokenizeRequest, card: ModelCard) -> DetokenizeBody:
+    """Return the text of token ids; bytes that are not UTF-8 become U+FFFD.
 
     Raises:
-        RequestError: the vocabulary has no such id, or there are too many.
+        RequestError: the vocabulary lacks an id, or there are too many ids.
     """
-    tokenizer, num_tokens = card.tokenizer, len(asked.tokens)
-    max_tokens = asked.max_tokens or max(card.context_length, MAX_SHORT_LENGTH)
+    tokenizer = card.tokenizer
+    num_tokens = len(request.tokens)
+    max_tokens = request.max_tokens or max(card.context_length, MAX_SHORT_LENGTH)
     if num_tokens > max_tokens:
         reason = f"has {num_tokens} ids, at most {max_tokens} are read: set max_tokens for more."
         raise RequestError(reason, field="tokens")
-    for place, id_ in enumerate(asked.tokens):
-        _check_id(id_, tokenizer, f"tokens[{place}]")
-    text = tokenizer.decode(asked.tokens, skip_special=False)
+    for index, id_ in enumerate(request.tokens):
+        _check_id(id_, tokenizer, f"tokens[{index}]")
+    text = tokenizer.decode(request.tokens, skip_special=False)
     return DetokenizeBody(text, text)
 
 
-def apply_template(asked: TemplateRequest, card: ModelCard) -> TemplateBody:
-    """Return the text that the chat template makes of messages.
+def apply_template(request: TemplateRequest, card: ModelCard) -> TemplateBody:
+    """Return the text that the chat template makes of a request's messages.
 
     Raises:
         RequestError: the chat template is missing, or refuses the messages.
     """
-    conversation = _conversation(asked, asked.messages)
-    continues = bool(continues_in_llama_server(asked))
+    conversation = _conversation(request, request.messages)
+    continues = bool(continues_in_llama_server(request))
     return TemplateBody(replace(conversation, continues=continues).render(card).text)
 
 
-def _too_many(
+def _too_many_tokens(
     request: TokenizeRequest, num_tokens: int, max_tokens: int, card: ModelCard
 ) -> ContextLengthError:
-    """Return the error of a text with at least `num_tokens` tokens; `max_tokens` are allowed."""
-    way = next(way for way in _FIELDS_OF if getattr(request, way) is not None)
+    """Return the error about a text of `num_tokens` or more tokens, over the limit `max_tokens`."""
+    input_name = next(
+        input_name for input_name in _FIELDS_BY_INPUT if getattr(request, input_name) is not None
+    )
     whose = "the context holds" if request.max_tokens is None else "max_tokens allows"
     return ContextLengthError(
         "has at least {num_prompt} tokens, and {whose} {limit}: set max_tokens to have more.",
-        field=way,
+        field=input_name,
         least="at least ",
         num_prompt=num_tokens,
         limit=max_tokens,
@@ -257,17 +266,26 @@ def _too_many(
 
 
 def _encode(request: TokenizeRequest, card: ModelCard, max_tokens: int) -> list[int]:
-    ways = [way for way in _FIELDS_OF if getattr(request, way) is not None]
-    if len(ways) != 1:
+    """Return the token ids of a request's text.
+
+    Raises:
+        RequestError: as `tokenize`.
+        TooManyTokensError: there are more than `max_tokens` tokens, noticed early.
+    """
+    input_names = [
+        input_name for input_name in _FIELDS_BY_INPUT if getattr(request, input_name) is not None
+    ]
+    if len(input_names) != 1:
         raise RequestError("Give one of prompt, messages and content.", field="prompt")
-    for way, names in _FIELDS_OF.items():
-        for name in names:
-            if way not in ways and getattr(request, name):
-                raise RequestError(f"may only be set with {way}: leave it out.", field=name)
+    for input_name, field_names in _FIELDS_BY_INPUT.items():
+        for name in field_names:
+            if input_name not in input_names and getattr(request, name):
+                raise RequestError(f"may only be set with {input_name}: leave it out.", field=name)
     if request.messages is not None and request.parse_special is not None:
         reason = "may only be set with prompt or content, as messages have no special tokens."
         raise RequestError(reason, field="parse_special")
-    tokenizer, parse_special = card.tokenizer, request.parse_special
+    tokenizer = card.tokenizer
+    parse_special = request.parse_special
     if parse_special is None:
         parse_special = card.parses_special
     if isinstance(request.prompt, str):
@@ -281,37 +299,37 @@ def _encode(request: TokenizeRequest, card: ModelCard, max_tokens: int) -> list[
     assert request.content is not None
     parts = [request.content] if isinstance(request.content, str) else request.content
     ids: list[int] = []
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if isinstance(part, int):
-            _check_id(part, tokenizer, f"content[{place}]")
+            _check_id(part, tokenizer, f"content[{index}]")
             ids.append(part)
             continue
         ids += tokenizer.encode(
             part,
-            add_special=bool(request.add_special) and place == 0,
+            add_special=bool(request.add_special) and index == 0,
             parse_special=parse_special,
             most=max_tokens,
         )
-        if place < len(parts) - 1 and len(ids) > max(max_tokens, MAX_SHORT_LENGTH):
+        if index < len(parts) - 1 and len(ids) > max(max_tokens, MAX_SHORT_LENGTH):
             raise TooManyTokensError(len(ids))
     return ids
 
 
-def _check_id(id_: int, tokenizer: Tokenizer, field: str) -> None:
-    """Raise a RequestError if the vocabulary has no such id."""
+def _check_id(id_: int, tokenizer: Tokenizer, field_name: str) -> None:
+    """Check that the vocabulary has a token id; raise RequestError if not."""
     last = tokenizer.vocab_size - 1
     if not 0 <= id_ <= last or tokenizer.token_text(id_) is None:
         reason = f"is not a token of this model, whose ids go from 0 to {last}."
-        raise RequestError(reason, field=field)
+        raise RequestError(reason, field=field_name)
 
 
-def _conversation(asked: TemplateFields, messages: list[ChatMessage]) -> Conversation:
+def _conversation(request: TemplateFields, messages: list[ChatMessage]) -> Conversation:
     return to_conversation(
         messages,
-        to_tools([tool.function for tool in asked.tools or ()], None, parallel=None),
-        opens_turn=asked.add_generation_prompt,
-        continues=asked.continue_final_message,
-        thinking=to_thinking(asked.chat_template_kwargs),
+        to_tools([tool.function for tool in request.tools or ()], None, parallel=None),
+        opens_turn=request.add_generation_prompt,
+        continues=request.continue_final_message,
+        thinking=to_thinking(request.chat_template_kwargs),
     )
 
 

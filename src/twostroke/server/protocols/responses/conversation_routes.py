@@ -16,8 +16,8 @@ from twostroke.server.generation.job import MAX_MESSAGES, check_messages
 from twostroke.server.http.limits import body_of
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.responses import to_json
-from twostroke.server.protocols.common.fields import Pairs
-from twostroke.server.protocols.common.listing import ItemList, page_of, query_of
+from twostroke.server.protocols.common.fields import MetadataPairs
+from twostroke.server.protocols.common.listing import ItemList, list_page, read_query
 from twostroke.server.protocols.responses import conversations as stored
 from twostroke.server.protocols.responses.conversations import ConversationBody, find_conversation
 from twostroke.server.protocols.responses.items import Item, read_input
@@ -72,13 +72,15 @@ class ConversationRequest(field.RequestObject):
     items: Annotated[
         list[dict[str, Any]] | None, field.doc("The first items, as in `input`.", **_ITEMS_OR_NULL)
     ] = None
-    metadata: Annotated[Pairs | None, field.doc("Labels, returned with the conversation.")] = None
+    metadata: Annotated[
+        MetadataPairs | None, field.doc("Labels, returned with the conversation.")
+    ] = None
 
 
 class ConversationUpdate(field.RequestObject):
     """New metadata of a conversation."""
 
-    metadata: Annotated[Pairs | None, field.doc("Replaces the metadata; null removes it.")]
+    metadata: Annotated[MetadataPairs | None, field.doc("Replaces the metadata; null removes it.")]
 
 
 class ItemsRequest(field.RequestObject):
@@ -135,7 +137,7 @@ class Conversations:
 
     async def create(self, request: Request) -> Response:
         """Store a new conversation."""
-        query_of(request, ())
+        read_query(request, ())
         tenant = self._tenant_of(request)
 
         def work(body: bytes) -> ConversationBody:
@@ -150,7 +152,7 @@ class Conversations:
     async def conversation(self, request: Request) -> Response:
         """Return a conversation, or delete it."""
         tenant, record = self._find(request)
-        query_of(request, ())
+        read_query(request, ())
         if request.method == "DELETE":
             await tenant.forget(record.id)
             return to_json(DeletedConversation(id=record.id))
@@ -159,7 +161,7 @@ class Conversations:
     async def update(self, request: Request) -> Response:
         """Replace the metadata of a conversation."""
         tenant, record = self._find(request)
-        query_of(request, ())
+        read_query(request, ())
 
         def work(body: bytes) -> ConversationBody:
             metadata = self._decode(PATH, body, request).metadata
@@ -170,17 +172,17 @@ class Conversations:
     async def list_items(self, request: Request) -> Response:
         """Return a page of a conversation's items, the newest first unless asked otherwise."""
         _, record = self._find(request)
-        query = query_of(request, ("after", "limit", "order"))
+        query = read_query(request, ("after", "limit", "order"))
 
         def work() -> ItemList:
-            return page_of(stored.items_in(record), query)
+            return list_page(stored.items_in(record), query)
 
         return to_json(await self._readers.run_for(request, work))
 
     async def create_items(self, request: Request) -> Response:
         """Add items to a conversation, and return them."""
         tenant, record = self._find(request)
-        query_of(request, ())
+        read_query(request, ())
 
         def work(body: bytes) -> ItemList:
             raw_items = self._decode(ITEMS_PATH, body, request).items
@@ -195,7 +197,7 @@ class Conversations:
     async def item(self, request: Request) -> Response:
         """Return an item, or delete it and return its conversation."""
         tenant = self._tenant_of(request)
-        query_of(request, ())
+        read_query(request, ())
         id_ = request.path_params["item_id"]
 
         def work() -> dict[str, Any] | ConversationBody:

@@ -18,14 +18,14 @@ from twostroke.server.http.answer_limits import RESPONSES
 from twostroke.server.http.errors import MissingFieldError
 from twostroke.server.http.ignored import Ignored
 from twostroke.server.protocols.common.fields import (
-    ignored_in,
-    retained_s,
+    ignored_fields,
+    retention_s,
     to_caller,
     to_limit,
     to_params,
     to_prediction,
 )
-from twostroke.server.protocols.common.listing import LOGPROBS, unknown_parts
+from twostroke.server.protocols.common.listing import LOGPROBS, unknown_includes
 from twostroke.server.protocols.common.structured_output import JsonObject, to_constraint, to_schema
 from twostroke.server.protocols.responses.conversations import (
     append_turn,
@@ -131,7 +131,7 @@ def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
     if asked.background and not exchange.is_stored:
         reason = "needs a response that can be stored: this one is too large, or none is stored."
         raise RequestError(reason, field="background")
-    included = [Ignored.of(error) for error in islice(unknown_parts(asked.include or ()), 1)]
+    included = [Ignored.of(error) for error in islice(unknown_includes(asked.include or ()), 1)]
     return Job(
         model=asked.model,
         prompts=(exchange,),
@@ -143,8 +143,8 @@ def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
         in_background=bool(asked.background),
         timings=bool(asked.return_timings),
         tools=tools,
-        ignored=(*ignored_in(asked), *included, *ignored),
-        keep_s=retained_s(asked.prompt_cache_retention),
+        ignored=(*ignored_fields(asked), *included, *ignored),
+        keep_s=retention_s(asked.prompt_cache_retention),
     )
 
 

@@ -16,7 +16,7 @@ from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.body.lenient import ignored_item
 from twostroke.server.http.ignored import MAX_IGNORED, Ignored
 from twostroke.server.protocols.common.fields import RefusalPart, TextPart
-from twostroke.server.protocols.common.tools import arguments_of, arguments_text
+from twostroke.server.protocols.common.tools import arguments_text, custom_arguments
 from twostroke.server.protocols.responses.recall import missing_item, recall
 from twostroke.server.protocols.responses.tools import ResponsesTool
 
@@ -351,7 +351,7 @@ def _add(item: Item, messages: list[dict[str, Any]]) -> dict[str, Any]:
     elif isinstance(item, FunctionCall | CustomToolCall):
         name = f"{item.namespace}.{item.name}" if item.namespace else item.name
         if isinstance(item, CustomToolCall):
-            arguments = arguments_of(item.input)
+            arguments = custom_arguments(item.input)
         else:
             arguments = arguments_text(item.arguments)
         function = {"name": name, "arguments": arguments}

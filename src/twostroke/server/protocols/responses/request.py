@@ -11,7 +11,7 @@ from twostroke.server.body import field
 from twostroke.server.protocols.common.fields import (
     CommonFields,
     Label,
-    Pairs,
+    MetadataPairs,
     ReasoningEffort,
     StreamOptions,
     TemplateVariables,
@@ -123,9 +123,9 @@ class ResponsesRequest(CommonFields):
         field.DROPPABLE,
     ] = None
 
-    metadata: Annotated[Pairs | None, field.doc("Returned with the answer."), field.DROPPABLE] = (
-        None
-    )
+    metadata: Annotated[
+        MetadataPairs | None, field.doc("Returned with the answer."), field.DROPPABLE
+    ] = None
     prompt_cache_key: Echoed = None
     safety_identifier: Echoed = None
     user: Echoed = None

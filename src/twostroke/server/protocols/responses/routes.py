@@ -12,7 +12,7 @@ from starlette.routing import Route
 from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.http.responses import to_json
-from twostroke.server.protocols.common.listing import ItemList, page_of, query_of
+from twostroke.server.protocols.common.listing import ItemList, list_page, read_query
 from twostroke.server.protocols.responses.background import FollowingStream, replayed
 from twostroke.server.protocols.responses.recall import items_of
 
@@ -73,13 +73,13 @@ class StoredResponses:
         stored = self._find(request)
         run = self._runs.find(stored.id)
         if request.method == "DELETE":
-            query_of(request, ())
+            read_query(request, ())
             if run is not None:
                 await run.cancel()
                 self._runs.forget(stored.id)
             await self._tenant_of(request).forget(stored.id)
             return to_json(Deleted(id=stored.id))
-        query = query_of(request, ("include_obfuscation", "starting_after", "stream"))
+        query = read_query(request, ("include_obfuscation", "starting_after", "stream"))
         after = _starting_after(query)
         if query.get("stream", "false") != "false":
             if run is not None:
@@ -91,7 +91,7 @@ class StoredResponses:
 
     async def input_items(self, request: Request) -> Response:
         """Return a page of the items that a response answered."""
-        stored, query = self._find(request), query_of(request, ("after", "limit", "order"))
+        stored, query = self._find(request), read_query(request, ("after", "limit", "order"))
         # In a thread: reading a long conversation would delay streams.
         return to_json(await asyncio.to_thread(_page, stored, query))
 
@@ -131,5 +131,5 @@ def _page(kept: StoredResponse, asked: dict[str, str]) -> ItemList:
     """Return a page of the items that a response answered: earlier ones, and its request's."""
     *earlier, last = kept.conversation()
     items = [item for step in earlier for item in items_of(step)]
-    items += msgspec.json.decode(last.request_items, type=list[dict[str, Any]])
-    return page_of(items, asked)
+    items += msgspec.json.decode(last.asked, type=list[dict[str, Any]])
+    return list_page(items, asked)
