@@ -106,24 +106,26 @@ GENERATION_PROTOCOLS: Final[dict[str, ApiProtocol[Any]]] = {
 }
 EMBEDDING_PROTOCOLS: Final[dict[str, EmbeddingProtocol[Any]]] = {
     "/v1/embeddings": EmbeddingProtocol(
-        request=embeddings.EmbeddingRequest, read=embeddings.read, whole=embeddings.to_response
+        request=embeddings.EmbeddingRequest,
+        read=embeddings.read,
+        whole_response=embeddings.to_response,
     ),
     "/embeddings": EmbeddingProtocol(
         request=llama_embeddings.LlamaEmbeddingRequest,
         read=llama_embeddings.read,
-        whole=llama_embeddings.to_response,
+        whole_response=llama_embeddings.to_response,
     ),
     "/api/embed": EmbeddingProtocol(
         request=embed.EmbedRequest,
         read=embed.read,
-        whole=embed.whole,
+        whole_response=embed.to_response,
         empty=embed.empty,
         keep_s=ollama.keep_alive_s,
     ),
     "/api/embeddings": EmbeddingProtocol(
         request=embed.OldEmbedRequest,
         read=embed.read_old,
-        whole=embed.whole_old,
+        whole_response=embed.to_old_response,
         empty=embed.empty_old,
         keep_s=ollama.keep_alive_s,
     ),

@@ -175,14 +175,14 @@ class MessageBatches:
     async def several(self, request: Request) -> Response:
         """Return a page of the tenant's batches."""
         db, runner = self._records()
-        asked = read_query(request, ("after_id", "before_id", "limit", "beta"))
-        limit, tenant = page_size(asked, LISTED, MAX_LISTED), served_of(request.scope).tenant
-        field = "before_id" if asked.get("before_id") else "after_id"
+        query = read_query(request, ("after_id", "before_id", "limit", "beta"))
+        limit, tenant = page_size(query, LISTED, MAX_LISTED), served_of(request.scope).tenant
+        field = "before_id" if query.get("before_id") else "after_id"
         page = partial(
             kept.page,
             tenant=tenant,
             protocol=PROTOCOL,
-            cursor=asked.get(field) or None,
+            cursor=query.get(field) or None,
             count=limit + 1,
             is_older=field == "after_id",
         )

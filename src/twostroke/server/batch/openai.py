@@ -170,9 +170,9 @@ def routes(
 
     async def several(request: Request) -> Response:
         db, runner = records()
-        asked = read_query(request, ("after", "limit"))
-        limit, tenant = page_size(asked, LISTED, MAX_LISTED), served_of(request.scope).tenant
-        after = asked.get("after") or None
+        query = read_query(request, ("after", "limit"))
+        limit, tenant = page_size(query, LISTED, MAX_LISTED), served_of(request.scope).tenant
+        after = query.get("after") or None
         found = await db.read(lambda db: kept.page(db, tenant, PROTOCOL, after, limit + 1))
         if found is None:
             raise RequestError("must be the id of a batch.", field="after")

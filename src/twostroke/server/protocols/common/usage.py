@@ -129,7 +129,7 @@ def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
     )
 
 
-def requested_timings(job: Job, event: Ended) -> LlamaTimings | UnsetType:
+def requested_timings(job: Job, event: ChoiceEnded) -> LlamaTimings | UnsetType:
     """Return the durations in llama-server's form if the request asks for them, else UNSET."""
     return final_timings(event.usage, event.timings) if job.llama_timings else UNSET
 

@@ -101,7 +101,7 @@ def to_job(
         model=request.model,
         prompts=tuple(prompts),
         params=to_params(request),
-        usual=DEFAULTS,
+        default_params=DEFAULTS,
         caller=Caller(tenant=tenant.name),
         stream=bool(request.stream),
         shows_progress=bool(request.stream and request.return_progress),

@@ -163,16 +163,16 @@ class LlamaEncoder:
                 return sse(LLAMA_SERVER.body(event.error, event.request_id, str))
         return b""
 
-    def whole(self, stream: Iterable[events.Event]) -> Any:
+    def whole_response(self, stream: Iterable[events.Event]) -> Any:
         """Return the response that is not streamed: one answer, or a list of several answers."""
         responses = []
         for event in stream:
             match event:
                 case events.ChoiceStarted():
                     self._answers[event.choice] = _Progress(event, self._started_s)
-                case events.Added():
+                case events.ContentAdded():
                     self._add(event)
-                case events.Ended():
+                case events.ChoiceEnded():
                     responses.append(self._select_fields(self._end(event)))
         return responses if self._reply.job.num_choices > 1 else responses[0]
 
@@ -200,7 +200,7 @@ class LlamaEncoder:
         spelled = _token_fields(tokenizer, token)
         return ScoredToken(**spelled, logprob=scores.logprob, top_logprobs=likely)
 
-    def _write_added(self, event: events.Added, scored: list[ScoredToken]) -> bytes:
+    def _write_added(self, event: events.ContentAdded, scored: list[ScoredToken]) -> bytes:
         """Write more text; with log-probabilities, a chunk for each token, as llama-server does."""
         choice = event.block.choice
         text = event.text
@@ -244,7 +244,7 @@ class LlamaEncoder:
         usage = replace(answer.usage, completion_tokens=len(answer.tokens))
         return llama_timings(usage, answer.prompt_s, time.monotonic() - answer.answer_started_s)
 
-    def _end(self, event: events.Ended) -> LlamaCompletion:
+    def _end(self, event: events.ChoiceEnded) -> LlamaCompletion:
         reply = self._reply
         answer = self._answers[event.choice]
         usage = event.usage

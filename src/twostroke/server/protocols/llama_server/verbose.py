@@ -29,7 +29,7 @@ class Verbose:
         """Note that a choice has started."""
         self._tokens[event.choice] = event.tokens
 
-    def body(self, event: Ended) -> LlamaCompletion | UnsetType:
+    def body(self, event: ChoiceEnded) -> LlamaCompletion | UnsetType:
         """Return a complete answer with its prompt and special tokens; UNSET if not requested."""
         reply, job = self._reply, self._reply.job
         if not job.is_verbose:

@@ -81,7 +81,7 @@ def read_old(asked: OldEmbedRequest, tenant: Tenant) -> EmbeddingJob:
     return _job(asked.model, [asked.prompt or ""], EmbeddingParams(), "prompt", tenant)
 
 
-def whole_response(
+def to_response(
     model: str, parts: list[msgspec.Raw], num_tokens: int, elapsed_s: float
 ) -> EmbedBody:
     """Return the response."""
@@ -93,7 +93,7 @@ def whole_response(
     )
 
 
-def whole_old(
+def to_old_response(
     _model: str, parts: list[msgspec.Raw], _num_tokens: int, _elapsed_s: float
 ) -> OldEmbedBody:
     """Return the response."""

@@ -341,7 +341,7 @@ def to_conversation(
         continues=bool(continues),
         has_turn=opens_turn is not False,
         thinking=thinking,
-        left_out=tuple(unknown_calls.values()),
+        ignored=tuple(unknown_calls.values()),
     )
 
 

@@ -184,7 +184,7 @@ class ChatEncoder:
                 return self._write(
                     event.block.choice, ChatDelta(tool_calls=[_first_call_piece(event.block)])
                 )
-            case events.Ended():
+            case events.ChoiceEnded():
                 self._end(self._choice, event)
                 self._chunk.timings = self._timings
                 self._chunk.verbose = self._verbose.body(event)
@@ -209,10 +209,10 @@ class ChatEncoder:
                     logprobs = ChatLogprobs([]) if reply.has_logprobs else None
                     message = AnswerMessage("assistant", "")
                     choices.append(ChatChoice(event.choice, message, logprobs, "stop"))
-                case events.Added(scored=[_, *_]):
+                case events.ContentAdded(scored=[_, *_]):
                     if (answer_logprobs := choices[-1].logprobs) is not None:
                         answer_logprobs.content.extend(self._logprobs(event).content)
-                case events.Closed():
+                case events.BlockClosed():
                     _add_block(choices[-1].message, event.block)
                 case events.PromptScored(choice=0):
                     self._prompt_scores += event.logprobs

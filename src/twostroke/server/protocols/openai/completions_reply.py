@@ -204,7 +204,7 @@ class CompletionEncoder:
         choice.token_ids = self._ids.take(index)
         return sse(encode_json(self._body))
 
-    def _end(self, event: events.Ended) -> bytes:
+    def _end(self, event: events.ChoiceEnded) -> bytes:
         choice = self._choice
         scorer = self._scorers.get(event.choice)
         choice.index = event.choice

@@ -88,7 +88,7 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {PATH: MetadataRequest}
 def read(request: ChatRequest, tenant: Tenant) -> Job:
     """Return the job of a request; with `store` it stores the answer. Raises as `chat.read`."""
     job = chat.read(request, tenant)
-    return replace(job, keep=_keeper(request, tenant)) if request.store else job
+    return replace(job, store=_keeper(request, tenant)) if request.store else job
 
 
 def read_as_llama_server(request: ChatRequest, tenant: Tenant) -> Job:
@@ -127,22 +127,22 @@ class StoringEncoder:
     def write(self, event: events.Event) -> bytes:
         """Return the chunks of a stream for an event."""
         data = self._inner.write(event)
-        if not isinstance(event, events.Added) or event.scored:
+        if not isinstance(event, events.ContentAdded) or event.scored:
             self._events.append(event)
         if isinstance(event, events.AnswerFinished):
-            self.whole(sorted(self._events, key=_choice_of))
+            self.whole_response(sorted(self._events, key=_choice_of))
         return data
 
-    def whole(self, stream: Iterable[events.Event]) -> ChatCompletion:
+    def whole_response(self, stream: Iterable[events.Event]) -> ChatCompletion:
         """Return the response that is not streamed, and store it."""
-        completion = self._inner.whole(stream)
+        completion = self._inner.whole_response(stream)
         self._keep(completion)
         return completion
 
 
 def encoder(reply: ResponseInfo) -> Encoder:
     """Return the encoder of a chat completion; it stores the completion if the job has `keep`."""
-    keep = reply.job.keep
+    keep = reply.job.store
     return ChatEncoder(reply) if keep is None else StoringEncoder(reply, keep)
 
 
@@ -198,7 +198,7 @@ def routes(
         query = read_query(request, ("after", "limit", "order"))
 
         def work() -> Response:
-            items = msgspec.json.decode(stored.asked, type=list[dict[str, Any]])
+            items = msgspec.json.decode(stored.request_items, type=list[dict[str, Any]])
             return to_json(list_page(items, query, order="asc"))
 
         return await readers.run_for(request, work)

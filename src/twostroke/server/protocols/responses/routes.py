@@ -131,5 +131,5 @@ def _page(kept: StoredResponse, asked: dict[str, str]) -> ItemList:
     """Return a page of the items that a response answered: earlier ones, and its request's."""
     *earlier, last = kept.conversation()
     items = [item for step in earlier for item in items_of(step)]
-    items += msgspec.json.decode(last.asked, type=list[dict[str, Any]])
+    items += msgspec.json.decode(last.request_items, type=list[dict[str, Any]])
     return list_page(items, asked)
