@@ -32,13 +32,8 @@ from handover_load import LOADS, MIXES, auto, streams, virtual
 from namespaces import obstacle, two_hosts
 from pipe import Worker, claim_output, serve
 from report import RESULTS, caption, machine_facts, note, positive, save, table
-from twostroke.core.options import (
-    CacheOptions,
-    ComputeOptions,
-    DisaggregationOptions,
-    EngineOptions,
-    SpeculationOptions,
-)
+from twostroke.core.distributed_options import DisaggregationOptions
+from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.disaggregation import nixl
 from twostroke.engine.engine import build

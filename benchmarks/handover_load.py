@@ -26,7 +26,8 @@ from msgspec.structs import replace
 from load import ask, replay
 from report import note
 from servers import MODEL_NAME, Server, free_port, our_command
-from twostroke.core.options import DISAGGREGATE, CacheOptions
+from twostroke.core.distributed_options import DISAGGREGATE
+from twostroke.core.options import CacheOptions
 from twostroke.lab.planner import planned_model, this_machine
 from twostroke.lab.planner.question import Question
 from twostroke.lab.simulator import RequestArrival, Setup, Workload, simulate

@@ -24,7 +24,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from report import caption, machine_facts, note, positive, save, table
-from twostroke.core.options import EngineOptions, OffloadOptions, SpeculationOptions
+from twostroke.core.distributed_options import OffloadOptions
+from twostroke.core.options import EngineOptions, SpeculationOptions
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.engine import build

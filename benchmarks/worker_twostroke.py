@@ -17,13 +17,13 @@ from quiet import descendants, held_bytes, process_s
 from twostroke.backends.machine_limits import machine
 from twostroke.backends.parallel.backend import ParallelBackend
 from twostroke.backends.parallel.predicted_speed import divide, measure_link
+from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.options import (
     AUTO_BITS,
     DEFAULT_ACTIVATION_BITS,
     CacheOptions,
     ComputeOptions,
     EngineOptions,
-    ParallelOptions,
     SpeculationOptions,
 )
 from twostroke.engine.engine import build

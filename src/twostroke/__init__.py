@@ -6,6 +6,7 @@ TYPE_CHECKING = False  # as `typing` has it, whose import would take longer than
 
 if TYPE_CHECKING:
     from twostroke.core.constraint import Constraint as Constraint
+    from twostroke.core.distributed_options import ParallelOptions as ParallelOptions
     from twostroke.core.errors import BackendError as BackendError
     from twostroke.core.errors import ContextLengthError as ContextLengthError
     from twostroke.core.errors import DeadlineError as DeadlineError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from twostroke.core.options import ComputeOptions as ComputeOptions
     from twostroke.core.options import EngineOptions as EngineOptions
     from twostroke.core.options import GenerationOptions as GenerationOptions
-    from twostroke.core.options import ParallelOptions as ParallelOptions
     from twostroke.core.options import SpeculationOptions as SpeculationOptions
     from twostroke.core.sampling import SamplingParams as SamplingParams
     from twostroke.engine.embedding import Embedding as Embedding
@@ -48,7 +48,7 @@ _HOMES = {
     "CacheOptions": "twostroke.core.options",
     "BatchOptions": "twostroke.core.options",
     "GenerationOptions": "twostroke.core.options",
-    "ParallelOptions": "twostroke.core.options",
+    "ParallelOptions": "twostroke.core.distributed_options",
     "SpeculationOptions": "twostroke.core.options",
     "Completion": "twostroke.engine.output",
     "AnswerChunk": "twostroke.engine.output",

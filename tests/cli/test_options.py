@@ -11,6 +11,7 @@ from twostroke.cli import generate, serve
 from twostroke.cli.app import Failure
 from twostroke.cli.help import ByteSize, OneOf
 from twostroke.cli.options import engine_options, sampling_params
+from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.options import (
     BatchOptions,
@@ -18,7 +19,6 @@ from twostroke.core.options import (
     ComputeOptions,
     EngineOptions,
     GenerationOptions,
-    ParallelOptions,
     SpeculationOptions,
 )
 from twostroke.core.sampling import SamplingParams

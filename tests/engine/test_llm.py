@@ -14,6 +14,7 @@ from support.tiny import infill_metadata, write_base_gguf, write_tiny_folder, wr
 from support.vocabulary_kinds import GGUF_KINDS, kind_metadata
 from twostroke import LLM, AsyncLLM, SamplingParams
 from twostroke.backends.cpu import CpuBackend
+from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -21,13 +22,7 @@ from twostroke.core.errors import (
     RequestError,
     UsageError,
 )
-from twostroke.core.options import (
-    BatchOptions,
-    CacheOptions,
-    ComputeOptions,
-    EngineOptions,
-    ParallelOptions,
-)
+from twostroke.core.options import BatchOptions, CacheOptions, ComputeOptions, EngineOptions
 from twostroke.core.request import FinishReason
 from twostroke.engine import engine as build_module
 from twostroke.engine.engine import build

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from support.tiny import tiny_of, write_tiny_gguf
 from support.tiny_families import FAMILIES
+from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.options import (
     BatchOptions,
     CacheOptions,
     ComputeOptions,
     EngineOptions,
-    ParallelOptions,
     SpeculationOptions,
 )
 from twostroke.model.program.kv_layout import KV_SPLIT_TOKENS

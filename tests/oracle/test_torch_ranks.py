@@ -14,13 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.tiny import tiny_of, write_tiny_gguf
-from twostroke.core.options import (
-    BatchOptions,
-    CacheOptions,
-    ComputeOptions,
-    EngineOptions,
-    ParallelOptions,
-)
+from twostroke.core.distributed_options import ParallelOptions
+from twostroke.core.options import BatchOptions, CacheOptions, ComputeOptions, EngineOptions
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.llm import LLM
 

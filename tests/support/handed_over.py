@@ -10,11 +10,11 @@ from servers import Server, free_port, our_command
 from support.handover import check_clean, view, wait_until
 from twostroke import LLM, SamplingParams
 from twostroke.core.constraint import Constraint
+from twostroke.core.distributed_options import DisaggregationOptions
 from twostroke.core.options import (
     BatchOptions,
     CacheOptions,
     ComputeOptions,
-    DisaggregationOptions,
     EngineOptions,
     SpeculationOptions,
 )

@@ -8,13 +8,12 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from twostroke import LLM, SamplingParams
+from twostroke.core.distributed_options import DisaggregationOptions, OffloadOptions
 from twostroke.core.options import (
     BatchOptions,
     CacheOptions,
     ComputeOptions,
-    DisaggregationOptions,
     EngineOptions,
-    OffloadOptions,
     SpeculationOptions,
 )
 from twostroke.engine.disaggregation import messages

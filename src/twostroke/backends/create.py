@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.device import GpuDevice
     from twostroke.backends.interface import Backend, WeightShard
     from twostroke.backends.kv_size import CacheSize
-    from twostroke.core.options import ComputeOptions, EngineOptions, ParallelOptions
+    from twostroke.core.distributed_options import ParallelOptions
+    from twostroke.core.options import ComputeOptions, EngineOptions
     from twostroke.model.program import Program
     from twostroke.model.program.mesh import Mesh
     from twostroke.model.quant import QuantTensor

@@ -14,18 +14,18 @@ from msgspec.structs import replace
 
 from twostroke.cli.help import Command, option
 from twostroke.cli.options import (
-    BATCHING,
-    DEFAULT_SAMPLING,
-    MACHINE,
-    PARALLEL,
+    MACHINE_PARAMS,
+    PARALLEL_PARAMS,
     check_batching,
+    click_params,
     engine_options,
-    speculation,
+    speculation_params,
 )
 from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import Bar, printable
 from twostroke.core import env
 from twostroke.core.errors import EngineStoppedError, UsageError
+from twostroke.core.options import BatchOptions, GenerationOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,8 +46,8 @@ _SHOWN: Final = 20  # wrong lines
     "batch",
     cls=Command,
     params=[
-        *(*MACHINE.values(), *PARALLEL, *speculation(draft="auto")),
-        *(*DEFAULT_SAMPLING, *BATCHING),
+        *(*MACHINE_PARAMS, *PARALLEL_PARAMS, *speculation_params(draft="auto")),
+        *(*click_params(GenerationOptions), *click_params(BatchOptions)),
     ],
 )
 @click.argument("file", type=click.Path(path_type=Path), metavar="INPUT")

@@ -12,9 +12,10 @@ import click
 from msgspec.structs import asdict
 
 from twostroke.cli.help import Command, CommandGroup, NumberParam, TextFile, option
-from twostroke.cli.options import MACHINE, TIERS, engine_options
+from twostroke.cli.options import MACHINE_PARAMS, click_params, engine_options
 from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import show_table
+from twostroke.core.distributed_options import OffloadOptions
 from twostroke.core.errors import UsageError
 from twostroke.core.files import megabytes
 
@@ -99,7 +100,11 @@ def clean_command(folder: Path, model: str | None, days: float | None, is_all: b
     return int(bool(why))
 
 
-@command.command("warm", cls=Command, params=[*MACHINE.values(), *TIERS[1:]])
+@command.command(
+    "warm",
+    cls=Command,
+    params=[*MACHINE_PARAMS, *click_params(OffloadOptions, without=("page_cache",))],
+)
 @click.argument("model")
 @_folder
 @option("--system", "systems", type=TextFile(), multiple=True, help="A file with a system prompt.")

@@ -13,13 +13,13 @@ from msgspec.structs import replace
 from twostroke.cli.figures import Figures, describe
 from twostroke.cli.help import Command, option, verbose
 from twostroke.cli.options import (
-    MACHINE,
-    PARALLEL,
-    SAMPLING,
-    TEMPLATE,
+    MACHINE_PARAMS,
+    PARALLEL_PARAMS,
+    SAMPLING_PARAMS,
+    TEMPLATE_PARAMS,
     engine_options,
     sampling_params,
-    speculation,
+    speculation_params,
 )
 from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import no_echo, on_interrupt, printable
@@ -58,7 +58,13 @@ _ROOM_SHARE: Final = 8  # less than this part of the context is little room for 
 @click.command(
     "chat",
     cls=Command,
-    params=[*SAMPLING, *TEMPLATE, *MACHINE.values(), *PARALLEL, *speculation(draft="auto")],
+    params=[
+        *SAMPLING_PARAMS,
+        *TEMPLATE_PARAMS,
+        *MACHINE_PARAMS,
+        *PARALLEL_PARAMS,
+        *speculation_params(draft="auto"),
+    ],
 )
 @click.argument("model")
 @option("--system", help="A system message for the conversation.")

@@ -11,8 +11,9 @@ import msgspec
 from msgspec.structs import replace
 
 from twostroke.cli.help import Command, ListOf, OneOf, TextFile, option
-from twostroke.cli.options import PARALLEL, parallel_options
+from twostroke.cli.options import PARALLEL_PARAMS, take
 from twostroke.cli.terminal import printable, show_table
+from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import UsageError
 from twostroke.core.options import (
     ACTIVATION_BITS,
@@ -39,7 +40,7 @@ def _levels() -> list[str]:
     return [name for name, report in level_reports().items() if report.startswith("runs")]
 
 
-@click.command("compare", cls=Command, params=[*PARALLEL])
+@click.command("compare", cls=Command, params=[*PARALLEL_PARAMS])
 @click.argument("model")
 @option(
     "--readers",
@@ -132,7 +133,7 @@ def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
     """Return every combination of the settings of the cpu backend, and one for each other."""
     from twostroke.lab.measure.compare import Subject
 
-    readers, parallel = given["readers"], parallel_options(given)
+    readers, parallel = given["readers"], take(ParallelOptions, given)
     for name, reader, used in (
         ("levels", "cpu", readers),
         ("kv_formats", "cpu", readers),

@@ -10,7 +10,7 @@ import click
 from msgspec.structs import replace
 
 from twostroke.cli.help import Command, OneOf, TextFile, option, read_text
-from twostroke.cli.options import MACHINE, PARALLEL, engine_options
+from twostroke.cli.options import MACHINE_PARAMS, PARALLEL_PARAMS, engine_options
 from twostroke.cli.pull import open_engine
 from twostroke.core.embedding import AUTO, POOLINGS, EmbeddingParams
 from twostroke.core.errors import ContextLengthError, UsageError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from twostroke.engine.engine import Engine
 
 
-@click.command("embed", cls=Command, params=[*MACHINE.values(), *PARALLEL])
+@click.command("embed", cls=Command, params=[*MACHINE_PARAMS, *PARALLEL_PARAMS])
 @click.argument("model")
 @click.argument("texts", nargs=-1, metavar="[TEXT]...")
 @option(

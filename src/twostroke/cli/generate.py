@@ -12,15 +12,15 @@ from msgspec.structs import asdict, replace
 from twostroke.cli.figures import Figures, describe
 from twostroke.cli.help import Command, TextFile, option, read_text
 from twostroke.cli.options import (
-    FORM,
-    MACHINE,
-    PARALLEL,
-    SAMPLING,
-    TEMPLATE,
+    CONSTRAINT_PARAMS,
+    MACHINE_PARAMS,
+    PARALLEL_PARAMS,
+    SAMPLING_PARAMS,
+    TEMPLATE_PARAMS,
     constraint,
     engine_options,
     sampling_params,
-    speculation,
+    speculation_params,
 )
 from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import printable
@@ -41,7 +41,14 @@ _HOW = "give one with -p TEXT, -f FILE, or on standard input."
 @click.command(
     "generate",
     cls=Command,
-    params=[*SAMPLING, *FORM, *TEMPLATE, *MACHINE.values(), *PARALLEL, *speculation()],
+    params=[
+        *SAMPLING_PARAMS,
+        *CONSTRAINT_PARAMS,
+        *TEMPLATE_PARAMS,
+        *MACHINE_PARAMS,
+        *PARALLEL_PARAMS,
+        *speculation_params(),
+    ],
 )
 @click.argument("model")
 @click.argument("text", required=False, metavar="[PROMPT]")

@@ -15,7 +15,7 @@ from twostroke.core.errors import UsageError, nearest
 from twostroke.core.files import read_regular_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _DECIMAL: Final = {letter: 1000**power for power, letter in enumerate(("", *"kmgt"))}
 _BINARY: Final = {f"{letter}i": 1024**power for power, letter in enumerate("kmgt", 1)}
@@ -95,6 +95,21 @@ class OneOf(click.Choice[str]):
             hint = nearest(value, words)
             self.fail(f"'{value}' is not one of {', '.join(words)}.{hint}", param, ctx)
         return str(value)
+
+
+class NamedValue(OneOf):
+    """One of a few words, each of which stands for a value."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        """Accept the keys of `values`."""
+        super().__init__(list(values))
+        self._values = values
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the value that the word stands for."""
+        if not isinstance(value, str):  # the default
+            return value
+        return self._values[super().convert(value, param, ctx)]
 
 
 class WordOr(click.ParamType):  # type: ignore[type-arg]

@@ -5,69 +5,65 @@ from __future__ import annotations
 import logging
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from twostroke.cli.help import option
+from twostroke.core.option_schema import Option, OptionStruct, check
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from twostroke.server.storage import Records
 
 _logger = logging.getLogger("twostroke.serve")
 
 
-def listening(*, port: int, records: str) -> Callable[[Any], Any]:
-    """Return a decorator that adds the options; `records` is what a folder is for."""
-    options = [
-        option("--host", default="127.0.0.1", help="Address to listen at."),
-        option("--port", type=int, default=port, help="Port to listen at; 0 takes a free one."),
-        option(
-            "--api-keys",
-            type=click.Path(path_type=Path),
-            metavar="FILE",
-            help="Demand an API key. Each line of FILE is KEY or TENANT KEY; the key in "
-            "TWOSTROKE_API_KEY is accepted as well [default: no key is needed].",
+class ProcessOptions(OptionStruct):
+    """What the process of a server or a router logs, and where it keeps records."""
+
+    records: Annotated[
+        Path | None,
+        Option(
+            "--records",
+            form="path",
+            metavar="DIR",
+            default="none are kept",
+            help="Keep API keys, with their limits and usage, in this folder, across restarts; "
+            "`serve` also keeps files and batches there. `route` needs TWOSTROKE_REPLICA_KEY, "
+            "here and at its replicas.",
         ),
-        option(
+    ] = None
+    require_keys: Annotated[
+        bool,
+        Option(
             "--require-keys",
-            is_flag=True,
-            help="Refuse everybody while there is no API key, such as on a new folder of records.",
+            help="Refuse every request while there is no API key, such as with a new folder of "
+            "records.",
         ),
-        option("--records", type=click.Path(path_type=Path), metavar="DIR", help=records),
-        option(
-            "--cors-origin",
-            "cors_origins",
-            multiple=True,
-            metavar="ORIGIN",
-            help="Let web pages of this origin, such as https://app.example, use the server; "
-            "repeatable. '*' allows all, with keys.",
+    ] = False
+    log_format: Annotated[
+        str,
+        Option(
+            "--log-format",
+            section="Observing",
+            choices=("text", "json"),
+            help="Format of log lines.",
         ),
-        option(
-            "--allowed-host",
-            "allowed_hosts",
-            multiple=True,
-            metavar="NAME",
-            help="Answer to this host name, too, such as that of a proxy; repeatable. With keys "
-            "any name is answered, unless this is given.",
+    ] = "text"
+    log_level: Annotated[
+        str,
+        Option(
+            "--log-level",
+            section="Observing",
+            choices=("debug", "info", "warning", "error"),
+            help="Lowest level that is logged.",
         ),
-        option(
-            "--drain",
-            "drain_s",
-            type=float,
-            default=30.0,
-            help="Seconds, up to a day, that running answers may take when the server is stopped.",
-        ),
-    ]
+    ] = "info"
 
-    def add(command: Any) -> Any:
-        for one in reversed(options):
-            command = one(command)
-        return command
-
-    return add
+    def __post_init__(self) -> None:
+        """Check each value."""
+        check(self)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import click
 
 from twostroke.cli.help import Command, option
-from twostroke.cli.options import PLOTS, check_effect, check_file, file_option, is_given
+from twostroke.cli.options import PLOT_SUFFIXES, check_effect, check_file, file_option, is_given
 from twostroke.cli.planning import (
     HERE,
     check_threads,
@@ -93,7 +93,7 @@ ALL: Final = "all"  # the devices of the table
 )
 @option(
     "--plot",
-    **file_option(PLOTS),
+    **file_option(PLOT_SUFFIXES),
     help="Draw both strokes under the roofline, and latency against throughput (needs "
     "the extra [plots]).",
 )
@@ -128,7 +128,7 @@ def command(
     from twostroke.lab import planner
     from twostroke.lab.planner.words import verdict
 
-    check_file(plot, "plot", PLOTS)
+    check_file(plot, "plot", PLOT_SUFFIXES)
     check_file(html, "html", (".html",))
     check_effect("think_s", "users", has_effect=given["users"] is not None)
     names = _device_names(device)

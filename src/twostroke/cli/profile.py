@@ -10,11 +10,19 @@ import click
 import msgspec
 
 from twostroke.cli.help import Command, Counts, option
-from twostroke.cli.options import MACHINE, PARALLEL, PLOTS, check_file, engine_options, file_option
+from twostroke.cli.options import (
+    PARALLEL_PARAMS,
+    PLOT_SUFFIXES,
+    check_file,
+    click_params,
+    engine_options,
+    file_option,
+)
 from twostroke.cli.pull import fetch
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.errors import UsageError
 from twostroke.core.files import unfinished
+from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.lab.measure import plots
 
 if TYPE_CHECKING:
@@ -33,9 +41,9 @@ _HEADINGS: Final = (
     "profile",
     cls=Command,
     params=[
-        *(MACHINE[n] for n in ("backend", "device", "same_tokens", "num_threads", "level")),
-        *(MACHINE[n] for n in ("kv_format", "activation_bits")),
-        *PARALLEL,
+        *click_params(ComputeOptions),
+        *click_params(CacheOptions, only=("kv_format",)),
+        *PARALLEL_PARAMS,
     ],
 )
 @click.argument("model")
@@ -55,7 +63,7 @@ _HEADINGS: Final = (
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @option(
     "--plot",
-    **file_option(PLOTS),
+    **file_option(PLOT_SUFFIXES),
     help="Draw the operations under the machine's roofline (needs the extra [plots]).",
 )
 def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
@@ -70,7 +78,7 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     from twostroke.lab.measure.profile import Wanted, profile
     from twostroke.lab.measure.single_step import Shape
 
-    check_file(plot, "plot", PLOTS)
+    check_file(plot, "plot", PLOT_SUFFIXES)
     streams, prompts = given["streams"], given["prefill"]
     if streams is None and prompts is None:
         streams, prompts = (1, 16), (512,)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from twostroke.backends.parallel.predicted_speed import LinkSpeed, TimeShares
-    from twostroke.core.options import ParallelOptions
+    from twostroke.core.distributed_options import ParallelOptions
     from twostroke.lab.measure.profile import Wanted
     from twostroke.lab.measure.rank_profile import RanksProfile, RankTime
 

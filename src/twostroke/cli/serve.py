@@ -12,39 +12,45 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from msgspec.structs import replace
 
-from twostroke.cli.help import ByteSize, Command, NumberParam, OneOf, option, verbose
-from twostroke.cli.listening import listening, open_records, say_stop, tell
+from twostroke.cli.help import Command, option, verbose
+from twostroke.cli.listening import ProcessOptions, open_records, say_stop, tell
 from twostroke.cli.options import (
-    BATCHING,
-    DEFAULT_SAMPLING,
-    HANDOVER,
-    MACHINE,
-    OBSERVING,
-    PARALLEL,
-    TEMPLATE,
-    TIERS,
+    MACHINE_PARAMS,
+    PARALLEL_PARAMS,
+    TEMPLATE_PARAMS,
     check_batching,
+    click_params,
     engine_options,
     is_given,
-    speculation,
+    speculation_params,
+    take,
 )
 from twostroke.cli.pull import open_engine, open_remote
-from twostroke.cli.several import asked_models, check_alone, open_roster
+from twostroke.cli.several import (
+    ModelPoolOptions,
+    check_several,
+    open_model_pool,
+    requested_models,
+)
 from twostroke.core import env
+from twostroke.core.distributed_options import DisaggregationOptions, OffloadOptions
 from twostroke.core.files import megabytes
+from twostroke.core.options import BatchOptions, EngineOptions, GenerationOptions
+from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
     from twostroke.backends.machine_limits import MachineLimits
-    from twostroke.core.options import BatchOptions, EngineOptions
+    from twostroke.core.options import EngineOptions
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.process.launch import LaunchedProcess
     from twostroke.engine.process.served import ServedEngine
+    from twostroke.server.auth.keys import ApiKeys
     from twostroke.server.models.model_pool import ModelPool
-    from twostroke.server.options import Objective, ServeOptions
 
-    Opened = tuple[ServedEngine, MachineLimits | None, str | None]  # the last is the draft's name
+    OpenedEngine = tuple[ServedEngine, MachineLimits | None, str | None]  # last: the draft's name
 
 FILL_TIMEOUT_S: Final = 10.0  # after which a static batch starts with fewer requests
 _logger = logging.getLogger("twostroke.serve")
@@ -54,83 +60,20 @@ _logger = logging.getLogger("twostroke.serve")
     "serve",
     cls=Command,
     params=[
-        *(*TEMPLATE, *MACHINE.values(), *PARALLEL, *speculation(draft="auto")),
-        *(*DEFAULT_SAMPLING, *BATCHING, *TIERS, *HANDOVER, *OBSERVING),
+        *click_params(ModelPoolOptions),
+        *click_params(ServeOptions, defaults={"access_log": True}),
+        *click_params(ProcessOptions),
+        *TEMPLATE_PARAMS,
+        *MACHINE_PARAMS,
+        *PARALLEL_PARAMS,
+        *speculation_params(draft="auto"),
+        *click_params(GenerationOptions),
+        *click_params(BatchOptions),
+        *click_params(OffloadOptions),
+        *click_params(DisaggregationOptions),
     ],
 )
 @click.argument("model", required=False)
-@option(
-    "--models",
-    multiple=True,
-    metavar="LIST",
-    help="Serve several models, such as smollm2,NAME=./model.gguf; each is loaded when it is asked "
-    "for. All have the same options.",
-)
-@option(
-    "--memory",
-    "budget_bytes",
-    type=ByteSize(),
-    help="Memory for all of --models, such as 12GB [default: nine tenths of what is free].",
-)
-@option(
-    "--idle-timeout",
-    "idle_timeout_s",
-    type=NumberParam(0, 1e9),
-    default=300.0,
-    metavar="SECONDS",
-    help="Unload one of --models that was not asked for so long; 0 never does.",
-)
-@listening(
-    port=8000,
-    records="Keep files, batches, API keys and usage in this folder, across restarts "
-    "[default: none are kept].",
-)
-@option(
-    "--name",
-    "model_names",
-    multiple=True,
-    help="Name of the model for clients; repeatable [default: its own name].",
-)
-@option(
-    "--keep-responses",
-    "max_stored",
-    type=click.IntRange(0, 1_000_000),
-    default=10_000,
-    help="How many answers of /v1/responses to keep for later requests.",
-)
-@option(
-    "--reasoning",
-    type=OneOf(("apart", "inline")),
-    default="apart",
-    help="Send a model's reasoning in a field apart, or leave it in the answer's text.",
-)
-@option(
-    "--parse-special/--no-parse-special",
-    default=True,
-    help="Make special tokens of their texts, such as <|im_start|>, in prompts without a chat "
-    "template. Messages of chats are never read so.",
-)
-@option(
-    "--any-model",
-    is_flag=True,
-    help="Answer requests for every model, whatever name they have, with MODEL.",
-)
-@option(
-    "--strict",
-    "is_strict",
-    is_flag=True,
-    help="Refuse fields that are not known or have no effect, instead of ignoring them.",
-)
-@option(
-    "--strict-limits",
-    is_flag=True,
-    help="Refuse a limit of tokens above what the context holds, instead of cutting it.",
-)
-@option(
-    "--llama-metrics",
-    is_flag=True,
-    help="Add llama-server's metrics (llamacpp:...) to /metrics, for its dashboards.",
-)
 @option(
     "--in-process",
     is_flag=True,
@@ -149,36 +92,37 @@ def command(**given: Any) -> int:
     from twostroke.core.process_tuning import allow_files
     from twostroke.engine.process.launch import LaunchedProcess
 
-    asked = asked_models(given["model"], given["models"])
+    pool_options = take(ModelPoolOptions, given)
+    models = requested_models(given["model"], pool_options.models)
     check_batching(given["policy"], is_server=True)
-    options = _with_fill_timeout(engine_options(given, asked[0][1]))
-    is_alone = not given["models"]
+    options = _with_fill_timeout(engine_options(given, models[0].model))
+    process = take(ProcessOptions, given)
+    is_alone = not pool_options.models
     if not is_alone:
-        check_alone(given, options)
+        check_several(given, options)
     allow_files()  # inherited by the engine
     with ExitStack() as stack:
         launched = None
         if is_alone and not given["in_process"]:
             launched = stack.enter_context(closing(LaunchedProcess()))  # before slow imports
-        run = _prepare(given, stack)
+        run = _prepare(given, process, stack)
         if not is_alone:
-            roster = stack.enter_context(open_roster(asked, given, options))
-            announce = partial(_announce_several, models=roster, batch=options.batch)
-            return run(roster, None, announce)
-        engine, limits, draft = stack.enter_context(_open(given, options, launched))
+            pool = stack.enter_context(
+                open_model_pool(models, pool_options, options, process.log_level)
+            )
+            return run(pool, None, partial(_announce_several, models=pool, batch=options.batch))
+        opened = _open(given["model"], options, launched, process.log_level)
+        engine, limits, draft = stack.enter_context(opened)
         if engine.card.chat_template is not None:
             engine.card.chat_template.prepare()  # now, before a request would have to wait for it
-        return run(
-            engine,
-            limits,
-            partial(
-                _announce,
-                engine=engine,
-                draft=draft,
-                is_verbose=given["is_verbose"],
-                batch=options.batch,
-            ),
+        announce = partial(
+            _announce,
+            engine=engine,
+            draft=draft,
+            is_verbose=given["is_verbose"],
+            batch=options.batch,
         )
+        return run(engine, limits, announce)
 
 
 def _with_fill_timeout(options: EngineOptions) -> EngineOptions:
@@ -190,25 +134,30 @@ def _with_fill_timeout(options: EngineOptions) -> EngineOptions:
     return replace(options, batch=replace(batch, fill_timeout_s=timeout_s))
 
 
-def _prepare(given: dict[str, Any], stack: ExitStack) -> Callable[..., int]:
-    """Check options, open records, bind and log; return what serves an engine.
+def _prepare(
+    given: dict[str, Any], process: ProcessOptions, stack: ExitStack
+) -> Callable[..., int]:
+    """Check the server's options, open its records, bind its address and start logging.
 
-    It is called with the engine, its machine's limits and what announces it.
+    Returns a function that serves an engine. Its arguments are the engine, the machine's limits and
+    the function that announces the server.
     """
     from twostroke.server.http.logs import logging_to
     from twostroke.server.http.server import bind
     from twostroke.server.observability.objectives import limits_of, parse_objective
     from twostroke.server.observability.traces import check_endpoint
 
-    objectives, form = tuple(map(parse_objective, given["objectives"])), given["log_format"]
+    objectives = tuple(map(parse_objective, given["objectives"]))
     limits_of(objectives)  # wrong ones are refused here, before the weights are loaded
     if given["otlp_endpoint"] is not None:
         check_endpoint(given["otlp_endpoint"])
-    records = stack.enter_context(open_records(given["records"]))
-    serving = _serving(given, objectives)
+    records = stack.enter_context(open_records(process.records))
+    keys = _api_keys(given["api_keys"], process)
+    serving = take(ServeOptions, given, api_keys=keys, objectives=objectives)
     # Bound before the weights are loaded, so that a port in use is reported at once.
     listener = stack.enter_context(bind(serving.host, serving.port))
-    stack.enter_context(logging_to(sys.stderr, form, given["log_level"]))
+    form = process.log_format
+    stack.enter_context(logging_to(sys.stderr, form, process.log_level))
 
     def run(
         engine: ServedEngine, limits: MachineLimits | None, announce: Callable[..., None]
@@ -236,53 +185,31 @@ def _prepare(given: dict[str, Any], stack: ExitStack) -> Callable[..., int]:
     return run
 
 
-def _serving(given: dict[str, Any], objectives: tuple[Objective, ...]) -> ServeOptions:
-    """Return the server's options; its records are open."""
+def _api_keys(path: Path | None, process: ProcessOptions) -> ApiKeys | None:
+    """Return the keys of a file, the environment and the records; None if no key is needed."""
     from twostroke.server.auth.keys import ApiKeys
-    from twostroke.server.options import ServeOptions
 
-    return ServeOptions(
-        host=given["host"],
-        port=given["port"],
-        api_keys=ApiKeys.read(
-            given["api_keys"],
-            env.api_key(),
-            given["records"],
-            env.replica_key(),
-            asks=given["require_keys"],
-        ),
-        model_names=given["model_names"],
-        cors_origins=given["cors_origins"],
-        allowed_hosts=given["allowed_hosts"],
-        drain_s=given["drain_s"],
-        max_stored=given["max_stored"],
-        dashboard=given["dashboard"],
-        objectives=objectives,
-        access_log=given["access_log"],
-        otlp_endpoint=given["otlp_endpoint"],
-        any_model=given["any_model"],
-        is_strict=given["is_strict"],
-        strict_limits=given["strict_limits"],
-        llama_metrics=given["llama_metrics"],
-        splits_reasoning=given["reasoning"] == "apart",
-        parses_special=given["parse_special"],
+    return ApiKeys.read(
+        path,
+        env.api_key(),
+        process.records,
+        env.replica_key(),
+        asks=process.require_keys,
     )
 
 
 @contextmanager
 def _open(
-    given: dict[str, Any], options: EngineOptions, launched: LaunchedProcess | None
-) -> Iterator[Opened]:
+    model: str, options: EngineOptions, launched: LaunchedProcess | None, log_level: str
+) -> Iterator[OpenedEngine]:
     """Yield an engine in the launched process, or in this one."""
     if launched is not None:
-        with open_remote(
-            given["model"], options, given["log_level"], launched, _import_server
-        ) as remote:
+        with open_remote(model, options, log_level, launched, _import_server) as remote:
             yield remote, remote.limits, remote.draft
         return
     from twostroke.engine.process.served import LocalEngine
 
-    with open_engine(given["model"], options, say=_logger.info) as engine:
+    with open_engine(model, options, say=_logger.info) as engine:
         engine.client.grammars.prepare()  # now, before a stream would have to wait for it
         with closing(LocalEngine(engine.client)) as served:
             yield served, engine.limits, engine.draft

@@ -4,44 +4,93 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 from twostroke.cli.pull import fetch
 from twostroke.core.errors import UsageError
 from twostroke.core.hardware import memory_available
+from twostroke.core.option_schema import Option, OptionStruct, check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from twostroke.core.options import EngineOptions
     from twostroke.server.models.model_pool import ModelPool
     from twostroke.server.models.on_demand import OnDemandEngine
 
+
+class ModelPoolOptions(OptionStruct):
+    """The models of one server, and the memory that they share."""
+
+    models: Annotated[
+        tuple[str, ...],
+        Option(
+            "--models",
+            metavar="LIST",
+            help="Serve several models, such as smollm2,NAME=./model.gguf; each is loaded when it "
+            "is requested. All have the same options.",
+        ),
+    ] = ()
+    budget_bytes: Annotated[
+        int | None,
+        Option(
+            "--memory",
+            form="size",
+            low=1,
+            default="nine tenths of the free memory",
+            help="Memory for all of --models together, such as 12GB.",
+        ),
+    ] = None
+    idle_timeout_s: Annotated[
+        float,
+        Option(
+            "--idle-timeout",
+            low=0,
+            high=1e9,
+            metavar="SECONDS",
+            help="Unload one of --models after so many seconds without a request; 0 never unloads.",
+        ),
+    ] = 300.0
+
+    def __post_init__(self) -> None:
+        """Check each value."""
+        check(self)
+
+
 _SHARE_OF_FREE: Final = 0.9  # of the memory that is free when the server starts
 
 
-def asked_models(model: str | None, lists: tuple[str, ...]) -> list[tuple[str | None, str]]:
-    """Return names and models of MODEL and of `--models NAME=MODEL,MODEL`; None has its own name.
+class RequestedModel(NamedTuple):
+    """A model to serve: its name for clients, None for its own, and its path or name."""
+
+    name: str | None
+    model: str
+
+
+def requested_models(model: str | None, lists: Sequence[str]) -> list[RequestedModel]:
+    """Return the models that MODEL and `--models NAME=MODEL,MODEL` name.
 
     Raises:
-        UsageError: there is none, or one is empty.
+        UsageError: no model is named, or one of the names is empty.
     """
-    found: list[tuple[str | None, str]] = [] if model is None else [(None, model)]
+    models = [] if model is None else [RequestedModel(None, model)]
     words = [word.strip() for list_ in lists for word in list_.split(",")]
     for word in words:
         name, equals, rest = word.partition("=")
-        is_named = bool(equals) and "/" not in name
-        found.append((name.strip(), rest.strip()) if is_named else (None, word))
-    if not found:
+        has_name = bool(equals) and "/" not in name
+        models.append(
+            RequestedModel(name.strip() if has_name else None, rest.strip() if has_name else word)
+        )
+    if not models:
         raise UsageError("Name a MODEL to serve, or several with --models A,B.")
-    for given_name, one in found:
-        if not one or given_name == "":
+    for requested in models:
+        if not requested.model or requested.name == "":
             reason = "needs models with commas between them, each MODEL or NAME=MODEL."
             raise UsageError(reason, field="models")
-    return found
+    return models
 
 
-def check_alone(given: dict[str, Any], options: EngineOptions) -> None:
+def check_several(given: dict[str, Any], options: EngineOptions) -> None:
     """Raise UsageError for options that only one model can have."""
     wrong = {
         "model_names": "is for one model: write --models NAME=MODEL.",
@@ -65,32 +114,37 @@ def _memory(options: EngineOptions) -> int:
 
 
 @contextmanager
-def open_roster(
-    asked: list[tuple[str | None, str]], given: dict[str, Any], options: EngineOptions
+def open_model_pool(
+    models: Sequence[RequestedModel],
+    pool_options: ModelPoolOptions,
+    options: EngineOptions,
+    log_level: str,
 ) -> Iterator[ModelPool]:
-    """Fetch what is not here, read all headers, and yield the engines, none of which runs yet.
+    """Fetch missing models, read the headers of all, and yield a pool of engines.
+
+    None of the engines runs yet. `options` and `log_level` are for each engine.
 
     Raises:
         UsageError: two models have the same name.
         MemoryLimitError: a model does not fit into the memory of all.
-        TwostrokeError: a model is not there, or damaged, as `build` says.
+        TwostrokeError: a model does not exist or is damaged, as for `build`.
     """
-    from twostroke.server.http.model_names import ModelNames
     from twostroke.server.models.model_pool import ModelPool
+    from twostroke.server.http.model_names import ModelNames
     from twostroke.server.models.on_demand import OnDemandEngine
 
-    keep_s = given["idle_timeout_s"] or math.inf
-    budget_bytes = given["budget_bytes"] or int(_SHARE_OF_FREE * _memory(options))
+    keep_s = pool_options.idle_timeout_s or math.inf
+    budget_bytes = pool_options.budget_bytes or int(_SHARE_OF_FREE * _memory(options))
     engines: dict[str, OnDemandEngine] = {}
-    for name, model in asked:
+    for name, model in models:
         fetch(model)
-        engine = OnDemandEngine.find(name, model, options, given["log_level"], budget_bytes, keep_s)
+        engine = OnDemandEngine.find(name, model, options, log_level, budget_bytes, keep_s)
         if engines and ModelNames(tuple(engines)).is_known(engine.card.name):
             reason = f"has two models called {engine.card.name!r}: write NAME=MODEL for one."
             raise UsageError(reason, field="models")
         engines[engine.card.name] = engine
-    roster = ModelPool(engines, budget_bytes)
+    pool = ModelPool(engines, budget_bytes)
     try:
-        yield roster
+        yield pool
     finally:
-        roster.close()
+        pool.close()

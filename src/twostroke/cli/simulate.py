@@ -10,11 +10,10 @@ from msgspec.structs import replace
 
 from twostroke.cli.help import ByteSize, Command, OneOf, option
 from twostroke.cli.options import (
-    BATCHING,
-    MACHINE,
     check_batching,
     check_effect,
     check_folder,
+    click_params,
     engine_options,
     is_given,
 )
@@ -32,6 +31,7 @@ from twostroke.cli.planning import (
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.errors import Field, UsageError
 from twostroke.core.json_io import encode_json
+from twostroke.core.options import BatchOptions, CacheOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,10 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 @click.command(
     "simulate",
     cls=Command,
-    params=[*(MACHINE[n] for n in ("context_length", "page_size", "prefix_cache")), *BATCHING],
+    params=[
+        *click_params(CacheOptions, only=("context_length", "page_size", "prefix_cache")),
+        *click_params(BatchOptions),
+    ],
 )
 @click.argument("model")
 @option("--on", "device", default=HERE, help="A device, as plan takes it, or this machine.")

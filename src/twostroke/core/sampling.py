@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Annotated, ClassVar, Final
 
 from msgspec import field
 from msgspec.structs import force_setattr, replace
@@ -15,6 +15,7 @@ from twostroke.core.constraint import (
 )
 from twostroke.core.errors import Field, RequestError
 from twostroke.core.frozen import Frozen
+from twostroke.core.option_schema import Option, OptionStruct, option_fields
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -38,43 +39,27 @@ class Bounds(Frozen):
     above: bool = False
 
 
-# The server's descriptions and the options of the command line are made from these.
-BOUNDS: Final[Mapping[str, Bounds]] = {
-    "max_tokens": Bounds(
-        int, 1, MAX_TOKENS, "The most tokens to generate; left out: as many as fit."
-    ),
-    "min_tokens": Bounds(int, 0, MAX_TOKENS, "Do not end before this many tokens."),
-    "temperature": Bounds(float, 0.0, 100.0, "0 always takes the likeliest token."),
-    "top_k": Bounds(int, 0, MAX_ID, "Draw from the k likeliest tokens; 0: from all."),
-    "top_p": Bounds(
-        float,
-        0.0,
-        1.0,
-        "Draw from the likeliest tokens with this total probability; 0: take the likeliest.",
-    ),
-    "min_p": Bounds(float, 0.0, 1.0, "Draw from tokens at least p times as likely as the best."),
-    "repetition_penalty": Bounds(
-        float, 0.0, 100.0, "Above 1: makes tokens of prompt and answer less likely.", above=True
-    ),
-    "presence_penalty": Bounds(
-        float, -2.0, 2.0, "Above 0: makes tokens of the answer less likely."
-    ),
-    "frequency_penalty": Bounds(
-        float, -2.0, 2.0, "The same, for each time that the answer has the token."
-    ),
-    "seed": Bounds(int, -(2**63), MAX_SEED, "The same seed gives the same answer again."),
-    "n": Bounds(int, 1, MAX_CHOICES, "How many answers; answer i has the seed plus i."),
-    "logprobs": Bounds(int, 0, MAX_LOGPROBS),
-    "prompt_logprobs": Bounds(int, 0, MAX_LOGPROBS),
+_ID_BOUNDS: Final = Bounds(int, 0, MAX_ID)
+_BIAS_BOUNDS: Final = Bounds(float, -MAX_BIAS, MAX_BIAS)
+# llama-server's defaults; most values are the same in other local servers.
+_LOCAL_VALUES: Final[dict[str, float]] = {
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.05,
+    "repetition_penalty": 1.0,
 }
-_ID: Final = Bounds(int, 0, MAX_ID)
-_BIAS: Final = Bounds(float, -MAX_BIAS, MAX_BIAS)
 # The fields that `SamplingDefaults` gives a value if a request leaves them out.
-DEFAULTED: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+DEFAULTED: Final = tuple(_LOCAL_VALUES)
 _MAY_BE_NONE: Final = frozenset(("max_tokens", "seed", "logprobs", "prompt_logprobs", *DEFAULTED))
 
 
-class SamplingParams(Frozen, repr_omit_defaults=True):
+def _default_text(name: str) -> str:
+    """Return the words for a default that the model's files may replace."""
+    return f"the model's own, else {_LOCAL_VALUES[name]:g}"
+
+
+class SamplingParams(OptionStruct, repr_omit_defaults=True):
     """Everything that decides which token comes next and when to end.
 
     The order of application is: logit bias, repetition, frequency and presence penalties,
@@ -105,24 +90,119 @@ class SamplingParams(Frozen, repr_omit_defaults=True):
         RequestError: a value is outside its bounds; `field` names it.
     """
 
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    SECTION: ClassVar[str] = "Choosing tokens"
+
+    max_tokens: Annotated[
+        int | None,
+        Option(
+            "--max-tokens",
+            low=1,
+            high=MAX_TOKENS,
+            help="The most tokens to generate; left out: as many as fit.",
+        ),
+    ] = None
+    min_tokens: Annotated[
+        int,
+        Option(
+            "--min-tokens",
+            low=0,
+            high=MAX_TOKENS,
+            help="Do not end before this many tokens.",
+        ),
+    ] = 0
+    temperature: Annotated[
+        float | None,
+        Option(
+            "--temperature",
+            low=0.0,
+            high=100.0,
+            default=_default_text("temperature"),
+            help="0 always takes the likeliest token.",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        Option(
+            "--top-k",
+            low=0,
+            high=MAX_ID,
+            default=_default_text("top_k"),
+            help="Draw from the k likeliest tokens; 0: from all.",
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Option(
+            "--top-p",
+            low=0.0,
+            high=1.0,
+            default=_default_text("top_p"),
+            help="Draw from the likeliest tokens with this total probability; 0: take the "
+            "likeliest.",
+        ),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        Option(
+            "--min-p",
+            low=0.0,
+            high=1.0,
+            default=_default_text("min_p"),
+            help="Draw from tokens at least p times as likely as the best.",
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        Option(
+            "--repetition-penalty",
+            low=0.0,
+            high=100.0,
+            excludes_low=True,
+            default=_default_text("repetition_penalty"),
+            help="Above 1: makes tokens of prompt and answer less likely.",
+        ),
+    ] = None
+    presence_penalty: Annotated[
+        float,
+        Option(
+            "--presence-penalty",
+            low=-2.0,
+            high=2.0,
+            help="Above 0: makes tokens of the answer less likely.",
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Option(
+            "--frequency-penalty",
+            low=-2.0,
+            high=2.0,
+            help="Above 0: makes a token of the answer less likely each time that it occurs.",
+        ),
+    ] = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    n: int = 1
-    stop: Sequence[str] = ()
+    seed: Annotated[
+        int | None,
+        Option(
+            "--seed",
+            low=-(2**63),
+            high=MAX_SEED,
+            help="The same seed gives the same answer again.",
+        ),
+    ] = None
+    n: Annotated[
+        int,
+        Option("", low=1, high=MAX_CHOICES, help="How many answers; answer i has the seed plus i."),
+    ] = 1
+    stop: Annotated[
+        Sequence[str],
+        Option("--stop", help="Stop before this text; repeatable."),
+    ] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Do not stop at end tokens.")] = False
+    logprobs: Annotated[int | None, Option("", low=0, high=MAX_LOGPROBS, help="")] = None
+    prompt_logprobs: Annotated[int | None, Option("", low=0, high=MAX_LOGPROBS, help="")] = None
     constraint: Constraint | None = None
     preface: ReasoningSection | None = None
     shown_ids: frozenset[int] = frozenset()
@@ -163,7 +243,7 @@ class SamplingParams(Frozen, repr_omit_defaults=True):
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise RequestError(f"takes at most {MAX_STOP_IDS} ids.", field="stop_token_ids")
         for token in self.stop_token_ids:
-            _check("stop_token_ids", token, _ID)
+            _check("stop_token_ids", token, _ID_BOUNDS)
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
@@ -171,8 +251,8 @@ class SamplingParams(Frozen, repr_omit_defaults=True):
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(f"takes at most {MAX_LOGIT_BIAS} tokens.", field="logit_bias")
         for token, bias in self.logit_bias.items():
-            _check("logit_bias", token, _ID)
-            _check("logit_bias", bias, _BIAS)
+            _check("logit_bias", token, _ID_BOUNDS)
+            _check("logit_bias", bias, _BIAS_BOUNDS)
 
     @property
     def is_greedy(self) -> bool:
@@ -195,6 +275,25 @@ class SamplingParams(Frozen, repr_omit_defaults=True):
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+
+def _bounds() -> dict[str, Bounds]:
+    """Return the bounds of the numbers of SamplingParams, by field."""
+    return {
+        name: Bounds(
+            kind=field.number_type,
+            low=field.option.low,
+            high=field.option.high,
+            description=field.option.help,
+            above=field.option.excludes_low,
+        )
+        for name, field in option_fields(SamplingParams).items()
+        if field.number_type and field.option.low is not None and field.option.high is not None
+    }
+
+
+# The checks of requests and the descriptions of the OpenAPI document use these.
+BOUNDS: Final = _bounds()
 
 
 class SamplingValues(Frozen):
@@ -232,10 +331,7 @@ def _text(number: float) -> str:
     return f"{number:g}" if isinstance(number, float) else str(number)
 
 
-# llama-server's defaults; most values are the same in other local servers.
-LOCAL_DEFAULTS: Final = SamplingParams(
-    temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.0
-)
+LOCAL_DEFAULTS: Final = SamplingParams(**_LOCAL_VALUES)  # type: ignore[arg-type]
 # OpenAI's defaults: tokens are drawn from the model's whole distribution.
 OPENAI_DEFAULTS: Final = SamplingParams(
     temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from twostroke.core.embedding import AUTO, EmbeddingParams
 from twostroke.core.errors import OverloadedError, UsageError
-from twostroke.core.options import PARTNER, options_of
+from twostroke.core.option_schema import from_mapping
+from twostroke.core.options import PARTNER, EngineOptions
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.chat_answer import (
     ChatOptions,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator
     from typing import Unpack
 
-    from twostroke.core.options import EngineOptions
     from twostroke.core.request import Hints
     from twostroke.engine.generation import Generation
     from twostroke.engine.model_card import ModelCard
@@ -486,7 +486,7 @@ def _fetch_and_build(
         if options is not None:
             reason = f"must stand in EngineOptions, or all options without it: {', '.join(fields)}."
             raise UsageError(reason, field="options")
-        options = options_of(fields)
+        options = from_mapping(EngineOptions, fields)
     draft = options.speculation.draft if options is not None else None
     with ProgressBar(is_on=progress, is_bytes=True) as bar:
         pull(name, bar.show_fetch)

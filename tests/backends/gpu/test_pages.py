@@ -19,8 +19,8 @@ from twostroke import LLM, SamplingParams  # noqa: E402
 from twostroke.backends.gpu import launch  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.core.distributed_options import OffloadOptions  # noqa: E402
 from twostroke.core.errors import BackendError  # noqa: E402
-from twostroke.core.options import OffloadOptions  # noqa: E402
 from twostroke.engine.disaggregation import prefill_peer as peer  # noqa: E402
 from twostroke.engine.kv_offload import manager as paging  # noqa: E402
 

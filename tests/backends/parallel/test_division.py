@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from support.cpu import tiny_model
 from twostroke.backends.parallel.division import mesh_for
-from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions, ParallelOptions
+from twostroke.core.distributed_options import ParallelOptions
+from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions
 
 if TYPE_CHECKING:
     import pytest

@@ -17,8 +17,8 @@ from twostroke.backends.parallel.launcher import RankArrival, RemoteRanks, asked
 from twostroke.backends.parallel.links.link_type import KINDS
 from twostroke.backends.parallel.rank_messages import pack
 from twostroke.core import env
+from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import BackendError, RanksLostError, UsageError
-from twostroke.core.options import ParallelOptions
 from twostroke.core.transport.channel import MessageType, connect
 
 TIMEOUT_S = 120

@@ -19,9 +19,10 @@ from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, SamplingParams
 from twostroke.backends.parallel.rank_group import on_cores
 from twostroke.backends.parallel.worker import _failed
+from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import BackendError, RanksLostError, UsageError
 from twostroke.core.hardware import resolve_num_threads
-from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions, ParallelOptions
+from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions
 from twostroke.core.step import Slice, StepPlan
 
 SMALL = CacheOptions(memory_bytes=4_000_000)

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from support.handover import options, prefill, view, wait_until
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
+from twostroke.core.distributed_options import DisaggregationOptions
 from twostroke.core.errors import PortInUseError, UsageError
-from twostroke.core.options import DisaggregationOptions
 from twostroke.core.transport.handshake import introduce, receive_exactly
 from twostroke.engine.disaggregation.connection import (
     PeerConnection,

@@ -34,8 +34,8 @@ from support.handover import (
 from support.handover_rounds import play_round
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
+from twostroke.core.distributed_options import DisaggregationOptions
 from twostroke.core.errors import UsageError
-from twostroke.core.options import DisaggregationOptions
 from twostroke.engine.disaggregation import (
     messages,
     nixl,

@@ -19,7 +19,7 @@ from support.handover_kills import campaign
 from support.remote import until
 from support.tiny import Tiny, tiny_of, write_tiny_gguf
 from twostroke import SamplingParams
-from twostroke.core.options import DisaggregationOptions
+from twostroke.core.distributed_options import DisaggregationOptions
 from twostroke.engine.process import supervisor
 from twostroke.engine.process.remote import RemoteEngine
 from twostroke.engine.status import Health

@@ -15,14 +15,9 @@ from support.servers import wait_for
 from support.stored_pages import kind
 from support.stores import SECRET, missing, store
 from support.tiny import write_tiny_gguf
+from twostroke.core.distributed_options import OffloadOptions, ParallelOptions
 from twostroke.core.errors import UsageError
-from twostroke.core.options import (
-    CacheOptions,
-    EngineOptions,
-    OffloadOptions,
-    ParallelOptions,
-    SpeculationOptions,
-)
+from twostroke.core.options import CacheOptions, EngineOptions, SpeculationOptions
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller

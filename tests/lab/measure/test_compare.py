@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from support.tiny import Tiny, write_tiny_gguf
+from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.core.options import CacheOptions, ComputeOptions, ParallelOptions
+from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.lab.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
 from twostroke.model.load import build_tokenizer, load
 

@@ -12,8 +12,9 @@ from msgspec.structs import replace
 from support.configs import write_config
 from twostroke.backends.interface import BackendFacts
 from twostroke.backends.kv_size import CacheSize
+from twostroke.core.distributed_options import DISAGGREGATE
 from twostroke.core.errors import MemoryLimitError, UnreachableError, UsageError
-from twostroke.core.options import DISAGGREGATE, BatchOptions, CacheOptions
+from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.engine.engine import build_scheduler
 from twostroke.fleet.routing.policy import POLICIES
 from twostroke.lab.measure.requests import Objectives

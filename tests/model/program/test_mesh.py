@@ -6,8 +6,8 @@ import pytest
 
 from support.cpu import tiny_model
 from support.programs import PROGRAMS
+from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import UsageError
-from twostroke.core.options import ParallelOptions
 from twostroke.model.program.mesh import Mesh, mesh_of, stores_twice
 from twostroke.model.program.sharding import cuts
 

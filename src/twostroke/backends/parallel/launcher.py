@@ -21,9 +21,9 @@ import msgspec
 
 from twostroke.backends.parallel.division import LauncherEnv, launched
 from twostroke.core import env
+from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import BackendError, PortInUseError, RanksLostError, UsageError
 from twostroke.core.frozen import Frozen
-from twostroke.core.options import ParallelOptions
 from twostroke.core.transport.channel import (
     Channel,
     ChannelClosedError,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.core import env
+from twostroke.core.distributed_options import parse_address
 from twostroke.core.errors import UsageError
-from twostroke.core.options import parse_address
 from twostroke.engine.disaggregation import nixl
 from twostroke.engine.disaggregation.connection import is_own
 from twostroke.engine.disaggregation.decode_side import DecodeSide
@@ -17,7 +17,7 @@ from twostroke.engine.disaggregation_stats import DisaggregationStats
 
 if TYPE_CHECKING:
     from twostroke.backends.interface import Backend
-    from twostroke.core.options import DisaggregationOptions
+    from twostroke.core.distributed_options import DisaggregationOptions
     from twostroke.engine.client import Client
     from twostroke.engine.kv_offload.tier import KvCacheSpec
 

@@ -7,14 +7,14 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from twostroke.core.options import parse_address
+from twostroke.core.distributed_options import parse_address
 from twostroke.engine.disaggregation.placement import PrefillPlacement
 from twostroke.engine.disaggregation.prefill_peer import PrefillPeer
 from twostroke.engine.disaggregation.transfer_methods import OwnPages
 from twostroke.engine.disaggregation_stats import DecodeSideStats
 
 if TYPE_CHECKING:
-    from twostroke.core.options import DisaggregationOptions
+    from twostroke.core.distributed_options import DisaggregationOptions
     from twostroke.core.request import Request
     from twostroke.engine.client import Client
     from twostroke.engine.disaggregation import messages

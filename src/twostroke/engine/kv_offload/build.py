@@ -18,7 +18,7 @@ from twostroke.model.program import BatchShape
 from twostroke.model.program.stored_form import stored_form
 
 if TYPE_CHECKING:
-    from twostroke.core.options import OffloadOptions
+    from twostroke.core.distributed_options import OffloadOptions
     from twostroke.engine.client import Client
     from twostroke.engine.kv_offload.tier import KvCacheSpec, OffloadTier
     from twostroke.model.weights import LoadedModel

@@ -1,87 +1,110 @@
-"""The options of a router: its address, its replicas, its waiting times."""
+"""The options of a router: its replicas, its policy, its waiting times."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Annotated, Final
 
-from msgspec import field
+from twostroke.core.errors import UsageError
+from twostroke.core.option_schema import Option
+from twostroke.server.http_options import PORT, HttpOptions
 
-from twostroke.core.errors import UsageError, nearest
-from twostroke.core.frozen import Frozen, check_range
-from twostroke.fleet.routing.policy import POLICIES
-from twostroke.server.http.limits import RequestLimits
-from twostroke.server.http.origins import check_access, is_loopback
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from twostroke.server.auth.keys import ApiKeys
+# The keys of `fleet.routing.policy.POLICIES`, whose import takes NumPy.
+POLICY_NAMES: Final = ("prefix", "least-work", "two-choices", "round-robin")
+_MAX_WAIT_S: Final = 3600
 
 
-class RouteOptions(Frozen):
+class RouteOptions(HttpOptions):
     """A router's address and behaviour.
 
     Attributes:
-        host, port: the address; port 0 takes a free one.
-        replicas: the URLs of servers.
-        discover: a DNS name and a port, whose addresses are further servers.
-        listing: a file with the URLs of further servers, read again when it changes.
-        policy: a key of `POLICIES`.
-        api_keys, cors_origins, allowed_hosts, drain_s, access_log, limits: as a server's.
         replica_key: the key that the router shows to its replicas, also for its clients, and that
             may ask for its state; without it, clients' keys are passed on.
-        wait_s: how long a request waits for a replica, if there is none.
-        eject_s: how long a replica may be silent before its requests are given up.
-        mixed: whether replicas may compute with other numerics than the first one.
-        busy_s: the mean wait of replicas from which on more of them are wanted, for autoscalers.
-        dashboard: whether to show the state of the fleet; None only if `host` is a loopback
-            address.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8080
-    replicas: tuple[str, ...] = ()
-    discover: str | None = None
-    listing: Path | None = None
-    policy: str = "prefix"
-    api_keys: ApiKeys | None = None
-    cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    drain_s: float = 30.0
-    access_log: bool = False
+    port: Annotated[int, PORT] = 8080
+    replicas: Annotated[
+        tuple[str, ...],
+        Option(
+            "--replica",
+            metavar="URL",
+            help="A server, such as http://10.0.0.7:8000, of Twostroke, vLLM or llama-server; "
+            "repeatable.",
+        ),
+    ] = ()
+    discover: Annotated[
+        str | None,
+        Option(
+            "--discover",
+            metavar="NAME:PORT",
+            default="none",
+            help="Use every address of this DNS name, such as a headless service of Kubernetes.",
+        ),
+    ] = None
+    listing: Annotated[
+        Path | None,
+        Option(
+            "--replicas-file",
+            form="path",
+            metavar="FILE",
+            default="none",
+            help="Use the servers whose URLs FILE has, one on each line, and follow its changes.",
+        ),
+    ] = None
+    policy: Annotated[
+        str,
+        Option(
+            "--policy",
+            choices=POLICY_NAMES,
+            help="How to choose a replica; prefix: the replica where the first token comes "
+            "soonest.",
+        ),
+    ] = "prefix"
     replica_key: str | None = None
-    wait_s: float = 5.0
-    eject_s: float = 5.0
-    mixed: bool = False
-    busy_s: float = 1.0
-    dashboard: bool | None = None
-    limits: RequestLimits = field(default_factory=RequestLimits)
+    wait_s: Annotated[
+        float,
+        Option(
+            "--wait",
+            low=0,
+            high=_MAX_WAIT_S,
+            help="Seconds that a request waits if no replica is ready.",
+        ),
+    ] = 5.0
+    eject_s: Annotated[
+        float,
+        Option(
+            "--eject-after",
+            low=1,
+            high=_MAX_WAIT_S,
+            help="Seconds of silence after which a replica's requests are given up.",
+        ),
+    ] = 5.0
+    mixed: Annotated[
+        bool,
+        Option(
+            "--mixed",
+            help="Accept replicas of one model whose versions or numerics differ.",
+        ),
+    ] = False
+    busy_s: Annotated[
+        float,
+        Option(
+            "--busy",
+            low=0.001,
+            high=_MAX_WAIT_S,
+            help="Mean seconds of queued work of a replica above which /metrics asks for more "
+            "replicas.",
+        ),
+    ] = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range.
+        """Check each value, and that there are replicas.
 
         Raises:
-            UsageError: there are neither replicas nor a name, or an option is wrong.
+            UsageError: neither replicas, nor a DNS name, nor a file is given, or a value is wrong.
         """
         if not self.replicas and self.discover is None and self.listing is None:
             raise UsageError(
                 "Name servers with --replica URL, --discover NAME:PORT or --replicas-file FILE."
             )
-        if self.policy not in POLICIES:
-            hint = nearest(self.policy, POLICIES)
-            reason = f"must be one of {', '.join(POLICIES)}, got '{{value}}'.{hint}"
-            raise UsageError(reason, field="policy", value=self.policy)
-        check_range(self, "wait_s", least=0, most=3600)
-        check_range(self, "eject_s", least=1, most=3600)
-        check_range(self, "busy_s", least=0.001, most=3600)
-        check_access(self)
-
-    @property
-    def has_keys(self) -> bool:
-        """Whether clients need a key now."""
-        return self.api_keys is not None and self.api_keys.are_required
-
-    @property
-    def shows_dashboard(self) -> bool:
-        """Whether the state of the fleet is shown."""
-        return is_loopback(self.host) if self.dashboard is None else self.dashboard
+        super().__post_init__()

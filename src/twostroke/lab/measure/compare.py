@@ -21,9 +21,10 @@ from twostroke.backends.create import (
 )
 from twostroke.backends.kv_size import size_kv_cache
 from twostroke.backends.parallel.division import mesh_for
+from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
-from twostroke.core.options import BatchOptions, EngineOptions, ParallelOptions
+from twostroke.core.options import BatchOptions, EngineOptions
 from twostroke.lab.measure.divergence import compare
 from twostroke.model.families import build_program
 from twostroke.model.load import build_tokenizer, load

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from twostroke.backends.kv_size import CacheSize
     from twostroke.backends.parallel.backend import ParallelBackend
     from twostroke.backends.parallel.predicted_speed import Divided, LinkSpeed
-    from twostroke.core.options import ParallelOptions
+    from twostroke.core.distributed_options import ParallelOptions
     from twostroke.lab.measure.profile import Wanted
     from twostroke.lab.measure.single_step import Shape
     from twostroke.model.program import Op, Program

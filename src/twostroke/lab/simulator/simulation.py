@@ -8,10 +8,11 @@ from msgspec.structs import replace
 
 from twostroke.backends.interface import BackendFacts
 from twostroke.backends.kv_size import WORKING_BYTES, size_kv_cache
+from twostroke.core.distributed_options import DISAGGREGATE
 from twostroke.core.errors import Field, MemoryLimitError, UsageError, nearest
 from twostroke.core.frozen import Frozen, check_range
 from twostroke.core.hardware import memory_available
-from twostroke.core.options import DISAGGREGATE, BatchOptions, CacheOptions
+from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.core.process_tuning import paused_collector
 from twostroke.engine.engine import build_scheduler
 from twostroke.fleet.routing.policy import LOOKS_AT_PREFIXES, POLICIES

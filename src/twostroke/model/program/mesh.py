@@ -17,7 +17,7 @@ from twostroke.model.program.work import StepCost
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.core.options import ParallelOptions
+    from twostroke.core.distributed_options import ParallelOptions
     from twostroke.model.program.operation import Operation
     from twostroke.model.program.ops import Op
     from twostroke.model.program.program import Program

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     Headers = list[tuple[bytes, bytes]]
 
 ANY: Final = "*"
-_MAX_DRAIN_S: Final = 86_400
 _MOST_HOSTS: Final = 64  # whose names are remembered: clients have few
 
 _NAME: Final = r"[a-z0-9_](?:[a-z0-9._-]{0,251}[a-z0-9_])?"  # an IPv4 address is one, too
@@ -67,7 +66,7 @@ class ForbiddenHostError(ForbiddenError):
 
 
 class Access(Protocol):
-    """The options of a server that say who may use it, and how long it drains."""
+    """The options of a server that say who may use it."""
 
     @property
     def host(self) -> str:
@@ -85,17 +84,12 @@ class Access(Protocol):
     def allowed_hosts(self) -> tuple[str, ...]:
         """Names by which clients may reach it, besides its address."""
 
-    @property
-    def drain_s(self) -> float:
-        """How long running requests may take when it stops."""
-
 
 def check_access(options: Access) -> None:
     """Check what a server's user chose.
 
     Raises:
-        UsageError: an origin or a host is malformed, all origins are allowed without keys, or
-            `drain_s` is over a day.
+        UsageError: an origin or a host is malformed, or all origins are allowed without keys.
     """
     for origin in options.cors_origins:
         if origin != ANY:
@@ -105,9 +99,6 @@ def check_access(options: Access) -> None:
             raise UsageError(reason, field="cors_origins")
     for host in options.allowed_hosts:
         parse_host(host)
-    if not 0 <= options.drain_s <= _MAX_DRAIN_S:  # NaN fails, too
-        reason = f"must be from 0 to {_MAX_DRAIN_S} seconds, got {options.drain_s}."
-        raise UsageError(reason, field="drain_s")
 
 
 class Origins:
