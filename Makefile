@@ -83,8 +83,9 @@ format: $(DEV_READY) ## Format Python and C++.
 	$(BIN)/ruff format .
 	$(if $(NATIVE_SOURCES),$(BIN)/clang-format -i $(NATIVE_SOURCES))
 
-tables: $(READY) ## Write the tables of request fields in docs/reference/api.md.
+tables: $(READY) ## Write the tables of request fields and options in docs/reference.
 	@PYTHONPATH=src $(BIN)/python tools/field_tables.py
+	@PYTHONPATH=src $(BIN)/python tools/options_page.py
 
 newest: ## Check and test with the newest versions of all packages, in .venv-newest.
 	@rm -f .venv-newest/.package .venv-newest/.dev-tools

@@ -18,8 +18,10 @@ from click import Option
 
 from twostroke.cli.help import CommandGroup
 from twostroke.core.errors import MemoryLimitError, TwostrokeError, nearest
+from twostroke.core.foreign_options import foreign_hint
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import FrameType
 
 # A command's module is imported when the command is called, so that starting stays quick.
@@ -174,7 +176,7 @@ def run(arguments: list[str]) -> int:
         click.echo(error.format_message(), err=True)
         return error.exit_code
     except click.ClickException as error:
-        return _fail(_sentence(error), error.exit_code)
+        return _fail(_sentence(error, arguments), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return _fail("Interrupted.", Interruption.exit_code)
     except BrokenPipeError:
@@ -209,7 +211,7 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _sentence(error: click.ClickException) -> str:
+def _sentence(error: click.ClickException, arguments: Sequence[str]) -> str:
     """Return click's sentence, with the nearest option and the command that shows help."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is None:
@@ -218,15 +220,30 @@ def _sentence(error: click.ClickException) -> str:
     if isinstance(error, click.NoSuchOption):
         if error.option_name == "--model" and any(map(_is_model, context.command.params)):
             return f"The model has no option: {context.command_path} MODEL.{more}"
-        known = [name for param in context.command.get_params(context) for name in param.opts]
-        hint = nearest(error.option_name, (name for name in known if name.startswith("-")))
-        return f"There is no option '{error.option_name}'.{hint}{more}"
+        flags = _flags(context)
+        name = _as_written(error.option_name, arguments)
+        hint = foreign_hint(name, flags) or nearest(name, flags)
+        return f"There is no option '{name}'.{hint}{more}"
     if isinstance(error, click.MissingParameter) and _is_model(error.param):
         return f"Which model? Give a path, or a name that 'twostroke models' lists.{more}"
     message = error.format_message()
     if "unexpected extra argument" in message and "text" in context.params:
         return f"Put a prompt of several words in quotes: {message}.{more}"
     return message + ("" if message.endswith((".", "?")) else ".") + more
+
+
+def _flags(context: click.Context) -> list[str]:
+    """Return the flags of a command's options, such as "--threads" and "--no-prefix-cache"."""
+    params = context.command.get_params(context)
+    names = (name for param in params for name in (*param.opts, *param.secondary_opts))
+    return [name for name in names if name.startswith("-")]
+
+
+def _as_written(option_name: str, arguments: Sequence[str]) -> str:
+    """Return the argument that click did not know: it reads `-ngl` as `-n`, `-g` and `-l`."""
+    if len(option_name) == 2:
+        return next((word for word in arguments if word.startswith(option_name)), option_name)
+    return option_name
 
 
 def _is_model(param: click.Parameter | None) -> bool:

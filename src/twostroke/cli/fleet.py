@@ -15,6 +15,7 @@ from twostroke.cli.terminal import printable, show_table
 from twostroke.core import env
 from twostroke.core.env import install_command
 from twostroke.core.errors import TwostrokeError, UnreachableError, UsageError, nearest
+from twostroke.core.foreign_options import foreign_hint
 from twostroke.core.json_io import encode_json
 
 if TYPE_CHECKING:
@@ -147,7 +148,8 @@ def _check_names(
         if name in _OURS[program]:
             raise source.at([*place, name], f"the fleet sets --{name} itself.")
         if name not in known:
-            text = f"`twostroke {program}` has no option --{name}.{nearest(name, known)}"
+            hint = foreign_hint(name, [f"--{flag}" for flag in known]) or nearest(name, known)
+            text = f"`twostroke {program}` has no option --{name}.{hint}"
             raise source.at([*place, name], text)
 
 

@@ -129,8 +129,8 @@ def open_model_pool(
         MemoryLimitError: a model does not fit into the memory of all.
         TwostrokeError: a model does not exist or is damaged, as for `build`.
     """
-    from twostroke.server.models.model_pool import ModelPool
     from twostroke.server.http.model_names import ModelNames
+    from twostroke.server.models.model_pool import ModelPool
     from twostroke.server.models.on_demand import OnDemandEngine
 
     keep_s = pool_options.idle_timeout_s or math.inf

@@ -211,7 +211,7 @@ def option_fields(kind: type) -> dict[str, OptionField]:
             option=option,
             types=types,
             item_type=item_type,
-            default=defaults.get(name),
+            default=_default_value(defaults.get(name)),
             section=option.section or getattr(kind, "SECTION", "Options"),
         )
     return fields
@@ -238,9 +238,9 @@ def from_mapping(kind: type[T], values: Mapping[str, Any]) -> T:
         UsageError: there is no field of that name, or its value is wrong.
     """
     parts = {
-        name: type(default)
+        name: type(value)
         for name, default in _defaults(kind).items()
-        if isinstance(default, OptionStruct)
+        if isinstance(value := _default_value(default), OptionStruct)
     }
     part_by_field = {
         field: part for part, part_type in parts.items() for field in part_type.__struct_fields__
@@ -273,11 +273,10 @@ def unknown_option(name: str, known_names: Iterable[str], *, owner: str = "") ->
 
 
 def _defaults(kind: type) -> dict[str, Any]:
-    """Return the default values of a struct's fields, by name, for the fields that have one."""
+    """Return the defaults, or the factories of defaults, of the fields that have one, by name."""
     names: tuple[str, ...] = kind.__struct_fields__  # type: ignore[attr-defined]
     defaults: tuple[Any, ...] = kind.__struct_defaults__  # type: ignore[attr-defined]
-    pairs = zip(names[len(names) - len(defaults) :], defaults, strict=True)
-    return {name: _default_value(default) for name, default in pairs}
+    return dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
 
 
 def _default_value(default: Any) -> Any:

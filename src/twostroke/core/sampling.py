@@ -201,8 +201,25 @@ class SamplingParams(OptionStruct, repr_omit_defaults=True):
     stop_token_ids: Sequence[int] = ()
     include_stop: bool = False
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="Do not stop at end tokens.")] = False
-    logprobs: Annotated[int | None, Option("", low=0, high=MAX_LOGPROBS, help="")] = None
-    prompt_logprobs: Annotated[int | None, Option("", low=0, high=MAX_LOGPROBS, help="")] = None
+    logprobs: Annotated[
+        int | None,
+        Option(
+            "",
+            low=0,
+            high=MAX_LOGPROBS,
+            help="Report log-probabilities of each token: 0 of the chosen token only, k also of "
+            "the k likeliest tokens.",
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        Option(
+            "",
+            low=0,
+            high=MAX_LOGPROBS,
+            help="The same for each token of the prompt except the first.",
+        ),
+    ] = None
     constraint: Constraint | None = None
     preface: ReasoningSection | None = None
     shown_ids: frozenset[int] = frozenset()
@@ -324,7 +341,8 @@ def _check(param: str, value: object, bounds: Bounds) -> None:
     if not bounds.low <= value <= bounds.high or (bounds.above and value == bounds.low):
         low, high, given = (_text(number) for number in (bounds.low, bounds.high, value))
         span = f"greater than {low} and at most" if bounds.above else f"from {low} to"
-        raise RequestError(f"must be {span} {high}, got {given}.", field=param)
+        hint = " Write 0 to draw from all tokens." if param == "top_k" and value == -1 else ""
+        raise RequestError(f"must be {span} {high}, got {given}.{hint}", field=param)
 
 
 def _text(number: float) -> str:
