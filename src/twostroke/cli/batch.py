@@ -73,7 +73,7 @@ _SHOWN: Final = 20  # wrong lines
     help="Most lines at once on a server [default: 32].",
 )
 @option("-q", "--quiet", is_flag=True, help="Show no progress.")
-def command(**given: Any) -> int:
+def command(**values: Any) -> int:
     """Run the requests of INPUT, a line of JSON each, as in OpenAI's Batch API.
 
     Results are written as they come, to a file that ends in .partial until all are there. If the
@@ -83,10 +83,10 @@ def command(**given: Any) -> int:
     from twostroke.server.batch.offline import BatchProgress, Files, Results, run
     from twostroke.server.http.limits import RequestLimits
 
-    path, output, model, url = (given.pop(name) for name in ("file", "output", "model", "url"))
-    chosen = given.pop("errors")
+    path, output, model, url = (values.pop(name) for name in ("file", "output", "model", "url"))
+    chosen = values.pop("errors")
     errors = chosen or output.with_suffix(f".errors{output.suffix}")
-    concurrency, quiet = given.pop("concurrency"), given.pop("quiet")
+    concurrency, quiet = values.pop("concurrency"), values.pop("quiet")
     if (model is None) == (url is None):
         raise UsageError("Give either --model, to answer here, or --url of a server.")
     if url is None and concurrency is not None:
@@ -105,7 +105,7 @@ def command(**given: Any) -> int:
         def show(now: BatchProgress) -> None:
             bar.show("Running lines", now.num_done, now.total)
 
-        door = _there(url, concurrency or _AT_ONCE) if url else _here(model, given, quiet=quiet)
+        door = _there(url, concurrency or _AT_ONCE) if url else _here(model, values, quiet=quiet)
         try:
             with door as (send, most):
                 began_s = time.monotonic()
@@ -158,7 +158,7 @@ def _there(url: str, most: int) -> Iterator[tuple[Send, int]]:
 
 
 @contextmanager
-def _here(model: str, given: dict[str, Any], *, quiet: bool) -> Iterator[tuple[Send, int]]:
+def _here(model: str, values: dict[str, Any], *, quiet: bool) -> Iterator[tuple[Send, int]]:
     """Yield what gives lines to an engine in this process, and how many at once."""
     from twostroke.core.process_tuning import ease_collector
     from twostroke.core.request import DEFAULT_SERVICE
@@ -169,8 +169,8 @@ def _here(model: str, given: dict[str, Any], *, quiet: bool) -> Iterator[tuple[S
     from twostroke.server.middleware import build_app
     from twostroke.server.options import ServeOptions
 
-    check_batching(given["policy"])
-    with open_engine(model, engine_options(given, model), quiet=quiet) as engine:
+    check_batching(values["policy"])
+    with open_engine(model, engine_options(values, model), quiet=quiet) as engine:
         loop = engine.client.loop
         engine.client.grammars.prepare()
         serving = ServeOptions(max_stored=0, any_model=True)

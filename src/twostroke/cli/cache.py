@@ -110,7 +110,7 @@ def clean_command(folder: Path, model: str | None, days: float | None, is_all: b
 @option("--system", "systems", type=TextFile(), multiple=True, help="A file with a system prompt.")
 @option("--prompt", "prompts", type=TextFile(), multiple=True, help="A file with a whole prompt.")
 @option("--days", type=NumberParam(min=0), default=30.0, help="How long to keep its pages.")
-def warm_command(model: str, folder: Path, **given: Any) -> int:
+def warm_command(model: str, folder: Path, **values: Any) -> int:
     """Compute prompts with MODEL and store their pages in DIR, before a server needs them.
 
     The other options must be those of the server, which finds only pages of its own kind.
@@ -118,13 +118,13 @@ def warm_command(model: str, folder: Path, **given: Any) -> int:
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
 
-    systems, prompts, days = given.pop("systems"), given.pop("prompts"), given.pop("days")
+    systems, prompts, days = values.pop("systems"), values.pop("prompts"), values.pop("days")
     if not systems and not prompts:
         raise UsageError("Name a prompt: --system FILE, or --prompt FILE.")
-    given["page_cache"] = str(folder)
+    values["page_cache"] = str(folder)
     params = SamplingParams(max_tokens=1, temperature=0.0)
     hints = Hints(keep_s=days * _DAY_S)
-    with open_engine(model, engine_options(given, model)) as engine:
+    with open_engine(model, engine_options(values, model)) as engine:
         num_tokens, are_written = 0, True
         for tokens in _encoded(engine, systems, prompts):
             engine.client.generate(tokens, params, hints=hints).wait()

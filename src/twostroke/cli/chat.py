@@ -69,13 +69,13 @@ _ROOM_SHARE: Final = 8  # less than this part of the context is little room for 
 @click.argument("model")
 @option("--system", help="A system message for the conversation.")
 @verbose
-def command(**given: Any) -> None:
+def command(**values: Any) -> None:
     """Talk with MODEL (a path, hf:owner/repo, or a name from `twostroke models`).
 
     Ctrl-C stops an answer, Ctrl-D ends the conversation, and /help shows more.
     """
-    model, system, is_verbose = given.pop("model"), given.pop("system"), given.pop("is_verbose")
-    params, options = sampling_params(given), engine_options(given, model)
+    model, system, is_verbose = values.pop("model"), values.pop("system"), values.pop("is_verbose")
+    params, options = sampling_params(values), engine_options(values, model)
     if sys.stdin is None or not sys.stdin.isatty():
         raise UsageError("chat needs a terminal; use 'twostroke generate' in scripts.")
     with open_engine(model, options, accept=_check_template) as engine:

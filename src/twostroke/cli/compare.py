@@ -86,7 +86,7 @@ def _levels() -> list[str]:
 @option("--layers", is_flag=True, help="Show the drift after every layer, not after a few.")
 @option("--check", is_flag=True, help="Exit with code 1 if a reader is beyond the limits.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(model: str, as_json: bool, layers: bool, check: bool, **given: Any) -> None:
+def command(model: str, as_json: bool, layers: bool, check: bool, **values: Any) -> None:
     """Measure on a text how much MODEL's answers differ from the right ones.
 
     For each reader (a backend with its settings) this shows the divergence of its next-token
@@ -96,13 +96,13 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **given: Any) 
     """
     from twostroke.lab.measure import compare as measured
 
-    against = model if given["against"] is None else given["against"]
-    subjects = _subjects(model, given)
-    precise = replace(_compute(given["right"], given), activation_bits=DEFAULT_ACTIVATION_BITS)
+    against = model if values["against"] is None else values["against"]
+    subjects = _subjects(model, values)
+    precise = replace(_compute(values["right"], values), activation_bits=DEFAULT_ACTIVATION_BITS)
     right = measured.Subject(against, precise, CacheOptions())
-    text = measured.held_out_text() if given["text"] is None else given["text"]
+    text = measured.held_out_text() if values["text"] is None else values["text"]
     models = [model] if against == model else [model, against]
-    pieces = measured.pieces_of(text, models, given["length"], given["tokens"])
+    pieces = measured.pieces_of(text, models, values["length"], values["tokens"])
 
     def notice(name: str) -> None:
         click.echo(f"Reading with {name}", err=True)
@@ -110,11 +110,11 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **given: Any) 
     reports = list(measured.compare_subjects(right, subjects, pieces, notice))
     num_tokens = sum(map(len, pieces))
     if as_json:
-        result = {"model": model, "against": against, "right": given["right"]}
+        result = {"model": model, "against": against, "right": values["right"]}
         lines = [msgspec.to_builtins(report) for report in reports]
         click.echo(json.dumps({**result, "num_tokens": num_tokens, "readers": lines}))
     else:
-        what = f"{against} read by {given['right']}" if against != model else given["right"]
+        what = f"{against} read by {values['right']}" if against != model else values["right"]
         click.echo(printable(f"{model} against {what}, {num_tokens:,} tokens\n"))
         show_table(_table(reports))
         click.echo()
@@ -129,30 +129,30 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **given: Any) 
         raise click.ClickException(f"Beyond the limits ({limits}): {'; '.join(beyond)}.")
 
 
-def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
+def _subjects(model: str, values: dict[str, Any]) -> list[Subject]:
     """Return every combination of the settings of the cpu backend, and one for each other."""
     from twostroke.lab.measure.compare import Subject
 
-    readers, parallel = given["readers"], take(ParallelOptions, given)
+    readers, parallel = values["readers"], take(ParallelOptions, values)
     for name, reader, used in (
         ("levels", "cpu", readers),
         ("kv_formats", "cpu", readers),
         ("activation_bits", "cpu", readers),
-        ("device", "torch" if "gpu" not in readers else "gpu", [*readers, given["right"]]),
+        ("device", "torch" if "gpu" not in readers else "gpu", [*readers, values["right"]]),
     ):
-        if given[name] not in (None, "auto") and reader not in used:
+        if values[name] not in (None, "auto") and reader not in used:
             raise UsageError(f"needs the {reader} backend: add it to --readers.", field=name)
     settings = product(
-        given["activation_bits"] or [ComputeOptions().activation_bits],
-        given["levels"] or [None],
-        given["kv_formats"] or ["auto"],
+        values["activation_bits"] or [ComputeOptions().activation_bits],
+        values["levels"] or [None],
+        values["kv_formats"] or ["auto"],
     )
     on_cpu = [
         Subject(
             model,
             ComputeOptions(
                 "cpu",
-                given["num_threads"],
+                values["num_threads"],
                 level,
                 activation_bits=bits if bits == AUTO_BITS else int(bits),
             ),
@@ -163,14 +163,14 @@ def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
     ]
     subjects: list[Subject] = []
     for reader in readers:
-        other = Subject(model, _compute(reader, given), CacheOptions(), parallel)
+        other = Subject(model, _compute(reader, values), CacheOptions(), parallel)
         subjects += on_cpu if reader == "cpu" else [other]
     return subjects
 
 
-def _compute(reader: str, given: dict[str, Any]) -> ComputeOptions:
-    device = given["device"] if reader in {"gpu", "torch"} else "auto"
-    return ComputeOptions(reader, given["num_threads"], device=device)
+def _compute(reader: str, values: dict[str, Any]) -> ComputeOptions:
+    device = values["device"] if reader in {"gpu", "torch"} else "auto"
+    return ComputeOptions(reader, values["num_threads"], device=device)
 
 
 def _table(reports: Sequence[ComparisonReport]) -> list[tuple[str, ...]]:

@@ -45,18 +45,18 @@ if TYPE_CHECKING:
 )
 @option("--dimensions", type=int, help="Keep only this many values of a vector [default: all].")
 @option("-q", "--quiet", is_flag=True, help="Show no progress bar.")
-def command(**given: Any) -> None:
+def command(**values: Any) -> None:
     """Turn each TEXT into a vector of length 1 with MODEL, and print it as a line of JSON.
 
     Texts of similar meaning get vectors of similar direction; models that were trained for
     embeddings do this best. A line has `index`, `prompt_tokens` and `embedding`, in the order of
     the texts.
     """
-    texts, places = _texts(given.pop("texts"), given.pop("file"))
-    params = EmbeddingParams(given.pop("pooling"), given.pop("dimensions"))
-    model, quiet = given.pop("model"), given.pop("quiet")
-    parse_special = given.pop("parse_special")
-    options = replace(engine_options(given, model), speculation=SpeculationOptions("off"))
+    texts, places = _texts(values.pop("texts"), values.pop("file"))
+    params = EmbeddingParams(values.pop("pooling"), values.pop("dimensions"))
+    model, quiet = values.pop("model"), values.pop("quiet")
+    parse_special = values.pop("parse_special")
+    options = replace(engine_options(values, model), speculation=SpeculationOptions("off"))
     from twostroke.engine.client import Caller
     from twostroke.engine.prompts import encode_text
 
@@ -75,14 +75,14 @@ def command(**given: Any) -> None:
             click.echo(json.dumps(line))
 
 
-def _texts(given: Sequence[str], file: str | None) -> tuple[list[str], str]:
+def _texts(values: Sequence[str], file: str | None) -> tuple[list[str], str]:
     """Return the texts, and how errors name the place of one, such as "Line {} of -f FILE"."""
     places = "Text {}" if file is None else "Line {} of -f FILE"
-    if given and file is not None:
+    if values and file is not None:
         raise UsageError("Give texts in quotes or with -f FILE, not both.")
-    if not given and file is None and sys.stdin is not None and not sys.stdin.isatty():
+    if not values and file is None and sys.stdin is not None and not sys.stdin.isatty():
         file, places = read_text("-"), "Line {} of standard input"
-    texts = list(given) if file is None else _lines(file)
+    texts = list(values) if file is None else _lines(file)
     if not texts:
         raise UsageError("There is no text: give it in quotes, with -f FILE, or on standard input.")
     for number, text in enumerate(texts, 1):

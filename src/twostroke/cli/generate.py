@@ -78,21 +78,21 @@ _HOW = "give one with -p TEXT, -f FILE, or on standard input."
 )
 @option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")
 @option("-q", "--quiet", is_flag=True, help="Print the answer and nothing else.")
-def command(**given: Any) -> None:
+def command(**values: Any) -> None:
     """Answer one prompt with MODEL (a path, hf:owner/repo, or a name from `twostroke models`).
 
     If the model has a chat template, the prompt is sent as a user's message. Otherwise, or with
     --raw, the model continues the prompt's text. The answer goes to standard output, and a line
     with its speed to standard error.
     """
-    text = _prompt(given.pop("text"), given.pop("prompt"), given.pop("file"))
-    as_json, quiet = given.pop("as_json"), given.pop("quiet")
-    system, raw, model = given.pop("system"), given.pop("raw"), given.pop("model")
-    prediction, suffix = given.pop("prediction") or "", given.pop("suffix") or ""
-    parse_special = given.pop("parse_special")
+    text = _prompt(values.pop("text"), values.pop("prompt"), values.pop("file"))
+    as_json, quiet = values.pop("as_json"), values.pop("quiet")
+    system, raw, model = values.pop("system"), values.pop("raw"), values.pop("model")
+    prediction, suffix = values.pop("prediction") or "", values.pop("suffix") or ""
+    parse_special = values.pop("parse_special")
     if suffix.startswith("@"):
         suffix = read_text(suffix[1:])
-    params, options = sampling_params(given, constraint(given)), engine_options(given, model)
+    params, options = sampling_params(values, constraint(values)), engine_options(values, model)
     from twostroke.engine.prompts import to_hints
 
     with open_engine(model, options, quiet=quiet or as_json) as engine:
@@ -135,16 +135,16 @@ def _report(
 
 def _prompt(text: str | None, option: str | None, file: str | None) -> str:
     """Return the prompt, which is given in one of three ways or on standard input."""
-    given = [source for source in (text, option, file) if source is not None]
-    if len(given) > 1:
+    values = [source for source in (text, option, file) if source is not None]
+    if len(values) > 1:
         raise UsageError("Give the prompt once: in quotes, with -p TEXT, or with -f FILE.")
     if file is not None:
         return file
-    if given == ["-"] or (not given and sys.stdin is not None and not sys.stdin.isatty()):
+    if values == ["-"] or (not values and sys.stdin is not None and not sys.stdin.isatty()):
         return read_text("-")
-    if not given:
+    if not values:
         raise UsageError(f"There is no prompt: {_HOW}")
-    return given[0]
+    return values[0]
 
 
 def _encode(

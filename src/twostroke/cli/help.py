@@ -39,7 +39,7 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-class Option(click.Option):
+class CommandOption(click.Option):
     """An option under a heading of the help; its default is shown if it has one."""
 
     def __init__(self, names: Any, section: str = "Options", **attributes: Any) -> None:
@@ -52,8 +52,8 @@ class Option(click.Option):
 
 
 def option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
-    """Return the decorator that adds an `Option` to a command."""
-    return click.option(*names, cls=Option, **attributes)
+    """Return the decorator that adds a `CommandOption` to a command."""
+    return click.option(*names, cls=CommandOption, **attributes)
 
 
 def verbose(command: Any) -> Any:
@@ -98,7 +98,7 @@ class OneOf(click.Choice[str]):
 
 
 class NamedValue(OneOf):
-    """One of a few words, each of which stands for a value."""
+    """A word that stands for a value."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
         """Accept the keys of `values`."""
@@ -232,7 +232,7 @@ def _check_text(text: str, param: click.Parameter) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        name = max(param.opts, key=len) if isinstance(param, Option) else "The text"
+        name = max(param.opts, key=len) if isinstance(param, CommandOption) else "The text"
         byte = ord(text[error.start]) - 0xDC00
         message = f"{name} is not UTF-8 text: its character {error.start} is 0x{byte:02x}."
         raise UsageError(message) from None

@@ -108,9 +108,9 @@ def command() -> None:
 @option("--tenant", help="Whose key it is [default: NAME, a tenant for itself].")
 @_limits
 @_as_json
-def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **given: Any) -> None:
+def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **values: Any) -> None:
     """Make a key called NAME, and print it, once."""
-    facts = _facts(Key(tenant="", digest=""), given)
+    facts = _facts(Key(tenant="", digest=""), values)
     is_new, mark = not _is_there(records), kept.had_keys(records)
     with ExitStack() as undo:
         with open_database(records, writes=True, creates=True) as db:
@@ -159,13 +159,13 @@ def list_command(records: Path, has_all: bool, as_json: bool) -> None:
 @_records
 @_limits
 @_as_json
-def limit_command(key: str, records: Path, as_json: bool, **given: Any) -> None:
+def limit_command(key: str, records: Path, as_json: bool, **values: Any) -> None:
     """Change the limits of KEY, an id or a name."""
-    if all(value is None for value in given.values()):
+    if all(value is None for value in values.values()):
         raise UsageError("Give at least one limit to change, such as --requests-per-minute 60.")
     with open_database(records, writes=True) as db:
         old = kept.find(db, key)
-        new = kept.change(db, old, **_facts(old, given))
+        new = kept.change(db, old, **_facts(old, values))
     if as_json:
         click.echo(json.dumps(_shown(new, None)))
     else:
@@ -193,9 +193,9 @@ def _is_there(path: Path) -> bool:
         return True
 
 
-def _facts(key: Key, given: dict[str, Any]) -> dict[str, Any]:
+def _facts(key: Key, values: dict[str, Any]) -> dict[str, Any]:
     """Return the facts of a key that options change; raises UsageError."""
-    named = {name: value for name, value in given.items() if value is not None}
+    named = {name: value for name, value in values.items() if value is not None}
     values = {name: None if value == _NONE else value for name, value in named.items()}
     facts: dict[str, Any] = {}
     for name in KeyLimits.__struct_fields__:

@@ -20,7 +20,7 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class ProcessOptions(OptionStruct):
-    """What the process of a server or a router logs, and where it keeps records."""
+    """The logs and the records of a server's or a router's process."""
 
     records: Annotated[
         Path | None,

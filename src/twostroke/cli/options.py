@@ -13,11 +13,11 @@ from click.core import ParameterSource
 
 from twostroke.cli.help import (
     ByteSize,
+    CommandOption,
     Counts,
     JsonText,
     NamedValue,
     OneOf,
-    Option,
     TextFile,
     WordOr,
     read_text,
@@ -52,7 +52,7 @@ PLOT_SUFFIXES: Final = (".svg", ".png")
 _MAX_PATH: Final = 4096  # characters; longer texts are templates
 _CONSTRAINTS: Final = ("json_schema", "regex", "choice", "grammar")  # notations of `Constraint`
 
-_form = partial(Option, section="Form of the answer")
+_form = partial(CommandOption, section="Form of the answer")
 
 # The options that `constraint` reads.
 CONSTRAINT_PARAMS: Final = [
@@ -61,7 +61,7 @@ CONSTRAINT_PARAMS: Final = [
     _form(["--choice"], multiple=True, help="One of the given texts; repeat for each."),
     _form(["--grammar"], type=TextFile(), help="A text of the grammar in this file: Lark or GBNF."),
 ]
-_TEMPLATE_FILE: Final = Option(
+_TEMPLATE_FILE: Final = CommandOption(
     ["--chat-template-file"],
     section="Conversations",
     type=TextFile(),
@@ -75,7 +75,7 @@ def click_params(
     only: Sequence[str] = (),
     without: Sequence[str] = (),
     defaults: Mapping[str, object] | None = None,
-) -> list[Option]:
+) -> list[CommandOption]:
     """Return the options of the command line that a struct declares; `take` reads their values.
 
     Args:
@@ -92,16 +92,16 @@ def click_params(
     ]
 
 
-def take(struct: type[T], given: dict[str, Any], **values: Any) -> T:
-    """Take the values of a struct's fields out of `given`, and return the struct.
+def take(struct: type[T], values: dict[str, Any], **fields: Any) -> T:
+    """Remove the values of a struct's fields from `values`, and return the struct.
 
-    `values` are further fields. A field that is in neither keeps its default.
+    `fields` replace these values. A field that has no value keeps its default.
     """
-    taken = {name: given.pop(name) for name in struct.__struct_fields__ if name in given}
-    return struct(**{**taken, **values})
+    taken_values = {name: values.pop(name) for name in struct.__struct_fields__ if name in values}
+    return struct(**{**taken_values, **fields})
 
 
-def _click_option(field: OptionField, default: object) -> Option:
+def _click_option(field: OptionField, default: object) -> CommandOption:
     """Return the option of the command line for a declared field."""
     declared = field.option
     attributes: dict[str, Any] = {"help": declared.help, "section": field.section}
@@ -127,7 +127,7 @@ def _click_option(field: OptionField, default: object) -> Option:
     if declared.default and default == field.default:
         attributes["help"] += f" [default: {declared.default}]"
         attributes["show_default"] = False
-    return Option([declared.flag, field.name], **attributes)
+    return CommandOption([declared.flag, field.name], **attributes)
 
 
 def _click_type(field: OptionField) -> Any:
@@ -163,34 +163,34 @@ TEMPLATE_PARAMS: Final = [
 SAMPLING_PARAMS: Final = click_params(SamplingParams)
 
 
-def speculation_params(draft: str = NO_DRAFT) -> list[Option]:
+def speculation_params(draft: str = NO_DRAFT) -> list[CommandOption]:
     """Return the options of `SpeculationOptions`; `draft` is the default of --draft."""
     return click_params(SpeculationOptions, defaults={"draft": draft})
 
 
-def engine_options(given: dict[str, Any], model: str) -> EngineOptions:
-    """Take the options of an engine for `model` out of `given` and build them.
+def engine_options(values: dict[str, Any], model: str) -> EngineOptions:
+    """Take the options of an engine for `model` out of `values` and build them.
 
     An option has the name of the field that it sets; what a command does not offer stays as it is.
     If a launcher has made this process another rank than 0, it is that rank, and exits in the end.
     """
-    draft = given.get("draft")
+    draft = values.get("draft")
     if draft is not None and draft.lower() in {NO_DRAFT, PARTNER}:
-        given["draft"] = None if draft.lower() == NO_DRAFT else PARTNER
-    if given.get("override_generation_config") is None:
-        given.pop("override_generation_config", None)
-    template = _chat_template(given)
+        values["draft"] = None if draft.lower() == NO_DRAFT else PARTNER
+    if values.get("override_generation_config") is None:
+        values.pop("override_generation_config", None)
+    template = _chat_template(values)
     options = take(
         EngineOptions,
-        given,
-        compute=take(ComputeOptions, given),
-        cache=take(CacheOptions, given),
-        batch=take(BatchOptions, given),
-        speculation=take(SpeculationOptions, given),
-        parallel=take(ParallelOptions, given),
-        handover=take(DisaggregationOptions, given),
-        tiers=take(OffloadOptions, given),
-        generation=take(GenerationOptions, given),
+        values,
+        compute=take(ComputeOptions, values),
+        cache=take(CacheOptions, values),
+        batch=take(BatchOptions, values),
+        speculation=take(SpeculationOptions, values),
+        parallel=take(ParallelOptions, values),
+        handover=take(DisaggregationOptions, values),
+        tiers=take(OffloadOptions, values),
+        generation=take(GenerationOptions, values),
         chat_template=template,
     )
     if options.parallel.num_ranks > 1 and options.parallel.launcher == "auto":
@@ -215,18 +215,18 @@ def _chat_template(values: dict[str, Any]) -> str | None:
     return template
 
 
-def sampling_params(given: dict[str, Any], constraint: Constraint | None = None) -> SamplingParams:
-    """Take the sampling options out of `given` and build them."""
-    return take(SamplingParams, given, constraint=constraint)
+def sampling_params(values: dict[str, Any], constraint: Constraint | None = None) -> SamplingParams:
+    """Take the sampling options out of `values` and build them."""
+    return take(SamplingParams, values, constraint=constraint)
 
 
-def constraint(given: dict[str, Any]) -> Constraint | None:
-    """Take the options of `CONSTRAINT_PARAMS` out of `given`; return their constraint, if any.
+def constraint(values: dict[str, Any]) -> Constraint | None:
+    """Take the options of `CONSTRAINT_PARAMS` out of `values`; return their constraint, if any.
 
     Raises:
         UsageError: more than one constraint was given.
     """
-    texts = {name: given.pop(name) for name in _CONSTRAINTS}
+    texts = {name: values.pop(name) for name in _CONSTRAINTS}
     texts["choice"] = json.dumps(texts["choice"], ensure_ascii=False) if texts["choice"] else None
     constraints = [Constraint(name, text, name) for name, text in texts.items() if text is not None]
     if len(constraints) > 1:

@@ -116,7 +116,7 @@ def command(
     num_threads: int | None,
     plot: Path | None,
     html: Path | None,
-    **given: Any,
+    **values: Any,
 ) -> None:
     """Show what MODEL could do on a device: memory, both strokes, batch sizes, costs.
 
@@ -130,10 +130,10 @@ def command(
 
     check_file(plot, "plot", PLOT_SUFFIXES)
     check_file(html, "html", (".html",))
-    check_effect("think_s", "users", has_effect=given["users"] is not None)
+    check_effect("think_s", "users", has_effect=values["users"] is not None)
     names = _device_names(device)
     plan_options = _PlanOptions(
-        weights, num_threads, {k: v for k, v in given.items() if v is not None}
+        weights, num_threads, {k: v for k, v in values.items() if v is not None}
     )
     planned = planner.planned_model(model)
     if len(names) > 1:
@@ -270,15 +270,15 @@ def _simulation(plan: Plan, model: str, device: str) -> str:
         "kv_format": "kv-format", "ttft_s": "ttft", "tpot_s": "tpot", "mfu": "mfu", "mbu": "mbu",
         "usd_per_hour": "price",
     }  # fmt: skip
-    given = {
+    values = {
         option: f"{params[name] * 1e3:g}" if name.endswith("_s") else params[name]
         for name, option in names.items()
         if is_given(name)
     }
     if plan.calibrated is not None:  # perhaps on the threads of a server
-        given["threads"] = plan.calibrated.num_threads
+        values["threads"] = plan.calibrated.num_threads
     options: dict[str, Any] = {
-        "on": device, **given, "rate": f"{plan.loads[-1].requests_per_s:.4g}",
+        "on": device, **values, "rate": f"{plan.loads[-1].requests_per_s:.4g}",
         "prompt": asked.prompt, "output": asked.output,
     }  # fmt: skip
     if asked.num_cached:

@@ -97,7 +97,7 @@ def command(
     api_tpot: float | None,
     api_availability: float | None,
     as_json: bool,
-    **given: Any,
+    **values: Any,
 ) -> None:
     """Compare hosting MODEL with the prices of APIs, for a load by hour of day.
 
@@ -115,9 +115,9 @@ def command(
     case = Case(
         planned.as_(weights) if weights else planned,
         planner.find_device(device),
-        planner.Question(**_take(given, planner.Question)),
-        Traffic(**_take(given, Traffic)),
-        Hosting(**_take(given, Hosting)),
+        planner.Question(**_take(values, planner.Question)),
+        Traffic(**_take(values, Traffic)),
+        Hosting(**_take(values, Hosting)),
     )
     today = datetime.now(UTC).strftime("%Y-%m-%d")
     found = compare(case, chosen, today)
@@ -139,8 +139,8 @@ def command(
         click.echo(printable(line))
 
 
-def _take(given: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
-    return {name: given[name] for name in kind.__struct_fields__ if name in given}
+def _take(values: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {name: values[name] for name in kind.__struct_fields__ if name in values}
 
 
 def _costs(found: Buy, case: Case) -> Iterator[str]:

@@ -66,7 +66,7 @@ _HEADINGS: Final = (
     **file_option(PLOT_SUFFIXES),
     help="Draw the operations under the machine's roofline (needs the extra [plots]).",
 )
-def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
+def command(model: str, as_json: bool, plot: Path | None, **values: Any) -> None:
     """Time each operation of a step, and show the least time that this machine needs for it.
 
     The same step is computed repeatedly, with nothing else running. With only --streams or only
@@ -79,15 +79,17 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     from twostroke.lab.measure.single_step import Shape
 
     check_file(plot, "plot", PLOT_SUFFIXES)
-    streams, prompts = given["streams"], given["prefill"]
+    streams, prompts = values["streams"], values["prefill"]
     if streams is None and prompts is None:
         streams, prompts = (1, 16), (512,)
-    shapes = [Shape.decode(count, given["context_tokens"]) for count in streams or ()]
+    shapes = [Shape.decode(count, values["context_tokens"]) for count in streams or ()]
     shapes += map(Shape.prefill, prompts or ())
-    options = engine_options(given, model)
+    options = engine_options(values, model)
     if plot is not None and options.parallel.num_ranks > 1:
         raise UsageError("--plot draws the operations of one process: leave it out, or the ranks.")
-    wanted = Wanted(tuple(shapes), given["steps"], given["layers"], options.compute, options.cache)
+    wanted = Wanted(
+        tuple(shapes), values["steps"], values["layers"], options.compute, options.cache
+    )
 
     def notice(text: str) -> None:
         click.echo(f"{text}…", err=True)

@@ -74,7 +74,7 @@ def command(
     from twostroke.lab.compress.allocate import Goal
     from twostroke.lab.compress.quantize import quantize
 
-    if sum(given is not None for given in (target, bits, size, kl)) != 1:
+    if sum(values is not None for values in (target, bits, size, kl)) != 1:
         raise UsageError("Give one of --to, --bits, --size and --kl.")
     wanted = Goal(bits, size, kl) if target is None else _target(target)
     if tuning_minutes:

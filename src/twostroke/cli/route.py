@@ -31,7 +31,7 @@ _logger = logging.getLogger("twostroke.router")
         *click_params(ProcessOptions),
     ],
 )
-def command(**given: Any) -> int:
+def command(**values: Any) -> int:
     """Put one address before many servers, and send each request where it is answered soonest.
 
     Ctrl-C or SIGTERM stops the router after the running requests; a second one cuts them off.
@@ -42,7 +42,7 @@ def command(**given: Any) -> int:
     from twostroke.server.http.logs import logging_to
     from twostroke.server.http.server import bind
 
-    process = take(ProcessOptions, given)
+    process = take(ProcessOptions, values)
     replica_key = env.replica_key()
     if process.records is not None and replica_key is None:
         raise UsageError(_NEEDS_KEY)
@@ -51,11 +51,11 @@ def command(**given: Any) -> int:
     with ExitStack() as stack:
         records = stack.enter_context(open_records(process.records))
         keys = ApiKeys.read(
-            given["api_keys"], env.api_key(), process.records, asks=process.require_keys
+            values["api_keys"], env.api_key(), process.records, asks=process.require_keys
         )
         if keys is not None and replica_key is not None:
             keys.trust(replica_key)
-        options = take(RouteOptions, given, api_keys=keys, replica_key=replica_key)
+        options = take(RouteOptions, values, api_keys=keys, replica_key=replica_key)
         listener = stack.enter_context(bind(options.host, options.port))
         stack.enter_context(logging_to(sys.stderr, process.log_format, process.log_level))
 

@@ -80,7 +80,7 @@ _logger = logging.getLogger("twostroke.serve")
     help="Run the engine in the server's own process: less memory, but a crash ends the server.",
 )
 @verbose
-def command(**given: Any) -> int:
+def command(**values: Any) -> int:
     """Serve MODEL (a path, hf:owner/repo, or a name from `twostroke models`) over HTTP.
 
     With --models several share memory: see docs/operations/models-on-demand.md.
@@ -92,26 +92,26 @@ def command(**given: Any) -> int:
     from twostroke.core.process_tuning import allow_files
     from twostroke.engine.process.launch import LaunchedProcess
 
-    pool_options = take(ModelPoolOptions, given)
-    models = requested_models(given["model"], pool_options.models)
-    check_batching(given["policy"], is_server=True)
-    options = _with_fill_timeout(engine_options(given, models[0].model))
-    process = take(ProcessOptions, given)
+    pool_options = take(ModelPoolOptions, values)
+    models = requested_models(values["model"], pool_options.models)
+    check_batching(values["policy"], is_server=True)
+    options = _with_fill_timeout(engine_options(values, models[0].model))
+    process = take(ProcessOptions, values)
     is_alone = not pool_options.models
     if not is_alone:
-        check_several(given, options)
+        check_several(values, options)
     allow_files()  # inherited by the engine
     with ExitStack() as stack:
         launched = None
-        if is_alone and not given["in_process"]:
+        if is_alone and not values["in_process"]:
             launched = stack.enter_context(closing(LaunchedProcess()))  # before slow imports
-        run = _prepare(given, process, stack)
+        run = _prepare(values, process, stack)
         if not is_alone:
             pool = stack.enter_context(
                 open_model_pool(models, pool_options, options, process.log_level)
             )
             return run(pool, None, partial(_announce_several, models=pool, batch=options.batch))
-        opened = _open(given["model"], options, launched, process.log_level)
+        opened = _open(values["model"], options, launched, process.log_level)
         engine, limits, draft = stack.enter_context(opened)
         if engine.card.chat_template is not None:
             engine.card.chat_template.prepare()  # now, before a request would have to wait for it
@@ -119,7 +119,7 @@ def command(**given: Any) -> int:
             _announce,
             engine=engine,
             draft=draft,
-            is_verbose=given["is_verbose"],
+            is_verbose=values["is_verbose"],
             batch=options.batch,
         )
         return run(engine, limits, announce)
@@ -135,7 +135,7 @@ def _with_fill_timeout(options: EngineOptions) -> EngineOptions:
 
 
 def _prepare(
-    given: dict[str, Any], process: ProcessOptions, stack: ExitStack
+    values: dict[str, Any], process: ProcessOptions, stack: ExitStack
 ) -> Callable[..., int]:
     """Check the server's options, open its records, bind its address and start logging.
 
@@ -147,13 +147,13 @@ def _prepare(
     from twostroke.server.observability.objectives import limits_of, parse_objective
     from twostroke.server.observability.traces import check_endpoint
 
-    objectives = tuple(map(parse_objective, given["objectives"]))
+    objectives = tuple(map(parse_objective, values["objectives"]))
     limits_of(objectives)  # wrong ones are refused here, before the weights are loaded
-    if given["otlp_endpoint"] is not None:
-        check_endpoint(given["otlp_endpoint"])
+    if values["otlp_endpoint"] is not None:
+        check_endpoint(values["otlp_endpoint"])
     records = stack.enter_context(open_records(process.records))
-    keys = _api_keys(given["api_keys"], process)
-    serving = take(ServeOptions, given, api_keys=keys, objectives=objectives)
+    keys = _api_keys(values["api_keys"], process)
+    serving = take(ServeOptions, values, api_keys=keys, objectives=objectives)
     # Bound before the weights are loaded, so that a port in use is reported at once.
     listener = stack.enter_context(bind(serving.host, serving.port))
     form = process.log_format

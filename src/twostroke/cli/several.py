@@ -90,14 +90,14 @@ def requested_models(model: str | None, lists: Sequence[str]) -> list[RequestedM
     return models
 
 
-def check_several(given: dict[str, Any], options: EngineOptions) -> None:
+def check_several(values: dict[str, Any], options: EngineOptions) -> None:
     """Raise UsageError for options that only one model can have."""
     wrong = {
         "model_names": "is for one model: write --models NAME=MODEL.",
         "in_process": "runs one model: leave it out, or leave out --models.",
     }
     for field, reason in wrong.items():
-        if given[field]:
+        if values[field]:
             raise UsageError(reason, field=field)
     if options.parallel.num_ranks > 1:
         raise UsageError("Several models cannot be divided among ranks: serve one.")

@@ -121,7 +121,7 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
     "--record", type=click.Path(path_type=Path, dir_okay=False), help="Keep requests in a file."
 )
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> None:
+def command(model: str, *, as_json: bool, record: Path | None, **values: Any) -> None:
     """Serve a load of requests by MODEL under virtual time, and show latencies and costs.
 
     The engine's own scheduler, pages, prefix cache and speculation run; only steps are not
@@ -132,16 +132,16 @@ def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> 
     from twostroke.lab.simulator import simulate, sweep
     from twostroke.lab.simulator.sweep import check_objectives
 
-    objectives = Objectives(given.pop("ttft_s"), given.pop("tpot_s"))
-    is_sweep, share = given.pop("sweep"), given.pop("share")
+    objectives = Objectives(values.pop("ttft_s"), values.pop("tpot_s"))
+    is_sweep, share = values.pop("sweep"), values.pop("share")
     if is_sweep:
         check_objectives(objectives)
     if record is not None:
         check_folder(record, "record")
     check_effect("share", "sweep", has_effect=is_sweep)
-    _check_effects(given)
-    load = _load(given)
-    setup = _setup(model, given)
+    _check_effects(values)
+    load = _load(values)
+    setup = _setup(model, values)
     if is_sweep:
         found = sweep(setup, load, objectives, share, _progress)
         simulation = found.best.simulation
@@ -169,25 +169,25 @@ def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> 
     _show(simulation, objectives)
 
 
-def _check_effects(given: dict[str, Any]) -> None:
+def _check_effects(values: dict[str, Any]) -> None:
     """Refuse options that would change nothing."""
     for name in ("link", "disaggregate"):
-        check_effect(name, "prefill_replicas", has_effect=given["prefill_replicas"] > 0)
-    check_effect("draft_cost", "acceptance", has_effect=given["acceptance"] is not None)
-    is_gamma, policy = given["arrivals"] == "gamma", given["policy"]
-    if given["rate"] is not None:
+        check_effect(name, "prefill_replicas", has_effect=values["prefill_replicas"] > 0)
+    check_effect("draft_cost", "acceptance", has_effect=values["acceptance"] is not None)
+    is_gamma, policy = values["arrivals"] == "gamma", values["policy"]
+    if values["rate"] is not None:
         check_effect("burstiness", "arrivals", has_effect=is_gamma, value="gamma")
-    check_effect("seed", "rate", has_effect=given["rate"] is not None)
+    check_effect("seed", "rate", has_effect=values["rate"] is not None)
     check_batching(policy)
 
 
-def _load(given: dict[str, Any]) -> Workload:
-    """Take the options of the load out of `given` and return it."""
+def _load(values: dict[str, Any]) -> Workload:
+    """Take the options of the load out of `values` and return it."""
     from twostroke.lab.simulator import Synthetic, read_trace
 
-    trace, rate, seed = given.pop("trace"), given.pop("rate"), given.pop("seed")
-    count, speed, scale = given.pop("requests"), given.pop("speed"), given.pop("scale")
-    chosen = {name: given.pop(name) for name in _SYNTHETIC}
+    trace, rate, seed = values.pop("trace"), values.pop("rate"), values.pop("seed")
+    count, speed, scale = values.pop("requests"), values.pop("speed"), values.pop("scale")
+    chosen = {name: values.pop(name) for name in _SYNTHETIC}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if (trace is None) is (rate is None):
         raise UsageError("Give either --trace or --rate.")
@@ -199,19 +199,19 @@ def _load(given: dict[str, Any]) -> Workload:
     return read_trace(trace).first(count).changed(speed=speed, scale=scale)
 
 
-def _setup(model: str, given: dict[str, Any]) -> Setup:
+def _setup(model: str, values: dict[str, Any]) -> Setup:
     """Return what serves, from the other options."""
     from twostroke.lab import planner
     from twostroke.lab.simulator import Setup
 
-    device, weights, threads = (given.pop(name) for name in ("device", "weights", "num_threads"))
+    device, weights, threads = (values.pop(name) for name in ("device", "weights", "num_threads"))
     check_threads(device)
-    asked = {name: given.pop(name) for name in ("count", "mfu", "mbu", "usd_per_hour")}
+    asked = {name: values.pop(name) for name in ("count", "mfu", "mbu", "usd_per_hour")}
     is_here = device == HERE
-    kv_format = given.pop("kv_format") or planner.usual_kv_format(is_here=is_here)
+    kv_format = values.pop("kv_format") or planner.usual_kv_format(is_here=is_here)
     question = planner.Question(kv_format=kv_format, **asked)
-    disaggregate = given.pop("disaggregate")  # an option of engines, too, but of two roles
-    options = engine_options(given, model)
+    disaggregate = values.pop("disaggregate")  # an option of engines, too, but of two roles
+    options = engine_options(values, model)
     is_ideal = not is_here or is_given("mfu") or is_given("mbu")
     found = planner.this_machine(threads) if is_here else planner.find_device(device)
     planned = planner.planned_model(model)
@@ -224,7 +224,7 @@ def _setup(model: str, given: dict[str, Any]) -> Setup:
         calibration=None if is_ideal else _correction(planned, found, threads),
         is_here=is_here,
         disaggregate=disaggregate,
-        **given,
+        **values,
     )
 
 

@@ -32,7 +32,7 @@ from twostroke.model.families.heads import KINDS
 @option("--learning-rate", default=1e-4, help="Learning rate after the warm-up.")
 @option("--seed", default=0, help="Seed of the prompts and the batches.")
 def distill(
-    teacher: str, student: str | None, layers: int | None, output: Path, **given: Any
+    teacher: str, student: str | None, layers: int | None, output: Path, **values: Any
 ) -> None:
     """Train a smaller model on TEACHER's answers, such as a draft for speculation.
 
@@ -41,7 +41,7 @@ def distill(
     """
     from twostroke.lab.train.options import DistillOptions, StudentShape
 
-    options = DistillOptions(**given)
+    options = DistillOptions(**values)
     if (student is None) == (layers is None):
         raise UsageError("Give either --student MODEL or --layers N.")
     wanted: str | StudentShape = StudentShape(layers) if student is None else student
@@ -77,14 +77,14 @@ def distill(
 @option("--window", default=256, help="Tokens that a head attends to.")
 @option("--learning-rate", default=1e-3, help="Learning rate after the warm-up.")
 @option("--seed", default=0, help="Seed of the prompts, the first weights and the batches.")
-def train_heads(model: str, output: Path, **given: Any) -> None:
+def train_heads(model: str, output: Path, **values: Any) -> None:
     """Train heads for MODEL on its own answers, for --speculate eagle or medusa.
 
     Ctrl-C stops the training and saves usable heads; the same command continues it.
     """
     from twostroke.lab.train.options import TrainOptions
 
-    options = TrainOptions(**given)
+    options = TrainOptions(**values)
     with needing_torch("train-heads"):
         from twostroke.lab.train import run as training
     fetch(model)

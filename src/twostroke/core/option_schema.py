@@ -31,17 +31,21 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from msgspec import StructMeta
+else:
+    StructMeta = type(Struct)  # msgspec exports it by name since 0.20
+
 T = TypeVar("T", bound="OptionStruct")
 _MEGABYTE: Final = 10**6
 
 
 class Option(Frozen):
-    """What a field needs to be an option of commands, files and documentation.
+    """The declaration of an option: its flag, range, default and help.
 
     Attributes:
         flag: the option of the command line, such as "--threads" or "--access-log/--no-access-log";
             empty for a field that is set only in Python.
-        help: what the option does, with units.
+        help: the effect of the option, with units.
         default: the default in words, for fields whose default is None.
         section: the heading in the help, if it is another one than the struct's `SECTION`.
         low, high: the least and the greatest value; None for no bound.
@@ -101,7 +105,7 @@ class OptionField(Frozen):
 
     Attributes:
         name: the name of the field.
-        option: what was declared for the field.
+        option: the declaration of the field.
         types: the Python types of the field's values, without None.
         item_type: the type of the items, if the field is a tuple or another sequence.
         default: the field's default value.
@@ -139,8 +143,8 @@ class OptionField(Frozen):
             return
         words = [choice for choice in choices if isinstance(choice, str)]
         hint = nearest(value, words) if isinstance(value, str) else ""
-        shown = "'{value}'" if len(words) == len(choices) else "{value}"
-        reason = f"must be {self.option.choices_text()}, got {shown}.{hint}"
+        quoted_value = "'{value}'" if len(words) == len(choices) else "{value}"
+        reason = f"must be {self.option.choices_text()}, got {quoted_value}.{hint}"
         raise UsageError(reason, field=self.name, value=value)
 
     def _check_number(self, value: object, number_type: type) -> None:
@@ -162,10 +166,10 @@ class UnknownOptionError(UsageError, TypeError):
     """A call or a file names an option that does not exist."""
 
 
-class _OptionMeta(type(Struct)):  # type: ignore[misc]
+class _OptionMeta(StructMeta):
     """Makes a struct's error about an unknown keyword name the nearest field."""
 
-    def __call__(cls, *values: Any, **named_values: Any) -> Any:
+    def __call__(cls, *values: Any, **named_values: Any) -> Any:  # noqa: N805
         """Create the struct; an unknown keyword is an UnknownOptionError."""
         try:
             return super().__call__(*values, **named_values)
@@ -177,15 +181,8 @@ class _OptionMeta(type(Struct)):  # type: ignore[misc]
             raise
 
 
-if TYPE_CHECKING:  # a type checker knows the fields, and reports unknown keywords itself
-
-    class OptionStruct(Frozen):
-        """A frozen struct whose unknown keywords are errors that name the nearest field."""
-
-else:
-
-    class OptionStruct(Frozen, metaclass=_OptionMeta):
-        """A frozen struct whose unknown keywords are errors that name the nearest field."""
+class OptionStruct(Frozen, metaclass=_OptionMeta):
+    """A frozen struct whose unknown keywords are errors that name the nearest field."""
 
 
 @cache
@@ -284,7 +281,7 @@ def _default_value(default: Any) -> Any:
     return default if factory is None else factory()
 
 
-class _Names(dict[str, Any]):
+class _AnnotationNames(dict[str, Any]):
     """The names that an annotation may use.
 
     A name that its module imports for type checkers only stands for `object`.
@@ -302,7 +299,7 @@ class _Names(dict[str, Any]):
 def _evaluate(text: str, owner: type) -> Any:
     """Return the type that an annotation of a class stands for."""
     holder = SimpleNamespace(__annotations__={"field": text})
-    names = _Names(owner.__module__)
+    names = _AnnotationNames(owner.__module__)
     return get_type_hints(holder, globalns={}, localns=names, include_extras=True)["field"]
 
 
