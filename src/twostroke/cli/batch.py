@@ -84,8 +84,8 @@ def command(**values: Any) -> int:
     from twostroke.server.http.limits import RequestLimits
 
     path, output, model, url = (values.pop(name) for name in ("file", "output", "model", "url"))
-    chosen = values.pop("errors")
-    errors = chosen or output.with_suffix(f".errors{output.suffix}")
+    errors_path = values.pop("errors")
+    errors = errors_path or output.with_suffix(f".errors{output.suffix}")
     concurrency, quiet = values.pop("concurrency"), values.pop("quiet")
     if (model is None) == (url is None):
         raise UsageError("Give either --model, to answer here, or --url of a server.")
@@ -95,7 +95,7 @@ def command(**values: Any) -> int:
     total = _check(path, limits)
     with (
         Results(output, goes_on=True) as results,
-        Results(errors, goes_on=False, replaces=results.was_begun and not chosen) as failures,
+        Results(errors, goes_on=False, replaces=results.was_begun and not errors_path) as failures,
         Bar(quiet=quiet, counts=True) as bar,
     ):
         files = Files(path, results, failures, model)
@@ -105,7 +105,11 @@ def command(**values: Any) -> int:
         def show(now: BatchProgress) -> None:
             bar.show("Running lines", now.num_done, now.total)
 
-        door = _there(url, concurrency or _AT_ONCE) if url else _here(model, values, quiet=quiet)
+        door = (
+            _there(url, concurrency or _AT_ONCE)
+            if url
+            else _local_sender(model, values, quiet=quiet)
+        )
         try:
             with door as (send, most):
                 began_s = time.monotonic()
@@ -158,8 +162,8 @@ def _there(url: str, most: int) -> Iterator[tuple[Send, int]]:
 
 
 @contextmanager
-def _here(model: str, values: dict[str, Any], *, quiet: bool) -> Iterator[tuple[Send, int]]:
-    """Yield what gives lines to an engine in this process, and how many at once."""
+def _local_sender(model: str, values: dict[str, Any], *, quiet: bool) -> Iterator[tuple[Send, int]]:
+    """Yield a function that sends requests to an engine in this process, and how many at once."""
     from twostroke.core.process_tuning import ease_collector
     from twostroke.core.request import DEFAULT_SERVICE
     from twostroke.engine.process.served import LocalEngine

@@ -114,8 +114,10 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **values: Any)
         lines = [msgspec.to_builtins(report) for report in reports]
         click.echo(json.dumps({**result, "num_tokens": num_tokens, "readers": lines}))
     else:
-        what = f"{against} read by {values['right']}" if against != model else values["right"]
-        click.echo(printable(f"{model} against {what}, {num_tokens:,} tokens\n"))
+        reference = values["right"]
+        if against != model:
+            reference = f"{against} read by {reference}"
+        click.echo(printable(f"{model} against {reference}, {num_tokens:,} tokens\n"))
         show_table(_table(reports))
         click.echo()
         show_table(_drift_table(reports, every=layers))

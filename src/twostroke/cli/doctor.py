@@ -73,7 +73,7 @@ def command(as_json: bool, threads: int | None, ranks: bool, model: str | None) 
         return
     _show("Machine", _machine_lines(machine))
     _show("Instruction-set levels", _level_lines(levels, level))
-    _show("What auto means here", _auto_lines(auto, values=threads is not None))
+    _show("What auto means here", _auto_lines(auto, has_threads=threads is not None))
     if sys.stderr.isatty():
         click.echo("Measuring…\r", nl=False, err=True)
     _show(f"Limits of {level} with {num_threads} threads", limit_lines(measure(level, num_threads)))
@@ -186,10 +186,10 @@ def _auto(threads: int | None) -> dict[str, Any]:
     }
 
 
-def _auto_lines(auto: Mapping[str, Any], *, values: bool) -> dict[str, str]:
-    """Return what a person reads; `given` tells that --threads was used."""
+def _auto_lines(auto: Mapping[str, Any], *, has_threads: bool) -> dict[str, str]:
+    """Return the lines about automatic choices; `has_threads`: --threads was given."""
     reason = auto["level_reason"].partition(";")[0]  # the lines of levels have the rest
-    threads = "as --threads says" if values else "one for each core, or TWOSTROKE_NUM_THREADS"
+    threads = "as --threads says" if has_threads else "one for each core, or TWOSTROKE_NUM_THREADS"
     places = [f"{place['num_threads']} on node {place['node']}" for place in auto["places"]]
     placed = f"; {', '.join(places)}, their weights near them" if places else ""
     return {

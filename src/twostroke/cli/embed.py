@@ -52,7 +52,7 @@ def command(**values: Any) -> None:
     embeddings do this best. A line has `index`, `prompt_tokens` and `embedding`, in the order of
     the texts.
     """
-    texts, places = _texts(values.pop("texts"), values.pop("file"))
+    texts, origins = _texts(values.pop("texts"), values.pop("file"))
     params = EmbeddingParams(values.pop("pooling"), values.pop("dimensions"))
     model, quiet = values.pop("model"), values.pop("quiet")
     parse_special = values.pop("parse_special")
@@ -65,7 +65,7 @@ def command(**values: Any) -> None:
             encode_text(engine.card, text, field="input", parse_special=parse_special)
             for text in texts
         ]
-        _check_lengths(engine, [len(one) for one in tokens], places)
+        _check_lengths(engine, [len(one) for one in tokens], origins)
         for one in engine.client.embed(tokens, params, Caller(prompt_field="input")):
             line = {
                 "index": one.index,

@@ -87,7 +87,7 @@ def command(model: str, as_json: bool, plot: Path | None, **values: Any) -> None
     options = engine_options(values, model)
     if plot is not None and options.parallel.num_ranks > 1:
         raise UsageError("--plot draws the operations of one process: leave it out, or the ranks.")
-    wanted = Wanted(
+    measurement = Wanted(
         tuple(shapes), values["steps"], values["layers"], options.compute, options.cache
     )
 
@@ -98,10 +98,10 @@ def command(model: str, as_json: bool, plot: Path | None, **values: Any) -> None
     if options.parallel.num_ranks > 1:
         from twostroke.cli.rank_profile import show_ranks  # one process needs nothing of it
 
-        show_ranks(model, wanted, options.parallel, notice, as_json=as_json)
+        show_ranks(model, measurement, options.parallel, notice, as_json=as_json)
         return
     profiles: list[StepProfile] = []
-    for one in profile(model, wanted, notice):
+    for one in profile(model, measurement, notice):
         if not as_json:
             if not profiles:
                 click.echo(printable(f"{model} · {_machine(one)}"))

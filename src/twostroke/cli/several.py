@@ -138,7 +138,14 @@ def open_model_pool(
     engines: dict[str, OnDemandEngine] = {}
     for name, model in models:
         fetch(model)
-        engine = OnDemandEngine.find(name, model, options, log_level, budget_bytes, keep_s)
+        engine = OnDemandEngine.find(
+            name,
+            model,
+            options=options,
+            log_level=log_level,
+            budget_bytes=budget_bytes,
+            keep_s=keep_s,
+        )
         if engines and ModelNames(tuple(engines)).is_known(engine.card.name):
             reason = f"has two models called {engine.card.name!r}: write NAME=MODEL for one."
             raise UsageError(reason, field="models")

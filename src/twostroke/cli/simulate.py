@@ -187,14 +187,14 @@ def _load(values: dict[str, Any]) -> Workload:
 
     trace, rate, seed = values.pop("trace"), values.pop("rate"), values.pop("seed")
     count, speed, scale = values.pop("requests"), values.pop("speed"), values.pop("scale")
-    chosen = {name: values.pop(name) for name in _SYNTHETIC}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
+    shape = {name: values.pop(name) for name in _SYNTHETIC}
+    shape = {name: value for name, value in shape.items() if value is not None}
     if (trace is None) is (rate is None):
         raise UsageError("Give either --trace or --rate.")
     if trace is None:
-        chosen |= {} if count is None else {"count": count}
-        return Synthetic(rate, **chosen).load(seed).changed(speed=speed, scale=scale)
-    for name in chosen:
+        shape |= {} if count is None else {"count": count}
+        return Synthetic(rate, **shape).load(seed).changed(speed=speed, scale=scale)
+    for name in shape:
         raise UsageError("needs {other}: a trace has its own.", field=name, other=Field("rate"))
     return read_trace(trace).first(count).changed(speed=speed, scale=scale)
 
@@ -206,10 +206,10 @@ def _setup(model: str, values: dict[str, Any]) -> Setup:
 
     device, weights, threads = (values.pop(name) for name in ("device", "weights", "num_threads"))
     check_threads(device)
-    asked = {name: values.pop(name) for name in ("count", "mfu", "mbu", "usd_per_hour")}
+    question_fields = {name: values.pop(name) for name in ("count", "mfu", "mbu", "usd_per_hour")}
     is_here = device == HERE
     kv_format = values.pop("kv_format") or planner.usual_kv_format(is_here=is_here)
-    question = planner.Question(kv_format=kv_format, **asked)
+    question = planner.Question(kv_format=kv_format, **question_fields)
     disaggregate = values.pop("disaggregate")  # an option of engines, too, but of two roles
     options = engine_options(values, model)
     is_ideal = not is_here or is_given("mfu") or is_given("mbu")
