@@ -65,12 +65,12 @@ def command(**values: Any) -> None:
             encode_text(engine.card, text, field="input", parse_special=parse_special)
             for text in texts
         ]
-        _check_lengths(engine, [len(one) for one in tokens], origins)
-        for one in engine.client.embed(tokens, params, Caller(prompt_field="input")):
+        _check_lengths(engine, [len(text_tokens) for text_tokens in tokens], origins)
+        for embedding in engine.client.embed(tokens, params, Caller(prompt_field="input")):
             line = {
-                "index": one.index,
-                "prompt_tokens": one.usage.prompt_tokens,
-                "embedding": one.vector.tolist(),
+                "index": embedding.index,
+                "prompt_tokens": embedding.usage.prompt_tokens,
+                "embedding": embedding.vector.tolist(),
             }
             click.echo(json.dumps(line))
 

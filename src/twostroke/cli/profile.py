@@ -101,18 +101,18 @@ def command(model: str, as_json: bool, plot: Path | None, **values: Any) -> None
         show_ranks(model, measurement, options.parallel, notice, as_json=as_json)
         return
     profiles: list[StepProfile] = []
-    for one in profile(model, measurement, notice):
+    for step_profile in profile(model, measurement, notice):
         if not as_json:
             if not profiles:
-                click.echo(printable(f"{model} · {_machine(one)}"))
-            _show(one)
-        profiles.append(one)
+                click.echo(printable(f"{model} · {_machine(step_profile)}"))
+            _show(step_profile)
+        profiles.append(step_profile)
     if as_json:
         result = {
             "model": model,
             "backend": profiles[0].detail,
             "machine": msgspec.to_builtins(profiles[0].hardware),
-            "steps": [_as_json(one) for one in profiles],
+            "steps": [_as_json(step_profile) for step_profile in profiles],
         }
         click.echo(json.dumps(result))
     if plot is not None:
