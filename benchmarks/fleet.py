@@ -31,7 +31,7 @@ from router import Stream, ask
 from servers import Server, our_command
 from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.fleet.routing.policy import POLICIES, WEIGHT, prefix
-from twostroke.lab.planner import find_device, planned_model, this_machine
+from twostroke.lab.planner import find_device, load_planned_model, this_machine
 from twostroke.lab.planner.question import Question
 from twostroke.lab.simulator import Setup, Workload, read_trace, simulate
 
@@ -73,7 +73,7 @@ def big_model() -> PlannedModel:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.json")
         path.write_text(json.dumps(_SHAPE))
-        return planned_model(str(path))
+        return load_planned_model(str(path))
 
 
 def one_cache(load: Workload, num_tokens: int, block: int) -> float:
@@ -138,13 +138,15 @@ def real(given: argparse.Namespace) -> dict[str, float]:
         route = (sys.executable, "-c", code, "route", "--no-access-log", *named)
         port = Server("router", route, folder, stack).port
         note(f"Sending {len(load.arrivals)} requests within {given.real_s} s")
-        streams = asyncio.run(_replay(load, port, planned_model(given.model).program.vocab_size))
+        streams = asyncio.run(
+            _replay(load, port, load_planned_model(given.model).program.vocab_size)
+        )
         time.sleep(1.5)  # until the router has asked its replicas again
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/state", timeout=10) as answer:
             rows = json.load(answer)["replicas"]
     hit = sum(r["cached_tokens"] for r in rows) / sum(r["prompt_tokens"] for r in rows)
     setup = Setup(
-        planned_model(given.model),
+        load_planned_model(given.model),
         this_machine(),
         Question(),
         CacheOptions(memory_bytes=_REAL_KV, context_length=_REAL_CONTEXT),

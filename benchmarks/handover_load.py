@@ -28,7 +28,7 @@ from report import note
 from servers import MODEL_NAME, Server, free_port, our_command
 from twostroke.core.distributed_options import DISAGGREGATE
 from twostroke.core.options import CacheOptions
-from twostroke.lab.planner import planned_model, this_machine
+from twostroke.lab.planner import load_planned_model, this_machine
 from twostroke.lab.planner.question import Question
 from twostroke.lab.simulator import RequestArrival, Setup, Workload, simulate
 
@@ -215,7 +215,7 @@ def virtual(given: argparse.Namespace) -> list[dict[str, Any]]:
     Nothing disturbs these, so what the rule gains or loses is exact. Steps take what the model's
     operations need at shares of this machine's speed that a thread reaches (`_SHARES`).
     """
-    model = planned_model(given.model)
+    model = load_planned_model(given.model)
     setup = Setup(
         model,
         this_machine(),

@@ -25,13 +25,13 @@ from twostroke.lab.measure.single_step import Shape
 from twostroke.lab.planner import (
     Calibration,
     Question,
+    load_planned_model,
     make_plan,
-    planned_model,
+    reference_steps,
     this_machine,
-    usual,
 )
-from twostroke.lab.planner.calibration import measured_points, usual_shapes
-from twostroke.lab.planner.reference_calibration import MEASURED
+from twostroke.lab.planner.calibration import calibration_shapes, measured_points
+from twostroke.lab.planner.reference_calibration import REFERENCE
 from twostroke.lab.planner.roofline import Roofline, kv_bytes
 from twostroke.model.load import build_tokenizer, load
 
@@ -96,7 +96,7 @@ def _memory(model: str) -> tuple[str, list[tuple[int, int, float]]]:
     It is memory of the process's own: pages of the mapped file can be given back at any time. The
     smallest process tells what interpreter, libraries and buffers take, for the others.
     """
-    planned = planned_model(model)
+    planned = load_planned_model(model)
     encode = build_tokenizer(load(model)).encode
     found = []
     for count in MEMORY_TOKENS:
@@ -123,13 +123,16 @@ def _memory(model: str) -> tuple[str, list[tuple[int, int, float]]]:
 
 def _measured(model: str, num_steps: int | None) -> tuple[str, Sequence[Point]]:
     """Return the table of one model with its errors, and what was measured."""
-    planned, question = planned_model(model), Question()
-    calibrating = usual_shapes(planned.program.context_length)
+    planned, question = load_planned_model(model), Question()
+    calibrating = calibration_shapes(planned.program.context_length)
     points = measured_points(model, (*calibrating, *OTHERS), lambda _: None, num_steps)
     device = this_machine()
     known = Calibration(points[: len(calibrating)], "", resolve_num_threads(None))
     roofline = Roofline(planned, device, question)
-    roofs = roofline, *(Roofline(planned, device, question, one) for one in (usual(device), known))
+    roofs = (
+        roofline,
+        *(Roofline(planned, device, question, one) for one in (reference_steps(device), known)),
+    )
     rows, errors = [], []
     for one in points[len(calibrating) :]:
         found = [roof.step(one.batch).seconds for roof in roofs]
@@ -144,7 +147,7 @@ def _measured(model: str, num_steps: int | None) -> tuple[str, Sequence[Point]]:
     limits, before, after = [median(column) for column in zip(*errors, strict=True)]
     text = (
         f"## {model}\n\n{table(HEADER, rows)}\n\nMedian error: {limits:.1%} as limits; "
-        f"{before:.1%} before calibration, by steps of {MEASURED}; {after:.1%} after it, by "
+        f"{before:.1%} before calibration, by steps of {REFERENCE}; {after:.1%} after it, by "
         f"{len(calibrating)} other steps, which say {told:.1%} of each other. A plan takes "
         f"{planned_s:.2f} s.\n"
     )

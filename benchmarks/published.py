@@ -19,7 +19,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from report import table
-from twostroke.lab.planner import Question, find_device, make_plan, planned_model
+from twostroke.lab.planner import Question, find_device, load_planned_model, make_plan
 from twostroke.lab.planner.fleet import make_fleet
 from twostroke.lab.planner.fleet_file import FleetModel, FleetQuestion
 
@@ -127,7 +127,7 @@ def fleet_time() -> tuple[str, dict[str, float]]:
 
 def _point(row: dict[str, str], folder: Path) -> dict[str, Any]:
     """Return a point with the limit that the planner gives."""
-    planned = planned_model(str(_config(folder, row["model"]))).as_(row["weights"])
+    planned = load_planned_model(str(_config(folder, row["model"]))).with_weights(row["weights"])
     question = Question(
         prompt=int(row["prompt"]),
         output=int(row["output"]),
@@ -139,7 +139,7 @@ def _point(row: dict[str, str], folder: Path) -> dict[str, Any]:
     if question.streams is None:  # published runs take as many as fit
         streams = make_plan(planned, device, question).memory.most_streams
         question = replace(question, streams=streams or None)
-    chosen = make_plan(planned, device, question).chosen
+    chosen = make_plan(planned, device, question).chosen_row
     if chosen is None:
         raise SystemExit(f"{row['model']} does not fit on {row['count']} x {row['device']}.")
     limit = chosen.streams / chosen.step_s if row["streams"] else chosen.tokens_per_s

@@ -36,10 +36,10 @@ from twostroke.core.options import CacheOptions
 from twostroke.engine.output import Timings
 from twostroke.lab.measure.requests import Objectives, RequestLog, make_report
 from twostroke.lab.measure.single_step import Shape
-from twostroke.lab.planner import Calibration, find_device, planned_model, this_machine
+from twostroke.lab.planner import Calibration, find_device, load_planned_model, this_machine
 from twostroke.lab.planner.calibration import measured_points
 from twostroke.lab.planner.question import Question
-from twostroke.lab.planner.served import grouped, look
+from twostroke.lab.planner.served import group_steps, read_steps
 from twostroke.lab.simulator import RequestArrival, Setup, Workload, read_trace, simulate
 from twostroke.model.load import load as load_model
 
@@ -108,7 +108,7 @@ class _Pair:
     def __init__(
         self, given: argparse.Namespace, folder: Path, stack: contextlib.ExitStack
     ) -> None:
-        planned = planned_model(given.model)
+        planned = load_planned_model(given.model)
         note("Measuring steps")
         points = measured_points(given.model, STEPS, note, num_threads=given.threads)
         self.setup = Setup(
@@ -137,10 +137,10 @@ class _Pair:
 
         def watch() -> None:
             while not ended.wait(_LOOK_S):
-                steps.extend(look(url, None, self.setup.model))
+                steps.extend(read_steps(url, None, self.setup.model))
 
         thread = threading.Thread(target=watch)
-        before = set(map(tuple, look(url, None, self.setup.model)))
+        before = set(map(tuple, read_steps(url, None, self.setup.model)))
         thread.start()
         try:
             logs = self.measure(load, prompts)
@@ -152,7 +152,7 @@ class _Pair:
     def simulate(self, load: Workload, steps: Steps) -> Sequence[RequestLog]:
         """Simulate a load on a server that took these steps."""
         assert self.setup.calibration is not None
-        known = replace(self.setup.calibration, served=grouped(steps))
+        known = replace(self.setup.calibration, served=group_steps(steps))
         return simulate(replace(self.setup, calibration=known), load).logs
 
     def measure(self, load: Workload, prompts: Sequence[list[int]]) -> list[RequestLog]:
@@ -323,7 +323,7 @@ def _speed(given: argparse.Namespace, result: dict[str, Any]) -> str:
     note("Speed")
     load = read_trace(given.trace).first(_SPEED_REQUESTS)
     setup = Setup(
-        planned_model(given.model).as_("bf16"),
+        load_planned_model(given.model).with_weights("bf16"),
         find_device("A100-80GB"),
         Question(mfu=0.02, mbu=0.03),
         replicas=_SPEED_REPLICAS,

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 KINDS = ("nameless", "splat", "positional", "twice", "constant", "retired", "phrase")
 MAX_POSITIONAL = 5
-VARIADIC = {"print", "max", "min", "zip", "chain", "join", "joinpath", "pack", "pack_into"}
+# Functions that take any number of arguments, or none by name (HiGHS's `addCol`).
+VARIADIC = frozenset(
+    ("print", "max", "min", "zip", "chain", "join", "joinpath", "pack", "pack_into", "addCol")
+)
 NAMELESS_WORDS = (
     "one ones found given asked place places known kept held said told whole wanted made meant "
     "shown taken gone lent drawn served chosen judged counted passed awaited late here there away "

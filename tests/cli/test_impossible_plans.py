@@ -63,7 +63,7 @@ FLEETS = [
     ("stock: {L4: 1}\nbudget: 0.001", "cannot carry the load"),
     ("stock: {L4: 1}\nbudget: 0.001\nobjective: performance", "times the budget"),
     ("budget: 0.001\nobjective: performance", "times the budget"),
-    ("  requests_per_s: 1e9", "more than any fleet"),
+    ("  requests_per_s: 1e9", "plans have at most 100,000"),
     ("devices: [L4]\nmemory_share: 0.01\nmost_devices: 1", "it fits nowhere"),
     ("devices: [MI325X]", "no price"),
 ]

@@ -16,13 +16,13 @@ import pytest
 from support.configs import write_config
 from support.native import native_dir
 from twostroke.lab.measure.single_step import Shape
-from twostroke.lab.planner import planned_model
+from twostroke.lab.planner import load_planned_model
 from twostroke.lab.planner.calibration import measure
 
 
 def test_tables_and_formulas_are_printed(cli, config):
     lines = cli("plan", config, "--on", "h100-sxm", "--tpot", "10", "--explain").out.splitlines()
-    assert lines[0].startswith("Yes, 62 streams (bound by TPOT): ")
+    assert lines[0].startswith("Yes: 62 streams (limited by TPOT) ")
     assert lines[1].startswith("llama-8b on H100-SXM: 8.03 G weights (bf16)")
     assert any(line.startswith("STREAMS") for line in lines)
     assert any(line.startswith("weights w4a16") for line in lines)
@@ -110,7 +110,7 @@ def test_what_cannot_be_has_an_exit_code_of_its_own(cli, config):
     assert ran.code == 9
     assert "times the objective" in ran.err
     assert "WHAT IF" in ran.out
-    assert ran.out.startswith("No: A token takes at least ")
+    assert ran.out.startswith("No: Each further token takes at least ")
     ran = cli(*given, "--json")
     assert ran.code == 9
     assert json.loads(ran.out)["verdict"] in ran.err
@@ -242,16 +242,22 @@ def test_a_full_disk_leaves_the_old_file(cli, config, tmp_path, monkeypatch):
 
 def test_steps_count_for_as_many_threads_as_they_were_measured_on(cli, tiny, monkeypatch):
     native_dir()
-    identity = planned_model(str(tiny)).identity
+    identity = load_planned_model(str(tiny)).identity
     shapes = (Shape.decode(1, 20), Shape.prefill(30))
     measure(str(tiny), identity, shapes, lambda _: None, num_steps=2, num_threads=1)
     given = ("plan", tiny, "--prompt", "16", "--output", "8", "--threads")
     ran = cli(*given, "1")
     assert "Times are corrected by 2 steps measured on 1 thread on" in ran.out
-    assert "--threads 1" in next(line for line in ran.out.splitlines() if "simulate" in line)
-    monkeypatch.setattr("twostroke.lab.planner.calibrate_from", lambda *_: 1)  # a server's threads
+    assert "--threads 1" in next(
+        line for line in ran.out.splitlines() if "twostroke simulate" in line
+    )
+    monkeypatch.setattr(
+        "twostroke.lab.planner.calibrate_from_server", lambda *_: 1
+    )  # a server's threads
     ran = cli(*given[:-1], "--calibrate", "--server", "http://127.0.0.1:1")
-    assert "--threads 1" in next(line for line in ran.out.splitlines() if "simulate" in line)
+    assert "--threads 1" in next(
+        line for line in ran.out.splitlines() if "twostroke simulate" in line
+    )
     ran = cli(*given, "2")
     assert "Times are corrected" not in ran.out
     assert "Steps were measured on 1 thread: --threads 1 plans with them." in ran.err
@@ -307,7 +313,7 @@ def test_a_plan_for_users_begins_with_what_they_see_and_what_they_need(cli, conf
     load = ("--prompt", "300", "--output", "100", "--users", "300", "--think", "10")
     ran = cli("plan", config, "--on", "L4", *load, "--ttft", "1000")
     assert (ran.code, ran.err) == (0, "")
-    assert ran.out.startswith("Yes, 300 users on ")
+    assert ran.out.startswith("Yes: 300 users on ")
     assert "$ an hour." in ran.out.splitlines()[0]
     load_of_users = json.loads(cli("plan", config, "--on", "L4", *load, "--json").out)["user_load"]
     assert (load_of_users["num_users"], load_of_users["think_s"]) == (300, 10.0)

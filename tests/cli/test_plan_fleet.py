@@ -46,7 +46,9 @@ def test_sizes_that_a_configuration_leaves_out_are_named_by_every_command(cli, t
         (("plan", "buy", str(path), "--on", "L4", "--requests-per-day", "9"), keys),
         (("simulate", str(path), "--on", "L4", "--rate", "1", "--requests", "3"), keys),
     ):
-        assert f"of bare leaves out {', '.join(keys)}: transformers'" in cli(*given).out
+        assert (
+            f"of bare leaves out {', '.join(keys)}: the defaults of transformers" in cli(*given).out
+        )
         assert json.loads(cli(*given, "--json").out)["assumed"] == expected
 
 

@@ -44,7 +44,7 @@ from twostroke.lab.compress.saved_work import Matrices, SavedWork
 from twostroke.lab.compress.sensitivity import Sensitivity
 from twostroke.lab.planner import calibration, devices
 from twostroke.lab.planner.fleet_file import read_fleet
-from twostroke.lab.planner.prices import known_prices
+from twostroke.lab.planner.prices import load_prices
 from twostroke.lab.simulator.traces import read_trace
 from twostroke.lab.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from twostroke.lab.train.record import RecordedAnswer, SampleStore, kept_answers
@@ -108,7 +108,7 @@ def make_calibration(folder: Path, number: int) -> list[Path]:
 
 def read_calibration(folder: Path) -> Any:
     os.environ["TWOSTROKE_CACHE"] = str(folder)
-    return calibration.known_calibration("model0", 1)
+    return calibration.load_calibration("model0", 1)
 
 
 def make_limits(folder: Path, number: int) -> list[Path]:
@@ -337,7 +337,7 @@ _TEXTS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     ),
     "api-prices.csv": (
         "model,input_usd_per_1m,output_usd_per_1m,source_date\nsome-{n},0.25,1.5,2026-07\n",
-        known_prices,
+        load_prices,
     ),
     "device.toml": (
         (

@@ -48,7 +48,7 @@ def test_the_answer_is_that_of_the_planner(server: LiveServer) -> None:
         ({}, model, planner.Question(kv_format="f16", token_budget=2048)),
         (
             {"weights": "w4a16", "kv_format": "int8", "prompt": 64, "streams": 3, "tpot_s": 0.5},
-            model.as_("w4a16"),
+            model.with_weights("w4a16"),
             planner.Question(kv_format="int8", prompt=64, streams=3, tpot_s=0.5, token_budget=2048),
         ),
     ):
@@ -71,7 +71,7 @@ def test_this_machine_has_its_measured_limits(
     assert plan["question"]["token_budget"] == measured.api.engine.facts.config.token_budget
     known = Calibration(POINTS, "2026-01-02", 1)
     known_on = {MACHINE.num_threads: known}.get
-    monkeypatch.setattr(planner, "known_calibration", lambda _, count: known_on(count))
+    monkeypatch.setattr(planner, "load_calibration", lambda _, count: known_on(count))
     corrected = measured.http.post(plans.PATH, json={"prompt": 64}).json()
     assert corrected["calibrated"]["date"] == "2026-01-02"
     assert corrected["ttft_s"] > plan["ttft_s"]

@@ -135,7 +135,7 @@ def command(
     plan_options = _PlanOptions(
         weights, num_threads, {k: v for k, v in values.items() if v is not None}
     )
-    planned = planner.planned_model(model)
+    planned = planner.load_planned_model(model)
     if len(names) > 1:
         _check_for_several(plot, html, calibrate=calibrate, explained=explained)
         _show_ranking([_plan(planned, name, plan_options) for name in names], as_json=as_json)
@@ -153,7 +153,7 @@ def command(
         click.echo(encode_json(plan).decode())
     elif plan.fits:
         _show(plan, _simulation(plan, model, name), explained=explained)
-    if plan.chosen is None or (plan.user_load and not plan.user_load.meets_objectives):
+    if plan.chosen_row is None or (plan.user_load and not plan.user_load.meets_objectives):
         raise UnreachableError(verdict(plan))
 
 
@@ -182,18 +182,18 @@ def _plan(planned: PlannedModel, name: str, options: _PlanOptions) -> Plan:
 
     is_here = name == HERE
     defaults: dict[str, Any] = {
-        "token_budget": planner.usual_budget(is_here=is_here),
-        "kv_format": planner.usual_kv_format(is_here=is_here),
+        "token_budget": planner.default_token_budget(is_here=is_here),
+        "kv_format": planner.default_kv_format(is_here=is_here),
     }
     question = planner.Question(**(defaults | options.question))
-    model = planned.as_(options.weights) if options.weights else planned
+    model = planned.with_weights(options.weights) if options.weights else planned
     if not is_here:
         return planner.make_plan(model, planner.find_device(name), question)
     machine = planner.this_machine(options.num_threads)
     has_shares = is_given("mfu") or is_given("mbu")
     calibration = None
     if not has_shares:
-        calibration = _known(planned, options.num_threads) or planner.usual(machine)
+        calibration = _known(planned, options.num_threads) or planner.reference_steps(machine)
     return planner.make_plan(model, machine, question, calibration)
 
 
@@ -237,7 +237,7 @@ def _known(planned: PlannedModel, num_threads: int | None) -> Calibration | None
     from twostroke.lab import planner
     from twostroke.lab.planner.served import on_threads
 
-    known = planner.known_calibration(planned.identity, num_threads)
+    known = planner.load_calibration(planned.identity, num_threads)
     if known is None and (others := planner.calibrated_threads(planned.identity)):
         text = f"Steps were measured {on_threads(others[0])}: "
         click.echo(f"{text}--threads {others[0]} plans with them.", err=True)
@@ -257,12 +257,12 @@ def _calibrate(
         length = planned.program.context_length
         planner.calibrate(model, planned.identity, length, notice, num_threads)
         return num_threads
-    return planner.calibrate_from(server, env.own_api_key(), planned, notice)
+    return planner.calibrate_from_server(server, env.own_api_key(), planned, notice)
 
 
 def _simulation(plan: Plan, model: str, device: str) -> str:
     """Return the command that simulates the largest load of the plan."""
-    if plan.chosen is None:
+    if plan.chosen_row is None:
         return ""
     params, asked = click.get_current_context().params, plan.question
     names = {
@@ -283,7 +283,7 @@ def _simulation(plan: Plan, model: str, device: str) -> str:
     }  # fmt: skip
     if asked.num_cached:
         options["shared"] = asked.num_cached
-    options["max-running"] = plan.chosen.streams
+    options["max-running"] = plan.chosen_row.streams
     options["token-budget"] = asked.token_budget
     if (most := plan.memory.most_tokens) is not None and most < plan.context_length:
         options["context-length"] = max(most, asked.prompt + asked.output)
@@ -303,7 +303,7 @@ def _show_ranking(plans: list[Plan], *, as_json: bool) -> None:
         for line in (verdict, *words.about_ranking(ranking)):
             click.echo(printable(line))
         click.echo()
-        show_table([words.RANK_HEADINGS, *map(words.ranked, ranking)], range(1, 9))
+        show_table([words.RANK_HEADINGS, *map(words.ranking_row, ranking)], range(1, 9))
     if not words.is_met(ranking[0]):
         raise UnreachableError(verdict)
 
@@ -312,13 +312,13 @@ def _show(plan: Plan, simulation: str, *, explained: bool) -> None:
     from twostroke.lab.planner import words
 
     first, *details = words.answer(plan)
-    click.echo(printable(first if plan.chosen is not None else f"No: {first}"))
+    click.echo(printable(first if plan.chosen_row is not None else f"No: {first}"))
     for line in words.facts(plan):
         click.echo(printable(line))
     click.echo()
     show_table([words.HEADINGS, *map(words.cells, plan.rows)], range(10))
     click.echo()
-    if plan.chosen is not None:
+    if plan.chosen_row is not None:
         for line in details:
             click.echo(printable(line))
         if details:

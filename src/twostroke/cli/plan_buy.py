@@ -38,12 +38,12 @@ class _Hours(click.ParamType):  # type: ignore[type-arg]
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[float, ...]:
         """Return the weights of 24 hours."""
-        from twostroke.lab.planner.buy import HOURS
+        from twostroke.lab.planner.buy import HOUR_WEIGHTS
 
         if isinstance(value, tuple):
             return value
-        if value in HOURS:
-            return HOURS[value]
+        if value in HOUR_WEIGHTS:
+            return HOUR_WEIGHTS[value]
         try:
             found = tuple(float(word) for word in str(value).split(","))
         except ValueError:
@@ -104,23 +104,23 @@ def command(
     Shows the cost of a month, the load from which hosting costs less, and what moves it most.
     """
     from twostroke.lab import planner
-    from twostroke.lab.planner.buy import Case, Hosting, Traffic, compare
-    from twostroke.lab.planner.prices import find_price, known_prices
+    from twostroke.lab.planner.buy import Case, Hosting, Traffic, compare_costs
+    from twostroke.lab.planner.prices import find_price, load_prices
 
     check_effect("api_ttft", "api_tpot", has_effect=api_tpot is not None)
     check_effect("api_tpot", "api_ttft", has_effect=api_ttft is not None)
-    known = known_prices(prices)
+    known = load_prices(prices)
     chosen = [find_price(name, known) for name in apis] or list(known.values())
-    planned = planner.planned_model(model)
+    planned = planner.load_planned_model(model)
     case = Case(
-        planned.as_(weights) if weights else planned,
+        planned.with_weights(weights) if weights else planned,
         planner.find_device(device),
         planner.Question(**_take(values, planner.Question)),
         Traffic(**_take(values, Traffic)),
         Hosting(**_take(values, Hosting)),
     )
     today = datetime.now(UTC).strftime("%Y-%m-%d")
-    found = compare(case, chosen, today)
+    found = compare_costs(case, chosen, today)
     if as_json:
         click.echo(encode_json(found).decode())
         return

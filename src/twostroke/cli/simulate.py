@@ -208,15 +208,15 @@ def _setup(model: str, values: dict[str, Any]) -> Setup:
     check_threads(device)
     question_fields = {name: values.pop(name) for name in ("count", "mfu", "mbu", "usd_per_hour")}
     is_here = device == HERE
-    kv_format = values.pop("kv_format") or planner.usual_kv_format(is_here=is_here)
+    kv_format = values.pop("kv_format") or planner.default_kv_format(is_here=is_here)
     question = planner.Question(kv_format=kv_format, **question_fields)
     disaggregate = values.pop("disaggregate")  # an option of engines, too, but of two roles
     options = engine_options(values, model)
     is_ideal = not is_here or is_given("mfu") or is_given("mbu")
     found = planner.this_machine(threads) if is_here else planner.find_device(device)
-    planned = planner.planned_model(model)
+    planned = planner.load_planned_model(model)
     return Setup(
-        model=planned.as_(weights) if weights else planned,
+        model=planned.with_weights(weights) if weights else planned,
         device=found,
         question=question,
         cache=options.cache,
@@ -233,7 +233,7 @@ def _correction(
 ) -> Calibration | ReferenceCalibration | None:
     from twostroke.lab import planner
 
-    return planner.known_calibration(planned.identity, threads) or planner.usual(device)
+    return planner.load_calibration(planned.identity, threads) or planner.reference_steps(device)
 
 
 def _progress(probe: LoadProbe) -> None:
@@ -243,7 +243,7 @@ def _progress(probe: LoadProbe) -> None:
 
 
 def _facts(setup: Setup, load: Workload) -> Iterator[str]:
-    from twostroke.lab.planner.reference_calibration import MEASURED, ReferenceCalibration
+    from twostroke.lab.planner.reference_calibration import REFERENCE, ReferenceCalibration
     from twostroke.lab.planner.served import on_threads
     from twostroke.lab.planner.words import about_usual, left_out
 
@@ -264,7 +264,7 @@ def _facts(setup: Setup, load: Workload) -> Iterator[str]:
     if setup.model.assumed:
         yield left_out(setup.model.assumed, setup.model.name)
     if isinstance(setup.calibration, ReferenceCalibration):
-        yield about_usual(MEASURED)
+        yield about_usual(REFERENCE)
     elif setup.calibration is not None:
         known = setup.calibration
         told = f"{known.num_steps} steps measured {on_threads(known.num_threads)} on {known.date}"

@@ -7,9 +7,16 @@ from msgspec.structs import replace
 
 from support.configs import write_config
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.lab.planner import Question, find_device, planned_model
-from twostroke.lab.planner.buy import DAYS, HOURS, Case, Hosting, Traffic, compare
-from twostroke.lab.planner.prices import ApiPrice, find_price, known_prices
+from twostroke.lab.planner import Question, find_device, load_planned_model
+from twostroke.lab.planner.buy import (
+    DAYS_PER_MONTH,
+    HOUR_WEIGHTS,
+    Case,
+    Hosting,
+    Traffic,
+    compare_costs,
+)
+from twostroke.lab.planner.prices import ApiPrice, find_price, load_prices
 
 PRICE = ApiPrice(
     model="one", input_usd_per_1m=2.0, output_usd_per_1m=8.0, source_date="2026-01",
@@ -22,19 +29,23 @@ def case(tmp_path):
     path = write_config(tmp_path / "8b.json", "8B")
     question = Question(prompt=1000, output=100, mfu=0.5, mbu=0.7)
     device = find_device("H100-SXM")
-    return Case(planned_model(path), device, question, Traffic(1e5), Hosting())
+    return Case(load_planned_model(path), device, question, Traffic(1e5), Hosting())
 
 
 def test_a_request_costs_what_its_tokens_do():
-    assert PRICE.hour_usd(0, 1000, 1000, 0, 100) == pytest.approx(1000 * (2000 + 800) / 1e6)
+    assert PRICE.hour_usd(0, 1000, prompt=1000, cached=0, output=100) == pytest.approx(
+        1000 * (2000 + 800) / 1e6
+    )
     # A fifth is written once and read 999 times.
     cached = 1000 * (800 * 2 + 800) / 1e6 + 200 * (2 + 999 * 0.5) / 1e6
-    assert PRICE.hour_usd(0, 1000, 1000, 200, 100) == pytest.approx(cached)
+    assert PRICE.hour_usd(0, 1000, prompt=1000, cached=200, output=100) == pytest.approx(cached)
     long = replace(PRICE, tier_tokens=500, tier_input_usd_per_1m=4.0, tier_output_usd_per_1m=16.0)
-    assert long.hour_usd(0, 1, 1000, 0, 100) == pytest.approx(5600e-6)
-    assert long.hour_usd(0, 1, 500, 0, 100) == pytest.approx(1800e-6)
+    assert long.hour_usd(0, 1, prompt=1000, cached=0, output=100) == pytest.approx(5600e-6)
+    assert long.hour_usd(0, 1, prompt=500, cached=0, output=100) == pytest.approx(1800e-6)
     peak = replace(PRICE, peak_hours_utc="1-4 6-10", peak_factor=2.0)
-    usd = [peak.hour_usd(hour, 1, 1000, 0, 100) / 2800e-6 for hour in range(24)]
+    usd = [
+        peak.hour_usd(hour, 1, prompt=1000, cached=0, output=100) / 2800e-6 for hour in range(24)
+    ]
     assert usd == pytest.approx([1, 2, 2, 2, 1, 1, 2, 2, 2, 2, *[1] * 14])
 
 
@@ -42,51 +53,55 @@ def test_a_prefix_is_written_and_read_as_in_the_worked_example():
     """2,000 tokens, 100 calls an hour, 3 $ for 1M: 0.0669 $, and 0.60 $ without a cache."""
     price = replace(PRICE, input_usd_per_1m=3.0, cached_input_usd_per_1m=0.3,
                     cache_write_usd_per_1m=3.75)  # fmt: skip
-    assert price.hour_usd(0, 100, 2000, 2000, 0) == pytest.approx(0.0669, abs=5e-5)
-    assert price.hour_usd(0, 100, 2000, 0, 0) == pytest.approx(0.60)
+    assert price.hour_usd(0, 100, prompt=2000, cached=2000, output=0) == pytest.approx(
+        0.0669, abs=5e-5
+    )
+    assert price.hour_usd(0, 100, prompt=2000, cached=0, output=0) == pytest.approx(0.60)
 
 
 def test_costs_of_a_month_are_those_of_a_count_by_hand(case):
-    found = compare(case, [PRICE], "2026-02")
+    found = compare_costs(case, [PRICE], "2026-02")
     (api,) = found.comparisons
-    assert api.usd == pytest.approx(1e5 * 2800e-6 * DAYS)
+    assert api.usd == pytest.approx(1e5 * 2800e-6 * DAYS_PER_MONTH)
     assert not api.is_stale
     assert found.costs.replicas == (2,) * 24  # one, and one to spare
-    assert found.costs.usd == pytest.approx(2 * 24 * 2.69 * DAYS)
+    assert found.costs.usd == pytest.approx(2 * 24 * 2.69 * DAYS_PER_MONTH)
     assert api.saving_usd == pytest.approx(api.usd - found.costs.usd)
     assert api.break_even == pytest.approx(2 * 24 * 2.69 / 2800e-6, rel=1e-6)
     assert found.peak_availability == pytest.approx(1 - 0.01**2)
     waiting = replace(case, traffic=replace(case.traffic, batch=0.5))
-    half = compare(waiting, [PRICE], "2027-02")
+    half = compare_costs(waiting, [PRICE], "2027-02")
     assert half.comparisons[0].usd == pytest.approx(0.75 * api.usd)
     assert half.comparisons[0].is_stale
 
 
 def test_hours_decide_the_replicas_and_waiting_requests_fill_them(case):
-    busy = replace(case, traffic=Traffic(2e7, HOURS["office"]), hosting=Hosting(spare=0))
-    fixed = compare(busy, [PRICE], "2026-02").costs
-    each = compare(busy, [PRICE], "2026-02").replica.requests_per_s * 3600
+    busy = replace(case, traffic=Traffic(2e7, HOUR_WEIGHTS["office"]), hosting=Hosting(spare=0))
+    fixed = compare_costs(busy, [PRICE], "2026-02").costs
+    each = compare_costs(busy, [PRICE], "2026-02").replica.requests_per_s * 3600
     peak = max(busy.traffic.per_hour)
     assert fixed.replicas == (-int(-peak // each),) * 24
-    scaled = compare(replace(busy, hosting=Hosting(spare=0, scaled=True)), [PRICE], "2026-02").costs
+    scaled = compare_costs(
+        replace(busy, hosting=Hosting(spare=0, scaled=True)), [PRICE], "2026-02"
+    ).costs
     assert sum(scaled.replicas) < 0.7 * sum(fixed.replicas)
     assert max(scaled.replicas) == max(fixed.replicas)
     patient = replace(busy, traffic=replace(busy.traffic, batch=0.4))
-    filled = compare(patient, [PRICE], "2026-02").costs
+    filled = compare_costs(patient, [PRICE], "2026-02").costs
     assert max(filled.replicas) == pytest.approx(0.6 * max(fixed.replicas), abs=1)
     assert sum(filled.replicas) * each >= busy.traffic.requests_per_day
 
 
 def test_break_even_moves_with_growth_setup_and_every_input(case):
     hosting = Hosting(setup_usd=1000.0)
-    soon = compare(replace(case, hosting=hosting), [PRICE], "2026-02")
+    soon = compare_costs(replace(case, hosting=hosting), [PRICE], "2026-02")
     saving = soon.comparisons[0].saving_usd
     assert soon.comparisons[0].months == -int(-1000 // saving)
     small = replace(case, traffic=Traffic(2e4, growth=0.1), hosting=hosting)
-    later = compare(small, [PRICE], "2026-02").comparisons[0]
+    later = compare_costs(small, [PRICE], "2026-02").comparisons[0]
     assert later.saving_usd < 0
     assert 8 < later.months < 20  # 2e4 x 1.1^9 is the break-even of 46,114
-    cheap = compare(
+    cheap = compare_costs(
         case, [replace(PRICE, input_usd_per_1m=1e-4, output_usd_per_1m=1e-4)], "2026-02"
     )
     assert cheap.comparisons[0].break_even is None
@@ -102,7 +117,7 @@ def test_break_even_moves_with_growth_setup_and_every_input(case):
 
 
 def test_the_table_is_whole_and_wrong_prices_name_their_line(tmp_path):
-    known = known_prices()
+    known = load_prices()
     assert len(known) >= 16
     assert all(1 <= int(one.source_date.split("-")[1]) <= 12 for one in known.values())
     with pytest.raises(UsageError, match=r"Did you mean 'GPT-4\.1'"):
@@ -110,7 +125,7 @@ def test_the_table_is_whole_and_wrong_prices_name_their_line(tmp_path):
     path, head = tmp_path / "mine.csv", "model,input_usd_per_1m,output_usd_per_1m,source_date\n"
     more = head.replace("\n", ",batch_share,peak_hours_utc\n")
     path.write_text(head + "mine,1,2e1,2026-03\n")
-    assert known_prices(path)["mine"].output_usd_per_1m == 20
+    assert load_prices(path)["mine"].output_usd_per_1m == 20
     for text, words in (
         (head + "mine,1,2,2026-03\nother,x,2,2026-03\n", "line 3: .*input_usd_per_1m"),
         (head + "mine,1,2,lately\n", "line 2: "),
@@ -129,7 +144,7 @@ def test_the_table_is_whole_and_wrong_prices_name_their_line(tmp_path):
     ):
         path.write_text(text)
         with pytest.raises(UsageError, match=words):
-            known_prices(path)
+            load_prices(path)
 
 
 def test_impossible_objectives_and_loads_are_refused(case):
@@ -139,7 +154,7 @@ def test_impossible_objectives_and_loads_are_refused(case):
         (replace(case, device=find_device("MI325X")), "no price"),
     ):
         with pytest.raises(TwostrokeError, match=words):
-            compare(other, [PRICE], "2026-02")
+            compare_costs(other, [PRICE], "2026-02")
     for given in ({"requests_per_day": 0.0}, {"requests_per_day": 1.0, "batch": 2.0}):
         with pytest.raises(UsageError, match="must be"):
             Traffic(**given)

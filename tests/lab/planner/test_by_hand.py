@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.configs import write_config
-from twostroke.lab.planner import Question, find_device, make_plan, planned_model
+from twostroke.lab.planner import Question, find_device, load_planned_model, make_plan
 
 LAYERS, WIDTH, HEADS, KV_HEADS, DIM, WIDE, VOCAB = 80, 8192, 64, 8, 128, 28672, 128256
 MATRICES = (
@@ -40,7 +40,7 @@ def step_s(sheet, rows, context, pairs, logits):
     [("H100-SXM", (989, 3350, 80, 450, 2.69)), ("A100-80GB", (312, 2039, 80, 300, 1.39))],
 )
 def test_each_line_of_a_plan_by_hand(tmp_path, name, sheet):
-    model = planned_model(write_config(tmp_path / "config.json", "70B"))
+    model = load_planned_model(write_config(tmp_path / "config.json", "70B"))
     question = Question(
         prompt=PROMPT, output=OUTPUT, count=GPUS, streams=STREAMS, token_budget=BUDGET
     )
@@ -69,7 +69,7 @@ def test_each_line_of_a_plan_by_hand(tmp_path, name, sheet):
         prompt_s += both_s - alone_s
         first_s += both_s
     request_s = prompt_s + OUTPUT * decode_s / STREAMS
-    row = plan.chosen
+    row = plan.chosen_row
     for found, expected in (
         (plan.ttft_s, step_s(sheet, PROMPT, PROMPT, own, 1)),
         (row.step_s, decode_s),

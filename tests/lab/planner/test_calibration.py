@@ -14,9 +14,9 @@ from twostroke.lab.planner import (
     Question,
     calibrate,
     find_device,
-    known_calibration,
+    load_calibration,
+    load_planned_model,
     make_plan,
-    planned_model,
     this_machine,
 )
 from twostroke.lab.planner.calibration import Point, measure
@@ -32,17 +32,17 @@ def model(tmp_path, monkeypatch):
 
 
 def slower(roofline, shape, attention, products, rest_s):
-    least = roofline.least(shape.batch)
+    least = roofline.min_step(shape.batch)
     sizes = (shape.num_streams, shape.context, shape.num_prompt)
     return Point(*sizes, attention * least.attention_s, products * least.products_s, rest_s)
 
 
 def test_steps_take_what_was_measured_of_steps_like_them(model):
-    planned, device = planned_model(model), find_device("L4")
+    planned, device = load_planned_model(model), find_device("L4")
     roofline = Roofline(planned, device, Question())
     alike = Calibration(tuple(slower(roofline, one, 3, 2, 0.1) for one in SHAPES), "2026-01-01", 1)
     batch = Shape.decode(2, 50).batch  # not among them
-    least = roofline.least(batch)
+    least = roofline.min_step(batch)
     expected = 3 * least.attention_s + 2 * least.products_s + 0.1
     assert alike.seconds(roofline, batch) == pytest.approx(expected)
     assert alike.error(roofline) == pytest.approx(0, abs=1e-9)
@@ -58,7 +58,7 @@ def test_steps_take_what_was_measured_of_steps_like_them(model):
 
 def test_contexts_tell_nothing_about_products(model):
     """A step takes from those of as many rows what their products took, whatever their context."""
-    planned, device = planned_model(model), find_device("L4")
+    planned, device = load_planned_model(model), find_device("L4")
     roofline = Roofline(planned, device, Question())
     shapes = (Shape.decode(2, 20), Shape.decode(2, 900), Shape.decode(8, 900))
     times = zip(shapes, (2, 8, 50), strict=True)
@@ -71,7 +71,7 @@ def test_contexts_tell_nothing_about_products(model):
 
 
 def test_other_choices_change_corrected_times_as_limits(model):
-    planned, device = planned_model(model), find_device("L4")
+    planned, device = load_planned_model(model), find_device("L4")
     roofline = Roofline(planned, device, Question())
     known = Calibration(tuple(slower(roofline, one, 3, 2, 0.1) for one in SHAPES), "2026-01-01", 1)
     batch = Shape.decode(2, 50).batch
@@ -80,8 +80,8 @@ def test_other_choices_change_corrected_times_as_limits(model):
         ("w4a16", Question(kv_format="int8")),
         (None, Question(kv_format="int8")),
     ):
-        other = planned if weights is None else planned.as_("bf16").as_(weights)
-        least = Roofline(other, device, question).least(batch)
+        other = planned if weights is None else planned.with_weights("bf16").with_weights(weights)
+        least = Roofline(other, device, question).min_step(batch)
         expected = 3 * least.attention_s + 2 * least.products_s + 0.1
         assert Roofline(other, device, question, known).step(batch).seconds == pytest.approx(
             expected
@@ -93,18 +93,18 @@ def test_other_choices_change_corrected_times_as_limits(model):
 
 def test_measured_steps_are_kept_for_the_model_on_this_machine(model, tmp_path):
     native_dir()
-    planned = planned_model(model)
-    assert known_calibration(planned.identity) is None
+    planned = load_planned_model(model)
+    assert load_calibration(planned.identity) is None
     found = measure(model, planned.identity, SHAPES, lambda _: None, num_steps=3)
-    assert known_calibration(planned.identity) == found
+    assert load_calibration(planned.identity) == found
     assert all(one.seconds > 0 for one in found.points)
-    assert known_calibration("another") is None
+    assert load_calibration("another") is None
     plan = make_plan(planned, find_device("L4"), Question(prompt=30, output=10), found)
     assert plan.calibrated.num_steps == len(SHAPES)
     assert plan.calibrated.nearest in {one.name for one in SHAPES}
     (path,) = (tmp_path / "cache" / "calibrations").iterdir()
     path.write_text(path.read_text().replace('"version": 3', '"version": 2'))
-    assert known_calibration(planned.identity) is None  # with activations of 15 bits
+    assert load_calibration(planned.identity) is None  # with activations of 15 bits
 
 
 def test_a_plan_measures_this_machine_again_and_keeps_the_best(monkeypatch, tmp_path):

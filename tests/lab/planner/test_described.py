@@ -8,7 +8,7 @@ import pytest
 
 from support.configs import UNKNOWN_HERE as CONFIGS
 from twostroke.core.errors import ModelFormatError
-from twostroke.lab.planner import Question, find_device, make_plan, planned_model
+from twostroke.lab.planner import Question, find_device, load_planned_model, make_plan
 from twostroke.lab.planner.planner import Planner
 from twostroke.lab.planner.roofline import Roofline, kv_bytes
 from twostroke.model.program.batch import BatchShape, DecodeRun
@@ -19,7 +19,7 @@ def model(tmp_path):
     def make(name, **more):
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps(CONFIGS[name] | more))
-        return planned_model(str(path))
+        return load_planned_model(str(path))
 
     return make
 
@@ -40,7 +40,7 @@ def model(tmp_path):
 def test_weights_are_those_that_makers_publish(model, name, weights, used, source):
     found = model(name)
     assert found.num_weights == pytest.approx(weights, rel=0.007), source
-    step = Roofline(found, find_device("H200"), Question()).least(BatchShape.decode((0,)))
+    step = Roofline(found, find_device("H200"), Question()).min_step(BatchShape.decode((0,)))
     # Some count the row of the embedding, or all of it, as used.
     embedding = CONFIGS[name]["vocab_size"] * CONFIGS[name]["hidden_size"]
     assert step.flops / 2 < used * 1.03
@@ -73,7 +73,7 @@ def test_operations_of_latent_attention_are_those_of_the_paper(model):
     """Training at 4,096 tokens, three times the forward pass: arXiv:2505.09343, table 2."""
     for name, expected in (("DeepSeek-V3", 250e9), ("DeepSeek-V2", 155e9)):
         roofline = Roofline(model(name), find_device("H200"), Question())
-        step = roofline.least(BatchShape((0,), (4096,), 4096))
+        step = roofline.min_step(BatchShape((0,), (4096,), 4096))
         assert 3 * step.flops / 4096 == pytest.approx(expected, rel=0.005)
 
 
@@ -82,7 +82,7 @@ def test_latent_attention_takes_the_cheaper_way(model):
     roofline = Roofline(found, find_device("H200"), Question())
 
     def flops(start, count):
-        return roofline.least(BatchShape((start,), (count,), 1)).ops["attention"].flops
+        return roofline.min_step(BatchShape((start,), (count,), 1)).ops["attention"].flops
 
     layers, heads = 27, 16
     assert flops(999, 1) == 1000 * (2 * 512 + 64) * heads * layers * 2  # as stored
@@ -100,10 +100,10 @@ def test_each_device_reads_latent_vectors_of_all_heads(model):
     found = model("DeepSeek-V2-Lite")
     one, four = (Roofline(found, find_device("H200"), Question(count=n)) for n in (1, 4))
     batch = BatchShape.decode((4000,) * 8)
-    times = [roofline.least(batch).ops["attention"] for roofline in (one, four)]
+    times = [roofline.min_step(batch).ops["attention"] for roofline in (one, four)]
     assert times[1].bytes == 4 * times[0].bytes
     for name in ("seconds", "bytes"):
-        quick, whole = getattr(four.totals(batch), name), getattr(four.least(batch), name)
+        quick, whole = getattr(four.totals(batch), name), getattr(four.min_step(batch), name)
         assert quick == pytest.approx(whole)
 
 
@@ -114,7 +114,7 @@ def test_files_say_how_they_store_weights(model):
     large = model("DeepSeek-V3")
     assert large.stored == "fp8"
     assert large.all_bytes == pytest.approx(671e9, rel=0.01)
-    assert large.as_("bf16").all_bytes == pytest.approx(2 * 671e9, rel=0.01)
+    assert large.with_weights("bf16").all_bytes == pytest.approx(2 * 671e9, rel=0.01)
     for method, bits, stored in (
         ("awq", 4, "w4a16"),
         ("gptq", 8, "int8"),
@@ -127,7 +127,9 @@ def test_files_say_how_they_store_weights(model):
 
 def test_shared_layers_read_and_do_not_write(model):
     found = model("Gemma-3n-E4B")
-    step = Planner(found, find_device("L4"), Question()).roofline.least(BatchShape.decode((999,)))
+    step = Planner(found, find_device("L4"), Question()).roofline.min_step(
+        BatchShape.decode((999,))
+    )
     read = 7 * 1000 * 2048  # of 35 layers, seven see everything
     assert step.ops["attention"].bytes == read + 4 * 2048  # four of them write a token
     assert step.ops["attention(512)"].bytes == 28 * 512 * 2048 + 16 * 2048
@@ -136,7 +138,7 @@ def test_shared_layers_read_and_do_not_write(model):
 def test_whole_plans_are_made(model):
     for name in ("DeepSeek-V2-Lite", "Gemma-3n-E4B", "gpt-oss-20b"):
         plan = make_plan(model(name), find_device("B200"), Question(count=2))
-        assert plan.chosen is not None
+        assert plan.chosen_row is not None
         assert plan.ttft_s > plan.rows[0].step_s
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from support.configs import write_config
 from twostroke.core.errors import ModelNotFoundError, UsageError
-from twostroke.lab.planner import find_device, planned_model
+from twostroke.lab.planner import find_device, load_planned_model
 from twostroke.lab.planner.fleet import make_fleet
 from twostroke.lab.planner.fleet_file import at_line, read_fleet, read_fleet_with_lines
 from twostroke.lab.planner.planner import Planner
@@ -95,13 +95,13 @@ def test_the_cheapest_fleet_is_that_of_a_count_by_hand(fleet):
                      most_devices=1)  # fmt: skip
     one = question.models[0]
     planner = Planner(
-        planned_model(one.model), find_device("L4"), one.question(1, 1, question.token_budget)
+        load_planned_model(one.model), find_device("L4"), one.question(1, 1, question.token_budget)
     )
     maker, rates, usd = Replicas(0, planner, 30, 0.8), [], []
     for name in kinds:
         device = find_device(name)
         place = DeviceGroup(device, 1, device.memory_bytes * 0.9, device.usd_per_hour, name)
-        rates.append(max(each.requests_per_s for each in maker.on(place)))
+        rates.append(max(each.requests_per_s for each in maker.on_group(place)))
         usd.append(device.usd_per_hour)
     counts = product(range(40), repeat=3)
     carrying = (n for n in counts if sum(c * r for c, r in zip(n, rates, strict=True)) >= 30)
@@ -122,7 +122,7 @@ def test_what_cannot_be_says_by_how_much_and_what_would_do(fleet):
         ([{"model": "8B", **load, "tpot": 0.1}], {}, r"TPOT is at least .* times the objective"),
         ([{"model": "8B", **load, "ttft": 0.1}], {}, r"TTFT is at least .* times the objective"),
         ([{"model": "70B", **load}], {"devices": ["T4"]}, "fits nowhere.*T4 offers"),
-        ([{"model": "70B", "requests_per_s": 1e7}], {}, "more than any fleet"),
+        ([{"model": "70B", "requests_per_s": 1e7}], {}, "plans have at most 100,000"),
     ):
         found = make_fleet(fleet(models, **more))
         assert found.groups == ()

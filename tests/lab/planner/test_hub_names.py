@@ -10,7 +10,7 @@ from support.configs import UNKNOWN_HERE
 from support.hub import Repo, hub_at, stored
 from support.tiny import write_tiny_folder, write_tiny_gguf
 from twostroke.core.errors import DownloadError, ModelFormatError, ModelNotFoundError
-from twostroke.lab.planner import Question, find_device, make_plan, planned_model
+from twostroke.lab.planner import Question, find_device, load_planned_model, make_plan
 from twostroke.model.hub import hub as hub_module
 
 
@@ -38,7 +38,7 @@ def sent(hub):
 def test_the_header_of_a_file_is_enough(hub, gguf, tmp_path):
     path, content = gguf
     hub.repos["own/tiny"] = Repo({"tiny-Q8_0.gguf": content})
-    found, local = planned_model("hf:own/tiny"), planned_model(str(path))
+    found, local = load_planned_model("hf:own/tiny"), load_planned_model(str(path))
     assert found.name == "own/tiny"
     assert found.weight_bytes == local.weight_bytes
     assert found.stored == local.stored
@@ -52,7 +52,7 @@ def test_headers_and_the_configuration_of_a_folder_are_enough(hub, tmp_path):
     folder = write_tiny_folder(tmp_path / "folder")
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     hub.repos["own/folder"] = Repo(files)
-    found, local = planned_model("hf:own/folder"), planned_model(str(folder))
+    found, local = load_planned_model("hf:own/folder"), load_planned_model(str(folder))
     assert found.weight_bytes == local.weight_bytes
     weights = len(files["model.safetensors"])
     header = int.from_bytes(files["model.safetensors"][:8], "little") + 8
@@ -66,18 +66,20 @@ def test_the_configuration_of_a_model_that_does_not_run_here_is_enough(hub, tmp_
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     files["config.json"] = json.dumps(UNKNOWN_HERE["gpt-oss-20b"]).encode()
     hub.repos["own/gpt-oss"] = Repo(files)
-    found = planned_model("hf:own/gpt-oss")
+    found = load_planned_model("hf:own/gpt-oss")
     assert found.name == "own/gpt-oss"
     assert found.num_weights == pytest.approx(20.91e9, rel=0.001)
     (tmp_path / "folder" / "config.json").write_bytes(files["config.json"])
-    assert planned_model(str(folder)).weight_bytes == found.weight_bytes
+    assert load_planned_model(str(folder)).weight_bytes == found.weight_bytes
 
 
 def test_a_server_without_ranges_will_do(hub, gguf):
     path, content = gguf
     hub.repos["own/tiny"] = Repo({"tiny-Q8_0.gguf": content})
     hub.knows_ranges = False
-    assert planned_model("hf:own/tiny").weight_bytes == planned_model(str(path)).weight_bytes
+    assert (
+        load_planned_model("hf:own/tiny").weight_bytes == load_planned_model(str(path)).weight_bytes
+    )
 
 
 def test_what_cannot_be_reached_or_read_is_one_sentence(hub, gguf, monkeypatch):
@@ -90,13 +92,13 @@ def test_what_cannot_be_reached_or_read_is_one_sentence(hub, gguf, monkeypatch):
         ("hf:own/closed", DownloadError, "is gated"),
     ):
         with pytest.raises(kind, match=words):
-            planned_model(name)
+            load_planned_model(name)
     monkeypatch.setattr(hub_module, "PAUSES_S", ())
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(DownloadError, match=r"could not be reached for 'own/tiny': check the net"):
-        planned_model("hf:own/tiny")
+        load_planned_model("hf:own/tiny")
 
 
 def test_quantized_folders_must_be_pulled(hub, tmp_path):
@@ -106,4 +108,4 @@ def test_quantized_folders_must_be_pulled(hub, tmp_path):
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     hub.repos["own/fp8"] = Repo({**files, "config.json": json.dumps(config).encode()})
     with pytest.raises(ModelFormatError, match="pull"):
-        planned_model("hf:own/fp8")
+        load_planned_model("hf:own/fp8")

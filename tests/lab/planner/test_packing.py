@@ -9,7 +9,7 @@ import pytest
 
 from twostroke.lab.planner import find_device
 from twostroke.lab.planner.packing import Demand, Packer
-from twostroke.lab.planner.replicas import UNITS, DeviceGroup, PlannedReplica
+from twostroke.lab.planner.replicas import TIME_UNITS, DeviceGroup, PlannedReplica
 
 pytest.importorskip("highspy", reason="the extra [plan] is not installed")
 
@@ -32,8 +32,8 @@ def random_options(rng):
     for usd in PRICES:
         replicas = []
         for model in range(len(LOADS)):
-            for share in sorted(rng.integers(6, UNITS + 1, 2).tolist()):
-                rate = min(1.0, share / UNITS * usd * float(rng.uniform(0.3, 0.7)))
+            for share in sorted(rng.integers(6, TIME_UNITS + 1, 2).tolist()):
+                rate = min(1.0, share / TIME_UNITS * usd * float(rng.uniform(0.3, 0.7)))
                 replicas.append(replica(model, share, 20.0 + share, rate))
         found.append((place(usd), replicas))
     return found
@@ -47,7 +47,7 @@ def cheapest(options):
         for pair in product(*each):
             chosen = [one for one in pair if one is not None]
             fits = sum(one.memory_bytes for one in chosen) <= where.memory_bytes
-            if chosen and fits and sum(one.share for one in chosen) <= UNITS:
+            if chosen and fits and sum(one.time_units for one in chosen) <= TIME_UNITS:
                 rates = [sum(o.requests_per_s for o in chosen if o.model == m) for m in range(2)]
                 patterns.append((where.usd_per_hour, *rates))
     usd, *rates = np.array(patterns).T
@@ -75,7 +75,7 @@ def test_the_packing_is_the_cheapest_and_no_packing_costs_less_than_the_bound():
 
 
 def test_the_bound_counts_whole_replicas():
-    options = [(place(2.0), [replica(0, UNITS, 50.0, 5 / 6)])]
+    options = [(place(2.0), [replica(0, TIME_UNITS, 50.0, 5 / 6)])]
     demand = Demand((1.0,), (FAR,), {})
     packed = Packer(options).pack(demand)
     assert packed.usd_per_hour == pytest.approx(4)

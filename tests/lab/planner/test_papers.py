@@ -13,7 +13,7 @@ from support.configs import write_config
 from twostroke.core.errors import UsageError
 from twostroke.core.hardware import Hardware
 from twostroke.engine.counters import PhaseTotals
-from twostroke.lab.planner import Question, find_device, make_plan, planned_model
+from twostroke.lab.planner import Question, find_device, load_planned_model, make_plan
 from twostroke.lab.planner.planner import Planner
 from twostroke.lab.planner.roofline import kv_bytes
 from twostroke.model.program.batch import BatchShape
@@ -24,7 +24,7 @@ def model(tmp_path):
     """Return a function that plans a model of these sizes; keys and values need no others."""
 
     def make(*sizes, **more):
-        return planned_model(write_config(tmp_path / "config.json", sizes, **more))
+        return load_planned_model(write_config(tmp_path / "config.json", sizes, **more))
 
     return make
 
@@ -94,8 +94,8 @@ def test_a_70b_model_cannot_write_faster_than_it_is_read(model):
 def test_bits_of_weights_decide_their_bytes(model):
     seven = model(4096, 32, 32, 32, 11008, 32000)
     with pytest.raises(UsageError, match="Did you mean 'int8'"):
-        seven.as_("int9")
-    quarter = seven.as_("w4a16").all_bytes / seven.all_bytes
+        seven.with_weights("int9")
+    quarter = seven.with_weights("w4a16").all_bytes / seven.all_bytes
     assert seven.all_bytes == pytest.approx(2 * 6.74e9, rel=0.01)
     assert 0.25 < quarter < 0.30  # scales, and 16 bits for embeddings and logits
 
@@ -105,7 +105,7 @@ def test_published_speeds_of_a_7b_model_stay_below_their_limits(model):
     seven, device = model(4096, 32, 32, 32, 11008, 32000), find_device("A100-80GB")
     shares = []
     for weights, measured in (("bf16", 107.0), ("int8", 157.4), ("w4a16", 202.1)):
-        plan = make_plan(seven.as_(weights), device, Question(prompt=5, output=200))
+        plan = make_plan(seven.with_weights(weights), device, Question(prompt=5, output=200))
         shares.append(measured * plan.rows[0].tpot_s)
     assert all(share < 1 for share in shares)
     assert shares == sorted(shares, reverse=True)  # fewer bytes, less of the limit
@@ -116,7 +116,7 @@ def test_bytes_of_a_token_are_those_that_gpt_fast_counts(model):
     """Its README (pytorch-labs/gpt-fast at 0f925b5): tokens/s, and GB/s that they take."""
     seven = model(4096, 32, 32, 32, 11008, 32000)
     for weights, per_s, gb_s in (("bf16", 104.9, 1397.31), ("int8", 155.58, 1069.20)):
-        planner = Planner(seven.as_(weights), find_device("A100-80GB"), Question(output=1))
+        planner = Planner(seven.with_weights(weights), find_device("A100-80GB"), Question(output=1))
         read = planner.roofline.step(BatchShape.decode((0,))).bytes
         assert read == pytest.approx(gb_s / per_s * 1e9, rel=0.03)
 

@@ -14,8 +14,8 @@ from twostroke.lab.planner import (
     Question,
     find_device,
     known_devices,
+    load_planned_model,
     make_plan,
-    planned_model,
 )
 from twostroke.lab.planner.planner import Planner
 from twostroke.lab.planner.queueing import loads, user_load
@@ -27,7 +27,7 @@ from twostroke.model.program.batch import BatchShape
 @pytest.fixture
 def model(tmp_path):
     def make(name, **more):
-        return planned_model(write_config(tmp_path / f"{name}.json", name, **more))
+        return load_planned_model(write_config(tmp_path / f"{name}.json", name, **more))
 
     return make
 
@@ -64,7 +64,7 @@ def test_a_stream_reads_all_weights_once_for_each_token(model):
 
 def test_what_does_not_fit_says_what_would(model):
     plan = make_plan(model("70B"), find_device("H100-SXM"), Question())
-    assert plan.chosen is None
+    assert plan.chosen_row is None
     assert "does not fit" in plan.verdict
     assert "2 of them are enough; weights in w4a16 take" in plan.verdict
     small = model("8B")
@@ -74,9 +74,9 @@ def test_what_does_not_fit_says_what_would(model):
         plan = make_plan(small, find_device("L4"), Question(prompt=prompt))
         assert ("does not fit" not in plan.verdict) is fits
     two = make_plan(model("70B"), find_device("H100-SXM"), Question(count=2))
-    assert two.chosen is not None
-    assert two.chosen.streams == two.memory.most_streams == 6
-    assert next(answer(two)).startswith("Yes, 6 streams (bound by memory): ")
+    assert two.chosen_row is not None
+    assert two.chosen_row.streams == two.memory.most_streams == 6
+    assert next(answer(two)).startswith("Yes: 6 streams (limited by memory) ")
 
 
 def test_objectives_choose_the_streams(model):
@@ -84,11 +84,11 @@ def test_objectives_choose_the_streams(model):
     free = make_plan(large, device, Question(count=4))
     asked = Question(count=4, tpot_s=0.0125)
     plan = make_plan(large, device, asked)
-    assert free.memory.most_streams > free.chosen.streams == 256 > plan.chosen.streams > 1
+    assert free.memory.most_streams > free.chosen_row.streams == 256 > plan.chosen_row.streams > 1
     planner = Planner(large, device, asked)
-    assert planner.tpot_s(plan.chosen.streams) <= asked.tpot_s
-    assert planner.tpot_s(plan.chosen.streams + 1) > asked.tpot_s
-    assert plan.chosen.tpot_s == planner.tpot_s(plan.chosen.streams)
+    assert planner.tpot_s(plan.chosen_row.streams) <= asked.tpot_s
+    assert planner.tpot_s(plan.chosen_row.streams + 1) > asked.tpot_s
+    assert plan.chosen_row.tpot_s == planner.tpot_s(plan.chosen_row.streams)
     assert (free.bound, plan.bound) == ("the default", "TPOT")
     assert make_plan(large, device, replace(asked, streams=2)).bound == ""
     for impossible, words in (
@@ -99,11 +99,11 @@ def test_objectives_choose_the_streams(model):
         (Question(count=4, ttft_s=0.001), "times the objective"),
         (Question(count=4, ttft_s=5e-324), "1,024 devices are not enough"),
         (Question(count=4, streams=5000), "do not fit"),
-        (replace(asked, streams=99), f"; at most {plan.chosen.streams} would meet it."),
+        (replace(asked, streams=99), f"; at most {plan.chosen_row.streams} would meet it."),
         (Question(count=4, ttft_s=0.046, streams=99), "with 99 streams, 1.1"),
     ):
         refused = make_plan(large, device, impossible)
-        assert refused.chosen is None
+        assert refused.chosen_row is None
         assert words in refused.verdict
 
 
@@ -142,7 +142,7 @@ def test_a_long_prompt_is_read_in_chunks(model):
         assert plan.ttft_s == planner.prefill().seconds
         assert plan.prefill.bytes > len(starts) * 0.9 * large.all_bytes
         assert any(f" in {len(starts)} steps of at most {budget}: " in line for line in plan.steps)
-        assert f"read in {len(starts)} steps of {budget:,}: " in "".join(facts(plan))
+        assert f"computed in {len(starts)} steps of {budget:,}: " in "".join(facts(plan))
         others = planner.decode(9).seconds
         left = budget - 9
         extra = 0.0
@@ -163,13 +163,13 @@ def test_steps_are_full_with_streams_and_their_prompts(model):
     small, device = model("8B"), find_device("H100-SXM")
     question = Question(prompt=1000, output=250, token_budget=500)
     plan = make_plan(small, device, question)
-    assert question.most_decoding == plan.chosen.streams == plan.rows[-1].streams == 100
-    assert "(bound by prompts)" in "".join(answer(plan))
+    assert question.max_decoding_streams == plan.chosen_row.streams == plan.rows[-1].streams == 100
+    assert "(limited by prompts)" in "".join(answer(plan))
     assert "fill steps of 500 tokens" in "".join(answer(plan))
     more = make_plan(small, device, replace(question, streams=101))
-    assert more.chosen is None
-    assert more.verdict.endswith("All need steps of at least 505.")
-    assert make_plan(small, device, replace(question, streams=101, token_budget=505)).chosen
+    assert more.chosen_row is None
+    assert more.verdict.endswith("steps of at least 505 tokens (--token-budget).")
+    assert make_plan(small, device, replace(question, streams=101, token_budget=505)).chosen_row
 
 
 def test_a_load_waits_as_theory_says(model, monkeypatch):
@@ -276,14 +276,14 @@ def test_without_an_objective_users_get_replicas_on_which_nobody_queues(model):
 def test_other_attention_is_planned_as_the_model_that_has_it(model, size, count, change, other):
     asked = Question(prompt=7000, count=count, streams=3, token_budget=2048)
     device, family = find_device("H100-SXM"), {"model_type": "mistral", "sliding_window": None}
-    plan = make_plan(model(size, **family).as_("fp8"), device, asked)
+    plan = make_plan(model(size, **family).with_weights("fp8"), device, asked)
     found = {one.change: one for one in plan.what_ifs}[change]
-    trained = make_plan(model(size, **family | other).as_("fp8"), device, asked)
+    trained = make_plan(model(size, **family | other).with_weights("fp8"), device, asked)
     (expected, *_) = trained.what_ifs
     assert found.most_streams == expected.most_streams
     assert found.ttft_s == pytest.approx(expected.ttft_s, rel=1e-4)  # but for rotation of keys
     assert found.tpot_s == pytest.approx(expected.tpot_s, rel=1e-4)
-    assert found.tpot_s < plan.chosen.tpot_s
+    assert found.tpot_s < plan.chosen_row.tpot_s
     assert change not in {one.change for one in trained.what_ifs}
 
 
@@ -292,7 +292,7 @@ def test_each_figure_follows_from_the_numbers_of_its_formula(model):
     for size, count in (("70B", 4), ("8B", 16)):
         asked = Question(prompt=2048, output=300, count=count, tpot_s=0.04, token_budget=2048)
         plan = make_plan(model(size), find_device("H100-SXM"), asked)
-        row, shown = plan.chosen, {}
+        row, shown = plan.chosen_row, {}
         for line in plan.steps:
             name, _, rest = line.partition(" = ")
             shown[name] = rest.split(" = ")
@@ -303,7 +303,7 @@ def test_each_figure_follows_from_the_numbers_of_its_formula(model):
             "time of a request": 1 / row.requests_per_s,
             "$ per 1M output tokens": row.usd_per_million,
             "J per token": row.joules_per_token,
-            "prefill devices for each that decodes": plan.prefill_per_decode,
+            "prefill devices per decode device": plan.prefill_per_decode,
         }
         for name, value in numbers.items():
             written, result = (one.replace(",", "") for one in shown[name][-2:])
@@ -318,10 +318,10 @@ def test_a_request_beyond_the_context_has_no_plan_and_the_longest_that_fits_is_n
     device, asked = find_device("L4"), Question(prompt=9000)
     short, wide = (model("8B", max_position_embeddings=size) for size in (8192, 131072))
     refused = make_plan(short, device, asked)
-    assert "or one of 8,192 tokens, the whole context." in "".join(facts(refused))
-    assert (refused.chosen, refused.fits) == (None, False)
+    assert "or one request of 8,192 tokens, the whole context." in "".join(facts(refused))
+    assert (refused.chosen_row, refused.fits) == (None, False)
     assert "9,256 tokens together, and its context ends at 8,192." in refused.verdict
-    assert make_plan(short, device, Question(prompt=7936)).chosen is not None
+    assert make_plan(short, device, Question(prompt=7936)).chosen_row is not None
     plan = make_plan(wide, device, asked)
     assert plan.verdict == ""
     most = plan.memory.most_tokens
@@ -332,10 +332,10 @@ def test_a_request_beyond_the_context_has_no_plan_and_the_longest_that_fits_is_n
 
 def test_a_thousand_requests_cost_what_their_tokens_do(model):
     plan = make_plan(model("8B"), find_device("L4"), Question(output=200))
-    row = plan.chosen
+    row = plan.chosen_row
     assert row.usd_per_1k == pytest.approx(row.usd_per_million * 200 * 1000 / 1e6)
     assert row.usd_per_1k == pytest.approx(0.44 / 3600 / row.requests_per_s * 1000)
-    assert f"; 1K requests cost {row.usd_per_1k:.3g} $." in next(answer(plan))
+    assert f"; 1,000 requests cost {row.usd_per_1k:.3g} $." in next(answer(plan))
 
 
 def test_what_ifs_go_the_right_way(model):
@@ -392,7 +392,9 @@ def test_devices_come_from_the_table_or_a_file(tmp_path):
                 find_device(str(path))
     path.write_text(f"{head}usd_per_hour = 0.8\n")
     plan = make_plan(
-        planned_model(write_config(tmp_path / "8b.json", "8B")), find_device(str(path)), Question()
+        load_planned_model(write_config(tmp_path / "8b.json", "8B")),
+        find_device(str(path)),
+        Question(),
     )
     assert "Price: 0.8 $ an hour." in facts(plan)
     for text, words in (
@@ -412,9 +414,11 @@ def test_sizes_that_a_configuration_leaves_out_are_named(tmp_path):
         ('{"model_type": "llama", "num_hidden_layers": 9}', "leaves out hidden_size, num_att"),
     ):
         path.write_text(text)
-        plan = make_plan(planned_model(str(path)).as_("fp8"), find_device("L4"), Question())
+        plan = make_plan(
+            load_planned_model(str(path)).with_weights("fp8"), find_device("L4"), Question()
+        )
         assert any(words in line for line in facts(plan))
-    whole = planned_model(write_config(tmp_path / "8b.json", "8B"))
+    whole = load_planned_model(write_config(tmp_path / "8b.json", "8B"))
     assert make_plan(whole, find_device("L4"), Question()).assumed == ()
 
 
@@ -433,4 +437,4 @@ def test_bad_questions_and_models_are_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "alien"}')
     with pytest.raises(ModelFormatError, match="alien"):
-        planned_model(str(path))
+        load_planned_model(str(path))

@@ -18,7 +18,7 @@ from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.engine.engine import build_scheduler
 from twostroke.fleet.routing.policy import POLICIES
 from twostroke.lab.measure.requests import Objectives
-from twostroke.lab.planner import Question, find_device, make_plan, planned_model
+from twostroke.lab.planner import Question, find_device, load_planned_model, make_plan
 from twostroke.lab.planner.calibration import Calibration, Point
 from twostroke.lab.planner.roofline import Roofline, Totals
 from twostroke.lab.simulator import RequestArrival, Setup, Synthetic, Workload, simulate, sweep
@@ -38,7 +38,7 @@ def setup(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "llama.json"
     path.write_text(json.dumps(LLAMA))
     batch = BatchOptions(token_budget=2048)
-    return Setup(planned_model(str(path)), find_device("H100-SXM"), batch=batch)
+    return Setup(load_planned_model(str(path)), find_device("H100-SXM"), batch=batch)
 
 
 def serve(load, totals):
@@ -75,21 +75,21 @@ def test_one_request_takes_what_the_planner_says(setup):
     report = simulate(setup, one).report
     plan = make_plan(setup.model, setup.device, Question(prompt=2048, output=101, streams=1))
     assert report.latencies["ttft"].mean == pytest.approx(plan.ttft_s, rel=1e-6)
-    assert report.latencies["tpot"].mean == pytest.approx(plan.chosen.tpot_s, rel=1e-3)
+    assert report.latencies["tpot"].mean == pytest.approx(plan.chosen_row.tpot_s, rel=1e-3)
 
 
 @pytest.fixture
 def sliding(setup, tmp_path):
     """Return a setup whose model has a window in half of its layers."""
     config = write_config(tmp_path / "sliding.json", "8B", model_type="gemma2", sliding_window=512)
-    return replace(setup, model=planned_model(config))
+    return replace(setup, model=load_planned_model(config))
 
 
 def test_models_with_windows_are_simulated(sliding):
     one = Workload("one", (RequestArrival(0.0, 2048, 101),))
     found = simulate(sliding, one).report.latencies["tpot"].mean
     plan = make_plan(sliding.model, sliding.device, Question(prompt=2048, output=101, streams=1))
-    assert found == pytest.approx(plan.chosen.tpot_s, rel=1e-3)
+    assert found == pytest.approx(plan.chosen_row.tpot_s, rel=1e-3)
     whole = simulate(
         sliding, Workload("many", tuple(RequestArrival(n / 9, 900, 60) for n in range(40)))
     )

@@ -1,4 +1,4 @@
-"""Self-hosting a model beside the price of an API: costs, break-even and what moves it."""
+"""Compares the cost of hosting a model with the prices of APIs: break-even and sensitivity."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from twostroke.core.frozen import Frozen, check_range
 from twostroke.lab.measure.report_text import format_ms, format_number
 from twostroke.lab.planner.planner import Planner
 from twostroke.lab.planner.question import MEMORY_SHARE, context_shortfall
-from twostroke.lab.planner.replicas import UNITS, DeviceGroup, Replicas
+from twostroke.lab.planner.replicas import TIME_UNITS, DeviceGroup, Replicas
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,31 +23,34 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.question import Question
     from twostroke.lab.planner.replicas import PlannedReplica
 
-DAYS: Final = 365.25 / 12  # of a month
-HOURS: Final = {  # requests in each hour of a day, as weights
+DAYS_PER_MONTH: Final = 365.25 / 12
+HOUR_WEIGHTS: Final = {  # relative number of requests in each hour of a day
     "flat": (1.0,) * 24,
     "office": (*(0.1,) * 7, 0.4, *(1.0,) * 10, 0.6, 0.4, *(0.2,) * 4),
 }
-_SWING: Final = 0.2  # by which the tornado varies each input
-_MOST_PER_DAY: Final = 1e9
-_MONTHS: Final = 120
+_SWING_SHARE: Final = 0.2  # each input is varied by this share
+_MAX_REQUESTS_PER_DAY: Final = 1e9
+_MAX_MONTHS: Final = 120
 
 
 class Traffic(Frozen):
-    """Requests of a day and how they may be served.
+    """The requests of a day.
 
-    `hours` has the weight of each hour (UTC); `growth` is a share a month. `batch` is the share of
-    requests that can wait for an hour with room.
+    Attributes:
+        requests_per_day: mean number of requests.
+        hours: relative number of requests in each hour (UTC).
+        growth: growth per month, as a share.
+        batch: share of requests that can wait for an hour with free capacity.
     """
 
     requests_per_day: float
-    hours: tuple[float, ...] = HOURS["flat"]
+    hours: tuple[float, ...] = HOUR_WEIGHTS["flat"]
     growth: float = 0.0
     batch: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
-        check_range(self, "requests_per_day", most=_MOST_PER_DAY)
+        """Check the ranges; raises UsageError with the field."""
+        check_range(self, "requests_per_day", most=_MAX_REQUESTS_PER_DAY)
         if len(self.hours) != 24 or min(self.hours) < 0 or not 0 < sum(self.hours) < 1e12:
             raise UsageError("must be 24 numbers from 0, not all 0.", field="hours")
         check_range(self, "batch", least=0, most=1)
@@ -56,15 +59,19 @@ class Traffic(Frozen):
     @property
     def per_hour(self) -> tuple[float, ...]:
         """Requests in each hour."""
-        return tuple(self.requests_per_day * one / sum(self.hours) for one in self.hours)
+        return tuple(self.requests_per_day * hour / sum(self.hours) for hour in self.hours)
 
 
 class Hosting(Frozen):
     """How the model is hosted.
 
-    `spare` replicas run beside those that the load needs; `scaled` stops replicas in hours that do
-    not need them. `engineering_usd` is for a month, `setup_usd` once. `availability` is that of one
-    replica.
+    Attributes:
+        utilization: share of its time that a replica may be busy.
+        spare: replicas that run beside the replicas that the load needs.
+        scaled: stop replicas in hours that do not need them.
+        engineering_usd: cost of engineering per month.
+        setup_usd: one-time cost.
+        availability: share of the time that one replica runs.
     """
 
     utilization: float = 0.6
@@ -75,14 +82,18 @@ class Hosting(Frozen):
     availability: float = 0.99
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
+        """Check the ranges; raises UsageError with the field."""
         check_range(self, "utilization", "availability", most=1)
         check_range(self, "spare", least=0, most=1000)
         check_range(self, "engineering_usd", "setup_usd", least=0, most=1e9)
 
 
 class Costs(Frozen):
-    """Dollars of a month; `replicas` in each hour, spare ones included."""
+    """Costs of hosting per month in $.
+
+    `replicas` is the number in each hour, with spare replicas. `busy_share` is the share of their
+    time in which they have work.
+    """
 
     devices_usd: float
     engineering_usd: float
@@ -91,15 +102,22 @@ class Costs(Frozen):
 
     @property
     def usd(self) -> float:
-        """All of it."""
+        """Total cost per month."""
         return self.devices_usd + self.engineering_usd
 
 
 class CostComparison(Frozen):
-    """An API beside self-hosting, in dollars of a month.
+    """The cost of an API compared with hosting, in $ per month.
 
-    `break_even` is the number of requests a day from which self-hosting costs less, None if it
-    never does; `months` until savings have paid for the setup, None if not within ten years.
+    Attributes:
+        api: name of the API's model.
+        source_date: date of its price.
+        months_old: age of its price.
+        is_stale: the price is so old that it has probably changed.
+        usd: cost of the API.
+        saving_usd: `usd` minus the cost of hosting.
+        break_even: requests per day from which hosting is cheaper; None if it never is.
+        months: months until savings have paid for the setup; None if more than ten years.
     """
 
     api: str
@@ -113,7 +131,7 @@ class CostComparison(Frozen):
 
 
 class Swing(Frozen):
-    """What a month saves if an input is a fifth less, and a fifth more."""
+    """The saving per month if one input is a fifth lower (`low_usd`), and a fifth higher."""
 
     name: str
     low_usd: float
@@ -121,12 +139,12 @@ class Swing(Frozen):
 
     @property
     def spread(self) -> float:
-        """How far both are apart."""
+        """Difference between both savings."""
         return abs(self.high_usd - self.low_usd)
 
 
 class Case(Frozen):
-    """All that costs depend on; `api_factor` multiplies the API's prices."""
+    """All inputs of a comparison; `api_factor` multiplies the API's prices."""
 
     model: PlannedModel
     device: Device
@@ -137,7 +155,18 @@ class Case(Frozen):
 
 
 class Buy(Frozen):
-    """The answer; `peak_availability` is the chance that enough replicas run in the peak hour."""
+    """The result of a comparison.
+
+    Attributes:
+        model, device: names.
+        replica: the replica that hosting runs.
+        costs: costs of hosting.
+        comparisons: APIs, the cheapest first.
+        against: the cheapest API, with which `swings` compare.
+        swings: sensitivity of the saving to each input, the largest first.
+        peak_availability: probability that enough replicas run in the peak hour.
+        assumed: configuration fields that are missing, as in `Plan`.
+    """
 
     model: str
     device: str
@@ -147,32 +176,33 @@ class Buy(Frozen):
     against: str
     swings: tuple[Swing, ...]
     peak_availability: float
-    assumed: tuple[str, ...] = ()  # as a plan's
+    assumed: tuple[str, ...] = ()
 
 
-def compare(case: Case, prices: Sequence[ApiPrice], today: str) -> Buy:
-    """Return self-hosting beside each API; swings are against the cheapest.
+def compare_costs(case: Case, prices: Sequence[ApiPrice], today: str) -> Buy:
+    """Compare hosting with each API; `today` is a date such as 2026-07.
 
     Raises:
-        UsageError: the device has no price.
-        UnreachableError: the model cannot run on it within its objectives, or its context cannot
-            hold the requests.
+        UsageError: the device has no price, or its memory is unknown.
+        UnreachableError: the model cannot run on the device within its objectives, or its context
+            is too short for the requests.
     """
     context_length = case.model.program.context_length
     if shortfall := context_shortfall(case.model.name, context_length, case.question):
         raise UnreachableError(shortfall)
-    replica = _replica(case)
-    costs = _hosted(case, replica)
-    rows = sorted((_beside(case, replica, one, today) for one in prices), key=lambda one: one.usd)
-    cheapest = next(one for one in prices if one.model == rows[0].api)
+    replica = _hosted_replica(case)
+    costs = _hosting_costs(case, replica)
+    comparisons = [_compare_api(case, replica, price, today) for price in prices]
+    comparisons.sort(key=lambda comparison: comparison.usd)
+    cheapest = next(price for price in prices if price.model == comparisons[0].api)
     return Buy(
         model=case.model.name,
         device=case.device.name,
         replica=replica,
         costs=costs,
-        comparisons=tuple(rows),
+        comparisons=tuple(comparisons),
         against=cheapest.model,
-        swings=tuple(sorted(_swings(case, cheapest), key=lambda one: -one.spread)),
+        swings=tuple(sorted(_swings(case, cheapest), key=lambda swing: -swing.spread)),
         peak_availability=_availability(
             max(costs.replicas), case.hosting.spare, case.hosting.availability
         ),
@@ -180,70 +210,88 @@ def compare(case: Case, prices: Sequence[ApiPrice], today: str) -> Buy:
     )
 
 
-def _replica(case: Case) -> PlannedReplica:
-    """Return one replica with all of its devices' time, busy for the share that is allowed."""
-    device, asked = case.device, case.question
-    usd = asked.price_of(device)
+def _hosted_replica(case: Case) -> PlannedReplica:
+    """Return the fastest replica that has all time of its devices; raises as `compare_costs`."""
+    device, question = case.device, case.question
+    usd = question.price_of(device)
     if usd is None:
         reason = "is needed: no price of {value} is known."
         raise UsageError(reason, field="usd_per_hour", value=device.name)
     if device.memory_bytes is None:
         raise UsageError(f"The memory of {device.name} is not known: use a .toml file.")
-    usable = device.memory_bytes * asked.count * MEMORY_SHARE
-    place = DeviceGroup(device, asked.count, usable, usd * asked.count, device.name)
-    planner = Planner(case.model, device, asked)
-    maker = Replicas(0, planner, float("inf"), case.hosting.utilization)
-    whole = [one for one in maker.on(place) if one.share == UNITS]
-    if not whole:
-        lack = maker.shortfall(place)
-        if lack.figure == "memory":
+    group = DeviceGroup(
+        device,
+        question.count,
+        memory_bytes=device.memory_bytes * question.count * MEMORY_SHARE,
+        usd_per_hour=usd * question.count,
+        stock=device.name,
+    )
+    planner = Planner(case.model, device, question)
+    replicas = Replicas(0, planner, load=float("inf"), utilization=case.hosting.utilization)
+    candidates = [r for r in replicas.on_group(group) if r.time_units == TIME_UNITS]
+    if not candidates:
+        shortfall = replicas.shortfall(group)
+        if shortfall.figure == "memory":
             raise UnreachableError(
-                f"It does not fit on {place.name}: it needs {format_number(lack.value / 1e9)} GB, "
-                f"and {format_number(lack.limit / 1e9)} GB are there."
+                f"It does not fit on {group.name}: it needs "
+                f"{format_number(shortfall.value / 1e9)} GB, and "
+                f"{format_number(shortfall.limit / 1e9)} GB are there."
             )
         raise UnreachableError(
-            f"On {place.name} {lack.figure} is at least {format_ms(lack.value)} ms, "
-            f"{lack.times:,.2f} times the objective: more devices, or fewer bits for each weight."
+            f"On {group.name} {shortfall.figure} is at least {format_ms(shortfall.value)} ms, "
+            f"{shortfall.times:,.2f} times the objective: more devices, or fewer bits for each "
+            "weight."
         )
-    return max(whole, key=lambda one: one.requests_per_s)
+    return max(candidates, key=lambda replica: replica.requests_per_s)
 
 
-def _hosted(case: Case, replica: PlannedReplica) -> Costs:
-    """Return what a month of hosting costs; requests that can wait fill hours with room."""
+def _hosting_costs(case: Case, replica: PlannedReplica) -> Costs:
+    """Return the costs of hosting per month; batch requests fill hours with free capacity."""
     hosting, traffic = case.hosting, case.traffic
-    each = replica.requests_per_s * 3600  # requests of a replica in an hour
-    needed = [max(1, ceil(one * (1 - traffic.batch) / each - 1e-9)) for one in traffic.per_hour]
+    hourly_capacity = replica.requests_per_s * 3600  # requests per replica
+    interactive = [requests * (1 - traffic.batch) for requests in traffic.per_hour]
+    needed = [max(1, ceil(requests / hourly_capacity - 1e-9)) for requests in interactive]
     if not hosting.scaled:
         needed = [max(needed)] * 24
-    lacking = ceil(traffic.requests_per_day / each - 1e-9) - sum(needed)
-    if lacking > 0:  # waiting requests need more than what is idle
-        more, rest = divmod(lacking, 24)
-        add_all = not hosting.scaled and rest > 0
+    missing = ceil(traffic.requests_per_day / hourly_capacity - 1e-9) - sum(needed)
+    if missing > 0:  # batch requests need more than the free capacity
+        per_hour, rest = divmod(missing, 24)
+        add_everywhere = not hosting.scaled and rest > 0
         needed = [
-            one + more + (1 if add_all or hour < rest else 0) for hour, one in enumerate(needed)
+            count + per_hour + (1 if add_everywhere or hour < rest else 0)
+            for hour, count in enumerate(needed)
         ]
-    running = tuple(one + hosting.spare for one in needed)
+    running = tuple(count + hosting.spare for count in needed)
     usd = case.question.price_of(case.device) or 0.0
-    full = each / hosting.utilization * sum(running)
+    daily_capacity = hourly_capacity / hosting.utilization * sum(running)
     return Costs(
-        devices_usd=sum(running) * case.question.count * usd * DAYS,
+        devices_usd=sum(running) * case.question.count * usd * DAYS_PER_MONTH,
         engineering_usd=hosting.engineering_usd,
         replicas=running,
-        busy_share=traffic.requests_per_day / full,
+        busy_share=traffic.requests_per_day / daily_capacity,
     )
 
 
 def _api_usd(case: Case, price: ApiPrice) -> float:
-    """Return what a month of the API costs."""
-    asked, batch = case.question, case.traffic.batch
-    day = sum(
-        price.hour_usd(hour, one, asked.prompt, asked.num_cached, asked.output)
-        for hour, one in enumerate(case.traffic.per_hour)
+    """Return the cost of the API per month."""
+    question, batch = case.question, case.traffic.batch
+    daily_usd = sum(
+        price.hour_usd(
+            hour,
+            requests,
+            prompt=question.prompt,
+            cached=question.num_cached,
+            output=question.output,
+        )
+        for hour, requests in enumerate(case.traffic.per_hour)
     )
-    return day * DAYS * case.api_factor * (1 - batch + batch * price.batch_share)
+    batch_factor = 1 - batch + batch * price.batch_share
+    return daily_usd * DAYS_PER_MONTH * case.api_factor * batch_factor
 
 
-def _beside(case: Case, replica: PlannedReplica, price: ApiPrice, today: str) -> CostComparison:
+def _compare_api(
+    case: Case, replica: PlannedReplica, price: ApiPrice, today: str
+) -> CostComparison:
     usd = _api_usd(case, price)
     return CostComparison(
         api=price.model,
@@ -251,21 +299,24 @@ def _beside(case: Case, replica: PlannedReplica, price: ApiPrice, today: str) ->
         months_old=price.months_old(today),
         is_stale=price.is_stale(today),
         usd=usd,
-        saving_usd=usd - _hosted(case, replica).usd,
+        saving_usd=usd - _hosting_costs(case, replica).usd,
         break_even=_break_even(lambda load: _saving(case, replica, price, load)),
-        months=_months(case, replica, price),
+        months=_months_to_pay_off(case, replica, price),
     )
 
 
-def _saving(case: Case, replica: PlannedReplica, price: ApiPrice, per_day: float) -> float:
-    """Return what a month saves at another load."""
-    other = replace(case, traffic=replace(case.traffic, requests_per_day=per_day))
-    return _api_usd(other, price) - _hosted(other, replica).usd
+def _saving(case: Case, replica: PlannedReplica, price: ApiPrice, requests_per_day: float) -> float:
+    """Return the saving per month at another load."""
+    other = replace(case, traffic=replace(case.traffic, requests_per_day=requests_per_day))
+    return _api_usd(other, price) - _hosting_costs(other, replica).usd
 
 
 def _break_even(saving: Callable[[float], float]) -> float | None:
-    """Return the load from which on self-hosting always costs less; a whole replica is a step."""
-    low, high, load = 0.0, _MOST_PER_DAY, _MOST_PER_DAY
+    """Return the requests per day above which hosting is always cheaper; None if there are none.
+
+    Costs rise in steps of whole replicas, so the search starts at the highest load and goes down.
+    """
+    low, high, load = 0.0, _MAX_REQUESTS_PER_DAY, _MAX_REQUESTS_PER_DAY
     if saving(load) <= 0:
         return None
     while load > 1:
@@ -280,37 +331,43 @@ def _break_even(saving: Callable[[float], float]) -> float | None:
     return high
 
 
-def _months(case: Case, replica: PlannedReplica, price: ApiPrice) -> int | None:
-    """Return the month in which savings have paid for the setup, at the growth of the load."""
-    saved, load = -case.hosting.setup_usd, case.traffic.requests_per_day
-    for month in range(1, _MONTHS + 1):
-        gained = _saving(case, replica, price, min(load, _MOST_PER_DAY))
-        saved += max(gained, 0.0)  # before it pays, the API is used
-        if gained > 0 and saved >= 0:
+def _months_to_pay_off(case: Case, replica: PlannedReplica, price: ApiPrice) -> int | None:
+    """Return the month in which savings of a growing load have paid for the setup; None if never.
+
+    In months without a saving, the API is used.
+    """
+    balance, load = -case.hosting.setup_usd, case.traffic.requests_per_day
+    for month in range(1, _MAX_MONTHS + 1):
+        saving = _saving(case, replica, price, min(load, _MAX_REQUESTS_PER_DAY))
+        balance += max(saving, 0.0)
+        if saving > 0 and balance >= 0:
             return month
         load *= 1 + case.traffic.growth
     return None
 
 
 def _swings(case: Case, price: ApiPrice) -> Iterator[Swing]:
-    """Yield how a month's saving changes with each input."""
+    """Yield the saving per month with each input lowered and raised."""
 
     def saving(other: Case) -> float:
-        return _api_usd(other, price) - _hosted(other, _replica(other)).usd
+        return _api_usd(other, price) - _hosting_costs(other, _hosted_replica(other)).usd
 
     for name, changed in _CHANGES.items():
-        ends = []
-        for factor in (1 - _SWING, 1 + _SWING):
+        savings = []
+        for factor in (1 - _SWING_SHARE, 1 + _SWING_SHARE):
             try:
-                ends.append(saving(changed(case, factor)))
+                savings.append(saving(changed(case, factor)))
             except TwostrokeError:  # such as an objective that cannot be met
                 break
-        if len(ends) == 2:
-            yield Swing(name, ends[0], ends[1])
+        if len(savings) == 2:
+            yield Swing(name, savings[0], savings[1])
 
 
-def _asked(field: str) -> Callable[[Case, float], Case]:
-    """Return what multiplies a field of the question: counts stay whole, shares at most 1."""
+def _scale_question(field: str) -> Callable[[Case, float], Case]:
+    """Return a function that multiplies a field of the question.
+
+    Counts stay whole numbers, and shares stay at most 0.99.
+    """
 
     def change(case: Case, factor: float) -> Case:
         value = getattr(case.question, field)
@@ -320,23 +377,25 @@ def _asked(field: str) -> Callable[[Case, float], Case]:
     return change
 
 
-def _device_price(case: Case, factor: float) -> Case:
+def _scale_device_price(case: Case, factor: float) -> Case:
     usd = (case.question.price_of(case.device) or 0.0) * factor
     return replace(case, question=replace(case.question, usd_per_hour=usd))
 
 
-def _engine(case: Case, factor: float) -> Case:
-    asked = case.question
-    mfu, mbu = min(1.0, asked.mfu * factor), min(1.0, asked.mbu * factor)
-    return replace(case, question=replace(asked, mfu=mfu, mbu=mbu))
+def _scale_engine(case: Case, factor: float) -> Case:
+    mfu = min(1.0, case.question.mfu * factor)
+    mbu = min(1.0, case.question.mbu * factor)
+    return replace(case, question=replace(case.question, mfu=mfu, mbu=mbu))
 
 
-def _traffic(case: Case, factor: float) -> Case:
-    load = min(case.traffic.requests_per_day * factor, _MOST_PER_DAY)
+def _scale_traffic(case: Case, factor: float) -> Case:
+    load = min(case.traffic.requests_per_day * factor, _MAX_REQUESTS_PER_DAY)
     return replace(case, traffic=replace(case.traffic, requests_per_day=load))
 
 
-def _hosting(field: str) -> Callable[[Case, float], Case]:
+def _scale_hosting(field: str) -> Callable[[Case, float], Case]:
+    """Return a function that multiplies a field of the hosting."""
+
     def change(case: Case, factor: float) -> Case:
         value = getattr(case.hosting, field) * factor
         value = min(value, 1.0) if field == "utilization" else value
@@ -346,21 +405,21 @@ def _hosting(field: str) -> Callable[[Case, float], Case]:
 
 
 _CHANGES: Final[dict[str, Callable[[Case, float], Case]]] = {
-    "requests": _traffic,
+    "requests": _scale_traffic,
     "price of the API": lambda case, factor: replace(case, api_factor=factor),
-    "price of devices": _device_price,
-    "tokens of a prompt": _asked("prompt"),
-    "tokens of an answer": _asked("output"),
-    "share that is cached": _asked("cached"),
-    "speed of the engine (MFU, MBU)": _engine,
-    "utilization": _hosting("utilization"),
-    "engineering": _hosting("engineering_usd"),
+    "price of devices": _scale_device_price,
+    "tokens of a prompt": _scale_question("prompt"),
+    "tokens of an answer": _scale_question("output"),
+    "share that is cached": _scale_question("cached"),
+    "speed of the engine (MFU, MBU)": _scale_engine,
+    "utilization": _scale_hosting("utilization"),
+    "engineering": _scale_hosting("engineering_usd"),
 }
 
 
-def _availability(running: int, spare: int, each: float) -> float:
-    """Return the chance that at most `spare` of the replicas are down, each by itself."""
+def _availability(running: int, spare: int, availability: float) -> float:
+    """Return the probability that at most `spare` replicas are down, if they fail independently."""
     return sum(
-        comb(running, down) * (1 - each) ** down * each ** (running - down)
+        comb(running, down) * (1 - availability) ** down * availability ** (running - down)
         for down in range(min(spare, running) + 1)
     )

@@ -1,4 +1,4 @@
-"""Measured steps of a model on this machine, by which its planned times are corrected."""
+"""Calibration: steps of a model measured on this machine, which correct its planned times."""
 
 from __future__ import annotations
 
@@ -22,15 +22,21 @@ from twostroke.core.options import ComputeOptions
 from twostroke.lab.measure.single_step import Shape
 from twostroke.lab.planner.overhead import (
     OverheadRatio,
+    cell_center,
     cell_of,
+    coordinates,
     factors_at,
-    mean_near,
-    middle_of,
     nearness,
-    place_of,
+    weighted_mean,
 )
 from twostroke.lab.planner.roofline import Factors, is_attention
-from twostroke.lab.planner.served import ServedStep, merged, on_threads, threads_of, watch
+from twostroke.lab.planner.served import (
+    ServedStep,
+    merge_steps,
+    on_threads,
+    server_threads,
+    watch_server,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,18 +47,19 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.roofline import Roofline
     from twostroke.model.program.batch import BatchShape
 
-_VERSION: Final = 3  # before it, activations had 15 bits by default
+_VERSION: Final = 3  # of the stored file; in older files activations had 15 bits by default
 _CONTEXTS: Final = (128, 1024, 4096)
 _STREAMS: Final = (1, 4, 16, 32)
 _PROMPTS: Final = (64, 256, 1024)
-_ROUNDS: Final = 3  # through all shapes: what disturbs a machine for seconds counts in one alone
+_NUM_ROUNDS: Final = 3  # passes over all shapes, so that a short disturbance spoils one pass only
 WATCH_S: Final = 30.0
 
 
 class Point(Frozen):
-    """A measured step: seconds of attention, of other operations, and of what is around them.
+    """Median times of a measured step: attention, other operations, and the rest.
 
-    It has `streams` requests with a row each after `context` tokens, or `prompt` rows of one.
+    The step has `streams` requests with one row each after `context` tokens, or one request with
+    `prompt` rows.
     """
 
     streams: int
@@ -64,149 +71,175 @@ class Point(Frozen):
 
     @classmethod
     def of(cls, profiles: Sequence[StepProfile]) -> Point:
-        """Return the point of one shape's profiles: medians."""
+        """Return the medians of several profiles of one shape."""
         shape = profiles[0].shape
-        sizes = (shape.num_streams, shape.context, shape.num_prompt)
-        return cls(*sizes, *map(median, zip(*map(_parts, profiles), strict=True)))
+        attention_s, products_s, rest_s = map(
+            median, zip(*map(_times_of_parts, profiles), strict=True)
+        )
+        return cls(
+            streams=shape.num_streams,
+            context=shape.context,
+            prompt=shape.num_prompt,
+            attention_s=attention_s,
+            products_s=products_s,
+            rest_s=rest_s,
+        )
 
     @property
     def batch(self) -> BatchShape:
-        """The step's shape."""
+        """Shape of the step."""
         return Shape(self.streams, self.context, self.prompt).batch
 
     @property
     def name(self) -> str:
-        """A readable name."""
+        """Readable name of the step."""
         return Shape(self.streams, self.context, self.prompt).name
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return self.attention_s + self.products_s + self.rest_s
 
 
-def _parts(one: StepProfile) -> tuple[float, float, float]:
-    """Return seconds of attention, of other operations, and of what is around them."""
-    seconds = {True: 0.0, False: 0.0}
-    for op in one.operations:
-        seconds[is_attention(op.label.name)] += op.time_s.median
-    return seconds[True], seconds[False], max(0.0, one.step_s - sum(seconds.values()))
+def _times_of_parts(profile: StepProfile) -> tuple[float, float, float]:
+    """Return seconds of attention, of other operations, and of the rest of a step."""
+    attention_s = products_s = 0.0
+    for op in profile.operations:
+        if is_attention(op.label.name):
+            attention_s += op.time_s.median
+        else:
+            products_s += op.time_s.median
+    return attention_s, products_s, max(0.0, profile.step_s - attention_s - products_s)
 
 
 class Calibration(Frozen):
-    """Measured steps of one model on `num_threads` threads; `date` is that of the last.
+    """Measured steps of one model on `num_threads` threads, as stored; a `Correction`.
 
-    `served` are those of a server, whose loop does more than compute: where there are some, they
-    say by how much a step takes longer than `points` make believe.
+    Attributes:
+        points: steps of the engine alone.
+        date: day of the last measurement.
+        num_threads: threads of all steps.
+        version: version of the stored file.
+        served_steps: steps of a running server. Its loop does more than compute, so these steps
+            say by how much a step takes longer than `points` predict.
     """
 
     points: tuple[Point, ...]
     date: str
     num_threads: int
     version: int = _VERSION
-    served: tuple[ServedStep, ...] = ()
+    served_steps: tuple[ServedStep, ...] = msgspec.field(name="served", default=())
 
     @property
     def num_steps(self) -> int:
-        """How many shapes of steps were measured."""
-        return len(self.points) + len(self.served)
+        """Number of measured shapes of steps."""
+        return len(self.points) + len(self.served_steps)
 
     def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:
-        """Return how a step like `batch` is corrected: as the measured ones near it.
+        """Return the factors for a step of this shape, from measured steps near it.
 
-        Logarithms of rows, rows of a request and context are coordinates; a point counts by the
-        inverse fourth power of its distance. Contexts matter to attention alone. `roofline` gives
-        the least times.
+        Coordinates are logarithms of rows, rows per request and context; a measured step has the
+        inverse fourth power of its distance as weight. The context influences only attention.
+        `roofline` gives the minimum times.
         """
-        return self._factors_at(roofline, place_of(batch))
+        return self._factors_at(roofline, coordinates(batch))
 
-    def _factors_at(self, roofline: Roofline, place: Sequence[float]) -> Factors:
-        factors = self._computed_at(roofline, place)
-        if not self.served:
+    def _factors_at(self, roofline: Roofline, position: Sequence[float]) -> Factors:
+        factors = self._engine_factors_at(roofline, position)
+        if not self.served_steps:
             return factors
-        ratios = _ratios(self, roofline)
-        longer = math.exp(mean_near(place, ratios))
-        nearest = max(range(len(ratios)), key=lambda n: nearness(place, ratios[n][0]))
+        ratios = _server_log_ratios(self, roofline)
+        ratio = math.exp(weighted_mean(position, ratios))
+        nearest = max(range(len(ratios)), key=lambda n: nearness(position, ratios[n][0]))
+        between_shares = [
+            (step_position, step.between_s / step.seconds)
+            for (step_position, _), step in zip(ratios, self.served_steps, strict=True)
+        ]
         return Factors(
-            attention=longer * factors.attention,
-            products=longer * factors.products,
-            rest_s=longer * factors.rest_s,
-            nearest=self.served[nearest].name,
-            between=mean_near(
-                place,
-                [
-                    (there, one.between_s / one.seconds)
-                    for (there, _), one in zip(ratios, self.served, strict=True)
-                ],
-            ),
+            attention=ratio * factors.attention,
+            products=ratio * factors.products,
+            rest_s=ratio * factors.rest_s,
+            nearest=self.served_steps[nearest].name,
+            between_share=weighted_mean(position, between_shares),
         )
 
-    def _computed_at(self, roofline: Roofline, place: Sequence[float]) -> Factors:
+    def _engine_factors_at(self, roofline: Roofline, position: Sequence[float]) -> Factors:
         """Return the factors for the engine alone, without a server's loop."""
         if not self.points:
             return Factors(attention=1.0, products=1.0, rest_s=0.0, nearest="")
-        return factors_at(place, _over_least(self, roofline))
+        return factors_at(position, _overhead_ratios(self, roofline))
 
     def cell(self, batch: BatchShape) -> tuple[int, ...]:
-        """Return the coordinates of a step, as multiples of an eighth of a doubling."""
+        """Return a key that shapes with nearly equal factors share."""
         return cell_of(batch)
 
     def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
-        """Return how a step in the middle of a cell is corrected."""
-        return self._factors_at(roofline, middle_of(cell))
+        """Return the factors at the center of a cell."""
+        return self._factors_at(roofline, cell_center(cell))
 
     def errors(self, roofline: Roofline) -> list[float]:
-        """Return for each measured step the error of what the others say of it, as a share.
+        """Predict each measured step from the other steps; return the relative errors.
 
-        Steps of a server are told by its other steps, where there are some.
+        With at least two served steps, only served steps are predicted, from each other.
         """
-        if len(self.served) < 2:
+        if len(self.served_steps) < 2:
             return [
-                abs(self._without(one).seconds(roofline, one.batch) / one.seconds - 1)
-                for one in self.points
+                abs(self._without(point).seconds(roofline, point.batch) / point.seconds - 1)
+                for point in self.points
             ]
-        ratios = _ratios(self, roofline)
-        told = [
-            mean_near(place, [*ratios[:n], *ratios[n + 1 :]]) for n, (place, _) in enumerate(ratios)
-        ]
-        return [abs(math.expm1(t - own)) for t, (_, own) in zip(told, ratios, strict=True)]
+        ratios = _server_log_ratios(self, roofline)
+        errors = []
+        for index, (position, ratio) in enumerate(ratios):
+            predicted = weighted_mean(position, [*ratios[:index], *ratios[index + 1 :]])
+            errors.append(abs(math.expm1(predicted - ratio)))
+        return errors
 
     def error(self, roofline: Roofline) -> float | None:
-        """Return the median of the errors; None if one step is all that was measured."""
+        """Return the median of `errors`; None if only one step was measured."""
         return median(errors) if (errors := self.errors(roofline)) else None
 
     def seconds(self, roofline: Roofline, batch: BatchShape) -> float:
         """Return the corrected time of a step."""
-        factors, floor = self.factors(roofline, batch), roofline.least(batch)
-        products_s, attention_s = floor.products_s, floor.attention_s
-        return factors.products * products_s + factors.attention * attention_s + factors.rest_s
+        factors = self.factors(roofline, batch)
+        min_step = roofline.min_step(batch)
+        products_s = factors.products * min_step.products_s
+        attention_s = factors.attention * min_step.attention_s
+        return products_s + attention_s + factors.rest_s
 
     def _without(self, point: Point) -> Calibration:
-        others = tuple(one for one in self.points if one != point)
+        others = tuple(other for other in self.points if other != point)
         return Calibration(others, self.date, self.num_threads)
 
 
 @lru_cache(maxsize=4)
-def _over_least(calibration: Calibration, roofline: Roofline) -> tuple[OverheadRatio, ...]:
-    found = []
-    for one in calibration.points:
-        floor = roofline.least(one.batch)
-        factors = one.attention_s / floor.attention_s, one.products_s / floor.products_s
-        found.append(OverheadRatio(place_of(one.batch), one.name, *factors, one.rest_s))
-    return tuple(found)
+def _overhead_ratios(calibration: Calibration, roofline: Roofline) -> tuple[OverheadRatio, ...]:
+    ratios = []
+    for point in calibration.points:
+        min_step = roofline.min_step(point.batch)
+        ratios.append(
+            OverheadRatio(
+                coordinates(point.batch),
+                point.name,
+                attention=point.attention_s / min_step.attention_s,
+                products=point.products_s / min_step.products_s,
+                rest_s=point.rest_s,
+            )
+        )
+    return tuple(ratios)
 
 
 @lru_cache(maxsize=4)
-def _ratios(
+def _server_log_ratios(
     calibration: Calibration, roofline: Roofline
 ) -> tuple[tuple[tuple[float, ...], float], ...]:
-    """Return for each served step its place, and the logarithm of what it takes over `points`."""
-    alone = replace(calibration, served=())
-    found = []
-    for one in calibration.served:
-        batch = one.batch
-        found.append((place_of(batch), math.log(one.seconds / alone.seconds(roofline, batch))))
-    return tuple(found)
+    """Return position and log(measured / predicted by `points`) of each served step."""
+    engine = replace(calibration, served_steps=())
+    ratios = []
+    for step in calibration.served_steps:
+        batch = step.batch
+        log_ratio = math.log(step.seconds / engine.seconds(roofline, batch))
+        ratios.append((coordinates(batch), log_ratio))
+    return tuple(ratios)
 
 
 def calibrate(
@@ -216,9 +249,9 @@ def calibrate(
     notice: Callable[[str], None],
     num_threads: int | None = None,
 ) -> None:
-    """Measure steps of `model` on this machine, and keep them for its plans.
+    """Measure steps of `model` on this machine, and store them for its plans.
 
-    Threads are as many as an engine takes unless `num_threads` says how many.
+    `num_threads` defaults to the number that an engine uses.
 
     Raises:
         UsageError: the model has no weights here.
@@ -226,14 +259,14 @@ def calibrate(
     """
     if not identity:
         raise UsageError("A configuration alone cannot be measured: name a model with weights.")
-    measure(model, identity, usual_shapes(context_length), notice, num_threads=num_threads)
+    measure(model, identity, calibration_shapes(context_length), notice, num_threads=num_threads)
 
 
-def usual_shapes(context_length: int) -> list[Shape]:
-    """Return the steps that are measured of a model, those that its context holds."""
+def calibration_shapes(context_length: int) -> list[Shape]:
+    """Return the shapes of steps that a calibration measures, if they fit into the context."""
     decode = [Shape.decode(count, size) for size in _CONTEXTS for count in _STREAMS]
     shapes = [*decode, *map(Shape.prefill, _PROMPTS)]
-    return [one for one in shapes if one.num_tokens <= context_length]
+    return [shape for shape in shapes if shape.num_tokens <= context_length]
 
 
 def measure(
@@ -244,10 +277,10 @@ def measure(
     num_steps: int | None = None,
     num_threads: int | None = None,
 ) -> Calibration:
-    """Measure steps of these shapes, and keep them; `num_steps` as in `Wanted`."""
+    """Measure steps of these shapes and store them; `num_steps` as in `Wanted`."""
     num_threads = resolve_num_threads(num_threads)
     points = measured_points(model, shapes, notice, num_steps, num_threads)
-    return _keep(identity, Calibration(points, _today(), num_threads))
+    return _store(identity, Calibration(points, _today(), num_threads))
 
 
 def measured_points(
@@ -257,68 +290,70 @@ def measured_points(
     num_steps: int | None = None,
     num_threads: int | None = None,
 ) -> tuple[Point, ...]:
-    """Measure a step of each shape, in several rounds through all; see `measure`."""
-    from twostroke.lab.measure.profile import Wanted, profile  # plans need none of it
+    """Measure a step of each shape, in several passes over all shapes; see `measure`."""
+    from twostroke.lab.measure.profile import Wanted, profile  # not needed for plans
 
     compute = ComputeOptions(num_threads=num_threads)
-    wanted = Wanted(tuple(shapes), num_steps, compute=compute, rounds=_ROUNDS)
-    profiles = list(profile(model, wanted, notice))
+    options = Wanted(tuple(shapes), num_steps, compute=compute, rounds=_NUM_ROUNDS)
+    profiles = list(profile(model, options, notice))
     return tuple([Point.of(profiles[n :: len(shapes)]) for n in range(len(shapes))])
 
 
-def calibrate_from(
+def calibrate_from_server(
     url: str, key: str | None, model: PlannedModel, notice: Callable[[str], None]
 ) -> int:
-    """Watch a busy server of `model` on this machine, and keep its steps for plans.
+    """Watch a busy server of `model` on this machine, and store its steps for plans.
 
-    Return its number of threads: its steps correct plans for as many.
+    Return the server's number of threads; the steps correct plans for this number.
 
     Raises:
-        UsageError: the model has no weights here, or as `watch`.
-        EngineStoppedError: as `watch`.
+        UsageError: the model has no weights here; or as `watch_server`.
+        EngineStoppedError: as `watch_server`.
     """
     if not model.identity:
         raise UsageError("A configuration alone has no server: name a model with weights.")
-    num_threads = threads_of(url, key, model)
+    num_threads = server_threads(url, key, model)
     notice(f"Watching {url} for {WATCH_S:.0f} s.")
-    steps = watch(url, key, model, WATCH_S)
-    known = known_calibration(model.identity, num_threads)
-    points, served = ((), ()) if known is None else (known.points, known.served)
+    steps = watch_server(url, key, model, WATCH_S)
     notice(f"Steps of {len(steps)} shapes were seen, {on_threads(num_threads)}.")
-    _keep(model.identity, Calibration(points, _today(), num_threads, served=merged(served, steps)))
+    old = load_calibration(model.identity, num_threads)
+    points = () if old is None else old.points
+    if old is not None:
+        steps = merge_steps(old.served_steps, steps)
+    _store(model.identity, Calibration(points, _today(), num_threads, served_steps=steps))
     return num_threads
 
 
-def _keep(identity: str, found: Calibration) -> Calibration:
-    path = _path(identity, found.num_threads)
+def _store(identity: str, calibration: Calibration) -> Calibration:
+    path = _path(identity, calibration.num_threads)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_checked_json(path, msgspec.to_builtins(found))
-    return found
+    write_checked_json(path, msgspec.to_builtins(calibration))
+    return calibration
 
 
 def _today() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d")
 
 
-def known_calibration(identity: str, num_threads: int | None = None) -> Calibration | None:
-    """Return what was measured of a model on this machine, None if nothing was.
+def load_calibration(identity: str, num_threads: int | None = None) -> Calibration | None:
+    """Return the stored steps of a model on this machine; None if there are none.
 
-    Steps on another number of threads do not count; None is as many as an engine takes.
+    Only steps on `num_threads` threads count; it defaults to the number that an engine uses.
     """
     num_threads = resolve_num_threads(num_threads)
     with suppress(ModelFormatError, msgspec.ValidationError):
         path = _path(identity, num_threads)
         calibration = msgspec.convert(read_checked_json(path), Calibration)
-        has_steps = bool(calibration.served) or len(calibration.points) > 1
+        has_steps = bool(calibration.served_steps) or len(calibration.points) > 1
         if calibration.version == _VERSION and has_steps:
             return calibration
     return None
 
 
 def calibrated_threads(identity: str) -> list[int]:
-    """Return the numbers of threads on which steps of a model were measured here."""
+    """Return the numbers of threads for which steps of a model are stored on this machine."""
     counts = range(1, num_cores() + 1)
-    return [one for one in counts if known_calibration(identity, one) is not None]
+    return [count for count in counts if load_calibration(identity, count) is not None]
 
 
 def _path(identity: str, num_threads: int) -> Path:

@@ -1,4 +1,4 @@
-"""The chunks in which a prompt is read that is longer than a step's budget of tokens."""
+"""Chunked prefill: a prompt longer than a step's token budget is computed in several steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from twostroke.lab.planner.roofline import PlannedOpTime, PlannedStepTime
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_COUNTED: Final = 6  # of a prompt's chunks; times of those between are linear
+_MAX_SAMPLED_CHUNKS: Final = 6  # chunks whose time is computed; the time between them is linear
 
 
 class PrefillChunk(Frozen):
-    """`rows` of a prompt after `start` tokens; it stands for `times` chunks like it."""
+    """A chunk of `rows` tokens after `start` tokens of a prompt; it stands for `times` chunks."""
 
     start: int
     rows: int
@@ -25,48 +25,55 @@ class PrefillChunk(Frozen):
     is_last: bool
 
 
-def chunks(start: int, end: int, most: int | None) -> list[PrefillChunk]:
-    """Return the chunks of at most `most` tokens from `start` to `end`; None is for a single one.
+def chunks(start: int, end: int, max_tokens: int | None) -> list[PrefillChunk]:
+    """Divide the tokens from `start` to `end` into chunks of at most `max_tokens`.
 
-    Of many, a few stand for all: those that interpolation between them gives.
+    None for `max_tokens`: a single chunk. If there are many chunks, the result has only a few of
+    them; `times` are the weights with which they interpolate the sum over all.
     """
-    most = most or end - start
-    num_whole = num_chunks(end - start, most) - 1
-    places = np.unique(np.linspace(0, max(0, num_whole - 1), _COUNTED).round().astype(int))
-    between = (np.diff(places) - 1) / 2
-    times = 1 + np.concatenate(([0], between)) + np.concatenate((between, [0]))
-    found = [
-        PrefillChunk(start + place * most, most, one, is_last=False)
-        for place, one in zip(places.tolist(), times.tolist(), strict=True)
-        if num_whole
+    max_tokens = max_tokens or end - start
+    num_full = num_chunks(end - start, max_tokens) - 1
+    indices = np.linspace(0, max(0, num_full - 1), _MAX_SAMPLED_CHUNKS).round().astype(int)
+    indices = np.unique(indices)
+    half_gaps = (np.diff(indices) - 1) / 2
+    weights = 1 + np.concatenate(([0], half_gaps)) + np.concatenate((half_gaps, [0]))
+    full_chunks = [
+        PrefillChunk(start + index * max_tokens, max_tokens, weight, is_last=False)
+        for index, weight in zip(indices.tolist(), weights.tolist(), strict=True)
+        if num_full
     ]
-    last = start + num_whole * most
-    return [*found, PrefillChunk(last, end - last, 1.0, is_last=True)]
+    last_start = start + num_full * max_tokens
+    return [*full_chunks, PrefillChunk(last_start, end - last_start, 1.0, is_last=True)]
 
 
-def num_chunks(num_tokens: int, most: int | None) -> int:
-    """Return how many chunks of at most `most` tokens these are."""
-    return 1 if most is None else -(-num_tokens // most)
+def num_chunks(num_tokens: int, max_tokens: int | None) -> int:
+    """Return the number of chunks of at most `max_tokens`; 1 if it is None."""
+    return 1 if max_tokens is None else -(-num_tokens // max_tokens)
 
 
-def together(steps: Sequence[tuple[PlannedStepTime, float]]) -> PlannedStepTime:
-    """Return the sum of steps, each so many times; an operation's bound is that of the longest."""
+def sum_of_steps(steps: Sequence[tuple[PlannedStepTime, float]]) -> PlannedStepTime:
+    """Return the sum of steps, each multiplied by its number of occurrences.
+
+    The bound of an operation's sum is its bound in the step where it takes longest.
+    """
     if len(steps) == 1:
         return steps[0][0]
     ops: dict[str, PlannedOpTime] = {}
-    longest: dict[str, float] = {}
+    longest_s: dict[str, float] = {}
     moving_s = rest_s = 0.0
     for step, times in steps:
-        moving_s, rest_s = moving_s + times * step.moving_s, rest_s + times * step.rest_s
+        moving_s += times * step.moving_s
+        rest_s += times * step.rest_s
         for label, op in step.ops.items():
-            old, seconds = ops.get(label, PlannedOpTime(0.0, 0, 0, op.bound)), times * op.seconds
-            is_longest = seconds > longest.get(label, 0.0)
-            longest[label] = max(seconds, longest.get(label, 0.0))
+            sums = ops.get(label, PlannedOpTime(0.0, 0, 0, op.bound))
+            seconds = times * op.seconds
+            is_longest = seconds > longest_s.get(label, 0.0)
+            longest_s[label] = max(seconds, longest_s.get(label, 0.0))
             ops[label] = PlannedOpTime(
-                old.seconds + seconds,
-                old.flops + times * op.flops,
-                old.bytes + times * op.bytes,
-                op.bound if is_longest else old.bound,
+                sums.seconds + seconds,
+                sums.flops + times * op.flops,
+                bytes=sums.bytes + times * op.bytes,
+                bound=op.bound if is_longest else sums.bound,
             )
-    first = max(steps, key=lambda one: one[0].seconds * one[1])[0]
-    return replace(first, ops=ops, moving_s=moving_s, rest_s=rest_s)
+    longest_step = max(steps, key=lambda item: item[0].seconds * item[1])[0]
+    return replace(longest_step, ops=ops, moving_s=moving_s, rest_s=rest_s)

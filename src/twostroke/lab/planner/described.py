@@ -1,7 +1,7 @@
-"""Models that plans know by their config.json, although no family here runs them.
+"""Programs for plans, made from a config.json of models that no family here can run.
 
-They are Programs like others, made of the same operations. What is small beside these (rotation,
-gates of shared experts, sinks, biases of experts) is left out.
+They consist of the same operations as other Programs. Small operations (rotation, gates of shared
+experts, sinks, biases of experts) are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Part = Callable[[ModelSpec, int, str, str], list[Op]]  # spec, layer, input, output
 
-# Their layers keep states of a fixed size, which a cache by tokens does not describe.
+# Layers of these models keep states of a fixed size, which a KV cache does not describe.
 _WITH_STATES: Final = frozenset(
     [
         "bamba",
@@ -53,7 +53,7 @@ _WITH_STATES: Final = frozenset(
 
 
 def described_program(file: str, config: Mapping[str, Any], name: str) -> Program | None:
-    """Return the Program of a model that no family runs, None if one does.
+    """Return the Program of a model that no family runs; None if a family runs it.
 
     Raises:
         ModelFormatError: neither a family nor this file knows the model type.
@@ -84,14 +84,14 @@ def _qwen2_moe(fields: Fields, name: str) -> Program:
 
 
 def _gpt_oss(fields: Fields, name: str) -> Program:
-    """gpt-oss (arXiv:2508.10925): every other layer slides; biases everywhere."""
+    """gpt-oss (arXiv:2508.10925): every other layer has a window; all products have biases."""
     spec = _spec(fields, name)
     spec = replace(spec, window=config_window(fields, all_but_every(2, spec.num_layers)))
     return _with_experts(fields, spec, attention, "num_local_experts", width=spec.ffn_size)
 
 
 def _hunyuan(fields: Fields, name: str) -> Program:
-    """Hunyuan-Large (arXiv:2411.02265): neighbours share keys and values, and a shared expert."""
+    """Hunyuan-Large (arXiv:2411.02265): adjacent layers share keys and values; shared expert."""
     spec = _spec(fields, name)
     period = 1
     if fields.flag("use_cla", default=False):
@@ -99,41 +99,41 @@ def _hunyuan(fields: Fields, name: str) -> Program:
 
     def part(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
         if layer % period:
-            return _borrowing(spec, layer, x, output, layer // period)
-        own = attention(spec, layer, x, output)
-        return [op.with_layers({layer: layer // period}) for op in own]
+            return _shared_kv_attention(spec, layer, x, output, layer // period)
+        layer_ops = attention(spec, layer, x, output)
+        return [op.with_layers({layer: layer // period}) for op in layer_ops]
 
-    width, used = spec.ffn_size, "moe_topk"
-    each = {key: _only(fields, key) for key in ("num_experts", "num_shared_expert", used)}
-    flat = Fields(fields.name, {**fields.values, **each})
+    width, top_k_key = spec.ffn_size, "moe_topk"
+    keys = ("num_experts", "num_shared_expert", top_k_key)
+    flat = Fields(fields.name, {**fields.values, **{key: _only(fields, key) for key in keys}})
     shared = flat.integer("num_shared_expert", MAX_EXPERTS, low=0) * width
     return _with_experts(
-        flat, spec, part, "num_experts", width=width, shared_width=shared, used=used
+        flat, spec, part, "num_experts", width=width, shared_width=shared, top_k_key=top_k_key
     )
 
 
 def _gemma3n(fields: Fields, name: str) -> Program:
-    """Gemma 3n's text model: the last layers read keys and values of earlier ones.
+    """Gemma 3n's text model: the last layers use keys and values of earlier layers.
 
-    Each layer has embeddings of its own (a row for each token), and a residual of low rank; four
-    streams instead of one are mixed before the first layer and after the last.
+    Each layer has its own embeddings (a row for each token), and a residual of low rank. Before the
+    first layer and after the last, four residual streams are mixed.
     """
     width = _only(fields, "intermediate_size")
     spec = _spec(Fields(fields.name, {**fields.values, "intermediate_size": width}), name)
     count, hidden = spec.num_layers, spec.hidden_size
     spec = replace(spec, window=config_window(fields, all_but_every(5, count)))
-    borrowing = fields.integer("num_kv_shared_layers", count - 1, low=0)
-    spec = borrowing_layers(fields, spec, borrowing, spec.ffn_size)
+    num_shared = fields.integer("num_kv_shared_layers", count - 1, low=0)
+    spec = borrowing_layers(fields, spec, num_shared, spec.ffn_size)
     rank = fields.integer("laurel_rank", MAX_WIDTH)
     each = fields.integer("hidden_size_per_layer_input", MAX_WIDTH)
     vocab = fields.integer("vocab_size_per_layer_input", MAX_VOCAB)
     streams = fields.integer("altup_num_inputs", 64) - 1
 
     def part(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-        lender = spec.lender_of(layer)
-        if lender is None:
+        source_layer = spec.lender_of(layer)
+        if source_layer is None:
             return attention(spec, layer, x, output)
-        return _borrowing(spec, layer, x, output, lender)
+        return _shared_kv_attention(spec, layer, x, output, source_layer)
 
     def layer_of(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
         name = f"blk.{layer}"
@@ -143,14 +143,15 @@ def _gemma3n(fields: Fields, name: str) -> Program:
             steps.append(("per_layer_model_proj", x, hidden, each * count))
         if layer in {0, count - 1}:
             steps += [(f"altup_{n}", x, hidden, hidden) for n in range(streams)]
-        found: list[Op] = []
+        layer_ops: list[Op] = []
         if layer == 0:
             table = "per_layer_token_embd"
-            found.append(ops.Embed(table, f"{table}.weight", vocab, each * count))
+            layer_ops.append(ops.Embed(table, f"{table}.weight", vocab, each * count))
         for step, read, wide, out in steps:
             value = read if read == x else f"{name}.{read}"
-            found.append(ops.Linear(f"{name}.{step}", value, f"{name}.{step}.weight", wide, out))
-        return [*found, *_layer(spec, layer, x, output, (part, feed_forward))]
+            weight = f"{name}.{step}.weight"
+            layer_ops.append(ops.Linear(f"{name}.{step}", value, weight, wide, out))
+        return [*layer_ops, *_layer(spec, layer, x, output, (part, feed_forward))]
 
     return decoder(spec, layer_of)
 
@@ -163,24 +164,28 @@ def _with_experts(
     *,
     width: int | None = None,
     shared_width: int = 0,
-    used: str = "num_experts_per_tok",
+    top_k_key: str = "num_experts_per_tok",
 ) -> Program:
-    """Return a decoder whose layers have experts; `count` and `used` are keys."""
+    """Return a decoder whose layers have experts.
+
+    `count` and `top_k_key` are the configuration's keys of the numbers of experts.
+    """
     if width is None:
         width = fields.integer("moe_intermediate_size", MAX_WIDTH)
-    most = fields.integer(count, MAX_EXPERTS)
-    experts = ExpertSpec(most, fields.integer(used, most), width, normalize=True)
+    num_experts = fields.integer(count, MAX_EXPERTS)
+    top_k = fields.integer(top_k_key, num_experts)
+    experts = ExpertSpec(num_experts, top_k, width, normalize=True)
 
     def feed(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
         routed = replace(spec, experts=experts)
         if not shared_width:
             return mixture(routed, layer, x, output)
-        names = f"{output}.routed", f"{output}.shared"
+        routed_output, shared_output = f"{output}.routed", f"{output}.shared"
         shared = replace(spec, ffn_size=shared_width)
         return [
-            *mixture(routed, layer, x, names[0]),
-            *feed_forward(shared, layer, x, names[1]),
-            ops.Add(output, *names, spec.hidden_size),
+            *mixture(routed, layer, x, routed_output),
+            *feed_forward(shared, layer, x, shared_output),
+            ops.Add(output, routed_output, shared_output, spec.hidden_size),
         ]
 
     def layer_of(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
@@ -190,32 +195,43 @@ def _with_experts(
 
 
 def _layer(spec: ModelSpec, layer: int, x: str, output: str, parts: tuple[Part, Part]) -> list[Op]:
-    """Return `x + attention(norm(x))`, then the same of a feed-forward."""
-    found: list[Op] = []
+    """Return `h = x + attention(norm(x))` and `h + feed_forward(norm(h))`."""
+    layer_ops: list[Op] = []
     steps = zip(parts, (x, f"h{layer}"), (f"h{layer}", output), ("attn", "ffn"), strict=True)
     for part, start, end, name in steps:
         normed, result = f"{end}.normed", f"{end}.part"
-        found.append(norm(spec, normed, start, f"blk.{layer}.{name}_norm"))
-        found += part(spec, layer, normed, result)
-        found.append(ops.Add(end, start, result, spec.hidden_size))
-    return found
+        layer_ops.append(norm(spec, normed, start, f"blk.{layer}.{name}_norm"))
+        layer_ops += part(spec, layer, normed, result)
+        layer_ops.append(ops.Add(end, start, result, spec.hidden_size))
+    return layer_ops
 
 
-def _borrowing(spec: ModelSpec, layer: int, x: str, output: str, stored: int) -> list[Op]:
-    """Return attention to the keys and values of an earlier layer, cache layer `stored`."""
+def _shared_kv_attention(
+    spec: ModelSpec, layer: int, x: str, output: str, cache_layer: int
+) -> list[Op]:
+    """Return attention to the keys and values of an earlier layer, stored in `cache_layer`."""
     name, width = f"blk.{layer}", spec.num_heads * spec.head_dim
     q, mixed, window = f"{name}.q", f"{name}.mixed", spec.window_of(layer)
-    size = None if window is None else window.size
-    sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
     return [
         ops.Linear(q, x, f"{name}.attn_q.weight", spec.hidden_size, width),
-        ops.SharedKvAttention(mixed, q, "", "", stored, *sizes, 1.0, size),
+        ops.SharedKvAttention(
+            mixed,
+            q,
+            k="",
+            v="",
+            layer=cache_layer,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=1.0,
+            window=None if window is None else window.size,
+        ),
         ops.Linear(output, mixed, f"{name}.attn_output.weight", width, spec.hidden_size),
     ]
 
 
 def _spec(fields: Fields, name: str) -> ModelSpec:
-    """Return what all have in common; rotation costs the same whatever its base is."""
+    """Return the specification that all families share; the base of RoPE has no cost."""
     sizes = read_sizes(fields, SIZE_KEYS)
     biased = fields.flag("attention_bias", default=False)
     return ModelSpec(
@@ -232,11 +248,11 @@ def _spec(fields: Fields, name: str) -> ModelSpec:
 
 
 def _only(fields: Fields, key: str) -> Any:
-    """Return a value that may be a list with one for each layer, if these are all equal."""
+    """Return a value; from a list with one value per layer, the value that all layers share."""
     value = fields.value(key)
     if not isinstance(value, list) or not value:
         return value
-    if any(one != value[0] for one in value):
+    if any(each != value[0] for each in value):
         fields.refuse(key, "which differs between layers: plans do not know that")
     return value[0]
 
@@ -250,7 +266,7 @@ _GEMMA3N: Final = {
 }  # fmt: skip
 _GPT_OSS: Final = {"head_dim": 64, "sliding_window": 128, "attention_bias": True}
 
-# By `model_type`: what files may leave out, as in transformers, and who describes it.
+# By `model_type`: default values of fields, as in transformers, and the function that describes it.
 _FAMILIES: Final[dict[str, tuple[dict[str, Any], Callable[[Fields, str], Program]]]] = {
     "gemma3n": (_GEMMA3N, _gemma3n),
     "gemma3n_text": (_GEMMA3N, _gemma3n),

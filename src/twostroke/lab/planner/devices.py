@@ -1,4 +1,4 @@
-"""Devices: how much memory, bandwidth and arithmetic they have, and what an hour costs."""
+"""Devices that plans know: memory, bandwidth, arithmetic peaks and price per hour."""
 
 from __future__ import annotations
 
@@ -20,25 +20,31 @@ if TYPE_CHECKING:
 
     from twostroke.core.hardware import Hardware
 
-HERE: Final = "here"  # the name of this machine
-_STREAM_BYTES: Final = 1 << 28  # weights for which the bandwidth of this machine is measured
-_RATES: Final = {
+THIS_MACHINE: Final = "here"  # the device name that stands for this machine
+_MEASURED_WEIGHT_BYTES: Final = 1 << 28  # weights whose reading measures the memory bandwidth
+_PEAK_FIELDS: Final = {
     "bf16": "bf16_tflops",
     "fp8": "fp8_tflops",
     "int8": "int8_tops",
     "fp4": "fp4_tflops",
 }
-_EXAMPLE: Final = 'name = "mine", memory_gb = 48, bandwidth_gb_s = 900, bf16_tflops = 180'
+_EXAMPLE_FILE: Final = 'name = "mine", memory_gb = 48, bandwidth_gb_s = 900, bf16_tflops = 180'
 
 
 class Device(Frozen):
-    """A device as its maker describes it.
+    """A device with its data sheet's figures, or with figures measured on this machine.
 
-    `peaks` are dense operations/s (one multiply-add is two) by arithmetic: bf16, fp8, int8, fp4,
-    or the only one that this machine's kernels use.
-    `memory_bytes` is None where it depends on the machine. `bandwidth` is that of its memory and
-    `link` that to other devices, in bytes/s and one direction. `source` says where figures come
-    from, `price_source` the price with its date.
+    Attributes:
+        name: its name in the table, in a user's file, or of this machine's processor.
+        memory_bytes: size of its memory; None if unknown.
+        bandwidth: of its memory, in bytes per second.
+        peaks: dense operations per second (a multiply-add counts as two) by arithmetic: bf16, fp8,
+            int8, fp4. This machine has one entry: the arithmetic of its kernels.
+        link: bandwidth to other devices, in bytes per second and one direction; None if unknown.
+        tdp_w: thermal design power in watts.
+        usd_per_hour: price; None if unknown.
+        source: where the figures come from.
+        price_source: where the price comes from, with its date.
     """
 
     name: str
@@ -51,13 +57,13 @@ class Device(Frozen):
     source: str = ""
     price_source: str = ""
 
-    def arithmetic(self, wanted: str) -> str:
-        """Return the arithmetic that stands for `wanted` here: the first where there is none."""
-        return wanted if wanted in self.peaks else next(iter(self.peaks))
+    def arithmetic(self, preferred: str) -> str:
+        """Return the preferred arithmetic if the device has it, else the first in `peaks`."""
+        return preferred if preferred in self.peaks else next(iter(self.peaks))
 
 
 class _DeviceRow(Frozen, forbid_unknown_fields=True):
-    """A line of devices.csv, or a user's file."""
+    """One row of devices.csv, or a user's device file."""
 
     name: str
     bandwidth_gb_s: float
@@ -73,20 +79,20 @@ class _DeviceRow(Frozen, forbid_unknown_fields=True):
     spec_checked: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what no device has."""
+        """Check the ranges of all values; raises UsageError."""
         if not self.name.strip():
             raise UsageError("must not be empty.", field="name")
         check_range(self, "bandwidth_gb_s", "memory_gb", "link_gb_s", "tdp_w", most=1e9)
-        check_range(self, *_RATES.values(), "usd_per_hour", most=1e9)
+        check_range(self, *_PEAK_FIELDS.values(), "usd_per_hour", most=1e9)
 
     def device(self) -> Device:
-        """Return the device."""
-        rates = {kind: getattr(self, field) for kind, field in _RATES.items()}
+        """Return the device of this row, in bytes, operations and seconds."""
+        rates = {arithmetic: getattr(self, field) for arithmetic, field in _PEAK_FIELDS.items()}
         return Device(
             name=self.name,
             memory_bytes=self.memory_gb * 1e9 if self.memory_gb else None,
             bandwidth=self.bandwidth_gb_s * 1e9,
-            peaks={kind: rate * 1e12 for kind, rate in rates.items() if rate},
+            peaks={arithmetic: rate * 1e12 for arithmetic, rate in rates.items() if rate},
             link=self.link_gb_s * 1e9 if self.link_gb_s else None,
             tdp_w=self.tdp_w,
             usd_per_hour=self.usd_per_hour,
@@ -96,58 +102,57 @@ class _DeviceRow(Frozen, forbid_unknown_fields=True):
 
 
 def known_devices() -> dict[str, Device]:
-    """Return the devices of the table, by name."""
+    """Return the devices of the table (devices.csv), by name."""
     text = resources.files("twostroke.lab.planner").joinpath("devices.csv").read_text("utf-8")
     rows = csv.DictReader(text.splitlines())
-    given = [{key: value for key, value in row.items() if value} for row in rows]
-    devices = [msgspec.convert(row, _DeviceRow, strict=False).device() for row in given]
+    given_values = [{key: value for key, value in row.items() if value} for row in rows]
+    devices = [msgspec.convert(row, _DeviceRow, strict=False).device() for row in given_values]
     return {device.name: device for device in devices}
 
 
 def find_device(name: str) -> Device:
-    """Return the device of the table called `name`, or the one that a TOML file describes.
-
-    Upper and lower case are the same.
+    """Return the device of the table called `name`, in any case, or the device of a TOML file.
 
     Raises:
-        UsageError: there is none, or the file does not describe one.
+        UsageError: no device has this name, or the file does not describe a device.
+        ModelFormatError: the file cannot be read.
     """
     if name.endswith(".toml"):
-        return _read(Path(name))
-    if name == HERE:  # as `this_machine` has it, which has no price
+        return _read_device_file(Path(name))
+    if name == THIS_MACHINE:  # `this_machine` measures it; it has no price
         reason = "cannot be '{value}': describe this machine, with its price, in a file.toml."
         raise UsageError(reason, field="device", value=name)
-    known = known_devices()
-    found = {key.lower(): device for key, device in known.items()}.get(name.lower())
-    if found is None:
-        begin = [key for key in known if key.lower().startswith(name.lower())] if name else []
-        hint = f" Did you mean {' or '.join(begin)}?" if begin else nearest(name, known)
-        raise UsageError(
-            f"must be one of {', '.join([HERE, *known])}, or a file.toml such as {_EXAMPLE} (one "
-            f"to a line); got '{{value}}'.{hint}",
-            field="device",
-            value=name,
-        )
-    return found
+    devices = known_devices()
+    by_lower_name = {key.lower(): device for key, device in devices.items()}
+    if name.lower() in by_lower_name:
+        return by_lower_name[name.lower()]
+    matches = [key for key in devices if key.lower().startswith(name.lower())] if name else []
+    hint = f" Did you mean {' or '.join(matches)}?" if matches else nearest(name, devices)
+    raise UsageError(
+        f"must be one of {', '.join([THIS_MACHINE, *devices])}, or a file.toml such as "
+        f"{_EXAMPLE_FILE} (each on its own line); got '{{value}}'.{hint}",
+        field="device",
+        value=name,
+    )
 
 
 def this_machine(num_threads: int | None = None) -> Device:
-    """Return this machine, as measured by the kernels that would run.
+    """Measure this machine with the kernels that would run, and return it as a device.
 
-    `num_threads` is by default the number that an engine takes. Each call measures again, in about
-    a second: the first measurement may have been made while the machine was busy. The best
-    measurement counts.
+    `num_threads` defaults to the number that an engine uses. Each call measures again, which takes
+    about a second, because an earlier measurement may have been disturbed by other load. The best
+    of all measurements counts.
     """
     from twostroke.backends.cpu.library import choose_level
     from twostroke.backends.machine_limits import machine
     from twostroke.core.hardware import resolve_num_threads
 
     level, count = choose_level(None).level, resolve_num_threads(num_threads)
-    return device_of(machine(level, count, _STREAM_BYTES, remeasure=True))
+    return device_of(machine(level, count, _MEASURED_WEIGHT_BYTES, remeasure=True))
 
 
 def device_of(limits: Hardware) -> Device:
-    """Return a measured machine as a device."""
+    """Return a measured machine as a device of plans."""
     return Device(
         name=limits.name,
         memory_bytes=limits.memory_bytes,
@@ -157,7 +162,7 @@ def device_of(limits: Hardware) -> Device:
     )
 
 
-def _read(path: Path) -> Device:
+def _read_device_file(path: Path) -> Device:
     try:
         text = read_small_file(path).decode()
         return msgspec.convert(tomllib.loads(text), _DeviceRow).device()
@@ -167,4 +172,4 @@ def _read(path: Path) -> Device:
         raise UsageError(f"{path.name}, line {line}: {error}") from None
     except (ValueError, RecursionError) as error:  # of TOML, UTF-8 and msgspec
         reason = f"{path.name} does not describe a device: {error}. It needs lines such as "
-        raise UsageError(f"{reason}{_EXAMPLE}.") from None
+        raise UsageError(f"{reason}{_EXAMPLE_FILE}.") from None

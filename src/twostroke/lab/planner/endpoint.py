@@ -1,4 +1,4 @@
-"""/api/plan: what the served model could do, on this machine or on a device of the table."""
+"""`/api/plan`: plans of the served model on this machine, or on a device of the table."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ if TYPE_CHECKING:
     from twostroke.backends.machine_limits import MachineLimits
     from twostroke.core.hardware import Hardware
     from twostroke.engine.process.served import ServedEngine
-    from twostroke.lab.planner import Device, Plan, PlannedModel
+    from twostroke.lab.planner import Calibration, Device, Plan, PlannedModel
+    from twostroke.lab.planner.reference_calibration import ReferenceCalibration
     from twostroke.server.app import NoteIgnored
     from twostroke.server.options import ServeOptions
 
 T = TypeVar("T")
 
 PATH: Final = "/api/plan"
-HERE: Final = "here"
-_MAX_WAITING: Final = 16
-_MAX_TOKENS: Final = 1 << 20  # so that no plan takes long
+THIS_MACHINE: Final = "here"
+_MAX_WAITING: Final = 16  # plans of one tenant
+_MAX_TOKENS: Final = 1 << 20  # limits the time of a plan
 _MAX_STREAMS: Final = 1 << 14
 _MAX_USERS: Final = 100_000
-_DEFAULT_THINK_S: Final = 20.0  # as `planner.question` has it, which is imported when asked
+_DEFAULT_THINK_S: Final = 20.0  # of `planner.question`, which is imported on the first request
 
 Tokens = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
 
@@ -48,7 +49,9 @@ Tokens = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
 class PlanRequest(field.RequestObject):
     """A load for the served model, and how to run it. Times are in seconds."""
 
-    device: Annotated[str, field.doc("`here`, or a name in `devices` of `GET /api/plan`.")] = HERE
+    device: Annotated[str, field.doc("`here`, or a name in `devices` of `GET /api/plan`.")] = (
+        THIS_MACHINE
+    )
     count: Annotated[int, field.doc("Devices that divide each layer.", minimum=1, maximum=1024)] = 1
     prompt: Annotated[Tokens, field.doc("Tokens of a prompt.")] = 1024
     output: Annotated[Tokens, field.doc("Tokens of its answer.")] = 256
@@ -91,7 +94,7 @@ class PlanRequest(field.RequestObject):
 
 
 class PlanDevice(msgspec.Struct, frozen=True):
-    """A device; sizes are in bytes, None where they are not known."""
+    """A device: its name, its memory, and its price; None if unknown."""
 
     name: str
     memory_bytes: float | None
@@ -99,12 +102,12 @@ class PlanDevice(msgspec.Struct, frozen=True):
 
 
 class PlanChoices(msgspec.Struct, frozen=True):
-    """What a plan can be asked for; `here` is this machine's name, None if it was not measured."""
+    """Valid values for plans; `this_machine` is the machine's name, None if it is not measured."""
 
     model: str
     stored: str
     context_length: int
-    here: str | None
+    this_machine: str | None = msgspec.field(name="here")
     kv_format: str
     devices: list[PlanDevice]
     weights: list[str]
@@ -113,14 +116,14 @@ class PlanChoices(msgspec.Struct, frozen=True):
 
 _OPERATIONS: Final = {
     ("GET", PATH): RouteDescription(
-        "What a plan can be asked for",
+        "Devices and formats for plans",
         "Server",
-        "For the page; there if the dashboard is.",
+        "For the web UI; available if the dashboard is.",
         answer=PlanChoices,
         errors=(UnknownPathError, OverloadedError),
     ),
     ("POST", PATH): RouteDescription(
-        "What the model could do on this machine, or on a device of the table",
+        "Plan the model on this machine, or on a device of the table",
         "Server",
         "The object of `twostroke plan --json`; see docs/guide/planning.md. Times are in seconds.",
         media={
@@ -139,23 +142,25 @@ _OPERATIONS: Final = {
 
 
 class Plans:
-    """Makes plans of the served model in a thread, one at a time, in turns of tenants.
+    """Makes plans of the served model in a thread, one at a time, with fair turns between tenants.
 
-    It is an `Extension` of the server.
+    An `Extension` of the server.
     """
 
     bodies: ClassVar[Mapping[str, type[msgspec.Struct]]] = {PATH: PlanRequest}
     operations: ClassVar[Mapping[tuple[str, str], RouteDescription]] = _OPERATIONS
 
     def __init__(self, engine: ServedEngine, name: str, limits: MachineLimits | None) -> None:
-        """Plan for the model of `engine`, called `name`, and the machine of `limits`."""
-        self._card, self._name, self._limits = engine.card, name, limits
+        """Plan for the model of `engine`, called `name`, on the machine with these `limits`."""
+        self._card = engine.card
+        self._name = name
+        self._limits = limits
         self._token_budget = engine.facts.config.token_budget
         self._thread = Readers(1)
         self._num_waiting: Counter[str] = Counter()  # by tenant
 
     def routes(self, options: ServeOptions, note_ignored: NoteIgnored) -> list[Route]:
-        """Return the routes; `note_ignored` takes the fields of a request without effect."""
+        """Return the routes; `note_ignored` reports fields of a request that have no effect."""
         decoder = BodyDecoder(PlanRequest, options.limits.max_json_depth)
 
         async def plan(request: Request) -> Response:
@@ -169,15 +174,15 @@ class Plans:
             work = self.plan(plan_request, record.tenant)
             return to_json(await while_connected(request.receive, work))
 
-        # One route, so that a refused method is told of both.
+        # One route for both methods, so that the error for other methods names both.
         return [Route(PATH, plan, methods=["GET", "POST"], name=PATH)]
 
     async def choices(self, tenant: str = "") -> PlanChoices:
-        """Return the devices and formats that a plan can be made for."""
+        """Return the devices and formats for plans."""
         return await self._in_turn(tenant, self._choices)
 
     async def plan(self, request: PlanRequest, tenant: str = "") -> Plan:
-        """Return the plan.
+        """Return the plan of a request.
 
         Raises:
             RequestError: a field has a wrong value.
@@ -187,7 +192,7 @@ class Plans:
         return await self._in_turn(tenant, self._plan, request)
 
     def close(self) -> None:
-        """Drop the queue, and end the thread after the current plan."""
+        """Drop queued plans, and end the thread after the current plan."""
         self._thread.close()
 
     async def _in_turn(self, tenant: str, work: Callable[..., T], *arguments: Any) -> T:
@@ -205,53 +210,54 @@ class Plans:
         from twostroke.lab.planner import WEIGHTS
         from twostroke.model.program.kv_layout import FORMATS
 
-        here = self._hardware
+        hardware = self._hardware
         devices = [
-            PlanDevice(one.name, one.memory_bytes, one.usd_per_hour)
-            for one in self._devices.values()
+            PlanDevice(device.name, device.memory_bytes, device.usd_per_hour)
+            for device in self._devices.values()
         ]
         card = self._card
         return PlanChoices(
             model=self._name,
             stored=card.format,
             context_length=card.context_length,
-            here=here.name if here is not None else None,
+            this_machine=hardware.name if hardware is not None else None,
             kv_format=self._kv_format,
             devices=devices,
             weights=list(WEIGHTS),
             kv_formats=list(FORMATS),
         )
 
-    def _plan(self, asked: PlanRequest) -> Plan:
+    def _plan(self, request: PlanRequest) -> Plan:
         from twostroke.lab.planner import (
             WEIGHTS,
             Question,
-            known_calibration,
+            default_token_budget,
+            load_calibration,
             make_plan,
-            usual,
-            usual_budget,
+            reference_steps,
         )
         from twostroke.lab.planner.devices import device_of
         from twostroke.model.program.kv_layout import FORMATS
 
         names = set(Question.__struct_fields__) & set(PlanRequest.__struct_fields__)
-        values = {name: getattr(asked, name) for name in names}
-        values["kv_format"] = _one_of(FORMATS, asked.kv_format or self._kv_format, "kv_format")
-        is_here = asked.device == HERE
-        budget = self._token_budget if is_here else usual_budget(is_here=False)
+        values = {name: getattr(request, name) for name in names}
+        values["kv_format"] = _one_of(FORMATS, request.kv_format or self._kv_format, "kv_format")
+        is_here = request.device == THIS_MACHINE
+        budget = self._token_budget if is_here else default_token_budget(is_here=False)
         question = Question(**values, token_budget=budget)
-        model, calibration = self._model, None
-        if asked.weights is not None:
-            model = model.as_(_one_of(WEIGHTS, asked.weights, "weights"))
+        model = self._model
+        calibration: Calibration | ReferenceCalibration | None = None
+        if request.weights is not None:
+            model = model.with_weights(_one_of(WEIGHTS, request.weights, "weights"))
         if not is_here:
-            device = self._devices[_one_of(self._devices, asked.device, "device")]
+            device = self._devices[_one_of(self._devices, request.device, "device")]
         elif (hardware := self._hardware) is None:
             reason = "cannot be this machine, whose limits are not known: name another."
             raise RequestError(reason, field="device")
         else:
             device = device_of(hardware)
-            known = known_calibration(self._card.identity, hardware.num_threads)
-            calibration = known or usual(device)
+            calibration = load_calibration(self._card.identity, hardware.num_threads)
+            calibration = calibration or reference_steps(device)
         return make_plan(model, device, question, calibration)
 
     @cached_property
@@ -260,12 +266,16 @@ class Plans:
 
         card = self._card
         return PlannedModel(
-            self._name, card.cost.program, card.cost.weight_bytes, card.format, "bf16"
+            self._name,
+            card.cost.program,
+            weight_bytes=card.cost.weight_bytes,
+            stored=card.format,
+            arithmetic="bf16",
         )
 
     @cached_property
     def _devices(self) -> dict[str, Device]:
-        from twostroke.lab.planner import known_devices  # nothing else of a server needs it
+        from twostroke.lab.planner import known_devices  # imported on the first plan
 
         return known_devices()
 
@@ -278,12 +288,12 @@ class Plans:
         from twostroke.model.program.kv_layout import FORMATS
 
         cache = self._card.cost.cache
-        return next(name for name, one in FORMATS.items() if one == cache)
+        return next(name for name, kv_format in FORMATS.items() if kv_format == cache)
 
 
-def _one_of(known: Iterable[str], value: str, name: str) -> str:
-    """Return a value that must be one of those known."""
-    names = list(known)
+def _one_of(valid_values: Iterable[str], value: str, name: str) -> str:
+    """Return the value of the field `name`; RequestError unless it is one of `valid_values`."""
+    names = list(valid_values)
     if value not in names:
         reason = f"must be one of {', '.join(names)}, got '{{value}}'.{nearest(value, names)}"
         raise RequestError(reason, field=name, value=value[:80])

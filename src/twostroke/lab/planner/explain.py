@@ -1,4 +1,4 @@
-"""Writes the formulas of a plan with their numbers."""
+"""The formulas of a plan with their numbers, as text (`twostroke plan --explain`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from twostroke.lab.planner.question import MEMORY_SHARE
-from twostroke.lab.planner.roofline import copies
+from twostroke.lab.planner.roofline import kv_copies
 from twostroke.model.program.kv_layout import FORMATS
 
 if TYPE_CHECKING:
@@ -17,47 +17,51 @@ if TYPE_CHECKING:
 
 
 def explain(planner: Planner, memory: MemoryPlan, streams: int) -> Iterator[str]:
-    """Yield each formula with its numbers, a line each."""
-    yield from _limits(planner)
-    yield from _memory(planner, memory)
-    yield from _times(planner, streams)
-    yield from _figures(planner, streams)
+    """Yield each formula of a plan with its numbers, one line each."""
+    yield from _limit_formulas(planner)
+    yield from _memory_formulas(planner, memory)
+    yield from _time_formulas(planner, streams)
+    yield from _figure_formulas(planner, streams)
 
 
-def _limits(planner: Planner) -> Iterator[str]:
-    asked, device, roofline = planner.question, planner.device, planner.roofline
+def _limit_formulas(planner: Planner) -> Iterator[str]:
+    question = planner.question
+    device = planner.device
+    roofline = planner.roofline
     peak = device.peaks[roofline.arithmetic]
     yield (
-        f"arithmetic = devices x peak x MFU = {asked.count} x {peak / 1e12:g} T/s "
-        f"({roofline.arithmetic}) x {asked.mfu:g} = {_number(roofline.peak / 1e12)} T/s"
+        f"arithmetic = devices x peak x MFU = {question.count} x {peak / 1e12:g} T/s "
+        f"({roofline.arithmetic}) x {question.mfu:g} = {_number(roofline.peak / 1e12)} T/s"
     )
     yield (
-        f"bandwidth = devices x bandwidth x MBU = {asked.count} x {device.bandwidth / 1e9:g} GB/s "
-        f"x {asked.mbu:g} = {_number(roofline.bandwidth / 1e9)} GB/s"
+        f"bandwidth = devices x bandwidth x MBU = {question.count} x "
+        f"{device.bandwidth / 1e9:g} GB/s x {question.mbu:g} = "
+        f"{_number(roofline.bandwidth / 1e9)} GB/s"
     )
 
 
-def _memory(planner: Planner, memory: MemoryPlan) -> Iterator[str]:
-    asked, model = planner.question, planner.model
+def _memory_formulas(planner: Planner, memory: MemoryPlan) -> Iterator[str]:
+    question = planner.question
+    model = planner.model
     yield (
         f"weights = {model.num_weights / 1e9:.4g} G weights, {model.stored} = "
         f"{memory.weights / 1e9:.4g} GB"
     )
-    layers, stored = Counter(model.program.cache_layers), FORMATS[asked.kv_format]
+    kv_format = FORMATS[question.kv_format]
     terms = []
-    for layer, times in layers.items():
-        size = layer.bytes_per_token(stored) / layer.values_per_token
-        copied = copies(layer.num_kv_heads, asked.count)
-        more = f" x {copied:.4g} (devices / heads)" if copied > 1 else ""
+    for layer, num_layers in Counter(model.program.cache_layers).items():
+        value_bytes = layer.bytes_per_token(kv_format) / layer.values_per_token
+        num_copies = kv_copies(layer.num_kv_heads, question.count)
+        copied = f" x {num_copies:.4g} (devices / heads)" if num_copies > 1 else ""
         heads = f"{layer.num_rows} x {layer.num_kv_heads} x {layer.head_dim}"
-        terms.append(f"{times} x {heads} x {size:.4g}{more}")
+        terms.append(f"{num_layers} x {heads} x {value_bytes:.4g}{copied}")
     yield (
-        f"KV of a token = sum over layers of rows x heads x dimension x bytes ({asked.kv_format}) "
-        f"= {' + '.join(terms)} = {memory.kv_per_token:,.0f} bytes"
+        "KV of a token = sum over layers of rows x heads x dimension x bytes "
+        f"({question.kv_format}) = {' + '.join(terms)} = {memory.kv_per_token:,.0f} bytes"
     )
     yield (
-        f"KV of a request = that x ({asked.prompt} + {asked.output}) tokens, within windows = "
-        f"{memory.kv_per_request / 1e9:.4g} GB"
+        f"KV of a request = KV of a token x ({question.prompt} + {question.output}) tokens, "
+        f"within windows = {memory.kv_per_request / 1e9:.4g} GB"
     )
     if memory.usable is not None:
         yield (
@@ -67,101 +71,125 @@ def _memory(planner: Planner, memory: MemoryPlan) -> Iterator[str]:
         )
 
 
-def _times(planner: Planner, streams: int) -> Iterator[str]:
-    asked, roofline = planner.question, planner.roofline
+def _time_formulas(planner: Planner, streams: int) -> Iterator[str]:
+    question = planner.question
+    roofline = planner.roofline
     yield (
         "time of a step = sum over its operations of max(operations / arithmetic, bytes / "
-        "bandwidth) + 2 all-reduces a layer over the links"
+        "bandwidth) + 2 all-reduces per layer over the links"
     )
-    count = planner.num_chunks(1)
-    chunks = f" in {count} steps of at most {asked.token_budget}" if count > 1 else ""
-    least = planner.prefill(is_limit=True)
-    yield _stroke(f"prefill of {asked.num_new} tokens{chunks}", planner.prefill(), least, roofline)
+    num_chunks = planner.num_chunks(1)
+    chunks = f" in {num_chunks} steps of at most {question.token_budget}" if num_chunks > 1 else ""
+    yield _step_formula(
+        f"prefill of {question.num_new} tokens{chunks}",
+        planner.prefill(),
+        min_step=planner.prefill(is_limit=True),
+        roofline=roofline,
+    )
     for number in sorted({1, streams}):
-        least = planner.decode(number, is_limit=True)
-        name = f"decode, {number} {'stream' if number == 1 else 'streams'}"
-        yield _stroke(name, planner.decode(number), least, roofline)
-    if asked.most_decoding is not None:
+        yield _step_formula(
+            f"decode, {number} {'stream' if number == 1 else 'streams'}",
+            planner.decode(number),
+            min_step=planner.decode(number, is_limit=True),
+            roofline=roofline,
+        )
+    if question.max_decoding_streams is not None:
         yield (
             "streams that fill a step = tokens of a step x output / (computed prompt + output) = "
-            f"{asked.token_budget} x {asked.output} / ({asked.num_new} + {asked.output}) = "
-            f"{asked.most_decoding}"
+            f"{question.token_budget} x {question.output} / ({question.num_new} + "
+            f"{question.output}) = {question.max_decoding_streams}"
         )
     yield (
-        "knee = (bytes / bandwidth) / (operations of a token / arithmetic) of the products of a "
-        "step with as many streams = "
-        f"{planner.knee:.1f} streams"
+        "knee = (bytes / bandwidth) / (operations of a token / arithmetic), of the products in a "
+        f"decode step with this number of streams = {planner.knee:.1f} streams"
     )
-    prompt_s = planner.prompt_s(streams)
     if streams > 1:
-        count = planner.num_chunks(streams)
-        sums, part = (f"sum over {count} of ", "a part of the prompt") if count > 1 else ("", "")
-        yield (
-            f"prompt among others = {sums}step with {streams - 1} streams and "
-            f"{part or 'the prompt'} - step with these alone = {prompt_s:.4g} s"
-        )
-        yield (
-            f"TTFT = prompt among others + {count} x step with these alone = {prompt_s:.4g} + "
-            f"{count} x {planner.step_s(streams - 1):.4g} = {planner.ttft_s(streams):.4g} s"
-        )
-        yield (
-            "TPOT = decode step + (streams - 1) x prompt among others / output = "
-            f"{planner.step_s(streams):.4g} + {streams - 1} x {prompt_s:.4g} / {asked.output} = "
-            f"{planner.tpot_s(streams):.4g} s"
-        )
+        yield from _mixed_step_formulas(planner, streams)
 
 
-def _figures(planner: Planner, streams: int) -> Iterator[str]:
-    asked, row, prompt_s = planner.question, planner.row(streams), planner.prompt_s(streams)
+def _mixed_step_formulas(planner: Planner, streams: int) -> Iterator[str]:
+    """Yield the formulas of prefill that shares steps with `streams - 1` decoding streams."""
+    output = planner.question.output
+    prompt_s = planner.prompt_s(streams)
+    num_chunks = planner.num_chunks(streams)
+    is_chunked = num_chunks > 1
+    sums = f"sum over {num_chunks} of " if is_chunked else ""
+    prompt = "a chunk of the prompt" if is_chunked else "the prompt"
+    yield (
+        f"prompt among others = {sums}step with {streams - 1} streams and {prompt} - step with "
+        f"these streams alone = {prompt_s:.4g} s"
+    )
+    yield (
+        f"TTFT = prompt among others + {num_chunks} x step with these streams alone = "
+        f"{prompt_s:.4g} + {num_chunks} x {planner.step_s(streams - 1):.4g} = "
+        f"{planner.ttft_s(streams):.4g} s"
+    )
+    yield (
+        "TPOT = decode step + (streams - 1) x prompt among others / output = "
+        f"{planner.step_s(streams):.4g} + {streams - 1} x {prompt_s:.4g} / {output} = "
+        f"{planner.tpot_s(streams):.4g} s"
+    )
+
+
+def _figure_formulas(planner: Planner, streams: int) -> Iterator[str]:
+    question = planner.question
+    row = planner.row(streams)
+    prompt_s = planner.prompt_s(streams)
     yield (
         "MBU = bytes / decode step / (devices x bandwidth), MFU = operations / decode step / "
         f"(devices x peak) = {row.mbu:.1%}, {row.mfu:.1%}"
     )
     yield (
         f"time of a request = prompt + output x decode step / streams = {prompt_s:.4g} + "
-        f"{asked.output} x {row.step_s:.4g} / {streams} = "
+        f"{question.output} x {row.step_s:.4g} / {streams} = "
         f"{planner.request_s(streams):.4g} s of the devices"
     )
     yield (
         "requests/s = 1 / time of a request, tokens/s = output x requests/s = "
-        f"{asked.output} x {row.requests_per_s:.4g} = {_number(row.tokens_per_s)}"
+        f"{question.output} x {row.requests_per_s:.4g} = {_number(row.tokens_per_s)}"
     )
     if planner.usd_per_hour is not None:
         yield (
-            "$ per 1M output tokens = $ an hour / 3600 / tokens/s x 1e6 = "
+            "$ per 1M output tokens = $ per hour / 3600 / tokens/s x 1e6 = "
             f"{planner.usd_per_hour:g} / 3600 / {_number(row.tokens_per_s)} x 1e6 = "
             f"{row.usd_per_million:.4g} ({planner.price_source or 'as given'})"
         )
     if row.joules_per_token is not None:
         yield (
-            f"J per token = devices x power / tokens/s = {asked.count} x {planner.device.tdp_w:g} "
-            f"W / {_number(row.tokens_per_s)} = {row.joules_per_token:.4g}"
+            f"J per token = devices x power / tokens/s = {question.count} x "
+            f"{planner.device.tdp_w:g} W / {_number(row.tokens_per_s)} = "
+            f"{row.joules_per_token:.4g}"
         )
     yield (
-        "prefill devices for each that decodes = prefill x streams / (decode step x output) = "
-        f"{planner.prefill().seconds:.4g} x {streams} / ({row.step_s:.4g} x {asked.output}) = "
+        "prefill devices per decode device = prefill x streams / (decode step x output) = "
+        f"{planner.prefill().seconds:.4g} x {streams} / ({row.step_s:.4g} x {question.output}) = "
         f"{planner.prefill_per_decode(streams):.4g}"
     )
 
 
-def _stroke(name: str, step: PlannedStepTime, least: PlannedStepTime, roofline: Roofline) -> str:
-    computing_s, reading_s = step.flops / roofline.peak, step.bytes / roofline.bandwidth
-    limits = (
+def _step_formula(
+    name: str, step: PlannedStepTime, *, min_step: PlannedStepTime, roofline: Roofline
+) -> str:
+    """Return the work of a step, its minimum time, and the corrected time if there is one."""
+    computing_s = step.flops / roofline.peak
+    reading_s = step.bytes / roofline.bandwidth
+    text = (
         f"{name}: {_number(step.flops / 1e9)} G operations = {computing_s * 1e3:.4g} ms, "
         f"{_number(step.bytes / 1e9)} GB = {reading_s * 1e3:.4g} ms, links "
-        f"{step.moving_s * 1e3:.3g} ms; together {least.seconds * 1e3:.4g} ms"
+        f"{step.moving_s * 1e3:.3g} ms; together {min_step.seconds * 1e3:.4g} ms"
     )
-    if step.nearest is not None:  # corrected
-        limits += (
-            f"; by measured steps attention {_longer(step.attention_s, least.attention_s)} + "
-            f"products {_longer(step.products_s, least.products_s)} + {step.rest_s * 1e3:.3g} ms "
-            f"around them + links = {step.seconds * 1e3:.4g} ms"
+    if step.nearest is not None:
+        attention = _corrected_time(step.attention_s, min_step.attention_s)
+        products = _corrected_time(step.products_s, min_step.products_s)
+        text += (
+            f"; corrected by measured steps: attention {attention} + products {products} + "
+            f"{step.rest_s * 1e3:.3g} ms around operations + links = {step.seconds * 1e3:.4g} ms"
         )
-    return f"{limits}, most of it {step.bottleneck}"
+    return f"{text}, most of it {step.bottleneck}"
 
 
-def _longer(seconds: float, least_s: float) -> str:
-    return f"{least_s * 1e3:.4g} ms x {seconds / least_s:.3g}"
+def _corrected_time(seconds: float, min_s: float) -> str:
+    return f"{min_s * 1e3:.4g} ms x {seconds / min_s:.3g}"
 
 
 def _number(value: float) -> str:

@@ -1,4 +1,4 @@
-"""What to buy, or where to place what: many models with loads and objectives on mixed devices."""
+"""Plans a fleet: which devices to buy, or which models to place where, for several models."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.lab.measure.report_text import format_ms, format_number
 from twostroke.lab.planner.devices import find_device, known_devices
-from twostroke.lab.planner.models import planned_model
+from twostroke.lab.planner.models import load_planned_model
 from twostroke.lab.planner.packing import Demand, Packer
 from twostroke.lab.planner.planner import Planner
-from twostroke.lab.planner.replicas import UNITS, DeviceGroup, Replicas
+from twostroke.lab.planner.replicas import TIME_UNITS, DeviceGroup, Replicas
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.packing import Option, PackingResult, PlacementPattern
     from twostroke.lab.planner.replicas import Shortfall
 
-_MOST_BOUGHT: Final = 100_000  # devices; a load that needs more is refused
-_FAR: Final = 1000.0  # times the price of carrying a load, for not carrying it
-_ALTERNATIVE_S: Final = 2.0  # for the integer program of each
-_MOST_ALTERNATIVES: Final = 3
+_MAX_BOUGHT_DEVICES: Final = 100_000  # a load that needs more is refused
+_MISSING_LOAD_PENALTY: Final = 1000.0  # multiple of the price of serving the load
+_ALTERNATIVE_TIME_LIMIT_S: Final = 2.0  # for the integer program of each alternative
+_MAX_ALTERNATIVES: Final = 3
 
 
 class PlacedReplica(Frozen):
-    """Replicas of one model in a group; `count` in each place. Latencies in seconds."""
+    """Replicas of one model on a group: `count` replicas on each group. Latencies in seconds."""
 
     model: str
     weights: str
@@ -47,7 +47,7 @@ class PlacedReplica(Frozen):
 
 
 class PlacementGroup(Frozen):
-    """Places that hold the same replicas; `count` devices are one place, and there are `times`."""
+    """`times` equal groups of `count` devices each, with the replicas on each group."""
 
     device: str
     count: int
@@ -59,10 +59,10 @@ class PlacementGroup(Frozen):
 
 
 class ServedLoad(Frozen):
-    """A model's load and how much of it is carried, in requests per second.
+    """A model's load and the part of it that is served, in requests per second.
 
-    `next_usd` is what an hour of one request per second more would cost; for "performance", the
-    value that it would take from others.
+    `next_usd` is the price per hour of one more request per second. For the objective
+    "performance" it is the value that other models would lose.
     """
 
     model: str
@@ -72,7 +72,7 @@ class ServedLoad(Frozen):
 
 
 class Alternative(Frozen):
-    """The best fleet without one kind of device: its price and its missing load as a share."""
+    """The best fleet without one kind of device: its price, and the share of load it misses."""
 
     without: str
     usd_per_hour: float
@@ -80,10 +80,20 @@ class Alternative(Frozen):
 
 
 class FleetPlan(Frozen):
-    """The answer. `verdict` says why there is none: then there are no groups.
+    """The answer to a fleet question.
 
-    `least_usd` is a bound on the price: no fleet of the replicas looked at costs less (None for
-    "performance"). `binding` says which limits decide. `mfu` and `mbu` are the question's.
+    Attributes:
+        objective: "cost" or "performance".
+        mfu, mbu: as in the question.
+        usd_per_hour: price of the fleet.
+        least_usd: lower bound for the price of any fleet of these replicas; None for
+            "performance".
+        groups: devices and their replicas; empty if there is a `verdict`.
+        models: load of each model.
+        binding: sentences about the limits that determine the result.
+        alternatives: fleets without one kind of device.
+        verdict: why no fleet meets the question; otherwise empty.
+        assumed: by model, configuration fields that are missing, as in `Plan`.
     """
 
     objective: str
@@ -96,280 +106,345 @@ class FleetPlan(Frozen):
     binding: tuple[str, ...]
     alternatives: tuple[Alternative, ...]
     verdict: str = ""
-    assumed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by model, as a plan's
+    assumed: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def make_fleet(question: FleetQuestion) -> FleetPlan:
-    """Return the fleet of least cost, or of most performance.
+    """Return the fleet with the lowest price, or with the highest performance.
 
     Raises:
-        UsageError: a device is not known, or has no price where one is needed.
+        UsageError: a device is unknown, or has no price where one is needed.
         ModelNotFoundError, ModelFormatError: a model cannot be planned.
     """
-    return _Choice(question).answer()
+    return _FleetPlanner(question).answer()
 
 
-class _Choice:
-    """The places, the replicas that they may hold, and the packer of one question."""
+class _FleetPlanner:
+    """The device groups of one question, their possible replicas, and a packer for them."""
 
     def __init__(self, question: FleetQuestion) -> None:
-        self._asked = question
-        self._names = _unique([one.label for one in question.models])
-        self._loads = tuple(one.requests_per_s for one in question.models)
-        self._makers = list(_makers(question))
+        self._question = question
+        self._names = _unique([model.label for model in question.models])
+        self._loads = tuple(model.requests_per_s for model in question.models)
+        self._replicas = list(_replicas_of_models(question))
         self._prices = {find_device(name).name: usd for name, usd in question.prices.items()}
-        kinds = [find_device(name) for name in question.stock or question.devices]
-        kinds = kinds or _for_sale(self._prices)
+        devices = [find_device(name) for name in question.stock or question.devices]
+        devices = devices or _devices_for_sale(self._prices)
         self._stock = {find_device(name).name: n for name, n in question.stock.items()}
-        self._places = list(self._all_places(kinds, self._stock))
-        self._options = self._replicas(self._places)
+        self._groups = list(self._possible_groups(devices, self._stock))
+        self._options = self._options_on(self._groups)
         self._packer = Packer(self._options)
 
     def answer(self) -> FleetPlan:
-        """Return the fleet."""
-        shortfalls = [maker.context_shortfall(self._names[i]) for i, maker in self._makers]
+        """Return the best fleet, or the reason why there is none."""
+        shortfalls = [
+            replicas.context_shortfall(self._names[index]) for index, replicas in self._replicas
+        ]
         if any(shortfalls):
-            return self._none(" ".join(dict.fromkeys(filter(None, shortfalls))))
-        if reasons := [one for index in range(len(self._names)) if (one := self._lack(index))]:
-            return self._none(" ".join(reasons))
+            return self._refusal(" ".join(dict.fromkeys(filter(None, shortfalls))))
+        reasons = [self._shortfall(index) for index in range(len(self._names))]
+        if any(reasons):
+            return self._refusal(" ".join(filter(None, reasons)))
         demand = self._demand()
-        packed = self._packer.pack(demand)
-        if demand.must_serve and not packed.carries(demand):
-            return self._none(self._refused(demand, packed))
-        if not packed.used:
-            return self._none(self._buys_nothing())
-        others = list(self._alternatives(demand, packed))
-        packed = self._packer.pack(demand)  # with the patterns found for the others, too
-        bought = sum(pattern.place.count * times for pattern, times in packed.used)
-        if not self._stock and bought > _MOST_BOUGHT:
-            return self._none(
-                f"The load needs {bought:,} devices, and at most {_MOST_BOUGHT:,} are planned: it "
-                "is more than any fleet of the table can carry."
+        packing = self._packer.pack(demand)
+        if demand.must_serve and not packing.carries(demand):
+            return self._refusal(self._missing_load(demand, packing))
+        if not packing.used:
+            return self._refusal(self._too_small_budget())
+        alternatives = list(self._alternatives(demand, packing))
+        packing = self._packer.pack(demand)  # patterns of the alternatives may improve it
+        num_devices = sum(pattern.group.count * times for pattern, times in packing.used)
+        if not self._stock and num_devices > _MAX_BOUGHT_DEVICES:
+            return self._refusal(
+                f"The load needs {num_devices:,} devices; plans have at most "
+                f"{_MAX_BOUGHT_DEVICES:,}. Lower requests_per_s."
             )
         return FleetPlan(
-            objective=self._asked.objective,
-            mfu=self._asked.mfu,
-            mbu=self._asked.mbu,
-            usd_per_hour=packed.usd_per_hour,
-            least_usd=packed.bound if demand.must_serve else None,
-            groups=tuple(self._groups(packed)),
-            models=tuple(self._served(demand, packed)),
-            binding=tuple(self._binding(demand, packed)),
-            alternatives=tuple(others),
+            objective=self._question.objective,
+            mfu=self._question.mfu,
+            mbu=self._question.mbu,
+            usd_per_hour=packing.usd_per_hour,
+            least_usd=packing.bound if demand.must_serve else None,
+            groups=tuple(self._placement_groups(packing)),
+            models=tuple(self._served_loads(demand, packing)),
+            binding=tuple(self._binding_limits(demand, packing)),
+            alternatives=tuple(alternatives),
             assumed={
-                self._names[index]: maker.model.assumed
-                for index, maker in self._makers
-                if maker.model.assumed
+                self._names[index]: replicas.model.assumed
+                for index, replicas in self._replicas
+                if replicas.model.assumed
             },
         )
 
-    def _none(self, verdict: str) -> FleetPlan:
-        asked = self._asked
-        return FleetPlan(asked.objective, asked.mfu, asked.mbu, 0.0, None, (), (), (), (), verdict)
+    def _refusal(self, verdict: str) -> FleetPlan:
+        return FleetPlan(
+            objective=self._question.objective,
+            mfu=self._question.mfu,
+            mbu=self._question.mbu,
+            usd_per_hour=0.0,
+            least_usd=None,
+            groups=(),
+            models=(),
+            binding=(),
+            alternatives=(),
+            verdict=verdict,
+        )
 
-    def _all_places(
-        self, kinds: Sequence[Device], stock: Mapping[str, int]
+    def _possible_groups(
+        self, devices: Sequence[Device], stock: Mapping[str, int]
     ) -> Iterator[DeviceGroup]:
-        asked = self._asked
-        for device in kinds:
+        """Yield groups of 1, 2, 4, ... devices of each kind."""
+        question = self._question
+        for device in devices:
             price = self._prices.get(device.name, device.usd_per_hour)
-            if price is None and (asked.objective == "cost" or asked.budget is not None):
+            if price is None and (question.objective == "cost" or question.budget is not None):
                 reason = f"The table has no price for {device.name}: give one as prices, such as "
                 raise UsageError(f"{reason}{{{device.name}: 2.50}}.")
             if device.memory_bytes is None:
                 raise UsageError(f"The memory of {device.name} is not known: use a .toml file.")
+            max_count = min(stock.get(device.name, 64), question.most_devices)
             for power in range(7):
-                count, most = 1 << power, min(stock.get(device.name, 64), asked.most_devices)
-                if count > most or (count > 1 and device.link is None):
+                count = 1 << power
+                if count > max_count or (count > 1 and device.link is None):
                     break
-                usable = device.memory_bytes * count * asked.memory_share
-                yield DeviceGroup(device, count, usable, (price or 0.0) * count, device.name)
+                yield DeviceGroup(
+                    device,
+                    count,
+                    memory_bytes=device.memory_bytes * count * question.memory_share,
+                    usd_per_hour=(price or 0.0) * count,
+                    stock=device.name,
+                )
 
-    def _replicas(self, places: Sequence[DeviceGroup]) -> list[Option]:
+    def _options_on(self, groups: Sequence[DeviceGroup]) -> list[Option]:
+        """Return the possible replicas of all models on each group."""
         return [
-            (place, [found for _, maker in self._makers for found in maker.on(place)])
-            for place in places
+            (
+                group,
+                [replica for _, replicas in self._replicas for replica in replicas.on_group(group)],
+            )
+            for group in groups
         ]
 
     def _demand(self) -> Demand:
-        """Return what is packed; a load that is left costs far more than to carry it, or its value.
+        """Return the load to pack.
 
-        For "performance" the price of places only decides between fleets that serve alike.
+        For "cost", missing load costs far more than serving it. For "performance" it costs its
+        value, and prices only decide between fleets that serve the same load.
         """
-        asked, dearest = self._asked, max(place.usd_per_hour for place in self._places) + 1
-        if asked.objective == "performance":
-            values = tuple(one.value for one in asked.models)
-            all_value = sum(v * load for v, load in zip(values, self._loads, strict=True))
-            weight = 1e-6 * all_value / dearest
-            return Demand(self._loads, values, self._stock, asked.budget, False, weight)  # noqa: FBT003
-        best = [0.0] * len(self._loads)
-        for _, found in self._options:
-            for one in found:
-                best[one.model] = max(best[one.model], one.requests_per_s)
+        question = self._question
+        max_usd = max(group.usd_per_hour for group in self._groups) + 1
+        if question.objective == "performance":
+            values = tuple(model.value for model in question.models)
+            total_value = sum(v * load for v, load in zip(values, self._loads, strict=True))
+            return Demand(
+                self._loads,
+                penalties=values,
+                stock=self._stock,
+                budget=question.budget,
+                must_serve=False,
+                usd_weight=1e-6 * total_value / max_usd,
+            )
+        max_rates = [0.0] * len(self._loads)
+        for _, replicas in self._options:
+            for replica in replicas:
+                max_rates[replica.model] = max(max_rates[replica.model], replica.requests_per_s)
         return Demand(
-            self._loads, tuple(_FAR * dearest / rate for rate in best), self._stock, asked.budget
+            self._loads,
+            penalties=tuple(_MISSING_LOAD_PENALTY * max_usd / rate for rate in max_rates),
+            stock=self._stock,
+            budget=question.budget,
         )
 
-    def _lack(self, index: int) -> str:
-        """Return why a model can run on no place, how far it is off and what helps."""
-        if any(one.model == index for _, found in self._options for one in found):
+    def _shortfall(self, index: int) -> str:
+        """Explain why a model runs on no group, by how much, and what helps; "" if it runs."""
+        if any(replica.model == index for _, replicas in self._options for replica in replicas):
             return ""
-        makers = [maker for owner, maker in self._makers if owner == index]
-        lacks = [maker.shortfall(place) for maker in makers for place in self._places]
-        if not lacks:
-            return f"There is no place for {self._names[index]}."
+        shortfalls = [
+            replicas.shortfall(group)
+            for owner, replicas in self._replicas
+            for group in self._groups
+            if owner == index
+        ]
+        if not shortfalls:
+            return f"There are no devices for {self._names[index]}."
         order = ("memory", "TTFT", "TPOT")
-        nearest = min(lacks, key=lambda one: (-order.index(one.figure), one.times))
-        return f"{self._names[index]}: {_told(nearest)}"
+        nearest = min(shortfalls, key=lambda each: (-order.index(each.figure), each.times))
+        return f"{self._names[index]}: {_describe(nearest)}"
 
-    def _refused(self, demand: Demand, packed: PackingResult) -> str:
-        """Return how much load stays, and what would carry it."""
-        pairs = list(zip(self._names, packed.missing, self._loads, strict=True))
-        shares = [f"{name} {lack / load:.0%}" for name, lack, load in pairs if lack > 1e-6 * load]
-        shown = ", ".join(shares[:5]) + (", ..." if len(shares) > 5 else "")
+    def _missing_load(self, demand: Demand, packing: PackingResult) -> str:
+        """Explain how much load the best packing misses, and what would serve it."""
+        pairs = list(zip(self._names, packing.missing, self._loads, strict=True))
+        shares = [f"{name} {miss / load:.0%}" for name, miss, load in pairs if miss > 1e-6 * load]
+        listed = ", ".join(shares[:5]) + (", ..." if len(shares) > 5 else "")
         if demand.budget is not None:
-            free = self._packer.pack(replace(demand, budget=None))
-            times = free.usd_per_hour / demand.budget
-            if free.carries(demand):
+            unlimited = self._packer.pack(replace(demand, budget=None))
+            times = unlimited.usd_per_hour / demand.budget
+            if unlimited.carries(demand):
                 return (
-                    f"The budget is too small: the cheapest fleet costs {free.usd_per_hour:,.2f} $ "
-                    f"an hour, {times:,.2f} times the budget."
+                    "The budget is too small: the cheapest fleet costs "
+                    f"{unlimited.usd_per_hour:,.2f} $ an hour, {times:,.2f} times the budget."
                 )
-        text = f"The devices cannot carry the load; missing in the best packing: {shown}."
+        text = f"The devices cannot carry the load; missing in the best packing: {listed}."
         return f"{text} {self._enough(demand)}"
 
-    def _buys_nothing(self) -> str:
-        """Return by how much a budget is too small for any replica."""
-        least_usd = min(option.usd_per_hour for option, replicas in self._options if replicas)
-        times = least_usd / (self._asked.budget or least_usd)
+    def _too_small_budget(self) -> str:
+        """Explain by how much the budget is too small for any replica."""
+        min_usd = min(group.usd_per_hour for group, replicas in self._options if replicas)
+        times = min_usd / (self._question.budget or min_usd)
         return (
-            f"The budget is too small for any replica: the cheapest place costs {least_usd:,.2f} $ "
-            f"an hour, {times:,.2f} times the budget."
+            "The budget is too small for any replica: the cheapest devices cost "
+            f"{min_usd:,.2f} $ an hour, {times:,.2f} times the budget."
         )
 
     def _enough(self, demand: Demand) -> str:
-        """Return what would have to be bought beside the stock."""
-        new = [one for one in known_devices().values() if one.memory_bytes and one.usd_per_hour]
-        bought = [replace(place, stock="") for place in self._all_places(new, {})]
-        owned = [replace(place, usd_per_hour=0.0) for place in self._places]
-        options = self._replicas([*owned, *bought])
-        more = Packer(options).pack(replace(demand, budget=None), time_limit_s=_ALTERNATIVE_S)
+        """Return a sentence about the devices that would serve the load beside the stock."""
+        devices = [d for d in known_devices().values() if d.memory_bytes and d.usd_per_hour]
+        bought = [replace(group, stock="") for group in self._possible_groups(devices, {})]
+        owned = [replace(group, usd_per_hour=0.0) for group in self._groups]
+        options = self._options_on([*owned, *bought])
+        packing = Packer(options).pack(
+            replace(demand, budget=None), time_limit_s=_ALTERNATIVE_TIME_LIMIT_S
+        )
         counts: dict[str, int] = {}
-        for pattern, times in more.used:
-            if not pattern.place.stock:
-                name = pattern.place.device.name
-                counts[name] = counts.get(name, 0) + times * pattern.place.count
-        shopping = ", ".join(f"{count:,} x {name}" for name, count in counts.items())
-        return f"Enough would be {shopping} more, for {more.usd_per_hour:,.2f} $ an hour."
+        for pattern, times in packing.used:
+            if not pattern.group.stock:
+                name = pattern.group.device.name
+                counts[name] = counts.get(name, 0) + times * pattern.group.count
+        devices_to_buy = ", ".join(f"{count:,} x {name}" for name, count in counts.items())
+        return f"Enough would be {devices_to_buy} more, for {packing.usd_per_hour:,.2f} $ an hour."
 
-    def _groups(self, packed: PackingResult) -> Iterator[PlacementGroup]:
-        ordered = sorted(packed.used, key=lambda one: -one[0].place.usd_per_hour * one[1])
-        for pattern, times in ordered:
-            place, replicas = pattern.place, pattern.replicas
+    def _placement_groups(self, packing: PackingResult) -> Iterator[PlacementGroup]:
+        """Yield the groups of a packing, the most expensive first."""
+        for pattern, times in sorted(
+            packing.used, key=lambda item: -item[0].group.usd_per_hour * item[1]
+        ):
+            group = pattern.group
             yield PlacementGroup(
-                device=place.device.name,
-                count=place.count,
+                device=group.device.name,
+                count=group.count,
                 times=times,
-                usd_per_hour=place.usd_per_hour * times,
-                memory_share=sum(one.memory_bytes for one in replicas) / place.memory_bytes,
-                time_share=sum(one.share for one in replicas) / UNITS,
-                replicas=tuple(self._placed(pattern)),
+                usd_per_hour=group.usd_per_hour * times,
+                memory_share=_memory_share(pattern),
+                time_share=_time_share(pattern),
+                replicas=tuple(self._placed_replicas(pattern)),
             )
 
-    def _placed(self, pattern: PlacementPattern) -> Iterator[PlacedReplica]:
-        for one in dict.fromkeys(pattern.replicas):
+    def _placed_replicas(self, pattern: PlacementPattern) -> Iterator[PlacedReplica]:
+        for replica in dict.fromkeys(pattern.replicas):
             yield PlacedReplica(
-                self._names[one.model],
-                one.weights,
-                pattern.replicas.count(one),
-                one.streams,
-                one.share / UNITS,
-                one.memory_bytes,
-                one.requests_per_s,
-                one.ttft_s,
-                one.tpot_s,
-                one.bound,
+                model=self._names[replica.model],
+                weights=replica.weights,
+                count=pattern.replicas.count(replica),
+                streams=replica.streams,
+                time_share=replica.time_units / TIME_UNITS,
+                memory_bytes=replica.memory_bytes,
+                requests_per_s=replica.requests_per_s,
+                ttft_s=replica.ttft_s,
+                tpot_s=replica.tpot_s,
+                bound=replica.bound,
             )
 
-    def _served(self, demand: Demand, packed: PackingResult) -> Iterator[ServedLoad]:
-        only_decides = 0.0 if demand.must_serve else demand.usd_weight * packed.usd_per_hour
-        rows = zip(self._names, self._loads, packed.missing, packed.load_prices, strict=True)
+    def _served_loads(self, demand: Demand, packing: PackingResult) -> Iterator[ServedLoad]:
+        # For "performance", prices below this only break ties.
+        min_price = 0.0 if demand.must_serve else demand.usd_weight * packing.usd_per_hour
+        rows = zip(self._names, self._loads, packing.missing, packing.load_prices, strict=True)
         for name, load, missing, price in rows:
             yield ServedLoad(
-                name, load, load - missing, price if price * load > only_decides else 0.0
+                name,
+                load,
+                carried=load - missing,
+                next_usd=price if price * load > min_price else 0.0,
             )
 
-    def _binding(self, demand: Demand, packed: PackingResult) -> Iterator[str]:
+    def _binding_limits(self, demand: Demand, packing: PackingResult) -> Iterator[str]:
+        """Yield sentences about used-up stocks, the budget, and full devices."""
         unit = "save {:,.2f} $ an hour" if demand.must_serve else "add a value of {:,.3g} a second"
-        for name, price in packed.stock_prices.items():
+        for name, price in packing.stock_prices.items():
             if price > 1e-9:
                 yield f"{name}: all are in use; one more would {unit.format(price)}."
-        if packed.budget_price > 1e-12:
-            yield f"Budget: one $ an hour more would {unit.format(packed.budget_price)}."
-        full = [0.0, 0.0, 0.0]
-        for pattern, times in packed.used:
-            memory = sum(one.memory_bytes for one in pattern.replicas) / pattern.place.memory_bytes
-            time = sum(one.share for one in pattern.replicas) / UNITS
-            usd = pattern.place.usd_per_hour * times or times
-            full = [full[0] + usd * (memory > 0.9), full[1] + usd * (time > 0.95), full[2] + usd]
-        if full[2]:
+        if packing.budget_price > 1e-12:
+            yield f"Budget: one $ an hour more would {unit.format(packing.budget_price)}."
+        total = full_memory = full_time = 0.0
+        for pattern, times in packing.used:
+            usd = pattern.group.usd_per_hour * times or times
+            total += usd
+            full_memory += usd * (_memory_share(pattern) > 0.9)
+            full_time += usd * (_time_share(pattern) > 0.95)
+        if total:
             yield (
-                f"Memory is full on {full[0] / full[2]:.0%} of the devices (by price), time on "
-                f"{full[1] / full[2]:.0%}."
+                f"Memory is full on {full_memory / total:.0%} of the devices (by price), time on "
+                f"{full_time / total:.0%}."
             )
 
-    def _alternatives(self, demand: Demand, packed: PackingResult) -> Iterator[Alternative]:
-        """Yield the best fleet without each of the kinds that cost most."""
+    def _alternatives(self, demand: Demand, packing: PackingResult) -> Iterator[Alternative]:
+        """Yield the best fleet without each of the kinds of devices with the highest cost."""
         usd: dict[str, float] = {}
-        for pattern, times in packed.used:
-            name = pattern.place.device.name
-            usd[name] = usd.get(name, 0.0) + pattern.place.usd_per_hour * times
-        for name in sorted(usd, key=usd.__getitem__, reverse=True)[:_MOST_ALTERNATIVES]:
-            other = self._packer.pack(demand, without=name, time_limit_s=_ALTERNATIVE_S)
-            lost = sum(m / load for m, load in zip(other.missing, self._loads, strict=True))
-            yield Alternative(name, other.usd_per_hour, lost / len(self._loads))
+        for pattern, times in packing.used:
+            name = pattern.group.device.name
+            usd[name] = usd.get(name, 0.0) + pattern.group.usd_per_hour * times
+        for name in sorted(usd, key=usd.__getitem__, reverse=True)[:_MAX_ALTERNATIVES]:
+            other = self._packer.pack(demand, without=name, time_limit_s=_ALTERNATIVE_TIME_LIMIT_S)
+            missing = sum(m / load for m, load in zip(other.missing, self._loads, strict=True))
+            yield Alternative(name, other.usd_per_hour, missing / len(self._loads))
 
 
-def _makers(question: FleetQuestion) -> Iterator[tuple[int, Replicas]]:
-    """Yield for each model and each way to store it what makes its replicas."""
-    known: dict[str, PlannedModel] = {}
+def _memory_share(pattern: PlacementPattern) -> float:
+    num_bytes = sum(replica.memory_bytes for replica in pattern.replicas)
+    return num_bytes / pattern.group.memory_bytes
+
+
+def _time_share(pattern: PlacementPattern) -> float:
+    return sum(replica.time_units for replica in pattern.replicas) / TIME_UNITS
+
+
+def _replicas_of_models(question: FleetQuestion) -> Iterator[tuple[int, Replicas]]:
+    """Yield the index and the `Replicas` of each model in each of its weight formats."""
+    models: dict[str, PlannedModel] = {}
     device = next(iter(known_devices().values()))
-    for index, one in enumerate(question.models):
+    for index, entry in enumerate(question.models):
         try:
-            model = known.get(one.model) or planned_model(one.model)
+            model = models.get(entry.model) or load_planned_model(entry.model)
         except TwostrokeError as error:
             raise type(error)(str(error), field=f"models[{index}].model") from None
-        known[one.model] = model
-        for stored in [model.as_(way) for way in one.formats] or [model]:
-            asked = one.question(question.mfu, question.mbu, question.token_budget)
-            planner = Planner(stored, device, asked)
-            yield index, Replicas(index, planner, one.requests_per_s, question.utilization)
+        models[entry.model] = model
+        for variant in [model.with_weights(name) for name in entry.formats] or [model]:
+            model_question = entry.question(question.mfu, question.mbu, question.token_budget)
+            planner = Planner(variant, device, model_question)
+            yield (
+                index,
+                Replicas(
+                    index, planner, load=entry.requests_per_s, utilization=question.utilization
+                ),
+            )
 
 
-def _for_sale(prices: Mapping[str, float]) -> list[Device]:
-    known = known_devices().values()
-    return [d for d in known if d.memory_bytes and (d.usd_per_hour or d.name in prices)]
+def _devices_for_sale(prices: Mapping[str, float]) -> list[Device]:
+    """Return the devices of the table with a known memory and a price."""
+    devices = known_devices().values()
+    return [d for d in devices if d.memory_bytes and (d.usd_per_hour or d.name in prices)]
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Return the names, numbered where one occurs several times."""
+    """Return the names; a name that occurs several times gets numbers: "a #1", "a #2"."""
     return [
         name if names.count(name) == 1 else f"{name} #{names[: i + 1].count(name)}"
         for i, name in enumerate(names)
     ]
 
 
-def _told(lack: Shortfall) -> str:
-    if lack.figure == "memory":
+def _describe(shortfall: Shortfall) -> str:
+    """Return a sentence about the nearest miss of a model, and what helps."""
+    if shortfall.figure == "memory":
         return (
             "it fits nowhere: one request with the weights takes "
-            f"{format_number(lack.value / 1e9)} GB, and {lack.place} offers "
-            f"{format_number(lack.limit / 1e9)} GB. Allow more most_devices, or fewer bits "
+            f"{format_number(shortfall.value / 1e9)} GB, and {shortfall.group} offers "
+            f"{format_number(shortfall.limit / 1e9)} GB. Allow more most_devices, or fewer bits "
             "(weights)."
         )
-    what = "a shorter prompt or more of it cached" if lack.figure == "TTFT" else "speculation"
+    is_ttft = shortfall.figure == "TTFT"
+    remedy = "a shorter prompt or more of it cached" if is_ttft else "speculation"
     return (
-        f"no device meets its objectives: on {lack.place} {lack.figure} is at least "
-        f"{format_ms(lack.value)} ms, {lack.times:,.2f} times the objective. Allow more "
-        f"most_devices, fewer bits (weights), or {what}."
+        f"no device meets its objectives: on {shortfall.group} {shortfall.figure} is at least "
+        f"{format_ms(shortfall.value)} ms, {shortfall.times:,.2f} times the objective. Allow more "
+        f"most_devices, fewer bits (weights), or {remedy}."
     )

@@ -1,4 +1,4 @@
-"""Reads the YAML file that describes a fleet; errors name the line and the nearest word."""
+"""Reads the YAML file of a fleet; errors name the line, and the nearest known word."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from twostroke.core.errors import TwostrokeError, UsageError, nearest
 from twostroke.core.frozen import Frozen, check_range
 from twostroke.core.yaml_file import YamlFile, steps
 from twostroke.lab.planner.devices import find_device
-from twostroke.lab.planner.question import LEAST_SHARE, Question, usual_budget
+from twostroke.lab.planner.question import MIN_EFFICIENCY, Question, default_token_budget
 from twostroke.model.program.cost import WEIGHTS
 
 
-def _needs() -> str:
+def _missing_packages() -> str:
     return f"Fleet files need the packages highspy and pyyaml: run {install_command('plan')}."
 
 
 class FleetModel(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """A model, its load and its objectives.
+    """A model of the fleet, its load and its objectives.
 
     Attributes:
-        model: as for `planned_model`.
+        model: a name or path, as in `load_planned_model`.
         requests_per_s: its load.
-        name: how answers call it, if not as the model.
-        weights: ways to store it (`WEIGHTS`), of which one is chosen for each replica; none for
-            that of its file.
+        name: its name in answers; empty for the name of the model.
+        weights: weight formats (keys of `WEIGHTS`); each replica uses one format. Empty for the
+            format of the model's file.
         prompt, output, cached, kv_format: as in `Question`.
         ttft, tpot: objectives in milliseconds.
-        value: how much a request counts, if not all can be served.
+        value: value of a request, if not all requests can be served.
     """
 
     model: str
@@ -48,14 +48,14 @@ class FleetModel(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """Its name in answers."""
+        """Name of the model in answers."""
         path = Path(self.model)
         stem = path.stem if path.suffix in {".gguf", ".json"} else path.name
         return self.name or (path.parent.name if path.name == "config.json" else stem)
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The ways to store it."""
+        """Weight formats; empty for the format of the model's file."""
         return (self.weights,) if isinstance(self.weights, str) else self.weights
 
     def question(self, mfu: float, mbu: float, token_budget: int) -> Question:
@@ -81,21 +81,21 @@ class FleetModel(Frozen, forbid_unknown_fields=True, kw_only=True):
 
 
 class FleetQuestion(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """What a fleet must do, and what it may be made of.
+    """The load of a fleet, and the devices that it may have.
 
     Attributes:
-        models: what it runs.
-        objective: "cost" carries all load for the least money; "performance" serves as much as
-            devices and budget allow.
-        stock: how many devices of each kind are there; without it devices are bought.
-        devices: kinds that may be bought; none for all of the table that have a price.
-        prices: $ an hour of a device, where that of the table does not hold.
-        budget: $ an hour for all devices.
-        most_devices: that divide one model.
-        mfu, mbu: shares of arithmetic and bandwidth that the engine reaches.
+        models: the models that it serves.
+        objective: "cost" serves all load at the lowest price; "performance" serves the
+            most valuable load that devices and budget allow.
+        stock: number of available devices of each kind; empty if devices are bought.
+        devices: kinds that may be bought; empty for all kinds of the table with a price.
+        prices: $ per hour by device, which replace the prices of the table.
+        budget: most $ per hour for all devices.
+        most_devices: largest number of devices that divide one model.
+        mfu, mbu: shares of the peak arithmetic and bandwidth that the engine reaches.
         token_budget: as in `Question`.
-        utilization: the share of its time for which a replica has work; the rest absorbs bursts.
-        memory_share: of a device, for weights, keys and values.
+        utilization: share of its time for which a replica has work; the rest absorbs bursts.
+        memory_share: share of a device's memory for weights, keys and values.
     """
 
     models: tuple[FleetModel, ...]
@@ -107,15 +107,15 @@ class FleetQuestion(Frozen, forbid_unknown_fields=True, kw_only=True):
     most_devices: int = 8
     mfu: float = 1.0
     mbu: float = 1.0
-    token_budget: int = usual_budget(is_here=False)
+    token_budget: int = default_token_budget(is_here=False)
     utilization: float = 0.8
     memory_share: float = 0.9
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
+        """Check the ranges; raises UsageError with the field."""
         if not self.models:
             raise UsageError("must name at least one model.", field="models")
-        check_range(self, "mfu", "mbu", least=LEAST_SHARE, most=1)
+        check_range(self, "mfu", "mbu", least=MIN_EFFICIENCY, most=1)
         check_range(self, "utilization", "memory_share", most=1)
         check_range(self, "most_devices", least=1, most=64)
         check_range(self, "token_budget", least=1, most=1 << 27)
@@ -132,27 +132,29 @@ class FleetQuestion(Frozen, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_fleet(path: Path) -> FleetQuestion:
-    """Read the question in a file; raises as `read_fleet_with_lines`."""
+    """Return the question in a file; raises as `read_fleet_with_lines`."""
     return read_fleet_with_lines(path)[0]
 
 
 def read_fleet_with_lines(path: Path) -> tuple[FleetQuestion, YamlFile]:
-    """Read the question in a file, with lines for later errors: a pipe can be read only once.
+    """Return the question in a file, and the file's lines for later errors.
+
+    The file is read once, since it may be a pipe.
 
     Raises:
-        UsageError: it is not YAML, or a value is wrong; with the file's name and line.
-        ModelFormatError: it cannot be read.
+        UsageError: it is not YAML, or a value is wrong; the message names file and line.
+        ModelFormatError: the file cannot be read.
     """
-    file = YamlFile(path, _needs())
+    file = YamlFile(path, _missing_packages())
     question = file.read(FleetQuestion)
-    for index, one in enumerate(question.models):
+    for index, model in enumerate(question.models):
         try:
-            one.question(question.mfu, question.mbu, question.token_budget)
+            model.question(question.mfu, question.mbu, question.token_budget)
         except UsageError as error:
             raise file.at(["models", index, error.field or ""], str(error)) from None
     for field in ("stock", "devices", "prices"):
-        given = getattr(question, field)
-        for index, device in enumerate(given):
+        names = getattr(question, field)
+        for index, device in enumerate(names):
             try:
                 find_device(device)
             except TwostrokeError as error:
@@ -162,7 +164,7 @@ def read_fleet_with_lines(path: Path) -> tuple[FleetQuestion, YamlFile]:
 
 
 def at_line(file: YamlFile, error: TwostrokeError) -> TwostrokeError:
-    """Return an error about a field of the file with the field's line; others as they are."""
+    """Return an error about a field with the line of the field; other errors unchanged."""
     if error.field is None:
         return error
     return type(error)(str(file.at(steps(error.field), str(error))))

@@ -1,4 +1,4 @@
-"""The model of a plan: its Program, and how many bytes its weights take."""
+"""Models of plans: their Programs, and the bytes of their weights."""
 
 from __future__ import annotations
 
@@ -35,16 +35,27 @@ if TYPE_CHECKING:
     from twostroke.model.weights import LoadedModel
 
 
-_SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_SIZE_FIELDS: Final = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+)
 _MXFP4_BITS: Final = 4.25  # a scale of 8 bits for 32 weights
 
 
 class PlannedModel(Frozen):
-    """A model as a plan sees it.
+    """A model as plans see it.
 
-    `weight_bytes` has the size of each weight in memory; `stored` says how they are stored.
-    `origin` is the model with its own weights, where these are others. `assumed` are the sizes that
-    its configuration leaves out, so that they are those of transformers.
+    Attributes:
+        name: its name in plans.
+        program: its operations.
+        weight_bytes: bytes of each weight in memory, by name.
+        stored: the weights' number formats, as text.
+        arithmetic: the arithmetic of its products, a key of `Device.peaks`.
+        identity: identifies weights that are on this machine; otherwise empty.
+        origin: the model with the weights of its file, if `weight_bytes` are of other formats.
+        assumed: configuration fields that are missing, so that transformers' defaults are used.
     """
 
     name: str
@@ -52,51 +63,57 @@ class PlannedModel(Frozen):
     weight_bytes: Mapping[str, int]
     stored: str
     arithmetic: str
-    identity: str = ""  # of the weights, where they are here
+    identity: str = ""
     origin: PlannedModel | None = None
     assumed: tuple[str, ...] = ()
 
     @property
     def num_weights(self) -> int:
-        """How many weights there are, those of all experts included."""
+        """Number of weights, with all experts."""
         return sum(map(prod, self.program.weight_shapes.values()))
 
     @property
     def all_bytes(self) -> int:
-        """The bytes of all weights."""
+        """Bytes of all weights."""
         return sum(self.weight_bytes.values())
 
     @property
     def hidden_size(self) -> int:
-        """Values that a token has between layers."""
+        """Width of the values between layers."""
         return self.program.value_widths[self.program.layer_outputs[-1]]
 
-    def as_(self, weights: str) -> PlannedModel:
-        """Return the model with its weights stored in another way, a key of `WEIGHTS`.
+    def with_weights(self, weights: str) -> PlannedModel:
+        """Return the model with its weights in another format, a key of `WEIGHTS`.
 
         Raises:
-            UsageError: there is no such way.
+            UsageError: `WEIGHTS` has no such format.
         """
         if weights not in WEIGHTS:
             reason = f"must be one of {', '.join(WEIGHTS)}, got '{{value}}'."
             hint = nearest(weights, WEIGHTS)
             raise UsageError(f"{reason}{hint}", field="weights", value=weights)
-        how = WEIGHTS[weights]
-        stored = {
-            name: int(prod(shape) * (how.bits if _is_quantized(name, shape) else 16) / 8)
+        weight_type = WEIGHTS[weights]
+        weight_bytes = {
+            name: int(prod(shape) * (weight_type.bits if _is_quantized(name, shape) else 16) / 8)
             for name, shape in self.program.weight_shapes.items()
         }
-        origin = self.origin or (self if self.weight_bytes else None)
-        given = self.name, self.program, stored, weights, how.arithmetic
-        return PlannedModel(*given, origin=origin, assumed=self.assumed)
+        return PlannedModel(
+            self.name,
+            self.program,
+            weight_bytes=weight_bytes,
+            stored=weights,
+            arithmetic=weight_type.arithmetic,
+            origin=self.origin or (self if self.weight_bytes else None),
+            assumed=self.assumed,
+        )
 
 
-def planned_model(model: str) -> PlannedModel:
-    """Return the model called `model`, or that which a config.json (or its folder) describes.
+def load_planned_model(model: str) -> PlannedModel:
+    """Return the model called `model`, or the model that a config.json (or its folder) describes.
 
-    Weights have the size that the cpu backend packs them to, mostly that in the model's file. Where
-    there is only a configuration, it says how matrices are quantized; in ways that plans do not
-    know they have 16 bits. Of a model of the hub that is not here, headers alone are fetched.
+    Weights have the size that the cpu backend packs them to, mostly their size in the file. A
+    configuration without weights says how matrices are quantized; if plans do not know this way of
+    quantizing, they have 16 bits. Of a model of the hub that is not here, only headers are fetched.
 
     Raises:
         ModelNotFoundError, ModelFormatError: as `load`.
@@ -104,54 +121,56 @@ def planned_model(model: str) -> PlannedModel:
     """
     path = env.with_home(model)
     config = path / "config.json" if path.is_dir() else path
-    is_whole = path.is_dir() and any(path.glob("*.safetensors"))
+    has_weights = path.is_dir() and any(path.glob("*.safetensors"))
     if config.suffix == ".json" and config.is_file():
         name = config.parent.name if config.name == "config.json" else config.stem
         values = read_json(config)
         program = described_program(config.name, values, name)
-        if program is None and not is_whole:
+        if program is None and not has_weights:
             program = build_program(hf_spec(hf_fields(config.name, values), name))
         if program is not None:
-            return _configured(name, program, text_fields(config.name, values))
-    remote = parse_hub_name(model)
-    if remote is not None and find_record(remote) is None:
-        return _from_hub(remote)
-    from twostroke.model.load import load  # configurations need none of it
+            return _model_of_configuration(name, program, text_fields(config.name, values))
+    hub_name = parse_hub_name(model)
+    if hub_name is not None and find_record(hub_name) is None:
+        return _from_hub(hub_name)
+    from twostroke.model.load import load  # not needed for configurations
 
     loaded = load(model)
-    return _of(loaded, loaded.name, weights_identity(loaded.tensors))
+    return _model_of_weights(loaded, loaded.name, weights_identity(loaded.tensors))
 
 
 def _from_hub(name: HubName) -> PlannedModel:
-    """Return a model of the hub, of which only headers are fetched."""
+    """Return a model of the hub; only its headers are fetched."""
     with TemporaryDirectory(prefix="twostroke-") as folder:
-        path = fetch_headers(name, Path(folder), _tables)
+        path = fetch_headers(name, Path(folder), _rope_table_ranges)
         if path.is_dir():
             values = read_json(path / "config.json")
             if (program := described_program("config.json", values, str(name))) is not None:
-                own = str(name).removeprefix("hf:")
-                return _configured(own, program, text_fields("config.json", values))
+                model_name = str(name).removeprefix("hf:")
+                return _model_of_configuration(
+                    model_name, program, text_fields("config.json", values)
+                )
             fields = hf_fields("config.json", values)
             if published_layout(fields) is not None:
                 raise ModelFormatError(
                     f"The weights of {name} are quantized in a way that headers do not show: fetch "
                     f"it with 'twostroke pull {name}'."
                 )
-        return _of(load_path(path, str(name)), str(name).removeprefix("hf:"), "")
+        return _model_of_weights(load_path(path, str(name)), str(name).removeprefix("hf:"), "")
 
 
-def _configured(name: str, program: Program, fields: Fields) -> PlannedModel:
-    """Return a model of which only the configuration is known."""
-    assumed = tuple(key for key in _SIZES if not fields.has(key))
+def _model_of_configuration(name: str, program: Program, fields: Fields) -> PlannedModel:
+    """Return a model that has only a configuration."""
+    assumed = tuple(key for key in _SIZE_FIELDS if not fields.has(key))
     model = PlannedModel(name, program, {}, "", "", assumed=assumed)
     quantization = fields.part("quantization_config")
     if quantization is None:
-        return model.as_("bf16")
+        return model.with_weights("bf16")
     method = quantization.text("quant_method")
     if method in {"fp8", "fbgemm_fp8"}:
-        return model.as_("fp8")
-    plain = model.as_("bf16")
-    if method == "mxfp4":  # of the experts alone
+        return model.with_weights("fp8")
+    plain = model.with_weights("bf16")
+    if method == "mxfp4":  # only the experts are quantized
         experts = set[str]()
         for op in program.ops:
             if isinstance(op, MixtureOfExperts):
@@ -162,28 +181,35 @@ def _configured(name: str, program: Program, fields: Fields) -> PlannedModel:
         }
         return replace(plain, weight_bytes=sizes, stored="experts mxfp4, bf16")
     if method in {"gptq", "awq", "auto-round", "intel/auto-round"}:
-        known = {4: "w4a16", 8: "int8"}
+        weights_by_bits = {4: "w4a16", 8: "int8"}
         bits = quantization.integer("bits", 16, default=4)
-        if bits in known:
-            return model.as_(known[bits])
+        if bits in weights_by_bits:
+            return model.with_weights(weights_by_bits[bits])
     return replace(plain, stored=f"bf16 in place of {method}")
 
 
-def _tables(path: Path, name: str) -> list[tuple[int, int]] | None:
-    """Return where a GGUF file has numbers that its configuration needs; None if it is cut off."""
+def _rope_table_ranges(path: Path, name: str) -> list[tuple[int, int]] | None:
+    """Return offset and size of the RoPE tables in a GGUF file; None if its header is cut off."""
     try:
         header = read_header(path, name)
     except TruncatedError:
         return None
-    entries = [one for one in header.entries if one.name in ROPE_TABLES]
-    return [(one.start, one.num_bytes or 0) for one in entries]
+    tables = [entry for entry in header.entries if entry.name in ROPE_TABLES]
+    return [(entry.start, entry.num_bytes or 0) for entry in tables]
 
 
-def _of(loaded: LoadedModel, name: str, identity: str) -> PlannedModel:
+def _model_of_weights(loaded: LoadedModel, name: str, identity: str) -> PlannedModel:
     program = build_program(loaded.spec)
     sizes = {key: loaded.tensors[key].packed_bytes for key in program.weight_shapes}
     formats = sorted({tensor.format.name for tensor in loaded.tensors.values()})
-    return PlannedModel(name, program, sizes, ", ".join(formats), "bf16", identity)
+    return PlannedModel(
+        name,
+        program,
+        weight_bytes=sizes,
+        stored=", ".join(formats),
+        arithmetic="bf16",
+        identity=identity,
+    )
 
 
 def _is_quantized(name: str, shape: tuple[int, ...]) -> bool:

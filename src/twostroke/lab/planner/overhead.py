@@ -1,4 +1,4 @@
-"""How far steps are from their least times, told by those near them."""
+"""How much longer steps take than their minimum times, interpolated between measured steps."""
 
 from __future__ import annotations
 
@@ -12,61 +12,75 @@ if TYPE_CHECKING:
 
     from twostroke.model.program.batch import BatchShape
 
-_OF_ROWS: Final = 2  # of a place's coordinates: rows, and rows of a request
-_CELLS: Final = 8  # for each doubling of a coordinate
+_NUM_ROW_COORDINATES: Final = 2  # the first coordinates: rows, and rows per request
+_CELLS_PER_DOUBLING: Final = 8
 
 
 class OverheadRatio(NamedTuple):
-    """A known step: its place, its name, and what its parts take over their least times."""
+    """A measured step: its coordinates, its name, and the times of its parts.
 
-    place: tuple[float, ...]
+    `attention` and `products` are ratios to the minimum times; `rest_s` is in seconds.
+    """
+
+    position: tuple[float, ...]
     name: str
     attention: float
     products: float
     rest_s: float
 
 
-def factors_at(place: Sequence[float], known: Sequence[OverheadRatio]) -> Factors:
-    """Return the factors of a step at a place. Contexts matter to attention alone."""
-    near = [nearness(place, one.place) for one in known]
-    rows = place[:_OF_ROWS]
+def factors_at(position: Sequence[float], steps: Sequence[OverheadRatio]) -> Factors:
+    """Return the factors at a position, as weighted means over measured steps.
 
-    def of_rows(values: Sequence[float]) -> float:
-        pairs = zip(known, values, strict=True)
-        return mean_near(rows, [(one.place[:_OF_ROWS], value) for one, value in pairs])
+    The context influences only attention.
+    """
+    row_position = position[:_NUM_ROW_COORDINATES]
 
-    attention = [(one.place, math.log(one.attention)) for one in known]
+    def mean_by_rows(values: Sequence[float]) -> float:
+        pairs = zip(steps, values, strict=True)
+        return weighted_mean(
+            row_position, [(step.position[:_NUM_ROW_COORDINATES], value) for step, value in pairs]
+        )
+
+    attention = [(step.position, math.log(step.attention)) for step in steps]
+    nearest = max(steps, key=lambda step: nearness(position, step.position))
     return Factors(
-        attention=math.exp(mean_near(place, attention)),
-        products=math.exp(of_rows([math.log(one.products) for one in known])),
-        rest_s=of_rows([one.rest_s for one in known]),
-        nearest=known[max(range(len(near)), key=near.__getitem__)].name,
+        attention=math.exp(weighted_mean(position, attention)),
+        products=math.exp(mean_by_rows([math.log(step.products) for step in steps])),
+        rest_s=mean_by_rows([step.rest_s for step in steps]),
+        nearest=nearest.name,
     )
 
 
-def mean_near(place: Sequence[float], known: Sequence[tuple[Sequence[float], float]]) -> float:
-    """Return the mean of the values known at places, by their nearness to `place`."""
-    weights = [nearness(place, there) for there, _ in known]
-    return sum(w * value for w, (_, value) in zip(weights, known, strict=True)) / sum(weights)
+def weighted_mean(
+    position: Sequence[float], values: Sequence[tuple[Sequence[float], float]]
+) -> float:
+    """Return the mean of values that belong to positions, weighted by their `nearness`."""
+    weights = [nearness(position, other) for other, _ in values]
+    products = [weight * value for weight, (_, value) in zip(weights, values, strict=True)]
+    return sum(products) / sum(weights)
 
 
-def place_of(batch: BatchShape) -> tuple[float, ...]:
-    """Return the coordinates of a step: logarithms of rows, rows of a request, and context."""
-    requests = len(batch.starts)
-    sizes = batch.num_rows, batch.num_rows / requests, 64 + batch.num_attended() / batch.num_rows
+def coordinates(batch: BatchShape) -> tuple[float, ...]:
+    """Return the position of a step: logarithms of rows, rows per request, and mean context."""
+    sizes = (
+        batch.num_rows,
+        batch.num_rows / len(batch.starts),
+        64 + batch.num_attended() / batch.num_rows,
+    )
     return tuple(map(math.log2, sizes))
 
 
 def cell_of(batch: BatchShape) -> tuple[int, ...]:
-    """Return the coordinates of a step, as multiples of an eighth of a doubling."""
-    return tuple([round(_CELLS * one) for one in place_of(batch)])
+    """Return the cell of a step: its coordinates in eighths of a doubling, rounded."""
+    return tuple([round(_CELLS_PER_DOUBLING * value) for value in coordinates(batch)])
 
 
-def middle_of(cell: tuple[int, ...]) -> list[float]:
-    """Return the coordinates of a cell's middle."""
-    return [one / _CELLS for one in cell]
+def cell_center(cell: tuple[int, ...]) -> list[float]:
+    """Return the coordinates of a cell's center."""
+    return [index / _CELLS_PER_DOUBLING for index in cell]
 
 
-def nearness(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the weight of a place for another: the inverse fourth power of their distance."""
-    return 1 / (math.dist(one, other) ** 4 + 1e-9)
+def nearness(position: Sequence[float], other: Sequence[float]) -> float:
+    """Return the weight of one position for another: the inverse 4th power of the distance."""
+    return 1 / (math.dist(position, other) ** 4 + 1e-9)

@@ -1,14 +1,14 @@
-"""Packs replicas into places: column generation, whose programs the solver HiGHS solves.
+"""Packs replicas onto groups of devices by column generation; the solver HiGHS does the programs.
 
-A pattern is a set of replicas, at most one of a model, that fit into a place together. The linear
-program chooses how often each known pattern is used; its duals price each model's load, and a
-dynamic program finds the pattern that is worth most at these prices (Gilmore and Gomory, 1961).
-When no better pattern exists the linear program's value is a bound that no packing passes. The
-integer program over all patterns found gives the packing.
+A pattern is a set of replicas that fit together on one group, at most one of each model. A linear
+program chooses how often each known pattern is used. Its duals are a price for each model's load,
+and a dynamic program finds the pattern with the highest value at these prices (Gilmore and Gomory,
+1961). When no pattern improves the linear program, its value is a lower bound for every packing.
+An integer program over all patterns then gives the packing.
 
-Where all load must be carried, a model needs one replica that carries all of its load, or two. The
-linear program would take 1.2 of one that carries five sixths, so it has this as rows of its own:
-they bring the bound near to what whole replicas cost.
+If all load must be served, a model needs one replica that serves its whole load, or at least two
+replicas. The linear program alone would take 1.2 replicas that each serve five sixths. Extra rows
+demand whole replicas, which brings the bound close to the price of whole replicas.
 """
 
 from __future__ import annotations
@@ -20,37 +20,42 @@ import numpy as np
 from twostroke.core.env import install_command
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
-from twostroke.lab.planner.replicas import UNITS, DeviceGroup, PlannedReplica
+from twostroke.lab.planner.replicas import TIME_UNITS, DeviceGroup, PlannedReplica
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-_CELLS: Final = 160  # into which the memory of a place is divided; a replica's is rounded up
-_MOST_ROUNDS: Final = 200
-_LEAST_GAIN: Final = 1e-6  # of a pattern's cost, for which it is added
-_GAP: Final = 0.002
-_LOADED: Final = 1 - 1e-6  # of a load that counts as carried
-_BLENDS: Final = np.linspace(0, 1, 7)[:, None]
-_PRICES: Final = np.linspace(0.2, 1, 9)[:, None, None]
+_MEMORY_CELLS: Final = 160  # a group's memory is divided into these; a replica's is rounded up
+_MAX_ITERATIONS: Final = 200
+_MIN_RELATIVE_GAIN: Final = 1e-6  # of a pattern's cost; patterns that gain less are not added
+_MIP_RELATIVE_GAP: Final = 0.002
+_SERVED_SHARE: Final = 1 - 1e-6  # a load counts as served from this share on
+_TIME_WEIGHTS: Final = np.linspace(0, 1, 7)[:, None]
+_PRICE_FACTORS: Final = np.linspace(0.2, 1, 9)[:, None, None]
 
 
-Option: TypeAlias = "tuple[DeviceGroup, Sequence[PlannedReplica]]"  # what a place may hold
+Option: TypeAlias = "tuple[DeviceGroup, Sequence[PlannedReplica]]"  # a group and its replicas
 
 
 class PlacementPattern(Frozen):
-    """Replicas in one place."""
+    """Replicas that share one group."""
 
-    place: DeviceGroup
+    group: DeviceGroup
     replicas: tuple[PlannedReplica, ...]
 
 
 class Demand(Frozen):
-    """What is packed: each model's load, and what a request that is not served costs.
+    """The load to serve, and the limits.
 
-    `stock` limits the devices of a kind. With `must_serve` a packing that leaves load is none.
-    `usd_weight` multiplies the price of places; it is small if they only decide between equals.
+    Attributes:
+        loads: requests per second of each model.
+        penalties: cost of not serving one request per second of each model.
+        stock: number of available devices by name of the stock; no entry for no limit.
+        budget: most $ per hour.
+        must_serve: a packing that leaves load unserved is no solution.
+        usd_weight: multiplies the prices of groups. A small weight makes prices only break ties.
     """
 
     loads: tuple[float, ...]
@@ -62,11 +67,16 @@ class Demand(Frozen):
 
 
 class PackingResult(Frozen):
-    """How often each pattern is used.
+    """The patterns of a packing, and what limits it.
 
-    `missing` is the load of each model that is not carried. `bound` is the least value that any
-    packing has, `value` what this one has. `load_prices` says by how much a model's next request
-    per second would raise the value, `stock_prices` by how much one device more would lower it.
+    Attributes:
+        used: patterns and how often each is used.
+        missing: load of each model that is not served.
+        value: objective value: weighted price plus penalties.
+        bound: lower bound for the value of every packing.
+        load_prices: increase of the value per additional request per second of each model.
+        stock_prices: decrease of the value per additional device of a stock.
+        budget_price: decrease of the value per additional $ per hour.
     """
 
     used: tuple[tuple[PlacementPattern, int], ...]
@@ -79,20 +89,20 @@ class PackingResult(Frozen):
 
     @property
     def usd_per_hour(self) -> float:
-        """The price of all places."""
-        return sum(pattern.place.usd_per_hour * times for pattern, times in self.used)
+        """Price of all groups."""
+        return sum(pattern.group.usd_per_hour * times for pattern, times in self.used)
 
     def carries(self, demand: Demand) -> bool:
-        """Whether all load is carried."""
+        """Whether all load is served."""
         pairs = zip(self.missing, demand.loads, strict=True)
-        return all(missing <= (1 - _LOADED) * load for missing, load in pairs)
+        return all(missing <= (1 - _SERVED_SHARE) * load for missing, load in pairs)
 
 
 class Packer:
-    """Packs replicas into places; patterns found once serve the next packing, too."""
+    """Packs replicas onto groups; patterns of earlier packings are used again."""
 
     def __init__(self, options: Sequence[Option]) -> None:
-        """Take each place's possible replicas.
+        """Take the possible replicas of each group.
 
         Raises:
             UsageError: the solver is not installed.
@@ -105,126 +115,141 @@ class Packer:
                 f"{install_command('plan')}."
             ) from None
         self._highs: Any = highspy
-        self._items = [_Items(place, found) for place, found in options if found]
+        self._items = [_GroupItems(group, replicas) for group, replicas in options if replicas]
         self._patterns: list[PlacementPattern] = []
 
     def pack(self, demand: Demand, without: str = "", time_limit_s: float = 8.0) -> PackingResult:
-        """Return the packing of least value, without devices of the kind `without`."""
-        items = [one for one in self._items if one.place.device.name != without]
+        """Return the packing of lowest value, without devices of the kind `without`."""
+        group_items = [items for items in self._items if items.group.device.name != without]
         program = _Program(self._highs, demand)
         for pattern in self._patterns:
-            if pattern.place.device.name != without:
+            if pattern.group.device.name != without:
                 program.add(pattern)
-        self._find_patterns(items, program)
+        self._find_patterns(group_items, program)
         prices = program.prices()
-        if program.count_replicas():
-            self._find_patterns(items, program)
+        if program.require_whole_replicas():
+            self._find_patterns(group_items, program)
         return program.packed(time_limit_s, prices)
 
-    def _find_patterns(self, items: Sequence[_Items], program: _Program) -> None:
-        """Add patterns to a program until none lowers its value, and solve it."""
-        for _ in range(_MOST_ROUNDS):
+    def _find_patterns(self, group_items: Sequence[_GroupItems], program: _Program) -> None:
+        """Solve the linear program, and add patterns until no pattern lowers its value."""
+        for _ in range(_MAX_ITERATIONS):
             program.solve()
-            better = [found for one in items if (found := one.best(program))]
-            if not better:
+            patterns = [pattern for items in group_items if (pattern := items.best(program))]
+            if not patterns:
                 break
-            self._patterns += better
-            for pattern in better:
+            self._patterns += patterns
+            for pattern in patterns:
                 program.add(pattern)
 
 
-class _Items:
-    """The replicas of a place that may be worth it as arrays: units of time, cells of memory."""
+class _GroupItems:
+    """The possible replicas of a group as arrays, in time units and memory cells.
 
-    def __init__(self, place: DeviceGroup, replicas: Sequence[PlannedReplica]) -> None:
-        self.place, self._replicas = place, list(replicas)
-        self._arrange()
-        kept = [self._undominated(group, self._rates) for group in self._groups]
-        self._replicas = [self._replicas[index] for group in kept for index in sorted(group)]
-        self._arrange()
+    Replicas that another replica of the model beats in rate, time and memory are left out.
+    """
 
-    def _arrange(self) -> None:
+    def __init__(self, group: DeviceGroup, replicas: Sequence[PlannedReplica]) -> None:
+        self.group = group
+        self._replicas = list(replicas)
+        self._build_arrays()
+        undominated = [self._undominated(indices, self._rates) for indices in self._by_model]
+        self._replicas = [self._replicas[index] for group in undominated for index in sorted(group)]
+        self._build_arrays()
+
+    def _build_arrays(self) -> None:
         replicas = self._replicas
-        self._models = np.array([one.model for one in replicas])
-        self._starts = np.flatnonzero(np.diff(self._models, prepend=-1))
-        self._group_of = np.cumsum(np.diff(self._models, prepend=-1) > 0) - 1
-        self._groups = [np.flatnonzero(self._models == one) for one in np.unique(self._models)]
-        self._rates = np.array([one.requests_per_s for one in replicas])
-        self._units = np.array([one.share for one in replicas])
-        cells = np.array([one.memory_bytes for one in replicas]) / self.place.memory_bytes * _CELLS
+        self._models = np.array([replica.model for replica in replicas])
+        is_new_model = np.diff(self._models, prepend=-1)
+        self._model_starts = np.flatnonzero(is_new_model)
+        self._model_order = np.cumsum(is_new_model > 0) - 1
+        self._by_model = [np.flatnonzero(self._models == m) for m in np.unique(self._models)]
+        self._rates = np.array([replica.requests_per_s for replica in replicas])
+        self._units = np.array([replica.time_units for replica in replicas])
+        num_bytes = np.array([replica.memory_bytes for replica in replicas])
+        cells = num_bytes / self.group.memory_bytes * _MEMORY_CELLS
         self._cells = np.ceil(cells - 1e-9).astype(int)
-        self._sizes = _BLENDS * (self._units / UNITS) + (1 - _BLENDS) * (self._cells / _CELLS)
+        time_share = self._units / TIME_UNITS
+        memory_share = self._cells / _MEMORY_CELLS
+        # Weighted means of both shares: (weights, replicas).
+        self._sizes = _TIME_WEIGHTS * time_share + (1 - _TIME_WEIGHTS) * memory_share
 
     def best(self, program: _Program) -> PlacementPattern | None:
-        """Return the pattern that lowers the program's value most, if any does."""
-        cost = program.cost(self.place)
-        worth = program.worth(self._models, self._rates)
-        gained = cost + _LEAST_GAIN * (1 + abs(cost))
-        useful = self._useful(worth, cost, gained)
+        """Return the pattern that lowers the program's value most; None if none lowers it."""
+        cost = program.cost(self.group)
+        values = program.values(self._models, self._rates)
+        min_value = cost + _MIN_RELATIVE_GAIN * (1 + abs(cost))
+        useful = self._useful(values, cost, min_value)
         if not useful.any():
             return None
-        items = [group[useful[group]] for group in self._groups]
-        groups = [self._undominated(one, worth) for one in items if len(one)]
-        value, chosen = self._knapsack(groups, worth)
-        if value <= gained:
+        items = [indices[useful[indices]] for indices in self._by_model]
+        candidates = [self._undominated(indices, values) for indices in items if len(indices)]
+        value, selected = self._knapsack(candidates, values)
+        if value <= min_value:
             return None
-        return PlacementPattern(self.place, tuple(self._replicas[index] for index in chosen))
+        return PlacementPattern(self.group, tuple(self._replicas[index] for index in selected))
 
-    def _useful(self, worth: NDArray[Any], cost: float, gained: float) -> NDArray[Any]:
-        """Return which replicas may be in a pattern that is worth more than `gained`.
+    def _useful(self, values: NDArray[Any], cost: float, min_value: float) -> NDArray[Any]:
+        """Return which replicas can be part of a pattern whose value exceeds `min_value`: (n,).
 
-        A blend of time and memory is space, and has a price. Parts of replicas that are worth more
-        than their space bound any pattern's worth, and that of patterns with a certain replica.
+        A replica's size is a weighted mean of its shares of time and memory, and sizes of a pattern
+        add up to at most 1. At any price per size, a pattern's value is at most the price plus, for
+        each model, the largest value above the price of its size. The same bound with one replica
+        fixed decides whether the replica is useful.
         """
-        prices = cost * _PRICES
-        gains = (worth - prices * self._sizes).reshape(-1, len(worth))
-        of_models = np.maximum(np.maximum.reduceat(gains, self._starts, axis=1), 0)
-        of_space = prices.ravel().repeat(len(_BLENDS))[:, None]
-        bounds = of_space + of_models.sum(axis=1, keepdims=True)
-        with_each = bounds - of_models[:, self._group_of] + gains
-        return np.asarray((with_each > gained).all(axis=0) & (worth > 0))
+        prices = cost * _PRICE_FACTORS
+        gains = (values - prices * self._sizes).reshape(-1, len(values))
+        model_gains = np.maximum.reduceat(gains, self._model_starts, axis=1)
+        model_gains = np.maximum(model_gains, 0)
+        size_prices = prices.ravel().repeat(len(_TIME_WEIGHTS))[:, None]
+        bounds = size_prices + model_gains.sum(axis=1, keepdims=True)
+        bounds_with_replica = bounds - model_gains[:, self._model_order] + gains
+        return np.asarray((bounds_with_replica > min_value).all(axis=0) & (values > 0))
 
-    def _undominated(self, items: NDArray[Any], worth: NDArray[Any]) -> list[int]:
-        """Return the replicas of a model that no other beats in worth, time and memory."""
-        order = np.lexsort((self._cells[items], self._units[items], -worth[items]))
-        least, kept = np.full(UNITS + 1, _CELLS + 1), []  # cells of those kept, by units at most
+    def _undominated(self, items: NDArray[Any], values: NDArray[Any]) -> list[int]:
+        """Return the replicas of a model that no other replica beats in value, time and memory."""
+        order = np.lexsort((self._cells[items], self._units[items], -values[items]))
+        min_cells = np.full(TIME_UNITS + 1, _MEMORY_CELLS + 1)  # by time units, or fewer
+        undominated: list[int] = []
         for index in items[order].tolist():
             units, cells = int(self._units[index]), int(self._cells[index])
-            if cells < least[units]:
-                kept.append(index)
-                np.minimum(least[units:], cells, out=least[units:])
-        return kept
+            if cells < min_cells[units]:
+                undominated.append(index)
+                np.minimum(min_cells[units:], cells, out=min_cells[units:])
+        return undominated
 
-    def _knapsack(self, groups: list[list[int]], worth: NDArray[Any]) -> tuple[float, list[int]]:
-        """Return the most worth in a place, and the replicas of it: at most one of a group."""
-        tables = [np.zeros((UNITS + 1, _CELLS + 1))]
-        for items in groups:
+    def _knapsack(self, models: list[list[int]], values: NDArray[Any]) -> tuple[float, list[int]]:
+        """Return the highest value of a pattern, and its replicas: at most one of each model."""
+        tables = [np.zeros((TIME_UNITS + 1, _MEMORY_CELLS + 1))]
+        for items in models:
             before, after = tables[-1], tables[-1].copy()
             for index in items:
                 units, cells = self._units[index], self._cells[index]
-                part = after[units:, cells:]
-                gained = before[: UNITS + 1 - units, : _CELLS + 1 - cells] + worth[index]
-                np.maximum(part, gained, out=part)
+                reachable = after[units:, cells:]
+                rest = before[: TIME_UNITS + 1 - units, : _MEMORY_CELLS + 1 - cells]
+                np.maximum(reachable, rest + values[index], out=reachable)
             tables.append(after)
-        chosen, units, cells = list[int](), UNITS, _CELLS
-        for items, before, after in reversed(list(zip(groups, tables, tables[1:], strict=False))):
+        selected, units, cells = list[int](), TIME_UNITS, _MEMORY_CELLS
+        for items, before, after in reversed(list(zip(models, tables, tables[1:], strict=False))):
             if after[units, cells] == before[units, cells]:
                 continue
-            index = max(items, key=lambda one: self._with(before, one, units, cells, worth))
-            chosen.append(index)
-            units, cells = units - int(self._units[index]), cells - int(self._cells[index])
-        return float(tables[-1][UNITS, _CELLS]), chosen
+            sums = [self._value_with(before, index, units, cells, values) for index in items]
+            index = items[int(np.argmax(sums))]
+            selected.append(index)
+            units -= int(self._units[index])
+            cells -= int(self._cells[index])
+        return float(tables[-1][TIME_UNITS, _MEMORY_CELLS]), selected
 
-    def _with(
-        self, table: NDArray[Any], index: int, units: int, cells: int, worth: NDArray[Any]
+    def _value_with(
+        self, table: NDArray[Any], index: int, units: int, cells: int, values: NDArray[Any]
     ) -> float:
-        """Return the worth of a replica with the best that fits beside it."""
+        """Return the value of a replica and of the best pattern of `table` that fits beside it."""
         units, cells = units - self._units[index], cells - self._cells[index]
-        return float(table[units, cells] + worth[index]) if min(units, cells) >= 0 else -np.inf
+        return float(table[units, cells] + values[index]) if min(units, cells) >= 0 else -np.inf
 
 
 class _Prices(NamedTuple):
-    """Duals: by how much a request per second, a device of the stock or a $ changes the value."""
+    """Duals: change of the value per request per second, per device of a stock, and per $."""
 
     loads: tuple[float, ...]
     stock: dict[str, float]
@@ -232,9 +257,10 @@ class _Prices(NamedTuple):
 
 
 class _Program:
-    """The program over known patterns: columns are missing loads, then patterns.
+    """The program over known patterns.
 
-    Rows are loads, replicas of models (free until `count_replicas`), stocks and the budget.
+    Columns are the missing share of each model's load, then patterns. Rows are served loads,
+    numbers of replicas (free until `require_whole_replicas`), stocks, and the budget.
     """
 
     def __init__(self, highs: Any, demand: Demand) -> None:
@@ -243,35 +269,39 @@ class _Program:
         self._solver.setOptionValue("output_flag", False)  # noqa: FBT003 - takes no names
         self._columns: list[PlacementPattern] = []
         num_models = len(demand.loads)
-        self._stocks = {name: 2 * num_models + i for i, name in enumerate(demand.stock)}
-        self._budget_row = 2 * num_models + len(self._stocks)
+        self._stock_rows = {name: 2 * num_models + i for i, name in enumerate(demand.stock)}
+        self._budget_row = 2 * num_models + len(self._stock_rows)
         infinite = highs.kHighsInf
         self._loads = np.array(demand.loads)
-        for _ in demand.loads:  # a row counts whole loads
+        for _ in demand.loads:  # in shares of the load: at least 1
             self._solver.addRow(1.0, infinite, 0, [], [])
         for _ in demand.loads:
             self._solver.addRow(-infinite, infinite, 0, [], [])
-        for most in demand.stock.values():
-            self._solver.addRow(-infinite, most, 0, [], [])
+        for num_devices in demand.stock.values():
+            self._solver.addRow(-infinite, num_devices, 0, [], [])
         budget = infinite if demand.budget is None else demand.budget
         self._solver.addRow(-infinite, budget, 0, [], [])
         for row, (load, penalty) in enumerate(zip(demand.loads, demand.penalties, strict=True)):
-            rows = [row, num_models + row]
-            self._solver.addCol(penalty * load, 0, 1, 2, rows, [1.0, 2.0])
+            self._add_column(penalty * load, upper=1, entries={row: 1.0, num_models + row: 2.0})
+
+    def _add_column(self, cost: float, *, upper: float, entries: dict[int, float]) -> None:
+        """Add a column with entries by row; its value is from 0 to `upper`."""
+        rows, values = list(entries), list(entries.values())
+        self._solver.addCol(cost, 0, upper, len(entries), rows, values)
 
     def add(self, pattern: PlacementPattern) -> None:
-        """Add a column."""
-        place, entries = pattern.place, dict[int, float]()
-        for one in pattern.replicas:  # at most one of a model
-            share = one.requests_per_s / self._loads[one.model]
-            entries[one.model] = share
-            entries[len(self._loads) + one.model] = float(_counted(share))
-        if (row := self._stocks.get(place.stock)) is not None:
-            entries[row] = place.count
-        entries[self._budget_row] = place.usd_per_hour
-        cost = self._demand.usd_weight * place.usd_per_hour
-        rows, values = list(entries), list(entries.values())
-        self._solver.addCol(cost, 0, self._highs.kHighsInf, len(rows), rows, values)
+        """Add the column of a pattern."""
+        group = pattern.group
+        entries = dict[int, float]()
+        for replica in pattern.replicas:  # at most one of each model
+            share = replica.requests_per_s / self._loads[replica.model]
+            entries[replica.model] = share
+            entries[len(self._loads) + replica.model] = float(_replica_count(share))
+        if (row := self._stock_rows.get(group.stock)) is not None:
+            entries[row] = group.count
+        entries[self._budget_row] = group.usd_per_hour
+        cost = self._demand.usd_weight * group.usd_per_hour
+        self._add_column(cost, upper=self._highs.kHighsInf, entries=entries)
         self._columns.append(pattern)
 
     def solve(self) -> None:
@@ -279,78 +309,88 @@ class _Program:
         self._solver.run()
         self._duals = np.array(self._solver.getSolution().row_dual)
 
-    def count_replicas(self) -> bool:
-        """Demand one whole replica or two of each model, if all load can and must be carried."""
-        self._is_possible = max(self._missing()) <= 1 - _LOADED
+    def require_whole_replicas(self) -> bool:
+        """Require enough whole replicas of each model, if all load can and must be served.
+
+        Return whether this changed the program.
+        """
+        self._is_possible = max(self._missing_shares()) <= 1 - _SERVED_SHARE
         if not (self._demand.must_serve and self._is_possible):
             return False
-        self._bound_replicas(2.0)
+        self._set_min_replicas(2.0)
         return True
 
-    def _bound_replicas(self, least: float) -> None:
+    def _set_min_replicas(self, count: float) -> None:
         for row in range(len(self._loads), 2 * len(self._loads)):
-            self._solver.changeRowBounds(row, least, self._highs.kHighsInf)
+            self._solver.changeRowBounds(row, count, self._highs.kHighsInf)
 
-    def _missing(self) -> list[float]:
+    def _missing_shares(self) -> list[float]:
         return list(self._solver.getSolution().col_value[: len(self._loads)])
 
     def prices(self) -> _Prices:
-        """Return what the limits cost; before replicas are counted, which have prices, too."""
+        """Return the prices of the limits.
+
+        Call it before `require_whole_replicas`: afterwards replicas have a part of the price.
+        """
         return _Prices(
             tuple(map(float, self._duals[: len(self._loads)].clip(0) / self._loads)),
-            {name: float(-self._duals[row]) for name, row in self._stocks.items()},
+            {name: float(-self._duals[row]) for name, row in self._stock_rows.items()},
             float(-self._duals[self._budget_row]),
         )
 
-    def worth(self, models: NDArray[Any], rates: NDArray[Any]) -> NDArray[Any]:
-        """Return what replicas of models are worth that carry so many requests per second."""
+    def values(self, models: NDArray[Any], rates: NDArray[Any]) -> NDArray[Any]:
+        """Return the values of replicas of these models with these requests per second: (n,)."""
         shares = rates / self._loads[models]
-        of_load, of_replica = self._duals[: 2 * len(self._loads)].clip(0).reshape(2, -1)
-        return np.asarray(of_load[models] * shares + of_replica[models] * _counted(shares))
+        load_duals, replica_duals = self._duals[: 2 * len(self._loads)].clip(0).reshape(2, -1)
+        load_values = load_duals[models] * shares
+        return np.asarray(load_values + replica_duals[models] * _replica_count(shares))
 
-    def cost(self, place: DeviceGroup) -> float:
-        """Return what a place costs at the prices of stock and budget."""
-        cost = (self._demand.usd_weight - self._duals[self._budget_row]) * place.usd_per_hour
-        row = self._stocks.get(place.stock)
-        return float(cost if row is None else cost - self._duals[row] * place.count)
+    def cost(self, group: DeviceGroup) -> float:
+        """Return the cost of a group at the prices of stock and budget."""
+        cost = (self._demand.usd_weight - self._duals[self._budget_row]) * group.usd_per_hour
+        row = self._stock_rows.get(group.stock)
+        return float(cost if row is None else cost - self._duals[row] * group.count)
 
     def packed(self, time_limit_s: float, prices: _Prices) -> PackingResult:
-        """Return the best packing with the known patterns; `prices` are shown with it."""
+        """Return the best packing of the known patterns; `prices` become part of the result."""
         demand, solver = self._demand, self._solver
         bound, num_models = float(solver.getInfo().objective_function_value), len(demand.loads)
         columns = range(num_models, num_models + len(self._columns))
         for column in columns:
             solver.changeColIntegrality(column, self._highs.HighsVarType.kInteger)
         solver.setOptionValue("time_limit", time_limit_s)
-        solver.setOptionValue("mip_rel_gap", _GAP)
-        values = self._integers(0.0) if demand.must_serve and self._is_possible else None
+        solver.setOptionValue("mip_rel_gap", _MIP_RELATIVE_GAP)
+        values = self._solve_integer(0.0) if demand.must_serve and self._is_possible else None
         if values is None:
-            self._bound_replicas(-self._highs.kHighsInf)
-            values = self._integers(1.0) or [*(1.0 for _ in demand.loads), *(0.0 for _ in columns)]
-        times = [round(value) for value in values[num_models:]]
-        pairs_used = zip(self._columns, times, strict=True)
-        used = tuple((pattern, count) for pattern, count in pairs_used if count)
+            self._set_min_replicas(-self._highs.kHighsInf)
+            empty_packing = [*(1.0 for _ in demand.loads), *(0.0 for _ in columns)]
+            values = self._solve_integer(1.0) or empty_packing
+        counts = [round(value) for value in values[num_models:]]
+        pairs = zip(self._columns, counts, strict=True)
+        used = tuple((pattern, count) for pattern, count in pairs if count)
         shares = zip(values[:num_models], demand.loads, strict=True)
-        lacking = tuple(max(0.0, share) * load for share, load in shares)
-        usd = sum(pattern.place.usd_per_hour * count for pattern, count in used)
-        lost = sum(p * lack for p, lack in zip(demand.penalties, lacking, strict=True))
+        missing = tuple(max(0.0, share) * load for share, load in shares)
+        usd = sum(pattern.group.usd_per_hour * count for pattern, count in used)
+        penalty = sum(p * load for p, load in zip(demand.penalties, missing, strict=True))
         return PackingResult(
-            used,
-            lacking,
-            demand.usd_weight * usd + lost,
-            bound,
-            *prices,
+            used=used,
+            missing=missing,
+            value=demand.usd_weight * usd + penalty,
+            bound=bound,
+            load_prices=prices.loads,
+            stock_prices=prices.stock,
+            budget_price=prices.budget,
         )
 
-    def _integers(self, share_missing: float) -> list[float] | None:
-        """Return the values of the integer program's columns; None if there is no solution."""
+    def _solve_integer(self, max_missing_share: float) -> list[float] | None:
+        """Return the values of the integer program's columns; None if it has no solution."""
         for column in range(len(self._loads)):
-            self._solver.changeColBounds(column, 0, share_missing)
+            self._solver.changeColBounds(column, 0, max_missing_share)
         self._solver.run()
         solution = self._solver.getSolution()
         return list(solution.col_value) if solution.value_valid else None
 
 
-def _counted(share: Any) -> Any:
-    """Return as how many of two replicas one counts that carries so much of a model's load."""
-    return 1 + (share >= _LOADED)
+def _replica_count(share: Any) -> Any:
+    """Return how much a replica counts in the row that demands two: 2 if it serves all load."""
+    return 1 + (share >= _SERVED_SHARE)

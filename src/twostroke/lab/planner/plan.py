@@ -1,26 +1,27 @@
-"""Answers a question: what fits, how fast both strokes are, and what they cost."""
+"""Makes plans: memory, speed of prefill and decode, costs, and the effects of changes."""
 
 from __future__ import annotations
 
 from math import ceil
 from typing import TYPE_CHECKING
 
+from msgspec import field
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
 from twostroke.lab.measure.report_text import format_ms, format_number
 from twostroke.lab.planner.explain import explain
-from twostroke.lab.planner.planner import Planner, last_that
+from twostroke.lab.planner.planner import Planner, largest_where
 from twostroke.lab.planner.prices import usd_per_million_tokens
-from twostroke.lab.planner.question import MAX_DEVICES, MOST_UNASKED, context_shortfall
+from twostroke.lab.planner.question import DEFAULT_MAX_STREAMS, MAX_DEVICES, context_shortfall
 from twostroke.lab.planner.queueing import loads, user_load
-from twostroke.lab.planner.reference_calibration import MEASURED, ReferenceCalibration
+from twostroke.lab.planner.reference_calibration import REFERENCE, ReferenceCalibration
 from twostroke.lab.planner.roofline import kv_bytes
 from twostroke.lab.planner.variants import variants
 from twostroke.model.program.batch import BatchShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from twostroke.lab.planner.calibration import Calibration
     from twostroke.lab.planner.devices import Device
@@ -30,14 +31,19 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.queueing import Loaded, UserLoad
     from twostroke.lab.planner.roofline import PlannedStepTime
 
-_MOST_STREAMS = 1 << 14  # that a plan looks at
-_DRAFTS, _ACCEPTANCE, _DRAFT_COST = 3, 0.7, 0.1  # of the speculation that a plan looks at
+_MAX_PLANNED_STREAMS = 1 << 14
+# Speculation as a what-if: drafts per round, the chance that a draft is accepted, and the cost of
+# computing a draft as a share of a decode step.
+_NUM_DRAFTS = 3
+_ACCEPTANCE_RATE = 0.7
+_DRAFT_COST_RATIO = 0.1
 
 
 class WhatIf(Frozen):
-    """What another choice would give at the plan's number of streams.
+    """The effect of one change at the plan's number of streams.
 
-    `most_streams` is what would fit, None where the device's memory is not known.
+    `change` names the change. `most_streams` is the number of requests that would fit, None if the
+    device's memory is unknown.
     """
 
     change: str
@@ -48,10 +54,15 @@ class WhatIf(Frozen):
 
 
 class Calibrated(Frozen):
-    """How far times can be trusted: what the measured steps say of each other.
+    """How reliable corrected times are.
 
-    `error` is the median, as a share, and None for a single step. `nearest` is the step that counts
-    most for `chosen`.
+    Attributes:
+        date: day of the last measurement.
+        num_threads: threads of the measured steps.
+        num_steps: number of measured shapes of steps.
+        error: median error when each step is predicted from the other steps, as a share; None if
+            only one step was measured.
+        nearest: the measured step that corrects the plan's decode step most.
     """
 
     date: str
@@ -62,11 +73,16 @@ class Calibrated(Frozen):
 
 
 class Roof(Frozen):
-    """What the devices of a plan offer together, as far as an engine reaches it.
+    """The limits of the plan's devices together, times MFU and MBU.
 
-    `peak` is in operations/s of the plan's arithmetic, `bandwidth` in bytes/s, as is `link`, that
-    of one device: None if it is not known and takes no time. `source` and `price_source` say where
-    figures come from, the price with its date.
+    Attributes:
+        peak: operations per second in the plan's arithmetic.
+        bandwidth: memory bandwidth in bytes per second.
+        link: bandwidth between devices in bytes per second; None if unknown (exchanges then take
+            no time).
+        usd_per_hour: price of all devices.
+        source: where the figures come from.
+        price_source: where the price comes from, with its date.
     """
 
     peak: float
@@ -78,12 +94,26 @@ class Roof(Frozen):
 
 
 class Plan(Frozen):
-    """The answer to a question. `chosen` is None if no number of streams does what is asked.
+    """The answer to a question.
 
-    `bound` says why there are no more streams, where their number was not asked for.
-
-    `prefill` and `decode` are the steps of a prompt and of `shown` streams. `loads` are shares of
-    the load that the chosen streams carry. `user_load` is None if the question names no users.
+    Attributes:
+        arithmetic: the arithmetic of the products, a key of `Device.peaks`.
+        ttft_s: time of the prompt alone.
+        knee: streams from which arithmetic limits decode steps.
+        shown_streams: number of streams of `decode` and of the what-ifs.
+        prefill, decode: times of one prompt, and of a decode step.
+        rows: figures by number of streams.
+        chosen_row: figures of the largest number of streams that meets all objectives, or of the
+            given number; None if the question cannot be met.
+        verdict: why the question cannot be met; empty if it can.
+        bound: what limits the number of streams, unless the question gives the number.
+        prefill_per_decode: prefill devices that keep one decode device busy.
+        loads: mean latencies at shares of the load that the chosen streams carry.
+        steps: the formulas with their numbers.
+        user_load: figures for the question's users; None without users.
+        calibrated: the measured steps that correct times; None without them.
+        assumed: configuration fields that are missing, so that transformers' defaults are used.
+        usual: the model and machine of the reference steps that correct times; empty without them.
     """
 
     model: str
@@ -98,11 +128,11 @@ class Plan(Frozen):
     knee: float
     ttft_s: float
     prefill_bottleneck: str
-    shown: int
+    shown_streams: int = field(name="shown")
     prefill: PlannedStepTime
     decode: PlannedStepTime
     rows: tuple[Row, ...]
-    chosen: Row | None
+    chosen_row: Row | None = field(name="chosen")
     verdict: str
     bound: str
     prefill_per_decode: float | None
@@ -111,15 +141,15 @@ class Plan(Frozen):
     steps: tuple[str, ...]
     user_load: UserLoad | None = None
     calibrated: Calibrated | None = None
-    assumed: tuple[str, ...] = ()  # sizes that the model's configuration leaves out
-    usual: str = ""  # of which model, on which machine, the steps are by which times are corrected
+    assumed: tuple[str, ...] = ()
+    usual: str = ""
 
     @property
     def fits(self) -> bool:
-        """Whether the context holds a request, and the memory as many streams as are asked."""
+        """Whether context and memory are large enough for the requests, and steps for streams."""
         is_short_enough = self.question.prompt + self.question.output <= self.context_length
         has_memory = self.memory.most_streams != 0
-        return is_short_enough and has_memory and self.shown >= (self.question.streams or 1)
+        return is_short_enough and has_memory and self.shown_streams >= (self.question.streams or 1)
 
 
 def make_plan(
@@ -128,21 +158,26 @@ def make_plan(
     question: Question,
     calibration: Calibration | ReferenceCalibration | None = None,
 ) -> Plan:
-    """Return the answer to `question` for a model on devices of one kind.
+    """Return the plan that answers `question` for a model on devices of one kind.
 
-    `calibration` corrects times: that of the model on this machine, or of another model.
+    `calibration` corrects times: measured steps of this model, or reference steps of another model.
     """
     planner = Planner(model, device, question, calibration)
-    memory, prefill = planner.memory(), planner.prefill()
-    fitting = _MOST_STREAMS if memory.most_streams is None else memory.most_streams
-    fitting = min(fitting, _MOST_STREAMS)
-    room = min(fitting, question.most_decoding or fitting)
-    most = planner.most_within(room)
-    unasked = most if question.tpot_s is not None else min(most, MOST_UNASKED)
-    streams = question.streams or unasked
-    verdict = _verdict(planner, memory, fitting, most)
-    chosen = planner.row(streams) if verdict == "" else None
-    shown = max(1, min(streams or question.streams or 1, room))
+    memory = planner.memory()
+    prefill = planner.prefill()
+    num_fitting = _MAX_PLANNED_STREAMS
+    if memory.most_streams is not None:
+        num_fitting = min(memory.most_streams, _MAX_PLANNED_STREAMS)
+    num_running = min(num_fitting, question.max_decoding_streams or num_fitting)
+    max_streams = planner.max_streams(num_running)
+    default_streams = max_streams
+    if question.tpot_s is None:
+        default_streams = min(max_streams, DEFAULT_MAX_STREAMS)
+    streams = question.streams or default_streams
+    verdict = _verdict(planner, memory, num_fitting, max_streams)
+    chosen_row = planner.row(streams) if verdict == "" else None
+    shown_streams = max(1, min(streams or question.streams or 1, num_running))
+    has_answer = chosen_row is not None
     return Plan(
         model=model.name,
         stored=model.stored,
@@ -156,180 +191,216 @@ def make_plan(
         knee=planner.knee,
         ttft_s=prefill.seconds,
         prefill_bottleneck=prefill.bottleneck,
-        shown=shown,
+        shown_streams=shown_streams,
         prefill=prefill,
-        decode=planner.decode(shown),
-        rows=tuple(planner.row(count) for count in _counts(room, shown)),
-        chosen=chosen,
+        decode=planner.decode(shown_streams),
+        rows=tuple(
+            planner.row(count) for count in _shown_stream_counts(num_running, shown_streams)
+        ),
+        chosen_row=chosen_row,
         verdict=verdict,
-        bound="" if chosen is None else _bound(planner, memory, chosen.streams),
-        prefill_per_decode=None if chosen is None else planner.prefill_per_decode(chosen.streams),
-        loads=() if chosen is None else loads(planner, chosen.streams),
-        what_ifs=tuple(_what_ifs(planner, shown)),
-        steps=tuple(explain(planner, memory, shown)),
-        user_load=None if chosen is None else user_load(planner, chosen.streams),
-        calibrated=_calibrated(planner, shown),
-        usual=MEASURED if isinstance(calibration, ReferenceCalibration) else "",
+        bound=_stream_limit(planner, memory, streams) if has_answer else "",
+        prefill_per_decode=planner.prefill_per_decode(streams) if has_answer else None,
+        loads=loads(planner, streams) if has_answer else (),
+        what_ifs=tuple(_what_ifs(planner, shown_streams)),
+        steps=tuple(explain(planner, memory, shown_streams)),
+        user_load=user_load(planner, streams) if has_answer else None,
+        calibrated=_calibrated(planner, shown_streams),
+        usual=REFERENCE if isinstance(calibration, ReferenceCalibration) else "",
         assumed=model.assumed,
     )
 
 
 def _roof(planner: Planner) -> Roof:
     roofline = planner.roofline
-    offered = roofline.peak, roofline.bandwidth, roofline.link
-    return Roof(*offered, planner.usd_per_hour, planner.device.source, planner.price_source)
+    return Roof(
+        roofline.peak,
+        roofline.bandwidth,
+        link=roofline.link,
+        usd_per_hour=planner.usd_per_hour,
+        source=planner.device.source,
+        price_source=planner.price_source,
+    )
 
 
 def _calibrated(planner: Planner, streams: int) -> Calibrated | None:
-    known = planner.calibration
-    if known is None or isinstance(known, ReferenceCalibration):
+    calibration = planner.calibration
+    if calibration is None or isinstance(calibration, ReferenceCalibration):
         return None
-    nearest = planner.decode(streams).nearest
-    error = known.error(planner.roofline.measured)
-    return Calibrated(known.date, known.num_threads, known.num_steps, error, nearest)
+    return Calibrated(
+        calibration.date,
+        calibration.num_threads,
+        num_steps=calibration.num_steps,
+        error=calibration.error(planner.roofline.measured),
+        nearest=planner.decode(streams).nearest,
+    )
 
 
-def _verdict(planner: Planner, memory: MemoryPlan, fitting: int, most: int) -> str:
-    """Return why what is asked cannot be, by how much, and what would do it; else nothing."""
-    asked, name = planner.question, planner.device.name
+def _verdict(planner: Planner, memory: MemoryPlan, num_fitting: int, max_streams: int) -> str:
+    """Explain which requirement is missed, by how much, and what would meet it; "" if all are met.
+
+    `num_fitting` requests fit into memory; `max_streams` of them meet the latency objectives.
+    """
+    question, name = planner.question, planner.device.name
     context_length = planner.model.program.context_length
-    if shortfall := context_shortfall(planner.model.name, context_length, asked):
+    if shortfall := context_shortfall(planner.model.name, context_length, question):
         return shortfall
-    if fitting < 1:
+    if num_fitting < 1:
         return (
             f"It does not fit: weights take {format_number(memory.weights / 1e9)} GB and one "
-            f"request {format_number(memory.kv_per_request / 1e9)} GB, and {asked.count} x {name} "
-            f"offers {format_number((memory.usable or 0) / 1e9)} GB for them. "
-            f"{_what_fits(planner, memory)}."
+            f"request {format_number(memory.kv_per_request / 1e9)} GB, and {question.count} x "
+            f"{name} offers {format_number((memory.usable or 0) / 1e9)} GB for them. "
+            f"{_fitting_changes(planner, memory)}."
         )
-    if asked.streams is not None and asked.streams > fitting:
-        return f"{asked.streams} streams do not fit: at most {fitting} do."
-    if asked.streams is not None and asked.streams > (asked.most_decoding or asked.streams):
-        needed = ceil(asked.streams * (asked.num_new + asked.output) / asked.output)
+    if question.streams is not None and question.streams > num_fitting:
+        return f"{question.streams} streams do not fit: at most {num_fitting} do."
+    limit = question.max_decoding_streams
+    if question.streams is not None and limit is not None and question.streams > limit:
+        needed = ceil(question.streams * (question.num_new + question.output) / question.output)
         return (
-            f"At most {asked.most_decoding:,} of {asked.streams:,} streams can decode at once: "
-            f"their prompts fill the rest of steps of {asked.token_budget:,} tokens. All need "
-            f"steps of at least {needed:,}."
+            f"At most {limit:,} of {question.streams:,} streams can decode at once: prefill fills "
+            f"the rest of each step of {question.token_budget:,} tokens. All streams need steps of "
+            f"at least {needed:,} tokens (--token-budget)."
         )
-    return "" if 1 <= (asked.streams or 1) <= most else _late(planner, most)
+    if 1 <= (question.streams or 1) <= max_streams:
+        return ""
+    return _missed_objective(planner, max_streams)
 
 
-def _late(planner: Planner, most: int) -> str:
-    """Return which objective is missed, by how much, and what would meet it."""
-    asked, streams = planner.question, planner.question.streams or 1
-    fewer = f"; at most {most:,} would meet it" if most else ""
+def _missed_objective(planner: Planner, max_streams: int) -> str:
+    """Explain which latency objective is missed, by how much, and what would meet it."""
+    question = planner.question
+    streams = question.streams or 1
+    fewer = f"; at most {max_streams:,} would meet it" if max_streams else ""
     cases = (
-        ("The first token", asked.ttft_s, Planner.ttft_s, "a shorter prompt or more of it cached"),
-        ("A token", asked.tpot_s, Planner.tpot_s, "fewer bits for each weight, or speculation"),
+        (
+            "The first token",
+            question.ttft_s,
+            Planner.ttft_s,
+            "a shorter prompt or more of it cached",
+        ),
+        (
+            "Each further token",
+            question.tpot_s,
+            Planner.tpot_s,
+            "fewer bits for each weight, or speculation",
+        ),
     )
-    for what, limit_s, time_s, otherwise in cases:
-        if limit_s is not None and (taken_s := time_s(planner, streams)) > limit_s:
+    for subject, limit_s, time_s, remedy in cases:
+        if limit_s is not None and (actual_s := time_s(planner, streams)) > limit_s:
             return (
-                f"{what} takes at least {format_ms(taken_s)} ms with {streams:,} "
-                f"{'streams' if streams > 1 else 'stream'}, {taken_s / limit_s:,.2f} times the "
-                f"objective: {_devices(planner, time_s, limit_s)}, {otherwise}{fewer}."
+                f"{subject} takes at least {format_ms(actual_s)} ms with {streams:,} "
+                f"{'streams' if streams > 1 else 'stream'}, {actual_s / limit_s:,.2f} times the "
+                f"objective: {_devices_needed(planner, time_s, limit_s)}, {remedy}{fewer}."
             )
     return ""
 
 
-def _bound(planner: Planner, memory: MemoryPlan, streams: int) -> str:
-    """Return what keeps a plan from more streams, in the words of `Replica.bound`."""
-    asked = planner.question
-    if asked.streams is not None:
+def _stream_limit(planner: Planner, memory: MemoryPlan, streams: int) -> str:
+    """Return the limit of the number of streams, in the words of `PlannedReplica.bound`."""
+    question = planner.question
+    if question.streams is not None:
         return ""
     if streams == memory.most_streams:
         return "memory"
-    if streams == asked.most_decoding:
+    if streams == question.max_decoding_streams:
         return "prompts"
-    if asked.ttft_s is not None and planner.ttft_s(streams + 1) > asked.ttft_s:
+    if question.ttft_s is not None and planner.ttft_s(streams + 1) > question.ttft_s:
         return "TTFT"
-    return "the default" if asked.tpot_s is None or streams == _MOST_STREAMS else "TPOT"
+    is_default = question.tpot_s is None or streams == _MAX_PLANNED_STREAMS
+    return "the default" if is_default else "TPOT"
 
 
-def _what_fits(planner: Planner, memory: MemoryPlan) -> str:
-    """Return what would make room for one request."""
-    asked, model, usable = planner.question, planner.model, memory.usable or 0
+def _fitting_changes(planner: Planner, memory: MemoryPlan) -> str:
+    """Return a sentence about changes that would make room for one request."""
+    question, model, usable = planner.question, planner.model, memory.usable or 0
     needed = memory.devices_needed
-    found = [f"{needed} of them are enough" if needed else "no number of them is enough"]
+    changes = [f"{needed} of them are enough" if needed else "no number of them is enough"]
     for name in ("fp8", "w4a16"):
-        smaller = model.as_(name).all_bytes
+        smaller = model.with_weights(name).all_bytes
         if smaller < model.all_bytes and smaller + memory.kv_per_request <= usable:
-            found.append(f"weights in {name} take {format_number(smaller / 1e9)} GB and fit")
+            changes.append(f"weights in {name} take {format_number(smaller / 1e9)} GB and fit")
             break
 
-    def holds(num_tokens: int) -> bool:
-        return model.all_bytes + kv_bytes(model, asked, num_tokens) <= usable
+    def fits(num_tokens: int) -> bool:
+        return model.all_bytes + kv_bytes(model, question, num_tokens) <= usable
 
-    if num_tokens := last_that(holds, asked.prompt + asked.output):
-        found.append(f"prompt and output of {num_tokens:,} tokens together fit")
-    return f"{found[0][0].upper()}{'; '.join(found)[1:]}"
+    if num_tokens := largest_where(fits, question.prompt + question.output):
+        changes.append(f"prompt and output of {num_tokens:,} tokens together fit")
+    return f"{changes[0][0].upper()}{'; '.join(changes)[1:]}"
 
 
-def _devices(planner: Planner, time_s: Callable[[Planner, int], float], limit_s: float) -> str:
-    """Return how many devices would meet an objective, what their links take included."""
+def _devices_needed(
+    planner: Planner, time_s: Callable[[Planner, int], float], limit_s: float
+) -> str:
+    """Return a clause about the devices that would meet an objective; links take their time."""
     streams = planner.question.streams or 1
 
-    def is_late(count: int) -> bool:
-        return time_s(planner.on(planner.device, count), streams) > limit_s
+    def is_too_slow(count: int) -> bool:
+        return time_s(planner.on_devices(planner.device, count), streams) > limit_s
 
-    if is_late(MAX_DEVICES):
+    if is_too_slow(MAX_DEVICES):
         return f"{MAX_DEVICES:,} devices are not enough: it needs fewer operations and bytes"
-    return f"it needs at least {last_that(is_late, MAX_DEVICES) + 1} devices"
+    return f"it needs at least {largest_where(is_too_slow, MAX_DEVICES) + 1} devices"
 
 
 def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:
-    """Return what other choices would give."""
-    asked, model, device = planner.question, planner.model, planner.device
-    cached = (1 + asked.cached) / 2
-    twice = "twice the devices" + ("" if device.link else ", without their links")
-    others: list[tuple[str, PlannedModel, Question]] = [("as asked", model, asked)]
+    """Return the figures after each of several changes, and of the question unchanged."""
+    results = []
+    for change, model, question in _changed_questions(planner):
+        if model is planner.model and question.kv_format == planner.question.kv_format:
+            changed = planner.for_question(question)
+        else:
+            changed = Planner(model, planner.device, question, planner.calibration)
+        results.append(_what_if(change, changed, streams, changed.decode(streams).seconds))
+    contexts = (planner.question.mean_context,) * streams
+    num_rows = _NUM_DRAFTS + 1
+    verify = planner.roofline.step(BatchShape(contexts, (num_rows,) * streams, streams * num_rows))
+    drafts_s = _NUM_DRAFTS * _DRAFT_COST_RATIO * planner.decode(streams).seconds
+    round_s = (verify.seconds + drafts_s) / expected_tokens_per_round(_ACCEPTANCE_RATE, _NUM_DRAFTS)
+    change = f"speculation ({_NUM_DRAFTS} drafts, {_ACCEPTANCE_RATE:.0%} right)"
+    return [*results, _what_if(change, planner, streams, round_s)]
+
+
+def _changed_questions(planner: Planner) -> Iterator[tuple[str, PlannedModel, Question]]:
+    """Yield the name of each change, with the changed model and the changed question."""
+    question, model, device = planner.question, planner.model, planner.device
+    yield "as asked", model, question
     for name in ("fp8", "w4a16"):
         if model.stored == name:
             continue
-        smaller = model.as_(name)
+        smaller = model.with_weights(name)
         if smaller.all_bytes < 0.9 * model.all_bytes:
-            others.append((f"weights {name}", smaller, asked))
-    if asked.kv_format != "int8":
-        others.append(("keys and values int8", model, replace(asked, kv_format="int8")))
-    for change, other in variants(model, asked.prompt + asked.output):
-        others.append((change, other, asked))
-    others += [
-        ("half the prompt", model, replace(asked, prompt=max(1, asked.prompt // 2))),
-        (f"{cached:.0%} of the prompt cached", model, replace(asked, cached=cached)),
-    ]
-    if 2 * asked.count <= MAX_DEVICES:
-        others.append((twice, model, replace(asked, count=2 * asked.count)))
-    found = []
-    for change, other, question in others:
-        if other is model and question.kv_format == asked.kv_format:
-            one = planner.asked(question)
-        else:
-            one = Planner(other, device, question, planner.calibration)
-        found.append(_what_if(change, one, streams, one.decode(streams).seconds))
-    starts, rows = (asked.mean_context,) * streams, _DRAFTS + 1
-    verify = planner.roofline.step(BatchShape(starts, (rows,) * streams, streams * rows))
-    drafts_s = _DRAFTS * _DRAFT_COST * planner.decode(streams).seconds
-    round_s = (verify.seconds + drafts_s) / expected_tokens_per_round(_ACCEPTANCE, _DRAFTS)
-    change = f"speculation ({_DRAFTS} drafts, {_ACCEPTANCE:.0%} right)"
-    return [*found, _what_if(change, planner, streams, round_s)]
+            yield f"weights {name}", smaller, question
+    if question.kv_format != "int8":
+        yield "keys and values int8", model, replace(question, kv_format="int8")
+    for change, variant in variants(model, question.prompt + question.output):
+        yield change, variant, question
+    yield "half the prompt", model, replace(question, prompt=max(1, question.prompt // 2))
+    cached = (1 + question.cached) / 2
+    yield f"{cached:.0%} of the prompt cached", model, replace(question, cached=cached)
+    if 2 * question.count <= MAX_DEVICES:
+        note = "" if device.link else ", without their links"
+        yield f"twice the devices{note}", model, replace(question, count=2 * question.count)
 
 
 def _what_if(change: str, planner: Planner, streams: int, step_s: float) -> WhatIf:
+    """Return the figures of a changed plan whose decode step takes `step_s`."""
     output, usd = planner.question.output, planner.usd_per_hour
-    per_s = output / (planner.prompt_s(streams) + output * step_s / streams)
+    tokens_per_s = output / (planner.prompt_s(streams) + output * step_s / streams)
     return WhatIf(
         change,
         planner.ttft_s(streams),
-        planner.tpot_s(streams, step_s),
-        planner.memory().most_streams,
-        None if usd is None else usd_per_million_tokens(usd, per_s),
+        tpot_s=planner.tpot_s(streams, step_s),
+        most_streams=planner.memory().most_streams,
+        usd_per_million=None if usd is None else usd_per_million_tokens(usd, tokens_per_s),
     )
 
 
-def _counts(most: int, streams: int) -> list[int]:
-    """Return the numbers of streams to show: powers of two that fit, and the chosen one."""
+def _shown_stream_counts(limit: int, streams: int) -> list[int]:
+    """Return powers of two up to `limit`, and `streams`, in ascending order."""
     powers = [1 << power for power in range(15)]
-    return sorted({one for one in [*powers, streams] if one <= max(1, most)})
+    return sorted({count for count in [*powers, streams] if count <= max(1, limit)})
 
 
 def expected_tokens_per_round(acceptance: float, num_drafts: int) -> float:

@@ -1,4 +1,4 @@
-"""The figures of one model on devices of one kind, from the times of its steps."""
+"""Latency, throughput, memory and cost of one model on devices of one kind."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import numpy as np
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
-from twostroke.lab.planner.chunks import chunks, num_chunks, together
+from twostroke.lab.planner.chunks import chunks, num_chunks, sum_of_steps
 from twostroke.lab.planner.prices import usd_per_million_tokens
 from twostroke.lab.planner.question import MAX_DEVICES, MEMORY_SHARE
-from twostroke.lab.planner.roofline import Roofline, is_attention, kv_bytes, layers_bytes
+from twostroke.lab.planner.roofline import Roofline, is_attention, kv_bytes, kv_layer_bytes
 from twostroke.model.program.batch import BatchShape
 from twostroke.model.program.kv_layout import FORMATS
 
-_KNEE_ROUNDS, _MOST_ROWS = 32, 1 << 24
-_PAGES = 256  # tokens of some pages
+_KNEE_ITERATIONS = 32
+_MAX_ROWS = 1 << 24
+_CONTEXT_MULTIPLE = 256  # tokens; context lengths below the model's are rounded down to this
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,10 +35,16 @@ if TYPE_CHECKING:
 
 
 class MemoryPlan(Frozen):
-    """Bytes on all devices together; `most_streams` whole requests fit at once.
+    """Memory in bytes, summed over all devices.
 
-    Alone, a request of `most_tokens` fits: all of the model's context, or whole pages. `usable` is
-    None where the device's memory is not known.
+    Attributes:
+        usable: memory for weights and requests; None if the device's memory is unknown.
+        weights: size of the weights.
+        kv_per_token: keys and values of the first token of a request.
+        kv_per_request: keys and values of one whole request.
+        most_streams: number of whole requests that fit at the same time.
+        most_tokens: tokens of the longest request that fits alone, at most the model's context.
+        devices_needed: devices with which one request fits; None if no number is enough.
     """
 
     usable: float | None
@@ -46,15 +53,16 @@ class MemoryPlan(Frozen):
     kv_per_request: float
     most_streams: int | None
     most_tokens: int | None
-    devices_needed: int | None  # so that one request fits; None if no number suffices
+    devices_needed: int | None
 
 
 class Row(Frozen):
-    """`streams` requests that are always at work: each that ends is followed by another.
+    """Figures for `streams` requests that always run: when a request ends, the next one starts.
 
-    `step_s`, `mbu`, `mfu` and `bottleneck` are of a decode step. All other figures include prefill
-    on the same devices: `tpot_s` the prompts of the other streams, the others each request's own.
-    `ttft_s` waits for no other prompt. `joules_per_token` is at full power.
+    `step_s`, `mbu`, `mfu` and `bottleneck` describe a decode step. The other figures include
+    prefill on the same devices: `tpot_s` includes the prefill of the other streams' prompts.
+    `ttft_s` does not wait for other prompts. `joules_per_token` assumes full power.
+    `usd_per_million` is for a million output tokens, `usd_per_1k` for a thousand requests.
     """
 
     streams: int
@@ -67,12 +75,12 @@ class Row(Frozen):
     bottleneck: str
     requests_per_s: float
     usd_per_million: float | None
-    usd_per_1k: float | None  # requests
+    usd_per_1k: float | None
     joules_per_token: float | None
 
 
 class Planner:
-    """The times of one model on one kind of device."""
+    """Computes times, memory and costs of a model, a device and a question."""
 
     def __init__(
         self,
@@ -81,190 +89,222 @@ class Planner:
         question: Question,
         calibration: Calibration | ReferenceCalibration | None = None,
     ) -> None:
-        self.model, self.device, self.question = model, device, question
+        self.model = model
+        self.device = device
+        self.question = question
         self.calibration = calibration
         self.roofline = Roofline(model, device, question, calibration)
-        self._works: dict[int, tuple[OpWork, NDArray[np.float64]]] = {}  # by streams
-        self._times_s: dict[int, tuple[float, float, float]] = {}
+        self._work_by_streams: dict[int, tuple[OpWork, NDArray[np.float64]]] = {}
+        self._times_by_streams: dict[int, tuple[float, float, float]] = {}
 
-    def on(self, device: Device, count: int) -> Planner:
-        """Return that of the same model and load on `count` other devices."""
+    def on_devices(self, device: Device, count: int) -> Planner:
+        """Return a planner of the same model and load on `count` other devices."""
         other = self._changed(device, replace(self.question, count=count))
-        other._works = self._works  # noqa: SLF001 - a copy of this one
+        other._work_by_streams = self._work_by_streams  # noqa: SLF001 - a copy of this one
         return other
 
-    def asked(self, question: Question) -> Planner:
-        """Return that of the same model for another question, but for its format of the cache."""
+    def for_question(self, question: Question) -> Planner:
+        """Return a planner of the same model and device for another question.
+
+        The KV format stays, even if the question has another.
+        """
         return self._changed(self.device, question)
 
     def _changed(self, device: Device, question: Question) -> Planner:
         other = copy(self)
-        other.device, other.question = device, question
-        other.roofline = self.roofline.on(device, question)
-        other._works, other._times_s = {}, {}  # noqa: SLF001 - a copy of this one
+        other.device = device
+        other.question = question
+        other.roofline = self.roofline.on_devices(device, question)
+        other._work_by_streams = {}  # noqa: SLF001 - a copy of this one
+        other._times_by_streams = {}  # noqa: SLF001
         return other
 
     def prefill(self, *, is_limit: bool = False) -> PlannedStepTime:
-        """Return the time of a prompt alone: the sum of its steps, or of their least times."""
-        asked, steps = self.question, []
-        time_of = self.roofline.least if is_limit else self.roofline.step
-        for one in chunks(asked.num_cached, asked.prompt, asked.token_budget):
-            batch = BatchShape((one.start,), (one.rows,), int(one.is_last))
-            steps.append((time_of(batch), one.times))
-        return together(steps)
+        """Return the time of a prompt that is computed alone, as the sum of its steps.
+
+        `is_limit`: use minimum times, without correction.
+        """
+        question, steps = self.question, []
+        time_of = self.roofline.min_step if is_limit else self.roofline.step
+        for chunk in chunks(question.num_cached, question.prompt, question.token_budget):
+            batch = BatchShape((chunk.start,), (chunk.rows,), int(chunk.is_last))
+            steps.append((time_of(batch), chunk.times))
+        return sum_of_steps(steps)
 
     def decode(self, streams: int, *, is_limit: bool = False) -> PlannedStepTime:
-        """Return the time of a step that gives each of so many streams a token, or its least."""
-        batch = self._decoding(streams)
-        return self.roofline.least(batch) if is_limit else self.roofline.step(batch)
+        """Return the time of a step in which `streams` requests decode; `is_limit` as `prefill`."""
+        batch = self._decode_batch(streams)
+        return self.roofline.min_step(batch) if is_limit else self.roofline.step(batch)
 
-    def _decoding(self, streams: int) -> BatchShape:
+    def _decode_batch(self, streams: int) -> BatchShape:
         return BatchShape.decode((self.question.mean_context,) * streams)
 
     def memory(self) -> MemoryPlan:
-        """Return what the model takes, and what remains for requests."""
-        asked, usable = self.question, None
-        num_tokens = asked.prompt + asked.output
-        request = kv_bytes(self.model, asked, num_tokens)
-        most = longest = needed = None
+        """Return the memory that the model takes, and how many requests fit into the rest."""
+        question, usable = self.question, None
+        num_tokens = question.prompt + question.output
+        request_bytes = kv_bytes(self.model, question, num_tokens)
+        max_streams = max_context = devices_needed = None
         if self.device.memory_bytes is not None:
-            usable = self.device.memory_bytes * asked.count * MEMORY_SHARE
+            usable = self.device.memory_bytes * question.count * MEMORY_SHARE
             free = usable - self.model.all_bytes
-            most, longest = max(0, int(free // request)), fitting_context(self.model, asked, free)
-            needed = self._devices_needed(num_tokens)
-        token = kv_bytes(self.model, asked, 1)
-        return MemoryPlan(usable, self.model.all_bytes, token, request, most, longest, needed)
+            max_streams = max(0, int(free // request_bytes))
+            max_context = fitting_context(self.model, question, free)
+            devices_needed = self._devices_needed(num_tokens)
+        return MemoryPlan(
+            usable=usable,
+            weights=self.model.all_bytes,
+            kv_per_token=kv_bytes(self.model, question, 1),
+            kv_per_request=request_bytes,
+            most_streams=max_streams,
+            most_tokens=max_context,
+            devices_needed=devices_needed,
+        )
 
     def _devices_needed(self, num_tokens: int) -> int | None:
         usable = (self.device.memory_bytes or 0) * MEMORY_SHARE
         layers, weights = Counter(self.model.program.cache_layers), self.model.all_bytes
         stored = FORMATS[self.question.kv_format]
         for count in range(1, MAX_DEVICES + 1):
-            request = layers_bytes(layers, stored, count, num_tokens)
+            request = kv_layer_bytes(layers, stored, count, num_tokens)
             if weights + request <= count * usable:
                 return count
         return None
 
     def row(self, streams: int) -> Row:
-        """Return the figures of so many streams."""
-        asked, step, request_s = self.question, self.decode(streams), self.request_s(streams)
-        usd, watts = self.usd_per_hour, self.device.tdp_w
-        per_s = asked.output / request_s
+        """Return the figures for a number of streams."""
+        question = self.question
+        step = self.decode(streams)
+        request_s = self.request_s(streams)
+        usd = self.usd_per_hour
+        watts = self.device.tdp_w
+        tokens_per_s = question.output / request_s
         return Row(
             streams=streams,
             step_s=self.step_s(streams),
             ttft_s=self.ttft_s(streams),
             tpot_s=self.tpot_s(streams),
-            tokens_per_s=per_s,
-            mbu=step.bytes / step.seconds / (self.roofline.bandwidth / asked.mbu),
-            mfu=step.flops / step.seconds / (self.roofline.peak / asked.mfu),
+            tokens_per_s=tokens_per_s,
+            mbu=step.bytes / step.seconds / (self.roofline.bandwidth / question.mbu),
+            mfu=step.flops / step.seconds / (self.roofline.peak / question.mfu),
             bottleneck=step.bottleneck,
             requests_per_s=1 / request_s,
-            usd_per_million=None if usd is None else usd_per_million_tokens(usd, per_s),
+            usd_per_million=None if usd is None else usd_per_million_tokens(usd, tokens_per_s),
             usd_per_1k=None if usd is None else usd_per_million_tokens(usd, 1 / request_s) / 1e3,
-            joules_per_token=None if watts is None else watts * asked.count / per_s,
+            joules_per_token=None if watts is None else watts * question.count / tokens_per_s,
         )
 
     @property
     def usd_per_hour(self) -> float | None:
-        """The price of all devices."""
-        one = self.question.price_of(self.device)
-        return None if one is None else one * self.question.count
+        """Price of all devices together; None if it is unknown."""
+        price = self.question.price_of(self.device)
+        return None if price is None else price * self.question.count
 
     @property
     def price_source(self) -> str:
-        """Where the price comes from, with its date; empty if there is none."""
+        """Source of the price, with its date; empty if there is no price."""
         return "as given" if self.question.usd_per_hour else self.device.price_source
 
-    def most_within(self, most: int) -> int:
-        """Return the largest number of streams, at most `most`, that meets the objectives.
+    def max_streams(self, limit: int) -> int:
+        """Return the largest number of streams up to `limit` that meets the latency objectives.
 
-        0 if one stream is too slow. More streams never take less time.
+        0 if one stream is too slow. Relies on times that never fall with more streams.
         """
-        most = most_under(self.question.tpot_s, self.tpot_s, most)
-        return most_under(self.question.ttft_s, self.ttft_s, most)
+        limit = max_within_limit(self.question.tpot_s, self.tpot_s, limit)
+        return max_within_limit(self.question.ttft_s, self.ttft_s, limit)
 
     def step_s(self, streams: int) -> float:
-        """Return the time of a step that gives each of so many streams a token."""
+        """Return the time of a step in which `streams` requests decode."""
         return self._seconds(streams)[0]
 
     def prompt_s(self, streams: int) -> float:
-        """Return how much longer steps take that also read a prompt, for `streams` in all."""
+        """Return the time that the chunks of a prompt add to decode steps, for `streams` in all."""
         return self._seconds(streams)[1]
 
     def ttft_s(self, streams: int) -> float:
-        """Return the time of the steps that read a prompt and give all other streams tokens."""
+        """Return the time from a prompt's first chunk to its first token; other streams decode."""
         return self._seconds(streams)[2]
 
     def _seconds(self, streams: int) -> tuple[float, float, float]:
-        """Return `step_s`, `prompt_s` and `ttft_s`."""
-        if streams not in self._times_s:
+        """Return `step_s`, `prompt_s` and `ttft_s`; they are computed once for each number."""
+        if streams not in self._times_by_streams:
             if self.calibration is not None:
-                batches, times = self._steps(streams)
-                found = np.array([self.roofline.step(batch).seconds for batch in batches])
+                batches, counts = self._steps(streams)
+                seconds = np.array([self.roofline.step(batch).seconds for batch in batches])
             else:
-                if streams not in self._works:
-                    batches, times = self._steps(streams)
-                    self._works[streams] = self.roofline.work(batches), times
-                work, times = self._works[streams]
-                found = self.roofline.least_s(work)
-            others_s = found[1] if streams > 1 else 0.0
-            longer_s = np.maximum(0.0, found[2:] - others_s)
-            prompt_s, first_s = times @ longer_s, times @ (longer_s + others_s)
-            self._times_s[streams] = float(found[0]), float(prompt_s), float(first_s)
-        return self._times_s[streams]
+                if streams not in self._work_by_streams:
+                    batches, counts = self._steps(streams)
+                    self._work_by_streams[streams] = self.roofline.work(batches), counts
+                work, counts = self._work_by_streams[streams]
+                seconds = self.roofline.min_seconds(work)
+            others_s = seconds[1] if streams > 1 else 0.0
+            added_s = np.maximum(0.0, seconds[2:] - others_s)
+            prompt_s = counts @ added_s
+            first_token_s = counts @ (added_s + others_s)
+            times = float(seconds[0]), float(prompt_s), float(first_token_s)
+            self._times_by_streams[streams] = times
+        return self._times_by_streams[streams]
 
     def _steps(self, streams: int) -> tuple[list[BatchShape], NDArray[np.float64]]:
-        """Return a decode step of all, one without one of them, and those that read its prompt.
+        """Return the steps that determine the times with `streams` requests.
 
-        With the latter come how many steps each stands for: (chunks,).
+        The steps are a decode step of all streams, a decode step without one stream, and mixed
+        steps with a chunk of that stream's prompt. The array says how many steps each mixed step
+        stands for: (chunks,).
         """
-        asked, others = self.question, streams - 1
-        read = chunks(asked.num_cached, asked.prompt, asked.chunk(others))
-        before = (asked.mean_context,) * others
-        reading = [
-            BatchShape((*before, one.start), (*(1,) * others, one.rows), others + one.is_last)
-            for one in read
+        question, num_others = self.question, streams - 1
+        prompt_chunks = chunks(question.num_cached, question.prompt, question.max_chunk(num_others))
+        other_contexts = (question.mean_context,) * num_others
+        mixed_steps = [
+            BatchShape(
+                (*other_contexts, chunk.start),
+                (*(1,) * num_others, chunk.rows),
+                num_others + chunk.is_last,
+            )
+            for chunk in prompt_chunks
         ]
-        batches = [self._decoding(streams), self._decoding(max(1, others)), *reading]
-        return batches, np.array([one.times for one in read])
+        batches = [
+            self._decode_batch(streams),
+            self._decode_batch(max(1, num_others)),
+            *mixed_steps,
+        ]
+        return batches, np.array([chunk.times for chunk in prompt_chunks])
 
     def num_chunks(self, streams: int) -> int:
-        """Return how many steps read a prompt, for `streams` in all."""
-        return num_chunks(self.question.num_new, self.question.chunk(streams - 1))
+        """Return the number of steps that compute a prompt while the other streams decode."""
+        return num_chunks(self.question.num_new, self.question.max_chunk(streams - 1))
 
     def request_s(self, streams: int) -> float:
-        """Return the time of the devices that a request takes among so many."""
+        """Return the device time that one request takes when `streams` requests share steps."""
         return self.prompt_s(streams) + self.question.output * self.step_s(streams) / streams
 
     def prefill_per_decode(self, streams: int) -> float:
-        """Return how many devices read prompts for one that decodes so many streams."""
+        """Return the number of prefill devices that keep one decode device with `streams` busy."""
         return self.prefill().seconds * streams / (self.step_s(streams) * self.question.output)
 
     def tpot_s(self, streams: int, step_s: float | None = None) -> float:
-        """Return the time of a token, while the prompts of others are read in between.
+        """Return the mean time per output token, with the prefill of other streams' prompts.
 
-        `step_s` is the time without these, None for that of a decode step.
+        `step_s` replaces the time of a decode step.
         """
         step_s = self.step_s(streams) if step_s is None else step_s
         return step_s + (streams - 1) * self.prompt_s(streams) / self.question.output
 
     @property
     def knee(self) -> float:
-        """The streams from which on the products of a decode step are bound by arithmetic.
+        """Number of streams from which arithmetic, not memory, limits products of decode steps.
 
-        More streams read more experts, which moves it further up, until all are read.
+        With experts it is higher, because more streams read more experts.
         """
         knee = 1.0
-        for _ in range(_KNEE_ROUNDS):
-            rows = min(_MOST_ROWS, max(1, round(knee)))
-            step = self.roofline.least(BatchShape((0,), (rows,), rows))
+        for _ in range(_KNEE_ITERATIONS):
+            rows = min(_MAX_ROWS, max(1, round(knee)))
+            step = self.roofline.min_step(BatchShape((0,), (rows,), rows))
             products = [op for label, op in step.ops.items() if not is_attention(label)]
-            flops, read = sum(op.flops for op in products), sum(op.bytes for op in products)
-            before, knee = (
-                knee,
-                rows * read / self.roofline.bandwidth / (flops / self.roofline.peak),
-            )
+            flops = sum(op.flops for op in products)
+            num_bytes = sum(op.bytes for op in products)
+            before = knee
+            knee = rows * num_bytes / self.roofline.bandwidth / (flops / self.roofline.peak)
             if abs(knee - before) < 0.001 * knee:
                 break
         return knee
@@ -273,21 +313,31 @@ class Planner:
 def fitting_context(model: PlannedModel, question: Question, num_bytes: float) -> int:
     """Return the tokens of the longest request whose keys and values take at most `num_bytes`.
 
-    They are whole pages if they are fewer than the model's context.
+    The result is the model's context or a multiple of 256 tokens.
     """
-    whole = model.program.context_length
-    most = last_that(lambda count: kv_bytes(model, question, count) <= num_bytes, whole)
-    return most if most == whole else most // _PAGES * _PAGES
+    limit = model.program.context_length
+    num_tokens = largest_where(lambda count: kv_bytes(model, question, count) <= num_bytes, limit)
+    return (
+        num_tokens if num_tokens == limit else num_tokens // _CONTEXT_MULTIPLE * _CONTEXT_MULTIPLE
+    )
 
 
-def most_under(limit_s: float | None, time_s: Callable[[int], float], most: int) -> int:
-    """Return the largest number up to `most` that takes at most `limit_s`, None for no limit."""
-    return most if limit_s is None else last_that(lambda number: time_s(number) <= limit_s, most)
+def max_within_limit(limit_s: float | None, time_s: Callable[[int], float], limit: int) -> int:
+    """Return the largest number up to `limit` with `time_s(number) <= limit_s`.
+
+    Without a `limit_s` (None) it is `limit`.
+    """
+    if limit_s is None:
+        return limit
+    return largest_where(lambda number: time_s(number) <= limit_s, limit)
 
 
-def last_that(holds: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to `most` for which it holds, if it holds for all below."""
-    low, high = 0, most
+def largest_where(holds: Callable[[int], bool], limit: int) -> int:
+    """Return the largest number from 0 to `limit` for which `holds` is true, by bisection.
+
+    `holds` must be true for all numbers from 1 up to the result.
+    """
+    low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle) else (low, middle - 1)

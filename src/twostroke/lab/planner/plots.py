@@ -1,8 +1,10 @@
-"""Draws a plan with matplotlib (extra `plots`): the roofline, and latency against throughput."""
+"""Plots of a plan by matplotlib (extra `plots`): roofline, and latency by throughput."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
 from twostroke.lab.measure.plots import new_figure, svg_element
@@ -18,19 +20,19 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.planner import Row
     from twostroke.lab.planner.roofline import PlannedStepTime
 
-# Blue and vermilion are told apart with any colour vision (Okabe and Ito, 2008).
+# Blue and vermilion can be distinguished with any colour vision (Okabe and Ito, 2008).
 PREFILL: Final = "#0072b2"
 DECODE: Final = "#d55e00"
 INK: Final = "#1a1c1f"
 SOFT: Final = "#555b63"
 GRID: Final = "#dfdfdb"
-_SMALL: Final = 8.5  # points, of labels
-_LEAST_SHARE: Final = 0.01  # of a step's time: operations below it are not drawn
-_NEAR: Final = 1.15  # operations whose places differ less share a label
+_LABEL_POINTS: Final = 8.5  # font size
+_MIN_TIME_SHARE: Final = 0.01  # of a step's time: operations below it are not drawn
+_MAX_MERGED_RATIO: Final = 1.15  # operations whose coordinates differ by less share a mark
 
 
 class _Mark(Frozen):
-    """Operations of one step that lie at one place of the roofline."""
+    """Operations of one step that share a point of the roofline plot."""
 
     names: tuple[str, ...]
     intensity: float
@@ -39,13 +41,13 @@ class _Mark(Frozen):
 
     @property
     def label(self) -> str:
-        """The names, the first of them where there are many."""
-        more = len(self.names) - 2
-        return ", ".join(self.names[:2]) + (f" and {more} more" if more > 0 else "")
+        """The first two names, and the number of further names."""
+        num_further = len(self.names) - 2
+        return ", ".join(self.names[:2]) + (f" and {num_further} more" if num_further > 0 else "")
 
 
 def draw(plan: Plan) -> Figure:
-    """Return a figure with both plots beside each other.
+    """Return a figure with both plots, one beside the other.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -54,7 +56,7 @@ def draw(plan: Plan) -> Figure:
     left, right = figure.subplots(1, 2)
     _roofline(left, plan)
     _latency(right, plan)
-    left.set_title("Both strokes under the roofline", color=INK)
+    left.set_title("Prefill and decode under the roofline", color=INK)
     right.set_title("Latency and throughput by number of streams", color=INK)
     figure.suptitle(words.title(plan), color=INK, parse_math=False)
     return figure
@@ -70,18 +72,19 @@ def drawings(plan: Plan) -> tuple[str, str]:
 
 
 def _roofline(axes: Axes, plan: Plan) -> None:
-    """Draw the roof of the devices, and under it both strokes and their operations."""
+    """Draw the roofline of the devices, and below it both steps and their operations."""
     peak, bandwidth = plan.roof.peak, plan.roof.bandwidth
     steps = (
-        (words.decode_name(plan.shown), plan.decode, DECODE, "s"),
+        (words.decode_name(plan.shown_streams), plan.decode, DECODE, "s"),
         (f"prefill, {plan.question.prompt - plan.question.num_cached:,} tokens", plan.prefill,
          PREFILL, "o"),
     )  # fmt: skip
     marks = [_marks(step) for _, step, *_ in steps]
-    places = [one.intensity for step in marks for one in step]
-    rates = [one.flops_per_s for step in marks for one in step]
+    intensities = [mark.intensity for step in marks for mark in step]
+    rates = [mark.flops_per_s for step in marks for mark in step]
     ridge = peak / bandwidth
-    low, high = min([ridge / 30, *places]) / 3, max([ridge * 10, *places]) * 4
+    low = min([ridge / 30, *intensities]) / 3
+    high = max([ridge * 10, *intensities]) * 4
     axes.set(
         xscale="log", yscale="log", xlim=(low, high),
         ylim=(min([peak / 300, *rates]) / 4, peak * 8),
@@ -91,20 +94,26 @@ def _roofline(axes: Axes, plan: Plan) -> None:
     roof = [low * bandwidth, peak, peak]
     axes.plot([low, ridge, high], roof, color=INK, linewidth=1.6, zorder=1, label=label)
     for (name, step, colour, shape), ops in zip(steps, marks, strict=True):
-        _step(axes, name, step, ops, (colour, shape))
+        _draw_step(axes, name, step, ops, colour=colour, shape=shape)
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.yaxis.set_major_formatter(lambda value, _: _quantity(value, ""))
     _finish(axes)
 
 
-def _step(
-    axes: Axes, name: str, step: PlannedStepTime, marks: list[_Mark], look: tuple[str, str]
+def _draw_step(
+    axes: Axes,
+    name: str,
+    step: PlannedStepTime,
+    marks: list[_Mark],
+    *,
+    colour: str,
+    shape: str,
 ) -> None:
-    colour, shape = look
+    """Draw a step as a star, and its operations as marks with labels that do not overlap."""
     axes.scatter(
-        [one.intensity for one in marks],
-        [one.flops_per_s for one in marks],
-        [25 + 250 * one.share for one in marks],
+        [mark.intensity for mark in marks],
+        [mark.flops_per_s for mark in marks],
+        [25 + 250 * mark.share for mark in marks],
         color=colour, marker=shape, alpha=0.55, linewidths=0, zorder=2,
         label=f"{name}: operations, with their shares of the time",
     )  # fmt: skip
@@ -113,44 +122,45 @@ def _step(
         color=colour, markeredgecolor="white", linestyle="none", zorder=3,
         label=f"{name}: the whole step, {step.seconds * 1e3:,.4g} ms",
     )  # fmt: skip
-    is_above = colour == PREFILL  # labels of the other step are below, as both may lie together
+    is_above = colour == PREFILL  # labels of decode are below, since both steps may be close
     side, up = ("right", 1) if is_above else ("left", -1)
-    before: list[tuple[float, float]] = []  # places of labels in points; each is long and low
-    for one in sorted(marks, key=lambda mark: -mark.intensity):
-        place = axes.transData.transform((one.intensity, one.flops_per_s)) * 72 / axes.figure.dpi
-        x, y = float(place[0]), float(place[1]) + 13 * up
-        while any(abs(x - left) < 150 and abs(y - base) < 12 for left, base in before):
+    labels: list[tuple[float, float]] = []  # positions in points
+    for mark in sorted(marks, key=lambda mark: -mark.intensity):
+        position = axes.transData.transform((mark.intensity, mark.flops_per_s))
+        position = position * 72 / axes.figure.dpi
+        x, y = float(position[0]), float(position[1]) + 13 * up
+        while any(abs(x - left) < 150 and abs(y - base) < 12 for left, base in labels):
             y += 12 * up
-        before.append((x, y))
+        labels.append((x, y))
         axes.annotate(
-            f"{one.label} {one.share:.0%}", (one.intensity, one.flops_per_s),
-            (-11 * up, y - place[1]), textcoords="offset points", va="center",
-            ha=side, fontsize=_SMALL, color=colour,
+            f"{mark.label} {mark.share:.0%}", (mark.intensity, mark.flops_per_s),
+            (-11 * up, y - position[1]), textcoords="offset points", va="center",
+            ha=side, fontsize=_LABEL_POINTS, color=colour,
         )  # fmt: skip
 
 
 def _marks(step: PlannedStepTime) -> list[_Mark]:
-    """Return where the operations of a step are that compute; near ones are one mark."""
-    found: list[_Mark] = []
+    """Return the marks of a step's operations; operations close to each other share a mark."""
+    marks: list[_Mark] = []
     ops = sorted(step.ops.items(), key=lambda item: -item[1].seconds)
     for name, op in ops:
         share = op.seconds / step.seconds
-        if not (op.flops and op.bytes) or share < _LEAST_SHARE:
+        if not (op.flops and op.bytes) or share < _MIN_TIME_SHARE:
             continue
         intensity, rate = op.flops / op.bytes, op.flops / op.seconds
-        for place, one in enumerate(found):
-            ratios = one.intensity / intensity, one.flops_per_s / rate
-            if all(1 / _NEAR < ratio < _NEAR for ratio in ratios):
-                names = (*one.names, name)
-                found[place] = _Mark(names, one.intensity, one.flops_per_s, one.share + share)
+        for index, mark in enumerate(marks):
+            ratios = mark.intensity / intensity, mark.flops_per_s / rate
+            if all(1 / _MAX_MERGED_RATIO < ratio < _MAX_MERGED_RATIO for ratio in ratios):
+                names = (*mark.names, name)
+                marks[index] = replace(mark, names=names, share=mark.share + share)
                 break
         else:
-            found.append(_Mark((name,), intensity, rate, share))
-    return found
+            marks.append(_Mark((name,), intensity, rate, share))
+    return marks
 
 
 def _latency(axes: Axes, plan: Plan) -> None:
-    """Draw TTFT and TPOT over the throughput that each number of streams gives."""
+    """Draw TTFT and TPOT by throughput, one point for each number of streams."""
     rates = [row.tokens_per_s for row in plan.rows]
     axes.set(
         xscale="log", yscale="log",
@@ -161,24 +171,24 @@ def _latency(axes: Axes, plan: Plan) -> None:
         ("TPOT", [row.tpot_s for row in plan.rows], DECODE, "s"),
     ):
         axes.plot(
-            rates, [one * 1e3 for one in times_s], color=colour, marker=marker, markersize=4.5,
+            rates, [seconds * 1e3 for seconds in times_s], color=colour, marker=marker,
+            markersize=4.5,
             label=f"{name}, by number of streams",
         )  # fmt: skip
-    for row in _spread(plan):
+    for row in _labelled_rows(plan):
         axes.annotate(
             f"{row.streams:,}", (row.tokens_per_s, row.tpot_s * 1e3), (-4, 5),
-            textcoords="offset points", ha="right", fontsize=_SMALL, color=DECODE,
+            textcoords="offset points", ha="right", fontsize=_LABEL_POINTS, color=DECODE,
         )  # fmt: skip
-    if (chosen := plan.chosen) is not None:
+    if (chosen_row := plan.chosen_row) is not None:
         axes.plot(
-            chosen.tokens_per_s, chosen.tpot_s * 1e3, marker="*", markersize=15, color=DECODE,
-            markeredgecolor="white", linestyle="none",
-            label=f"{chosen.streams:,} streams: {chosen.tokens_per_s:,.0f} tokens/s",
+            chosen_row.tokens_per_s, chosen_row.tpot_s * 1e3, marker="*", markersize=15,
+            color=DECODE, markeredgecolor="white", linestyle="none",
+            label=f"{chosen_row.streams:,} streams: {chosen_row.tokens_per_s:,.0f} tokens/s",
         )  # fmt: skip
-    asked = plan.question
     for name, limit_s, colour in (
-        ("TTFT", asked.ttft_s, PREFILL),
-        ("TPOT", asked.tpot_s, DECODE),
+        ("TTFT", plan.question.ttft_s, PREFILL),
+        ("TPOT", plan.question.tpot_s, DECODE),
     ):
         if limit_s is not None:
             axes.axhline(
@@ -190,14 +200,14 @@ def _latency(axes: Axes, plan: Plan) -> None:
     _finish(axes)
 
 
-def _spread(plan: Plan) -> list[Row]:
-    """Return every other row, from the last one on, without those next to the chosen one."""
-    chosen = plan.chosen.streams if plan.chosen is not None else 0
-    return [row for row in plan.rows if not chosen / 1.4 < row.streams < chosen * 1.4][::-2]
+def _labelled_rows(plan: Plan) -> list[Row]:
+    """Return every other row, from the last one, without rows close to the chosen row."""
+    streams = plan.chosen_row.streams if plan.chosen_row is not None else 0
+    return [row for row in plan.rows if not streams / 1.4 < row.streams < streams * 1.4][::-2]
 
 
 def _finish(axes: Axes) -> None:
-    """Leave a thin grid and two sides of the frame; put the legend below."""
+    """Draw a thin grid, two sides of the frame, and the legend below the plot."""
     from matplotlib.ticker import LogLocator
 
     for axis in (axes.xaxis, axes.yaxis):
@@ -209,17 +219,17 @@ def _finish(axes: Axes) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(SOFT)
-    axes.tick_params(which="both", colors=SOFT, labelsize=_SMALL)
+    axes.tick_params(which="both", colors=SOFT, labelsize=_LABEL_POINTS)
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set_color(INK)
     axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=_SMALL, frameon=False,
+        loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=_LABEL_POINTS, frameon=False,
         labelcolor=INK, markerscale=0.7,
     )  # fmt: skip
 
 
 def _quantity(value: float, unit: str) -> str:
-    """Return a value with a prefix: 3.35 TB/s."""
+    """Return a value with a decimal prefix, such as "3.35 TB/s"."""
     for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
         if value >= 0.9995 * 10**power:
             return f"{value / 10**power:.4g} {prefix}{unit}"

@@ -1,4 +1,4 @@
-"""Prices of APIs: what a request costs by cached tokens, context, hour of day and patience."""
+"""Prices of APIs, by cached tokens, context length, hour of the day and batch discount."""
 
 from __future__ import annotations
 
@@ -18,17 +18,26 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-_STALE_MONTHS: Final = 6
+_MAX_AGE_MONTHS: Final = 6  # older prices have probably changed
 _DATE: Final = re.compile(r"20\d\d-(0[1-9]|1[0-2])(-(0[1-9]|[12]\d|3[01]))?")
-_SPAN: Final = re.compile(r"(\d{1,2})-(\d{1,2})")
+_HOUR_RANGE: Final = re.compile(r"(\d{1,2})-(\d{1,2})")
 
 
 class ApiPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """A vendor's prices for a million tokens.
+    """A vendor's prices in $ per million tokens.
 
-    `batch_share` is what a request that can wait costs of the others, `tier_...` are prices of
-    requests with more than `tier_tokens` of input, and `peak_factor` multiplies in `peak_hours_utc`
-    (such as "1-4 6-10"; an end is not included).
+    Attributes:
+        model: name of the API's model.
+        input_usd_per_1m, output_usd_per_1m: prices of input and output.
+        source_date: month or day of the prices, such as 2026-07.
+        cached_input_usd_per_1m: price of input from the prompt cache; None if there is no cache.
+        cache_write_usd_per_1m: price of input that is written to the cache; None for the price of
+            input.
+        batch_share: price of batch requests as a share of the usual price.
+        tier_tokens: requests with more input have the prices `tier_...`; None without a tier.
+        peak_hours_utc: hours such as "1-4 6-10", without the last hour, in which all prices are
+            multiplied by `peak_factor`.
+        note: a remark.
     """
 
     model: str
@@ -47,7 +56,7 @@ class ApiPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what is not a price."""
+        """Check ranges and formats; raises UsageError with the field."""
         check_range(self, "input_usd_per_1m", "peak_factor", most=1e6)
         check_range(self, "output_usd_per_1m", "cached_input_usd_per_1m", least=0, most=1e6)
         check_range(self, "tier_input_usd_per_1m", "tier_output_usd_per_1m", most=1e6)
@@ -57,65 +66,70 @@ class ApiPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
         if not _DATE.fullmatch(self.source_date):
             reason = f"must be a month such as 2026-07, got '{self.source_date}'."
             raise UsageError(reason, field="source_date")
-        if not all(0 <= first < end <= 24 for first, end in self._spans()):
+        if not all(0 <= first < end <= 24 for first, end in self._hour_ranges()):
             reason = f"must be hours such as 1-4 or 22-24 0-2, got '{self.peak_hours_utc}'."
             raise UsageError(reason, field="peak_hours_utc")
 
-    def hour_usd(self, hour: int, requests: float, prompt: int, cached: int, output: int) -> float:
-        """Return the price of an hour's requests, `cached` tokens of each prompt being shared.
+    def hour_usd(
+        self, hour: int, requests: float, *, prompt: int, cached: int, output: int
+    ) -> float:
+        """Return the price of the `requests` of one hour of the day.
 
-        They are written once an hour and read by the other requests.
+        `cached` tokens of each prompt are a shared prefix: the first request of the hour writes it
+        to the cache, the other requests read it.
         """
         is_long = self.tier_tokens is not None and prompt > self.tier_tokens
-        fresh, read = self.input_usd_per_1m, self.cached_input_usd_per_1m
-        answer = self.output_usd_per_1m
+        input_usd = self.input_usd_per_1m
+        cached_usd = self.cached_input_usd_per_1m
+        output_usd = self.output_usd_per_1m
         if is_long:
-            fresh = self.tier_input_usd_per_1m or fresh
-            read = read if self.tier_cached_usd_per_1m is None else self.tier_cached_usd_per_1m
-            answer = self.tier_output_usd_per_1m or answer
-        usd = requests * ((prompt - cached) * fresh + output * answer) / 1e6
+            input_usd = self.tier_input_usd_per_1m or input_usd
+            if self.tier_cached_usd_per_1m is not None:
+                cached_usd = self.tier_cached_usd_per_1m
+            output_usd = self.tier_output_usd_per_1m or output_usd
+        usd = requests * ((prompt - cached) * input_usd + output * output_usd) / 1e6
         if requests > 0 and cached:
-            share = 1.0 if read is None else read / fresh
-            write = (self.cache_write_usd_per_1m or self.input_usd_per_1m) / self.input_usd_per_1m
-            if requests < 1:  # not even one an hour: all are written
-                usd += requests * cached * fresh * write / 1e6
+            read_share = 1.0 if cached_usd is None else cached_usd / input_usd
+            write_usd = self.cache_write_usd_per_1m or self.input_usd_per_1m
+            write_share = write_usd / self.input_usd_per_1m
+            if requests < 1:  # less than one request per hour: all requests write the prefix
+                usd += requests * cached * input_usd * write_share / 1e6
             else:
                 usd += cached_prompt_usd(
                     num_tokens=cached,
                     calls=requests,
-                    usd_per_million=fresh,
-                    read_share=share,
-                    write_share=write,
+                    usd_per_million=input_usd,
+                    read_share=read_share,
+                    write_share=write_share,
                 )
         return usd * (self.peak_factor if hour in self._peak_hours else 1.0)
 
     @property
     def _peak_hours(self) -> set[int]:
-        return {hour for first, end in self._spans() for hour in range(first, end)}
+        return {hour for first, end in self._hour_ranges() for hour in range(first, end)}
 
-    def _spans(self) -> list[tuple[int, int]]:
-        """Return the first hour of each span and the one after its last; (0, 0) for no span."""
-        found = [_SPAN.fullmatch(one) for one in self.peak_hours_utc.split()]
-        return [(int(one[1]), int(one[2])) if one else (0, 0) for one in found]
+    def _hour_ranges(self) -> list[tuple[int, int]]:
+        """Return first hour and end of each range; (0, 0) for a range that cannot be read."""
+        matches = [_HOUR_RANGE.fullmatch(text) for text in self.peak_hours_utc.split()]
+        return [(int(match[1]), int(match[2])) if match else (0, 0) for match in matches]
 
     def months_old(self, today: str) -> int:
-        """Return the months from its date to `today` (year-month)."""
-        (year, month), (then, month_then) = (
-            map(int, one.split("-")[:2]) for one in (today, self.source_date)
-        )
-        return 12 * (year - then) + month - month_then
+        """Return the number of months from `source_date` to `today` (such as 2026-07)."""
+        year, month = map(int, today.split("-")[:2])
+        source_year, source_month = map(int, self.source_date.split("-")[:2])
+        return 12 * (year - source_year) + month - source_month
 
     def is_stale(self, today: str) -> bool:
-        """Whether it is so old that it has probably changed."""
-        return self.months_old(today) > _STALE_MONTHS
+        """Whether the price is so old that it has probably changed."""
+        return self.months_old(today) > _MAX_AGE_MONTHS
 
 
-def known_prices(path: Path | None = None) -> dict[str, ApiPrice]:
-    """Return the prices of the table, or those of a user's CSV file with its columns, by model.
+def load_prices(path: Path | None = None) -> dict[str, ApiPrice]:
+    """Return the prices of the table, or of a user's CSV file with the same columns, by model.
 
     Raises:
-        UsageError: the file has a wrong line.
-        ModelFormatError: it cannot be read.
+        UsageError: a line of the file is wrong.
+        ModelFormatError: the file cannot be read.
     """
     if path is None:
         source = resources.files("twostroke.lab.planner").joinpath("prices.csv")
@@ -126,13 +140,13 @@ def known_prices(path: Path | None = None) -> dict[str, ApiPrice]:
         raise UsageError(f"{path.name} is not UTF-8 text.") from None
 
 
-def find_price(name: str, known: Mapping[str, ApiPrice]) -> ApiPrice:
-    """Return the price called `name`, in upper or lower case; UsageError if there is none."""
-    found = {key.lower(): price for key, price in known.items()}.get(name.lower())
-    if found is None:
-        reason = f"must be one of {', '.join(known)}; got '{{value}}'.{nearest(name, known)}"
+def find_price(name: str, prices: Mapping[str, ApiPrice]) -> ApiPrice:
+    """Return the price of the model called `name`, in any case; UsageError if there is none."""
+    by_lower_name = {key.lower(): price for key, price in prices.items()}
+    if name.lower() not in by_lower_name:
+        reason = f"must be one of {', '.join(prices)}; got '{{value}}'.{nearest(name, prices)}"
         raise UsageError(reason, field="apis", value=name)
-    return found
+    return by_lower_name[name.lower()]
 
 
 def _read(text: str, name: str) -> dict[str, ApiPrice]:
@@ -144,29 +158,29 @@ def _read(text: str, name: str) -> dict[str, ApiPrice]:
 
 
 def _read_rows(reader: csv.DictReader[str], name: str) -> dict[str, ApiPrice]:
-    found = dict[str, ApiPrice]()
+    prices = dict[str, ApiPrice]()
     fields = ApiPrice.__struct_fields__
     for column in reader.fieldnames or ():
         if column not in fields:
             hint = nearest(column, fields)
             raise UsageError(f"{name}, line 1: there is no column '{column}'.{hint}")
     for row in reader:
-        place = f"{name}, line {reader.line_num}"
+        line = f"{name}, line {reader.line_num}"
         if None in row:
-            raise UsageError(f"{place}: there are more values than columns.")
-        given = {key: value for key, value in row.items() if value}
+            raise UsageError(f"{line}: there are more values than columns.")
+        values = {key: value for key, value in row.items() if value}
         try:
-            price = msgspec.convert(given, ApiPrice, strict=False)
+            price = msgspec.convert(values, ApiPrice, strict=False)
         except UsageError as error:  # of __post_init__
-            raise UsageError(f"{place}: {error}") from None
+            raise UsageError(f"{line}: {error}") from None
         except msgspec.ValidationError as error:
-            text = f"{place}: {error}. It needs a model, input_usd_per_1m, output_usd_per_1m and "
+            text = f"{line}: {error}. It needs a model, input_usd_per_1m, output_usd_per_1m and "
             raise UsageError(f"{text}source_date (2026-07); numbers such as 2.5 or 1e1.") from None
-        if found.setdefault(price.model, price) is not price:
-            raise UsageError(f"{place}: there is another line for '{price.model}'.")
-    if not found:
+        if prices.setdefault(price.model, price) is not price:
+            raise UsageError(f"{line}: there is another line for '{price.model}'.")
+    if not prices:
         raise UsageError(f"{name} has no prices.")
-    return found
+    return prices
 
 
 def usd_per_million_tokens(usd_per_hour: float, tokens_per_s: float) -> float:

@@ -1,4 +1,4 @@
-"""What a plan is asked: the load of a request, the way to run it, and what it must reach."""
+"""The question that a plan answers: a load, how it is run, and its latency objectives."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS
 if TYPE_CHECKING:
     from twostroke.lab.planner.devices import Device
 
-MEMORY_SHARE = 0.9  # of a device's memory; the rest is for values of a step and the runtime
+MEMORY_SHARE = 0.9  # of a device's memory; the rest is for activations and the runtime
 MAX_DEVICES = 1024
-LEAST_SHARE = 0.001  # of arithmetic and bandwidth: any engine reaches more
-_BUDGET_ELSEWHERE = 2048  # tokens of a step on devices other than this machine
+MIN_EFFICIENCY = 0.001  # lowest accepted MFU and MBU: any engine reaches more
+_DEFAULT_TOKEN_BUDGET = 2048  # tokens of a step on devices other than this machine
 MAX_USERS = 100_000
-DEFAULT_THINK_S = 20.0  # between an answer and the user's next request
-MOST_UNASKED = 256  # streams without an objective of TPOT: as many as an engine runs by default
+DEFAULT_THINK_S = 20.0  # seconds between an answer and the user's next request
+DEFAULT_MAX_STREAMS = 256  # without a TPOT objective: an engine's default limit of running requests
 
 
 class Question(Frozen):
@@ -27,20 +27,20 @@ class Question(Frozen):
     Attributes:
         prompt: tokens of a request's prompt.
         output: tokens of its answer.
-        cached: the share of the prompt that the prefix cache has, from 0 to 1.
+        cached: share of the prompt that is in the prefix cache, from 0 to below 1.
         count: devices that divide each layer.
-        kv_format: of keys and values, a key of `cache.FORMATS`.
-        streams: requests that decode together; None for as many as fit and meet the objectives,
-            and without one of TPOT at most `MOST_UNASKED`.
-        ttft_s, tpot_s: objectives in seconds, None for none.
-        mfu, mbu: the shares of arithmetic and bandwidth that an engine reaches; 1 gives limits that
-            no engine passes.
-        usd_per_hour: the price of a device, None for that of the table.
-        token_budget: the most tokens that a step computes. What the streams leave of it goes to
-            prompts, which are read in chunks; None reads each prompt in one step.
-        users: people or programs who each ask, wait for the answer, think, and ask again; None for
-            a plan without them.
-        think_s: seconds between a user's answer and their next request.
+        kv_format: number format of keys and values, a key of `FORMATS`.
+        streams: requests that decode together. None: the most that fit and meet the objectives,
+            at most `DEFAULT_MAX_STREAMS` without a TPOT objective.
+        ttft_s, tpot_s: latency objectives in seconds; None for no objective.
+        mfu, mbu: shares of the peak arithmetic and bandwidth that an engine reaches. 1 gives
+            physical limits.
+        usd_per_hour: price of one device; None for the price in the table.
+        token_budget: most tokens that a step computes. Decoding streams take one token each, and
+            the rest goes to chunks of prompts. None: each prompt is computed in one step.
+        users: number of users who each send a request, wait for the answer, think, and send the
+            next one; None for a plan without users.
+        think_s: seconds between an answer and the user's next request.
     """
 
     prompt: int = 1024
@@ -59,7 +59,7 @@ class Question(Frozen):
     think_s: float = DEFAULT_THINK_S
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
+        """Check types and ranges; raises UsageError with the field."""
         for field in ("prompt", "output", "token_budget", "count", "streams", "users"):
             value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
@@ -71,7 +71,7 @@ class Question(Frozen):
         check_range(self, "think_s", least=0, most=1e6)
         if not 0 <= self.cached < 1:
             raise UsageError(f"must be at least 0 and below 1, got {self.cached}.", field="cached")
-        check_range(self, "mfu", "mbu", least=LEAST_SHARE, most=1)
+        check_range(self, "mfu", "mbu", least=MIN_EFFICIENCY, most=1)
         check_range(self, "ttft_s", "tpot_s", "usd_per_hour", most=1e9)
         if self.kv_format not in FORMATS:
             reason = f"must be one of {', '.join(FORMATS)}, got '{{value}}'."
@@ -80,7 +80,7 @@ class Question(Frozen):
 
     @property
     def num_cached(self) -> int:
-        """Tokens of the prompt that need no computing; the last one always does."""
+        """Tokens of the prompt that are not computed; the last token is always computed."""
         return min(int(self.prompt * self.cached), self.prompt - 1)
 
     @property
@@ -89,31 +89,35 @@ class Question(Frozen):
         return self.prompt - self.num_cached
 
     @property
-    def most_decoding(self) -> int | None:
-        """Streams with which steps are full: each of its tokens calls for tokens of a prompt.
+    def max_decoding_streams(self) -> int | None:
+        """Streams at which prefill and decode together fill every step's token budget.
 
-        None without a `token_budget`.
+        Each generated token comes with its share of the next request's prompt. None without a
+        `token_budget`.
         """
         if self.token_budget is None:
             return None
         return max(1, self.token_budget * self.output // (self.num_new + self.output))
 
-    def chunk(self, others: int) -> int | None:
-        """Return the most tokens of a prompt in a step that gives `others` a token each."""
-        return None if self.token_budget is None else max(1, self.token_budget - others)
+    def max_chunk(self, num_others: int) -> int | None:
+        """Return the most prompt tokens of a step in which `num_others` streams decode.
+
+        None without a `token_budget`.
+        """
+        return None if self.token_budget is None else max(1, self.token_budget - num_others)
 
     def price_of(self, device: Device) -> float | None:
-        """Return $ an hour of a device: as asked, or that of the table."""
+        """Return the price of a device in $ per hour: the question's, else the table's."""
         return device.usd_per_hour if self.usd_per_hour is None else self.usd_per_hour
 
     @property
     def mean_context(self) -> int:
-        """Tokens before a generated one, half of the answer included."""
+        """Mean number of tokens before a generated token: the prompt and half of the answer."""
         return self.prompt + self.output // 2
 
 
 def context_shortfall(model_name: str, context_length: int, question: Question) -> str:
-    """Explain that a model's context cannot hold the requests; empty if it can."""
+    """Explain that a model's context is too short for the requests; return "" if it is not."""
     num_tokens = question.prompt + question.output
     if num_tokens <= context_length:
         return ""
@@ -124,15 +128,15 @@ def context_shortfall(model_name: str, context_length: int, question: Question) 
     )
 
 
-def usual_kv_format(*, is_here: bool) -> str:
-    """Return how keys and values are stored: as engines do by default here, or as is usual."""
+def default_kv_format(*, is_here: bool) -> str:
+    """Return the default KV format: the engine's on this machine, the usual one elsewhere."""
     if not is_here:
         return DEFAULT_FORMAT
-    from twostroke.backends.create import auto_kv_format  # other devices need no kernels
+    from twostroke.backends.create import auto_kv_format  # not needed for other devices
 
     return auto_kv_format(ComputeOptions())
 
 
-def usual_budget(*, is_here: bool) -> int:
-    """Return the tokens of a step: as engines have by default here, and as is usual elsewhere."""
-    return BatchOptions().token_budget if is_here else _BUDGET_ELSEWHERE
+def default_token_budget(*, is_here: bool) -> int:
+    """Return the default token budget: the engine's on this machine, a common one elsewhere."""
+    return BatchOptions().token_budget if is_here else _DEFAULT_TOKEN_BUDGET

@@ -1,8 +1,8 @@
-"""What requests see at a share of the load that a plan can carry: how many are at work, and waits.
+"""Mean latencies under load: how many requests are in progress, and how long they wait.
 
-A queue whose rate depends on how many requests are at work, as in processor sharing (Kleinrock,
-Queueing Systems II, 1976, section 4.4): what it does on average depends on the mean of lengths
-alone. Prompts wait for others as in M/D/1.
+The model is a queue whose service rate depends on the number of requests in progress, as in
+processor sharing (Kleinrock, Queueing Systems II, 1976, section 4.4). Its means depend only on the
+mean lengths of requests. Prompts wait for other prompts as in an M/D/1 queue.
 """
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from twostroke.core.frozen import Frozen
-from twostroke.lab.planner.planner import last_that
+from twostroke.lab.planner.planner import largest_where
 
 if TYPE_CHECKING:
     from twostroke.lab.planner.planner import Planner
 
-SHARES: Final = (0.5, 0.7, 0.9)  # of the most requests a second
+SHARES: Final = (0.5, 0.7, 0.9)  # of the highest possible requests per second
 _MAX_BUSY_SHARE: Final = 0.999
 _MIN_THINK_S: Final = 1e-6
-_GRID: Final = 24  # numbers of streams whose steps are computed; logarithms between are linear
+_NUM_GRID_POINTS: Final = 24  # numbers of streams to compute; others are interpolated
 
 
 class Loaded(Frozen):
-    """Means at a load of `requests_per_s` that come by chance, a `share` of the most.
+    """Mean latencies at a load of `requests_per_s` with random arrivals.
 
-    `at_work` is how many requests are in progress. TTFT includes waiting, TPOT the prompts of
-    others.
+    Attributes:
+        share: the load as a share of the highest possible load.
+        requests_per_s: the load.
+        at_work: mean number of requests in progress.
+        ttft_s: time to first token, with waiting.
+        tpot_s: time per output token, with the prefill of other requests.
     """
 
     share: float
@@ -59,7 +63,7 @@ class UserLoad(Frozen):
 
 
 def loads(planner: Planner, streams: int) -> tuple[Loaded, ...]:
-    """Return what requests see at `SHARES` of what at most `streams` requests at once carry."""
+    """Return mean latencies at each of `SHARES` of the load that `streams` streams can carry."""
     times = _times(planner, streams)
     return tuple(_at(share, times) for share in SHARES)
 
@@ -87,7 +91,7 @@ def user_load(planner: Planner, streams: int) -> UserLoad | None:
         return is_soon and (question.tpot_s is None or load.tpot_s <= question.tpot_s)
 
     is_possible = meets_objectives(num_users)  # with a replica for each user
-    num_replicas = 1 + last_that(lambda count: not meets_objectives(count), num_users)
+    num_replicas = 1 + largest_where(lambda count: not meets_objectives(count), num_users)
     num_replicas = num_replicas if is_possible else 1
     users_per_replica = ceil(num_users / num_replicas)
     load = _closed(times, users_per_replica, question.think_s)
@@ -106,22 +110,23 @@ def user_load(planner: Planner, streams: int) -> UserLoad | None:
 
 
 def _times(planner: Planner, streams: int) -> _Times:
-    grid = np.unique(np.geomspace(1, streams, _GRID).round().astype(int))
+    """Compute times for 1 to `streams` requests in progress, interpolated between grid points."""
+    grid = np.unique(np.geomspace(1, streams, _NUM_GRID_POINTS).round().astype(int))
     counts = np.arange(1, streams + 1)
 
-    def between(times_s: list[float]) -> np.ndarray:
+    def interpolate(times_s: list[float]) -> np.ndarray:
         return np.exp(np.interp(np.log(counts), np.log(grid), np.log(times_s)))
 
     return _Times(
         planner.question.output,
-        between([max(planner.prompt_s(int(n)), 1e-12) for n in grid]),
-        between([planner.step_s(int(n)) for n in grid]),
-        np.array([planner.num_chunks(int(n)) for n in counts]),
+        interpolate([max(planner.prompt_s(int(n)), 1e-12) for n in grid]),
+        step_s=interpolate([planner.step_s(int(n)) for n in grid]),
+        num_chunks=np.array([planner.num_chunks(int(n)) for n in counts]),
     )
 
 
 class _Times(Frozen):
-    """The times with 1, 2, ... requests at work, and the steps that read a prompt: (streams,)."""
+    """Times with 1, 2, ... requests in progress, and the number of prefill chunks: (streams,)."""
 
     num_output: int
     prompt_s: np.ndarray
@@ -130,28 +135,28 @@ class _Times(Frozen):
 
     @property
     def counts(self) -> np.ndarray:
-        """The numbers of requests at work, from 1 on."""
+        """Numbers of requests in progress, from 1."""
         return np.arange(1, len(self.step_s) + 1)
 
     @property
     def rates(self) -> np.ndarray:
-        """The requests a second that end, with 1, 2, ... requests at work."""
+        """Completed requests per second with 1, 2, ... requests in progress."""
         rates: np.ndarray = 1 / (self.prompt_s + self.num_output * self.step_s / self.counts)
         return rates
 
 
 def _at(share: float, times: _Times) -> Loaded:
-    """Return the means at a share of the most requests a second."""
+    """Return mean latencies at a share of the highest possible requests per second."""
     counts, rates = times.counts, times.rates
     rate = share * rates[-1]
-    # Relative chances of 0, 1, ... requests at work, and of any that wait for one of these to end.
+    # Relative probabilities of 0, 1, ... requests in progress, and of a waiting request.
     logs = np.concatenate(([0.0], np.cumsum(np.log(rate / rates))))
     chances = np.exp(logs - logs.max())
     waiting = share / (1 - share) * chances[-1]
     total = chances.sum() + waiting
     slot_s = waiting / (1 - share) / total / rate / 2  # half, as lengths are equal
     at_work = (chances[1:] @ counts + waiting * counts[-1]) / total
-    # Chances of 0, 1, ... others at work when a request begins, and the time of their step.
+    # Probabilities that a new request meets 0, 1, ... others, and the time of their step.
     others = chances[:-1] / total
     others[-1] += (chances[-1] + waiting) / total
     return _loaded(
@@ -160,11 +165,11 @@ def _at(share: float, times: _Times) -> Loaded:
 
 
 def _closed(times: _Times, num_users: int, think_s: float) -> Loaded:
-    """Return the means for users who think for `think_s` seconds after each answer.
+    """Return mean latencies for users who think for `think_s` seconds after each answer.
 
-    The number of requests is a birth-death process: each idle user asks once in `think_s` seconds.
-    A new request finds the same number of others as in a system without its user (Lavenberg and
-    Reiser, 1980).
+    The number of requests is a birth-death process: each idle user sends a request with the rate
+    1 / `think_s`. A new request meets as many others as there are in a system without its user
+    (Lavenberg and Reiser, 1980).
     """
     chances = _chances_closed(times, num_users, think_s)
     num_slots = len(times.rates)
@@ -173,8 +178,8 @@ def _closed(times: _Times, num_users: int, think_s: float) -> Loaded:
     rate = float(chances[1:] @ times.rates[at_work[1:] - 1])
     num_waiting = float(chances @ (numbers - at_work))
     others = np.zeros(num_slots)
-    met = _chances_closed(times, num_users - 1, think_s)
-    np.add.at(others, np.minimum(np.arange(num_users), num_slots - 1), met)
+    probabilities = _chances_closed(times, num_users - 1, think_s)
+    np.add.at(others, np.minimum(np.arange(num_users), num_slots - 1), probabilities)
     share = min(rate / times.rates[-1], _MAX_BUSY_SHARE)
     slot_s = num_waiting / rate
     return _loaded(
@@ -189,7 +194,7 @@ def _closed(times: _Times, num_users: int, think_s: float) -> Loaded:
 
 
 def _chances_closed(times: _Times, num_users: int, think_s: float) -> np.ndarray:
-    """Return the chances that 0, 1, ... of the users wait for an answer: (num_users + 1,)."""
+    """Return the probabilities that 0, 1, ... users wait for an answer: (num_users + 1,)."""
     numbers = np.arange(1, num_users + 1)
     rates = times.rates[np.minimum(numbers, len(times.rates)) - 1]
     arrivals = (num_users - numbers + 1) / max(think_s, _MIN_THINK_S)
@@ -209,22 +214,27 @@ def _loaded(
     slot_s: float,
     others_rate: float,
 ) -> Loaded:
-    """Return mean latencies of requests that find 0, 1, ... others with these chances: (streams,).
+    """Return mean latencies of requests; `others[n]` is the probability to meet n other requests.
 
     A request waits `slot_s` for a free slot, and then for the prompts of other requests, which
-    arrive at `others_rate` per second.
+    arrive at `others_rate` per second. `others`: (streams,).
     """
     num_output, prompt_s, step_s = times.num_output, times.prompt_s, times.step_s
     others_s = np.concatenate(([0.0], step_s[:-1]))
-    # A prompt alone may take longer than among others.
+    # A prompt alone may take longer than a prompt that shares steps.
     busy = min(others_rate * (others @ prompt_s), share)
-    reads_s = others @ (prompt_s + times.num_chunks * others_s)
-    begins_s = reads_s * (1 + busy / (2 - 2 * busy)) + others @ others_s / 2
-    # The rates count a step for the first token, too, which has none of its own where nobody else
-    # is at work, and none for other chunks.
+    prefill_s = others @ (prompt_s + times.num_chunks * others_s)
+    ttft_s = prefill_s * (1 + busy / (2 - 2 * busy)) + others @ others_s / 2
+    # The rates count one step for the first token. A request that runs alone has no such step, and
+    # a chunked prompt has a step for each further chunk.
     extra_s = others @ ((times.num_chunks - 1) * others_s) - others[0] * step_s[0]
     system_s = at_work / rate + extra_s
-    near = max(0, round(float(at_work)) - 1)
-    tpot_s = max((system_s - begins_s) / max(num_output - 1, 1), step_s[near])
-    at_work = rate * system_s
-    return Loaded(share, float(rate), float(at_work), float(slot_s + begins_s), float(tpot_s))
+    mean_index = max(0, round(float(at_work)) - 1)
+    tpot_s = max((system_s - ttft_s) / max(num_output - 1, 1), step_s[mean_index])
+    return Loaded(
+        share,
+        requests_per_s=float(rate),
+        at_work=float(rate * system_s),
+        ttft_s=float(slot_s + ttft_s),
+        tpot_s=float(tpot_s),
+    )

@@ -1,8 +1,8 @@
-"""What this engine's kernels usually take, for models of which no step was measured here.
+"""Reference steps that correct the times of models without measured steps on this machine.
 
-`usual.csv` has steps of one model on one machine, over the least times of that machine: a row for
-each kind of kernels, as `twostroke doctor` names the peak of their arithmetic.
-`make bench WHAT=plan` says how far other models are from them.
+`reference_calibration.csv` has the times of one model on one machine, as ratios to the minimum
+times of that machine. Its column `kernels` is the kind of arithmetic that `twostroke doctor`
+reports. `make bench WHAT=plan` measures how far other models deviate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
 from twostroke.lab.measure.single_step import Shape
-from twostroke.lab.planner.overhead import OverheadRatio, cell_of, factors_at, middle_of, place_of
+from twostroke.lab.planner.overhead import (
+    OverheadRatio,
+    cell_center,
+    cell_of,
+    coordinates,
+    factors_at,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,50 +31,53 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.roofline import Factors, Roofline
     from twostroke.model.program.batch import BatchShape
 
-MEASURED: Final = "gemma3-270m on two threads of an AMD EPYC"
+REFERENCE: Final = "gemma3-270m on two threads of an AMD EPYC"
 
 
 class ReferenceCalibration(Frozen):
-    """Corrects least times by the steps of another model, `known`; see `calibration.Calibration`.
+    """Corrects minimum times by the measured `steps` of another model; a `Correction`.
 
-    Time around operations counts for each layer.
+    Seconds around operations are per layer.
     """
 
-    known: tuple[OverheadRatio, ...]
+    steps: tuple[OverheadRatio, ...]
 
     def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:
-        """Return how a step like `batch` is corrected."""
-        return self._factors_at(roofline, place_of(batch))
+        """Return the factors for a step of this shape."""
+        return self._factors_at(roofline, coordinates(batch))
 
     def cell(self, batch: BatchShape) -> tuple[int, ...]:
-        """Return the same for shapes that are corrected almost alike."""
+        """Return a key that shapes with nearly equal factors share."""
         return cell_of(batch)
 
     def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
-        """Return how a step in the middle of a cell is corrected."""
-        return self._factors_at(roofline, middle_of(cell))
+        """Return the factors at the center of a cell."""
+        return self._factors_at(roofline, cell_center(cell))
 
-    def _factors_at(self, roofline: Roofline, place: Sequence[float]) -> Factors:
-        found = factors_at(place, self.known)
-        return replace(found, rest_s=found.rest_s * roofline.num_layers)
+    def _factors_at(self, roofline: Roofline, position: Sequence[float]) -> Factors:
+        factors = factors_at(position, self.steps)
+        return replace(factors, rest_s=factors.rest_s * roofline.num_layers)
 
 
-def usual(device: Device) -> ReferenceCalibration | None:
-    """Return what kernels usually take on this machine; None if that is not known of its kind."""
+def reference_steps(device: Device) -> ReferenceCalibration | None:
+    """Return the reference steps for this machine's kind of kernels; None if there are none."""
     (kernels, *_) = device.peaks
-    known = _known().get(kernels)
-    return ReferenceCalibration(known) if known else None
+    steps = _steps_by_kernels().get(kernels)
+    return ReferenceCalibration(steps) if steps else None
 
 
 @lru_cache(maxsize=1)
-def _known() -> dict[str, tuple[OverheadRatio, ...]]:
-    text = resources.files("twostroke.lab.planner").joinpath("usual.csv").read_text("utf-8")
-    found: dict[str, tuple[OverheadRatio, ...]] = {}
-    for row in csv.DictReader(text.splitlines()):
+def _steps_by_kernels() -> dict[str, tuple[OverheadRatio, ...]]:
+    file = resources.files("twostroke.lab.planner").joinpath("reference_calibration.csv")
+    steps: dict[str, tuple[OverheadRatio, ...]] = {}
+    for row in csv.DictReader(file.read_text("utf-8").splitlines()):
         shape = Shape(int(row["streams"]), int(row["context"]), int(row["prompt"]))
-        factors = float(row["attention"]), float(row["products"])
-        one = OverheadRatio(
-            place_of(shape.batch), shape.name, *factors, float(row["rest_us"]) * 1e-6
+        step = OverheadRatio(
+            coordinates(shape.batch),
+            shape.name,
+            attention=float(row["attention"]),
+            products=float(row["products"]),
+            rest_s=float(row["rest_us"]) * 1e-6,
         )
-        found[row["kernels"]] = (*found.get(row["kernels"], ()), one)
-    return found
+        steps[row["kernels"]] = (*steps.get(row["kernels"], ()), step)
+    return steps

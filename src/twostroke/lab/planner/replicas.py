@@ -1,14 +1,15 @@
-"""Replicas that a model can have on devices: their memory, share of time, load and latency."""
+"""Possible replicas of a model on a group of devices: memory, share of time, load and latency."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from msgspec import field
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
-from twostroke.lab.planner.planner import most_under
-from twostroke.lab.planner.question import MOST_UNASKED, context_shortfall
+from twostroke.lab.planner.planner import max_within_limit
+from twostroke.lab.planner.question import DEFAULT_MAX_STREAMS, context_shortfall
 from twostroke.lab.planner.roofline import kv_bytes
 
 if TYPE_CHECKING:
@@ -18,17 +19,17 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.models import PlannedModel
     from twostroke.lab.planner.planner import Planner
 
-UNITS: Final = 24  # into which the time of a place is divided
-_SHARES: Final = (24, 20, 16, 12, 10, 8, 6, 5, 4, 3, 2, 1)  # of a replica
-_STREAMS: Final = sorted({round(2 ** (power / 8)) for power in range(97)})  # up to 4,096
-_LEAST_GAIN: Final = 1.02  # in requests per second, for which more streams are worth their memory
+TIME_UNITS: Final = 24  # the time of a device group is divided into these units
+_TIME_SHARES: Final = (24, 20, 16, 12, 10, 8, 6, 5, 4, 3, 2, 1)  # of a replica, in time units
+_STREAM_COUNTS: Final = sorted({round(2 ** (power / 8)) for power in range(97)})  # 1 to 4,096
+_MIN_RATE_RATIO: Final = 1.02  # more streams must raise requests per second by at least 2%
 
 
 class DeviceGroup(Frozen):
-    """Devices of one kind that work as one; replicas on them share their memory and time.
+    """Devices of one kind that divide each layer; replicas on them share memory and time.
 
-    `memory_bytes` is what replicas may use, None if it is not known. `usd_per_hour` is for all of
-    them. Of `stock` (a name) only so many are there.
+    `memory_bytes` is the memory that replicas may use, and `usd_per_hour` the price, of all devices
+    together. `stock` names the limited supply that the devices come from.
     """
 
     device: Device
@@ -39,22 +40,30 @@ class DeviceGroup(Frozen):
 
     @property
     def name(self) -> str:
-        """A readable name."""
+        """Readable name, such as "2 x L4"."""
         return f"{self.count} x {self.device.name}" if self.count > 1 else self.device.name
 
 
 class PlannedReplica(Frozen):
-    """A model on a share of a place's memory and time.
+    """A model on a share of a group's memory and time.
 
-    `model` is its index. `requests_per_s` is the load that it may be given, at most that of the
-    model. Latencies hold while all other replicas of the place use their shares, too. TPOT includes
-    the prefill of other requests; TTFT waits for none. `bound` says why there are no more streams.
+    Attributes:
+        model: index of the model.
+        weights: format of its weights.
+        streams: most requests that run at the same time.
+        time_units: share of the group's time, in units of 1 / `TIME_UNITS`.
+        memory_bytes: weights, keys and values.
+        requests_per_s: the load that it may be given, at most the model's whole load.
+        ttft_s: time to first token without waiting, while other replicas use their shares.
+        tpot_s: time per output token, with the prefill of other requests.
+        bound: what limits `streams`: "memory", "prompts", "TTFT", "TPOT", "load", "no gain",
+            "its share" or "the default".
     """
 
     model: int
     weights: str
     streams: int
-    share: int
+    time_units: int = field(name="share")
     memory_bytes: float
     requests_per_s: float
     ttft_s: float
@@ -63,9 +72,12 @@ class PlannedReplica(Frozen):
 
 
 class Shortfall(Frozen):
-    """How far a model is from running on a place: the `figure` has `value`, and must be `limit`."""
+    """Why a model cannot run on a group: its `figure` has a `value` above the `limit`.
 
-    place: str
+    `figure` is "memory" (in bytes), "TTFT" or "TPOT" (in seconds).
+    """
+
+    group: str
     figure: str
     value: float
     limit: float
@@ -77,104 +89,121 @@ class Shortfall(Frozen):
 
 
 class Replicas:
-    """The replicas of one model, stored in one way, on any place."""
+    """Finds the possible replicas of one model, in one weight format, on any device group."""
 
     def __init__(self, index: int, planner: Planner, load: float, utilization: float) -> None:
-        """`load` is in requests per second; a replica is busy for `utilization` of its time."""
-        self._index, self._planner = index, planner
-        self._load, self._utilization = load, utilization
-        self._request_bytes: dict[int, float] = {}  # by devices of a place
+        """Find replicas of the model with this index.
+
+        `load` is the model's load in requests per second. A replica is busy for `utilization` of
+        its time.
+        """
+        self._index = index
+        self._planner = planner
+        self._load = load
+        self._utilization = utilization
+        self._request_bytes: dict[int, float] = {}  # by number of devices
 
     @property
     def model(self) -> PlannedModel:
-        """The model."""
+        """The model of the replicas."""
         return self._planner.model
 
     def context_shortfall(self, name: str) -> str:
-        """Explain that the context of the model, called `name`, is too short; empty if not."""
+        """Explain that the context of the model, called `name`, is too short; "" if it is not."""
         context_length = self.model.program.context_length
         return context_shortfall(name, context_length, self._planner.question)
 
-    def on(self, place: DeviceGroup) -> list[PlannedReplica]:
-        """Return the replicas that a place can hold and that meet the objectives."""
-        one, weights = self._on(place), self._planner.model.all_bytes
-        request = self._bytes(place.count)
-        fitting = int((place.memory_bytes - weights) // request)
-        if fitting < 1:
+    def on_group(self, group: DeviceGroup) -> list[PlannedReplica]:
+        """Return the replicas that fit into a group and meet the objectives."""
+        planner = self._planner_on(group)
+        weight_bytes = self._planner.model.all_bytes
+        request_bytes = self._bytes_per_request(group.count)
+        num_fitting = int((group.memory_bytes - weight_bytes) // request_bytes)
+        if num_fitting < 1:
             return []
-        found: list[PlannedReplica] = []
-        for units in _SHARES:
-            share = units / UNITS
-            for streams, bound in self._counts(one, share, fitting):
-                found.append(
+        replicas: list[PlannedReplica] = []
+        for units in _TIME_SHARES:
+            share = units / TIME_UNITS
+            for streams, bound in self._stream_counts(planner, share, num_fitting):
+                rate = share * self._utilization / planner.request_s(streams)
+                replicas.append(
                     PlannedReplica(
-                        self._index,
-                        self._planner.model.stored,
-                        streams,
-                        units,
-                        weights + streams * request,
-                        min(share * self._utilization / one.request_s(streams), self._load),
-                        one.ttft_s(streams) / share,
-                        one.tpot_s(streams) / share,
-                        bound,
+                        model=self._index,
+                        weights=self._planner.model.stored,
+                        streams=streams,
+                        time_units=units,
+                        memory_bytes=weight_bytes + streams * request_bytes,
+                        requests_per_s=min(rate, self._load),
+                        ttft_s=planner.ttft_s(streams) / share,
+                        tpot_s=planner.tpot_s(streams) / share,
+                        bound=bound,
                     )
                 )
-        return found
+        return replicas
 
-    def shortfall(self, place: DeviceGroup) -> Shortfall:
-        """Return why a place holds no replica."""
-        one, asked = self._on(place), self._planner.question
-        needed = self._planner.model.all_bytes + self._bytes(place.count)
-        if needed > place.memory_bytes:
-            return Shortfall(place.name, "memory", needed, place.memory_bytes)
-        first_s = one.ttft_s(1)
-        if asked.ttft_s is not None and first_s > asked.ttft_s:
-            return Shortfall(place.name, "TTFT", first_s, asked.ttft_s)
-        return Shortfall(place.name, "TPOT", one.tpot_s(1), asked.tpot_s or 0)
+    def shortfall(self, group: DeviceGroup) -> Shortfall:
+        """Return why no replica is possible on a group."""
+        planner = self._planner_on(group)
+        question = self._planner.question
+        needed = self._planner.model.all_bytes + self._bytes_per_request(group.count)
+        if needed > group.memory_bytes:
+            return Shortfall(group.name, "memory", value=needed, limit=group.memory_bytes)
+        ttft_s = planner.ttft_s(1)
+        if question.ttft_s is not None and ttft_s > question.ttft_s:
+            return Shortfall(group.name, "TTFT", value=ttft_s, limit=question.ttft_s)
+        return Shortfall(group.name, "TPOT", value=planner.tpot_s(1), limit=question.tpot_s or 0)
 
-    def _counts(self, one: Planner, share: float, fitting: int) -> Iterator[tuple[int, str]]:
-        """Yield numbers of streams that are worth their memory, and what bounds the largest."""
-        room, bound = self._room(fitting)
-        counts = [count for count in _STREAMS if count < room] + [room]
-        asked, whole = self._planner.question, len(counts)
-        at_tpot = most_under(asked.tpot_s, lambda n: one.tpot_s(counts[n - 1]) / share, whole)
-        most = most_under(asked.ttft_s, lambda n: one.ttft_s(counts[n - 1]) / share, at_tpot)
-        if most < whole:
-            bound = "TTFT" if most < at_tpot else "TPOT"
-        found, rate = list[int](), 0.0
-        for index, streams in enumerate(counts[:most], 1):
-            if streams & (streams - 1) and index < most:
-                continue  # powers of two, and the most
-            more = share * self._utilization / one.request_s(streams)
-            if more >= rate * _LEAST_GAIN:
-                found.append(streams)
-                rate = more
+    def _stream_counts(
+        self, planner: Planner, share: float, num_fitting: int
+    ) -> Iterator[tuple[int, str]]:
+        """Yield numbers of streams that are worth their memory, each with its limit."""
+        limit, bound = self._limit(num_fitting)
+        counts = [count for count in _STREAM_COUNTS if count < limit] + [limit]
+        question = self._planner.question
+        num_for_tpot = max_within_limit(
+            question.tpot_s, lambda n: planner.tpot_s(counts[n - 1]) / share, len(counts)
+        )
+        num_counts = max_within_limit(
+            question.ttft_s, lambda n: planner.ttft_s(counts[n - 1]) / share, num_for_tpot
+        )
+        if num_counts < len(counts):
+            bound = "TTFT" if num_counts < num_for_tpot else "TPOT"
+        useful: list[int] = []
+        rate = 0.0
+        for index, streams in enumerate(counts[:num_counts], 1):
+            is_power_of_two = streams & (streams - 1) == 0
+            if not is_power_of_two and index < num_counts:
+                continue
+            new_rate = share * self._utilization / planner.request_s(streams)
+            if new_rate >= rate * _MIN_RATE_RATIO:
+                useful.append(streams)
+                rate = new_rate
             if rate >= self._load:
                 bound = "load"
                 break
-        if found and bound != "load" and found[-1] < counts[most - 1]:
+        if useful and bound != "load" and useful[-1] < counts[num_counts - 1]:
             bound = "no gain"
-        for streams in found:
-            yield streams, bound if streams == found[-1] else "its share"
+        for streams in useful:
+            yield streams, bound if streams == useful[-1] else "its share"
 
-    def _room(self, fitting: int) -> tuple[int, str]:
-        """Return the most streams that are looked at, and why: as a plan's."""
-        asked = self._planner.question
-        unasked = _STREAMS[-1] if asked.tpot_s is not None else MOST_UNASKED
+    def _limit(self, num_fitting: int) -> tuple[int, str]:
+        """Return the largest number of streams to consider, and what limits it, as in plans."""
+        question = self._planner.question
+        default = _STREAM_COUNTS[-1] if question.tpot_s is not None else DEFAULT_MAX_STREAMS
         limits = (
-            (fitting, "memory"),
-            (asked.most_decoding or fitting, "prompts"),
-            (unasked, "the default"),
+            (num_fitting, "memory"),
+            (question.max_decoding_streams or num_fitting, "prompts"),
+            (default, "the default"),
         )
-        return min(limits, key=lambda one: one[0])
+        return min(limits, key=lambda limit: limit[0])
 
-    def _on(self, place: DeviceGroup) -> Planner:
-        return self._planner.on(place.device, place.count)
+    def _planner_on(self, group: DeviceGroup) -> Planner:
+        return self._planner.on_devices(group.device, group.count)
 
-    def _bytes(self, count: int) -> float:
-        """Return those of a request on so many devices."""
+    def _bytes_per_request(self, count: int) -> float:
+        """Return the bytes of a request's keys and values on `count` devices together."""
         if count not in self._request_bytes:
-            asked = replace(self._planner.question, count=count)
-            num_tokens = asked.prompt + asked.output
-            self._request_bytes[count] = kv_bytes(self._planner.model, asked, num_tokens)
+            question = replace(self._planner.question, count=count)
+            num_tokens = question.prompt + question.output
+            self._request_bytes[count] = kv_bytes(self._planner.model, question, num_tokens)
         return self._request_bytes[count]

@@ -1,4 +1,4 @@
-"""The least time of a step: each operation is bound by arithmetic or by memory."""
+"""The shortest time of a step: arithmetic or memory bandwidth limits each operation."""
 
 from __future__ import annotations
 
@@ -30,42 +30,50 @@ if TYPE_CHECKING:
     from twostroke.model.program.ops import Op
     from twostroke.model.program.work import Cost, Count
 
-    # A label, the terms of its work, and key-value heads: operations alike are counted once.
-    _Kind: TypeAlias = tuple[str, tuple[tuple[Count, Cost], ...], int | None]
+    # Label, terms of the work, KV heads. Operations with equal keys are counted together.
+    _OpKind: TypeAlias = tuple[str, tuple[tuple[Count, Cost], ...], int | None]
 
-_VALUE_BYTES: Final = 2  # of a value that devices exchange
+_EXCHANGED_VALUE_BYTES: Final = 2  # size of a value that devices exchange
 
 
 def is_attention(label: str) -> bool:
-    """Tell attention, with or without a window, from products: all other operations."""
+    """Whether a label names attention, with or without a window; all else counts as products."""
     return label.startswith("attention")
 
 
 class Factors(Frozen):
-    """What the least times of a step are multiplied by, and the seconds that are added."""
+    """Corrects the minimum time of a step.
+
+    Attributes:
+        attention: multiplies the minimum time of attention.
+        products: multiplies the minimum time of all other operations.
+        rest_s: seconds added for work around operations.
+        nearest: name of the measured step with the largest weight.
+        between_share: share of the time that passes between two steps.
+    """
 
     attention: float
     products: float
     rest_s: float
-    nearest: str  # the name of the measured step that counts most
-    between: float = 0.0  # the share of the time that lies between two steps
+    nearest: str
+    between_share: float = 0.0
 
 
 class Correction(Protocol):
-    """Knows how far steps are from their least times."""
+    """Corrects the minimum times of steps by measured steps."""
 
     def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:
-        """Return how a step of this shape is corrected."""
+        """Return the factors for a step of this shape."""
 
     def cell(self, batch: BatchShape) -> tuple[int, ...]:
-        """Return the same for shapes that are corrected almost alike."""
+        """Return a key that shapes with nearly equal factors share."""
 
     def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
-        """Return how the steps of a cell are corrected."""
+        """Return the factors for all steps of a cell."""
 
 
 class PlannedOpTime(Frozen):
-    """What operations of one label take in a step: seconds, operations, bytes."""
+    """Time and work of all operations with one label in a step: seconds, operations, bytes."""
 
     seconds: float
     flops: float
@@ -74,9 +82,9 @@ class PlannedOpTime(Frozen):
 
 
 class OpWork(Frozen):
-    """What steps have to do, by kind of operation; all operations of a kind count together.
+    """Work of several steps; operations of equal label and work are one column.
 
-    `flops` and `bytes`: (steps, kinds); `num_rows`: (steps,).
+    `flops` and `bytes`: (steps, kinds of operations); `num_rows`: (steps,).
     """
 
     flops: NDArray[np.float64]
@@ -85,44 +93,48 @@ class OpWork(Frozen):
 
 
 class PlannedStepTime(Frozen):
-    """The time of a step, by label of its operations.
+    """The time of a step.
 
-    `moving_s` is between devices, `rest_s` what is around operations, as far as it was measured.
+    Attributes:
+        ops: time and work by label of operations.
+        moving_s: seconds of exchanges between devices.
+        rest_s: measured seconds of work around operations.
+        nearest: name of the measured step that corrected the times most; None without correction.
     """
 
     ops: dict[str, PlannedOpTime]
     moving_s: float
     rest_s: float = 0.0
-    nearest: str | None = None  # the measured step by which it was corrected most
+    nearest: str | None = None
 
     @property
     def seconds(self) -> float:
-        """The whole time."""
+        """Seconds of the whole step."""
         return self.attention_s + self.products_s + self.moving_s + self.rest_s
 
     @property
     def attention_s(self) -> float:
-        """The time of attention."""
+        """Seconds of attention."""
         return sum(op.seconds for label, op in self.ops.items() if is_attention(label))
 
     @property
     def products_s(self) -> float:
-        """The time of all other operations."""
+        """Seconds of all other operations."""
         return sum(op.seconds for label, op in self.ops.items() if not is_attention(label))
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of all devices."""
+        """Floating-point operations on all devices."""
         return sum(op.flops for op in self.ops.values())
 
     @property
     def bytes(self) -> float:
-        """Bytes that the memories of all devices move."""
+        """Bytes that all devices read and write in their memories."""
         return sum(op.bytes for op in self.ops.values())
 
     @property
     def bottleneck(self) -> str:
-        """The label of what takes longest, and what bounds it."""
+        """Label of the operation with the longest time and its limit; "links" for exchanges."""
         label, op = max(self.ops.items(), key=lambda item: item[1].seconds)
         if self.moving_s > op.seconds:
             return "links"
@@ -130,7 +142,7 @@ class PlannedStepTime(Frozen):
 
 
 class Totals(NamedTuple):
-    """A step's time, operations and bytes; `between_s` of the time is after the step before it."""
+    """Seconds, operations and bytes of a step; `between_s` is the part before the step itself."""
 
     seconds: float
     flops: float
@@ -139,11 +151,11 @@ class Totals(NamedTuple):
 
 
 class Roofline:
-    """Least times of a model's steps on a question's devices.
+    """Minimum times of a model's steps on the devices of a question.
 
-    `peak` and `bandwidth` are those of all devices together, as far as an engine reaches them.
-    With a correction, steps take as many times their least time as was measured of steps like them:
-    those of `measured`, the model with its own weights on one device.
+    `peak` and `bandwidth` are of all devices together, times MFU and MBU. With a correction, times
+    are minimum times multiplied by measured factors. `measured` is the roofline that the correction
+    was measured on: the model with its own weights on one device.
     """
 
     def __init__(
@@ -153,50 +165,53 @@ class Roofline:
         question: Question,
         correction: Correction | None = None,
     ) -> None:
-        self._stored_for, self._correction = model.arithmetic, correction
+        self._preferred_arithmetic, self._correction = model.arithmetic, correction
         self.measured = self
         if correction is not None:
             self.measured = Roofline(model.origin or model, device, Question())
         cache = FORMATS[question.kv_format]
-        self._ops: Counter[_Kind] = Counter(
+        self._ops: Counter[_OpKind] = Counter(
             (op.label, tuple(op.work(model.weight_bytes, cache)), _kv_heads(op))
             for op in model.program.ops
         )
         self._costs = {key: StepCost(key[1]) for key in self._ops}
-        self._by_context, self._by_samples, self._by_rows = [], [], []
-        for key, times in self._ops.items():
-            one = (times, self._costs[key], key[2])
-            if is_attention(key[0]):
-                self._by_context.append(one)
-            elif any(count in (each_sampled_row, once_if_sampled) for count, _ in key[1]):
-                self._by_samples.append(one)
+        self._context_ops, self._sampled_row_ops, self._row_ops = [], [], []
+        for key, count in self._ops.items():
+            label, work, num_kv_heads = key
+            counted_cost = (count, self._costs[key], num_kv_heads)
+            if is_attention(label):
+                self._context_ops.append(counted_cost)
+            elif any(term in (each_sampled_row, once_if_sampled) for term, _ in work):
+                self._sampled_row_ops.append(counted_cost)
             else:
-                self._by_rows.append(one)
+                self._row_ops.append(counted_cost)
         self.num_layers = len(model.program.layer_outputs)
-        self._exchanged = 2 * self.num_layers * model.hidden_size * _VALUE_BYTES
-        self._place(device, question)
+        self._exchanged_bytes_per_row = (
+            2 * self.num_layers * model.hidden_size * _EXCHANGED_VALUE_BYTES
+        )
+        self._set_device(device, question)
 
-    def on(self, device: Device, question: Question) -> Roofline:
-        """Return that of the same model on other devices; formats stay those of this one."""
+    def on_devices(self, device: Device, question: Question) -> Roofline:
+        """Return the roofline of the same model and number formats on other devices."""
         other = copy(self)
-        other._place(device, question)  # noqa: SLF001 - a copy of this one
+        other._set_device(device, question)  # noqa: SLF001 - a copy of this one
         return other
 
-    def _place(self, device: Device, question: Question) -> None:
-        self.arithmetic = device.arithmetic(self._stored_for)
+    def _set_device(self, device: Device, question: Question) -> None:
+        self.arithmetic = device.arithmetic(self._preferred_arithmetic)
         self.peak = device.peaks[self.arithmetic] * question.count * question.mfu
         self.bandwidth = device.bandwidth * question.count * question.mbu
-        self.link, self._count = device.link, question.count
-        self._copies = np.array([copies(key[2], self._count) for key in self._ops])
-        self._of_rows: dict[int, Totals] = {}
-        self._of_samples: dict[tuple[int, int], Totals] = {}  # by rows, and those with logits
+        self.link, self._num_devices = device.link, question.count
+        self._kv_copies = np.array([kv_copies(key[2], self._num_devices) for key in self._ops])
+        self._row_totals: dict[int, Totals] = {}
+        self._sampled_row_totals: dict[tuple[int, int], Totals] = {}  # by rows, sampled rows
         self._factors: dict[tuple[int, ...], Factors] = {}
 
     def step(self, batch: BatchShape) -> PlannedStepTime:
-        """Return the time of a step."""
-        least = self.least(batch)
+        """Return the time of a step, corrected if there is a correction."""
+        min_step = self.min_step(batch)
         if self._correction is None:
-            return least
+            return min_step
         factors = self._correction.factors(self.measured, batch)
         ops = {
             label: replace(
@@ -204,113 +219,131 @@ class Roofline:
                 seconds=op.seconds
                 * (factors.attention if is_attention(label) else factors.products),
             )
-            for label, op in least.ops.items()
+            for label, op in min_step.ops.items()
         }
-        return PlannedStepTime(ops, least.moving_s, factors.rest_s, factors.nearest)
+        return PlannedStepTime(
+            ops, min_step.moving_s, rest_s=factors.rest_s, nearest=factors.nearest
+        )
 
     def work(self, batches: Sequence[BatchShape]) -> OpWork:
-        """Return what steps have to do, which is the same on all devices, copies left out."""
-        costs = [[self._costs[key].flops_and_bytes(one) for key in self._ops] for one in batches]
-        times = np.array(list(self._ops.values()), dtype=float)
-        flops, moved = np.moveaxis(np.array(costs, dtype=float), -1, 0)
-        return OpWork(times * flops, times * moved, np.array([one.num_rows for one in batches]))
+        """Return the work of steps; it is the same on all devices, except for KV copies."""
+        costs = [
+            [self._costs[key].flops_and_bytes(batch) for key in self._ops] for batch in batches
+        ]
+        counts = np.array(list(self._ops.values()), dtype=float)
+        flops, num_bytes = np.moveaxis(np.array(costs, dtype=float), -1, 0)
+        num_rows = np.array([batch.num_rows for batch in batches])
+        return OpWork(counts * flops, counts * num_bytes, num_rows)
 
-    def least(self, batch: BatchShape) -> PlannedStepTime:
-        """Return the least time of a step."""
+    def min_step(self, batch: BatchShape) -> PlannedStepTime:
+        """Return the minimum time of a step, without correction."""
         work = self.work([batch])
-        found: dict[str, PlannedOpTime] = {}
-        moved = work.bytes[0] * self._copies
-        columns = (work.flops[0], moved, work.flops[0] / self.peak, moved / self.bandwidth)
+        ops: dict[str, PlannedOpTime] = {}
+        all_bytes = work.bytes[0] * self._kv_copies
+        columns = (
+            work.flops[0],
+            all_bytes,
+            work.flops[0] / self.peak,
+            all_bytes / self.bandwidth,
+        )
         for (label, *_), *values in zip(self._ops, *map(np.ndarray.tolist, columns), strict=True):
-            flops, read, computing_s, reading_s = values
+            flops, num_bytes, computing_s, reading_s = values
             bound = "arithmetic" if computing_s > reading_s else "memory"
             seconds = max(computing_s, reading_s)
-            before = found.get(label, PlannedOpTime(0.0, 0, 0, bound))
-            found[label] = PlannedOpTime(
-                before.seconds + seconds,
-                before.flops + flops,
-                before.bytes + read,
-                bound if seconds > before.seconds else before.bound,
+            sums = ops.get(label, PlannedOpTime(0.0, 0, 0, bound))
+            ops[label] = PlannedOpTime(
+                sums.seconds + seconds,
+                sums.flops + flops,
+                bytes=sums.bytes + num_bytes,
+                bound=bound if seconds > sums.seconds else sums.bound,
             )
-        return PlannedStepTime(found, self._moving_s(batch.num_rows))
+        return PlannedStepTime(ops, self._moving_s(batch.num_rows))
 
-    def least_s(self, work: OpWork) -> NDArray[np.float64]:
-        """Return the least seconds of each step, for searches that need nothing else: (steps,)."""
-        moved = work.bytes * self._copies
-        times_s = np.maximum(work.flops / self.peak, moved / self.bandwidth)
+    def min_seconds(self, work: OpWork) -> NDArray[np.float64]:
+        """Return only the minimum seconds of each step, which is faster: (steps,)."""
+        num_bytes = work.bytes * self._kv_copies
+        times_s = np.maximum(work.flops / self.peak, num_bytes / self.bandwidth)
         return np.asarray(times_s.sum(axis=1) + self._moving_s(work.num_rows))
 
     def totals(self, batch: BatchShape) -> Totals:
-        """Return what `step` does in all; quick for many steps.
+        """Return the totals of `step`; fast for many steps.
 
-        Products depend on numbers of rows alone, so they are counted once for each. Corrections
-        are those of cells. Totals of a `DecodeRun` are arrays, with an element for each step.
+        Work that depends only on numbers of rows is computed once and remembered. Corrections are
+        the same for all steps of a cell. For a `DecodeRun`, totals are arrays: (steps,).
         """
         if self._correction is not None and isinstance(batch, DecodeRun):
             steps = [self.totals(batch.at(step)) for step in range(batch.num_steps)]
             return Totals(*np.array(steps).T)
         num_rows, num_sampled = batch.num_rows, batch.num_sampled
-        rows, samples = self._of_rows.get(num_rows), self._of_samples.get((num_rows, num_sampled))
+        rows = self._row_totals.get(num_rows)
+        sampled_rows = self._sampled_row_totals.get((num_rows, num_sampled))
         if rows is None:
-            rows = self._of_rows[num_rows] = self._sum(batch, self._by_rows)
-        if samples is None:
-            samples = self._sum(batch, self._by_samples)
-            self._of_samples[num_rows, num_sampled] = samples
-        products = Totals(*map(add, rows, samples))
-        attention, moving_s = self._sum(batch, self._by_context), self._moving_s(num_rows)
-        flops, moved = products.flops + attention.flops, products.bytes + attention.bytes
+            rows = self._row_totals[num_rows] = self._sum(batch, self._row_ops)
+        if sampled_rows is None:
+            sampled_rows = self._sum(batch, self._sampled_row_ops)
+            self._sampled_row_totals[num_rows, num_sampled] = sampled_rows
+        products = Totals(*map(add, rows, sampled_rows))
+        attention = self._sum(batch, self._context_ops)
+        moving_s = self._moving_s(num_rows)
+        flops = products.flops + attention.flops
+        num_bytes = products.bytes + attention.bytes
         if self._correction is None:
-            return Totals(products.seconds + attention.seconds + moving_s, flops, moved)
+            return Totals(products.seconds + attention.seconds + moving_s, flops, num_bytes)
         cell = self._correction.cell(batch)
         factors = self._factors.get(cell)
         if factors is None:
             factors = self._factors[cell] = self._correction.factors_in(self.measured, cell)
         seconds = factors.products * products.seconds + factors.attention * attention.seconds
         seconds += moving_s + factors.rest_s
-        return Totals(seconds, flops, moved, factors.between * seconds)
+        return Totals(seconds, flops, num_bytes, between_s=factors.between_share * seconds)
 
     def _sum(self, batch: BatchShape, costs: Iterable[tuple[int, StepCost, int | None]]) -> Totals:
-        seconds = flops = moved = 0.0
-        for times, cost, kv_heads in costs:
-            its_flops, its_bytes = cost.flops_and_bytes(batch)
-            its_bytes = its_bytes * copies(kv_heads, self._count)
-            longer = np.maximum if isinstance(its_flops, np.ndarray) else max
-            seconds += times * longer(its_flops / self.peak, its_bytes / self.bandwidth)
-            flops, moved = flops + times * its_flops, moved + times * its_bytes
-        return Totals(seconds, flops, moved)
+        seconds = flops = num_bytes = 0.0
+        for count, cost, num_kv_heads in costs:
+            op_flops, op_bytes = cost.flops_and_bytes(batch)
+            op_bytes = op_bytes * kv_copies(num_kv_heads, self._num_devices)
+            maximum = np.maximum if isinstance(op_flops, np.ndarray) else max
+            seconds += count * maximum(op_flops / self.peak, op_bytes / self.bandwidth)
+            flops += count * op_flops
+            num_bytes += count * op_bytes
+        return Totals(seconds, flops, num_bytes)
 
     def _moving_s(self, num_rows: Any) -> Any:
-        """Return the time of two all-reduces in each layer, in a ring."""
-        if self._count == 1 or self.link is None:
+        """Return the seconds of two ring all-reduces per layer; 0 if the link is unknown."""
+        count = self._num_devices
+        if count == 1 or self.link is None:
             return 0.0
-        return num_rows * self._exchanged * 2 * (self._count - 1) / self._count / self.link
+        return num_rows * self._exchanged_bytes_per_row * 2 * (count - 1) / count / self.link
 
 
 def kv_bytes(model: PlannedModel, question: Question, num_tokens: int) -> float:
-    """Return the bytes of one request's keys and values on all devices together.
+    """Return the bytes of one request's keys and values, summed over all devices.
 
-    Where devices are more than key-value heads, several store the same head.
+    If there are more devices than KV heads, several devices store the same head.
     """
     layers = Counter(model.program.cache_layers)
-    return layers_bytes(layers, FORMATS[question.kv_format], question.count, num_tokens)
+    return kv_layer_bytes(layers, FORMATS[question.kv_format], question.count, num_tokens)
 
 
-def layers_bytes(
+def kv_layer_bytes(
     layers: Counter[CacheLayer], stored: CacheFormat, count: int, num_tokens: int
 ) -> float:
-    """Return the same on `count` devices; `layers` has how many there are of each kind."""
+    """Return the bytes of one request's keys and values on `count` devices together.
+
+    `layers` counts the layers of each kind.
+    """
     total = 0.0
-    for layer, times in layers.items():
-        tokens = num_tokens if layer.window is None else min(num_tokens, layer.window)
-        each = copies(layer.num_kv_heads, count)
-        total += times * tokens * layer.bytes_per_token(stored) * each
+    for layer, num_layers in layers.items():
+        num_cached = num_tokens if layer.window is None else min(num_tokens, layer.window)
+        num_copies = kv_copies(layer.num_kv_heads, count)
+        total += num_layers * num_cached * layer.bytes_per_token(stored) * num_copies
     return total
 
 
-def copies(num_kv_heads: int | None, count: int) -> float:
-    """Return how often keys and values are stored, and read, on `count` devices.
+def kv_copies(num_kv_heads: int | None, count: int) -> float:
+    """Return how many times `count` devices store, and read, each key and value on average.
 
-    Each device has whole heads. None is for what has no heads.
+    Each device stores whole heads. `num_kv_heads` is None for operations without heads: 1.
     """
     if num_kv_heads is None:
         return 1.0
@@ -318,5 +351,5 @@ def copies(num_kv_heads: int | None, count: int) -> float:
 
 
 def _kv_heads(op: Op) -> int | None:
-    """Return the key-value heads of attention; latent vectors count as one."""
+    """Return the KV heads of attention (1 for latent vectors); None for other operations."""
     return getattr(op, "num_kv_heads", 1) if is_attention(op.label) else None

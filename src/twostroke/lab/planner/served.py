@@ -1,4 +1,4 @@
-"""Steps that a running server has taken, by which planned times are corrected."""
+"""Steps of a running server, which correct planned times."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
+from msgspec.structs import replace
+
 from twostroke.core.errors import EngineStoppedError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.model.program.batch import BatchShape
@@ -18,18 +20,23 @@ if TYPE_CHECKING:
 
     from twostroke.lab.planner.models import PlannedModel
 
-_ANSWER_S: Final = 10.0
-_FEWEST: Final = 3  # steps of one shape; a lone one may have been disturbed
-_CELLS: Final = 2  # for each doubling of a coordinate
-_PAUSE_S: Final = 1.0
+_TIMEOUT_S: Final = 10.0
+_MIN_STEPS_PER_SHAPE: Final = 3  # a single step may have been disturbed
+_CELLS_PER_DOUBLING: Final = 2
+_POLL_INTERVAL_S: Final = 1.0
 _FIELDS: Final = ("rows", "prompt_rows", "requests", "step_s", "attended", "turn_s")
 
 
 class ServedStep(Frozen):
-    """What the steps of one shape took in a server's loop, with all that it does between two.
+    """Median times of a server's steps of one shape, with the work of its loop between steps.
 
-    `attended` counts pairs of a row and a position before it or its own; `seconds` is the median,
-    and `between_s` that of what lies outside the step itself: a loop that has paused did it before.
+    Attributes:
+        rows: rows of the step.
+        prompt_rows: rows that belong to prompts.
+        requests: requests of the step.
+        attended: pairs of a row and a position that it attends to.
+        seconds: from the end of the previous step to the end of this step.
+        between_s: part of `seconds` outside the step itself.
     """
 
     rows: int
@@ -41,80 +48,99 @@ class ServedStep(Frozen):
 
     @property
     def batch(self) -> BatchShape:
-        """A step of this shape: prompts have equally many rows, and all contexts are equal."""
+        """A step of this shape whose prompts have equally many rows, and equal contexts."""
         num_decoding = self.rows - self.prompt_rows
         num_reading = self.requests - num_decoding
         counts = [1] * num_decoding
         for index in range(num_reading):
-            each = self.prompt_rows * (index + 1) // num_reading
-            counts.append(each - self.prompt_rows * index // num_reading)
+            rows_so_far = self.prompt_rows * (index + 1) // num_reading
+            counts.append(rows_so_far - self.prompt_rows * index // num_reading)
         inside = sum([count * (count + 1) // 2 for count in counts])
         start = max(0, round((self.attended - inside) / self.rows))
         return BatchShape((start,) * len(counts), tuple(counts), self.requests)
 
     @property
     def name(self) -> str:
-        """A readable name."""
+        """Readable name of the step."""
         prompt = f", {self.prompt_rows:,} rows of prompts" if self.prompt_rows else ""
         return f"served, {self.requests} requests{prompt}"
 
 
-def grouped(steps: Iterable[Sequence[Any]]) -> tuple[ServedStep, ...]:
-    """Return what steps of like shapes took; `steps` are as `/api/state` shows them.
+def group_steps(steps: Iterable[Sequence[Any]]) -> tuple[ServedStep, ...]:
+    """Return median times by shape; `steps` are rows of `steps` in `/api/state`.
 
-    A server shows each step for a while: however often it was seen, it counts once. Steps that the
-    loop began after a pause are left out, and those with guesses.
+    A server shows each step for a while; a step that was read several times counts once. Steps
+    after a pause of the loop, and steps with drafts, are left out.
     """
     cells: dict[tuple[int, ...], list[ServedStep]] = {}
     for rows, prompt_rows, requests, step_s, attended, turn_s in dict.fromkeys(map(tuple, steps)):
-        one = ServedStep(rows, prompt_rows, requests, attended, turn_s, max(0.0, turn_s - step_s))
-        if turn_s > 0 and _is_plain(one):
-            cells.setdefault(cell_of(one), []).append(one)
-    found = []
-    for alike in cells.values():
-        if len(alike) >= _FEWEST:
-            middle = sorted(alike, key=lambda one: one.attended)[len(alike) // 2]
-            times = (one.seconds for one in alike), (one.between_s for one in alike)
-            found.append(ServedStep(*_counts(middle), *map(median, times)))
-    return tuple(found)
+        step = ServedStep(
+            rows=rows,
+            prompt_rows=prompt_rows,
+            requests=requests,
+            attended=attended,
+            seconds=turn_s,
+            between_s=max(0.0, turn_s - step_s),
+        )
+        if turn_s > 0 and _has_no_drafts(step):
+            cells.setdefault(cell_of(step), []).append(step)
+    return tuple(
+        _median_step(similar) for similar in cells.values() if len(similar) >= _MIN_STEPS_PER_SHAPE
+    )
 
 
-def merged(old: Iterable[ServedStep], new: Iterable[ServedStep]) -> tuple[ServedStep, ...]:
-    """Return both, of each shape the new one."""
-    return tuple(({cell_of(one): one for one in old} | {cell_of(one): one for one in new}).values())
+def _median_step(steps: list[ServedStep]) -> ServedStep:
+    """Return the step with the median context, with the median times of all."""
+    middle = sorted(steps, key=lambda step: step.attended)[len(steps) // 2]
+    return replace(
+        middle,
+        seconds=median(step.seconds for step in steps),
+        between_s=median(step.between_s for step in steps),
+    )
 
 
-def cell_of(one: ServedStep) -> tuple[int, ...]:
-    """Return what steps of like shapes have in common."""
-    sizes = one.rows, 1 + one.prompt_rows, one.requests, 64 + one.attended / one.rows
-    return tuple([round(_CELLS * math.log2(size)) for size in sizes])
+def merge_steps(old: Iterable[ServedStep], new: Iterable[ServedStep]) -> tuple[ServedStep, ...]:
+    """Return the steps of both; a new step replaces an old step of the same shape."""
+    by_cell = {cell_of(step): step for step in old}
+    by_cell |= {cell_of(step): step for step in new}
+    return tuple(by_cell.values())
 
 
-def watch(url: str, key: str | None, model: PlannedModel, seconds: float) -> tuple[ServedStep, ...]:
-    """Return what the server at `url`, which serves `model`, takes for steps in these seconds.
+def cell_of(step: ServedStep) -> tuple[int, ...]:
+    """Return a key that steps of similar shapes share."""
+    sizes = step.rows, 1 + step.prompt_rows, step.requests, 64 + step.attended / step.rows
+    return tuple([round(_CELLS_PER_DOUBLING * math.log2(size)) for size in sizes])
+
+
+def watch_server(
+    url: str, key: str | None, model: PlannedModel, seconds: float
+) -> tuple[ServedStep, ...]:
+    """Poll the server of `model` at `url` for some seconds; return the steps that it took.
 
     Raises:
         UsageError: there is no such server, it serves another model, refuses the key, or was not
             busy.
-        EngineStoppedError: it cannot be reached.
+        EngineStoppedError: the server cannot be reached.
     """
-    before, until_s = set(map(tuple, look(url, key, model))), time.monotonic() + seconds
-    steps: list[Sequence[Any]] = []
+    old_steps = set(map(tuple, read_steps(url, key, model)))
+    until_s = time.monotonic() + seconds
+    new_steps: list[Sequence[Any]] = []
     while time.monotonic() < until_s:
-        time.sleep(_PAUSE_S)
-        steps += [one for one in look(url, key, model) if tuple(one) not in before]
-    if not (found := grouped(steps)):
+        time.sleep(_POLL_INTERVAL_S)
+        latest = read_steps(url, key, model)
+        new_steps += [step for step in latest if tuple(step) not in old_steps]
+    if not (grouped := group_steps(new_steps)):
         raise UsageError(
-            f"The server at {url} was not busy: no three steps of like shapes followed others at "
-            "once. Ask while it serves its load."
+            f"The server at {url} was not busy: no {_MIN_STEPS_PER_SHAPE} steps of a similar shape "
+            "followed another step without a pause. Calibrate while it serves its load."
         )
-    return found
+    return grouped
 
 
-def threads_of(url: str, key: str | None, model: PlannedModel) -> int:
-    """Return on how many threads the server at `url` computes; raises as `watch`."""
-    look(url, key, model)
-    state = _state(url, key)
+def server_threads(url: str, key: str | None, model: PlannedModel) -> int:
+    """Return the number of compute threads of the server at `url`; raises as `watch_server`."""
+    read_steps(url, key, model)
+    state = _read_state(url, key)
     try:
         return sum(rank["threads"] for rank in state["ranks"]) or int(state["engine"]["threads"])
     except (KeyError, TypeError):
@@ -129,13 +155,17 @@ def on_threads(count: int) -> str:
     return f"on {count} {'thread' if count == 1 else 'threads'}"
 
 
-def look(url: str, key: str | None, model: PlannedModel) -> list[Sequence[Any]]:
-    """Return the last steps of the server at `url`, for `grouped`; raises as `watch`."""
-    state = _state(url, key)
+def read_steps(url: str, key: str | None, model: PlannedModel) -> list[Sequence[Any]]:
+    """Return the last steps of the server at `url`, in the order of `_FIELDS`.
+
+    Raises as `watch_server`.
+    """
+    state = _read_state(url, key)
     try:
-        shown = state["model"]
-        name, identity, steps = shown["name"], shown["identity"], list(state["steps"])
-        has_turns = all(len(one) == len(_FIELDS) for one in steps)
+        served_model = state["model"]
+        name, identity = served_model["name"], served_model["identity"]
+        steps = list(state["steps"])
+        has_turns = all(len(step) == len(_FIELDS) for step in steps)
     except (KeyError, TypeError, AttributeError):
         has_turns = False
     if not has_turns:
@@ -150,16 +180,13 @@ def look(url: str, key: str | None, model: PlannedModel) -> list[Sequence[Any]]:
     return steps
 
 
-def _is_plain(one: ServedStep) -> bool:
-    num_decoding = one.rows - one.prompt_rows
-    return 0 <= one.requests - num_decoding <= one.prompt_rows
+def _has_no_drafts(step: ServedStep) -> bool:
+    num_decoding = step.rows - step.prompt_rows
+    return 0 <= step.requests - num_decoding <= step.prompt_rows
 
 
-def _counts(one: ServedStep) -> tuple[int, int, int, int]:
-    return one.rows, one.prompt_rows, one.requests, one.attended
-
-
-def _state(url: str, key: str | None) -> Any:
+def _read_state(url: str, key: str | None) -> Any:
+    """Return the JSON of `/api/state`; None if the response is not JSON."""
     import http.client  # most plans need none of it
 
     try:
@@ -170,8 +197,8 @@ def _state(url: str, key: str | None) -> Any:
     if not host or parts.scheme not in {"http", "https"}:
         raise UsageError(f"must be like http://127.0.0.1:8000, got '{url}'.", field="server")
     is_secure = parts.scheme == "https"
-    kind = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
-    connection = kind(host, port, timeout=_ANSWER_S)
+    connection_type = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
+    connection = connection_type(host, port, timeout=_TIMEOUT_S)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         path = parts.path.rstrip("/").removesuffix("/v1")
@@ -179,8 +206,8 @@ def _state(url: str, key: str | None) -> Any:
         answer = connection.getresponse()
         body = answer.read()
     except (OSError, http.client.HTTPException) as error:
-        why = getattr(error, "strerror", None) or error
-        raise EngineStoppedError(f"The server at {url} cannot be reached: {why}.") from None
+        reason = getattr(error, "strerror", None) or error
+        raise EngineStoppedError(f"The server at {url} cannot be reached: {reason}.") from None
     finally:
         connection.close()
     if answer.status == http.client.UNAUTHORIZED:

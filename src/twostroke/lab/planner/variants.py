@@ -1,4 +1,4 @@
-"""A model as it would be if it had been trained with other attention."""
+"""Variants of a model with cheaper attention, as if it had been trained with them."""
 
 from __future__ import annotations
 
@@ -14,46 +14,49 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.models import PlannedModel
     from twostroke.model.program import Op
 
-_QUERIES: Final = 8  # for each key and value, as in Llama 3 70B
+_QUERIES_PER_KEY: Final = 8  # as in Llama 3 70B
 _WINDOWS: Final = (4096, 1024)  # tokens, as in Mistral 7B and Gemma 3
 
 
 def variants(model: PlannedModel, num_tokens: int) -> Iterator[tuple[str, PlannedModel]]:
-    """Yield the model with grouped queries and with a window, each with what is changed.
+    """Yield the model with grouped queries and with a window, each with the name of the change.
 
-    Only what would make requests of `num_tokens` cheaper.
+    Only variants that make requests of `num_tokens` cheaper are included.
     """
     attention = [op for op in model.program.ops if isinstance(op, Attention)]
     sizes = [(op.num_heads, 2 * op.group_size) for op in attention]
-    made = {op.output for op in model.program.ops if isinstance(op, Linear)}
-    if not all(op.v in made for op in attention):  # normed, latent, or another layer's
+    linear_outputs = {op.output for op in model.program.ops if isinstance(op, Linear)}
+    if not all(op.v in linear_outputs for op in attention):  # normed, latent, or shared values
         sizes = []
-    if all(heads % _QUERIES == 0 and twice <= _QUERIES for heads, twice in sizes) and sizes:
-        yield f"{_QUERIES} queries for each key", _grouped(model)
+    is_groupable = all(
+        heads % _QUERIES_PER_KEY == 0 and doubled <= _QUERIES_PER_KEY for heads, doubled in sizes
+    )
+    if is_groupable and sizes:
+        yield f"{_QUERIES_PER_KEY} queries for each key", _with_grouped_queries(model)
     window = next((size for size in _WINDOWS if size < num_tokens), None)
     if window is not None and any(window < (op.window or num_tokens) for op in attention):
-        yield f"a window of {window:,} tokens", _windowed(model, window)
+        yield f"a window of {window:,} tokens", _with_window(model, window)
 
 
-def _grouped(model: PlannedModel) -> PlannedModel:
-    """Return the model with fewer heads of keys and values, and narrower matrices for them."""
+def _with_grouped_queries(model: PlannedModel) -> PlannedModel:
+    """Return the model with fewer KV heads, and narrower matrices for keys and values."""
     ops, sizes = list(model.program.ops), dict(model.weight_bytes)
-    places = {op.output: place for place, op in enumerate(ops)}
-    for place, op in enumerate(ops):
+    index_by_output = {op.output: index for index, op in enumerate(ops)}
+    for index, op in enumerate(ops):
         if not isinstance(op, Attention):
             continue
-        count = op.num_heads // _QUERIES
-        ops[place] = replace(op, num_kv_heads=count)
+        num_kv_heads = op.num_heads // _QUERIES_PER_KEY
+        ops[index] = replace(op, num_kv_heads=num_kv_heads)
         for output in (op.v, f"{op.v.removesuffix('.v')}.k"):
-            if isinstance(product := ops[places[output]], Linear):
-                ops[places[output]] = replace(product, width=count * op.head_dim)
+            if isinstance(product := ops[index_by_output[output]], Linear):
+                ops[index_by_output[output]] = replace(product, width=num_kv_heads * op.head_dim)
                 for weight in product.weights:
-                    sizes[weight.name] = sizes[weight.name] * count // op.num_kv_heads
+                    sizes[weight.name] = sizes[weight.name] * num_kv_heads // op.num_kv_heads
     return _changed(model, ops, sizes)
 
 
-def _windowed(model: PlannedModel, window: int) -> PlannedModel:
-    """Return the model with windows of at most this size."""
+def _with_window(model: PlannedModel, window: int) -> PlannedModel:
+    """Return the model with attention windows of at most this size."""
     ops = [
         replace(op, window=min(window, op.window or window)) if isinstance(op, Attention) else op
         for op in model.program.ops

@@ -1,4 +1,4 @@
-"""A plan in words and tables, for the terminal and the report."""
+"""Sentences and table rows of a plan, for the terminal and the HTML report."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ HEADINGS: Final = (
 )  # fmt: skip
 LOAD_HEADINGS: Final = ("LOAD", "REQUESTS/S", "AT WORK", "TTFT MS", "MS/TOKEN")
 ABOUT_LOADS: Final = (
-    "These are means of requests that come by chance, at shares of what the streams carry. Near "
-    "all of it a small error of a step becomes a long queue. Percentiles and lengths that differ:"
+    "These are means for requests that arrive at random, at shares of the load that the streams "
+    "can carry. Close to 100%, a small error in a step's time becomes a long queue. To simulate "
+    "percentiles and varying lengths:"
 )
 RANK_HEADINGS: Final = (
     "DEVICE", "STREAMS", "TTFT MS", "MS/TOKEN", "TOKENS/S", "REQUESTS/S", "REPLICAS", "$/HOUR",
@@ -33,13 +34,13 @@ WHAT_IF_HEADINGS: Final = ("WHAT IF", "TTFT MS", "MS/TOKEN", "FIT", "$/1M")
 
 
 def title(plan: Plan) -> str:
-    """Return the model and the devices."""
+    """Return the names of the model and the devices, such as "llama-8b on 2 x L4"."""
     devices = f"{plan.question.count} x " if plan.question.count > 1 else ""
     return f"{plan.model} on {devices}{plan.device}"
 
 
 def decode_name(streams: int) -> str:
-    """Return the name of a decode step."""
+    """Return the name of a decode step, such as "decode, 2 streams"."""
     return f"decode, {num_streams(streams)}"
 
 
@@ -49,17 +50,17 @@ def num_streams(count: int) -> str:
 
 
 def facts(plan: Plan) -> Iterator[str]:
-    """Yield what heads the tables, a line each."""
-    asked = plan.question
+    """Yield the sentences above the tables: memory, first token, price, and accuracy of times."""
+    question = plan.question
     yield (
         f"{title(plan)}: {plan.num_weights / 1e9:.3g} G weights ({plan.stored}), "
         f"arithmetic {plan.arithmetic}"
     )
     yield _memory(plan)
-    count = num_chunks(asked.num_new, asked.token_budget)
-    chunks = f", read in {count:,} steps of {asked.token_budget:,}" if count > 1 else ""
+    count = num_chunks(question.num_new, question.token_budget)
+    chunks = f", computed in {count:,} steps of {question.token_budget:,}" if count > 1 else ""
     yield (
-        f"First token of a prompt of {_tokens(asked.prompt)}{chunks}: "
+        f"First token of a prompt of {_tokens(question.prompt)}{chunks}: "
         f"{format_ms(plan.ttft_s)} ms ({plan.prefill_bottleneck}). Knee: {plan.knee:,.0f} "
         "streams."
     )
@@ -68,33 +69,39 @@ def facts(plan: Plan) -> Iterator[str]:
     if plan.roof.usd_per_hour is not None:
         source = f", {plan.roof.price_source}" if plan.roof.price_source else ""
         yield f"Price: {plan.roof.usd_per_hour:.4g} $ an hour{source}."
-    if (one := plan.calibrated) is not None:
-        threads = on_threads(one.num_threads)
-        told = f"one step measured {threads} on {one.date}"
-        if one.error is not None:
-            told = f"{one.num_steps} steps measured {threads} on {one.date}; each of these "
-            told += f"follows from the others with an error of {one.error:.0%} (median)"
-        yield f"Times are corrected by {told}. Nearest: {one.nearest}."
+    if (calibrated := plan.calibrated) is not None:
+        threads = on_threads(calibrated.num_threads)
+        steps = f"one step measured {threads} on {calibrated.date}"
+        if calibrated.error is not None:
+            steps = (
+                f"{calibrated.num_steps} steps measured {threads} on {calibrated.date}; predicting "
+                f"each of them from the others has a median error of {calibrated.error:.0%}"
+            )
+        yield f"Times are corrected by {steps}. Nearest step: {calibrated.nearest}."
     elif plan.usual:
         yield about_usual(plan.usual)
     else:
-        yield _shares(asked)
-    if asked.count > 1 and plan.roof.link is None:
-        yield f"The speed of {plan.device}'s links is not known: exchanges take no time here."
+        yield _efficiency(question)
+    if question.count > 1 and plan.roof.link is None:
+        yield (
+            f"The speed of {plan.device}'s links is not known: exchanges between devices take no "
+            "time in this plan."
+        )
 
 
-def about_usual(measured: str) -> str:
-    """Return by which steps of another model times are corrected."""
+def about_usual(reference: str) -> str:
+    """Return a sentence about the reference model and machine whose steps correct times."""
     return (
-        "No step of this model was measured here (--calibrate does it): times are as far above the "
-        f"limits as those of {measured}. --mfu 1 --mbu 1 shows the limits."
+        "No steps of this model were measured here (--calibrate measures them): times exceed the "
+        f"limits as much as the times of {reference} do. --mfu 1 --mbu 1 shows the limits."
     )
 
 
 def left_out(keys: Sequence[str], model: str) -> str:
-    """Return what tells that a model's configuration leaves out sizes."""
+    """Return a sentence about fields that a model's configuration leaves out."""
     return (
-        f"The configuration of {model} leaves out {', '.join(keys)}: transformers' defaults count."
+        f"The configuration of {model} leaves out {', '.join(keys)}: the defaults of transformers "
+        "are used."
     )
 
 
@@ -102,15 +109,15 @@ def _tokens(count: int) -> str:
     return f"{count:,} {'token' if count == 1 else 'tokens'}"
 
 
-def _shares(asked: Question) -> str:
-    if (asked.mfu, asked.mbu) == (1.0, 1.0):
+def _efficiency(question: Question) -> str:
+    if (question.mfu, question.mbu) == (1.0, 1.0):
         return (
-            "Times are limits, which no engine passes: --mfu and --mbu say what yours reaches; on "
-            "this machine --calibrate measures it."
+            "Times are limits, which no engine passes: set --mfu and --mbu to the efficiency of "
+            "your engine; on this machine --calibrate measures it."
         )
     return (
-        f"Times are those of an engine that reaches {asked.mfu:.0%} of the arithmetic and "
-        f"{asked.mbu:.0%} of the bandwidth."
+        f"Times are for an engine that reaches {question.mfu:.0%} of the arithmetic and "
+        f"{question.mbu:.0%} of the bandwidth."
     )
 
 
@@ -118,20 +125,21 @@ def _memory(plan: Plan) -> str:
     memory = plan.memory
     text = (
         f"Memory: weights {format_number(memory.weights / 1e9)} GB, keys and values "
-        f"{memory.kv_per_token:,.0f} bytes a token, "
-        f"{format_number(memory.kv_per_request / 1e9)} GB a request"
+        f"{memory.kv_per_token:,.0f} bytes per token and "
+        f"{format_number(memory.kv_per_request / 1e9)} GB per request"
     )
     if memory.usable is None:
-        return f"{text}. How much the device has is not known."
-    whole = ", the whole context" if memory.most_tokens == plan.context_length else ""
+        return f"{text}. The size of the device's memory is not known."
+    is_full_context = memory.most_tokens == plan.context_length
+    note = ", the whole context" if is_full_context else ""
     return (
-        f"{text}; {memory.most_streams:,} requests fit into {memory.usable / 1e9:,.1f} GB, or one "
-        f"of {memory.most_tokens:,} tokens{whole}."
+        f"{text}. {memory.most_streams:,} requests fit into {memory.usable / 1e9:,.1f} GB, or one "
+        f"request of {memory.most_tokens:,} tokens{note}."
     )
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Return a row of the table by number of streams."""
+    """Return the cells of a row in the table by number of streams."""
     return (
         f"{row.streams:,}",
         format_ms(row.step_s),
@@ -148,76 +156,82 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def answer(plan: Plan) -> Iterator[str]:
-    """Yield the answer to what was asked, or why there is none."""
-    row = plan.chosen
+    """Yield the sentences of the answer; the first is the verdict."""
+    row = plan.chosen_row
     if row is None:
         yield plan.verdict
         return
     if plan.user_load is not None:
         yield _users_answer(plan, plan.user_load)
-    yes = "" if plan.user_load is not None else "Yes, "
-    bound = f" (bound by {plan.bound})" if plan.bound else ""
-    cost = "" if row.usd_per_1k is None else f"; 1K requests cost {_usd(row.usd_per_1k)} $"
+    start = "Each replica" if plan.user_load is not None else "Yes"
+    bound = f" (limited by {plan.bound})" if plan.bound else ""
+    cost = "" if row.usd_per_1k is None else f"; 1,000 requests cost {_usd(row.usd_per_1k)} $"
     yield (
-        f"{yes}{num_streams(row.streams)}{bound}: {row.tokens_per_s:,.0f} tokens/s, "
-        f"{1 / row.tpot_s:.1f} for each, and {row.requests_per_s:.3g} requests/s, "
-        f"while as many are always at work{cost}."
+        f"{start}: {num_streams(row.streams)}{bound} produce {row.tokens_per_s:,.0f} tokens/s in "
+        f"all and {1 / row.tpot_s:.1f} tokens/s each, or {row.requests_per_s:.3g} "
+        f"requests/s{cost}."
     )
     if plan.bound == "prompts":
         yield (
-            f"With their prompts, these fill steps of {plan.question.token_budget:,} tokens "
-            "(--token-budget)."
+            f"Prefill and decode of these streams fill steps of {plan.question.token_budget:,} "
+            "tokens (--token-budget)."
         )
     if (ratio := plan.prefill_per_decode) is not None:
-        yield f"Prefill and decode apart: {ratio:.2g} prefill devices for each that decodes."
+        yield f"Prefill and decode apart: {ratio:.2g} prefill devices for each decode device."
 
 
 def verdict(plan: Plan) -> str:
-    """Return the first sentence of the answer; as an error message if the answer is no."""
-    return next(answer(plan)).removeprefix("No, ")
+    """Return the first sentence of the answer, without the word No."""
+    return next(answer(plan)).removeprefix("No: ")
 
 
 def _users_answer(plan: Plan, load: UserLoad) -> str:
-    """Return a sentence about the users: their replicas, latencies and costs."""
+    """Return sentences about the users: replicas, latencies and costs."""
     replicas = "one replica" if load.num_replicas == 1 else f"{load.num_replicas:,} replicas"
     users = "1 user" if load.num_users == 1 else f"{load.num_users:,} users"
-    start = f"Yes, {users} on {replicas} of {title(plan)}"
+    start = f"Yes: {users} on {replicas} of {title(plan)}"
     if not load.meets_objectives:
-        start = f"No, the objectives cannot be met for {users}. On one replica of {title(plan)}"
+        start = f"No: the objectives cannot be met for {users}. On one replica of {title(plan)}"
     cost = ""
     if plan.roof.usd_per_hour is not None:
         cost = f", for {plan.roof.usd_per_hour * load.num_replicas:,.4g} $ an hour"
     return (
-        f"{start}: {format_ms(load.ttft_s)} ms to the first token and "
-        f"{format_ms(load.tpot_s)} ms for each further one on average, an answer after "
-        f"{format_number(load.response_s)} s and the next request {load.think_s:g} s later; "
-        f"{load.requests_per_s:.3g} requests/s in all, {load.at_work:,.1f} at work on each{cost}."
+        f"{start}: on average {format_ms(load.ttft_s)} ms to the first token, "
+        f"{format_ms(load.tpot_s)} ms for each further token, and {format_number(load.response_s)} "
+        f"s for an answer. The next request comes {load.think_s:g} s later. In all "
+        f"{load.requests_per_s:.3g} requests/s, {load.at_work:,.1f} in progress on each "
+        f"replica{cost}."
     )
 
 
 def loads(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table of loads."""
-    for one in plan.loads:
-        times = format_ms(one.ttft_s), format_ms(one.tpot_s)
-        yield f"{one.share:.0%}", f"{one.requests_per_s:.3g}", f"{one.at_work:,.1f}", *times
+    """Yield the rows of the table of mean latencies by load."""
+    for load in plan.loads:
+        yield (
+            f"{load.share:.0%}",
+            f"{load.requests_per_s:.3g}",
+            f"{load.at_work:,.1f}",
+            format_ms(load.ttft_s),
+            format_ms(load.tpot_s),
+        )
 
 
-def ranked(plan: Plan) -> tuple[str, ...]:
-    """Return a row of the table that compares devices."""
+def ranking_row(plan: Plan) -> tuple[str, ...]:
+    """Return the cells of a plan in the table that compares devices."""
     count = f"{plan.question.count} x " if plan.question.count > 1 else ""
-    device, row, load = f"{count}{plan.device}", plan.chosen, plan.user_load
+    device, row, load = f"{count}{plan.device}", plan.chosen_row, plan.user_load
     if row is None:
         return (device, *("–",) * 8, plan.verdict.partition(":")[0])
-    seen = row if load is None else load
+    figures = row if load is None else load
     num_replicas = 1 if load is None else load.num_replicas
     hour = None if plan.roof.usd_per_hour is None else plan.roof.usd_per_hour * num_replicas
     return (
         device,
         f"{row.streams:,}",
-        format_ms(seen.ttft_s),
-        format_ms(seen.tpot_s),
+        format_ms(figures.ttft_s),
+        format_ms(figures.tpot_s),
         f"{row.tokens_per_s:,.0f}",
-        f"{seen.requests_per_s:.3g}",
+        f"{figures.requests_per_s:.3g}",
         f"{num_replicas:,}",
         _usd(hour),
         _usd(cost_of(plan)),
@@ -226,33 +240,38 @@ def ranked(plan: Plan) -> tuple[str, ...]:
 
 
 def cost_of(plan: Plan) -> float | None:
-    """Return $ for 1,000 requests of a plan, or of its users; None without a price."""
-    row, load = plan.chosen, plan.user_load
+    """Return the price of 1,000 requests in $; None without a price.
+
+    With users, it is the price of all replicas at the users' load.
+    """
+    row, load = plan.chosen_row, plan.user_load
     if row is None or load is None or plan.roof.usd_per_hour is None:
         return None if row is None else row.usd_per_1k
     return plan.roof.usd_per_hour * load.num_replicas / 3600 / load.requests_per_s * 1000
 
 
 def rank(plans: Sequence[Plan]) -> list[Plan]:
-    """Sort plans by cost, or by speed without prices; plans that miss an objective are last."""
+    """Return plans by cost, or by speed without prices; plans that miss an objective come last."""
 
     def key(plan: Plan) -> tuple[int, float, str]:
         usd = cost_of(plan)
         if not is_met(plan):
             return (2, 0.0, plan.device)
-        speed = plan.chosen.requests_per_s if plan.chosen else 0.0
+        speed = plan.chosen_row.requests_per_s if plan.chosen_row else 0.0
         return (0, usd, "") if usd is not None else (1, -speed, "")
 
     return sorted(plans, key=key)
 
 
 def is_met(plan: Plan) -> bool:
-    """Whether a plan meets all objectives, also for its users."""
-    return plan.chosen is not None and (plan.user_load is None or plan.user_load.meets_objectives)
+    """Whether a plan meets all objectives, with its users' objectives."""
+    return plan.chosen_row is not None and (
+        plan.user_load is None or plan.user_load.meets_objectives
+    )
 
 
 def rank_verdict(plans: Sequence[Plan]) -> str:
-    """Return a sentence about the best of ranked plans, or that none meets the objectives."""
+    """Return the verdict on ranked plans: which costs least, or why none meets the objectives."""
     best = plans[0]
     if not is_met(best):
         return f"No: none of the {len(plans)} devices {_why_none(plans)}"
@@ -260,7 +279,7 @@ def rank_verdict(plans: Sequence[Plan]) -> str:
     if usd is None:
         return f"Yes: {title(best)} is the fastest; the prices of these devices are not known."
     second = next((plan for plan in plans[1:] if cost_of(plan) is not None and is_met(plan)), None)
-    text = f"Yes: {title(best)} costs least, {_usd(usd)} $ for 1K requests"
+    text = f"Yes: {title(best)} costs least, {_usd(usd)} $ for 1,000 requests"
     if second is None:
         return f"{text}."
     ratio = (cost_of(second) or usd) / usd
@@ -269,7 +288,7 @@ def rank_verdict(plans: Sequence[Plan]) -> str:
 
 
 def _why_none(plans: Sequence[Plan]) -> str:
-    """Return the end of a sentence about devices that all miss the question."""
+    """Return the end of a sentence about plans that all miss the objectives."""
     reasons = list(dict.fromkeys(verdict(plan) for plan in plans))
     if len(reasons) == 1:
         return f"can do it: {reasons[0]}"
@@ -277,10 +296,10 @@ def _why_none(plans: Sequence[Plan]) -> str:
 
 
 def about_ranking(plans: Sequence[Plan]) -> Iterator[str]:
-    """Yield sentences that explain the columns of a ranking."""
+    """Yield sentences about the columns of the table that compares devices."""
     question = plans[0].question
     if any(plan.calibrated is None and not plan.usual for plan in plans):
-        yield _shares(question)
+        yield _efficiency(question)
     if question.users is not None:
         yield (
             f"TTFT MS and MS/TOKEN are what {question.users:,} users see on average; REPLICAS is "
@@ -289,11 +308,15 @@ def about_ranking(plans: Sequence[Plan]) -> Iterator[str]:
 
 
 def what_ifs(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table of other choices."""
-    for one in plan.what_ifs:
-        fits = "–" if one.most_streams is None else f"{one.most_streams:,}"
-        cells = format_ms(one.ttft_s), format_ms(one.tpot_s), fits
-        yield one.change, *cells, _usd(one.usd_per_million)
+    """Yield the rows of the table of changes."""
+    for what_if in plan.what_ifs:
+        yield (
+            what_if.change,
+            format_ms(what_if.ttft_s),
+            format_ms(what_if.tpot_s),
+            "–" if what_if.most_streams is None else f"{what_if.most_streams:,}",
+            _usd(what_if.usd_per_million),
+        )
 
 
 def _usd(price: float | None) -> str:

@@ -12,9 +12,9 @@ from twostroke.lab.measure.single_step import Shape
 from twostroke.lab.planner import (
     Question,
     find_device,
+    load_planned_model,
     make_plan,
-    planned_model,
-    usual,
+    reference_steps,
 )
 from twostroke.lab.planner.roofline import Roofline
 from twostroke.lab.planner.words import facts
@@ -23,8 +23,8 @@ DEVICE = replace(find_device("L4"), peaks={"int8 VNNI": 9e11}, bandwidth=4e10)
 
 
 def test_kernels_of_a_known_kind_take_what_they_took_of_another_model(tmp_path):
-    model = planned_model(write_config(tmp_path / "8b.json", "8B")).as_("w4a16")
-    found = usual(DEVICE)
+    model = load_planned_model(write_config(tmp_path / "8b.json", "8B")).with_weights("w4a16")
+    found = reference_steps(DEVICE)
     least, told = (Roofline(model, DEVICE, Question(), one) for one in (None, found))
     for shape in (Shape.decode(1, 1024), Shape.decode(16, 128), Shape.prefill(256)):
         floor, step = least.step(shape.batch), told.step(shape.batch)
@@ -35,7 +35,7 @@ def test_kernels_of_a_known_kind_take_what_they_took_of_another_model(tmp_path):
     asked = Question(prompt=64, output=8, streams=4, token_budget=256)
     plan = make_plan(model, DEVICE, asked, found)
     assert plan.calibrated is None
-    assert any(f"limits as those of {plan.usual}." in line for line in facts(plan))
+    assert any(f"limits as much as the times of {plan.usual} do." in line for line in facts(plan))
     plain = make_plan(model, DEVICE, asked)
     assert plan.ttft_s > 2 * plain.ttft_s
     # Formulas say how limits become these times.
@@ -43,10 +43,10 @@ def test_kernels_of_a_known_kind_take_what_they_took_of_another_model(tmp_path):
     for name, limit_s, seconds in (
         ("prefill of 64 tokens: ", plain.ttft_s, plan.ttft_s),
         ("decode, 1 stream: ", plain.rows[0].step_s, plan.rows[0].step_s),
-        ("decode, 4 streams: ", plain.chosen.step_s, plan.chosen.step_s),
+        ("decode, 4 streams: ", plain.chosen_row.step_s, plan.chosen_row.step_s),
     ):
         (line,) = (one for one in plan.steps if one.startswith(name))
-        together, sums = line.split("together ")[1].split("; by measured steps ")
+        together, sums = line.split("together ")[1].split("; corrected by measured steps: ")
         assert float(together.split(" ")[0]) == pytest.approx(limit_s * 1e3, rel=1e-3)
         numbers = [float(one) for one in re.findall(r"(?<![\w.])\d+(?:\.\d+)?", sums)]
         attention, longer, products, by, around, total = numbers
@@ -55,5 +55,5 @@ def test_kernels_of_a_known_kind_take_what_they_took_of_another_model(tmp_path):
 
 
 def test_of_other_kernels_nothing_is_known():
-    assert usual(find_device("H100-SXM")) is None
-    assert usual(replace(DEVICE, peaks={"float32 multiply and add": 9e10})) is None
+    assert reference_steps(find_device("H100-SXM")) is None
+    assert reference_steps(replace(DEVICE, peaks={"float32 multiply and add": 9e10})) is None
