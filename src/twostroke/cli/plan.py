@@ -237,11 +237,11 @@ def _known(planned: PlannedModel, num_threads: int | None) -> Calibration | None
     from twostroke.lab import planner
     from twostroke.lab.planner.served import on_threads
 
-    known = planner.load_calibration(planned.identity, num_threads)
-    if known is None and (others := planner.calibrated_threads(planned.identity)):
+    calibration = planner.load_calibration(planned.identity, num_threads)
+    if calibration is None and (others := planner.calibrated_threads(planned.identity)):
         text = f"Steps were measured {on_threads(others[0])}: "
         click.echo(f"{text}--threads {others[0]} plans with them.", err=True)
-    return known
+    return calibration
 
 
 def _calibrate(

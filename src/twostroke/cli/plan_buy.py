@@ -109,8 +109,8 @@ def command(
 
     check_effect("api_ttft", "api_tpot", has_effect=api_tpot is not None)
     check_effect("api_tpot", "api_ttft", has_effect=api_ttft is not None)
-    known = load_prices(prices)
-    chosen = [find_price(name, known) for name in apis] or list(known.values())
+    known_prices = load_prices(prices)
+    api_prices = [find_price(name, known_prices) for name in apis] or list(known_prices.values())
     planned = planner.load_planned_model(model)
     case = Case(
         planned.with_weights(weights) if weights else planned,
@@ -120,22 +120,22 @@ def command(
         Hosting(**_take(values, Hosting)),
     )
     today = datetime.now(UTC).strftime("%Y-%m-%d")
-    found = compare_costs(case, chosen, today)
+    result = compare_costs(case, api_prices, today)
     if as_json:
-        click.echo(encode_json(found).decode())
+        click.echo(encode_json(result).decode())
         return
-    for line in _costs(found, case):
+    for line in _costs(result, case):
         click.echo(printable(line))
     headings = ("API", "$/MONTH", "SAVING", "BREAK-EVEN AT", "PAID BACK", "PRICES OF")
     click.echo()
-    show_table([headings, *(_api(one, today) for one in found.comparisons)])
+    show_table([headings, *(_api(one, today) for one in result.comparisons)])
     click.echo()
     show_table(
-        [(f"SAVING BESIDE {found.against}", "A FIFTH LESS", "A FIFTH MORE"), *_swings(found)]
+        [(f"SAVING BESIDE {result.against}", "A FIFTH LESS", "A FIFTH MORE"), *_swings(result)]
     )
     click.echo()
     measured = (api_ttft, api_tpot, api_availability)
-    for line in (*_stale(found), *_signals(found, case, measured)):
+    for line in (*_stale(result), *_signals(result, case, measured)):
         click.echo(printable(line))
 
 
