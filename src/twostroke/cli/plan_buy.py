@@ -128,7 +128,7 @@ def command(
         click.echo(printable(line))
     headings = ("API", "$/MONTH", "SAVING", "BREAK-EVEN AT", "PAID BACK", "PRICES OF")
     click.echo()
-    show_table([headings, *(_api(one, today) for one in result.comparisons)])
+    show_table([headings, *(_api(comparison, today) for comparison in result.comparisons)])
     click.echo()
     show_table(
         [(f"SAVING BESIDE {result.against}", "A FIFTH LESS", "A FIFTH MORE"), *_swings(result)]
