@@ -1,4 +1,4 @@
-"""POST /v1/messages: Anthropic's protocol, and the count of a request's tokens."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ if TYPE_CHECKING:
     from twostroke.engine.model_card import ModelCard
     from twostroke.server.generation.response_store import Tenant
 
-_OF_ANSWERS: Final = (ToolUseBlock, ThinkingBlock, RedactedThinkingBlock)
+_ANSWER_BLOCKS: Final = (ToolUseBlock, ThinkingBlock, RedactedThinkingBlock)
 _WRONG_BLOCKS: Final[dict[str, tuple[type, ...]]] = {
-    "user": _OF_ANSWERS,
+    "user": _ANSWER_BLOCKS,
     "assistant": (ToolResultBlock,),
-    "system": (*_OF_ANSWERS, ToolResultBlock),
+    "system": (*_ANSWER_BLOCKS, ToolResultBlock),
 }
 
 
 class AnthropicMessage(field.RequestObject):
-    """One message."""
+    """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Blocks
 
 
 class JsonFormat(field.TaggedObject, tag="json_schema"):
-    """JSON that a schema allows."""
+    """An answer format: JSON that fits a schema."""
 
     schema: dict[str, Any]
 
 
 class OutputConfig(field.RequestObject):
-    """The form of the answer."""
+    """The format of the answer."""
 
     format: JsonFormat | None = None
     effort: field.Hint = None
@@ -72,35 +72,35 @@ class OutputConfig(field.RequestObject):
 
 Display = Annotated[
     Literal["summarized", "omitted"] | None,
-    field.doc("`summarized` sends the reasoning itself, `omitted` blocks without it."),
+    field.doc("`summarized` sends the reasoning, `omitted` sends its blocks without text."),
 ]
 
 
 class ThinkingOn(field.TaggedObject, tag="enabled"):
-    """The model is to reason."""
+    """A thinking mode in which the model reasons first."""
 
     budget_tokens: Annotated[
         Annotated[int, Meta(ge=1)],
-        field.doc("Less than `max_tokens`; without effect: the model does not know it."),
+        field.doc("Less than `max_tokens`. Has no effect, since models here take no budget."),
     ]
     display: Display = None
 
 
 class ThinkingAsNeeded(field.TaggedObject, tag="adaptive"):
-    """The model decides whether to reason."""
+    """A thinking mode in which the model decides whether to reason."""
 
     display: Display = None
 
 
 class ThinkingOff(field.TaggedObject, tag="disabled"):
-    """The model is not to reason."""
+    """A thinking mode in which the model does not reason."""
 
 
 ThinkingConfig = ThinkingOn | ThinkingAsNeeded | ThinkingOff
 
 
 class CountRequest(field.RequestObject):
-    """The fields that become the prompt; null leaves a field out."""
+    """The fields that become the prompt; null is the same as leaving a field out."""
 
     messages: Annotated[
         list[AnthropicMessage],
@@ -110,7 +110,7 @@ class CountRequest(field.RequestObject):
     system: Annotated[
         str | Annotated[list[TextBlock], field.PARTS] | None, field.doc("Text before the messages.")
     ] = None
-    output_config: Annotated[OutputConfig | None, field.doc("The form of the answer.")] = None
+    output_config: Annotated[OutputConfig | None, field.doc("The format of the answer.")] = None
     output_format: Annotated[
         JsonFormat | None, field.doc("The older name of `output_config.format`.")
     ] = None
@@ -129,9 +129,9 @@ class CountRequest(field.RequestObject):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """The body of a request to be answered."""
+    """The body of a request to `/v1/messages`."""
 
-    max_tokens: Annotated[int, field.doc("The most tokens to generate.", minimum=1)]
+    max_tokens: Annotated[int, field.doc("At most this many tokens are generated.", minimum=1)]
     stop_sequences: Annotated[
         list[StopText] | None,
         field.doc("Texts before which the answer ends.", maxItems=MAX_STOPS),
@@ -149,47 +149,54 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 class TokenCount(msgspec.Struct, frozen=True):
-    """The number of tokens in a prompt, cached ones included."""
+    """The number of tokens in a prompt, including cached tokens."""
 
     input_tokens: int
 
 
-def read(asked: MessagesRequest, tenant: Tenant) -> Job:
-    """Translate a request.
+def read(request: MessagesRequest, tenant: Tenant) -> Job:
+    """Return the job of a request.
 
     Raises:
-        RequestError: a value is out of bounds or not supported; `field` names it.
+        RequestError: a value is out of bounds or not supported; the error's `field` names it.
     """
-    tools = read_tools(asked.tools, asked.tool_choice)
-    if isinstance(asked.thinking, ThinkingOn) and asked.thinking.budget_tokens >= asked.max_tokens:
-        reason = f"must be at least 1 and less than max_tokens, got {asked.thinking.budget_tokens}."
+    tools = read_tools(request.tools, request.tool_choice)
+    thinking = request.thinking
+    if isinstance(thinking, ThinkingOn) and thinking.budget_tokens >= request.max_tokens:
+        reason = f"must be at least 1 and less than max_tokens, got {thinking.budget_tokens}."
         raise RequestError(reason, field="thinking.budget_tokens")
     values = {
-        "max_tokens": min(asked.max_tokens, MAX_TOKENS),
-        "temperature": asked.temperature,
-        "top_k": 0 if asked.top_k == -1 else asked.top_k,
-        "top_p": asked.top_p,
-        "stop": tuple(asked.stop_sequences or ()),
-        "constraint": _constraint(asked),
+        "max_tokens": min(request.max_tokens, MAX_TOKENS),
+        "temperature": request.temperature,
+        "top_k": 0 if request.top_k == -1 else request.top_k,
+        "top_p": request.top_p,
+        "stop": tuple(request.stop_sequences or ()),
+        "constraint": _constraint(request),
     }
-    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    sampling_values: dict[str, Any] = {
+        name: value for name, value in values.items() if value is not None
+    }
     return Job(
-        model=asked.model,
-        prompts=(_conversation(asked, tools),),
-        params=SamplingParams(**given),
+        model=request.model,
+        prompts=(_conversation(request, tools),),
+        params=SamplingParams(**sampling_values),
         caller=Caller(tenant=tenant.name, prompt_field="messages"),
-        stream=bool(asked.stream),
-        timings=bool(asked.return_timings),
-        omits_reasoning=getattr(asked.thinking, "display", None) == "omitted",
+        stream=bool(request.stream),
+        timings=bool(request.return_timings),
+        omits_reasoning=getattr(thinking, "display", None) == "omitted",
         tools=tools,
-        keep_s=cache_control_s(_marks(asked)),
+        keep_s=cache_control_s(_cache_marks(request)),
     )
 
 
-def _marks(asked: MessagesRequest) -> Iterator[CacheControlField | None]:
-    """Yield the fields `cache_control` of a request, of its tools and of its texts."""
-    yield asked.cache_control
-    parts: list[Any] = [asked.system, *(message.content for message in asked.messages), asked.tools]
+def _cache_marks(request: MessagesRequest) -> Iterator[CacheControlField | None]:
+    """Yield `cache_control` of a request, and of each of its tools and content blocks."""
+    yield request.cache_control
+    parts: list[Any] = [
+        request.system,
+        *(message.content for message in request.messages),
+        request.tools,
+    ]
     while parts:
         part = parts.pop()
         for block in part if isinstance(part, (list, tuple)) else ():
@@ -197,77 +204,84 @@ def _marks(asked: MessagesRequest) -> Iterator[CacheControlField | None]:
             parts.append(getattr(block, "content", None))  # of a tool's result
 
 
-def count(asked: CountRequest, card: ModelCard) -> TokenCount:
-    """Return how many tokens a request's prompt would have.
+def count(request: CountRequest, card: ModelCard) -> TokenCount:
+    """Return the number of tokens in a request's prompt.
 
     Raises:
         RequestError: a field is not supported, or the messages do not suit the chat template.
     """
-    tools = read_tools(asked.tools, asked.tool_choice)
-    return TokenCount(len(_conversation(asked, tools).encode(card)))
+    tools = read_tools(request.tools, request.tool_choice)
+    return TokenCount(len(_conversation(request, tools).encode(card)))
 
 
-def _conversation(asked: CountRequest, tools: Tools | None) -> Conversation:
-    """Return the messages after the system prompt; each tool result becomes a message."""
-    turns: list[dict[str, Any]] = []
-    known = set[str]()  # ids of calls
-    if asked.system:
-        turns.append({"role": "system", "content": text_of(asked.system)})
-    for place, message in enumerate(asked.messages):
-        _check_blocks(message, f"messages[{place}].content", known)
-        for turn in _turns(message):
-            known.update(call["id"] for call in turn.get("tool_calls", ()))
-            turns.append(turn)
-    last = turns[-1]
+def _conversation(request: CountRequest, tools: Tools | None) -> Conversation:
+    """Return the system prompt and the messages as a conversation for the chat template.
+
+    Raises:
+        RequestError: a block does not suit its message, or the last message cannot be continued.
+    """
+    template_messages: list[dict[str, Any]] = []
+    call_ids = set[str]()
+    if request.system:
+        template_messages.append({"role": "system", "content": text_of(request.system)})
+    for index, message in enumerate(request.messages):
+        _check_blocks(message, f"messages[{index}].content", call_ids)
+        for template_message in _template_messages(message):
+            call_ids.update(call["id"] for call in template_message.get("tool_calls", ()))
+            template_messages.append(template_message)
+    last = template_messages[-1]
     continues = last["role"] == "assistant"
     if continues and (last.get("tool_calls") or last["content"] != last["content"].rstrip()):
         end = "a tool call" if last.get("tool_calls") else "a space"
         reason = f"must not end with {end} if the last message is the assistant's."
         raise RequestError(reason, field="messages")
-    shown = tools.shown if tools is not None else ()
+    shown_tools = tools.shown if tools is not None else ()
     thinking = AS_IT_IS
-    if asked.thinking is not None and not isinstance(asked.thinking, ThinkingAsNeeded):
-        thinking = Thinking(isinstance(asked.thinking, ThinkingOn), param="thinking")
-    return Conversation(tuple(turns), shown, continues=continues, thinking=thinking)
+    if request.thinking is not None and not isinstance(request.thinking, ThinkingAsNeeded):
+        thinking = Thinking(isinstance(request.thinking, ThinkingOn), param="thinking")
+    return Conversation(
+        tuple(template_messages), shown_tools, continues=continues, thinking=thinking
+    )
 
 
-def _check_blocks(message: AnthropicMessage, where: str, known: set[str]) -> None:
-    """Refuse blocks that the message's role cannot have, and results of calls that are not `known`.
+def _check_blocks(message: AnthropicMessage, path: str, call_ids: set[str]) -> None:
+    """Check that the blocks of the message at `path` suit its role and the earlier calls.
 
     Raises:
-        RequestError: naming the block.
+        RequestError: the role cannot have a block, or a result is of a call not in `call_ids`.
     """
     blocks = () if isinstance(message.content, str) else message.content
-    wrong = _WRONG_BLOCKS[message.role]
-    for place, block in enumerate(blocks):
-        if isinstance(block, wrong):
+    wrong_types = _WRONG_BLOCKS[message.role]
+    for index, block in enumerate(blocks):
+        if isinstance(block, wrong_types):
             reason = f"cannot be part of a message of the role {message.role}."
-            raise RequestError(reason, field=f"{where}[{place}]")
-        if isinstance(block, ToolResultBlock) and block.tool_use_id not in known:
+            raise RequestError(reason, field=f"{path}[{index}]")
+        if isinstance(block, ToolResultBlock) and block.tool_use_id not in call_ids:
             reason = "is not the id of an earlier call."
-            raise RequestError(reason, field=f"{where}[{place}].tool_use_id")
+            raise RequestError(reason, field=f"{path}[{index}].tool_use_id")
 
 
-def _turns(message: AnthropicMessage) -> list[dict[str, Any]]:
-    """Return a message as turns for a chat template; each tool result is a turn."""
-    turn: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
-    results, thoughts = [], []
+def _template_messages(message: AnthropicMessage) -> list[dict[str, Any]]:
+    """Return a message as messages for a chat template; each tool result becomes a message."""
+    template_message: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
+    results, reasoning_texts = [], []
     for block in () if isinstance(message.content, str) else message.content:
         if isinstance(block, ToolUseBlock):
             function = {"name": block.name, "arguments": arguments_text(block.input)}
             call = {"id": block.id, "type": "function", "function": function}
-            turn.setdefault("tool_calls", []).append(call)
+            template_message.setdefault("tool_calls", []).append(call)
         elif isinstance(block, ThinkingBlock):
-            thoughts.append(block.thinking)
+            reasoning_texts.append(block.thinking)
         elif isinstance(block, ToolResultBlock):
             text = text_of(block.content)
             results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-    if reasoning := "\n".join(thoughts):
-        turn["reasoning_content"] = reasoning
-    return [*results, turn] if turn["content"] or not results else results
+    if reasoning := "\n".join(reasoning_texts):
+        template_message["reasoning_content"] = reasoning
+    return [*results, template_message] if template_message["content"] or not results else results
 
 
 def _constraint(request: MessagesRequest) -> Constraint | None:
+    """Return the constraint of the answer's format, or None for free text."""
     config = request.output_config
     if config is not None and config.format is not None:
         return to_schema(config.format.schema, "output_config.format.schema", is_strict=True)
@@ -276,6 +290,6 @@ def _constraint(request: MessagesRequest) -> Constraint | None:
     return None
 
 
-def names(_asked: CountRequest) -> Mapping[str, str]:
-    """Return the protocol's names for the engine's fields."""
+def names(_request: CountRequest) -> Mapping[str, str]:
+    """Return the protocol's names of the engine's fields, for errors."""
     return {"stop": "stop_sequences", "tools[].parameters": "tools[].input_schema"}

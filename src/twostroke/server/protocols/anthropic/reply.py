@@ -1,4 +1,4 @@
-"""Anthropic's messages: the response, whole or as a stream of named events."""
+"""Anthropic's messages: the complete response, or a stream of named events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
-    """Anthropic's usage object; input tokens are those that the prefix cache did not have.
+    """Anthropic's usage object; `input_tokens` excludes tokens found in the prefix cache.
 
     Caching is automatic and free, so no token counts as cache creation.
     """
@@ -45,14 +45,14 @@ class TextBody(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class ThinkingBody(msgspec.Struct, tag_field="type", tag="thinking"):
-    """A block of reasoning; clients expect a signature and send it back; we do not check it."""
+    """A block of reasoning, with a signature that clients expect and that is never checked."""
 
     thinking: str
     signature: str
 
 
 class ToolUseBody(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """A call of a tool; in a stream its input follows in pieces."""
+    """A tool call; in a stream, its input follows in deltas."""
 
     id: str
     name: str
@@ -63,7 +63,7 @@ BlockBody = TextBody | ThinkingBody | ToolUseBody
 
 
 class MessageBody(msgspec.Struct, tag_field="type", tag="message"):
-    """A message; stop reason and stop sequence are null until it ends."""
+    """A message; `stop_reason` and `stop_sequence` are null until it ends."""
 
     id: str
     role: Literal["assistant"]
@@ -77,30 +77,30 @@ class MessageBody(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
-    """The first event."""
+    """The first event of a stream."""
 
     message: MessageBody
 
 
 class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
-    """A block begins."""
+    """An event that begins a content block."""
 
     index: int
     content_block: BlockBody
 
 
 class Ping(msgspec.Struct, tag_field="type", tag="ping"):
-    """An event without meaning, which Anthropic's streams have."""
+    """An event without content, which clients expect in a stream."""
 
 
 class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
-    """A piece of text."""
+    """The next text of a text block."""
 
     text: str
 
 
 class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
-    """A piece of reasoning."""
+    """The next text of a block of reasoning."""
 
     thinking: str
 
@@ -112,33 +112,33 @@ class SignatureDelta(msgspec.Struct, tag_field="type", tag="signature_delta"):
 
 
 class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
-    """A piece of the JSON of a call's input."""
+    """The next piece of the JSON of a tool call's input."""
 
     partial_json: str
 
 
 class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
-    """A block grows."""
+    """An event that adds to a content block."""
 
     index: int
     delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
-    """A block is complete."""
+    """An event that ends a content block."""
 
     index: int
 
 
 class StopBody(msgspec.Struct):
-    """Why a message ended."""
+    """The reason why a message ended."""
 
     stop_reason: StopReason
     stop_sequence: str | None
 
 
 class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
-    """The end of the message, with the usage of all of it."""
+    """The event with the stop reason and the usage of the whole message."""
 
     delta: StopBody
     usage: MessageUsage
@@ -147,7 +147,7 @@ class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
 
 
 class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
-    """The last event."""
+    """The last event of a stream."""
 
 
 _PING: Final = named_sse(Ping())
@@ -176,7 +176,7 @@ class MessageEncoder:
                     return b""
                 return named_sse(BlockDelta(block.index, _DELTAS[block.kind](event.text)))
             case events.BlockOpened(block=block):
-                start = named_sse(BlockStart(block.index, _begun(block)))
+                start = named_sse(BlockStart(block.index, _empty_block(block)))
                 return start if block.index else start + _PING
             case events.BlockClosed(block=block):
                 last = b""
@@ -204,7 +204,7 @@ class MessageEncoder:
         for event in stream:
             match event:
                 case events.BlockClosed():
-                    block = _complete(event.block)
+                    block = _complete_block(event.block)
                     if isinstance(block, ThinkingBody) and self._is_omitted(event.block):
                         block.thinking = ""
                     content += [block] if block is not None else []
@@ -215,21 +215,29 @@ class MessageEncoder:
                     message = self._message(content, event.usage)
         message.stop_reason = self._stop.stop_reason
         message.stop_sequence = self._stop.stop_sequence
-        message.timings, message.schema_miss = self._timings, self._schema_miss
+        message.timings = self._timings
+        message.schema_miss = self._schema_miss
         return message
 
     def _is_omitted(self, block: events.ContentBlock) -> bool:
-        """Whether clients get a block without its text, as `thinking.display` can ask for."""
+        """Whether a block is sent without its text, as `thinking.display` may request."""
         is_reasoning = block.kind is events.BlockKind.REASONING
         return is_reasoning and self._reply.job.omits_reasoning
 
     def _message(self, content: list[BlockBody], usage: Usage) -> MessageBody:
-        """Return the message, which has not ended yet."""
-        id_, model = self._reply.id, self._reply.model
-        return MessageBody(id_, "assistant", model, content, None, None, _usage_body(usage))
+        """Return the message with this content and no stop reason."""
+        return MessageBody(
+            id=self._reply.id,
+            role="assistant",
+            model=self._reply.model,
+            content=content,
+            stop_reason=None,
+            stop_sequence=None,
+            usage=_usage_body(usage),
+        )
 
     def _end(self, event: events.ChoiceEnded, *, has_calls: bool) -> None:
-        """Note why the answer ended."""
+        """Note the stop reason and the durations of the answer."""
         self._schema_miss = event.schema_miss or UNSET
         if event.reason is FinishReason.LENGTH:
             self._stop = StopBody("max_tokens", None)
@@ -243,8 +251,8 @@ class MessageEncoder:
             self._timings = timings_body(event.usage, event.timings)
 
 
-def _begun(block: events.ContentBlock) -> BlockBody:
-    """Return a block without content."""
+def _empty_block(block: events.ContentBlock) -> BlockBody:
+    """Return the body of a block that has no content yet."""
     match block.kind:
         case events.BlockKind.TEXT:
             return TextBody("")
@@ -254,14 +262,16 @@ def _begun(block: events.ContentBlock) -> BlockBody:
             return ToolUseBody(f"toolu_{secrets.token_hex(12)}", block.name, {})
 
 
-def _complete(block: events.ContentBlock) -> BlockBody | None:
-    """Return a block with its content; None for a call that was cut off, so is not valid JSON."""
-    body, text = _begun(block), block.text
+def _complete_block(block: events.ContentBlock) -> BlockBody | None:
+    """Return the body of a complete block; None for a call whose JSON was cut off."""
+    body = _empty_block(block)
+    text = block.text
     match body:
         case TextBody():
             body.text = text
         case ThinkingBody():
-            body.thinking, body.signature = text, _signature(text)
+            body.thinking = text
+            body.signature = _signature(text)
         case ToolUseBody():
             try:
                 body.input = msgspec.json.decode(text, type=dict[str, Any])
@@ -270,8 +280,8 @@ def _complete(block: events.ContentBlock) -> BlockBody | None:
     return body
 
 
-def _signature(thought: str) -> str:
-    return hashlib.sha256(thought.encode("utf-8", "replace")).hexdigest()
+def _signature(reasoning: str) -> str:
+    return hashlib.sha256(reasoning.encode("utf-8", "replace")).hexdigest()
 
 
 def _usage_body(usage: Usage) -> MessageUsage:

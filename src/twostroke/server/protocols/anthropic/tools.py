@@ -1,4 +1,4 @@
-"""Anthropic's tools in the form of OpenAI's, and its blocks of content in that of messages."""
+"""Anthropic's tools, tool choices and content blocks, and their translation for the engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Tool(field.RequestObject):
-    """A tool of the client; those that run on Anthropic's servers are not supported."""
+    """A tool that the client runs; tools of Anthropic's servers are not supported."""
 
     name: FunctionName
     input_schema: Annotated[dict[str, Any], field.doc("A JSON schema of the input.")]
@@ -38,35 +38,35 @@ class Tool(field.RequestObject):
 
 
 class ChoiceFields(field.TaggedObject):
-    """The field that all choices share."""
+    """The field that all tool choices share."""
 
     disable_parallel_tool_use: Annotated[bool | None, field.doc("Allow at most one call.")] = None
 
 
 class AutoChoice(ChoiceFields, tag="auto"):
-    """Text or calls."""
+    """A tool choice that allows text and calls."""
 
 
 class AnyChoice(ChoiceFields, tag="any"):
-    """At least one call."""
+    """A tool choice that requires at least one call."""
 
 
 class OneChoice(ChoiceFields, tag="tool", kw_only=True):
-    """A call of this tool."""
+    """A tool choice that requires a call of this tool."""
 
     name: str
 
 
 class NoChoice(ChoiceFields, tag="none"):
-    """No call."""
+    """A tool choice that allows no calls."""
 
 
 Choice = AutoChoice | AnyChoice | OneChoice | NoChoice
-_MODES: Final[dict[type, str]] = {AnyChoice: "required", NoChoice: "none"}  # OpenAI's words
+_MODES: Final[dict[type, str]] = {AnyChoice: "required", NoChoice: "none"}  # OpenAI's names
 
 
 class TextBlock(field.TaggedObject, tag="text"):
-    """A text."""
+    """A block of text."""
 
     other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
 
@@ -76,19 +76,19 @@ class TextBlock(field.TaggedObject, tag="text"):
 
 
 class ToolUseBlock(field.TaggedObject, tag="tool_use"):
-    """A call that an answer made."""
+    """A tool call of an earlier answer."""
 
     id: str
     name: str
     input: Annotated[
-        dict[str, Any] | str | None, field.doc("An object, or its JSON; null has no fields.")
+        dict[str, Any] | str | None, field.doc("An object, or its JSON; null is an empty object.")
     ] = None
     cache_control: CacheControl = None
     caller: field.SentBack = None
 
 
 class TextSource(field.TaggedObject, tag="text"):
-    """The text of a document."""
+    """The source of a document: a text."""
 
     other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
 
@@ -102,7 +102,7 @@ class TextSource(field.TaggedObject, tag="text"):
 
 
 class ContentSource(field.TaggedObject, tag="content"):
-    """The text of a document, in blocks."""
+    """The source of a document: a text, or a list of text blocks."""
 
     content: str | Annotated[list[TextBlock], field.PARTS]
 
@@ -113,7 +113,7 @@ class ContentSource(field.TaggedObject, tag="content"):
 
 
 class DocumentBlock(field.TaggedObject, tag="document"):
-    """A text document; the model reads its title, its context and its text."""
+    """A text document; the model reads its title, its context and its source."""
 
     source: TextSource | ContentSource
     title: str | None = None
@@ -123,7 +123,7 @@ class DocumentBlock(field.TaggedObject, tag="document"):
 
     @property
     def text(self) -> str:
-        """All of its text."""
+        """The title, the context and the source, on lines of their own."""
         return "\n".join(filter(None, (self.title, self.context, self.source.text)))
 
 
@@ -138,12 +138,12 @@ class SearchResultBlock(field.TaggedObject, tag="search_result"):
 
     @property
     def text(self) -> str:
-        """All of its text."""
+        """The title, the source and the content, on lines of their own."""
         return "\n".join(filter(None, (self.title, self.source, text_of(self.content))))
 
 
 class ToolResultBlock(field.TaggedObject, tag="tool_result"):
-    """The result of a call; its text says whether it failed."""
+    """The result of a tool call. The model does not see `is_error`, only the content."""
 
     tool_use_id: str
     content: (
@@ -154,14 +154,14 @@ class ToolResultBlock(field.TaggedObject, tag="tool_result"):
 
 
 class ThinkingBlock(field.TaggedObject, tag="thinking"):
-    """The reasoning before an answer."""
+    """The reasoning of an earlier answer."""
 
     thinking: str
     signature: Annotated[str | None, field.doc("Not checked.")] = None
 
 
 class RedactedThinkingBlock(field.TaggedObject, tag="redacted_thinking"):
-    """Reasoning that only Anthropic can read; it is left out."""
+    """Encrypted reasoning that only Anthropic can read; it is ignored."""
 
     data: str
 
@@ -175,24 +175,27 @@ Block = (
     | DocumentBlock
     | SearchResultBlock
 )
-# Blocks about work that Anthropic's servers did have other types. They are left out.
+# Blocks about work of Anthropic's servers have other types; they are removed from the list.
 Blocks = Annotated[list[Block], field.PARTS]
-_TEXTS: Final = (TextBlock, DocumentBlock, SearchResultBlock)
+_TEXT_BLOCKS: Final = (TextBlock, DocumentBlock, SearchResultBlock)
 
 
 def read_tools(tools: Sequence[Tool] | None, choice: Choice | None) -> Tools | None:
-    """Return the tools that the answer may call, or None without tools; raises as `to_tools`."""
+    """Return the tools that the answer may call, or None for none. Raises as `to_tools`."""
     functions = [
         FunctionBody(tool.name, tool.description, tool.input_schema, tool.strict)
         for tool in tools or ()
     ]
-    mode = NamedFunction(choice.name) if isinstance(choice, OneChoice) else _MODES.get(type(choice))
+    if isinstance(choice, OneChoice):
+        mode: str | NamedFunction | None = NamedFunction(choice.name)
+    else:
+        mode = _MODES.get(type(choice))
     parallel = not (choice and choice.disable_parallel_tool_use)
     return to_tools(functions, mode, parallel=parallel)
 
 
 def text_of(content: str | Sequence[Block] | None) -> str:
-    """Return the text of a content."""
+    """Return the text of a message's or a result's content, its text blocks joined by newlines."""
     if isinstance(content, str):
         return content
-    return "\n".join(block.text for block in content or () if isinstance(block, _TEXTS))
+    return "\n".join(block.text for block in content or () if isinstance(block, _TEXT_BLOCKS))

@@ -1,4 +1,4 @@
-"""POST /api/embed and the older /api/embeddings: texts as vectors of length 1."""
+"""POST /api/embed and the older /api/embeddings: vectors of length 1 for texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EmbedRequest(field.RequestObject):
-    """Texts to embed."""
+    """The body of a request to `/api/embed`."""
 
     model: field.ModelName = None
     input: Annotated[str | list[str] | None, field.doc("A text, or a list of texts.")] = None
@@ -41,7 +41,7 @@ class EmbedRequest(field.RequestObject):
 
 
 class OldEmbedRequest(field.RequestObject):
-    """A text to embed."""
+    """The body of a request to `/api/embeddings`."""
 
     model: field.ModelName = None
     prompt: Annotated[str | None, field.doc("A text.")] = None
@@ -65,29 +65,37 @@ class OldEmbedBody(msgspec.Struct, frozen=True):
     embedding: list[float]
 
 
-def read(asked: EmbedRequest, tenant: Tenant) -> EmbeddingJob:
-    """Translate a request.
+def read(request: EmbedRequest, tenant: Tenant) -> EmbeddingJob:
+    """Return the job of a request to `/api/embed`.
 
     Raises:
-        RequestError: a value is out of bounds; `field` names it.
+        RequestError: a value is out of bounds; the error's `field` names it.
     """
-    texts = [asked.input] if isinstance(asked.input, str) else asked.input or []
-    params = EmbeddingParams(dimensions=asked.dimensions or None)
-    return _job(asked.model, texts, params, "input", tenant, truncates=asked.truncate is not False)
+    texts = [request.input] if isinstance(request.input, str) else request.input or []
+    params = EmbeddingParams(dimensions=request.dimensions or None)
+    return _job(
+        request.model,
+        texts,
+        params,
+        prompt_field="input",
+        tenant=tenant,
+        truncates=request.truncate is not False,
+    )
 
 
-def read_old(asked: OldEmbedRequest, tenant: Tenant) -> EmbeddingJob:
-    """Translate a request."""
-    return _job(asked.model, [asked.prompt or ""], EmbeddingParams(), "prompt", tenant)
+def read_old(request: OldEmbedRequest, tenant: Tenant) -> EmbeddingJob:
+    """Return the job of a request to `/api/embeddings`."""
+    texts = [request.prompt or ""]
+    return _job(request.model, texts, EmbeddingParams(), prompt_field="prompt", tenant=tenant)
 
 
 def to_response(
     model: str, parts: list[msgspec.Raw], num_tokens: int, elapsed_s: float
 ) -> EmbedBody:
-    """Return the response."""
+    """Return the response of `/api/embed` with the encoded vectors `parts`."""
     return EmbedBody(
         model=model,
-        embeddings=cast("list[list[float]]", parts),  # each is written already
+        embeddings=cast("list[list[float]]", parts),  # JSON of `_encode`
         total_duration=nanoseconds(elapsed_s),
         prompt_eval_count=num_tokens,
     )
@@ -96,18 +104,18 @@ def to_response(
 def to_old_response(
     _model: str, parts: list[msgspec.Raw], _num_tokens: int, _elapsed_s: float
 ) -> OldEmbedBody:
-    """Return the response."""
+    """Return the response of `/api/embeddings` with the encoded vector in `parts`."""
     return OldEmbedBody(cast("list[float]", parts[0]))
 
 
-def empty(asked: EmbedRequest, model: str) -> EmbedBody | None:
-    """Return the response to a request without texts."""
-    return None if asked.input else EmbedBody(model=model, embeddings=[])
+def empty(request: EmbedRequest, model: str) -> EmbedBody | None:
+    """Return the response to a request without texts; None for a request with texts."""
+    return None if request.input else EmbedBody(model=model, embeddings=[])
 
 
-def empty_old(asked: OldEmbedRequest, _model: str) -> OldEmbedBody | None:
-    """Return the response to a request without a text."""
-    return None if asked.prompt else OldEmbedBody([])
+def empty_old(request: OldEmbedRequest, _model: str) -> OldEmbedBody | None:
+    """Return the response to a request without a text; None for a request with a text."""
+    return None if request.prompt else OldEmbedBody([])
 
 
 def _job(
@@ -116,17 +124,17 @@ def _job(
     params: EmbeddingParams,
     prompt_field: str,
     tenant: Tenant,
-    **own: Any,
+    **other_fields: Any,
 ) -> EmbeddingJob:
     return EmbeddingJob(
         model=model,
         texts=tuple(texts),
         params=params,
         caller=Caller(tenant=tenant.name, prompt_field=prompt_field),
-        write=_write,
-        **own,
+        write=_encode,
+        **other_fields,
     )
 
 
-def _write(embedding: Embedding) -> msgspec.Raw:
+def _encode(embedding: Embedding) -> msgspec.Raw:
     return encode_vectors(embedding.vector)

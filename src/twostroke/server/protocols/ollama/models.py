@@ -1,4 +1,4 @@
-"""Ollama's descriptions of models: /api/tags, /api/show, /api/ps, /api/version; /api/pull."""
+"""Ollama's endpoints about models: /api/tags, /api/show, /api/ps, /api/version, /api/pull."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from twostroke.engine.model_card import ModelCard
     from twostroke.server.models.registry import ModelRegistry
 
-# The version of Ollama whose paths this server has; clients ask for a least one.
+# The version of Ollama whose paths this server has; clients require a minimum version.
 API_VERSION: Final = "0.14.0"
-# What Ollama does with its own collection of models.
-_REFUSED: Final = {
+# Paths that change Ollama's own collection of models, which this server does not have.
+_REFUSED_PATHS: Final = {
     "/api/create": ["POST"],
     "/api/copy": ["POST"],
     "/api/push": ["POST"],
@@ -37,7 +37,7 @@ Capability = Literal["completion", "tools", "thinking", "insert", "embedding"]
 
 
 class ModelDetails(msgspec.Struct, kw_only=True, frozen=True):
-    """A model's kind and size; `quantization_level` lists the formats of its weights."""
+    """A model's family and size; `quantization_level` lists the formats of its weights."""
 
     parent_model: str = ""
     format: str
@@ -50,9 +50,9 @@ class ModelDetails(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class TaggedModel(msgspec.Struct, kw_only=True, frozen=True):
-    """A model in the list; `modified_at` is when it was loaded.
+    """A model in the list of models; `modified_at` is the time when it was loaded.
 
-    `digest` is made of the facts about the model; it is not that of a file.
+    `digest` identifies the model by its name, format and size; it is not the digest of a file.
     """
 
     name: str
@@ -65,13 +65,13 @@ class TaggedModel(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class TaggedModels(msgspec.Struct, frozen=True):
-    """All models, loaded or not, under each of their names."""
+    """All models, loaded or not, once for each of their names."""
 
     models: list[TaggedModel]
 
 
 class LoadedModelBody(msgspec.Struct, kw_only=True, frozen=True):
-    """A model in memory, and when it leaves if nobody asks for it; the sizes are in bytes."""
+    """A model in memory. It is unloaded at `expires_at` if no request comes; sizes are in bytes."""
 
     name: str
     model: str
@@ -84,13 +84,13 @@ class LoadedModelBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class LoadedModels(msgspec.Struct, frozen=True):
-    """The models in memory, under each of their names."""
+    """The models in memory, once for each of their names."""
 
     models: list[LoadedModelBody]
 
 
 class ShowRequest(field.RequestObject):
-    """The name of a model."""
+    """The body of a request to `/api/show`."""
 
     model: field.ModelName = None
     name: Annotated[str | None, field.doc("The older name of `model`.")] = None
@@ -100,12 +100,12 @@ class ShowRequest(field.RequestObject):
     template: field.Ignored = None
 
     def __post_init__(self) -> None:
-        """Read the older name."""
+        """Take the model from `name`, the older name of the field."""
         self.model = self.model or self.name
 
 
 class ShownModel(msgspec.Struct, kw_only=True, frozen=True):
-    """A model; `model_info` has its sizes, under the names of GGUF's metadata."""
+    """The description of a model; `model_info` has its sizes by the names of GGUF's metadata."""
 
     license: str
     modelfile: str
@@ -118,35 +118,36 @@ class ShownModel(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class PullRequest(field.RequestObject):
-    """The name of a model; that of the served one is there already."""
+    """The body of a request to `/api/pull`; a served model is there already."""
 
     model: field.ModelName = None
     name: Annotated[str | None, field.doc("The older name of `model`.")] = None
-    stream: Annotated[bool | None, field.doc("The answer is one line, either way.")] = None
+    stream: Annotated[bool | None, field.doc("No effect: the response is always one line.")] = None
     insecure: field.IgnoredOff = None
     username: field.Ignored = None
     password: field.Ignored = None
 
     def __post_init__(self) -> None:
-        """Read the older name."""
+        """Take the model from `name`, the older name of the field."""
         self.model = self.model or self.name
 
 
 class PullStatus(msgspec.Struct, frozen=True):
-    """The model is there."""
+    """The response to `/api/pull`: the model is there."""
 
     status: Literal["success"] = "success"
 
 
 class VersionBody(msgspec.Struct, frozen=True):
-    """The version of Ollama whose API this is."""
+    """The version of Ollama whose API this server has."""
 
     version: str
 
 
-def show(_asked: ShowRequest, card: ModelCard) -> ShownModel:
-    """Describe the model."""
-    program, family = card.cost.program, card.architecture
+def show(_request: ShowRequest, card: ModelCard) -> ShownModel:
+    """Return the description of a model."""
+    program = card.cost.program
+    family = card.architecture
     return ShownModel(
         license=card.licence or "",
         modelfile=f"FROM {card.name}",
@@ -167,39 +168,39 @@ def show(_asked: ShowRequest, card: ModelCard) -> ShownModel:
     )
 
 
-def pull(_asked: PullRequest, _card: ModelCard) -> PullStatus:
-    """Say that the served model is there; requests for others are refused by their name."""
+def pull(_request: PullRequest, _card: ModelCard) -> PullStatus:
+    """Return that the model is there; unknown names were refused before."""
     return PullStatus()
 
 
 def ollama_routes(models: ModelRegistry) -> list[Route]:
-    """Return the routes that list the models."""
+    """Return the routes of this file that send lists or errors."""
 
     async def tags(_request: Request) -> Response:
-        found = [
+        tagged_models = [
             TaggedModel(
-                **_facts(name, served.card),
-                size=served.card.file_bytes,
-                modified_at=_loaded_at(served.card),
-                # It reads the chat template.
-                capabilities=await asyncio.to_thread(_capabilities, served.card),
+                **_common_fields(name, model.card),
+                size=model.card.file_bytes,
+                modified_at=_loaded_at(model.card),
+                # In a thread, since this parses the chat template.
+                capabilities=await asyncio.to_thread(_capabilities, model.card),
             )
-            for name, served in models
+            for name, model in models
         ]
-        return to_json(TaggedModels(found))
+        return to_json(TaggedModels(tagged_models))
 
     async def loaded(_request: Request) -> Response:
-        found = [
+        loaded_models = [
             LoadedModelBody(
-                **_facts(name, served.card),
-                size=models.num_bytes(served.name),
-                expires_at=datetime.fromtimestamp(models.expires_at(served.name), UTC),
-                context_length=served.card.context_length,
+                **_common_fields(name, model.card),
+                size=models.num_bytes(model.name),
+                expires_at=datetime.fromtimestamp(models.expires_at(model.name), UTC),
+                context_length=model.card.context_length,
             )
-            for name, served in models
-            if models.state(served.name) == ModelResidency.IN.value
+            for name, model in models
+            if models.state(model.name) == ModelResidency.IN.value
         ]
-        return to_json(LoadedModels(found))
+        return to_json(LoadedModels(loaded_models))
 
     async def version(_request: Request) -> Response:
         return to_json(VersionBody(API_VERSION))
@@ -217,13 +218,13 @@ def ollama_routes(models: ModelRegistry) -> list[Route]:
         *(Route(path, endpoint, name=path) for path, endpoint in gets.items()),
         *(
             Route(path, refuse, methods=methods, include_in_schema=False)
-            for path, methods in _REFUSED.items()
+            for path, methods in _REFUSED_PATHS.items()
         ),
     ]
 
 
-def _facts(name: str, card: ModelCard) -> dict[str, Any]:
-    """Return the facts that both lists have; a name without a tag gets Ollama's default."""
+def _common_fields(name: str, card: ModelCard) -> dict[str, Any]:
+    """Return the fields of a model that both lists have; a name without a tag gets `latest`."""
     tagged = name if ":" in name else f"{name}:latest"
     identity = f"{card.name} {card.format} {card.file_bytes} {card.num_parameters}"
     return {
@@ -239,7 +240,7 @@ def _details(card: ModelCard) -> ModelDetails:
         format=card.container,
         family=card.architecture,
         families=[card.architecture],
-        parameter_size=_in_words(card.num_parameters),
+        parameter_size=_parameter_size(card.num_parameters),
         quantization_level=card.format,
         context_length=card.context_length,
         embedding_length=card.embedding_width,
@@ -247,25 +248,25 @@ def _details(card: ModelCard) -> ModelDetails:
 
 
 def _capabilities(card: ModelCard) -> list[Capability]:
-    """Return what the model can do, by Ollama's words."""
+    """Return the capabilities of a model by Ollama's names."""
     chat = card.chat_template if card.can_chat else None
-    found: dict[Capability, bool] = {
+    is_capable: dict[Capability, bool] = {
         "completion": True,
         "tools": chat is not None,
         "thinking": chat is not None and chat.reasons,
         "insert": card.tokenizer.infill is not None,
-        # Others have embeddings as well, but clients take such models for nothing else.
+        # Other models make embeddings, too, but clients use models with this for nothing else.
         "embedding": card.pooling is not None,
     }
-    return [name for name, is_there in found.items() if is_there]
+    return [name for name, has_capability in is_capable.items() if has_capability]
 
 
 def _loaded_at(card: ModelCard) -> datetime:
     return datetime.fromtimestamp(card.created_s, UTC)
 
 
-def _in_words(count: int) -> str:
-    """Return a count of parameters as Ollama writes it, such as 134.52M or 1.5B."""
+def _parameter_size(count: int) -> str:
+    """Return a number of parameters as Ollama writes it, such as 134.52M or 1.5B."""
     if count >= 1e9:
         return f"{count / 1e9:.1f}B"
     return f"{count / 1e6:.2f}M" if count >= 1e6 else f"{count / 1e3:.2f}K"

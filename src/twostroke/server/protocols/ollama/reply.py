@@ -1,4 +1,4 @@
-"""Ollama's answers: lines of JSON, the last of which has the reason of the end and durations."""
+"""Ollama's responses: a stream of JSON lines, or one line with the complete answer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class CalledBody(msgspec.Struct):
-    """The function of a call."""
+    """The called function and its arguments."""
 
     index: int
     name: str
@@ -41,14 +41,14 @@ class CalledBody(msgspec.Struct):
 
 
 class OllamaCallBody(msgspec.Struct):
-    """A complete call."""
+    """A complete tool call."""
 
     id: str
     function: CalledBody
 
 
 class OllamaAnswer(msgspec.Struct):
-    """The message of an answer, or a piece of it."""
+    """The message of an answer, or the next part of it in a stream."""
 
     role: Literal["assistant"]
     content: str
@@ -57,9 +57,10 @@ class OllamaAnswer(msgspec.Struct):
 
 
 class OllamaLine(msgspec.Struct, kw_only=True):
-    """The fields of every line; durations, in nanoseconds, are those of the last line.
+    """The fields of every line. Only the last line has `done_reason`, durations and counts.
 
-    `load_duration` is the time in the queue, `prompt_eval_duration` ends with the first token.
+    Durations are in nanoseconds. `load_duration` is the time in the queue; `prompt_eval_duration`
+    ends with the first token.
     """
 
     model: str
@@ -77,15 +78,15 @@ class OllamaLine(msgspec.Struct, kw_only=True):
 
 
 class OllamaChatLine(OllamaLine, kw_only=True):
-    """A line of an answer to a conversation, or the whole answer."""
+    """A line of an answer to a conversation, or the complete answer."""
 
     message: OllamaAnswer
 
 
 class OllamaGenerateLine(OllamaLine, kw_only=True):
-    """A line of an answer to a prompt, or the whole answer.
+    """A line of an answer to a prompt, or the complete answer.
 
-    `context` are the tokens of prompt and answer, for a later request that goes on from them.
+    `context` has the tokens of prompt and answer, which a later request can continue.
     """
 
     response: str
@@ -97,7 +98,7 @@ Line = TypeVar("Line", bound=OllamaLine)
 
 
 def chat_line(model: str, text: str, thinking: str, calls: list[OllamaCallBody]) -> OllamaChatLine:
-    """Return a line with a piece of an answer's message."""
+    """Return a line with the next part of an answer's message."""
     message = OllamaAnswer("assistant", text, thinking or UNSET, calls or UNSET)
     return OllamaChatLine(model=model, created_at=datetime.now(UTC), message=message)
 
@@ -105,34 +106,34 @@ def chat_line(model: str, text: str, thinking: str, calls: list[OllamaCallBody])
 def generate_line(
     model: str, text: str, thinking: str, _calls: list[OllamaCallBody]
 ) -> OllamaGenerateLine:
-    """Return a line with a piece of an answer to a prompt, which makes no calls."""
+    """Return a line with the next part of an answer to a prompt, which never has tool calls."""
     now = datetime.now(UTC)
     return OllamaGenerateLine(
         model=model, created_at=now, response=text, thinking=thinking or UNSET
     )
 
 
-def empty_chat(asked: OllamaChatRequest, model: str) -> OllamaChatLine | None:
-    """Return the response to a request without messages, which Ollama uses to load a model."""
-    return None if asked.messages else _loaded(asked, chat_line(model, "", "", []))
+def empty_chat(request: OllamaChatRequest, model: str) -> OllamaChatLine | None:
+    """Return the response to a request without messages, which only loads or unloads a model."""
+    return None if request.messages else _loaded_line(request, chat_line(model, "", "", []))
 
 
-def empty_generate(asked: OllamaGenerateRequest, model: str) -> OllamaGenerateLine | None:
-    """Return the response to a request without a prompt."""
-    return None if asked.prompt else _loaded(asked, generate_line(model, "", "", []))
+def empty_generate(request: OllamaGenerateRequest, model: str) -> OllamaGenerateLine | None:
+    """Return the response to a request without a prompt, which only loads or unloads a model."""
+    return None if request.prompt else _loaded_line(request, generate_line(model, "", "", []))
 
 
 class LineEncoder:
-    """Writes a line for each piece of the answer, and for each complete call."""
+    """Writes a line for each part of the answer's text, and for each complete tool call."""
 
     def __init__(self, reply: ResponseInfo, make: MakeLine) -> None:
-        """Write `reply` in lines that `make` makes of the model's name and the line's content."""
+        """Write `reply`; `make` returns a line for a model's name, text, reasoning and calls."""
         self._reply = reply
         self._make = make
         self._tokens: list[int] = []  # of the answer so far
 
     def write(self, event: events.Event) -> bytes:
-        """Return the line of an event."""
+        """Return the line for an event; empty if the event has none."""
         match event:
             case events.ChoiceStarted():
                 self._tokens = event.tokens
@@ -144,7 +145,7 @@ class LineEncoder:
                 if event.scored:
                     line.logprobs = chat_logprobs(self._reply.tokenizer, event.scored)
             case events.BlockClosed(block=events.ContentBlock(kind=events.BlockKind.CALL)):
-                line = self._line(**_complete(event.block))
+                line = self._line(**_complete_content(event.block))
             case events.ChoiceEnded():
                 line = self._line()
                 self._end(line, event)
@@ -156,7 +157,7 @@ class LineEncoder:
 
     def whole_response(self, stream: Iterable[events.Event]) -> OllamaLine:
         """Return the response that is not streamed."""
-        found: dict[str, Any] = {"text": "", "thinking": "", "calls": []}
+        content: dict[str, Any] = {"text": "", "thinking": "", "calls": []}
         scored: list[TokenLogprob] = []
         for event in stream:
             match event:
@@ -165,10 +166,10 @@ class LineEncoder:
                 case events.ContentAdded():
                     scored += chat_logprobs(self._reply.tokenizer, event.scored)
                 case events.BlockClosed():
-                    for name, part in _complete(event.block).items():
-                        found[name] += part
+                    for name, part in _complete_content(event.block).items():
+                        content[name] += part
                 case events.ChoiceEnded():
-                    line = self._line(**found)
+                    line = self._line(**content)
                     self._end(line, event)
         line.logprobs = scored if self._reply.has_logprobs else UNSET
         return line
@@ -177,8 +178,9 @@ class LineEncoder:
         return self._make(self._reply.model, text, thinking, list(calls))
 
     def _end(self, line: OllamaLine, event: events.ChoiceEnded) -> None:
-        """Add the reason of the end and the durations."""
-        usage, times = event.usage, event.timings
+        """Add the finish reason, the durations and the counts to the last line."""
+        usage = event.usage
+        times = event.timings
         line.done = True
         line.schema_miss = event.schema_miss or UNSET
         line.done_reason = "length" if event.reason is FinishReason.LENGTH else "stop"
@@ -198,20 +200,22 @@ def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _loaded(asked: OllamaRequest, line: Line) -> Line:
-    line.done, line.done_reason = True, "unload" if keep_alive_s(asked) == 0 else "load"
+def _loaded_line(request: OllamaRequest, line: Line) -> Line:
+    """Return `line` as the response to a request that only loads or unloads a model."""
+    line.done = True
+    line.done_reason = "unload" if keep_alive_s(request) == 0 else "load"
     return line
 
 
 def _content(kind: events.BlockKind, text: str) -> dict[str, Any]:
-    """Return the content of a line with a piece of a block; calls come whole."""
+    """Return the content of a line with a part of a block; calls are sent when complete."""
     if kind is events.BlockKind.CALL:
         return {}
     return {"thinking" if kind is events.BlockKind.REASONING else "text": text}
 
 
-def _complete(block: events.ContentBlock) -> dict[str, Any]:
-    """Return the content of a complete block; of a call that was cut, nothing."""
+def _complete_content(block: events.ContentBlock) -> dict[str, Any]:
+    """Return the content of a complete block; empty for a call whose JSON was cut off."""
     if block.kind is not events.BlockKind.CALL:
         return _content(block.kind, block.text)
     try:

@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate: Ollama's requests."""
+"""POST /api/chat and /api/generate: Ollama's requests for text."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
     from twostroke.server.generation.job import Prompt
     from twostroke.server.generation.response_store import Tenant
 
-# Ollama's defaults, for models whose files do not say others.
+# Ollama's defaults, for models whose files have no others.
 DEFAULTS: Final = SamplingParams(
     temperature=0.8, top_k=40, top_p=0.9, min_p=0.0, repetition_penalty=1.0
 )
-_EFFORTS: Final = {"max": "xhigh"}  # Ollama's words for efforts that have another name here
+_EFFORT_NAMES: Final = {"max": "xhigh"}  # Ollama's names of reasoning efforts, where they differ
 
 NoImages = Annotated[Any, field.unsupported([])]
 
 
 class OllamaOptions(field.RequestObject):
-    """How to choose tokens; left out: the model's own default, else Ollama's."""
+    """The sampling options; a value that is left out is the model's default, else Ollama's."""
 
     num_predict: Annotated[
-        int | None, field.doc("The most tokens to generate; 0 or less: as many as fit.")
+        int | None, field.doc("At most this many tokens are generated; 0 or less: all that fit.")
     ] = None
     temperature: Annotated[float | None, field.sampling("temperature")] = None
     top_k: Annotated[
@@ -62,7 +62,8 @@ class OllamaOptions(field.RequestObject):
     presence_penalty: Annotated[float | None, field.sampling("presence_penalty")] = None
     frequency_penalty: Annotated[float | None, field.sampling("frequency_penalty")] = None
     seed: Annotated[
-        int | None, field.sampling("seed", "The same seed gives the same answer; -1: any.")
+        int | None,
+        field.sampling("seed", "The same seed gives the same answer; -1: a random seed."),
     ] = None
     stop: Annotated[
         StopText | list[StopText] | None,
@@ -90,7 +91,7 @@ class OllamaOptions(field.RequestObject):
 
 
 class OllamaFunction(msgspec.Struct):
-    """The function of a call, with its arguments as an object or its JSON; null has none."""
+    """A called function, with its arguments as an object or as JSON text; null for none."""
 
     name: str
     arguments: dict[str, Any] | str | None = None
@@ -98,14 +99,14 @@ class OllamaFunction(msgspec.Struct):
 
 
 class OllamaCall(msgspec.Struct):
-    """A call that an answer made."""
+    """A tool call of an earlier answer."""
 
     function: OllamaFunction
     id: str | None = None
 
 
 class OllamaMessage(field.RequestObject):
-    """A message."""
+    """A message of the conversation."""
 
     role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
     content: str | None = None
@@ -117,17 +118,17 @@ class OllamaMessage(field.RequestObject):
 
 
 class OllamaRequest(field.RequestObject):
-    """The fields of both requests."""
+    """The fields that requests to both paths have."""
 
     model: field.ModelName = None
     stream: Annotated[
-        bool | None, field.doc("Send the answer in pieces, as lines of JSON; true if left out.")
+        bool | None, field.doc("Stream the answer as lines of JSON; true if left out.")
     ] = None
     format: Annotated[
         str | dict[str, Any] | None,
-        field.doc("The form of the answer: `json` for any object, or a JSON schema."),
+        field.doc("The format of the answer: `json` for any object, or a JSON schema."),
     ] = None
-    options: Annotated[OllamaOptions | None, field.doc("How to choose tokens.")] = None
+    options: Annotated[OllamaOptions | None, field.doc("The sampling options.")] = None
     think: Annotated[
         bool | str | None,
         field.doc("Whether to reason first, or how much: `low`, `medium`, `high` or `max`."),
@@ -141,7 +142,7 @@ class OllamaRequest(field.RequestObject):
     logprobs: Annotated[bool | None, field.doc("Report how likely each token was.")] = None
     top_logprobs: Annotated[
         Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None,
-        field.doc("How many of the likeliest tokens to report at each place, with `logprobs`."),
+        field.doc("How many of the likeliest tokens to report for each token, with `logprobs`."),
     ] = None
 
     keep_alive: KeepAlive = None
@@ -149,7 +150,7 @@ class OllamaRequest(field.RequestObject):
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):
-    """The body of a request for an answer to a conversation."""
+    """The body of a request to `/api/chat`."""
 
     messages: Annotated[
         Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] | None,
@@ -159,7 +160,7 @@ class OllamaChatRequest(OllamaRequest, kw_only=True):
 
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
-    """The body of a request for an answer to a prompt."""
+    """The body of a request to `/api/generate`."""
 
     prompt: Annotated[str | None, field.doc("A message; without one, there is no answer.")] = None
     system: Annotated[str | None, field.doc("Text before the prompt.")] = None
@@ -172,53 +173,55 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     ] = None
     parse_special: field.ParseSpecial = None
     context: Annotated[
-        list[field.TokenId] | None, field.doc("The `context` of an earlier answer, to go on from.")
+        list[field.TokenId] | None, field.doc("The `context` of an earlier answer, to continue.")
     ] = None
 
     images: NoImages = None
     template: Annotated[Any, field.unsupported("")] = None
 
 
-def read_chat(asked: OllamaChatRequest, tenant: Tenant) -> Job:
-    """Translate a request.
+def read_chat(request: OllamaChatRequest, tenant: Tenant) -> Job:
+    """Return the job of a request to `/api/chat`.
 
     Raises:
-        RequestError: a value is out of bounds or not supported; `field` names it.
+        RequestError: a value is out of bounds or not supported; the error's `field` names it.
     """
-    tools = to_tools([tool.function for tool in asked.tools or ()], None, parallel=None)
-    messages = [_message(message) for message in asked.messages or ()]
+    tools = to_tools([tool.function for tool in request.tools or ()], None, parallel=None)
+    messages = [_to_openai_message(message) for message in request.messages or ()]
     last = messages[-1]
     conversation = to_conversation(
         messages,
         tools,
         opens_turn=None,
         continues=last.role == "assistant" and not last.tool_calls,
-        thinking=_thinking(asked),
+        thinking=_thinking(request),
     )
-    return _job(asked, conversation, tenant, "messages", tools=tools)
+    return _job(request, conversation, tenant, "messages", tools=tools)
 
 
-def read_generate(asked: OllamaGenerateRequest, tenant: Tenant) -> Job:
-    """Translate a request; raises as `read_chat` does."""
-    text = asked.prompt or ""
-    if asked.parse_special is not None and not asked.raw:
+def read_generate(request: OllamaGenerateRequest, tenant: Tenant) -> Job:
+    """Return the job of a request to `/api/generate`. Raises as `read_chat`."""
+    text = request.prompt or ""
+    if request.parse_special is not None and not request.raw:
         raise RequestError("may only be set where raw is true.", field="parse_special")
-    if asked.suffix:
-        return _job(asked, text, tenant, "prompt", suffix=asked.suffix)
-    if not asked.raw:
-        turns = [{"role": "system", "content": asked.system}] if asked.system else []
-        turns.append({"role": "user", "content": text})
-        conversation = Conversation(tuple(turns), thinking=_thinking(asked))
-        context = tuple(asked.context or ())
-        return _job(asked, conversation, tenant, "prompt", context=context)
+    if request.suffix:
+        return _job(request, text, tenant, "prompt", suffix=request.suffix)
+    if not request.raw:
+        template_messages = (
+            [{"role": "system", "content": request.system}] if request.system else []
+        )
+        template_messages.append({"role": "user", "content": text})
+        conversation = Conversation(tuple(template_messages), thinking=_thinking(request))
+        context = tuple(request.context or ())
+        return _job(request, conversation, tenant, "prompt", context=context)
     for name in ("system", "context"):
-        if getattr(asked, name):
+        if getattr(request, name):
             raise RequestError("cannot be combined with raw: leave one of them out.", field=name)
-    return _job(asked, Mixed((text,), asked.parse_special), tenant, "prompt")
+    return _job(request, Mixed((text,), request.parse_special), tenant, "prompt")
 
 
-def names(_asked: OllamaRequest) -> Mapping[str, str]:
-    """Return the protocol's names for the engine's fields."""
+def names(_request: OllamaRequest) -> Mapping[str, str]:
+    """Return the protocol's names of the engine's fields, for errors."""
     return _NAMES
 
 
@@ -237,69 +240,70 @@ _NAMES: Final = {
 
 
 def _job(
-    asked: OllamaRequest, prompt: Prompt, tenant: Tenant, prompt_field: str, **own: Any
+    request: OllamaRequest, prompt: Prompt, tenant: Tenant, prompt_field: str, **other_fields: Any
 ) -> Job:
-    params = _params(asked)
-    if isinstance(prompt, Conversation) and asked.truncate is not False:
+    """Return the job of a request; `other_fields` are fields of `Job`."""
+    params = _params(request)
+    if isinstance(prompt, Conversation) and request.truncate is not False:
         prompt = replace(prompt, drops_oldest=True, reserved_tokens=params.max_tokens)
     return Job(
-        model=asked.model,
+        model=request.model,
         prompts=(prompt,),
         params=params,
         default_params=DEFAULTS,
         caller=Caller(tenant=tenant.name, prompt_field=prompt_field),
-        stream=asked.stream is not False,
-        **own,
+        stream=request.stream is not False,
+        **other_fields,
     )
 
 
-def _params(asked: OllamaRequest) -> SamplingParams:
-    given = asked.options or OllamaOptions()
-    limit = OLLAMA.first_limit(given) or 0
+def _params(request: OllamaRequest) -> SamplingParams:
+    """Return the sampling parameters that a request sets."""
+    options = request.options or OllamaOptions()
+    limit = OLLAMA.first_limit(options) or 0
     values = {
-        name: getattr(given, name)
+        name: getattr(options, name)
         for name in OllamaOptions.__struct_fields__
         if name in SamplingParams.__struct_fields__
     }
     values |= {
         "max_tokens": min(limit, MAX_TOKENS) if limit > 0 else None,
-        "top_k": None if given.top_k is None else max(0, given.top_k),
-        "seed": None if given.seed == -1 else given.seed,
-        "repetition_penalty": given.repeat_penalty,
-        "logprobs": (asked.top_logprobs or 0) if asked.logprobs else None,
-        "constraint": _constraint(asked),
+        "top_k": None if options.top_k is None else max(0, options.top_k),
+        "seed": None if options.seed == -1 else options.seed,
+        "repetition_penalty": options.repeat_penalty,
+        "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
+        "constraint": _constraint(request),
     }
-    known = {name: value for name, value in values.items() if value is not None}
-    return SamplingParams(**known)
+    set_values = {name: value for name, value in values.items() if value is not None}
+    return SamplingParams(**set_values)
 
 
-def _constraint(asked: OllamaRequest) -> Constraint | None:
-    form = asked.format
-    if not form and not isinstance(form, dict):
+def _constraint(request: OllamaRequest) -> Constraint | None:
+    """Return the constraint of the answer's format, or None for free text."""
+    format_ = request.format
+    if not format_ and not isinstance(format_, dict):
         return None
-    if isinstance(form, str):
-        if form != "json":
+    if isinstance(format_, str):
+        if format_ != "json":
             reason = "must be 'json' or a JSON schema, got '{value}'."
-            raise RequestError(reason, field="format", value=form[:40])
-        form = dict(ANY_OBJECT)
-    return to_schema(form, "format")
+            raise RequestError(reason, field="format", value=format_[:40])
+        format_ = dict(ANY_OBJECT)
+    return to_schema(format_, "format")
 
 
-def _thinking(asked: OllamaRequest) -> Thinking:
-    if asked.think is None:
+def _thinking(request: OllamaRequest) -> Thinking:
+    """Return the options for the model's reasoning."""
+    if request.think is None:
         return AS_IT_IS
-    if isinstance(asked.think, bool):
-        return Thinking(asked.think, param="think")
-    return Thinking(effort=_EFFORTS.get(asked.think, asked.think), param="think")
+    if isinstance(request.think, bool):
+        return Thinking(request.think, param="think")
+    return Thinking(effort=_EFFORT_NAMES.get(request.think, request.think), param="think")
 
 
-def _message(message: OllamaMessage) -> ChatMessage:
-    """Return a message in OpenAI's form."""
+def _to_openai_message(message: OllamaMessage) -> ChatMessage:
+    """Return a message in the form of OpenAI's chat protocol."""
     calls = [
-        ToolCall(
-            CalledFunction(call.function.name, call.function.arguments),
-            call.id,
-        )
+        ToolCall(CalledFunction(call.function.name, call.function.arguments), call.id)
         for call in message.tool_calls or ()
     ]
     return ChatMessage(
@@ -320,16 +324,24 @@ KeepAlive = Annotated[
     ),
 ]
 
-_UNITS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_PART: Final = re.compile(r"(\d{1,12}(?:\.\d{0,9})?|\.\d{1,9})(ns|us|µs|ms|s|m|h)")
+_SECONDS_BY_UNIT: Final = {
+    "ns": 1e-9,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "m": 60.0,
+    "h": 3600.0,
+}
+_DURATION_PART: Final = re.compile(r"(\d{1,12}(?:\.\d{0,9})?|\.\d{1,9})(ns|us|µs|ms|s|m|h)")
 _NUMBER: Final = re.compile(r"[+-]?\d{1,12}(\.\d{0,9})?")
 
 
 def keep_alive_s(request: Any) -> float | None:
-    """Return the seconds of a request's `keep_alive`, inf for ever; None if it does not say.
+    """Return a request's `keep_alive` in seconds; None if it is not set, inf for no limit.
 
     Raises:
-        RequestError: it is not a time.
+        RequestError: the value is not a duration.
     """
     value: str | float | None = request.keep_alive
     if value is None or value == "":
@@ -340,12 +352,13 @@ def keep_alive_s(request: Any) -> float | None:
 
 
 def _seconds(text: str) -> float:
+    """Return a duration such as `300` or `1h30m` in seconds. Raises RequestError."""
     if _NUMBER.fullmatch(text):
         return float(text)
-    bare = text.lstrip("+-")
-    parts = _PART.findall(bare)
-    if not parts or "".join(number + unit for number, unit in parts) != bare:
+    unsigned = text.lstrip("+-")
+    parts = _DURATION_PART.findall(unsigned)
+    if not parts or "".join(number + unit for number, unit in parts) != unsigned:
         reason = "must be seconds, or a time such as 5m or 1h30m, got '{value}'."
         raise RequestError(reason, field="keep_alive", value=text[:40])
-    total_s = sum(float(number) * _UNITS[unit] for number, unit in parts)
+    total_s = sum(float(number) * _SECONDS_BY_UNIT[unit] for number, unit in parts)
     return -total_s if text.startswith("-") else total_s
