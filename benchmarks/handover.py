@@ -78,7 +78,7 @@ def _prefill_worker(given: argparse.Namespace) -> None:
     answers = claim_output()
     handover = DisaggregationOptions("prefill", f"{given.host}:0")
     with build(given.model, _options(given, handover)) as engine:
-        steps, look = _note_steps(engine), engine.client.view_handover
+        steps, look = _note_steps(engine), engine.client.disaggregation_stats
         assert look is not None
 
         def address() -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Pair:
 
     def view(self) -> Any:
         """Return what the decode engine says of its transfers."""
-        look = self.engine.client.view_handover
+        look = self.engine.client.disaggregation_stats
         assert look is not None
         return look().borrower
 

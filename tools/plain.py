@@ -93,11 +93,13 @@ def main() -> int:
 def is_foreign(called: str) -> bool:
     """Whether a call is one of a native function, which knows positions only.
 
-    Native functions are known by their library's prefix: `library.ts_pack`, `ucp_ep_create`. Two
-    more are members of ctypes: the declaration of a function type, and a function in a record.
+    Native functions are known by their library's prefix: `library.ts_pack`, `ucp_ep_create`,
+    `_libc.mmap`. Three more are members: the declaration of a function type, a function in a
+    record, and a binding of NIXL.
     """
     name = called.rpartition(".")[2]
-    return name.startswith(("ts_", "ucp_")) or name == "CFUNCTYPE" or called == "record.all_gather"
+    is_member = name in {"CFUNCTYPE", "createXferReq"} or called == "record.all_gather"
+    return is_member or called.startswith("_libc.") or name.startswith(("ts_", "ucp_"))
 
 
 def find_all(root: Path) -> Iterator[Finding]:

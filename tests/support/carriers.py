@@ -36,14 +36,14 @@ class Carrier:
     def __init__(self, memory: int, num_pages: int, page_bytes: int) -> None:
         memory_map = mmap.mmap(memory, num_pages * page_bytes)
         self.pages = np.frombuffer(memory_map, np.uint8).reshape(num_pages, page_bytes)
-        self.place = NixlAddress(str(next(_names)).encode(), 0, 0)
-        self.places[self.place.metadata] = self
+        self.address = NixlAddress(str(next(_names)).encode(), 0, 0)
+        self.places[self.address.metadata] = self
         self._other = self
         self._ended, self._writers = threading.Event(), list[threading.Thread]()
 
-    def meet(self, place: NixlAddress, within_s: float) -> None:
+    def meet(self, address: NixlAddress, within_s: float) -> None:
         del within_s
-        self._other = self.places[place.metadata]
+        self._other = self.places[address.metadata]
 
     def move(
         self, own: Sequence[int], theirs: Sequence[int], within_s: float, *, is_write: bool

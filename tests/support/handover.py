@@ -96,7 +96,7 @@ def pair(path: Path, link: str, **given: Any) -> Iterator[tuple[LLM, LLM]]:
 
 def view(llm: LLM) -> Any:
     """Return what an engine tells about the hand-over."""
-    look = llm.engine.client.view_handover
+    look = llm.engine.client.disaggregation_stats
     assert look is not None
     return look()
 
@@ -191,7 +191,7 @@ def scripted_prefill(
     def serve(connection: PeerConnection) -> None:
         with suppress(PeerLostError):
             hello = connection.receive()
-            connection.send(messages.Welcome(messages.VERSION, hello.kind, 1000))
+            connection.send(messages.Welcome(messages.VERSION, hello.spec, 1000))
             threading.Thread(target=report, args=(connection,), daemon=True).start()
             while True:
                 answer(connection, connection.receive())
@@ -203,7 +203,7 @@ def scripted_prefill(
                 connection.send(messages.PrefillLoad(0.0, 0.0))
                 time.sleep(0.2)
 
-    listener = PeerListener((host, 0), SECRET.encode(), None, serve)
+    listener = PeerListener((host, 0), SECRET.encode(), page_file=None, serve=serve)
     try:
         yield f"{host}:{listener.port}"
     finally:

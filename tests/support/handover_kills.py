@@ -76,7 +76,9 @@ class Pair:
         if what == "server":
             os.kill(server, signal_)
             return
-        name = b"twostroke.engine." + (b"process" if what == "engine" else b"handover.carrier")
+        name = b"twostroke.engine." + (
+            b"process" if what == "engine" else b"disaggregation.nixl_process"
+        )
         until_s = time.monotonic() + _BACK_S
         while not (found := [one for one in descendants(server) if _is(one, name)]):
             assert time.monotonic() < until_s, f"The {side} server starts no {what}."

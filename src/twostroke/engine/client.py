@@ -66,7 +66,7 @@ class Client:
         """Submit to `loop`, which runs the model of `card`."""
         self.card = card
         self.loop = loop
-        self.view_handover: Callable[[], DisaggregationStats] | None = None
+        self.disaggregation_stats: Callable[[], DisaggregationStats] | None = None
 
     @cached_property
     def grammars(self) -> Grammars:

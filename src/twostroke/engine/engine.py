@@ -277,10 +277,10 @@ def _begin_moving(
         kind = page_kind(client.card, options, size, backend)
         if not is_alone:
             from twostroke.engine.disaggregation.build import (
-                begin,  # most engines need nothing of it
+                start_disaggregation,  # most engines need nothing of it
             )
 
-            begin(options.handover, client, backend, kind)
+            start_disaggregation(options.handover, client, backend, kind)
         if options.tiers.is_used:
             begin_paging(client, kind, digest, options.tiers)
     except BaseException:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from twostroke.engine.disaggregation.placement import (
-    OVERHEAD_S,
+    TRANSFER_OVERHEAD_S,
     LocalPrefill,
     MissingPrefill,
-    Overhead,
     PrefillEngineState,
-    choose,
-    here_s,
-    there_s,
+    TransferOverhead,
+    choose_engine,
+    local_prefill_s,
+    remote_prefill_s,
 )
 
 GIGA = 1e9
@@ -27,43 +27,45 @@ THERE = PrefillEngineState(0.0, 50 * GIGA, 1e9, 0.005)
 )
 def test_a_stream_waits_no_longer_than_it_lasts(missing: tuple[int, ...], seconds: float) -> None:
     here = LocalPrefill(0.0, 50 * GIGA, 10, missing)
-    assert here_s(WORK, here) == pytest.approx(seconds)
+    assert local_prefill_s(WORK, here) == pytest.approx(seconds)
 
 
 def test_pages_come_while_others_are_computed() -> None:
-    assert there_s(WORK, THERE) == pytest.approx(2.005)
+    assert remote_prefill_s(WORK, THERE) == pytest.approx(2.005)
     slow = PrefillEngineState(0.0, 50 * GIGA, 1e6, 0.005)
-    assert there_s(WORK, slow) == pytest.approx(10.005)
+    assert remote_prefill_s(WORK, slow) == pytest.approx(10.005)
 
 
 def test_a_prompt_goes_where_it_costs_least() -> None:
     busy = PrefillEngineState(500 * GIGA, 50 * GIGA, 1e9, 0.005)
     streams = LocalPrefill(0.0, 50 * GIGA, 10, (50,))
-    assert choose("auto", WORK, HERE, [THERE])[0] is None  # nobody to protect
-    assert choose("auto", WORK, streams, [busy, THERE])[0] == 1
-    assert choose("auto", WORK, streams, [busy])[0] is None
-    assert choose("always", WORK, HERE, [busy])[0] == 0
-    assert choose("never", WORK, streams, [THERE])[0] is None
+    assert choose_engine("auto", WORK, HERE, [THERE])[0] is None  # nobody to protect
+    assert choose_engine("auto", WORK, streams, [busy, THERE])[0] == 1
+    assert choose_engine("auto", WORK, streams, [busy])[0] is None
+    assert choose_engine("always", WORK, HERE, [busy])[0] == 0
+    assert choose_engine("never", WORK, streams, [THERE])[0] is None
 
 
 def test_an_engine_without_a_known_pace_is_taken_to_be_like_the_others() -> None:
     streams = LocalPrefill(0.0, 500 * GIGA, 10, (50,))
     unknown = PrefillEngineState(0.0, 0.0, 1e9, 0.005)
-    assert choose("auto", WORK, streams, [unknown])[0] == 0
+    assert choose_engine("auto", WORK, streams, [unknown])[0] == 0
     waits = LocalPrefill(150 * GIGA, 0.0, 10)
-    assert choose("auto", WORK, waits, [THERE])[0] == 0
+    assert choose_engine("auto", WORK, waits, [THERE])[0] == 0
 
 
 def test_a_cost_that_nobody_sees_is_learned_and_forgotten() -> None:
-    overhead, streams, now_s = Overhead(), LocalPrefill(0.0, 50 * GIGA, 10, (50,)), 100.0
+    overhead, streams, now_s = TransferOverhead(), LocalPrefill(0.0, 50 * GIGA, 10, (50,)), 100.0
 
     def chosen() -> int | None:
         there = PrefillEngineState(0.0, 50 * GIGA, 1e9, overhead.seconds(now_s))
-        return choose("auto", WORK, streams, [there])[0]
+        return choose_engine("auto", WORK, streams, [there])[0]
 
-    assert (overhead.seconds(now_s), chosen()) == (OVERHEAD_S, 0)
+    assert (overhead.seconds(now_s), chosen()) == (TRANSFER_OVERHEAD_S, 0)
     while chosen() is not None:  # each takes 3 s more than the queue, computing and moving
-        expected_s = there_s(WORK, PrefillEngineState(0.0, 50 * GIGA, 1e9, overhead.seconds(now_s)))
+        expected_s = remote_prefill_s(
+            WORK, PrefillEngineState(0.0, 50 * GIGA, 1e9, overhead.seconds(now_s))
+        )
         overhead.learn(expected_s, 2.0 + 3.0, now_s)
         now_s += 1
         assert now_s < 110, "a cost of 3 s is more than the 2 s that are saved"

@@ -30,7 +30,7 @@ from twostroke import LLM
 from twostroke.engine.disaggregation import messages
 from twostroke.engine.disaggregation import prefill_peer as peer
 from twostroke.engine.disaggregation import prefill_side as lending
-from twostroke.engine.disaggregation.connection import connect, meet
+from twostroke.engine.disaggregation.connection import check_spec, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +83,7 @@ def test_a_page_that_an_offer_names_twice_is_fetched_once(tmp_path: Path) -> Non
         if isinstance(question, messages.PrefillPrompt):
             connection.send(messages.Offer(question.id, 1, [(0, 0, 0), (0, 0, 1), (0, 0, 0)]))
         elif isinstance(question, messages.Fetch):
-            assert len(question.wanted) == 1
+            assert len(question.indices) == 1
             connection.send(messages.Content(question.number, is_valid=False))
 
     assert _outcomes(tmp_path, answer, 10.0) == {"late": 1}
@@ -124,7 +124,7 @@ def test_leases_end_in_any_order_and_leave_the_first_pages_longest(
         connection, memory = connect(("127.0.0.1", int(address.rpartition(":")[2])), b"")
         assert memory is not None
         os.close(memory)
-        meet(connection, lender.kind)
+        check_spec(connection, lender.spec)
         connection.send(messages.PrefillPrompt(1, prompt, b"", (0,)))
         offers: list[messages.Offer] = []
         while sum(len(one.pages) for one in offers) < 10:
@@ -137,7 +137,7 @@ def test_leases_end_in_any_order_and_leave_the_first_pages_longest(
             held = [page for one in offers[number - 1 :] for _, _, page in one.pages]
             with pages.lock:
                 assert all(pages.scheduler._pool.num_references(page) for page in held)
-            connection.send(messages.Fetch(number, 1, offered.offer, [], is_last=True))
+            connection.send(messages.Fetch(number, 1, offered.number, [], is_last=True))
             while not isinstance(connection.receive(), messages.Content):
                 pass
         connection.close()

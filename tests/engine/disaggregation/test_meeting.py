@@ -93,7 +93,7 @@ def listening() -> Iterator[tuple[PeerListener, Event]]:
         connection.close()
         proved.set()
 
-    listener = PeerListener(("127.0.0.1", 0), b"a", None, serve)
+    listener = PeerListener(("127.0.0.1", 0), b"a", page_file=None, serve=serve)
     with closing(listener):
         yield listener, proved
 

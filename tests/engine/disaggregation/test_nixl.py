@@ -129,7 +129,7 @@ def test_the_way_that_is_measured_to_be_faster_is_taken(
         probe()
         return left.pop(0)
 
-    monkeypatch.setattr(ways, "_seconds", measure)
+    monkeypatch.setattr(ways, "_min_seconds", measure)
     path = write_tiny_gguf(tmp_path / "m.gguf")
     with prefill(path, "tcp") as (_, address), decode(path, address, peer_link=link) as llm:
         assert view(llm).borrower.peers[0].link == title
@@ -171,7 +171,7 @@ def test_nixl_that_fails_twice_in_turn_is_replaced_by_the_socket(
     carriers.use(monkeypatch, lambda: "fails")
     monkeypatch.setattr(peer, "PATIENCE_S", 0.5)
     seconds = itertools.cycle((3, 1, 2))  # the second one is that of reading
-    monkeypatch.setattr(ways, "_seconds", lambda _: next(seconds))
+    monkeypatch.setattr(ways, "_min_seconds", lambda _: next(seconds))
     path = write_tiny_gguf(tmp_path / "m.gguf")
     prompts = random_prompts(random.Random(3), 3)
     with LLM(path, options()) as alone:
@@ -195,7 +195,7 @@ def test_pages_that_a_peer_may_write_are_held_until_the_carrier_is_closed(
     def answer(connection: PeerConnection, question: Any) -> None:
         match question:
             case messages.NixlJoin():
-                connection.send(messages.NixlJoined(there.place))
+                connection.send(messages.NixlJoined(there.address))
             case messages.NixlProbe():
                 connection.send(messages.Content(question.number, is_valid=True))
             case messages.PrefillPrompt():
@@ -247,8 +247,8 @@ def test_nothing_is_written_once_a_carrier_is_closed(
     both = [NixlProcess(file, _COUNT, _SIZE) for file, _ in pages]
     lender, borrower = both
     try:
-        lender.meet(borrower.place, 5)
-        borrower.meet(lender.place, 5)
+        lender.meet(borrower.address, 5)
+        borrower.meet(lender.address, 5)
         mover = lender if is_write else borrower
         mover.move([3, 1], [0, 2], 5, is_write=is_write)
         target = pages[1][1]

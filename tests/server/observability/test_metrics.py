@@ -257,7 +257,7 @@ def _families(server: LiveServer) -> list[Any]:
             "count",
             lambda: (TierTotals("disk", pages_stored=1, bytes_stored=1),),
         )
-        patch.setattr(server.client, "view_handover", lambda: _HANDOVER)
+        patch.setattr(server.client, "disaggregation_stats", lambda: _HANDOVER)
         return list(text_string_to_metric_families(asyncio.run(metrics.expose(""))[0].decode()))
 
 

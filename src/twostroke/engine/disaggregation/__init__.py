@@ -1,6 +1,6 @@
-"""Prefill and decode apart: one engine reads a prompt, another one fetches the pages and answers.
+"""Disaggregated prefill and decode: one engine prefills, another fetches the KV pages and decodes.
 
-The decode engine owns the request. It asks a prefill engine to read the prompt, fetches full pages
-as they are computed, computes the rest and draws all tokens itself. So seeds, constraints and stop
-strings never travel, and a prefill engine that dies costs time, not a request.
+The decode engine owns the request. It has a prefill engine compute the prompt, fetches full pages
+as they are computed, computes the rest itself and samples all tokens. So seeds, constraints and
+stop strings are never sent, and a prefill engine that dies costs time but no request.
 """

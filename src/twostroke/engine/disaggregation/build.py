@@ -1,4 +1,4 @@
-"""Begins a hand-over as an engine's options say, and describes it."""
+"""Starts disaggregation as an engine's options say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from twostroke.core import env
 from twostroke.core.distributed_options import parse_address
 from twostroke.core.errors import UsageError
 from twostroke.engine.disaggregation import nixl
-from twostroke.engine.disaggregation.connection import is_own
+from twostroke.engine.disaggregation.connection import is_own_address
 from twostroke.engine.disaggregation.decode_side import DecodeSide
 from twostroke.engine.disaggregation.messages import KvCacheSpecMessage
 from twostroke.engine.disaggregation.prefill_side import PrefillSide
@@ -22,32 +22,56 @@ if TYPE_CHECKING:
     from twostroke.engine.kv_offload.tier import KvCacheSpec
 
 
-def begin(
-    options: DisaggregationOptions, client: Client, backend: Backend, kind: KvCacheSpec
+def start_disaggregation(
+    options: DisaggregationOptions, client: Client, backend: Backend, spec: KvCacheSpec
 ) -> None:
-    """Begin, before the first request: listen as a prefill engine, or connect as a decode engine.
+    """Listen as a prefill engine or connect as a decode engine, before the first request.
+
+    `spec` says whose pages the engine can use.
 
     Raises:
-        UsageError: the secret is empty, or NIXL is asked for and not installed.
+        UsageError: the secret is empty, or `--peer-link` needs NIXL, which is not installed.
         PortInUseError: the engine cannot listen at its address.
     """
-    secret, form = env.peer_secret(), KvCacheSpecMessage.of(kind)
-    link, is_wanted = options.peer_link, options.peer_link.startswith("nixl")
-    if is_wanted and (reason := nixl.obstacle()) is not None:
+    link = options.peer_link
+    secret = env.peer_secret()
+    spec_message = KvCacheSpecMessage.of(spec)
+    if link.startswith("nixl") and (reason := nixl.obstacle()) is not None:
         raise UsageError(f"cannot be {{value}}. {reason}", field="peer_link", value=link)
     assert backend.pages is not None
     if options.role == "prefill":
-        address = parse_address(options.own_address, "peer_address")
-        lender = PrefillSide(client, form, address, secret, share(backend.pages), link)
-        client.view_handover = lambda: DisaggregationStats(options.role, lender=lender.view())
+        prefill_side = PrefillSide(
+            client,
+            spec_message,
+            address=parse_address(options.own_address, "peer_address"),
+            secret=secret,
+            page_file=share(backend.pages),
+            link=link,
+        )
+        client.disaggregation_stats = lambda: DisaggregationStats(
+            options.role, lender=prefill_side.stats()
+        )
     else:
-        borrower = DecodeSide(client, form, options, secret, _file(options, backend))
-        client.view_handover = lambda: DisaggregationStats(options.role, borrower=borrower.view())
+        decode_side = DecodeSide(
+            client,
+            spec_message,
+            options=options,
+            secret=secret,
+            page_file=_page_file(options, backend),
+        )
+        client.disaggregation_stats = lambda: DisaggregationStats(
+            options.role, borrower=decode_side.stats()
+        )
 
 
-def _file(options: DisaggregationOptions, backend: Backend) -> int | None:
-    """Return the open file of a decode engine's pages, if NIXL may move them."""
+def _page_file(options: DisaggregationOptions, backend: Backend) -> int | None:
+    """Return the open file of a decode engine's pages, for NIXL; None if NIXL is not used.
+
+    Prefill engines on this machine share their memory, so they need no NIXL.
+    """
     assert backend.pages is not None
-    hosts = [parse_address(one, "prefill_peers")[0] for one in options.prefill_peers]
-    is_of_use = options.peer_link != "socket" and nixl.obstacle() is None
-    return share(backend.pages) if is_of_use and not all(map(is_own, hosts)) else None
+    hosts = [parse_address(peer, "prefill_peers")[0] for peer in options.prefill_peers]
+    may_use_nixl = options.peer_link != "socket" and nixl.obstacle() is None
+    if not may_use_nixl or all(is_own_address(host) for host in hosts):
+        return None
+    return share(backend.pages)

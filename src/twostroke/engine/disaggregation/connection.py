@@ -1,8 +1,8 @@
-"""A connection between two engines, and how it begins.
+"""The connection between a prefill engine and a decode engine, and its handshake.
 
-Engines of one machine and user find each other by a socket in the abstract name space, and need no
-secret; the kernel says whose process is at the other end. All others connect by TCP, and each must
-prove that it knows the secret (`TWOSTROKE_PEER_SECRET`).
+Engines of one user on one machine connect by a Unix socket in the abstract name space and need no
+secret: the kernel tells each which user the other process has. All other engines connect by TCP,
+and each proves to the other that it knows the secret (`TWOSTROKE_PEER_SECRET`).
 """
 
 from __future__ import annotations
@@ -33,55 +33,62 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("twostroke.handover")
 
-_CREDENTIALS: Final = struct.Struct("3i")
+_CREDENTIALS: Final = struct.Struct("3i")  # of a Unix socket's peer: process, user, group
 _SIDES: Final = (b"decode", b"prefill")
-_PATIENCE_S: Final = 5.0  # with a peer that has not proved itself
-_MOST_STRANGERS: Final = 32  # at once
-_PAUSE_S: Final = 0.05
-_STALL_S: Final = 10  # that a peer may leave unread what was sent
+_HANDSHAKE_TIMEOUT_S: Final = 5.0
+_MAX_HANDSHAKES: Final = 32  # at the same time
+_ACCEPT_PAUSE_S: Final = 0.05  # after a failed accept
+_SEND_TIMEOUT_S: Final = 10  # in which a peer must read a part of the bytes sent to it
 _SILENCE_S: Final = 4  # of the other host, after which the connection ends
-_MOST_BUFFERS: Final = 64  # of one call
+_MAX_BUFFERS: Final = 64  # of one system call
 _LOCAL_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 
 
 class PeerLostError(BackendError):
-    """The other engine is gone, or sent what is not a message."""
+    """The other engine is gone, or sent an invalid message."""
 
 
 class RefusedError(PeerLostError):
-    """The engines cannot use each other's pages."""
+    """The engines cannot exchange pages."""
 
 
 class PeerConnection:
-    """Sends and receives messages. Any thread may send, one receives."""
+    """Sends and receives messages. Any thread may send; one thread receives.
+
+    Attributes:
+        is_local: whether the other engine is on this machine, connected by a Unix socket.
+    """
 
     def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> None:
-        """Take over a connected socket, whose other end has proved itself."""
+        """Take over a connected socket after the handshake."""
         sock.settimeout(None)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _STALL_S, 0))
+        sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0)
+        )
         self.is_local = sock.family == socket.AF_UNIX
         if not self.is_local:
-            _watch(sock)
-        self._socket, self._decoder = sock, decoder
+            _detect_lost_host(sock)
+        self._socket = sock
+        self._decoder = decoder
         self._file = cast("BufferedReader", sock.makefile("rb", buffering=1 << 16))
         self._lock = threading.Lock()
 
     def send(self, message: Question | Answer, pages: Iterable[memoryview[Any]] = ()) -> None:
-        """Send a message, and pages after it, which are read some at a time.
+        """Send a message and the bytes of pages after it; `pages` is consumed step by step.
 
         Raises:
-            PeerLostError: the other end is gone, or has not read for long.
+            PeerLostError: the other engine is gone, or has not read for too long.
         """
-        parts = [memoryview(frame(messages.encoder.encode(message)))]
-        rest = iter(pages)
+        buffers = [memoryview(frame(messages.encoder.encode(message)))]
+        remaining = iter(pages)
         try:
             with self._lock:
-                while parts := [*parts, *islice(rest, _MOST_BUFFERS - len(parts))]:
-                    sent = self._socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
-                    while parts and sent >= len(parts[0]):
-                        sent -= len(parts.pop(0))
-                    if sent:
-                        parts[0] = parts[0][sent:]
+                while buffers := [*buffers, *islice(remaining, _MAX_BUFFERS - len(buffers))]:
+                    num_sent = self._socket.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
+                    while buffers and num_sent >= len(buffers[0]):
+                        num_sent -= len(buffers.pop(0))
+                    if num_sent:
+                        buffers[0] = buffers[0][num_sent:]
         except (OSError, ValueError) as error:
             self.cut()
             raise PeerLostError(f"The connection ended: {error}.") from None
@@ -90,7 +97,7 @@ class PeerConnection:
         """Return the next message.
 
         Raises:
-            PeerLostError: the other end is gone, or what it sent is not a message.
+            PeerLostError: the other engine is gone, or sent an invalid message.
         """
         try:
             return read_frame(self._file, self._decoder)
@@ -100,7 +107,7 @@ class PeerConnection:
             raise PeerLostError(f"The connection ended: {error}.") from None
 
     def receive_into(self, view: memoryview[Any]) -> None:
-        """Fill a page with what follows a message; errors as `receive`."""
+        """Fill a page with the next bytes after a message; errors as `receive`."""
         try:
             count = self._file.readinto(view)
         except (OSError, ValueError) as error:
@@ -109,52 +116,61 @@ class PeerConnection:
             raise PeerLostError("The connection ended.")
 
     def cut(self) -> None:
-        """End the connection, for both ends and all threads."""
+        """End the connection, for both engines and all threads."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close it, after the thread that receives has ended."""
+        """Close the connection, after the receiving thread has ended."""
         self.cut()
         self._file.close()
         self._socket.close()
 
 
 class PeerListener:
-    """Where decode engines connect to a prefill engine."""
+    """Accepts connections of decode engines.
+
+    Attributes:
+        is_open: whether connections are accepted.
+        port: the TCP port.
+    """
 
     def __init__(
         self,
         address: tuple[str, int],
         secret: bytes,
-        memory: int | None,
+        *,
+        page_file: int | None,
         serve: Callable[[PeerConnection], None],
     ) -> None:
-        """Listen, and call `serve` in a thread for each engine that has proved itself.
+        """Listen, and call `serve` in a new thread for each engine after its handshake.
 
-        Engines of this machine and user get the open file `memory`. Without a secret no others are
-        admitted. Port 0 takes a free one.
+        Engines of this machine and user get the open file of the pages. Without a secret no other
+        engines are admitted. Port 0 takes a free port.
 
         Raises:
-            PortInUseError: the address is taken, or not of this machine.
+            PortInUseError: the address is in use, or does not belong to this machine.
         """
-        self._secret, self._memory, self._serve = secret, memory, serve
-        self.is_open, self._room = True, threading.Semaphore(_MOST_STRANGERS)
+        self.is_open = True
+        self._secret = secret
+        self._page_file = page_file
+        self._serve = serve
+        self._handshakes = threading.Semaphore(_MAX_HANDSHAKES)
         host, port = address
-        local = socket.socket(socket.AF_UNIX)
-        others = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._sockets = [others, local]
-        others.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        unix_socket = socket.socket(socket.AF_UNIX)
+        tcp_socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._sockets = [tcp_socket, unix_socket]
+        tcp_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            others.bind(address)
-            self.port: int = others.getsockname()[1]
-            local.bind(_local_name(self.port))
+            tcp_socket.bind(address)
+            self.port: int = tcp_socket.getsockname()[1]
+            unix_socket.bind(_unix_socket_name(self.port))
         except OSError as error:
             self.close()
-            why = error.strerror or str(error)
+            cause = error.strerror or str(error)
             if error.errno == errno.EADDRINUSE:
-                why = "another program has this port (--peer-address, peer_port of a fleet)"
-            reason = f"Decode engines cannot connect to {host}:{port}: {why}."
+                cause = "another program has this port (--peer-address, peer_port of a fleet)"
+            reason = f"Decode engines cannot connect to {host}:{port}: {cause}."
             raise PortInUseError(reason) from None
         for sock in self._sockets:
             sock.listen(16)
@@ -163,7 +179,7 @@ class PeerListener:
             ).start()
 
     def close(self) -> None:
-        """Accept no more engines."""
+        """Stop accepting connections."""
         self.is_open = False
         for sock in self._sockets:
             with suppress(OSError):
@@ -175,19 +191,19 @@ class PeerListener:
             try:
                 sock, _ = listener.accept()
             except OSError:  # closed, or this process may not open more files
-                time.sleep(_PAUSE_S)
+                time.sleep(_ACCEPT_PAUSE_S)
                 continue
-            if self._room.acquire(blocking=False):
-                threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+            if self._handshakes.acquire(blocking=False):
+                threading.Thread(target=self._shake_hands, args=(sock,), daemon=True).start()
             else:
                 sock.close()
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _shake_hands(self, sock: socket.socket) -> None:
         try:
-            sock.settimeout(_PATIENCE_S)
+            sock.settimeout(_HANDSHAKE_TIMEOUT_S)
             if sock.family == socket.AF_UNIX:
                 _check_user(sock)
-                files = [] if self._memory is None else [self._memory]
+                files = [] if self._page_file is None else [self._page_file]
                 socket.send_fds(sock, [bytes([len(files)])], files)
             elif not self._secret:
                 raise PermissionError("this engine has no TWOSTROKE_PEER_SECRET")
@@ -199,61 +215,61 @@ class PeerListener:
                 _logger.warning("A decode engine was refused: %s.", error)
             return
         finally:
-            self._room.release()
-        self._serve(PeerConnection(sock, messages.questions))
+            self._handshakes.release()
+        self._serve(PeerConnection(sock, messages.question_decoder))
 
 
 def connect(address: tuple[str, int], secret: bytes) -> tuple[PeerConnection, int | None]:
-    """Connect to a prefill engine; return also the open file of its memory, if it is shared.
+    """Connect to a prefill engine; return also the open file of its pages, if they are shared.
 
     Raises:
-        PeerLostError: it does not answer, or has another secret.
+        PeerLostError: the engine does not answer, or has another secret.
     """
     host, port = address
-    if is_own(host):
+    if is_own_address(host):
         with suppress(OSError):
-            return _connect_locally(port)
+            return _connect_by_unix_socket(port)
     if not secret:
         reason = f"No prefill engine of this user answers at {host}:{port} on this machine; others "
         raise PeerLostError(reason + "need the same TWOSTROKE_PEER_SECRET here and there.")
     try:
-        sock = socket.create_connection(address, timeout=_PATIENCE_S)
+        sock = socket.create_connection(address, timeout=_HANDSHAKE_TIMEOUT_S)
     except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise PeerLostError(f"No prefill engine answers at {host}:{port} ({why}).") from None
+        cause = getattr(error, "strerror", None) or error
+        raise PeerLostError(f"No prefill engine answers at {host}:{port} ({cause}).") from None
     try:
         introduce(sock, secret, _SIDES)
     except OSError:
         sock.close()
-        reason = f"What listens at {host}:{port} is not a prefill engine with the same secret: "
+        reason = f"The program at {host}:{port} is not a prefill engine with the same secret: "
         raise PeerLostError(reason + "check TWOSTROKE_PEER_SECRET.") from None
-    return PeerConnection(sock, messages.answers), None
+    return PeerConnection(sock, messages.answer_decoder), None
 
 
-def meet(connection: PeerConnection, kind: messages.KvCacheSpecMessage) -> int:
-    """See that a prefill engine has pages of this kind, and return how many.
+def check_spec(connection: PeerConnection, spec: messages.KvCacheSpecMessage) -> int:
+    """Check that a prefill engine has the same spec, and return the number of its pages.
 
     Raises:
-        RefusedError: it has others.
+        RefusedError: the engine has another spec or version.
         PeerLostError: as `PeerConnection.receive`.
     """
-    connection.send(messages.PeerHello(messages.VERSION, kind))
+    connection.send(messages.PeerHello(messages.VERSION, spec))
     welcome = connection.receive()
     if isinstance(welcome, messages.Refused):
         raise RefusedError(welcome.reason)
     if not isinstance(welcome, messages.Welcome) or welcome.version != messages.VERSION:
         raise RefusedError("The prefill engine has another version of Twostroke.")
-    if (words := kind.difference(welcome.kind)) is not None:
-        raise RefusedError(f"The prefill engine has {words}.")
+    if (difference := spec.difference(welcome.spec)) is not None:
+        raise RefusedError(f"The prefill engine has {difference}.")
     return welcome.num_pages
 
 
-def _connect_locally(port: int) -> tuple[PeerConnection, int | None]:
+def _connect_by_unix_socket(port: int) -> tuple[PeerConnection, int | None]:
     sock = socket.socket(socket.AF_UNIX)
     files: list[int] = []
     try:
-        sock.settimeout(_PATIENCE_S)
-        sock.connect(_local_name(port))
+        sock.settimeout(_HANDSHAKE_TIMEOUT_S)
+        sock.connect(_unix_socket_name(port))
         _check_user(sock)
         count, files, _, _ = socket.recv_fds(sock, 1, 1)
         if not count:
@@ -261,11 +277,11 @@ def _connect_locally(port: int) -> tuple[PeerConnection, int | None]:
     except OSError:
         sock.close()
         raise
-    return PeerConnection(sock, messages.answers), files[0] if files else None
+    return PeerConnection(sock, messages.answer_decoder), files[0] if files else None
 
 
-def is_own(host: str) -> bool:
-    """Whether an address is this machine's; loopback addresses beyond the usual are not counted."""
+def is_own_address(host: str) -> bool:
+    """Whether an address belongs to this machine; of 127.0.0.0/8 only 127.0.0.1 does."""
     if host in _LOCAL_HOSTS or host.startswith("127."):
         return host in _LOCAL_HOSTS
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -275,7 +291,7 @@ def is_own(host: str) -> bool:
     return False
 
 
-def _local_name(port: int) -> str:
+def _unix_socket_name(port: int) -> str:
     return f"\0twostroke-prefill-{port}"
 
 
@@ -286,8 +302,8 @@ def _check_user(sock: socket.socket) -> None:
         raise PermissionError("it belongs to another user of this machine")
 
 
-def _watch(sock: socket.socket) -> None:
-    """Let the connection end after the other host has been unreachable for some seconds."""
+def _detect_lost_host(sock: socket.socket) -> None:
+    """Make a TCP connection end after its other host has been unreachable for `_SILENCE_S`."""
     for level, name, value in (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),

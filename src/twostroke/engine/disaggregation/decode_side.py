@@ -1,4 +1,4 @@
-"""The decode engine's side: it has prompts read by prefill engines, and fetches the pages."""
+"""The decode engine's side: sends prompts to prefill engines and fetches their KV pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core.distributed_options import parse_address
 from twostroke.engine.disaggregation.placement import PrefillPlacement
 from twostroke.engine.disaggregation.prefill_peer import PrefillPeer
-from twostroke.engine.disaggregation.transfer_methods import OwnPages
+from twostroke.engine.disaggregation.transfer_methods import NixlMemory
 from twostroke.engine.disaggregation_stats import DecodeSideStats
 
 if TYPE_CHECKING:
@@ -20,94 +20,115 @@ if TYPE_CHECKING:
     from twostroke.engine.disaggregation import messages
     from twostroke.engine.scheduler.request_state import RequestState
 
-_RECENT_S: Final = 10  # over which the pace is measured
-_READ_S: Final = 0.5  # between looks at the pace
+_SPEED_WINDOW_S: Final = 10  # over which the speed of prefill is measured
+_SPEED_AGE_S: Final = 0.5  # after which it is measured again
 
 
 class DecodeSide:
-    """Decides for each new request where its prompt is read."""
+    """Decides for each new request whether a prefill engine computes its prompt.
+
+    Attributes:
+        peers: the prefill engines.
+    """
 
     def __init__(
         self,
         client: Client,
-        kind: messages.KvCacheSpecMessage,
+        spec: messages.KvCacheSpecMessage,
+        *,
         options: DisaggregationOptions,
         secret: bytes,
-        file: int | None = None,
+        page_file: int | None = None,
     ) -> None:
-        """Connect to the peers of `options`, now or whenever they are there.
+        """Connect to the prefill engines of `options`, now or as soon as they are there.
 
-        `file` is the open file of this engine's pages, if NIXL may move them.
+        `page_file` is the open file of this engine's pages, if NIXL may move them.
         """
-        self._file = file
-        self._loop, self._pages = client.loop, client.loop.pages
-        self._chooser = PrefillPlacement(
+        self._page_file = page_file
+        self._loop = client.loop
+        self._pages = client.loop.pages
+        self._placement = PrefillPlacement(
             options.disaggregate,
             self._pages.scheduler,
-            client.card.cost.per_step(),
-            kind.page_size,
-            kind.page_bytes,
+            cost=client.card.cost.per_step(),
+            page_size=spec.page_size,
+            page_bytes=spec.page_bytes,
         )
-        self._paced_s = self._known_pace = 0.0
-        addresses = [parse_address(one, "prefill_peers") for one in options.prefill_peers]
-        own = OwnPages(file, self._loop.facts.num_pages, kind.page_bytes)
-        given = secret, kind, self._loop, own, options.peer_link
-        self.peers = [PrefillPeer(one, *given) for one in addresses]
+        self._prefill_flops_per_s = 0.0
+        self._measured_s = 0.0
+        nixl_memory = NixlMemory(page_file, self._loop.facts.num_pages, spec.page_bytes)
+        self.peers = [
+            PrefillPeer(
+                parse_address(peer, "prefill_peers"),
+                secret,
+                spec=spec,
+                loop=self._loop,
+                nixl_memory=nixl_memory,
+                link=options.peer_link,
+            )
+            for peer in options.prefill_peers
+        ]
         self._pages.on_submit.append(self._consider)
-        self._pages.on_end.append(self._ended)
+        self._pages.on_end.append(self._on_request_end)
         self._pages.on_close.append(self.close)
 
     def close(self) -> bool:
-        """End all transfers and connections."""
+        """End all transfers and connections; always returns True."""
         for peer in self.peers:
             peer.close()
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        if self._page_file is not None:
+            os.close(self._page_file)
+            self._page_file = None
         return True
 
-    def view(self) -> DecodeSideStats:
-        """Return what it did, and with whom."""
+    def stats(self) -> DecodeSideStats:
+        """Return the state of each prefill engine, and sums over all of them."""
         with self._pages.lock:
-            peers = tuple(peer.view() for peer in self.peers)
-            transfers: Counter[str] = Counter()
+            outcomes: Counter[str] = Counter()
             for peer in self.peers:
-                transfers.update(peer.outcomes)
+                outcomes.update(peer.outcomes)
             return DecodeSideStats(
-                self._chooser.rule,
-                peers,
-                dict(self._chooser.decisions),
-                dict(transfers),
-                sum(peer.num_bytes for peer in self.peers),
-                sum(peer.seconds for peer in self.peers),
-                sum(peer.expected_s for peer in self.peers),
-                sum(peer.fetch_s for peer in self.peers),
+                rule=self._placement.rule,
+                peers=tuple(peer.stats() for peer in self.peers),
+                decisions=dict(self._placement.decisions),
+                transfers=dict(outcomes),
+                num_bytes=sum(peer.num_bytes for peer in self.peers),
+                seconds=sum(peer.seconds for peer in self.peers),
+                expected_s=sum(peer.expected_s for peer in self.peers),
+                fetch_s=sum(peer.fetch_s for peer in self.peers),
             )
 
-    # The loop's lock is held while these are called.
+    # The caller of these methods holds the loop's lock.
 
-    def _consider(self, ticket: RequestState) -> bool:
-        """Begin a transfer for a request that waits, if that pays."""
-        there = [peer for peer in self.peers if peer.is_up]
-        away = [one.request for peer in self.peers for one in peer.open.values()]
-        num_held = sum(peer.num_held for peer in self.peers)
-        views = [peer.outlook() for peer in there]
-        chosen = self._chooser.consider(ticket, views, away, num_held, self._pace())
+    def _consider(self, state: RequestState) -> bool:
+        """Begin a KV transfer for a waiting request if that is faster; return whether it was."""
+        connected = [peer for peer in self.peers if peer.is_up]
+        remote_requests = [
+            transfer.request for peer in self.peers for transfer in peer.transfers.values()
+        ]
+        remote_prefill = self._placement.consider(
+            state,
+            engines=[peer.load() for peer in connected],
+            remote_requests=remote_requests,
+            num_held_pages=sum(peer.num_held_pages for peer in self.peers),
+            flops_per_s=self._measured_speed(),
+        )
         self._pages.lock.notify_all()  # claims may have been dropped
-        if chosen is None:
+        if remote_prefill is None:
             return False
-        there[chosen.index].begin(ticket.request, chosen)
+        connected[remote_prefill.engine_index].begin(state.request, remote_prefill)
         return True
 
-    def _ended(self, request: Request) -> None:
+    def _on_request_end(self, request: Request) -> None:
         for peer in self.peers:
             peer.request_ended(request)
 
-    def _pace(self) -> float:
+    def _measured_speed(self) -> float:
+        """Return the recent speed of this engine's prefills in FLOP/s; 0 without measurements."""
         now_s = time.monotonic()
-        if now_s - self._paced_s > _READ_S:
-            self._paced_s = now_s
-            span = self._loop.span(_RECENT_S)
+        if now_s - self._measured_s > _SPEED_AGE_S:
+            self._measured_s = now_s
+            span = self._loop.span(_SPEED_WINDOW_S)
             recent = (span.last.strokes - span.first.strokes).prefill
-            self._known_pace = recent.flops_per_s or span.last.strokes.prefill.flops_per_s
-        return self._known_pace
+            self._prefill_flops_per_s = recent.flops_per_s or span.last.strokes.prefill.flops_per_s
+        return self._prefill_flops_per_s

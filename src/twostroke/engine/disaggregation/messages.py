@@ -1,8 +1,8 @@
 """The messages between a decode engine and a prefill engine.
 
-They travel in frames (`core/transport/frames.py`). No message holds a path or a descriptor, and
-none a pointer but `NixlJoin` and `NixlJoined`: engines that move pages by NIXL have proved the
-secret before. The pages of a `Content` follow its frame where they travel by the same socket.
+They are sent in frames (`core/transport/frames.py`). No message holds a path or a file descriptor.
+Only `NixlJoin` and `NixlJoined` hold memory addresses: engines that move pages by NIXL have proved
+the secret before. With the mode `SENT` the bytes of the pages follow the frame of their `Content`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from twostroke.engine.kv_offload.tier import KvCacheSpec
 
-VERSION: Final = 2  # raise it when a message changes
+VERSION: Final = 2  # of the protocol: raise it when a message changes
 
-# How pages come to a decode engine.
-COPIED: Final = "copied"  # it reads them itself: from shared memory, or by NIXL
-SENT: Final = "sent"  # after a `Content`
-WRITTEN: Final = "written"  # by NIXL, before the `Content`
+# The mode of a fetch: how the bytes of pages get to the decode engine.
+COPIED: Final = "copied"  # the decode engine reads them from shared memory or by NIXL
+SENT: Final = "sent"  # the prefill engine sends them after a `Content`
+WRITTEN: Final = "written"  # the prefill engine writes them by NIXL, before the `Content`
 
-# The words for a fact in which two engines differ.
-_FACTS: Final = {
+# How two engines differ, for each field of `KvCacheSpecMessage`.
+_DIFFERENCES: Final = {
     "model": "another model",
     "kv_format": "another format of keys and values (--kv-format)",
     "page_size": "another page size (--page-size)",
@@ -37,7 +37,7 @@ _FACTS: Final = {
 
 
 class KvCacheSpecMessage(Frozen, array_like=True):
-    """What must be equal for one engine to use the other's pages: the fields of `KvCacheSpec`."""
+    """The fields of `KvCacheSpec`, which must be equal for engines to exchange pages."""
 
     model: str
     kv_format: str
@@ -49,29 +49,34 @@ class KvCacheSpecMessage(Frozen, array_like=True):
     version: int
 
     @classmethod
-    def of(cls, kind: KvCacheSpec) -> KvCacheSpecMessage:
-        """Return the form in which a kind travels."""
+    def of(cls, spec: KvCacheSpec) -> KvCacheSpecMessage:
+        """Return the message for a spec."""
         return cls(
-            kind.model,
-            kind.kv_format,
-            kind.groups.page_size,
-            kind.groups.windows,
-            kind.page_bytes,
-            kind.arithmetic,
-            kind.only_prompts,
-            kind.version,
+            model=spec.model,
+            kv_format=spec.kv_format,
+            page_size=spec.groups.page_size,
+            windows=spec.groups.windows,
+            page_bytes=spec.page_bytes,
+            arithmetic=spec.arithmetic,
+            only_prompts=spec.only_prompts,
+            version=spec.version,
         )
 
     def difference(self, other: KvCacheSpecMessage) -> str | None:
-        """Return words for the first fact in which `other` differs, or None."""
-        differ = (name for name in _FACTS if getattr(self, name) != getattr(other, name))
-        return next((_FACTS[name] for name in differ), None)
+        """Return a phrase for the first field in which `other` differs; None if it is equal."""
+        for name, phrase in _DIFFERENCES.items():
+            if getattr(self, name) != getattr(other, name):
+                return phrase
+        return None
 
 
 class NixlAddress(Frozen, array_like=True):
-    """Where pages can be reached by NIXL: its metadata, and addresses in a carrier's process.
+    """How a peer reaches an engine's pages by NIXL.
 
-    `pages` is that of the engine's first page, `probe` that of memory of no use.
+    Attributes:
+        metadata: NIXL's description of the agent.
+        pages: address of the engine's first page, in its NIXL process.
+        probe: address of unused memory, for measuring the link.
     """
 
     metadata: bytes
@@ -79,97 +84,113 @@ class NixlAddress(Frozen, array_like=True):
     probe: int
 
 
-# To the prefill engine. `id` numbers the prompts of a connection; it only grows.
+# Messages to the prefill engine. `id` numbers the prompts of a connection, in ascending order.
 
 
 class PeerHello(Frozen, array_like=True, tag=1):
-    """The first message."""
+    """The first message of a connection."""
 
     version: int
-    kind: KvCacheSpecMessage
+    spec: KvCacheSpecMessage
 
 
 class PrefillPrompt(Frozen, array_like=True, tag=2):
-    """Read a prompt, and offer its full pages as they are computed.
+    """Prefill a prompt, and offer its full pages as they are computed.
 
-    `firsts` are the first places to offer, one for each cache group; the last one is that of the
-    last full page of `tokens`. `priority` is the request's.
+    Attributes:
+        id: the number of the prompt.
+        tokens: the prompt, up to the end of its last full page.
+        salt: the salt of its page keys.
+        first_pages: index of the first page to offer, for each cache group.
+        priority: priority of the request.
     """
 
     id: int
     tokens: list[int]
     salt: bytes
-    firsts: tuple[int, ...]
+    first_pages: tuple[int, ...]
     priority: int = 0
 
 
 class Fetch(Frozen, array_like=True, tag=3):
-    """The answer to an `Offer`: take some of its pages, by their places in it.
+    """The answer to an `Offer`: fetch some of its pages.
 
-    Those that are `COPIED` have been read already; `Content` says whether they may be used.
-    `targets` are the pages to which others are to be `WRITTEN`. With `is_last` no other page of the
-    offer is wanted. `number` only grows.
+    Attributes:
+        number: the number of this fetch, in ascending order.
+        id: the number of the prompt.
+        offer: the number of the offer.
+        indices: which pages of the offer. With `COPIED` they have been read already, and `Content`
+            says whether they may be used.
+        is_last: whether no other page of the offer will be fetched.
+        mode: how the pages get to the decode engine.
+        targets: with `WRITTEN`, the pages of the decode engine to write to.
     """
 
     number: int
     id: int
     offer: int
-    wanted: list[int]
+    indices: list[int]
     is_last: bool
-    how: str = COPIED
+    mode: str = COPIED
     targets: list[int] = msgspec.field(default_factory=list)
 
 
 class Abort(Frozen, array_like=True, tag=4):
-    """The pages are not wanted any more."""
+    """Stop prefilling the prompt, whose pages are not needed any more."""
 
     id: int
 
 
 class NixlJoin(Frozen, array_like=True, tag=5):
-    """Move pages by NIXL, if both engines can: the decode engine's place."""
+    """Set up NIXL if both engines can use it; has the decode engine's address."""
 
-    place: NixlAddress
+    address: NixlAddress
 
 
 class NixlProbe(Frozen, array_like=True, tag=6):
-    """Move `nixl.PROBE_BYTES` of no use in this way, to measure it, and answer with `Content`."""
+    """Transfer `nixl.PROBE_BYTES` unused bytes in a mode, to measure it. `Content` answers."""
 
     number: int
-    how: str
+    mode: str
 
 
 Question = PeerHello | PrefillPrompt | Fetch | Abort | NixlJoin | NixlProbe
 
-# From the prefill engine.
+# Messages from the prefill engine.
 
 
 class Welcome(Frozen, array_like=True, tag=1):
-    """The answer to `PeerHello`: so many pages there are."""
+    """The answer to `PeerHello`, with the number of the prefill engine's pages."""
 
     version: int
-    kind: KvCacheSpecMessage
+    spec: KvCacheSpecMessage
     num_pages: int
 
 
 class Refused(Frozen, array_like=True, tag=2):
-    """The answer to `PeerHello` of an engine that cannot use the pages."""
+    """The answer to the `PeerHello` of an engine that cannot use the pages."""
 
     reason: str
 
 
 class Offer(Frozen, array_like=True, tag=3):
-    """Pages that are computed, as (group, place, page). They stay until the lease ends."""
+    """Computed pages, leased to the decode engine.
+
+    Attributes:
+        id: the number of the prompt.
+        number: the number of the offer.
+        pages: for each page its cache group, its index in the prompt, and its number in the pool.
+    """
 
     id: int
-    offer: int
+    number: int
     pages: list[tuple[int, int, int]]
 
 
 class Content(Frozen, array_like=True, tag=4):
-    """The answer to `Fetch` or `NixlProbe`. If not `is_valid`, the lease ended or NIXL failed.
+    """The answer to `Fetch` or `NixlProbe`; `num_bytes` bytes of pages follow its frame.
 
-    So many bytes of pages follow the frame.
+    It is not valid if the lease has ended or NIXL has failed.
     """
 
     number: int
@@ -178,17 +199,19 @@ class Content(Frozen, array_like=True, tag=4):
 
 
 class PrefillFinished(Frozen, array_like=True, tag=5):
-    """No more is offered of a prompt; `fault` says why it was not read to its end."""
+    """No more pages of a prompt will be offered; `fault` says why its prefill failed, if it did."""
 
     id: int
     fault: str | None = None
 
 
 class PrefillLoad(Frozen, array_like=True, tag=6):
-    """Sent twice a second: how long the queue is, and the pace of reading prompts.
+    """The load of the prefill engine, sent twice a second.
 
-    `queue_flops` is the work of all prompts that wait or are being read; `flops_per_s` is 0 until
-    it was measured. `last_id` is the newest prompt that is counted.
+    Attributes:
+        queue_flops: work of all prompts that wait or are prefilled, in FLOPs.
+        flops_per_s: speed of prefill; 0 until it has been measured.
+        last_id: number of the newest prompt of this connection that is included.
     """
 
     queue_flops: float
@@ -197,14 +220,14 @@ class PrefillLoad(Frozen, array_like=True, tag=6):
 
 
 class NixlJoined(Frozen, array_like=True, tag=7):
-    """The answer to `NixlJoin`: the prefill engine's place, or why it has none."""
+    """The answer to `NixlJoin`: the prefill engine's address, or the reason why it has none."""
 
-    place: NixlAddress | None
+    address: NixlAddress | None
     reason: str = ""
 
 
 Answer = Welcome | Refused | Offer | Content | PrefillFinished | PrefillLoad | NixlJoined
 
-questions: Final[msgspec.msgpack.Decoder[Question]] = msgspec.msgpack.Decoder(Question)
-answers: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
+question_decoder: Final[msgspec.msgpack.Decoder[Question]] = msgspec.msgpack.Decoder(Question)
+answer_decoder: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
 encoder: Final = msgspec.msgpack.Encoder()

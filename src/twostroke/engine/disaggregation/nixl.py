@@ -1,9 +1,9 @@
-"""Moves pages by NIXL, in a process that can be ended.
+"""Moves pages by NIXL, in a process of its own that can be killed.
 
-NIXL releases a transfer that is in progress, and the pages are written all the same once a peer
-that was stopped goes on; closing an agent instead lets the peer's process abort. So each connection
-has a process, the carrier (`carrier.py`), in which nothing but NIXL runs. It maps the engine's
-pages, and once it has been ended nothing can read or write them from outside.
+NIXL can release a transfer in progress, but a peer that was stopped and continues writes the pages
+all the same. Closing an agent instead makes the peer's process abort. So each connection has a
+process in which only NIXL runs (`nixl_process.py`). It maps the engine's pages, and once it has
+ended nothing can read or write them from outside.
 """
 
 from __future__ import annotations
@@ -28,44 +28,50 @@ if TYPE_CHECKING:
 
 PACKAGE: Final = "nixl_cu12"
 INSTALL: Final = "NIXL is not installed: run pip install --no-deps nixl-cu12."
-PROBE_BYTES: Final = 1 << 21  # of the memory that is moved to measure a link
+PROBE_BYTES: Final = 1 << 21  # size of the memory that is moved to measure a link
 _ENTRY: Final = "twostroke.engine.disaggregation.nixl_process"
-_OPEN_S: Final = 20.0
-# Shared memory of UCX could be written by a peer after the carrier has been ended.
+_OPEN_S: Final = 20.0  # maximum time until NIXL has started
+# UCX's shared memory is off: a peer could still write to it after the process was killed.
 _ENVIRONMENT: Final = {"UCX_TLS": "^shm", "UCX_LOG_LEVEL": "fatal", "UCX_HANDLE_ERRORS": "none"}
 
 
-# To a carrier, which answers each with `Done`.
+# Messages to the NIXL process, which answers each with `Done`.
 
 
 class Meet(Frozen, array_like=True, tag=1):
-    """Another engine's carrier: the one with which pages are exchanged."""
+    """Exchange pages with the NIXL process of another engine from now on."""
 
-    place: NixlAddress
+    address: NixlAddress
 
 
 class Move(Frozen, array_like=True, tag=2):
-    """Write pages there, or read them here; without pages, the memory for probes."""
+    """Write own pages to pages of the other engine, or read from these.
+
+    Without pages, the memory for probes is moved.
+    """
 
     is_write: bool
-    own: list[int]
-    theirs: list[int]
+    own_pages: list[int]
+    peer_pages: list[int]
+
+
+# Messages from the NIXL process.
 
 
 class AgentOpened(Frozen, array_like=True, tag=1):
-    """The first message of a carrier."""
+    """The first message: NIXL has started, and can be reached at this address."""
 
-    place: NixlAddress
+    address: NixlAddress
 
 
 class Done(Frozen, array_like=True, tag=2):
-    """A question was done, or failed with this reason."""
+    """A message has been carried out, or failed for the reason `fault`."""
 
     fault: str | None = None
 
 
-questions: Final[msgspec.msgpack.Decoder[Meet | Move]] = msgspec.msgpack.Decoder(Meet | Move)
-answers: Final[msgspec.msgpack.Decoder[AgentOpened | Done]] = msgspec.msgpack.Decoder(
+question_decoder: Final[msgspec.msgpack.Decoder[Meet | Move]] = msgspec.msgpack.Decoder(Meet | Move)
+_answer_decoder: Final[msgspec.msgpack.Decoder[AgentOpened | Done]] = msgspec.msgpack.Decoder(
     AgentOpened | Done
 )
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -77,38 +83,41 @@ def pack(message: Meet | Move | AgentOpened | Done) -> bytes:
 
 
 def obstacle() -> str | None:
-    """Return why NIXL cannot be used here, or None."""
+    """Return why NIXL cannot be used here; None if it can."""
     return None if find_spec(PACKAGE) else INSTALL
 
 
 class NixlProcessError(PeerLostError):
-    """NIXL did not move pages, and its process has ended."""
+    """NIXL failed to move pages, and its process has ended."""
 
 
 class NixlProcess:
-    """A process that moves pages between an engine's memory and that of another engine.
+    """A process that moves pages between this engine and another one.
 
-    After an error it has ended: nothing reads or writes the pages any more.
+    After an error the process has ended: nothing reads or writes the pages any more.
+
+    Attributes:
+        address: where the other engine's NIXL process reaches this one.
     """
 
-    def __init__(self, memory: int, num_pages: int, page_bytes: int) -> None:
-        """Start it; `memory` is the open file of the engine's pages.
+    def __init__(self, page_file: int, num_pages: int, page_bytes: int) -> None:
+        """Start the process; `page_file` is the open file of the engine's pages.
 
         Raises:
-            CarrierError: NIXL does not work here.
+            NixlProcessError: NIXL does not work here.
         """
         if (reason := obstacle()) is not None:
             raise NixlProcessError(reason)
         self._lock = threading.Lock()
-        self._is_ended = False
-        ours: socket.socket | None = None
+        self._has_ended = False
+        own_end: socket.socket | None = None
         try:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                files = theirs.fileno(), memory
-                given = map(str, (*files, num_pages, page_bytes))
+            own_end, child_end = socket.socketpair()
+            with child_end:
+                files = child_end.fileno(), page_file
+                arguments = [str(number) for number in (*files, num_pages, page_bytes)]
                 self._process = subprocess.Popen(  # noqa: S603 - this package's own program
-                    [sys.executable, "-P", "-m", _ENTRY, *given],
+                    [sys.executable, "-P", "-m", _ENTRY, *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=files,
@@ -116,52 +125,57 @@ class NixlProcess:
                     start_new_session=True,
                 )
         except OSError as error:
-            if ours is not None:
-                ours.close()
+            if own_end is not None:
+                own_end.close()
             raise NixlProcessError(f"NIXL's process cannot be started: {error}.") from None
-        self._socket = ours
-        self._file = ours.makefile("rb")
+        self._socket = own_end
+        self._file = own_end.makefile("rb")
         answer = self._receive(_OPEN_S)
         if not isinstance(answer, AgentOpened):
             self.close()
             raise NixlProcessError(f"NIXL does not work here: {answer.fault}")
-        self.place = answer.place
+        self.address = answer.address
 
-    def meet(self, place: NixlAddress, within_s: float) -> None:
-        """Exchange pages with the carrier at `place`; errors as `move`."""
-        self._ask(Meet(place), within_s)
+    def meet(self, address: NixlAddress, within_s: float) -> None:
+        """Exchange pages with the NIXL process at `address` from now on; errors as `move`."""
+        self._request(Meet(address), within_s)
 
     def move(
-        self, own: Sequence[int], theirs: Sequence[int], within_s: float, *, is_write: bool
+        self,
+        own_pages: Sequence[int],
+        peer_pages: Sequence[int],
+        within_s: float,
+        *,
+        is_write: bool,
     ) -> None:
-        """Write own pages to the other engine's, or read these, and wait until that has ended.
+        """Write own pages to the other engine's pages, or read from these, and wait for the end.
 
         Raises:
-            CarrierError: it failed or took longer, and the carrier was ended.
+            NixlProcessError: the move failed or took longer than `within_s`.
         """
-        self._ask(Move(is_write, list(own), list(theirs)), within_s)
+        self._request(Move(is_write, list(own_pages), list(peer_pages)), within_s)
 
     def probe(self, within_s: float, *, is_write: bool) -> None:
         """Move the memory for probes; errors as `move`."""
-        self._ask(Move(is_write, [], []), within_s)
+        self._request(Move(is_write, [], []), within_s)
 
     def end(self) -> None:
-        """End the process; a thread that waits for it gets an error. Any thread may."""
+        """Kill the process; a thread that waits for it gets an error. Any thread may call this."""
         with self._lock:
-            if not self._is_ended:
+            if not self._has_ended:
                 self._process.kill()
 
     def close(self) -> None:
-        """End it, and wait until it has ended."""
+        """Kill the process, and wait until it has ended."""
         self.end()
         with self._lock:
-            if not self._is_ended:
+            if not self._has_ended:
                 self._process.wait()
-                self._is_ended = True
+                self._has_ended = True
                 self._file.close()
                 self._socket.close()
 
-    def _ask(self, question: Meet | Move, within_s: float) -> None:
+    def _request(self, question: Meet | Move, within_s: float) -> None:
         try:
             self._socket.sendall(pack(question))
         except OSError:
@@ -170,13 +184,13 @@ class NixlProcess:
         answer = self._receive(within_s)
         if isinstance(answer, AgentOpened) or answer.fault is not None:
             self.close()
-            fault = "an answer to nothing" if isinstance(answer, AgentOpened) else answer.fault
+            fault = "an unexpected answer" if isinstance(answer, AgentOpened) else answer.fault
             raise NixlProcessError(f"NIXL moved no pages: {fault}.")
 
     def _receive(self, within_s: float) -> Any:
         try:
             self._socket.settimeout(within_s)
-            return read_frame(self._file, answers)
+            return read_frame(self._file, _answer_decoder)
         except TimeoutError:
             reason = f"NIXL took longer than {within_s:.1f} s."
         except (WireError, OSError, ValueError):

@@ -22,133 +22,53 @@ if TYPE_CHECKING:
     from twostroke.engine.scheduler.transfers import Transfer
     from twostroke.model.program.cost import StepCost
 
-# Why a prompt is read here or there; the words of metrics and state.
-THERE: Final = "there"  # it takes fewer seconds, or the rule says so
-HERE: Final = "here"
-SHORT: Final = "short"  # no full page is missing that nobody else brings
-GONE: Final = "gone"  # no prefill engine is connected
-FULL: Final = "full"  # the pool has no room for more transfers
-REASONS: Final = (THERE, HERE, SHORT, GONE, FULL)
+# Reasons of decisions, as metrics and the server's state call them.
+FASTER_REMOTE: Final = "there"  # a prefill engine takes fewer seconds, or the rule is "always"
+FASTER_LOCAL: Final = "here"  # this engine takes fewer seconds
+NO_MISSING_PAGES: Final = "short"  # no full page is missing that is not on its way already
+NO_ENGINE: Final = "gone"  # no prefill engine is connected
+NO_ROOM: Final = "full"  # the pool has no room for more transfers
+REASONS: Final = (FASTER_REMOTE, FASTER_LOCAL, NO_MISSING_PAGES, NO_ENGINE, NO_ROOM)
 
-OVERHEAD_S: Final = 0.005  # of a transfer, as far as nothing was measured lately
-_HALF_S: Final = 10.0  # after which half of what was measured is forgotten
-_PACE: Final = 50e9  # FLOP/s, until it was measured
-_NEW: Final = 0.2  # share of a new measurement
-_TYPICAL: Final = 1024  # tokens of a prompt in the queue
-
-
-class RemotePrefill(Frozen):
-    """A transfer that was begun: which engine reads the prompt, and the seconds that it takes."""
-
-    index: int
-    transfer: Transfer
-    wanted: list[PageKey]
-    flops: float
-    seconds: float
-
-
-class PrefillPlacement:
-    """Decides where prompts are read. Its caller holds the lock of the scheduler's owner.
-
-    Attributes:
-        decisions: how many there were, by reason.
-    """
-
-    def __init__(
-        self, rule: str, scheduler: Scheduler, cost: StepCost, page_size: int, page_bytes: int
-    ) -> None:
-        """Follow a rule of `DISAGGREGATE`; `cost` counts the work of steps."""
-        self.rule = rule
-        self.decisions: Counter[str] = Counter()
-        self._scheduler, self._transfers = scheduler, scheduler.prefix_cache.transfers
-        self._cost, self._page_size, self._page_bytes = cost, page_size, page_bytes
-
-    def consider(
-        self,
-        ticket: RequestState,
-        others: Sequence[PrefillEngineState],
-        away: Sequence[Request],
-        num_held: int,
-        pace: float,
-    ) -> RemotePrefill | None:
-        """Begin a transfer for a request that waits, if that pays.
-
-        `away` are requests whose prompts are being read by others, `num_held` the pages of all
-        transfers, and `pace` the FLOP/s of reading prompts here, 0 if it was never measured.
-        """
-        if self.rule == "never":
-            return None
-        transfer = self._transfers.begin(ticket) if others else None
-        wanted = (
-            self._transfers.select_missing(transfer, lambda _: True) if transfer is not None else []
-        )
-        if transfer is None or not wanted:
-            reason, chosen = SHORT if others else GONE, None
-        elif len(wanted) + num_held > self._transfers.max_held_pages:
-            reason, chosen = FULL, None
-        else:
-            chosen = self._choose(ticket, transfer, wanted, others, away, pace)
-            reason = HERE if chosen is None else THERE
-        self.decisions[reason] += 1
-        if transfer is not None and chosen is None:
-            self._transfers.end(transfer)
-        return chosen
-
-    def flops(self, first: int, end: int) -> float:
-        """Return the work of reading a prompt's tokens from `first` to `end`."""
-        return self._cost.of(BatchShape.prefill(end - first, first)).flops if end > first else 0.0
-
-    def _choose(
-        self,
-        ticket: RequestState,
-        transfer: Transfer,
-        wanted: list[PageKey],
-        others: Sequence[PrefillEngineState],
-        away: Sequence[Request],
-        pace: float,
-    ) -> RemotePrefill | None:
-        first = transfer.first_page * self._page_size
-        end = first + len(transfer.keys) * self._page_size
-        work = MissingPrefill(self.flops(first, end), len(wanted) * self._page_bytes)
-        here = self._here(ticket.request, away, end - first, pace)
-        best, seconds = choose(self.rule, work, here, others)
-        return None if best is None else RemotePrefill(best, transfer, wanted, work.flops, seconds)
-
-    def _here(
-        self, request: Request, away: Sequence[Request], num_missing: int, pace: float
-    ) -> LocalPrefill:
-        num_tokens, missing = self._scheduler.backlog()
-        num_tokens -= sum(len(one.tokens) for one in (request, *away))
-        missing += [one.params.max_tokens or sys.maxsize for one in away]  # they join soon
-        queue_flops = max(0, num_tokens) * self.flops(0, _TYPICAL) / _TYPICAL
-        step = max(1, self._scheduler.config.token_budget - len(missing))
-        return LocalPrefill(queue_flops, pace, -(-num_missing // step), missing)
+TRANSFER_OVERHEAD_S: Final = 0.005  # of a transfer, without recent measurements
+_HALF_LIFE_S: Final = 10.0  # of measured overheads
+_DEFAULT_FLOPS_PER_S: Final = 50e9  # speed of prefill without measurements
+_NEW_WEIGHT: Final = 0.2  # of a new measurement in the moving average
+_TYPICAL_PROMPT_TOKENS: Final = 1024  # length of prompts whose lengths are not known one by one
 
 
 class MissingPrefill(Frozen):
-    """What is missing of a prompt: FLOPs to compute it, bytes to fetch it."""
+    """The missing part of a prompt: FLOPs to compute it, or bytes to fetch it."""
 
     flops: float
     num_bytes: int
 
 
 class LocalPrefill(Frozen):
-    """A decode engine: work that waits or is being done, its pace, and the prompt's effect.
+    """The load of this engine, and the effect of prefilling a prompt here.
 
-    A prompt is read in `num_steps` steps. Each running stream gets a token in each of them, and
-    waits for all of the prompt only if it lacks as many: `missing` are the tokens that they lack.
+    Attributes:
+        queue_flops: work of prompts that wait or are prefilled.
+        flops_per_s: speed of prefill; 0 without measurements.
+        num_steps: number of steps in which the prompt would be prefilled.
+        max_outputs: for each running stream, the maximum number of tokens still to come. Each of
+            the steps delays a stream that gets a token in it.
     """
 
     queue_flops: float
     flops_per_s: float
     num_steps: int = 1
-    missing: Sequence[int] = ()
+    max_outputs: Sequence[int] = ()
 
 
 class PrefillEngineState(Frozen):
-    """A prefill engine: work that waits or is being done, its pace, and that of the way.
+    """The load of a prefill engine.
 
-    `overhead_s` is what transfers took beyond these.
+    Attributes:
+        queue_flops: work of prompts that wait or are prefilled.
+        flops_per_s: speed of prefill; 0 without measurements.
+        bytes_per_s: speed of fetching pages.
+        overhead_s: time of transfers beyond queueing, computing and fetching.
     """
 
     queue_flops: float
@@ -157,53 +77,191 @@ class PrefillEngineState(Frozen):
     overhead_s: float
 
 
-def here_s(work: MissingPrefill, here: LocalPrefill, pace: float = _PACE) -> float:
-    """Return the seconds that reading a prompt here costs all requests together.
+class RemotePrefill(Frozen):
+    """A transfer that has begun.
 
-    The prompt waits for those before it. Each running stream waits for the steps that read it.
-    """
-    delayed = sum(min(1.0, count / here.num_steps) for count in here.missing)
-    return (here.queue_flops + work.flops * (1 + delayed)) / (here.flops_per_s or pace)
-
-
-def there_s(work: MissingPrefill, there: PrefillEngineState, pace: float = _PACE) -> float:
-    """Return the seconds until the pages that another engine computes are here.
-
-    They are fetched while later ones are computed.
-    """
-    computing_s = (there.queue_flops + work.flops) / (there.flops_per_s or pace)
-    return max(computing_s, work.num_bytes / there.bytes_per_s) + there.overhead_s
-
-
-class Overhead:
-    """What transfers from an engine take beyond its queue, computing and moving.
-
-    It is forgotten with time: otherwise an engine that was slow once would get no prompt again.
+    Attributes:
+        engine_index: index of the prefill engine.
+        transfer: the claims on the pages.
+        page_keys: the pages to fetch.
+        flops: work of the missing part of the prompt.
+        seconds: expected duration.
     """
 
-    def __init__(self) -> None:
-        self._extra_s = self._at_s = 0.0
-
-    def seconds(self, now_s: float) -> float:
-        """Return what the next one may take."""
-        left: float = 0.5 ** ((now_s - self._at_s) / _HALF_S)
-        return OVERHEAD_S + self._extra_s * left
-
-    def learn(self, expected_s: float, took_s: float, now_s: float) -> None:
-        """Take in a transfer that just ended, of which `there_s` had returned `expected_s`."""
-        seconds = self.seconds(now_s) + _NEW * (took_s - expected_s)
-        self._extra_s, self._at_s = max(0.0, seconds) - OVERHEAD_S, now_s
+    engine_index: int
+    transfer: Transfer
+    page_keys: list[PageKey]
+    flops: float
+    seconds: float
 
 
-def choose(
-    rule: str, work: MissingPrefill, here: LocalPrefill, others: Sequence[PrefillEngineState]
+class PrefillPlacement:
+    """Decides where prompts are prefilled. Callers hold the lock of the scheduler's owner.
+
+    Attributes:
+        rule: a word of `DISAGGREGATE`.
+        decisions: number of decisions by reason.
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        scheduler: Scheduler,
+        *,
+        cost: StepCost,
+        page_size: int,
+        page_bytes: int,
+    ) -> None:
+        """Decide for the requests of `scheduler`; `cost` computes the work of prompts."""
+        self.rule = rule
+        self.decisions: Counter[str] = Counter()
+        self._scheduler = scheduler
+        self._transfers = scheduler.prefix_cache.transfers
+        self._cost = cost
+        self._page_size = page_size
+        self._page_bytes = page_bytes
+
+    def consider(
+        self,
+        state: RequestState,
+        *,
+        engines: Sequence[PrefillEngineState],
+        remote_requests: Sequence[Request],
+        num_held_pages: int,
+        flops_per_s: float,
+    ) -> RemotePrefill | None:
+        """Begin a transfer for a waiting request if that is faster; return None if it is not.
+
+        Args:
+            state: the request.
+            engines: the connected prefill engines.
+            remote_requests: requests whose prompts prefill engines are computing.
+            num_held_pages: pages of all transfers.
+            flops_per_s: speed of prefill in this engine; 0 without measurements.
+        """
+        if self.rule == "never":
+            return None
+        transfer = self._transfers.begin(state) if engines else None
+        page_keys: list[PageKey] = []
+        if transfer is not None:
+            page_keys = self._transfers.select_missing(transfer, lambda _: True)
+        remote_prefill = None
+        if transfer is None or not page_keys:
+            reason = NO_MISSING_PAGES if engines else NO_ENGINE
+        elif len(page_keys) + num_held_pages > self._transfers.max_held_pages:
+            reason = NO_ROOM
+        else:
+            first = transfer.first_page * self._page_size
+            end = first + len(transfer.keys) * self._page_size
+            work = MissingPrefill(self.flops(first, end), len(page_keys) * self._page_bytes)
+            local = self._local_prefill(
+                state.request, remote_requests, num_missing=end - first, flops_per_s=flops_per_s
+            )
+            index, seconds = choose_engine(self.rule, work, local, engines)
+            reason = FASTER_LOCAL
+            if index is not None:
+                reason = FASTER_REMOTE
+                remote_prefill = RemotePrefill(
+                    engine_index=index,
+                    transfer=transfer,
+                    page_keys=page_keys,
+                    flops=work.flops,
+                    seconds=seconds,
+                )
+        self.decisions[reason] += 1
+        if transfer is not None and remote_prefill is None:
+            self._transfers.end(transfer)
+        return remote_prefill
+
+    def flops(self, first: int, end: int) -> float:
+        """Return the work of prefilling a prompt's tokens from index `first` to `end`."""
+        return self._cost.of(BatchShape.prefill(end - first, first)).flops if end > first else 0.0
+
+    def _local_prefill(
+        self,
+        request: Request,
+        remote_requests: Sequence[Request],
+        *,
+        num_missing: int,
+        flops_per_s: float,
+    ) -> LocalPrefill:
+        """Return the load of this engine, without the request and remote prompts in the queue."""
+        num_queued, max_outputs = self._scheduler.backlog()
+        num_queued -= sum(len(other.tokens) for other in (request, *remote_requests))
+        # Remote requests will soon decode here, too.
+        max_outputs += [other.params.max_tokens or sys.maxsize for other in remote_requests]
+        typical_flops = self.flops(0, _TYPICAL_PROMPT_TOKENS)
+        step_tokens = max(1, self._scheduler.config.token_budget - len(max_outputs))
+        return LocalPrefill(
+            queue_flops=max(0, num_queued) * typical_flops / _TYPICAL_PROMPT_TOKENS,
+            flops_per_s=flops_per_s,
+            num_steps=-(-num_missing // step_tokens),
+            max_outputs=max_outputs,
+        )
+
+
+def choose_engine(
+    rule: str, work: MissingPrefill, local: LocalPrefill, engines: Sequence[PrefillEngineState]
 ) -> tuple[int | None, float]:
-    """Return which of the `others` reads a prompt, None for none, and its seconds there."""
-    paces = here.flops_per_s, *(there.flops_per_s for there in others)
-    pace = max(paces) or _PACE  # of an engine that has not read a prompt yet
-    seconds = [there_s(work, there, pace) for there in others]
+    """Return the index of the engine to prefill a prompt, and its seconds; None for this engine."""
+    speeds = [local.flops_per_s, *(engine.flops_per_s for engine in engines)]
+    default_flops_per_s = max(speeds) or _DEFAULT_FLOPS_PER_S  # for engines without measurements
+    seconds = [remote_prefill_s(work, engine, default_flops_per_s) for engine in engines]
     best = min(range(len(seconds)), key=seconds.__getitem__, default=None)
     if best is None or rule == "never":
         return None, 0.0
-    goes = rule == "always" or seconds[best] < here_s(work, here, pace)
-    return (best, seconds[best]) if goes else (None, seconds[best])
+    if rule == "always" or seconds[best] < local_prefill_s(work, local, default_flops_per_s):
+        return best, seconds[best]
+    return None, seconds[best]
+
+
+def local_prefill_s(
+    work: MissingPrefill,
+    local: LocalPrefill,
+    default_flops_per_s: float = _DEFAULT_FLOPS_PER_S,
+) -> float:
+    """Return the seconds that prefilling a prompt here costs all requests together.
+
+    The prompt waits for prompts before it, and each running stream waits for the steps with parts
+    of the prompt, unless it ends before.
+    """
+    num_delayed = sum(min(1.0, count / local.num_steps) for count in local.max_outputs)
+    flops = local.queue_flops + work.flops * (1 + num_delayed)
+    return flops / (local.flops_per_s or default_flops_per_s)
+
+
+def remote_prefill_s(
+    work: MissingPrefill,
+    engine: PrefillEngineState,
+    default_flops_per_s: float = _DEFAULT_FLOPS_PER_S,
+) -> float:
+    """Return the seconds until the pages of a prompt have come from a prefill engine.
+
+    Pages are fetched while later pages are computed.
+    """
+    flops = engine.queue_flops + work.flops
+    computing_s = flops / (engine.flops_per_s or default_flops_per_s)
+    return max(computing_s, work.num_bytes / engine.bytes_per_s) + engine.overhead_s
+
+
+class TransferOverhead:
+    """The time of transfers from one engine beyond queueing, computing and fetching.
+
+    Measurements lose weight with time. Otherwise an engine that was slow once would get no prompt
+    again.
+    """
+
+    def __init__(self) -> None:
+        self._extra_s = 0.0
+        self._measured_s = 0.0
+
+    def seconds(self, now_s: float) -> float:
+        """Return the expected overhead of the next transfer."""
+        remaining: float = 0.5 ** ((now_s - self._measured_s) / _HALF_LIFE_S)
+        return TRANSFER_OVERHEAD_S + self._extra_s * remaining
+
+    def learn(self, expected_s: float, took_s: float, now_s: float) -> None:
+        """Take in the duration of a transfer for which `remote_prefill_s` returned `expected_s`."""
+        seconds = self.seconds(now_s) + _NEW_WEIGHT * (took_s - expected_s)
+        self._extra_s = max(0.0, seconds) - TRANSFER_OVERHEAD_S
+        self._measured_s = now_s

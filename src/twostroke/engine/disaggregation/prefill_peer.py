@@ -13,204 +13,393 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from msgspec.structs import replace
-
 from twostroke.core.errors import BackendError, TwostrokeError
 from twostroke.engine.disaggregation import messages
-from twostroke.engine.disaggregation.connection import PeerLostError, RefusedError, connect, meet
-from twostroke.engine.disaggregation.messages import WRITTEN
-from twostroke.engine.disaggregation.placement import Overhead, PrefillEngineState
-from twostroke.engine.disaggregation.transfer_methods import choose_way
+from twostroke.engine.disaggregation.connection import (
+    PeerLostError,
+    RefusedError,
+    check_spec,
+    connect,
+)
+from twostroke.engine.disaggregation.placement import PrefillEngineState, TransferOverhead
+from twostroke.engine.disaggregation.transfer_methods import choose_transfer_method
 from twostroke.engine.disaggregation_stats import PrefillPeerStats
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.engine.disaggregation.connection import PeerConnection
     from twostroke.engine.disaggregation.placement import RemotePrefill
-    from twostroke.engine.disaggregation.transfer_methods import OwnPages, TransferMethod
+    from twostroke.engine.disaggregation.transfer_methods import NixlMemory, TransferMethod
     from twostroke.engine.kv_cache.prefix import PageKey
     from twostroke.engine.loop import EngineLoop
     from twostroke.engine.scheduler.transfers import Transfer
 
 _logger = logging.getLogger("twostroke.handover")
 
-# A transfer is given up after so long without progress, and three times what it should take.
+# Outcomes of transfers, as metrics call them.
+DONE: Final = "done"
+PARTIAL: Final = "partial"  # the prefill engine did not have all pages
+NO_ROOM: Final = "no_room"  # the decode engine had no room for the pages
+TIMED_OUT: Final = "late"
+LOST: Final = "lost"  # the connection ended
+CANCELLED: Final = "cancelled"  # the request ended
+FAULT: Final = "fault"  # the prefill engine could not compute the prompt
+OUTCOMES: Final = (DONE, PARTIAL, NO_ROOM, TIMED_OUT, LOST, CANCELLED, FAULT)
+
+# A transfer ends after this time and three times its expected duration without progress.
 PATIENCE_S = 2.0
-_TICK_S: Final = 0.05
-_SILENCE_S: Final = 3.0  # of a prefill engine, which reports its load twice a second
-_RETRY_S: Final = (0.1, 0.5, 1.0, 2.0, 5.0)  # between attempts to connect
-_RATE: Final = 1e9  # bytes/s, until it was measured
-_NEW: Final = 0.2  # share of a new measurement
+_POLL_S: Final = 0.05
+_MAX_SILENCE_S: Final = 3.0  # of a prefill engine, which sends its load twice a second
+_RETRY_PAUSES_S: Final = (0.1, 0.5, 1.0, 2.0, 5.0)  # between attempts to connect
+_DEFAULT_BYTES_PER_S: Final = 1e9  # speed of fetching without measurements
+_NEW_WEIGHT: Final = 0.2  # of a new measurement in the moving average
+_SCRATCH_BYTES: Final = 1 << 16
+
+
+@dataclass(slots=True, frozen=True)
+class OfferedPage:
+    """A page of an offer: its index in the offer, its key, and its number in the other pool."""
+
+    index: int
+    key: PageKey
+    page: int
+
+
+@dataclass(slots=True, eq=False)
+class KvTransfer:
+    """The KV pages of one prompt on their way from a prefill engine.
+
+    Attributes:
+        id: the number of the prompt in the connection.
+        request: the request that waits for the pages.
+        transfer: the claims on the pages, and the pages allocated for them.
+        keys: keys of the pages to fetch, by cache group and index in the prompt.
+        first_pages: index of the first page to fetch, for each cache group.
+        flops: work of the missing part of the prompt.
+        expected_s: expected duration.
+        began_s: time at which the transfer began.
+        patience_s: maximum time without progress.
+        due_s: time by which the next progress must come.
+        offers: numbers of the offers received.
+        requested: pages that have been asked for.
+        num_pending: fetches without an answer.
+        num_writing: fetches that may write to pages. The pages are not released before this is 0.
+        is_finished: whether no more pages will be offered.
+        fault: why the prefill engine could not compute the prompt.
+        has_ended: whether an outcome has been recorded.
+    """
+
+    id: int
+    request: Request
+    transfer: Transfer
+    keys: dict[tuple[int, int], PageKey]
+    first_pages: tuple[int, ...]
+    flops: float
+    expected_s: float
+    began_s: float
+    patience_s: float
+    due_s: float
+    offers: set[int] = field(default_factory=set)
+    requested: set[PageKey] = field(default_factory=set)
+    num_pending: int = 0
+    num_writing: int = 0
+    is_finished: bool = False
+    fault: str | None = None
+    has_ended: bool = False
+
+    @classmethod
+    def begin(
+        cls, id_: int, request: Request, remote_prefill: RemotePrefill, *, num_groups: int
+    ) -> KvTransfer:
+        """Return a transfer that begins now; `num_groups` is the number of cache groups."""
+        transfer = remote_prefill.transfer
+        index_by_key = {key: index for index, key in enumerate(transfer.keys, transfer.first_page)}
+        keys = {(group, index_by_key[key]): (group, key) for group, key in remote_prefill.page_keys}
+        first_pages = [transfer.first_page + len(transfer.keys)] * num_groups
+        for group, index in keys:
+            first_pages[group] = min(first_pages[group], index)
+        now_s = time.monotonic()
+        patience_s = PATIENCE_S + 3 * remote_prefill.seconds
+        return cls(
+            id=id_,
+            request=request,
+            transfer=transfer,
+            keys=keys,
+            first_pages=tuple(first_pages),
+            flops=remote_prefill.flops,
+            expected_s=remote_prefill.seconds,
+            began_s=now_s,
+            patience_s=patience_s,
+            due_s=now_s + patience_s,
+        )
+
+    def select(self, offer: messages.Offer) -> list[OfferedPage]:
+        """Return the offered pages to fetch, sorted by page so that neighbours are adjacent.
+
+        Each page is requested once, however often it is offered.
+        """
+        selected: dict[PageKey, OfferedPage] = {}
+        for index, (group, page_index, page) in enumerate(offer.pages):
+            key = self.keys.get((group, page_index))
+            if key is not None and key in self.transfer.missing and key not in self.requested:
+                selected[key] = OfferedPage(index, key, page)
+        self.requested.update(selected)
+        return sorted(selected.values(), key=lambda offered: offered.page)
+
+
+@dataclass(slots=True)
+class PageFetch:
+    """A fetch without an answer.
+
+    Attributes:
+        transfer: the transfer to which the pages belong.
+        offer: the number of the offer.
+        keys: the pages of this fetch.
+        remaining: pages of the same offer to fetch next.
+        began_s: time at which the fetch began.
+        mode: how the pages come, a word of `messages`.
+    """
+
+    transfer: KvTransfer
+    offer: int
+    keys: list[PageKey]
+    remaining: list[OfferedPage]
+    began_s: float
+    mode: str
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the prefill engine writes the pages, until its answer comes."""
+        return self.mode == messages.WRITTEN
 
 
 class PrefillPeer:
-    """One prefill engine. The loop's lock guards its state; one thread reads, one writes."""
+    """The connection to one prefill engine, and its transfers.
+
+    The loop's lock guards the state. One thread receives, another one sends.
+
+    Attributes:
+        transfers: transfers that have not ended, by number.
+        outcomes: number of ended transfers by outcome.
+        num_bytes: bytes fetched.
+        seconds, expected_s: total duration of ended transfers, measured and expected.
+        fetch_s: total time of fetches.
+    """
 
     def __init__(
         self,
         address: tuple[str, int],
         secret: bytes,
-        kind: messages.KvCacheSpecMessage,
+        *,
+        spec: messages.KvCacheSpecMessage,
         loop: EngineLoop,
-        own: OwnPages,
+        nixl_memory: NixlMemory,
         link: str,
     ) -> None:
-        """Connect, again and again until it is closed; `link` is a word of `PEER_LINKS`."""
-        self.open: dict[int, KvTransfer] = {}
-        self._unused: list[KvTransfer] = []  # have ended, and hold pages until their requests start
-        self.outcomes: Counter[str] = Counter()
-        self.num_bytes, self.seconds, self.expected_s, self.fetch_s = 0, 0.0, 0.0, 0.0
-        self._address, self._secret, self._kind = address, secret, kind
+        """Connect, and reconnect until `close`; `link` is a word of `PEER_LINKS`."""
         assert loop.pages.memory is not None
-        self._pages, self._memory = loop.pages, loop.pages.memory
+        self.transfers: dict[int, KvTransfer] = {}
+        self.outcomes: Counter[str] = Counter()
+        self.num_bytes = 0
+        self.seconds = 0.0
+        self.expected_s = 0.0
+        self.fetch_s = 0.0
+        self._address = address
+        self._secret = secret
+        self._spec = spec
+        self._pages = loop.pages
+        self._memory = loop.pages.memory
+        self._nixl_memory = nixl_memory
+        self._link = link
+        self._num_nixl_failures = 0  # since the last success
+        self._ended_transfers: list[KvTransfer] = []  # hold pages until their requests start
+        self._fetches: dict[int, PageFetch] = {}
+        self._ids = itertools.count(1)
+        self._fetch_numbers = itertools.count(1)
         self._connection: PeerConnection | None = None
-        self._own, self._link, self._num_failed = own, link, 0  # times that NIXL failed in turn
-        self._way: TransferMethod | None = None
+        self._method: TransferMethod | None = None
         self._num_pages = 0
         self._state = "down"
         self._load = messages.PrefillLoad(0.0, 0.0)
         self._heard_s = 0.0
-        self._rate, self._overhead = 0.0, Overhead()
-        self._ids, self._numbers = itertools.count(1), itertools.count(1)
-        self._fetches: dict[int, PageFetch] = {}
+        self._bytes_per_s = 0.0
+        self._overhead = TransferOverhead()
         self._to_send: queue.SimpleQueue[messages.Question] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=run, name="twostroke-fetch", daemon=True)
-            for run in (self._read, self._write)
+            for run in (self._run_receiver, self._run_sender)
         ]
         for thread in self._threads:
             thread.start()
 
     @property
     def is_up(self) -> bool:
-        """Whether prompts can be sent there."""
+        """Whether prompts can be sent to the engine."""
         return self._state == "up"
 
     def close(self) -> None:
         """End all transfers and the connection."""
         self._closing.set()
         self._cut()
-        if (way := self._way) is not None:
-            way.end()
+        if (method := self._method) is not None:
+            method.end()
         for thread in self._threads:
             thread.join()
         with self._pages.lock:
-            for one in self._unused:
-                self._pages.end(one.transfer)
+            for transfer in self._ended_transfers:
+                self._pages.end(transfer.transfer)
 
-    def view(self) -> PrefillPeerStats:
-        """Return its state."""
-        load, (host, port) = self._load, self._address
-        link = self._way.title if self._way is not None else ""
-        rates = load.queue_flops, load.flops_per_s, self._rate
-        overhead_s = self._overhead.seconds(time.monotonic())
+    def stats(self) -> PrefillPeerStats:
+        """Return the state of the connection, and measured speeds."""
+        host, port = self._address
         return PrefillPeerStats(
-            f"{host}:{port}", self._state, link, len(self.open), *rates, overhead_s
+            address=f"{host}:{port}",
+            state=self._state,
+            link=self._method.title if self._method is not None else "",
+            num_open=len(self.transfers),
+            queue_flops=self._load.queue_flops,
+            flops_per_s=self._load.flops_per_s,
+            bytes_per_s=self._bytes_per_s,
+            overhead_s=self._overhead.seconds(time.monotonic()),
         )
 
-    # The loop's lock is held while these are called.
+    # The caller of these methods holds the loop's lock.
 
-    def outlook(self) -> PrefillEngineState:
-        """Return how busy it is, with what it does not know of yet."""
-        unknown = sum(one.flops for one in self.open.values() if one.id > self._load.last_id)
-        queue_flops = self._load.queue_flops + unknown
-        overhead_s = self._overhead.seconds(time.monotonic())
+    def load(self) -> PrefillEngineState:
+        """Return the engine's load, with prompts that its last report did not include."""
+        unreported_flops = sum(
+            transfer.flops
+            for transfer in self.transfers.values()
+            if transfer.id > self._load.last_id
+        )
         return PrefillEngineState(
-            queue_flops, self._load.flops_per_s, self._rate or _RATE, overhead_s
+            queue_flops=self._load.queue_flops + unreported_flops,
+            flops_per_s=self._load.flops_per_s,
+            bytes_per_s=self._bytes_per_s or _DEFAULT_BYTES_PER_S,
+            overhead_s=self._overhead.seconds(time.monotonic()),
         )
 
-    def begin(self, request: Request, chosen: RemotePrefill) -> None:
-        """Have it read the prompt of a request."""
-        one = begin(next(self._ids), request, chosen, PATIENCE_S, len(self._kind.windows))
-        self.open[one.id] = one
-        end = chosen.transfer.first_page + len(chosen.transfer.keys)
-        tokens = request.tokens[: end * self._kind.page_size]
+    def begin(self, request: Request, remote_prefill: RemotePrefill) -> None:
+        """Send the prompt of a request to the engine, and begin the transfer of its pages."""
+        transfer = KvTransfer.begin(
+            next(self._ids), request, remote_prefill, num_groups=len(self._spec.windows)
+        )
+        self.transfers[transfer.id] = transfer
+        num_pages = remote_prefill.transfer.first_page + len(remote_prefill.transfer.keys)
         self._to_send.put(
-            messages.PrefillPrompt(one.id, tokens, request.salt, one.firsts, request.priority)
+            messages.PrefillPrompt(
+                id=transfer.id,
+                tokens=request.tokens[: num_pages * self._spec.page_size],
+                salt=request.salt,
+                first_pages=transfer.first_pages,
+                priority=request.priority,
+            )
         )
 
     def request_ended(self, request: Request) -> None:
         """Abort the transfer of a request that has ended."""
-        for one in [one for one in self.open.values() if one.request is request]:
-            self._end(one, CANCELLED)
-        self._let_go()
+        for transfer in list(self.transfers.values()):
+            if transfer.request is request:
+                self._end(transfer, CANCELLED)
+        self._release_pages()
 
     @property
-    def num_held(self) -> int:
-        """How many pages its transfers hold or will hold."""
-        return sum(len(one.keys) for one in (*self.open.values(), *self._unused))
+    def num_held_pages(self) -> int:
+        """The number of pages that all transfers hold or will hold."""
+        return sum(
+            len(transfer.keys) for transfer in (*self.transfers.values(), *self._ended_transfers)
+        )
 
-    def _end(self, one: KvTransfer, outcome: str) -> None:
-        """Let requests compute what has not arrived, and give the pages back when none writes."""
-        del self.open[one.id]
-        self._fetches = {n: f for n, f in self._fetches.items() if f.one is not one or f.is_written}
-        one.has_ended = True
-        if not one.is_finished and outcome != DONE:
-            self._to_send.put(messages.Abort(one.id))
+    def _end(self, transfer: KvTransfer, outcome: str) -> None:
+        """End a transfer: requests compute the missing pages, and unused pages are released."""
+        del self.transfers[transfer.id]
+        self._fetches = {
+            number: fetch
+            for number, fetch in self._fetches.items()
+            if fetch.transfer is not transfer or fetch.is_written
+        }
+        transfer.has_ended = True
+        if not transfer.is_finished and outcome != DONE:
+            self._to_send.put(messages.Abort(transfer.id))
         self.outcomes[outcome] += 1
         now_s = time.monotonic()
-        took_s = now_s - one.began_s
+        took_s = now_s - transfer.began_s
         self.seconds += took_s
-        self.expected_s += one.expected_s
+        self.expected_s += transfer.expected_s
         if outcome == DONE:
-            self._overhead.learn(one.expected_s, took_s, now_s)
-        self._pages.give_up(one.transfer)
-        self._unused.append(one)
-        self._let_go()
+            self._overhead.learn(transfer.expected_s, took_s, now_s)
+        self._pages.give_up(transfer.transfer)
+        self._ended_transfers.append(transfer)
+        self._release_pages()
 
-    def _let_go(self) -> None:
-        """Give back pages to which nobody writes, once their request has started or ended."""
-        for one in self._unused:
-            if not one.num_writing and (one.request.started_s or one.request.is_finished):
-                self._pages.end(one.transfer)
-        self._unused = [one for one in self._unused if one.transfer.pages]
+    def _release_pages(self) -> None:
+        """Release pages of ended transfers to which nothing writes.
 
-    def _end_if_done(self, one: KvTransfer) -> None:
-        if one.has_ended:
+        They are held until their request has started or ended, so that it finds them.
+        """
+        for transfer in self._ended_transfers:
+            request = transfer.request
+            if not transfer.num_writing and (request.started_s or request.is_finished):
+                self._pages.end(transfer.transfer)
+        self._ended_transfers = [
+            transfer for transfer in self._ended_transfers if transfer.transfer.pages
+        ]
+
+    def _end_if_done(self, transfer: KvTransfer) -> None:
+        if transfer.has_ended:
             return
-        if not one.transfer.missing:
-            self._end(one, DONE)
-        elif one.is_finished and not one.num_pending:
-            self._end(one, FAULT if one.fault else PARTIAL)
+        if not transfer.transfer.missing:
+            self._end(transfer, DONE)
+        elif transfer.is_finished and not transfer.num_pending:
+            self._end(transfer, FAULT if transfer.fault else PARTIAL)
 
-    # The thread that reads.
+    # The receiving thread.
 
-    def _read(self) -> None:
+    def _run_receiver(self) -> None:
         attempt = 0
         while not self._closing.is_set():
             try:
-                self._meet()
+                self._connect()
                 attempt = 0
                 while True:
-                    self._take(self._receive())
+                    self._handle(self._receive())
             except (PeerLostError, BackendError) as error:
-                self._lost(error, is_first=not attempt)
-            self._closing.wait(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+                self._disconnected(error, is_first=not attempt)
+            self._closing.wait(_RETRY_PAUSES_S[min(attempt, len(_RETRY_PAUSES_S) - 1)])
             attempt += 1
 
-    def _meet(self) -> None:
-        """Connect, and see whether both engines have pages of one kind."""
-        connection, file = connect(self._address, self._secret)
+    def _connect(self) -> None:
+        """Connect, check that the engines can exchange pages, and choose the transfer method."""
+        connection, shared_file = connect(self._address, self._secret)
         self._connection = connection
         if self._closing.is_set():
             connection.cut()
         try:
-            self._num_pages = meet(connection, self._kind)
+            self._num_pages = check_spec(connection, self._spec)
         except PeerLostError:
-            if file is not None:
-                os.close(file)
+            if shared_file is not None:
+                os.close(shared_file)
             raise
-        link = "socket" if self._link == "auto" and self._num_failed > 1 else self._link
-        self._way = choose_way(connection, file, self._num_pages, self._own, link)
+        avoids_nixl = self._link == "auto" and self._num_nixl_failures > 1
+        self._method = choose_transfer_method(
+            connection,
+            shared_file,
+            num_pages=self._num_pages,
+            nixl_memory=self._nixl_memory,
+            link="socket" if avoids_nixl else self._link,
+        )
         self._heard_s = time.monotonic()
         with self._pages.lock:
             self._load = messages.PrefillLoad(0.0, 0.0)
             self._ids = itertools.count(1)
             self._to_send = queue.SimpleQueue()
             self._state = "up"
-        title = self._way.title
-        _logger.info("Prefill engine %s:%d reads prompts; way of pages: %s.", *self._address, title)
+        _logger.info(
+            "Prefill engine %s:%d is connected; KV transfer method: %s.",
+            *self._address,
+            self._method.title,
+        )
 
     def _receive(self) -> messages.Answer:
         assert self._connection is not None
@@ -218,264 +407,208 @@ class PrefillPeer:
         self._heard_s = time.monotonic()
         return answer
 
-    def _lost(self, error: TwostrokeError, *, is_first: bool) -> None:
+    def _disconnected(self, error: TwostrokeError, *, is_first: bool) -> None:
+        """End all transfers after the connection was lost, or could not be made."""
         with self._pages.lock:
             was_up = self.is_up
             self._state = "refused" if isinstance(error, RefusedError) else "down"
-            for one in list(self.open.values()):
-                self._end(one, LOST)
-        if self._way is not None:
-            self._num_failed += self._way.is_nixl
-            self._way.close()
-            self._way = None
-        with self._pages.lock:  # nothing writes any more
+            for transfer in list(self.transfers.values()):
+                self._end(transfer, LOST)
+        if self._method is not None:
+            self._num_nixl_failures += self._method.is_nixl
+            self._method.close()
+            self._method = None
+        with self._pages.lock:  # nothing writes to the pages any more
             for fetch in self._fetches.values():
-                fetch.one.num_writing -= fetch.is_written
+                fetch.transfer.num_writing -= fetch.is_written
             self._fetches = {}
-            self._let_go()
+            self._release_pages()
         if self._connection is not None:
             self._connection.close()
             self._connection = None
         if (was_up or is_first) and not self._closing.is_set():
             _logger.warning(
-                "Prefill engine %s:%d: %s Prompts are read here until it is there.",
+                "Prefill engine %s:%d: %s This engine prefills all prompts until it is connected.",
                 *self._address,
                 error,
             )
 
-    def _take(self, answer: messages.Answer) -> None:
+    def _handle(self, answer: messages.Answer) -> None:
         match answer:
             case messages.PrefillLoad():
                 self._load = answer
             case messages.Offer():
-                self._offered(answer)
+                self._handle_offer(answer)
             case messages.Content():
-                self._arrived(answer)
+                self._handle_content(answer)
             case messages.PrefillFinished():
                 with self._pages.lock:
-                    one = self.open.get(answer.id)
-                    if one is not None:
-                        one.is_finished, one.fault = True, answer.fault
-                        self._end_if_done(one)
+                    transfer = self.transfers.get(answer.id)
+                    if transfer is not None:
+                        transfer.is_finished = True
+                        transfer.fault = answer.fault
+                        self._end_if_done(transfer)
             case messages.Welcome() | messages.Refused():
-                pass  # a second time
+                pass  # a duplicate
 
-    def _offered(self, offer: messages.Offer) -> None:
+    def _handle_offer(self, offer: messages.Offer) -> None:
         with self._pages.lock:
-            one = self.open.get(offer.id)
-            if one is None or offer.offer in one.offers:
-                number = next(self._numbers)
-                self._to_send.put(messages.Fetch(number, offer.id, offer.offer, [], is_last=True))
+            transfer = self.transfers.get(offer.id)
+            if transfer is None or offer.number in transfer.offers:
+                release = messages.Fetch(
+                    number=next(self._fetch_numbers),
+                    id=offer.id,
+                    offer=offer.number,
+                    indices=[],
+                    is_last=True,
+                )
+                self._to_send.put(release)
                 return
-            one.offers.add(offer.offer)
-            one.due_s = time.monotonic() + one.patience_s
-            rest = one.choose(offer)
-        if not all(0 <= page < self._num_pages for _, _, page in rest):
-            raise PeerLostError("A page was offered that cannot be.")
-        self._fetch(one, offer.offer, rest)
+            transfer.offers.add(offer.number)
+            transfer.due_s = time.monotonic() + transfer.patience_s
+            selected = transfer.select(offer)
+        if not all(0 <= offered.page < self._num_pages for offered in selected):
+            raise PeerLostError("The prefill engine offered a page that does not exist.")
+        self._fetch(transfer, offer.number, selected)
 
-    def _fetch(self, one: KvTransfer, offer: int, rest: list[tuple[int, PageKey, int]]) -> None:
-        """Fetch as many pages of an offer as there is room for, the others after these."""
-        assert self._way is not None
-        how, is_written = self._way.how, self._way.how == messages.WRITTEN
+    def _fetch(self, transfer: KvTransfer, offer: int, selected: list[OfferedPage]) -> None:
+        """Fetch the selected pages for which there is room; the others follow after these."""
+        method = self._method
+        assert method is not None
+        is_written = method.mode == messages.WRITTEN
         with self._pages.lock:
-            if one.has_ended:
-                return  # and was aborted
-            most = self._way.most_pages(self._kind.page_bytes)
-            pages = self._pages.take(one.transfer, [key for _, key, _ in rest[:most]])
-            part, rest = rest[: len(pages)], rest[len(pages) :]
-            if rest and not part:
-                self._end(one, NO_ROOM)
+            if transfer.has_ended:
+                return  # the prefill engine has been sent an `Abort`
+            max_pages = method.max_pages(self._spec.page_bytes)
+            keys = [offered.key for offered in selected[:max_pages]]
+            targets = self._pages.take(transfer.transfer, keys)
+            fetched, remaining = selected[: len(targets)], selected[len(targets) :]
+            if remaining and not fetched:
+                self._end(transfer, NO_ROOM)
                 return
-            number = next(self._numbers)
-            keys = [key for _, key, _ in part]
-            self._fetches[number] = PageFetch(one, offer, keys, rest, time.monotonic(), how)
-            one.num_pending += 1
-            one.num_writing += 1
+            number = next(self._fetch_numbers)
+            self._fetches[number] = PageFetch(
+                transfer=transfer,
+                offer=offer,
+                keys=[offered.key for offered in fetched],
+                remaining=remaining,
+                began_s=time.monotonic(),
+                mode=method.mode,
+            )
+            transfer.num_pending += 1
+            transfer.num_writing += 1
         try:
-            self._way.copy([page for _, _, page in part], self._memory, pages)
+            method.copy([offered.page for offered in fetched], self._memory, targets)
         finally:
             if not is_written:
-                self._written(one)
-        wanted = [at for at, _, _ in part]
-        fetch = messages.Fetch(number, one.id, offer, wanted, is_last=not rest, how=how)
+                self._stop_writing(transfer)
         assert self._connection
-        self._connection.send(replace(fetch, targets=pages) if is_written else fetch)
+        self._connection.send(
+            messages.Fetch(
+                number=number,
+                id=transfer.id,
+                offer=offer,
+                indices=[offered.index for offered in fetched],
+                is_last=not remaining,
+                mode=method.mode,
+                targets=targets if is_written else [],
+            )
+        )
 
-    def _arrived(self, content: messages.Content) -> None:
+    def _handle_content(self, content: messages.Content) -> None:
+        """Take in the answer to a fetch: index its pages, and fetch the next ones of the offer."""
         with self._pages.lock:
             fetch = self._fetches.pop(content.number, None)
             if fetch is not None:
-                one, is_sent = fetch.one, content.is_valid and fetch.how == messages.SENT
-                pages = [one.transfer.pages[key] for key in fetch.keys] if is_sent else []
-                one.num_writing += not fetch.is_written
+                transfer = fetch.transfer
+                is_sent = content.is_valid and fetch.mode == messages.SENT
+                pages = [transfer.transfer.pages[key] for key in fetch.keys] if is_sent else []
+                transfer.num_writing += not fetch.is_written
         if fetch is None:
-            self._drain(content.num_bytes)
+            self._skip(content.num_bytes)
             return
         try:
-            if content.num_bytes != len(pages) * self._kind.page_bytes:
-                raise PeerLostError("Pages of another size were sent.")
+            if content.num_bytes != len(pages) * self._spec.page_bytes:
+                raise PeerLostError("The prefill engine sent pages of another size.")
             for page in pages:
                 with self._memory.filling(page) as view:
                     self._receive_into(view)
         finally:
-            self._written(one)
+            self._stop_writing(transfer)
         with self._pages.lock:
-            one.num_pending -= 1
-            if one.has_ended:
+            transfer.num_pending -= 1
+            if transfer.has_ended:
                 return
             if not content.is_valid:
-                self._end(one, LATE)
+                self._end(transfer, TIMED_OUT)
                 return
-            self._num_failed = 0
-            self._pages.arrive(one.transfer, fetch.keys)
+            self._num_nixl_failures = 0
+            self._pages.arrive(transfer.transfer, fetch.keys)
             now_s = time.monotonic()
-            one.due_s = now_s + one.patience_s
-            self._learn(len(fetch.keys) * self._kind.page_bytes, now_s - fetch.began_s)
-            self._end_if_done(one)
-            if one.has_ended or not fetch.rest:
+            transfer.due_s = now_s + transfer.patience_s
+            self._learn_speed(len(fetch.keys) * self._spec.page_bytes, now_s - fetch.began_s)
+            self._end_if_done(transfer)
+            if transfer.has_ended or not fetch.remaining:
                 return
-        self._fetch(one, fetch.offer, fetch.rest)
+        self._fetch(transfer, fetch.offer, fetch.remaining)
 
-    def _learn(self, num_bytes: int, seconds: float) -> None:
+    def _learn_speed(self, num_bytes: int, seconds: float) -> None:
         self.num_bytes += num_bytes
         self.fetch_s += seconds
-        rate = num_bytes / max(seconds, 1e-6)
-        self._rate = rate if not self._rate else self._rate + _NEW * (rate - self._rate)
+        bytes_per_s = num_bytes / max(seconds, 1e-6)
+        if self._bytes_per_s:
+            self._bytes_per_s += _NEW_WEIGHT * (bytes_per_s - self._bytes_per_s)
+        else:
+            self._bytes_per_s = bytes_per_s
 
-    def _written(self, one: KvTransfer) -> None:
+    def _stop_writing(self, transfer: KvTransfer) -> None:
         with self._pages.lock:
-            one.num_writing -= 1
-            self._let_go()
+            transfer.num_writing -= 1
+            self._release_pages()
 
     def _receive_into(self, target: memoryview[int]) -> None:
         assert self._connection is not None
         self._connection.receive_into(target)
         self._heard_s = time.monotonic()
 
-    def _drain(self, num_bytes: int) -> None:
-        """Read pages that nobody wants any more."""
-        scratch = memoryview(bytearray(1 << 16))
+    def _skip(self, num_bytes: int) -> None:
+        """Receive and drop the pages of a transfer that has ended."""
+        scratch = memoryview(bytearray(_SCRATCH_BYTES))
         for start in range(0, num_bytes, len(scratch)):
             self._receive_into(scratch[: num_bytes - start])
 
-    # The thread that writes.
+    # The sending thread.
 
-    def _write(self) -> None:
-        """Send questions, and end what is late, until the peer is closed."""
+    def _run_sender(self) -> None:
+        """Send queued messages and end late transfers, until the peer is closed."""
         while not self._closing.is_set():
             question = None
             to_send = self._to_send
             with suppress(queue.Empty):
-                question = to_send.get(timeout=_TICK_S)
+                question = to_send.get(timeout=_POLL_S)
             connection = self._connection
             if connection is not None and self.is_up:
                 if question is not None and to_send is self._to_send:
-                    with suppress(PeerLostError):  # the other thread learns of it
+                    with suppress(PeerLostError):  # the receiving thread gets an error, too
                         connection.send(question)
-                if time.monotonic() - self._heard_s > _SILENCE_S:
+                if time.monotonic() - self._heard_s > _MAX_SILENCE_S:
                     connection.cut()
-            self._end_late()
+            self._end_late_transfers()
 
-    def _end_late(self) -> None:
+    def _end_late_transfers(self) -> None:
         now_s = time.monotonic()
         with self._pages.lock:
-            for one in [one for one in self.open.values() if one.due_s < now_s]:
-                self._end(one, LATE)
-            self._let_go()
-            ended = (fetch.one for fetch in self._fetches.values() if fetch.one.has_ended)
-            is_stuck = any(one.due_s + PATIENCE_S < now_s for one in ended)
+            overdue = [transfer for transfer in self.transfers.values() if transfer.due_s < now_s]
+            for transfer in overdue:
+                self._end(transfer, TIMED_OUT)
+            self._release_pages()
+            ended_transfers = [
+                fetch.transfer for fetch in self._fetches.values() if fetch.transfer.has_ended
+            ]
+            is_stuck = any(transfer.due_s + PATIENCE_S < now_s for transfer in ended_transfers)
         if is_stuck:
-            self._cut()  # nothing writes to the pages then
+            self._cut()  # after that nothing writes to the pages
 
     def _cut(self) -> None:
         if (connection := self._connection) is not None:
             connection.cut()
-
-
-# How a transfer ended.
-DONE: Final = "done"
-PARTIAL: Final = "partial"  # the prefill engine did not have all pages
-NO_ROOM: Final = "no_room"
-LATE: Final = "late"
-LOST: Final = "lost"  # the connection ended
-CANCELLED: Final = "cancelled"
-FAULT: Final = "fault"  # the prefill engine could not read the prompt
-OUTCOMES: Final = (DONE, PARTIAL, NO_ROOM, LATE, LOST, CANCELLED, FAULT)
-
-
-@dataclass(slots=True, eq=False)
-class KvTransfer:
-    """A transfer. Until `num_writing` is 0 its pages are not given back."""
-
-    id: int
-    request: Request
-    transfer: Transfer
-    keys: dict[tuple[int, int], PageKey]  # wanted, by group and place
-    flops: float
-    expected_s: float
-    began_s: float
-    patience_s: float
-    due_s: float
-    firsts: tuple[int, ...]  # the first places that are wanted, by group
-    offers: set[int] = field(default_factory=set)
-    asked: set[PageKey] = field(default_factory=set)
-    num_pending: int = 0
-    num_writing: int = 0
-    is_finished: bool = False  # nothing more is offered
-    fault: str | None = None
-    has_ended: bool = False
-
-    def choose(self, offer: messages.Offer) -> list[tuple[int, PageKey, int]]:
-        """Return what to ask for of an offer: (place in it, key, page there).
-
-        Each page is named once, however often it was offered, and neighbours follow each other.
-        """
-        named = [
-            (at, self.keys.get((group, place)), page)
-            for at, (group, place, page) in enumerate(offer.pages)
-        ]
-        found = {
-            key: (at, key, page)
-            for at, key, page in named
-            if key in self.transfer.missing and key not in self.asked
-        }
-        self.asked.update(found)
-        return sorted(found.values(), key=lambda one: one[2])
-
-
-def begin(
-    id_: int, request: Request, chosen: RemotePrefill, patience_s: float, groups: int
-) -> KvTransfer:
-    """Return a transfer that begins; it waits for `patience_s` beyond what it should take."""
-    transfer, now_s = chosen.transfer, time.monotonic()
-    places = {key: place for place, key in enumerate(transfer.keys, transfer.first_page)}
-    keys = {(group, places[key]): (group, key) for group, key in chosen.wanted}
-    firsts = [transfer.first_page + len(transfer.keys)] * groups
-    for group, place in keys:
-        firsts[group] = min(firsts[group], place)
-    patience_s += 3 * chosen.seconds
-    return KvTransfer(
-        *(id_, request, transfer, keys, chosen.flops, chosen.seconds),
-        *(now_s, patience_s, now_s + patience_s, tuple(firsts)),
-    )
-
-
-@dataclass(slots=True)
-class PageFetch:
-    """Pages that were asked for, and those of the same offer that follow.
-
-    `how` is a word of `messages`.
-    """
-
-    one: KvTransfer
-    offer: int
-    keys: list[PageKey]
-    rest: list[tuple[int, PageKey, int]]  # place in the offer, key, page there
-    began_s: float
-    how: str
-
-    @property
-    def is_written(self) -> bool:
-        """Whether its transfer counts it in `num_writing` until its answer comes."""
-        return self.how == WRITTEN

@@ -1,7 +1,6 @@
-"""The prefill engine's side: it computes prompts for decode engines, and leases them the pages.
+"""The prefill engine's side: prefills prompts of decode engines and leases them the KV pages.
 
-A `DecodePeer` is one decode engine as the prefill engine sees it; the `PrefillSide` serves all of
-them.
+A `DecodePeer` is the connection to one decode engine; the `PrefillSide` has all of them.
 """
 
 from __future__ import annotations
@@ -42,42 +41,479 @@ if TYPE_CHECKING:
     from twostroke.engine.kv_cache.prefix import PageKey
     from twostroke.engine.scheduler.transfers import Lease
 
-LEASE_S = 10.0  # that a decode engine may take to fetch what it was offered
-_LOAD_S: Final = 0.5  # between reports of the load
-_TICK_S: Final = 0.1
-_NOTHING: Final = SamplingParams(max_tokens=1, temperature=0.0)  # which is discarded
-_RECENT_S: Final = 10  # over which the pace is measured
-_serial = itertools.count(1)
+LEASE_S = 10.0  # in which a decode engine must fetch the pages that it was offered
+_LOAD_INTERVAL_S: Final = 0.5  # between reports of the load
+_POLL_S: Final = 0.1
+_SPEED_WINDOW_S: Final = 10  # over which the speed of prefill is measured
+_PREFILL_ONLY: Final = SamplingParams(max_tokens=1, temperature=0.0)  # the token is dropped
+_request_numbers = itertools.count(1)
 
 
-@dataclass(slots=True, eq=False)
-class _LeasedPages:
-    """A lease, and the pages of its offer in order."""
+class PrefillSide:
+    """Serves all decode engines that connect.
 
-    reading: _PeerPrompt
-    lease: Lease
-    pages: list[int]
-    until_s: float
-    num_sending: int = 0  # answers that still read it
-    is_over: bool = False  # no answer will follow these
+    Attributes:
+        client, loop, pages: of the engine.
+        spec: the decode engines' pages must have the same.
+        num_prompts: prompts prefilled for decode engines since the start.
+        num_leased_pages: pages leased since the start.
+        num_expired_leases: leases that ended because a decode engine took too long.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        spec: messages.KvCacheSpecMessage,
+        *,
+        address: tuple[str, int],
+        secret: bytes,
+        page_file: int | None,
+        link: str = "auto",
+    ) -> None:
+        """Listen at `address`.
+
+        `page_file` is the open file of the pages, if other processes can map them. `link` is a
+        word of `PEER_LINKS`.
+        """
+        self.client = client
+        self.spec = spec
+        self.loop = client.loop
+        self.pages = client.loop.pages
+        self.num_prompts = 0
+        self.num_leased_pages = 0
+        self.num_expired_leases = 0
+        self._page_file = page_file
+        self._link = link
+        self._cost = client.card.cost.per_step()
+        self._decode_peers: set[DecodePeer] = set()
+        self._listener = PeerListener(address, secret, page_file=page_file, serve=self._serve)
+        self.pages.on_close.append(self.close)
+
+    def close(self) -> bool:
+        """End all connections and leases; always returns True."""
+        self._listener.close()
+        for decode_peer in list(self._decode_peers):
+            decode_peer.cut()
+        if self._page_file is not None:
+            os.close(self._page_file)
+            self._page_file = None
+        return True
+
+    def stats(self) -> PrefillSideStats:
+        """Return the number of connections and prompts now, and counts since the start."""
+        with self.pages.lock:
+            return PrefillSideStats(
+                port=self._listener.port,
+                num_peers=len(self._decode_peers),
+                num_reading=sum(len(peer.prompts) for peer in self._decode_peers),
+                num_prompts=self.num_prompts,
+                num_pages_lent=self.num_leased_pages,
+                num_leases_late=self.num_expired_leases,
+            )
+
+    def load(self) -> tuple[float, float]:
+        """Return the FLOPs of prompts that wait or are prefilled, and the speed in FLOP/s."""
+        span = self.loop.span(_SPEED_WINDOW_S)
+        recent = (span.last.strokes - span.first.strokes).prefill
+        flops_per_s = recent.flops_per_s or self.loop.snapshot().strokes.prefill.flops_per_s
+        with self.pages.lock:
+            requests = [
+                prompt.request
+                for peer in self._decode_peers
+                for prompt in peer.prompts.values()
+                if not prompt.has_ended
+            ]
+            spans = [(request.num_computed, request.num_prompt) for request in requests]
+        return sum(self._prefill_flops(first, end) for first, end in spans), flops_per_s
+
+    def open_nixl(self) -> NixlProcess:
+        """Start a NIXL process for this engine's pages.
+
+        Raises:
+            NixlProcessError: NIXL is switched off, or does not work here.
+        """
+        if self._link == "socket":
+            raise NixlProcessError("its --peer-link is socket.")
+        if self._page_file is None:
+            raise NixlProcessError("its pages cannot be shared.")
+        return NixlProcess(self._page_file, self.loop.facts.num_pages, self.spec.page_bytes)
+
+    def _prefill_flops(self, first: int, end: int) -> float:
+        """Return the work of prefilling a prompt's tokens from index `first` to `end`."""
+        return self._cost.of(BatchShape.prefill(end - first, first)).flops if end > first else 0.0
+
+    def _serve(self, connection: PeerConnection) -> None:
+        decode_peer = DecodePeer(self, connection)
+        with self.pages.lock:
+            self._decode_peers.add(decode_peer)
+        try:
+            decode_peer.serve()
+        finally:
+            with self.pages.lock:
+                self._decode_peers.discard(decode_peer)
+
+
+class DecodePeer:
+    """The connection to one decode engine. The loop's lock guards its state.
+
+    Leases end in any order. Each lease has references to its pages, so no page is reused while a
+    decode engine may read it: a reply that is being sent keeps the lease, and `Content` tells a
+    decode engine that copies the pages itself whether the lease lasted until then. Pages are
+    evicted in the order in which their leases ended, but are useless without the pages before them;
+    so the end of a prompt's last lease marks its pages as used in the order of the prompt.
+
+    Attributes:
+        prompts: prompts of the decode engine that are not finished, by number.
+    """
+
+    def __init__(self, prefill_side: PrefillSide, connection: PeerConnection) -> None:
+        self.prompts: dict[int, _PeerPrompt] = {}
+        self._prefill_side = prefill_side
+        self._connection = connection
+        self._pages = prefill_side.pages
+        self._leased: dict[int, _LeasedPages] = {}  # by number of the offer
+        self._offer_numbers = itertools.count(1)
+        self._newest_id = 0
+        self._newest_written = 0  # number of the newest fetch with the mode `WRITTEN`
+        self._nixl_process: NixlProcess | None = None
+        self._to_send: queue.SimpleQueue[_PageReply | None] = queue.SimpleQueue()
+        self._is_open = True
+
+    def serve(self) -> None:
+        """Answer the decode engine's messages until the connection ends."""
+        sender = threading.Thread(target=self._run_sender, name="twostroke-lend", daemon=True)
+        try:
+            if self._welcome():
+                sender.start()
+                while True:
+                    self._handle(self._connection.receive())
+        except PeerLostError:
+            pass
+        finally:
+            self.cut()
+            if sender.ident is not None:
+                self._to_send.put(None)
+                sender.join()
+            self._close_nixl()
+            self._release_all()
+            self._connection.close()
+
+    def cut(self) -> None:
+        """End the connection, so that `serve` returns."""
+        self._is_open = False
+        self._connection.cut()
+        if (nixl_process := self._nixl_process) is not None:
+            nixl_process.end()
+
+    def offer(self, prompt: _PeerPrompt, num_pages: int | None = None) -> None:
+        """Offer cached pages among the first `num_pages`, or all that the request has computed."""
+        with self._pages.lock:
+            if not self._is_open or prompt.id not in self.prompts:
+                return
+            if num_pages is None:
+                num_pages = prompt.request.num_computed // self._prefill_side.spec.page_size
+            ready = []
+            for index, key in prompt.unoffered:
+                if index >= num_pages:
+                    break
+                ready.append((index, key))
+            lease = self._pages.lease([key for _, key in ready])
+            if not lease.pages:
+                return
+            leased = [(index, key) for index, key in ready if key in lease.pages]
+            prompt.unoffered = deque(
+                (index, key) for index, key in prompt.unoffered if key not in lease.pages
+            )
+            number = next(self._offer_numbers)
+            self._leased[number] = _LeasedPages(
+                prompt=prompt,
+                lease=lease,
+                pages=[lease.pages[key] for _, key in leased],
+                expires_at_s=time.monotonic() + LEASE_S,
+            )
+            prompt.num_leases += 1
+            self._prefill_side.num_leased_pages += len(leased)
+            pages = [(key[0], index, lease.pages[key]) for index, key in leased]
+            self._send(messages.Offer(prompt.id, number, pages))
+
+    def finish_if_done(self, prompt: _PeerPrompt) -> None:
+        """Tell the decode engine that no more pages come, once all that exist were offered."""
+        with self._pages.lock:
+            if not prompt.has_ended or self.prompts.get(prompt.id) is not prompt:
+                return
+            if not prompt.num_leases and prompt.unoffered:
+                self.offer(prompt)  # there is room now, or these pages were evicted
+            if not prompt.num_leases:
+                del self.prompts[prompt.id]
+                self._send(messages.PrefillFinished(prompt.id, prompt.fault))
+
+    # The receiving thread.
+
+    def _welcome(self) -> bool:
+        """Answer the first message; return whether the engines can exchange pages."""
+        hello = self._connection.receive()
+        own_spec = self._prefill_side.spec
+        if not isinstance(hello, messages.PeerHello) or hello.version != messages.VERSION:
+            reason: str | None = "another version of Twostroke"
+        else:
+            reason = own_spec.difference(hello.spec)
+        if reason is not None:
+            self._connection.send(messages.Refused(f"The prefill engine has {reason}."))
+            return False
+        num_pages = self._prefill_side.loop.facts.num_pages
+        self._connection.send(messages.Welcome(messages.VERSION, own_spec, num_pages))
+        return True
+
+    def _handle(self, question: messages.Question) -> None:
+        match question:
+            case messages.PrefillPrompt():
+                self._prefill(question)
+            case messages.Fetch():
+                if question.mode == SENT:
+                    self._close_nixl()  # the decode engine has measured that NIXL is slower
+                self._fetch(question)
+            case messages.Abort():
+                self._abort(question.id)
+            case messages.NixlJoin():
+                self._join_nixl(question)
+            case messages.NixlProbe():
+                self._probe(question)
+            case messages.PeerHello():
+                pass  # a duplicate
+
+    def _prefill(self, question: messages.PrefillPrompt) -> None:
+        """Offer the cached pages of a prompt, and prefill it unless these are all."""
+        if question.id <= self._newest_id:
+            return  # a duplicate
+        self._newest_id = question.id
+        page_size = self._prefill_side.spec.page_size
+        request = Request(
+            id=f"lent{next(_request_numbers)}",
+            tokens=question.tokens,
+            num_prompt=len(question.tokens),
+            params=_PREFILL_ONLY,
+            seed=0,
+            priority=question.priority,
+            salt=question.salt,
+            tenant=question.salt.decode(errors="replace"),
+            hints=Hints(shows_progress=True),
+        )
+        num_pages = len(question.tokens) // page_size
+        try:
+            self._check(question)
+            chain = PrefixChain(page_size, question.salt)
+            chain.extend(question.tokens, num_pages)
+            prompt = _PeerPrompt(self, question.id, request, chain.keys)
+            for index, key in enumerate(chain.keys):
+                for group, first in enumerate(question.first_pages):
+                    if index >= first:
+                        prompt.unoffered.append((index, (group, key)))
+            with self._pages.lock:
+                self.prompts[question.id] = prompt
+                self._prefill_side.num_prompts += 1
+                self.offer(prompt, num_pages)
+                prompt.has_ended = not prompt.unoffered  # all pages were cached
+                self.finish_if_done(prompt)
+                if prompt.unoffered:
+                    self._prefill_side.loop.submit([prompt])
+        except TwostrokeError as error:
+            with self._pages.lock:
+                self.prompts.pop(question.id, None)
+            self._send(messages.PrefillFinished(question.id, str(error)))
+
+    def _check(self, question: messages.PrefillPrompt) -> None:
+        """Refuse a prompt that no decode engine with the same spec sends."""
+        tokens, spec = question.tokens, self._prefill_side.spec
+        vocab_size = self._prefill_side.client.card.cost.program.vocab_size
+        has_full_pages = tokens and not len(tokens) % spec.page_size
+        if not has_full_pages or min(tokens) < 0 or max(tokens) >= vocab_size:
+            raise PeerLostError("The prompt has no full pages, or tokens outside the vocabulary.")
+        if len(question.first_pages) != len(spec.windows):
+            raise PeerLostError("A prompt has another number of cache groups.")
+
+    def _fetch(self, question: messages.Fetch) -> None:
+        with self._pages.lock:
+            leased = self._leased.get(question.offer)
+            is_written = question.mode == WRITTEN
+            # Pages are written once, however often the message arrives.
+            is_duplicate = is_written and question.number <= self._newest_written
+            if leased is None or leased.has_ended or is_duplicate:
+                self._send(messages.Content(question.number, is_valid=False))
+                return
+            leased.has_ended = question.is_last
+            pages = [
+                leased.pages[index] for index in question.indices if 0 <= index < len(leased.pages)
+            ]
+            content = messages.Content(question.number, is_valid=True)
+            views: Iterable[memoryview[Any]] = ()
+            if question.mode == SENT:
+                memory = self._pages.memory
+                assert memory is not None
+                views = map(memory.read, pages)
+                content = replace(content, num_bytes=len(pages) * memory.page_bytes)
+            leased.num_replies += 1
+            if is_written:
+                self._newest_written = question.number
+            move = _NixlWrite(pages, question.targets) if is_written else None
+            self._to_send.put(_PageReply(content, views, question.offer, move))
+
+    def _join_nixl(self, question: messages.NixlJoin) -> None:
+        """Start a NIXL process and connect it with the NIXL process of the decode engine."""
+        if self._nixl_process is not None:
+            return  # a duplicate
+        try:
+            nixl_process = self._prefill_side.open_nixl()
+            nixl_process.meet(question.address, MOVE_S)
+        except NixlProcessError as error:
+            self._send(messages.NixlJoined(None, str(error)))
+            return
+        self._nixl_process = nixl_process
+        self._send(messages.NixlJoined(nixl_process.address))
+
+    def _close_nixl(self) -> None:
+        """End the NIXL process, so that nothing outside reads the pages any more."""
+        if self._nixl_process is not None:
+            self._nixl_process.close()
+            self._nixl_process = None
+
+    def _probe(self, question: messages.NixlProbe) -> None:
+        content = messages.Content(question.number, is_valid=True)
+        if question.mode == SENT:
+            content = replace(content, num_bytes=PROBE_BYTES)
+            self._to_send.put(_PageReply(content, [memoryview(bytes(PROBE_BYTES))]))
+        else:
+            self._to_send.put(_PageReply(content, nixl_write=_NixlWrite([], [])))
+
+    def _abort(self, id_: int) -> None:
+        with self._pages.lock:
+            prompt = self.prompts.pop(id_, None)
+            if prompt is None:
+                return
+            for number, leased in list(self._leased.items()):
+                if leased.prompt is prompt:
+                    leased.has_ended = True
+                    self._release_if_ended(number)
+        self._prefill_side.loop.cancel([prompt.request.id])
+
+    def _release_if_ended(self, number: int) -> None:
+        """Release the pages of an offer if its lease has ended and no reply still reads them."""
+        leased = self._leased[number]
+        if leased.has_ended and not leased.num_replies:
+            prompt = leased.prompt
+            del self._leased[number]
+            self._pages.release(leased.lease)
+            prompt.num_leases -= 1
+            if not prompt.num_leases:
+                self._pages.touch(prompt.chain)
+            self.offer(prompt)
+            self.finish_if_done(prompt)
+
+    def _send(self, message: messages.Answer) -> None:
+        self._to_send.put(_PageReply(message))
+
+    # The sending thread.
+
+    def _run_sender(self) -> None:
+        """Send replies and the load, and end expired leases, until the connection ends."""
+        reported_s = 0.0
+        try:
+            while True:
+                reply = None
+                with suppress(queue.Empty):
+                    reply = self._to_send.get(timeout=_POLL_S)
+                    if reply is None:
+                        return
+                if reply is not None:
+                    message = reply.message
+                    if reply.nixl_write is not None:
+                        message = self._write(reply, reply.nixl_write)
+                    self._connection.send(message, reply.pages)
+                    if reply.offer:
+                        self._sent(reply.offer)
+                now_s = time.monotonic()
+                if now_s - reported_s >= _LOAD_INTERVAL_S:
+                    reported_s = now_s
+                    queue_flops, flops_per_s = self._prefill_side.load()
+                    self._connection.send(
+                        messages.PrefillLoad(queue_flops, flops_per_s, self._newest_id)
+                    )
+                    self._end_expired_leases(now_s)
+        except (PeerLostError, BackendError):
+            self.cut()
+
+    def _write(self, reply: _PageReply, nixl_write: _NixlWrite) -> messages.Answer:
+        """Write pages to the decode engine by NIXL, and return the message to send afterwards."""
+        leased = self._leased.get(reply.offer)
+        if leased is not None and self.prompts.get(leased.prompt.id) is not leased.prompt:
+            return replace(reply.message, is_valid=False)  # the prompt was aborted
+        pages, targets = nixl_write.pages, nixl_write.targets
+        if self._nixl_process is None or len(pages) != len(targets):
+            raise PeerLostError("Pages cannot be written.")
+        try:
+            if pages or leased is None:  # a probe has no lease
+                self._nixl_process.move(pages, targets, MOVE_S, is_write=True)
+        except NixlProcessError:
+            if leased is not None:
+                raise
+            return replace(reply.message, is_valid=False)
+        return reply.message
+
+    def _sent(self, number: int) -> None:
+        with self._pages.lock:
+            self._leased[number].num_replies -= 1
+            self._release_if_ended(number)
+
+    def _end_expired_leases(self, now_s: float) -> None:
+        with self._pages.lock:
+            expired = [
+                number for number, leased in self._leased.items() if leased.expires_at_s < now_s
+            ]
+            for number in expired:
+                self._prefill_side.num_expired_leases += not self._leased[number].has_ended
+                self._leased[number].has_ended = True
+                self._release_if_ended(number)
+
+    def _release_all(self) -> None:
+        """Release all pages and cancel all prompts after the connection has ended."""
+        with self._pages.lock:
+            prompts = list(self.prompts.values())
+            self.prompts = {}
+            for number, leased in list(self._leased.items()):
+                leased.has_ended = True
+                leased.num_replies = 0
+                self._release_if_ended(number)
+        self._prefill_side.loop.cancel([prompt.request.id for prompt in prompts])
 
 
 class _PeerPrompt(RequestListener):
-    """A prompt that is read for another engine; `chain` has the keys of its places."""
+    """A prompt of a decode engine.
 
-    def __init__(self, guest: DecodePeer, id_: int, request: Request, chain: list[bytes]) -> None:
+    Attributes:
+        id: the number of the prompt in the connection.
+        chain: the keys of its pages.
+        unoffered: index and key of pages that were not offered yet, in order.
+        num_leases: offers whose leases have not ended.
+        has_ended: whether its request has ended, or was not needed.
+        fault: why the prefill failed.
+    """
+
+    def __init__(
+        self, decode_peer: DecodePeer, id_: int, request: Request, chain: list[bytes]
+    ) -> None:
         super().__init__(request, 0, Mailbox(self._end))
-        self.id, self.chain = id_, chain
-        self.unoffered: deque[tuple[int, PageKey]] = deque()  # with their places, in their order
-        self.num_leases, self.has_ended = 0, False
+        self.id = id_
+        self.chain = chain
+        self.unoffered: deque[tuple[int, PageKey]] = deque()
+        self.num_leases = 0
+        self.has_ended = False
         self.fault: str | None = None
-        self._guest = guest
+        self._decode_peer = decode_peer
 
     def take(self, delta: RequestDelta, now_s: float) -> Output | None:
-        """Offer what a step has computed."""
-        del delta  # has no token
+        """Offer the pages that a step has completed."""
+        del delta  # its token is dropped
         reason = self.request.finish_reason
-        self._guest.offer(self)
+        self._decode_peer.offer(self)
         if reason is None:
             return None
         self.first_token_s = self.last_token_s = now_s
@@ -86,402 +522,50 @@ class _PeerPrompt(RequestListener):
 
     def _end(self, output: Output) -> None:
         if output.finish_reason is not FinishReason.LENGTH:
-            self.fault = str(output.error or "The prompt was not read to its end.")
+            self.fault = str(output.error or "The prefill was not completed.")
         self.has_ended = True
-        self._guest.finish_if_done(self)
+        self._decode_peer.finish_if_done(self)
 
 
-class DecodePeer:
-    """One decode engine. The loop's lock guards its state.
+@dataclass(slots=True, eq=False)
+class _LeasedPages:
+    """The pages of an offer, and their lease.
 
-    Leases end in any order. Each refers to its pages, so none is handed out that a peer may read:
-    an answer that is being sent delays the end, and `Content` tells a peer that copies the pages
-    itself whether its lease held until then. Pages are evicted by when their leases ended, but are
-    of no use without those before them: the end of a prompt's last lease brings them into order.
+    Attributes:
+        prompt: the prompt to which the pages belong.
+        lease: keeps the pages.
+        pages: the pages in the order of the offer.
+        expires_at_s: when the lease ends if the decode engine has not fetched the pages.
+        num_replies: replies, not sent yet, that read the pages.
+        has_ended: whether no more replies will read the pages.
     """
 
-    def __init__(self, lender: PrefillSide, connection: PeerConnection) -> None:
-        self.readings: dict[int, _PeerPrompt] = {}
-        self._lender, self._connection, self._pages = lender, connection, lender.pages
-        self._lent: dict[int, _LeasedPages] = {}
-        self._offers = itertools.count(1)
-        self._newest_id = self._newest_written = 0
-        self._carrier: NixlProcess | None = None
-        self._to_send: queue.SimpleQueue[_PageReply | None] = queue.SimpleQueue()
-        self._is_open = True
+    prompt: _PeerPrompt
+    lease: Lease
+    pages: list[int]
+    expires_at_s: float
+    num_replies: int = 0
+    has_ended: bool = False
 
-    def serve(self) -> None:
-        """Answer until the connection ends."""
-        writer = threading.Thread(target=self._write, name="twostroke-lend", daemon=True)
-        try:
-            if self._welcome():
-                writer.start()
-                while True:
-                    self._do(self._connection.receive())
-        except PeerLostError:
-            pass
-        finally:
-            self.cut()
-            if writer.ident is not None:
-                self._to_send.put(None)
-                writer.join()
-            self._part()
-            self._drop_all()
-            self._connection.close()
 
-    def cut(self) -> None:
-        """End the connection; `serve` returns."""
-        self._is_open = False
-        self._connection.cut()
-        if (carrier := self._carrier) is not None:
-            carrier.end()
+class _NixlWrite(Frozen):
+    """Own pages to write, and the decode engine's pages to write to; no pages for a probe."""
 
-    def offer(self, reading: _PeerPrompt, known: int | None = None) -> None:
-        """Offer pages of the first `known` places, or of those that the request has computed."""
-        with self._pages.lock:
-            if not self._is_open or reading.id not in self.readings:
-                return
-            num_computed = reading.request.num_computed // self._lender.kind.page_size
-            end = num_computed if known is None else known
-            ready = list(itertools.takewhile(lambda one: one[0] < end, reading.unoffered))
-            lease = self._pages.lease([key for _, key in ready])
-            if not lease.pages:
-                return
-            found = [(place, key) for place, key in ready if key in lease.pages]
-            offered = {key for _, key in found}
-            kept = [one for one in reading.unoffered if one[1] not in offered]
-            reading.unoffered = deque(kept)
-            number = next(self._offers)
-            pages = [lease.pages[key] for _, key in found]
-            until_s = time.monotonic() + LEASE_S
-            self._lent[number] = _LeasedPages(reading, lease, pages, until_s)
-            reading.num_leases += 1
-            self._lender.num_lent += len(pages)
-            named = [(key[0], place, page) for (place, key), page in zip(found, pages, strict=True)]
-            self._say(messages.Offer(reading.id, number, named))
-
-    def finish_if_done(self, reading: _PeerPrompt) -> None:
-        """Say that no more comes, once all that could be offered was."""
-        with self._pages.lock:
-            if not reading.has_ended or self.readings.get(reading.id) is not reading:
-                return
-            if not reading.num_leases and reading.unoffered:
-                self.offer(reading)  # there is room now, or these pages were evicted
-            if not reading.num_leases:
-                del self.readings[reading.id]
-                self._say(messages.PrefillFinished(reading.id, reading.fault))
-
-    def _welcome(self) -> bool:
-        hello, own = self._connection.receive(), self._lender.kind
-        reason = None
-        if not isinstance(hello, messages.PeerHello) or hello.version != messages.VERSION:
-            reason = "another version of Twostroke"
-        else:
-            reason = own.difference(hello.kind)
-        if reason is not None:
-            self._connection.send(messages.Refused(f"The prefill engine has {reason}."))
-            return False
-        num_pages = self._lender.loop.facts.num_pages
-        self._connection.send(messages.Welcome(messages.VERSION, own, num_pages))
-        return True
-
-    def _do(self, question: messages.Question) -> None:
-        match question:
-            case messages.PrefillPrompt():
-                self._read(question)
-            case messages.Fetch():
-                if question.how == SENT:
-                    self._part()  # a carrier was measured to be slower
-                self._fetch(question)
-            case messages.Abort():
-                self._abort(question.id)
-            case messages.NixlJoin():
-                self._join(question)
-            case messages.NixlProbe():
-                self._probe(question)
-            case messages.PeerHello():
-                pass  # a second time
-
-    def _read(self, question: messages.PrefillPrompt) -> None:
-        if question.id <= self._newest_id:
-            return  # a second time
-        self._newest_id = question.id
-        lender, tokens = self._lender, question.tokens
-        chain = PrefixChain(lender.kind.page_size, question.salt)
-        request = Request(
-            id=f"lent{next(_serial)}",
-            tokens=tokens,
-            num_prompt=len(tokens),
-            params=_NOTHING,
-            seed=0,
-            priority=question.priority,
-            salt=question.salt,
-            tenant=question.salt.decode(errors="replace"),
-            hints=Hints(shows_progress=True),
-        )
-        num_places = len(tokens) // lender.kind.page_size
-        try:
-            self._check(question)
-            chain.extend(tokens, num_places)
-            reading = _PeerPrompt(self, question.id, request, chain.keys)
-            reading.unoffered += [
-                (place, (group, chain.keys[place]))
-                for place in range(num_places)
-                for group, first in enumerate(question.firsts)
-                if place >= first
-            ]
-            with self._pages.lock:
-                self.readings[question.id] = reading
-                lender.num_prompts += 1
-                self.offer(reading, num_places)
-                reading.has_ended = not reading.unoffered  # all had been computed
-                self.finish_if_done(reading)
-                if reading.unoffered:
-                    lender.loop.submit([reading])
-        except TwostrokeError as error:
-            with self._pages.lock:
-                self.readings.pop(question.id, None)
-            self._say(messages.PrefillFinished(question.id, str(error)))
-
-    def _check(self, question: messages.PrefillPrompt) -> None:
-        """Refuse what no decode engine of the same kind asks for."""
-        tokens, vocab_size = question.tokens, self._lender.client.card.cost.program.vocab_size
-        is_whole = tokens and not len(tokens) % self._lender.kind.page_size
-        if not is_whole or min(tokens) < 0 or max(tokens) >= vocab_size:
-            raise PeerLostError("A prompt cannot be read.")
-        if len(question.firsts) != len(self._lender.kind.windows):
-            raise PeerLostError("A prompt has another number of cache groups.")
-
-    def _fetch(self, question: messages.Fetch) -> None:
-        with self._pages.lock:
-            lent = self._lent.get(question.offer)
-            is_known = question.how == WRITTEN and question.number <= self._newest_written
-            if lent is None or lent.is_over or is_known:  # written once, however often asked for
-                self._say(messages.Content(question.number, is_valid=False))
-                return
-            lent.is_over = question.is_last
-            pages = [lent.pages[at] for at in question.wanted if 0 <= at < len(lent.pages)]
-            answer = messages.Content(question.number, is_valid=True)
-            views: Iterable[memoryview[Any]] = ()
-            if question.how == SENT:
-                memory = self._pages.memory
-                assert memory is not None
-                views = map(memory.read, pages)
-                answer = replace(answer, num_bytes=len(pages) * memory.page_bytes)
-            lent.num_sending += 1
-            if question.how == WRITTEN:
-                self._newest_written = question.number
-            move = (pages, question.targets) if question.how == WRITTEN else None
-            self._to_send.put(_PageReply(answer, views, question.offer, move))
-
-    def _join(self, question: messages.NixlJoin) -> None:
-        """Open a carrier, and let it meet that of the decode engine."""
-        if self._carrier is not None:
-            return  # a second time
-        try:
-            carrier = self._lender.open_carrier()
-            carrier.meet(question.place, MOVE_S)
-        except NixlProcessError as error:
-            self._say(messages.NixlJoined(None, str(error)))
-            return
-        self._carrier = carrier
-        self._say(messages.NixlJoined(carrier.place))
-
-    def _part(self) -> None:
-        """Let nothing outside read the pages any more."""
-        if self._carrier is not None:
-            self._carrier.close()
-            self._carrier = None
-
-    def _probe(self, question: messages.NixlProbe) -> None:
-        content = messages.Content(question.number, is_valid=True)
-        if question.how == SENT:
-            content = replace(content, num_bytes=PROBE_BYTES)
-            self._to_send.put(_PageReply(content, [memoryview(bytes(PROBE_BYTES))]))
-        else:
-            self._to_send.put(_PageReply(content, move=([], [])))
-
-    def _abort(self, id_: int) -> None:
-        with self._pages.lock:
-            reading = self.readings.pop(id_, None)
-            if reading is None:
-                return
-            for number in [n for n, lent in self._lent.items() if lent.reading is reading]:
-                self._lent[number].is_over = True
-                self._release_if_over(number)
-        self._lender.loop.cancel([reading.request.id])
-
-    def _release_if_over(self, number: int) -> None:
-        lent = self._lent[number]
-        if lent.is_over and not lent.num_sending:
-            del self._lent[number]
-            self._pages.release(lent.lease)
-            lent.reading.num_leases -= 1
-            if not lent.reading.num_leases:
-                self._pages.touch(lent.reading.chain)
-            self.offer(lent.reading)
-            self.finish_if_done(lent.reading)
-
-    def _say(self, message: messages.Answer) -> None:
-        self._to_send.put(_PageReply(message))
-
-    def _write(self) -> None:
-        """Send answers and reports, and end leases that are late, until the connection ends."""
-        load_s = 0.0
-        try:
-            while True:
-                answer = None
-                with suppress(queue.Empty):
-                    answer = self._to_send.get(timeout=_TICK_S)
-                    if answer is None:
-                        return
-                if answer is not None:
-                    message = self._move(answer) if answer.move else answer.message
-                    self._connection.send(message, answer.pages)
-                    if answer.offer:
-                        self._sent(answer.offer)
-                now_s = time.monotonic()
-                if now_s - load_s >= _LOAD_S:
-                    load_s = now_s
-                    self._connection.send(
-                        messages.PrefillLoad(*self._lender.load(), self._newest_id)
-                    )
-                    self._end_late(now_s)
-        except (PeerLostError, BackendError):
-            self.cut()
-
-    def _move(self, answer: _PageReply) -> messages.Answer:
-        """Write pages to the decode engine, and return what it hears then."""
-        assert answer.move is not None
-        (own, theirs), lent = answer.move, self._lent.get(answer.offer)
-        if lent is not None and self.readings.get(lent.reading.id) is not lent.reading:
-            return replace(answer.message, is_valid=False)  # it was aborted
-        if self._carrier is None or len(own) != len(theirs):
-            raise PeerLostError("Pages cannot be written.")
-        try:
-            if own or lent is None:  # a probe has none
-                self._carrier.move(own, theirs, MOVE_S, is_write=True)
-        except NixlProcessError:
-            if lent is not None:
-                raise
-            return replace(answer.message, is_valid=False)
-        return answer.message
-
-    def _sent(self, number: int) -> None:
-        with self._pages.lock:
-            self._lent[number].num_sending -= 1
-            self._release_if_over(number)
-
-    def _end_late(self, now_s: float) -> None:
-        with self._pages.lock:
-            for number in [n for n, lent in self._lent.items() if lent.until_s < now_s]:
-                self._lender.num_late += not self._lent[number].is_over
-                self._lent[number].is_over = True
-                self._release_if_over(number)
-
-    def _drop_all(self) -> None:
-        """Give back all that the engine had."""
-        with self._pages.lock:
-            readings, self.readings = list(self.readings.values()), {}
-            for number, lent in list(self._lent.items()):
-                lent.is_over, lent.num_sending = True, 0
-                self._release_if_over(number)
-        self._lender.loop.cancel([reading.request.id for reading in readings])
+    pages: list[int]
+    targets: list[int]
 
 
 class _PageReply(Frozen):
-    """A message to send, with pages; `offer` is the one that they are of.
+    """A message to send.
 
-    `move` are pages to write before, and those of the decode engine to which; none for a probe.
+    Attributes:
+        message: the message.
+        pages: bytes to send after it.
+        offer: number of the offer from which the pages are; 0 if there is none.
+        nixl_write: pages to write by NIXL before the message is sent.
     """
 
     message: messages.Answer
     pages: Iterable[memoryview[Any]] = ()
     offer: int = 0
-    move: tuple[list[int], list[int]] | None = None
-
-
-class PrefillSide:
-    """Serves all decode engines that connect."""
-
-    def __init__(
-        self,
-        client: Client,
-        kind: messages.KvCacheSpecMessage,
-        address: tuple[str, int],
-        secret: bytes,
-        memory: int | None,
-        link: str = "auto",
-    ) -> None:
-        """Listen at `address`; `memory` is the open file of the pages, if they are shared.
-
-        `link` is a word of `PEER_LINKS`.
-        """
-        self.client, self.kind = client, kind
-        self.loop, self.pages = client.loop, client.loop.pages
-        self.num_prompts = self.num_lent = self.num_late = 0
-        self._memory, self._link = memory, link
-        self._cost = client.card.cost.per_step()
-        self._guests: set[DecodePeer] = set()
-        self._listener = PeerListener(address, secret, memory, self._serve)
-        self.pages.on_close.append(self.close)
-
-    def close(self) -> bool:
-        """End all connections and leases."""
-        self._listener.close()
-        for guest in list(self._guests):
-            guest.cut()
-        if self._memory is not None:
-            os.close(self._memory)
-            self._memory = None
-        return True
-
-    def view(self) -> PrefillSideStats:
-        """Return what it does now."""
-        with self.pages.lock:
-            reading = sum(len(guest.readings) for guest in self._guests)
-            return PrefillSideStats(
-                self._listener.port,
-                len(self._guests),
-                reading,
-                self.num_prompts,
-                self.num_lent,
-                self.num_late,
-            )
-
-    def flops(self, first: int, end: int) -> float:
-        """Return the work of reading a prompt's tokens from `first` to `end`."""
-        return self._cost.of(BatchShape.prefill(end - first, first)).flops if end > first else 0.0
-
-    def load(self) -> tuple[float, float]:
-        """Return the work that waits or is being done, and the pace of prefill."""
-        span = self.loop.span(_RECENT_S)
-        recent = (span.last.strokes - span.first.strokes).prefill
-        pace = recent.flops_per_s or self.loop.snapshot().strokes.prefill.flops_per_s
-        with self.pages.lock:
-            readings = [one for guest in self._guests for one in guest.readings.values()]
-            open_ = [one.request for one in readings if not one.has_ended]
-            counts = [(one.num_computed, one.num_prompt) for one in open_]
-        return sum(self.flops(*count) for count in counts), pace
-
-    def open_carrier(self) -> NixlProcess:
-        """Return a new carrier of the pages.
-
-        Raises:
-            CarrierError: NIXL is not to be used, or does not work here.
-        """
-        if self._link == "socket":
-            raise NixlProcessError("its --peer-link is socket.")
-        if self._memory is None:
-            raise NixlProcessError("its pages cannot be shared.")
-        return NixlProcess(self._memory, self.loop.facts.num_pages, self.kind.page_bytes)
-
-    def _serve(self, connection: PeerConnection) -> None:
-        guest = DecodePeer(self, connection)
-        with self.pages.lock:
-            self._guests.add(guest)
-        try:
-            guest.serve()
-        finally:
-            with self.pages.lock:
-                self._guests.discard(guest)
+    nixl_write: _NixlWrite | None = None

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("twostroke.handover")
 
-# What each word of `PEER_LINKS` lets engines choose from that share no memory.
-_CHOICES: Final = {
+# The modes that each word of `PEER_LINKS` allows between engines that share no memory.
+_ALLOWED_MODES: Final = {
     "auto": (SENT, COPIED, WRITTEN),
     "socket": (SENT,),
     "nixl": (COPIED, WRITTEN),
@@ -43,180 +43,209 @@ _CHOICES: Final = {
     "nixl-write": (WRITTEN,),
 }
 _TITLES: Final = {SENT: "socket", COPIED: "NIXL, read", WRITTEN: "NIXL, written"}
-MOVE_S: Final = 2.0  # in which a move by NIXL must end
-_MOST_BYTES: Final = 8 << 20  # of one
-_WORTH: Final = 0.8  # of the socket's seconds, which NIXL must do with: carriers use cores, too
-_NUM_PROBES: Final = 4
-_PROBES_S: Final = 0.25  # after which a way is not measured again
+MOVE_S: Final = 2.0  # maximum duration of one NIXL transfer
+_MAX_MOVE_BYTES: Final = 8 << 20  # size of one NIXL transfer
+# NIXL is used if it needs at most 80% of the socket's time, since its processes use cores, too.
+_NIXL_MAX_TIME_RATIO: Final = 0.8
+_MAX_PROBES: Final = 4
+_MAX_PROBE_S: Final = 0.25  # after which a mode is not measured again
 
 
-class OwnPages(Frozen):
-    """A decode engine's pages, as NIXL may write to them: an open file, None if there is none."""
+class NixlMemory(Frozen):
+    """A decode engine's pages for NIXL: their open file, None if there is none, and their size."""
 
-    file: int | None
+    page_file: int | None
     num_pages: int
     page_bytes: int
 
 
 class TransferMethod:
-    """How pages come: `how` is a word of `messages`, `title` one for people."""
+    """One way of fetching pages.
+
+    Attributes:
+        mode: a word of `messages`.
+        title: the name for logs and metrics.
+        is_nixl: whether NIXL moves the pages.
+    """
 
     def __init__(
-        self, how: str, shared: SharedPages | None = None, carrier: NixlProcess | None = None
+        self,
+        mode: str,
+        shared_pages: SharedPages | None = None,
+        nixl_process: NixlProcess | None = None,
     ) -> None:
-        """Use shared memory, a carrier, or neither: pages are sent."""
-        self.how, self._shared, self._carrier = how, shared, carrier
-        self.title = "shared memory" if shared is not None else _TITLES[how]
-        self.is_nixl = carrier is not None
+        """Use shared memory, or a NIXL process; without both the socket sends the pages."""
+        self.mode = mode
+        self.title = "shared memory" if shared_pages is not None else _TITLES[mode]
+        self.is_nixl = nixl_process is not None
+        self._shared_pages = shared_pages
+        self._nixl_process = nixl_process
 
-    def most_pages(self, page_bytes: int) -> int | None:
-        """Return how many pages may be asked for at once; None for any number."""
-        return max(1, _MOST_BYTES // page_bytes) if self.is_nixl else None
+    def max_pages(self, page_bytes: int) -> int | None:
+        """Return the maximum number of pages of one fetch; None for no limit."""
+        return max(1, _MAX_MOVE_BYTES // page_bytes) if self.is_nixl else None
 
     def copy(self, pages: Sequence[int], memory: PageMemory, targets: Sequence[int]) -> None:
-        """Copy pages that are `COPIED` into those of this engine.
+        """Copy the other engine's `pages` to pages `targets` of `memory`, if the mode is `COPIED`.
 
         Raises:
-            CarrierError: NIXL did not, and nothing writes to the targets any more.
+            NixlProcessError: NIXL failed; nothing writes to the targets any more.
         """
-        if self._shared is not None:
-            self._shared.copy(pages, memory, targets)
-        elif self._carrier is not None and self.how == COPIED and pages:
-            self._carrier.move(targets, pages, MOVE_S, is_write=False)
+        if self._shared_pages is not None:
+            self._shared_pages.copy(pages, memory, targets)
+        elif self._nixl_process is not None and self.mode == COPIED and pages:
+            self._nixl_process.move(targets, pages, MOVE_S, is_write=False)
 
     def end(self) -> None:
-        """Let a copy end with an error; any thread may."""
-        if self._carrier is not None:
-            self._carrier.end()
+        """Make a running copy fail. Any thread may call this."""
+        if self._nixl_process is not None:
+            self._nixl_process.end()
 
     def close(self) -> None:
-        """Let nothing write to this engine's pages any more."""
-        if self._shared is not None:
-            self._shared.close()
-        if self._carrier is not None:
-            self._carrier.close()
+        """End the method; nothing writes to this engine's pages afterwards."""
+        if self._shared_pages is not None:
+            self._shared_pages.close()
+        if self._nixl_process is not None:
+            self._nixl_process.close()
 
 
-def choose_way(
-    connection: PeerConnection, file: int | None, num_pages: int, own: OwnPages, link: str
+def choose_transfer_method(
+    connection: PeerConnection,
+    shared_file: int | None,
+    *,
+    num_pages: int,
+    nixl_memory: NixlMemory,
+    link: str,
 ) -> TransferMethod:
-    """Return the fastest way that `link` allows, as measured.
+    """Return the fastest transfer method that `link` allows, by measurement.
 
-    A prefill engine that shares its `num_pages` has sent an open `file`: no other way is looked at.
+    A prefill engine on this machine has sent the open `shared_file` of its `num_pages` pages; then
+    shared memory is used without measuring.
 
     Raises:
-        RefusedError: `link` asks for NIXL, which does not work here or there.
+        RefusedError: `link` requires NIXL, which one of the engines cannot use.
         PeerLostError: as `PeerConnection.receive`.
     """
-    if file is not None:
+    if shared_file is not None:
         try:
-            return TransferMethod(COPIED, SharedPages(file, num_pages, own.page_bytes))
+            shared_pages = SharedPages(shared_file, num_pages, nixl_memory.page_bytes)
         except OSError as error:
             raise PeerLostError(f"The pages cannot be mapped: {error}.") from None
-    choices = _CHOICES[link]
-    carrier = None
+        return TransferMethod(COPIED, shared_pages)
+    allowed_modes = _ALLOWED_MODES[link]
+    nixl_process = None
     try:
-        if choices != (SENT,):
-            carrier = _join(connection, own)
-        return _fastest(connection, carrier, choices)
+        if allowed_modes != (SENT,):
+            nixl_process = _join(connection, nixl_memory)
+        return _fastest_method(connection, nixl_process, allowed_modes)
     except NixlProcessError as error:
-        if carrier is not None:
-            carrier.close()
-        if SENT not in choices:
+        if nixl_process is not None:
+            nixl_process.close()
+        if SENT not in allowed_modes:
             raise RefusedError(str(error)) from None
         _logger.info("Pages are sent by the socket: %s", error)
         return TransferMethod(SENT)
     except PeerLostError:
-        if carrier is not None:
-            carrier.close()
+        if nixl_process is not None:
+            nixl_process.close()
         raise
 
 
-def _join(connection: PeerConnection, own: OwnPages) -> NixlProcess:
-    """Open a carrier, and let it meet that of the prefill engine."""
+def _join(connection: PeerConnection, nixl_memory: NixlMemory) -> NixlProcess:
+    """Start a NIXL process and connect it with the NIXL process of the prefill engine."""
     if (reason := obstacle()) is not None:
         raise NixlProcessError(reason)
-    if own.file is None:
+    if nixl_memory.page_file is None:
         raise NixlProcessError("NIXL cannot reach this engine's pages.")
-    carrier = NixlProcess(own.file, own.num_pages, own.page_bytes)
+    nixl_process = NixlProcess(nixl_memory.page_file, nixl_memory.num_pages, nixl_memory.page_bytes)
     try:
-        connection.send(messages.NixlJoin(carrier.place))
-        joined = _await(connection, messages.NixlJoined)
-        if joined.place is None:
+        connection.send(messages.NixlJoin(nixl_process.address))
+        joined = _receive_type(connection, messages.NixlJoined)
+        if joined.address is None:
             raise NixlProcessError(
                 f"The prefill engine does not move pages by NIXL: {joined.reason}"
             )
-        carrier.meet(joined.place, MOVE_S)
+        nixl_process.meet(joined.address, MOVE_S)
     except PeerLostError:
-        carrier.close()
+        nixl_process.close()
         raise
-    return carrier
+    return nixl_process
 
 
-def _fastest(
-    connection: PeerConnection, carrier: NixlProcess | None, choices: Sequence[str]
+def _fastest_method(
+    connection: PeerConnection, nixl_process: NixlProcess | None, allowed_modes: Sequence[str]
 ) -> TransferMethod:
-    if carrier is None:
+    """Measure the allowed modes and return the fastest; the socket without a NIXL process."""
+    if nixl_process is None:
         return TransferMethod(SENT)
-    scratch, numbers = memoryview(bytearray(PROBE_BYTES)), itertools.count(1)
+    scratch = memoryview(bytearray(PROBE_BYTES))
+    numbers = itertools.count(1)
 
-    def ask(how: str) -> None:
-        connection.send(messages.NixlProbe(next(numbers), how))
-        content = _await(connection, messages.Content)
+    def probe(mode: str) -> None:
+        connection.send(messages.NixlProbe(next(numbers), mode))
+        content = _receive_type(connection, messages.Content)
         if not content.is_valid:
-            raise NixlProcessError("NIXL failed there.")
+            raise NixlProcessError("NIXL failed in the prefill engine.")
         if content.num_bytes:
             connection.receive_into(scratch[: content.num_bytes])
 
     probes = {
-        SENT: lambda: ask(SENT),
-        COPIED: lambda: carrier.probe(MOVE_S, is_write=False),
-        WRITTEN: lambda: ask(WRITTEN),
+        SENT: lambda: probe(SENT),
+        COPIED: lambda: nixl_process.probe(MOVE_S, is_write=False),
+        WRITTEN: lambda: probe(WRITTEN),
     }
-    seconds = {how: _seconds(probes[how]) for how in choices}
+    seconds = {mode: _min_seconds(probes[mode]) for mode in allowed_modes}
     if SENT in seconds:
-        seconds[SENT] *= _WORTH
-    how = min(seconds, key=seconds.__getitem__)
-    if how != SENT:
-        return TransferMethod(how, carrier=carrier)
-    carrier.close()
+        seconds[SENT] *= _NIXL_MAX_TIME_RATIO
+    fastest = min(seconds, key=seconds.__getitem__)
+    if fastest != SENT:
+        return TransferMethod(fastest, nixl_process=nixl_process)
+    nixl_process.close()
     return TransferMethod(SENT)
 
 
-def _seconds(probe: Callable[[], None]) -> float:
-    """Return the least time that a probe takes; the first one may have to connect."""
-    least = float("inf")
+def _min_seconds(probe: Callable[[], None]) -> float:
+    """Return the duration of the fastest of several probes; the first may have to connect."""
+    min_seconds = float("inf")
     began_s = time.monotonic()
-    for _ in range(_NUM_PROBES):
+    for _ in range(_MAX_PROBES):
         start_s = time.monotonic()
         probe()
         end_s = time.monotonic()
-        least = min(least, end_s - start_s)
-        if end_s - began_s > _PROBES_S:
+        min_seconds = min(min_seconds, end_s - start_s)
+        if end_s - began_s > _MAX_PROBE_S:
             break
-    return least
+    return min_seconds
 
 
-def _await(connection: PeerConnection, kind: type[Any]) -> Any:
-    """Return the next message of a kind; others that come while engines meet tell of the load."""
-    while not isinstance(answer := connection.receive(), kind):
+def _receive_type(connection: PeerConnection, message_type: type[Any]) -> Any:
+    """Return the next message of a type; skips reports of the load, which may come before it."""
+    while not isinstance(answer := connection.receive(), message_type):
         pass
     return answer
 
+
+# Shared memory: a file without a name that engines of one machine and user both map.
 
 _MAP_FIXED: Final = 0x10
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
-    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
 )
 
 
 def share(memory: PageMemory) -> int | None:
-    """Put a file in the place of page memory that nobody has written to; return the open file.
+    """Back unused page memory by a file that other processes can map; return the open file.
 
-    None if the memory is not mapped in whole pages, or the system refuses: pages are then sent.
+    Returns None if the memory does not consist of whole pages of the system, or the system refuses.
+    Pages are then sent by the socket.
     """
     if memory.mapped is None:
         return None
@@ -228,12 +257,14 @@ def share(memory: PageMemory) -> int | None:
     try:
         file = os.memfd_create("twostroke", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(file, size)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)  # a reader could not survive less
+        # A process that has mapped the file would crash if the file shrank.
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
     except OSError:
         with suppress(OSError):
             os.close(file)
         return None
-    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    flags = mmap.MAP_SHARED | _MAP_FIXED
     if _libc.mmap(address, size, protection, flags, file, 0) != address:
         os.close(file)
         return None
@@ -241,13 +272,13 @@ def share(memory: PageMemory) -> int | None:
 
 
 class SharedPages:
-    """Another engine's page memory, to read."""
+    """Read access to the page memory of another engine on this machine."""
 
     def __init__(self, file: int, num_pages: int, page_bytes: int) -> None:
-        """Map an open file, and close it.
+        """Map an open file, and close the descriptor.
 
         Raises:
-            OSError: it is not page memory of that size.
+            OSError: the file is not page memory of that size.
         """
         try:
             if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
@@ -260,20 +291,22 @@ class SharedPages:
         self._pages = np.frombuffer(self._map, np.uint8).reshape(num_pages, page_bytes)
 
     def copy(self, pages: Sequence[int], memory: PageMemory, targets: Sequence[int]) -> None:
-        """Copy pages into `memory`, without Python's lock; neighbours in one go.
+        """Copy the other engine's `pages` to pages `targets` of `memory`, without Python's GIL.
 
-        Copies of half a megabyte or less pass through the cache, at a quarter of the speed.
+        Neighbouring pages are copied together, since copies of up to half a megabyte pass through
+        the processor's cache at a quarter of the speed.
         """
-        assert memory.mapped is not None, "its kind is that of pages which are"
-        own = np.frombuffer(memory.mapped, np.uint8).reshape(-1, memory.page_bytes)
+        assert memory.mapped is not None, "engines with equal specs both have mapped memory"
+        own_pages = np.frombuffer(memory.mapped, np.uint8).reshape(-1, memory.page_bytes)
         first = 0
-        for last, (page, target) in enumerate(zip(pages, targets, strict=True), 1):
-            if pages[last : last + 1] != [page + 1] or targets[last : last + 1] != [target + 1]:
-                count = last - first
-                own[target + 1 - count : target + 1] = self._pages[page + 1 - count : page + 1]
-                first = last
+        for end, (page, target) in enumerate(zip(pages, targets, strict=True), 1):
+            if pages[end : end + 1] != [page + 1] or targets[end : end + 1] != [target + 1]:
+                count = end - first
+                source = self._pages[page + 1 - count : page + 1]
+                own_pages[target + 1 - count : target + 1] = source
+                first = end
 
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap the memory."""
         del self._pages
         self._map.close()

@@ -153,7 +153,7 @@ class RequestHandler:
                     raise self._failure or EngineStoppedError("The engine stopped.")
 
     def _num_lent(self) -> int:
-        view = self._client.view_handover
+        view = self._client.disaggregation_stats
         lender = view().lender if view is not None else None
         return lender.num_pages_lent if lender is not None else 0
 

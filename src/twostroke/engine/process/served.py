@@ -212,6 +212,6 @@ def take_reading(client: Client, spans: Sequence[tuple[int, int]]) -> EngineStat
     """Return counts and spans of an engine in this process, as of now."""
     loop = client.loop
     found = tuple(loop.span(seconds, ago_s) for seconds, ago_s in spans)
-    handover = client.view_handover() if client.view_handover else None
+    handover = client.disaggregation_stats() if client.disaggregation_stats else None
     ranks, used = tuple(loop.ranks()), memory_used()
     return EngineStatus(loop.snapshot(), loop.view(), ranks, found, used, handover)

@@ -9,10 +9,10 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.disaggregation.placement import (
-    OVERHEAD_S,
-    Overhead,
+    TRANSFER_OVERHEAD_S,
     PrefillEngineState,
     PrefillPlacement,
+    TransferOverhead,
 )
 
 if TYPE_CHECKING:
@@ -61,15 +61,17 @@ class SimulatedTransfers:
             index: PrefillPlacement(
                 prefill.rule,
                 replicas[index].scheduler,
-                prefill.cost,
-                replicas[index].page_size,
-                prefill.page_bytes,
+                cost=prefill.cost,
+                page_size=replicas[index].page_size,
+                page_bytes=prefill.page_bytes,
             )
             for index in range(prefill.count, len(replicas))
         }
         for replica in replicas:
             replica.notes_pace = True
-        self._overheads: defaultdict[tuple[int, int], Overhead] = defaultdict(Overhead)
+        self._overheads: defaultdict[tuple[int, int], TransferOverhead] = defaultdict(
+            TransferOverhead
+        )
         self._away: dict[int, _RemotePrompt] = {}  # by number of the request
         self._unused: dict[int, deque[tuple[Request, Transfer]]] = {
             index: deque() for index in self._choosers
@@ -92,12 +94,18 @@ class SimulatedTransfers:
         self._let_go(decoder)
         chooser, replica = self._choosers[decoder], self._replicas[decoder]
         away = [one for one in self._away.values() if one.decoder == decoder]
-        held = [len(one.chosen.wanted) for one in away]
+        held = [len(one.chosen.page_keys) for one in away]
         held += [len(transfer.pages) for _, transfer in self._unused[decoder]]
         others = [self._outlook(decoder, index) for index in range(self._prefill.count)]
         requests = [one.ticket.request for one in away]
         pace = replica.prefill_pace()
-        chosen = chooser.consider(ticket, others, requests, sum(held), pace)
+        chosen = chooser.consider(
+            ticket,
+            engines=others,
+            remote_requests=requests,
+            num_held_pages=sum(held),
+            flops_per_s=pace,
+        )
         if chosen is None:
             return None
         transfer, request = chosen.transfer, ticket.request
@@ -106,13 +114,13 @@ class SimulatedTransfers:
         self._away[int(request.id)] = _RemotePrompt(
             ticket, decoder, chosen, reader, self._clock.now_s
         )
-        return chosen.index, reader
+        return chosen.engine_index, reader
 
     def finished(self, number: int) -> float:
         """Return when the pages of a prompt that has been read are where they are needed."""
         one = self._away[number]
-        moved_s = len(one.chosen.wanted) * self._prefill.page_bytes / self._prefill.bytes_per_s
-        return max(self._clock.now_s, one.begun_s + moved_s) + OVERHEAD_S
+        moved_s = len(one.chosen.page_keys) * self._prefill.page_bytes / self._prefill.bytes_per_s
+        return max(self._clock.now_s, one.begun_s + moved_s) + TRANSFER_OVERHEAD_S
 
     def decoder(self, number: int) -> int:
         """Return the replica that answers a request whose prompt is away."""
@@ -121,9 +129,12 @@ class SimulatedTransfers:
     def arrive(self, number: int, *, is_read: bool = True) -> None:
         """Let the request use the pages, or read its prompt itself if nobody did."""
         one = self._away.pop(number)
-        transfers, wanted = self._transfers(one.decoder), one.chosen.wanted
+        transfers, wanted = self._transfers(one.decoder), one.chosen.page_keys
         if is_read:
-            now_s, overhead = self._clock.now_s, self._overheads[one.decoder, one.chosen.index]
+            now_s, overhead = (
+                self._clock.now_s,
+                self._overheads[one.decoder, one.chosen.engine_index],
+            )
             overhead.learn(one.chosen.seconds, now_s - one.begun_s, now_s)
             pages = transfers.allocate(one.chosen.transfer, wanted)
             transfers.add_arrived(one.chosen.transfer, wanted[: len(pages)])
@@ -145,7 +156,7 @@ class SimulatedTransfers:
 
     def _outlook(self, decoder: int, index: int) -> PrefillEngineState:
         flops = next(iter(self._choosers.values())).flops
-        readers = [one.reader for one in self._away.values() if one.chosen.index == index]
+        readers = [one.reader for one in self._away.values() if one.chosen.engine_index == index]
         queue_flops = sum(flops(r.num_computed, r.num_prompt) for r in readers if not r.is_finished)
         pace = self._replicas[index].prefill_pace()
         overhead_s = self._overheads[decoder, index].seconds(self._clock.now_s)
