@@ -54,7 +54,7 @@ def _options(given: argparse.Namespace, handover: DisaggregationOptions) -> Engi
         ComputeOptions(num_threads=1),
         CacheOptions(context_length=given.tokens + 64, memory_bytes=_MEMORY * given.tokens),
         speculation=SpeculationOptions("off"),
-        handover=handover,
+        disaggregation=handover,
     )
 
 

@@ -21,7 +21,7 @@ from records import Entry, Record, keep
 from report import caption, machine_facts, note, positive, save, spread, table
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.core.options import BatchOptions, SpeculationOptions
-from twostroke.core.process_tuning import ease_collector
+from twostroke.core.process_tuning import tune_garbage_collector
 from twostroke.core.step import StepResult
 from twostroke.engine.client import Client
 from twostroke.engine.engine import build, build_speculator
@@ -144,7 +144,7 @@ def main() -> None:
     given = parser.parse_args()
     with build(given.model) as engine:
         card, facts = engine.card, engine.facts
-    ease_collector()  # as the server does
+    tune_garbage_collector()  # as the server does
     runs: dict[int, list[Run]] = {count: [] for count in given.streams}
     for number in range(given.rounds + 1):
         note(f"Round {number} of {given.rounds}" if number else "Warming up")

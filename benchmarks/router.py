@@ -28,7 +28,7 @@ from uuid import uuid4
 from report import caption, machine_facts, note, positive, save, table
 from router_cost import router_costs
 from servers import MODEL_NAME, Server, our_command
-from twostroke.core.process_tuning import ease_collector
+from twostroke.core.process_tuning import tune_garbage_collector
 from twostroke.fleet.routing.dispatch import Dispatcher, RoutingKey
 from twostroke.fleet.routing.prompt import extent
 
@@ -111,7 +111,7 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 def decisions(num_replicas: int, num_blocks: int, count: int) -> dict[str, float]:
     """Return percentiles of the time of decisions, in seconds."""
     rng, dispatcher = random.Random(1), Dispatcher("prefix", time.monotonic, extent, 2 * num_blocks)
-    ease_collector()  # as the router does, when it starts
+    tune_garbage_collector()  # as the router does, when it starts
     for number in range(num_replicas):
         dispatcher.open(dispatcher.join(f"http://10.0.0.1:{number}"), is_open=True)
     texts: list[tuple[int, ...]] = []

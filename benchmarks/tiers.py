@@ -64,7 +64,7 @@ class SlowDisk(DiskTier):
 
 
 def _options(folder: str | None) -> EngineOptions:
-    return EngineOptions(speculation=SpeculationOptions("off"), tiers=OffloadOptions(folder))
+    return EngineOptions(speculation=SpeculationOptions("off"), offload=OffloadOptions(folder))
 
 
 def _prompt(engine: Engine, seed: int, count: int) -> list[int]:

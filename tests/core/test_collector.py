@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from twostroke.core.process_tuning import ease_collector
+from twostroke.core.process_tuning import tune_garbage_collector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ def _as_it_was() -> Iterator[None]:
 @pytest.mark.usefixtures("_as_it_was")
 def test_old_objects_are_exempt_and_a_step_causes_no_collection() -> None:
     kept: list[list[int]] = [[] for _ in range(10)]
-    ease_collector()
+    tune_garbage_collector()
     assert gc.get_freeze_count() > len(kept)
     before = gc.get_stats()[0]["collections"]
     step = [[number] for number in range(1024)]
@@ -35,7 +35,7 @@ def test_old_objects_are_exempt_and_a_step_causes_no_collection() -> None:
 @pytest.mark.usefixtures("_as_it_was")
 def test_cycles_that_grew_old_are_not_compared_with_exempt_objects() -> None:
     kept: list[list[int]] = [[] for _ in range(600_000)]
-    ease_collector()
+    tune_garbage_collector()
     assert gc.get_freeze_count() > len(kept)
     gc.set_threshold(700)
     before = gc.get_stats()[2]["collections"]
@@ -47,7 +47,7 @@ def test_cycles_that_grew_old_are_not_compared_with_exempt_objects() -> None:
 
 @pytest.mark.usefixtures("_as_it_was")
 def test_cycles_are_still_collected() -> None:
-    ease_collector()
+    tune_garbage_collector()
     before = gc.get_stats()[0]["collections"]
     for _ in range(60_000):
         cycle: list[object] = []

@@ -45,7 +45,7 @@ def test_a_user_without_a_home_is_told_which_variable_helps(
 
 
 @pytest.mark.usefixtures("homeless")
-@pytest.mark.parametrize("read", [look_up, load_planned_model, read_trace, env.with_home])
+@pytest.mark.parametrize("read", [look_up, load_planned_model, read_trace, env.expand_home])
 @pytest.mark.parametrize("path", ["~/a.gguf", "~nobody-here/a.gguf"])
 def test_a_path_in_an_unknown_home_is_refused(read: Callable[[str], object], path: str) -> None:
     with pytest.raises(UsageError, match=r"There is no home folder '~.*write the whole path"):

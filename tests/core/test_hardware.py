@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from twostroke.core import hardware
-from twostroke.core.hardware import MemoryNode, memory_nodes, place_threads
+from twostroke.core.hardware import MemoryNode, memory_nodes, threads_by_node
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,7 +125,7 @@ def sized(*counts: int) -> list[MemoryNode]:
 def test_threads_are_placed(
     cores: tuple[int, ...], num_threads: int, threads: dict[int, int]
 ) -> None:
-    placed = place_threads(sized(*cores), num_threads)
+    placed = threads_by_node(sized(*cores), num_threads)
     assert {node.number: count for node, count in placed.items()} == threads
     assert list(placed) == sorted(placed, key=lambda node: node.number)
 
@@ -133,7 +133,7 @@ def test_threads_are_placed(
 @pytest.mark.parametrize("cores", [(4, 4), (7, 5), (1, 2, 3), (16, 2, 16, 2), (3, 3, 3, 3)])
 def test_each_node_has_its_share_to_less_than_one(cores: tuple[int, ...]) -> None:
     for num_threads in range(1, 4 * sum(cores)):
-        placed = place_threads(sized(*cores), num_threads)
+        placed = threads_by_node(sized(*cores), num_threads)
         if not placed:
             continue
         assert sum(placed.values()) == num_threads

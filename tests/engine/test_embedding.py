@@ -25,7 +25,7 @@ from twostroke.core.errors import (
     TwostrokeError,
 )
 from twostroke.core.options import BatchOptions, CacheOptions, ComputeOptions
-from twostroke.core.request import DEFAULT_SERVICE
+from twostroke.core.request import DEFAULT_SERVICE_TIER
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine import embedding
 from twostroke.engine.client import Caller
@@ -63,7 +63,7 @@ def test_many_texts_come_in_order_through_a_small_queue(tmp_path: Path) -> None:
             name = backend._program.last_states
             right = twin(backend.trace(texts[place], [name])[name], "mean")
             np.testing.assert_allclose(found[place].vector, right, atol=1e-4)
-        totals = client.loop.snapshot().services[DEFAULT_SERVICE]
+        totals = client.loop.snapshot().services[DEFAULT_SERVICE_TIER]
         assert totals.embedded_texts == 300
         assert totals.embedded_tokens == sum(map(len, texts))
 
@@ -77,7 +77,7 @@ def test_embedded_texts_are_not_counted_as_answers(tmp_path: Path) -> None:
         with pytest.raises(EngineStoppedError):
             next(stream)
         backend.gate.set()
-        totals = client.loop.snapshot().services[DEFAULT_SERVICE]
+        totals = client.loop.snapshot().services[DEFAULT_SERVICE_TIER]
     assert (totals.embedded_texts, totals.embedded_tokens) == (3, 1 + 2 + 3)
     assert (totals.ends, totals.prompt_tokens, totals.completion_tokens) == ({}, 0, 0)
     assert {found.count for found in totals.latencies.values()} == {0}
@@ -183,7 +183,7 @@ def test_leaving_early_cancels_all_texts(gated: tuple[Client, GatedBackend]) -> 
         )
     )
     assert client.loop.snapshot().scheduler.num_referenced_pages == 0
-    assert client.loop.snapshot().services[DEFAULT_SERVICE].embedded_texts < 600
+    assert client.loop.snapshot().services[DEFAULT_SERVICE_TIER].embedded_texts < 600
 
 
 def test_a_failing_text_raises_and_other_requests_continue(

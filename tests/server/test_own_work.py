@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from support.servers import live_server, post_bytes, wait_for
-from twostroke.core.cancellation import AbandonedError
+from twostroke.core.cancellation import WorkCancelledError
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.model.tokenizer.merges import Merges
 from twostroke.server.auth.keys import ApiKeys
@@ -131,4 +131,4 @@ def test_work_ends_with_its_client_and_another_tenant_does_not_wait(
         connection.close()
     wait_for(lambda: line.num_waiting("anna") == 0 and line._free == line._max_turns)
     # Another one may begin before the server notices that its client has left, too.
-    assert set(ends) == {AbandonedError.__name__}
+    assert set(ends) == {WorkCancelledError.__name__}

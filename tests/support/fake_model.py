@@ -104,9 +104,9 @@ class FakeModel:
         """Let a branch's first page begin as the request's does."""
         if not branch.is_copied:
             return
-        size, place = self._page_size, branch.own_place
+        size, place = self._page_size, branch.own_page_index
         for theirs, own in zip(request.pages, branch.pages, strict=True):
-            source, target = theirs[place] * size, own[place - branch.place] * size
+            source, target = theirs[place] * size, own[place - branch.page_index] * size
             self._slots[target : target + size] = self._slots[source : source + size]
 
     def _write_run(
@@ -240,7 +240,7 @@ def _check_same(result: StepResult, before: StepResult) -> None:
 
 def _pages_of(request: Request, branch: DraftBranch) -> list[list[int]]:
     both = zip(request.pages, branch.pages, strict=True)
-    return [[*theirs[: branch.place], *own] for theirs, own in both]
+    return [[*theirs[: branch.page_index], *own] for theirs, own in both]
 
 
 def expected_output(

@@ -92,7 +92,7 @@ def _options(case: Case, handover: DisaggregationOptions | None = None) -> Engin
         BatchOptions(token_budget=_BUDGET),
         SpeculationOptions("off" if is_alone else case.speculate),
         accept_quality=True,
-        handover=handover or DisaggregationOptions(),
+        disaggregation=handover or DisaggregationOptions(),
     )
 
 

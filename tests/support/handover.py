@@ -53,8 +53,8 @@ def options(
         BatchOptions(token_budget=budget),
         SpeculationOptions(speculate),
         accept_quality=True,
-        handover=handover or DisaggregationOptions(),
-        tiers=tiers or OffloadOptions(),
+        disaggregation=handover or DisaggregationOptions(),
+        offload=tiers or OffloadOptions(),
     )
 
 

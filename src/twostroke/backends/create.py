@@ -166,7 +166,7 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
         num_threads=resolve_num_threads(compute.num_threads),
         level=compute.level,
         kv_format=size.kv_format,
-        activation_bits=compute.known_bits,
+        activation_bits=compute.resolved_bits,
         release=release,
         progress=progress,
         share_threads_with=thread_owner if isinstance(thread_owner, CpuBackend) else None,

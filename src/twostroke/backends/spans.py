@@ -95,10 +95,10 @@ def _spans(slice_: Slice, first: int) -> Iterator[RowSpan]:
         branch_pages = np.array(branch.pages, np.int64)
         copies: tuple[tuple[int, int], ...] = ()
         if branch.is_copied:
-            shared_page_index = branch.own_place
+            shared_page_index = branch.own_page_index
             copies = tuple(
                 zip(
-                    branch_pages[:, shared_page_index - branch.place],
+                    branch_pages[:, shared_page_index - branch.page_index],
                     pages[:, shared_page_index],
                     strict=True,
                 )
@@ -106,7 +106,7 @@ def _spans(slice_: Slice, first: int) -> Iterator[RowSpan]:
         yield RowSpan(
             slice(first + slice_.count + branch.first, first + slice_.count + end),
             branch.position,
-            np.concatenate([pages[:, : branch.place], branch_pages], axis=1),
+            np.concatenate([pages[:, : branch.page_index], branch_pages], axis=1),
             first + np.array(branch.above, np.int64),
             copies,
         )

@@ -157,15 +157,15 @@ def _there(url: str, most: int) -> Iterator[tuple[Send, int]]:
     """Yield what sends lines to a server, and how many at once."""
     from twostroke.server.batch.remote import Remote
 
-    with closing(Remote(url, env.own_api_key(), most)) as remote:
+    with closing(Remote(url, env.client_api_key(), most)) as remote:
         yield remote.send, most
 
 
 @contextmanager
 def _local_sender(model: str, values: dict[str, Any], *, quiet: bool) -> Iterator[tuple[Send, int]]:
     """Yield a function that sends requests to an engine in this process, and how many at once."""
-    from twostroke.core.process_tuning import ease_collector
-    from twostroke.core.request import DEFAULT_SERVICE
+    from twostroke.core.process_tuning import tune_garbage_collector
+    from twostroke.core.request import DEFAULT_SERVICE_TIER
     from twostroke.engine.process.served import LocalEngine
     from twostroke.engine.status import Health
     from twostroke.server.app import Api
@@ -179,8 +179,8 @@ def _local_sender(model: str, values: dict[str, Any], *, quiet: bool) -> Iterato
         engine.client.grammars.prepare()
         serving = ServeOptions(max_stored=0, any_model=True)
         with closing(Api(LocalEngine(engine.client), serving, engine.limits)) as api:
-            app, sender = build_app(api), Sender("", DEFAULT_SERVICE)
-            ease_collector()
+            app, sender = build_app(api), Sender("", DEFAULT_SERVICE_TIER)
+            tune_garbage_collector()
 
             async def send(line: Line) -> InternalResponse:
                 while (answer := await post(app, line.url, line.body, sender)).status == _FULL:  # noqa: ASYNC110 nobody tells when there is room

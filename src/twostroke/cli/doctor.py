@@ -20,9 +20,9 @@ from twostroke.core.hardware import (
     memory_nodes,
     memory_total,
     num_cores,
-    place_threads,
     processor_name,
     resolve_num_threads,
+    threads_by_node,
 )
 from twostroke.core.json_io import encode_json
 
@@ -174,7 +174,7 @@ def _auto(threads: int | None) -> dict[str, Any]:
     from twostroke.core import env
 
     choice, num_threads = choose_level(None), resolve_num_threads(threads)
-    placed = place_threads(memory_nodes(), num_threads)
+    placed = threads_by_node(memory_nodes(), num_threads)
     return {
         "backend": "cpu",
         "level": choice.level,

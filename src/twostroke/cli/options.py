@@ -188,8 +188,8 @@ def engine_options(values: dict[str, Any], model: str) -> EngineOptions:
         batch=take(BatchOptions, values),
         speculation=take(SpeculationOptions, values),
         parallel=take(ParallelOptions, values),
-        handover=take(DisaggregationOptions, values),
-        tiers=take(OffloadOptions, values),
+        disaggregation=take(DisaggregationOptions, values),
+        offload=take(OffloadOptions, values),
         generation=take(GenerationOptions, values),
         chat_template=template,
     )

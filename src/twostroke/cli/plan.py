@@ -257,7 +257,7 @@ def _calibrate(
         length = planned.program.context_length
         planner.calibrate(model, planned.identity, length, notice, num_threads)
         return num_threads
-    return planner.calibrate_from_server(server, env.own_api_key(), planned, notice)
+    return planner.calibrate_from_server(server, env.client_api_key(), planned, notice)
 
 
 def _simulation(plan: Plan, model: str, device: str) -> str:

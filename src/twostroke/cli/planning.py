@@ -39,7 +39,7 @@ class BoundedNumberParam(click.ParamType):  # type: ignore[type-arg]
         """Return the value."""
         number = float(click.FLOAT.convert(value, param, ctx))
         field = (param and param.name) or "value"
-        check_number(field, number, most=self._most, least=self._least)
+        check_number(field, number, high=self._most, low=self._least)
         return number * self._unit
 
 

@@ -36,7 +36,7 @@ def command(**values: Any) -> int:
 
     Ctrl-C or SIGTERM stops the router after the running requests; a second one cuts them off.
     """
-    from twostroke.core.process_tuning import ease_collector
+    from twostroke.core.process_tuning import tune_garbage_collector
     from twostroke.fleet.router.app import run_router
     from twostroke.server.auth.keys import ApiKeys, check_router
     from twostroke.server.http.logs import logging_to
@@ -60,7 +60,7 @@ def command(**values: Any) -> int:
         stack.enter_context(logging_to(sys.stderr, process.log_format, process.log_level))
 
         def on_ready(url: str) -> None:
-            ease_collector()
+            tune_garbage_collector()
             _announce(url, options.policy, form=process.log_format)
 
         return run_router(

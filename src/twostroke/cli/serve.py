@@ -89,7 +89,7 @@ def command(**values: Any) -> int:
 
     Ctrl-C or SIGTERM stops the server after the running answers; a second one cuts them off.
     """
-    from twostroke.core.process_tuning import allow_files
+    from twostroke.core.process_tuning import raise_open_file_limit
     from twostroke.engine.process.launch import LaunchedProcess
 
     pool_options = take(ModelPoolOptions, values)
@@ -100,7 +100,7 @@ def command(**values: Any) -> int:
     is_alone = not pool_options.models
     if not is_alone:
         check_several(values, options)
-    allow_files()  # inherited by the engine
+    raise_open_file_limit()  # inherited by the engine
     with ExitStack() as stack:
         launched = None
         if is_alone and not values["in_process"]:
@@ -162,12 +162,12 @@ def _prepare(
     def run(
         engine: ServedEngine, limits: MachineLimits | None, announce: Callable[..., None]
     ) -> int:
-        from twostroke.core.process_tuning import ease_collector
+        from twostroke.core.process_tuning import tune_garbage_collector
         from twostroke.lab.planner.endpoint import Plans
         from twostroke.server.run import run_server
 
         def on_ready(url: str) -> None:
-            ease_collector()
+            tune_garbage_collector()
             announce(url, serving=serving, form=form)
 
         on_stop = partial(say_stop, form=form)

@@ -101,7 +101,7 @@ def check_several(values: dict[str, Any], options: EngineOptions) -> None:
             raise UsageError(reason, field=field)
     if options.parallel.num_ranks > 1:
         raise UsageError("Several models cannot be divided among ranks: serve one.")
-    if options.handover.role != "mixed":
+    if options.disaggregation.role != "mixed":
         raise UsageError("is for one model: leave it out, or leave out --models.", field="role")
 
 

@@ -1,7 +1,12 @@
-"""Ends work in a thread early when no client needs its result any more.
+"""Cancels work in threads, and waits for events without losing a cancellation.
 
-A thread cannot be stopped from outside. So the caller sets an event, and long loops in the work
-call `check_wanted`, which raises in the thread after the event is set.
+Python cannot stop a thread from outside. So the caller sets an event when no client needs the
+result any more, and long loops in the thread call `check_not_cancelled`, which then raises:
+
+    with cancellable(event):
+        for line in lines:
+            check_not_cancelled()
+            ...
 """
 
 from __future__ import annotations
@@ -17,13 +22,13 @@ if TYPE_CHECKING:
 _thread = threading.local()
 
 
-class AbandonedError(Exception):
-    """The result is not wanted any more."""
+class WorkCancelledError(Exception):
+    """The caller cancelled this thread's work."""
 
 
 @contextmanager
-def abandoned_by(event: threading.Event) -> Iterator[None]:
-    """Let `check_wanted` raise in this thread, during the block, once `event` is set."""
+def cancellable(event: threading.Event) -> Iterator[None]:
+    """Make `check_not_cancelled` raise in this thread once `event` is set, during the block."""
     _thread.event = event
     try:
         yield
@@ -31,18 +36,19 @@ def abandoned_by(event: threading.Event) -> Iterator[None]:
         _thread.event = None
 
 
-def check_wanted() -> None:
-    """Raise AbandonedError if the result of this thread's work is not wanted any more."""
+def check_not_cancelled() -> None:
+    """Raise WorkCancelledError if the event of this thread's `cancellable` block is set."""
     event = getattr(_thread, "event", None)
     if event is not None and event.is_set():
-        raise AbandonedError
+        raise WorkCancelledError
 
 
 async def wait_until_set(event: asyncio.Event, timeout_s: float | None) -> bool:
-    """Return whether an event is set, now or within a time; None waits for ever.
+    """Wait until an event is set, at most `timeout_s` seconds; return whether it is set.
 
-    A task that is cancelled in the same instant is cancelled: on Python 3.11 `asyncio.wait_for`
-    would return instead, as if nothing had been cancelled.
+    Without a timeout the wait has no limit. If the task is cancelled in the instant in which the
+    event is set, `asyncio.CancelledError` is raised; `asyncio.wait_for` of Python 3.11 would lose
+    the cancellation and return.
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):

@@ -1,4 +1,7 @@
-"""Constraints on the text of an answer, and the interface of their matchers."""
+"""Constraints on the text of an answer, and the interface of their matchers.
+
+A `ReasoningSection` may precede the constrained text.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,14 @@ MAX_CONSTRAINT = 256 * 1024  # characters
 
 
 class ReasoningSection(Frozen):
-    """A model's reasoning before its answer; constraints and stop strings do not apply to it.
+    """The delimiters of a model's reasoning, which precedes its answer.
 
-    `begin` is the text that opens it, at the beginning of the output; empty if the prompt has
-    opened it already. Without that text there is no preface. `end` is the text that closes it.
+    Constraints and stop strings do not apply to the reasoning.
+
+    Attributes:
+        begin: the text that opens the reasoning, at the start of the output. An output that begins
+            otherwise has no reasoning. It is empty if the prompt already ends with it.
+        end: the text that closes the reasoning.
     """
 
     begin: str
@@ -33,9 +40,14 @@ class ReasoningSection(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """A text that an answer must not begin with; with `is_whole`, that must not be all of it.
+    """A text that an answer must not begin with.
 
-    The first `start` bytes come before the wrong value. They are unchanged from the earlier answer.
+    It is the beginning of an earlier answer that broke its schema, up to the wrong value.
+
+    Attributes:
+        text: the excluded text.
+        start: how many bytes of the text come before the wrong value.
+        is_whole: whether only an answer that equals the text is excluded.
     """
 
     text: str
@@ -45,14 +57,18 @@ class Excluded:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A set of texts, one of which the answer will be.
+    """A rule that the text of an answer must follow.
 
-    `notation` says how `text` describes them: "json_schema" (a JSON Schema), "regex" (a regular
-    expression for the whole answer), "choice" (a JSON list of texts), "lark" (Lark's notation, as
-    llguidance extends it) or "grammar" (the same, or llama.cpp's GBNF). `param` is the caller's
-    name of it, for errors. The answer may also be one of the texts of `alternative`. A `preface`
-    may precede the text. An answer with its preface never begins with one of the `excluded`
-    texts. If the schema `is_strict`, an answer that breaks it is an error.
+    Attributes:
+        notation: the language of `text`: "json_schema" (a JSON Schema), "regex" (a regular
+            expression for the whole answer), "choice" (a JSON list of texts), "lark" (Lark's
+            notation, as llguidance extends it) or "grammar" (Lark's notation, or llama.cpp's GBNF).
+        text: the rule.
+        param: the caller's name of the constraint, for errors.
+        preface: a section of reasoning that may precede the text.
+        alternative: another constraint that the answer may follow instead.
+        excluded: texts that the answer, with its preface, must not begin with.
+        is_strict: whether an answer that breaks its JSON Schema is an error.
 
     Raises:
         RequestError: the notation is unknown, or the text is too long or not valid Unicode.
@@ -69,8 +85,8 @@ class Constraint:
     def __post_init__(self) -> None:
         """Check the notation and the text."""
         if self.notation not in NOTATIONS:
-            known, word = ", ".join(NOTATIONS), self.notation
-            raise RequestError(f"A constraint is one of {known}, not '{word}'.")
+            notations = ", ".join(NOTATIONS)
+            raise RequestError(f"A constraint is one of {notations}, not '{self.notation}'.")
         if len(self.text) > MAX_CONSTRAINT:
             raise RequestError(f"takes at most {MAX_CONSTRAINT:,} characters.", field=self.param)
         try:
@@ -87,8 +103,8 @@ class Constraint:
         """Return a constraint to JSON that matches a schema.
 
         `schema` is a dictionary, its JSON text, or a class with `model_json_schema()`, such as a
-        Pydantic model. With `is_strict` an answer that breaks the schema, also after it was drawn
-        again, is a `SchemaMissError`.
+        Pydantic model. With `is_strict`, an answer that breaks the schema is generated once more,
+        and raises `SchemaMissError` if it breaks the schema again.
         """
         if isinstance(schema, str):
             return cls("json_schema", schema, "json_schema", is_strict=is_strict)
@@ -127,11 +143,12 @@ class Constraint:
 
 
 class Matcher(Protocol):
-    """Which tokens keep one request's answer within its constraint.
+    """Tells which tokens may follow the output of one request, whose answer is constrained.
 
     Every call passes all output tokens so far; the matcher keeps its state between calls and reads
-    only the new ones. A mask has a bit for each token of the vocabulary in `num_words` words, the
-    lowest bit of the first for token 0; no bit is set beyond the last token.
+    only the new tokens. A mask is an array of `num_words` 32-bit words with one bit for each token
+    of the vocabulary: the lowest bit of the first word is token 0, and bits beyond the last token
+    are 0.
     """
 
     num_words: int
@@ -143,21 +160,25 @@ class Matcher(Protocol):
         parents: Sequence[int],
         out: NDArray[np.uint32],
     ) -> None:
-        """Write which tokens may follow `output` into `out[0]`, and draft `i` into `out[1 + i]`.
+        """Write the masks after `output` and after each draft into `out`.
 
-        Draft `i` follows `drafts[parents[i]]` (or `ROOT`). Drafts are in depth-first order: the
-        parent of each is the previous draft or an ancestor of it. The mask after a draft that is
-        not allowed is empty.
+        Args:
+            output: all output tokens so far.
+            drafts: draft tokens in depth-first order: the parent of each draft is the previous
+                draft or one of its ancestors.
+            parents: the index of the draft that each draft follows, or `ROOT`.
+            out: (1 + drafts, num_words) masks: `out[0]` after `output`, `out[1 + i]` after draft i;
+                empty after a draft that the constraint does not allow.
 
         Raises:
             RequestError: the constraint cannot be followed after `output`.
         """
 
     def count_allowed(self, output: Sequence[int], tokens: Sequence[int]) -> int:
-        """Return how many of the first `tokens` may follow `output`, one after another.
+        """Return how many of `tokens`, from the first one on, may follow `output`.
 
-        It never fails, nor does `forced`: the next call of `masks` raises the error.
+        This method and `forced` never raise: the next call of `masks` raises the error.
         """
 
     def forced(self, output: Sequence[int]) -> Sequence[int]:
-        """Return tokens that must follow `output`; perhaps not all of them."""
+        """Return tokens that must follow `output`; there may be further ones."""

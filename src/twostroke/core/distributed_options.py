@@ -338,7 +338,7 @@ class OffloadOptions(OptionStruct):
             raise UsageError(reason, field="page_store")
 
     @property
-    def most_bytes(self) -> int:
+    def max_page_cache_bytes(self) -> int:
         """The most bytes that the folder holds."""
         return self.page_cache_bytes or DEFAULT_PAGE_CACHE_BYTES
 

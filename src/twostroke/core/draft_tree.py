@@ -13,41 +13,50 @@ ROOT = -1  # the request's newest token, which the first drafts follow
 
 
 class DraftBranch(Frozen):
-    """Drafts, from index `first` to the next branch's, that leave the path of earlier ones.
+    """A chain of drafts that leaves the path of earlier drafts.
 
-    Each follows the previous draft; the first follows draft `parent` (or `ROOT`), at `position`. A
-    row sees only its ancestors, so a branch has separate pages. `pages` has a list for each cache
-    group, for the places from `place` on; earlier ones are the request's. The last `num_own` pages
-    of each list belong to this branch, the others to its parent.
+    A row attends only to its ancestors, so a branch has KV pages that other branches do not use.
+    The first of them begins with tokens that the branch shares with other branches.
 
-    The first own page begins with tokens that the branch shares with others. The rows `above` of
-    this step (counted from the slice's first; they end at `position` - 1) are stored there too. If
-    older tokens share the page, it begins as a copy of the request's page: `is_copied`.
+    Attributes:
+        first: the index of the branch's first draft; its last draft is before the next branch's
+            first draft. Each draft follows the previous one.
+        parent: the draft that the first draft follows, or `ROOT`.
+        position: the token position of the first draft.
+        page_index: the index in the request's page lists that `pages` begins at; earlier pages are
+            the request's.
+        pages: for each cache group, the ids of the branch's pages from `page_index` on.
+        num_own: how many pages at the end of each list belong to this branch alone; the pages
+            before belong to its parent.
+        above: rows of this step, counted from the slice's first row, whose keys and values are also
+            stored in the branch's first own page; they end at `position` - 1.
+        is_copied: whether the first own page begins as a copy of the request's page, because tokens
+            of earlier steps are in it.
     """
 
     first: int
     parent: int
     position: int
-    place: int
+    page_index: int
     pages: tuple[tuple[int, ...], ...]
     num_own: int
     above: tuple[int, ...]
     is_copied: bool
 
     @property
-    def own_place(self) -> int:
-        """The place of the branch's first own page."""
-        return self.place + len(self.pages[0]) - self.num_own
+    def own_page_index(self) -> int:
+        """The index in the page lists of the branch's first own page."""
+        return self.page_index + len(self.pages[0]) - self.num_own
 
     @property
     def own_pages(self) -> list[int]:
-        """The branch's own pages, of all groups, in the order of their places."""
-        own = [pages[-self.num_own :] for pages in self.pages]
-        return [page for at_place in zip(*own, strict=True) for page in at_place]
+        """The ids of the branch's own pages: for each page index, one page of each group."""
+        own_pages = [pages[-self.num_own :] for pages in self.pages]
+        return [page for pages_at_index in zip(*own_pages, strict=True) for page in pages_at_index]
 
 
 def parents_of(num_drafts: int, branches: Sequence[DraftBranch]) -> list[int]:
-    """Return which draft each draft follows, or `ROOT`."""
+    """Return the draft that each draft follows, or `ROOT`; (drafts,)."""
     parents = list(range(-1, num_drafts - 1))
     for branch in branches:
         parents[branch.first] = branch.parent
@@ -55,7 +64,7 @@ def parents_of(num_drafts: int, branches: Sequence[DraftBranch]) -> list[int]:
 
 
 def path_to(draft: int, parents: Sequence[int]) -> list[int]:
-    """Return the path from the root to a draft, which is its last entry; empty for `ROOT`."""
+    """Return the drafts on the path from the root to a draft, itself last; empty for `ROOT`."""
     path = []
     while draft != ROOT:
         path.append(draft)
@@ -73,20 +82,21 @@ def depths_of(num_drafts: int, branches: Sequence[DraftBranch]) -> list[int]:
 
 
 def ends_of(num_drafts: int, branches: Sequence[DraftBranch]) -> Iterator[tuple[DraftBranch, int]]:
-    """Yield each branch with the end of its drafts' indices."""
+    """Yield each branch with the index after its last draft."""
     ends = [branch.first for branch in branches[1:]]
     return zip(branches, [*ends, num_drafts], strict=True) if branches else iter(())
 
 
-def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
-    """Return how many drafts of a chain were right.
+def num_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
+    """Return how many drafts of a chain are accepted: the drafts that equal the sampled tokens.
 
-    `drawn[i]` was drawn after the first i drafts. If these are right, it is what would have been
-    drawn without drafts, at any temperature: a draw depends only on the logits, the seed and the
-    token's index. So the first `num_accepted + 1` of `drawn` are the request's next tokens.
+    `sampled[i]` was sampled after the first i drafts. If these are right, `sampled[i]` equals the
+    token of a run without drafts, at any temperature, because sampling depends only on the logits,
+    the seed and the token's index. So the first `num_accepted + 1` sampled tokens are the request's
+    next tokens.
     """
     accepted = 0
-    for draft, token in zip(drafts, drawn, strict=False):
+    for draft, token in zip(drafts, sampled, strict=False):
         if draft != token:
             break
         accepted += 1
@@ -94,20 +104,21 @@ def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
 
 
 def right_drafts(
-    drafts: Sequence[int], branches: Sequence[DraftBranch], drawn: Sequence[int]
+    drafts: Sequence[int], branches: Sequence[DraftBranch], sampled: Sequence[int]
 ) -> Sequence[int]:
-    """Return the indices of the right drafts, each following the previous one.
+    """Return the indices of the accepted drafts of a tree, each following the previous one.
 
-    `drawn[0]` was drawn after the request's newest token, `drawn[1 + i]` after draft i. The
-    request's next tokens are `drawn[0]` and those drawn after the right drafts.
+    `sampled[0]` was sampled after the request's newest token, `sampled[1 + i]` after draft i. The
+    request's next tokens are `sampled[0]` and the tokens sampled after the accepted drafts.
     """
     if not branches:
-        return range(num_accepted(drafts, drawn))
+        return range(num_accepted(drafts, sampled))
     parents = parents_of(len(drafts), branches)
-    deepest, reached = ROOT, {ROOT: 0}  # accepted tokens, and how far they reach
+    deepest = ROOT
+    depth_by_draft = {ROOT: 0}  # of accepted drafts
     for draft, (token, parent) in enumerate(zip(drafts, parents, strict=True)):
-        if parent in reached and token == drawn[parent + 1]:
-            reached[draft] = reached[parent] + 1
-            if reached[draft] > reached[deepest]:
+        if parent in depth_by_draft and token == sampled[parent + 1]:
+            depth_by_draft[draft] = depth_by_draft[parent] + 1
+            if depth_by_draft[draft] > depth_by_draft[deepest]:
                 deepest = draft
     return path_to(deepest, parents)

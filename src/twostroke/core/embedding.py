@@ -1,4 +1,4 @@
-"""Options of an embedding, checked once when they are built."""
+"""How the text of an embedding request becomes a vector: pooling and dimensions."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from twostroke.core.frozen import Frozen
 
 
 class Pooling(Enum):
-    """The final hidden states, after the last norm, that make up a text's embedding."""
+    """Which final hidden states, after the last norm, make up a text's embedding."""
 
-    MEAN = "mean"  # of all tokens
-    LAST = "last"  # of the last token, which depends on all
-    NONE = "none"  # of each token: a vector for each, as the model computes it
+    MEAN = "mean"  # the mean over all tokens
+    LAST = "last"  # the state of the last token, which depends on all tokens
+    NONE = "none"  # the state of each token: one vector per token, as the model computes it
 
 
 AUTO: Final = "auto"
+_MAX_QUOTED_LENGTH: Final = 40  # characters of an unknown pooling in an error
 POOLINGS: Final = (AUTO, *(pooling.value for pooling in Pooling))
 
 
 class EmbeddingParams(Frozen):
-    """How a text becomes a vector of length 1, or with the pooling "none" one for each token.
+    """How a text becomes a vector of length 1, or one vector per token with the pooling "none".
 
-    `pooling` is one of `POOLINGS`; "auto" is what the model's files say, else the mean. With
-    `dimensions` only that many first values are kept, and the vector is scaled to length 1 again.
-    Vectors of tokens are not scaled.
+    Attributes:
+        pooling: one of `POOLINGS`; "auto" is the pooling that the model's files name, else the
+            mean.
+        dimensions: how many values of the vector to keep, from the first on; the vector is then
+            scaled to length 1 again. None keeps all. Vectors of tokens are never scaled.
 
     Raises:
-        RequestError: a value is outside its bounds; `field` names it.
+        RequestError: the pooling is unknown, or `dimensions` is not an integer from 1 on.
     """
 
     pooling: str = AUTO
     dimensions: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values that no request may carry."""
+        """Check each value."""
         if self.pooling not in POOLINGS:
-            word = str(self.pooling)[:40]
+            word = str(self.pooling)[:_MAX_QUOTED_LENGTH]
             reason = f"must be {', '.join(POOLINGS)}, got {word!r}."
             raise RequestError(reason + nearest(word, POOLINGS), field="pooling")
         count = self.dimensions

@@ -25,7 +25,7 @@ def cache_dir() -> Path:
         UsageError: the user has no home folder, as in some containers.
     """
     if path := os.environ.get("TWOSTROKE_CACHE"):
-        return with_home(path)
+        return expand_home(path)
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "twostroke"
@@ -34,7 +34,7 @@ def cache_dir() -> Path:
         raise UsageError(reason) from None
 
 
-def with_home(path: str | Path) -> Path:
+def expand_home(path: str | Path) -> Path:
     """Return a path with its `~` or `~user` replaced.
 
     Raises:
@@ -72,7 +72,7 @@ def api_key() -> str | None:
     return _secret("TWOSTROKE_API_KEY", "key")
 
 
-def own_api_key() -> str | None:
+def client_api_key() -> str | None:
     """Return the key that this program, as a client, shows to a server; None if there is none."""
     return os.environ.get("TWOSTROKE_API_KEY", "").strip() or None
 

@@ -265,7 +265,7 @@ _MAX_NAMES: Final = 3
 _logger = logging.getLogger("twostroke.weights")
 
 
-def notice_wrong_id(key: str, value: object) -> None:
+def warn_of_wrong_token_id(key: str, value: object) -> None:
     """Log that a special token of a file is left out because no token has its id."""
     id_text = "-1" if value == (1 << 32) - 1 else str(value)[:40]
     notice(f"{key} is {id_text}, which is not the id of a token: left out.")

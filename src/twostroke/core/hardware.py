@@ -89,7 +89,7 @@ def memory_used() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def give_back_memory() -> None:
+def return_freed_memory() -> None:
     """Return freed memory to the operating system, where the C library keeps it otherwise."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -157,7 +157,7 @@ def memory_nodes(folder: Path = _NODES) -> tuple[MemoryNode, ...]:
     return tuple(nodes)
 
 
-def place_threads(nodes: Sequence[MemoryNode], num_threads: int) -> dict[MemoryNode, int]:
+def threads_by_node(nodes: Sequence[MemoryNode], num_threads: int) -> dict[MemoryNode, int]:
     """Return how many threads to bind to each node, in order; {} for no binding.
 
     All cores in a row are divided into `num_threads` equal parts; each thread goes to the node with

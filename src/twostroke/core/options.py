@@ -117,7 +117,7 @@ class ComputeOptions(OptionStruct):
             raise UsageError("needs the backend cpu or gpu.", field="same_tokens")
 
     @property
-    def known_bits(self) -> int | ActivationBits:
+    def resolved_bits(self) -> int | ActivationBits:
         """The bits of activations; 15 while "auto" is not resolved."""
         bits = self.activation_bits
         return DEFAULT_ACTIVATION_BITS if isinstance(bits, str) else bits
@@ -272,8 +272,8 @@ class BatchOptions(OptionStruct):
         check(self)
 
     @property
-    def most_running(self) -> int:
-        """How many requests may run at once."""
+    def effective_max_running(self) -> int:
+        """How many requests may run at once: `max_running`, or its default."""
         return self.max_running or min(_DEFAULT_MAX_RUNNING, self.token_budget)
 
 
@@ -442,8 +442,8 @@ class EngineOptions(OptionStruct):
             "its first load.",
         ),
     ] = False
-    handover: DisaggregationOptions = field(default_factory=DisaggregationOptions)
-    tiers: OffloadOptions = field(default_factory=OffloadOptions)
+    disaggregation: DisaggregationOptions = field(default_factory=DisaggregationOptions)
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
     generation: GenerationOptions = field(default_factory=GenerationOptions)
     chat_template: Annotated[
         str | None,
@@ -458,10 +458,10 @@ class EngineOptions(OptionStruct):
     ] = None
 
     def __post_init__(self) -> None:
-        """Refuse parts that do not fit together."""
+        """Check that the parts fit together."""
         backend = self.compute.backend
-        if self.tiers.is_used:
-            self._check_tiers()
+        if self.offload.is_used:
+            self._check_offload()
         if self.cache.kv_format != "auto" and backend not in {"auto", "cpu", "gpu"}:
             raise UsageError("needs the backend cpu or gpu.", field="kv_format")
         if self.cache.kv_format == "int16" and backend == "gpu":
@@ -471,7 +471,7 @@ class EngineOptions(OptionStruct):
             raise UsageError(reason, field="kv_format")
         if backend == "gpu":
             self._check_gpu()
-        if self.handover.role != "mixed" and not self.cache.prefix_cache:
+        if self.disaggregation.role != "mixed" and not self.cache.prefix_cache:
             reason = "needs the prefix cache: leave {other} on."
             raise UsageError(reason, field="role", other=Field("prefix_cache"))
         if self.parallel.reduce == "sum" and backend != "torch":
@@ -488,8 +488,8 @@ class EngineOptions(OptionStruct):
             if getattr(self.parallel, name) > 1:
                 raise UsageError("needs the backend cpu or torch.", field=name)
 
-    def _check_tiers(self) -> None:
-        field = self.tiers.field
+    def _check_offload(self) -> None:
+        field = self.offload.field
         if not self.cache.prefix_cache:
             raise UsageError("needs {other}.", field=field, other=Field("prefix_cache"))
         if self.parallel.num_ranks > 1:

@@ -23,7 +23,7 @@ _OBJECTS_A_COLLECTION = 10_000
 
 
 @contextmanager
-def paused_collector() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Collect no cycles while the block runs, which makes none."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -34,7 +34,7 @@ def paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def ease_collector() -> None:
+def tune_garbage_collector() -> None:
     """Exempt all present objects from cyclic collection, and collect new ones rarely.
 
     Call it once the model is loaded, in a process that only serves it. Reference counts free what
@@ -51,7 +51,7 @@ _SET_ATTR: Final = {"x86_64": 314, "aarch64": 274}  # the number of sched_setatt
 _RESET_ON_FORK: Final = 1
 
 
-def run_at_once(thread: int = 0) -> bool:
+def request_short_time_slices(thread: int = 0) -> bool:
     """Ask for short slices for a thread, but not its children; return whether that was granted.
 
     `thread` is the system's number of one of this process, 0 for the calling one.
@@ -102,7 +102,7 @@ async def trim_regularly() -> NoReturn:
 _MOST_FILES: Final = 1 << 16  # if the system lets it
 
 
-def allow_files() -> int:
+def raise_open_file_limit() -> int:
     """Raise the limit of open files, which shells set low; return how many there may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = min(_MOST_FILES, hard) if hard >= 0 else _MOST_FILES  # -1 is none

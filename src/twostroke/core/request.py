@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
 
 
-DEFAULT_SERVICE: Final = "default"
+DEFAULT_SERVICE_TIER: Final = "default"
 
 
-BATCH_SERVICE: Final = "batch"  # lines of batches; clients cannot ask for it
+BATCH_SERVICE_TIER: Final = "batch"  # for batch requests; clients cannot ask for it
 
 
-# `Request.priority` of each class: lower goes first.
-SERVICES: Final[dict[str, int]] = {
-    DEFAULT_SERVICE: 0,
+# `Request.priority` of each class of service: lower numbers go first.
+SERVICE_TIERS: Final[dict[str, int]] = {
+    DEFAULT_SERVICE_TIER: 0,
     "flex": 1,
     "priority": -1,
-    BATCH_SERVICE: 2,
+    BATCH_SERVICE_TIER: 2,
 }
 
 
-NO_PAGE = -1  # in a group's list of pages: no later row reads this part
+NO_PAGE = -1  # in a list of pages: the page was released, since no later row reads its tokens
 
 
 class FinishReason(StrEnum):
@@ -43,12 +43,14 @@ class FinishReason(StrEnum):
 
 
 class Hints(Frozen):
-    """Advice about a request that never changes its tokens.
+    """Advice about a request that changes its speed and never its tokens.
 
-    `speculate` is the method of guessing, a name in `core.config.SPECULATE`. `prediction` is the
-    output that the caller expects, as tokens. With `shows_progress` each step that reads a part of
-    the prompt has an output. The prompt's pages are to be kept for `keep_s` seconds, in a page
-    cache if there is one.
+    Attributes:
+        speculate: the method of speculation, a name in `core.options.SPECULATE`.
+        prediction: the output that the caller expects, as token ids.
+        shows_progress: whether each step that prefills a part of the prompt has an output.
+        keep_s: seconds for which the prompt's KV pages should stay, in a page cache if there is
+            one.
     """
 
     speculate: str = "auto"
@@ -64,41 +66,45 @@ NO_HINTS = Hints()
 class Request:
     """One sequence of tokens on its way through the engine.
 
-    There are no phases: a step computes a slice `tokens[num_planned:num_planned + count]`, and
-    a request is decoding once all of its tokens except the last are computed. Only the scheduler
-    changes a request after it was added.
+    There are no phases: a step computes a slice `tokens[num_planned:num_planned + count]`, and a
+    request is decoding once all of its tokens except the last are computed. Only the scheduler
+    changes a request after it was added. Times are on the engine's monotonic clock.
 
     Attributes:
-        tokens: prompt followed by output.
+        tokens: token ids of the prompt, followed by the output.
         num_prompt: the number of prompt tokens in `tokens`.
-        seed: of the random numbers; token `i` of the output uses counter `i`.
-        end_ids: tokens that end the request, stop ids included.
-        tenant, weight: who asks, and their share of computed tokens against that of others.
+        seed: the seed of the random numbers; token `i` of the output uses counter `i`.
+        end_ids: token ids that end the request, stop ids included.
+        priority: the order between requests; lower numbers go first.
+        tenant: the caller, for fair shares and limits.
+        weight: the tenant's share of computed tokens, relative to the weights of other tenants.
         salt: separates the prefix caches of tenants.
         prompt_field: the caller's name of the prompt, for errors, such as "messages".
-        cuts_limit: whether a `max_tokens` above what fits is lowered to that, and not refused.
-        start_within_s, timeout_s: seconds after its arrival by which it must have begun to be
-            computed, and have ended; `spent_s` of the latter were over when it arrived.
-        hints: how its next tokens may be guessed.
-        matcher: tells which tokens keep its output within `params.constraint`, if it has one.
-        pooling: the hidden states to return for an embedding; no token is drawn then.
-        arrival_s: when it was added, on the engine's monotonic clock.
-        started_s: when it first got pages; 0 before that.
-        num_computed: how many tokens are computed, by steps that are committed.
-        num_planned: how many are computed, or are about to be by steps in flight; these may draw
-            some of them first.
+        cuts_limit: whether a `max_tokens` above what the context holds is lowered, not refused.
+        start_within_s: seconds from arrival to the first step.
+        timeout_s: seconds from arrival to the end.
+        spent_s: seconds of `timeout_s` that were used before arrival.
+        hints: advice about speculation and caching.
+        matcher: tells which tokens the constraint in `params` allows; None without a constraint.
+        pooling: the hidden states to return for an embedding; no token is sampled then.
+        arrival_s: the time when the request was added.
+        started_s: the time when the request first got pages; 0 before that.
+        num_computed: how many tokens committed steps have computed.
+        num_planned: how many tokens are computed by committed steps or by steps in flight; it may
+            exceed `len(tokens)`, since a step in flight may sample a token that the next computes.
         pages: a list for each of the model's cache groups, all equally long: entry i is the id of
-            the key-value page with the group's part of `tokens[i * page_size:]`, or `NO_PAGE` if
-            that is entirely before the group's window. No lists while it waits.
-        num_final: how many of its tokens are final; None for all. The others are guesses of a
-            model that follows another one, and may be removed.
-        num_cached: prompt tokens found in the prefix cache when it was first admitted.
+            the KV page with the group's part of `tokens[i * page_size:]`, or `NO_PAGE` if the page
+            is entirely before the group's window. Empty while the request waits.
+        num_final: how many tokens are final; None for all. Further tokens are drafts of another
+            model's request, which this request follows, and may be removed.
+        num_cached: prompt tokens found in the prefix cache when the request first started.
         num_scored: prompt tokens, from the second on, whose log-probabilities were reported.
-        num_drafted: guessed tokens that were computed.
-        num_accepted: how many of these were right.
-        num_preemptions: how often it lost all of its pages.
-        num_moves: how often some of its pages were replaced, after a preemption or by a branch's;
-            otherwise its lists only grow, or get `NO_PAGE` before windows.
+        num_drafted: draft tokens that were computed.
+        num_accepted: draft tokens that were accepted.
+        num_preemptions: how often the request lost all of its pages.
+        num_moves: how often some entries of `pages` were replaced, by a preemption or by the pages
+            of an accepted branch. Otherwise the lists only grow, or get `NO_PAGE` before windows.
+        finish_reason: why the request ended; None until then.
     """
 
     id: str
@@ -145,17 +151,17 @@ class Request:
 
     @property
     def start_by_s(self) -> float:
-        """Until when it must have started, on the engine's monotonic clock."""
-        return self.arrival_s + min(self.start_within_s, self.left_s)
+        """The time by which the request must start."""
+        return self.arrival_s + min(self.start_within_s, self.remaining_s)
 
     @property
     def end_by_s(self) -> float:
-        """Until when it must have ended."""
-        return self.arrival_s + self.left_s
+        """The time by which the request must end."""
+        return self.arrival_s + self.remaining_s
 
     @property
-    def left_s(self) -> float:
-        """The seconds of its timeout that were left when it arrived."""
+    def remaining_s(self) -> float:
+        """The seconds of the timeout that were left at the request's arrival."""
         return self.timeout_s - self.spent_s
 
     @property
@@ -165,7 +171,7 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """How many known tokens no step computes yet; 0 while it waits for its next token."""
+        """How many known tokens no step computes yet; 0 while the next token is being sampled."""
         return max(0, len(self.tokens) - self.num_planned)
 
     @property
@@ -175,12 +181,12 @@ class Request:
 
     @property
     def draws_by_itself(self) -> bool:
-        """Whether its next token can be drawn before the tokens in flight are known."""
+        """Whether the next token can be sampled before the tokens in flight are known."""
         return self.matcher is None and self.pooling is None and not self.params.has_penalties
 
     @property
     def num_settled(self) -> int:
-        """How many tokens are computed and final."""
+        """How many tokens are both computed and final."""
         if self.num_final is None:
             return self.num_computed
         return min(self.num_computed, self.num_final)
@@ -194,7 +200,7 @@ class Request:
 
     @property
     def max_output(self) -> int | None:
-        """The most tokens to draw; None for as many as the context holds."""
+        """The most tokens to sample; None is limited by the context only."""
         return self.params.max_tokens if self.pooling is None else 0
 
     @property
@@ -204,5 +210,5 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended."""
+        """Whether the request has ended."""
         return self.finish_reason is not None

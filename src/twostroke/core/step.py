@@ -18,25 +18,32 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-UNASKED: Final = (None,)  # log-probabilities of one token, if the request wants none
-NO_TOKEN = -1  # drawn from logits that are not numbers: the request fails, the others do not
+NO_LOGPROBS: Final = (None,)  # log-probabilities of one token, if the request wants none
+NO_TOKEN = -1  # sampled from logits that are NaN: only this request fails
 
 
 class Slice(Struct):  # a step makes hundreds
     """One request's share of a step: compute `request.tokens[start:start + count]` and `drafts`.
 
     Keys and values of these tokens are stored in `request.pages`, which are already long enough.
-    If the last of the `count` rows is the request's newest token, the slice `samples`: a token is
-    drawn from that row's logits. Then `drafts` may follow, guesses of the next tokens. A token is
-    drawn after each draft too, as if the drafts up to it were part of the request. Drafts are a
-    chain or, after a slice of one row, a tree: `branches` are the drafts that begin other paths, in
-    order.
+    Each token is a row of the step.
 
-    A blind slice has one row, of the token that the request draws in the step before, which only
-    the backend knows yet. It samples, and has no drafts.
+    A blind slice has one row: the token that the request samples in the step before, which only the
+    backend knows yet. A blind slice samples, and has no drafts.
 
-    The last `num_scored` rows before those that draw report the log-probability of the prompt's
-    next token. The last `num_pooled` rows return their hidden states.
+    Attributes:
+        request: the request.
+        start: the index in `request.tokens` of the first token to compute.
+        count: how many tokens to compute, without drafts.
+        samples: whether the last of the `count` rows is the request's newest token, so that a token
+            is sampled from the row's logits.
+        drafts: drafts of the next tokens. A token is sampled after each draft as well, as if the
+            drafts up to it were part of the request. Drafts are a chain or, after a slice of one
+            row, a tree.
+        branches: the paths of a tree besides its first one, by the index of their first drafts.
+        num_scored: how many rows, before the rows that sample, report the log-probability of the
+            prompt's next token.
+        num_pooled: how many rows, at the end, return their hidden states.
     """
 
     request: Request
@@ -50,7 +57,7 @@ class Slice(Struct):  # a step makes hundreds
 
     @property
     def is_blind(self) -> bool:
-        """Whether its token is not known yet."""
+        """Whether the slice's token is still being sampled by the step before."""
         return self.start >= len(self.request.tokens)
 
     @property
@@ -60,12 +67,12 @@ class Slice(Struct):  # a step makes hundreds
 
     @property
     def num_drawn(self) -> int:
-        """How many tokens are drawn."""
+        """How many tokens are sampled."""
         return 1 + len(self.drafts) if self.samples else 0
 
     @property
     def num_with_logits(self) -> int:
-        """How many rows, the last ones, have logits."""
+        """How many rows at the end of the slice have logits."""
         return self.num_scored + self.num_drawn
 
     @property
@@ -78,13 +85,15 @@ class Slice(Struct):  # a step makes hundreds
 class StepPlan(Frozen):
     """The work of one step: a slice for each of its requests.
 
-    `preempted` requests lost their pages to make room and wait again; they are not in `slices`.
-    Up to `budget` rows may be added as drafts. `external` is the value of the Program's
-    `ExternalInput`, (rows, width) in the order of the slices.
-
-    `requests`, `starts` and `counts` are those of the slices, collected once because a step needs
-    them several times. With `is_decode` each slice has one row, its request's newest token or a
-    blind one, apart from drafts.
+    Attributes:
+        slices: the slices, in the order of their rows.
+        preempted: requests that lost their pages to make room, and wait again; they have no slice.
+        budget: how many rows may be added as drafts.
+        external: (rows, width) the value of the Program's `ExternalInput`, if it has one.
+        requests: the request of each slice; collected once, because a step needs it several times.
+        starts: the start of each slice.
+        counts: the count of each slice.
+        is_decode: whether each slice has one row, apart from drafts, and samples.
     """
 
     slices: tuple[Slice, ...]
@@ -97,37 +106,43 @@ class StepPlan(Frozen):
     is_decode: bool = False
 
     def __post_init__(self) -> None:
-        slices, counts, keep = self.slices, [s.count for s in self.slices], force_setattr
-        keep(self, "requests", [s.request for s in slices])
-        keep(self, "starts", [s.start for s in slices])
-        keep(self, "counts", counts)
-        has_one_each = sum(counts) == len(counts)
-        keep(self, "is_decode", has_one_each and all([s.samples for s in slices]))  # noqa: C419
+        slices = self.slices
+        counts = [slice_.count for slice_ in slices]
+        force_setattr(self, "requests", [slice_.request for slice_ in slices])
+        force_setattr(self, "starts", [slice_.start for slice_ in slices])
+        force_setattr(self, "counts", counts)
+        have_one_row = sum(counts) == len(counts)
+        is_decode = have_one_row and all([slice_.samples for slice_ in slices])  # noqa: C419
+        force_setattr(self, "is_decode", is_decode)
 
     @property
     def has_drafts(self) -> bool:
         """Whether any slice has drafts."""
-        return any([s.drafts for s in self.slices])  # noqa: C419 - twice as quick
+        return any([slice_.drafts for slice_ in self.slices])  # noqa: C419 - twice as quick
 
     @property
     def num_prompt_rows(self) -> int:
         """How many tokens of prompts the step computes."""
-        prompts = [(s.start, s.count, s.request.num_prompt) for s in self.slices]
-        return sum([min(count, end - start) for start, count, end in prompts if start < end])
+        spans = [(slice_.start, slice_.count, slice_.request.num_prompt) for slice_ in self.slices]
+        return sum([min(count, end - start) for start, count, end in spans if start < end])
 
     @property
     def num_rows(self) -> int:
         """How many tokens the step computes."""
-        return sum(s.num_rows for s in self.slices)
+        return sum(slice_.num_rows for slice_ in self.slices)
 
     @property
     def draws(self) -> list[bool]:
-        """For each row with logits, in order, whether it draws a token; the others are scored."""
-        return [place >= s.num_scored for s in self.slices for place in range(s.num_with_logits)]
+        """Whether each row with logits, in order, samples a token; other rows are scored."""
+        return [
+            row >= slice_.num_scored
+            for slice_ in self.slices
+            for row in range(slice_.num_with_logits)
+        ]
 
 
 class TokenLogprobs(Frozen):
-    """Natural log-probabilities of one token, from the model's own distribution."""
+    """Natural log-probabilities of a token and of the likeliest tokens, from the model itself."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -135,17 +150,23 @@ class TokenLogprobs(Frozen):
 
 
 class StepResult(Frozen):
-    """The tokens that a step drew: `num_drawn` of each slice, in the plan's order.
+    """The tokens that a step sampled, and its times. Times are 0.0 if they were not measured.
 
-    A slice's first token follows the request's newest, the others follow its drafts. It is
-    `NO_TOKEN` if none could be drawn; `logprobs[i]` is None unless the request asked for it.
-    `elapsed_s` is the whole call, `kernel_s` its part inside kernels and `collective_s` its part in
-    collectives, waiting for other ranks included; they are 0.0 if not measured. `crowded_s` is the
-    whole call if fewer threads than all computed, because other programs keep cores busy.
-    `hidden` has the backend's `tapped_value` for each drawn token. `scores` are the log-
-    probabilities of scored rows, None if logits are not numbers. `states` has, for each slice with
-    `num_pooled` rows, their final hidden states (rows, width), which depend on these rows alone.
-    `num_compiled` counts kernels that were compiled and graphs that were captured for the step.
+    Attributes:
+        tokens: `num_drawn` tokens of each slice, in the plan's order. A slice's first token follows
+            the request's newest one, further tokens follow its drafts. `NO_TOKEN` if the logits are
+            NaN.
+        logprobs: the log-probabilities of each token; None if the request does not want them.
+        elapsed_s: seconds of the whole call.
+        kernel_s: seconds of the call inside kernels.
+        hidden: (tokens, width) the backend's `tapped_value` for each sampled token.
+        scores: the log-probabilities of the scored rows; None if logits are NaN.
+        states: for each slice with `num_pooled` rows, (rows, width) their final hidden states,
+            which depend on these rows alone.
+        collective_s: seconds of the call in collectives, waiting for other ranks included.
+        num_compiled: how many kernels were compiled and graphs captured for the step.
+        crowded_s: `elapsed_s` if some threads did not compute because other programs keep cores
+            busy, else 0.0.
     """
 
     tokens: list[int]
@@ -163,8 +184,12 @@ class StepResult(Frozen):
 class RequestDelta(Frozen):
     """The outcome of one step for one request: new tokens, and perhaps its end.
 
-    `scores` are log-probabilities of the prompt's next tokens, in order, from the second token on.
-    `states` are the hidden states (rows, width) of the rows to pool.
+    Attributes:
+        request: the request; its `finish_reason` tells whether it has ended.
+        tokens: the new tokens.
+        logprobs: the log-probabilities of each new token.
+        scores: log-probabilities of the prompt's next tokens, in order, from the second token on.
+        states: (rows, width) the hidden states of the rows to pool.
     """
 
     request: Request

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core.embedding import Pooling
 from twostroke.core.errors import RequestError, nearest
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import DEFAULT_SERVICE, NO_HINTS, Hints, Request
+from twostroke.core.request import DEFAULT_SERVICE_TIER, NO_HINTS, Hints, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.embedding import Embedder, check_token_values, choose_pooling, in_order
 from twostroke.engine.generation import AsyncGeneration, Generation
@@ -37,7 +37,7 @@ class Caller(Frozen):
     Tenants that compete at one priority get computed tokens in proportion to their `weight`.
     `prompt_field` is what errors call the prompt: "prompt", "messages" for a conversation, or
     "input" for texts to embed. `service` is the class of service that requests are counted under,
-    one of `core.service.SERVICES`; `names_class` is whether the request asks for it by name.
+    one of `core.request.SERVICE_TIERS`; `names_class` is whether the request asks for it by name.
     `cuts_limit` lowers a `max_tokens` above what fits. A request is refused, or ended, if it does
     not start within `start_within_s` or end within `timeout_s`, of which `spent_s` are over.
     """
@@ -45,7 +45,7 @@ class Caller(Frozen):
     priority: int = 0
     tenant: str = ""
     prompt_field: str = "prompt"
-    service: str = DEFAULT_SERVICE
+    service: str = DEFAULT_SERVICE_TIER
     names_class: bool = False
     cuts_limit: bool = False
     weight: float = 1.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 from msgspec.structs import astuple
 
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import SERVICES, FinishReason
+from twostroke.core.request import SERVICE_TIERS, FinishReason
 from twostroke.engine.scheduler import SchedulerStats  # noqa: TC001 - read when a message is decoded
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ class Counters:
     ) -> None:
         """Count work by `cost`; snapshots include the counts of the others."""
         self._tiers, self._limit = tiers, limit
-        self.services = {service: ServiceCounter() for service in SERVICES}
+        self.services = {service: ServiceCounter() for service in SERVICE_TIERS}
         self._cost = cost
         self._scheduler = scheduler
         self._speculation = speculation

@@ -173,7 +173,7 @@ class Draft(Frozen):
             weight_bytes(self.loaded, options.compute),
             memory_free(options.compute, program, self.loaded.tensors, options.batch.token_budget)
             - unused_bytes(options.compute, backend),
-            max_running=options.batch.most_running,
+            max_running=options.batch.effective_max_running,
             auto_format=auto_kv_format(options.compute),
         )
         for_one = -(-size.context_length // size.page_size) * len(program.cache_groups)

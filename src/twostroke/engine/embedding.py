@@ -9,7 +9,7 @@ import numpy as np
 from twostroke.core.embedding import AUTO, EmbeddingParams, Pooling
 from twostroke.core.errors import EngineStoppedError, RequestError
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import DEFAULT_SERVICE, FinishReason
+from twostroke.core.request import DEFAULT_SERVICE_TIER, FinishReason
 from twostroke.engine.output import Output
 from twostroke.engine.request_listener import RequestListener
 
@@ -85,7 +85,7 @@ class Embedder(RequestListener):
         index: int,
         mailbox: Mailbox,
         dimensions: int | None = None,
-        service: str = DEFAULT_SERVICE,
+        service: str = DEFAULT_SERVICE_TIER,
     ) -> None:
         """Keep `dimensions` of `EmbeddingParams`; the other arguments as in `RequestListener`."""
         super().__init__(request, index, mailbox, service)

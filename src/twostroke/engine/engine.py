@@ -30,7 +30,7 @@ from twostroke.backends.machine_limits import MachineLimits
 from twostroke.backends.parallel.division import mesh_for
 from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
-from twostroke.core.hardware import give_back_memory, resolve_num_threads, scarcest_memory
+from twostroke.core.hardware import return_freed_memory, resolve_num_threads, scarcest_memory
 from twostroke.core.options import DEFAULT_ACTIVATION_BITS, EngineOptions
 from twostroke.engine.canary import FirstLoad
 from twostroke.engine.chat.conversation import Chat
@@ -147,7 +147,7 @@ def build(
         BackendError: no backend can run here.
     """
     options = options or EngineOptions()
-    check_tiers(options.tiers)
+    check_tiers(options.offload)
     loaded = load(model)
     program = build_program(loaded.spec)
     check_backend(options, program, say)
@@ -165,10 +165,10 @@ def build(
         draft = Draft.wanted(speculation, model, card)
         heads = DraftHeads.wanted(speculation, loaded)
         first_load = FirstLoad.of(loaded, card.tokenizer, program, options)
-        digest = weights_digest(loaded) if options.tiers.is_used else ""
+        digest = weights_digest(loaded) if options.offload.is_used else ""
         tensors, release = loaded.tensors, partial(release_tensors, loaded.mappings)
         del loaded  # so that the tokenizer's tables are freed before the weights take their memory
-        give_back_memory()
+        return_freed_memory()
         limits = _limits(compute, num_weight_bytes, say)
         rows = options.batch.token_budget
         make = partial(create_backend, compute=compute, embeds=True, mesh=mesh, max_rows=rows)
@@ -178,7 +178,7 @@ def build(
         )
         if_it_fails.callback(backend.close)
         first_load.check(backend)
-        facts, running = backend.facts, options.batch.most_running
+        facts, running = backend.facts, options.batch.effective_max_running
         ahead = _draws_ahead(facts, speculation, draft, heads, watcher)
         guessing = replace(speculation, method="off") if ahead else speculation
         scheduler = build_scheduler(options.cache, options.batch, size, facts, draws_ahead=ahead)
@@ -270,8 +270,8 @@ def _begin_moving(
     client: Client, digest: str, options: EngineOptions, size: CacheSize, backend: Backend
 ) -> None:
     """Let pages come from tiers and from other engines, as far as the options say so."""
-    is_alone = options.handover.role == "mixed"
-    if is_alone and not options.tiers.is_used:
+    is_alone = options.disaggregation.role == "mixed"
+    if is_alone and not options.offload.is_used:
         return
     try:
         kind = page_kind(client.card, options, size, backend)
@@ -280,9 +280,9 @@ def _begin_moving(
                 start_disaggregation,  # most engines need nothing of it
             )
 
-            start_disaggregation(options.handover, client, backend, kind)
-        if options.tiers.is_used:
-            begin_paging(client, kind, digest, options.tiers)
+            start_disaggregation(options.disaggregation, client, backend, kind)
+        if options.offload.is_used:
+            begin_paging(client, kind, digest, options.offload)
     except BaseException:
         client.loop.close()
         raise
@@ -296,7 +296,7 @@ def _size(loaded: LoadedModel, program: Program, mesh: Mesh, options: EngineOpti
         rows,
         weight_bytes(loaded, options.compute),
         memory_free(options.compute, program, loaded.tensors, rows),
-        max_running=options.batch.most_running,
+        max_running=options.batch.effective_max_running,
         auto_format=auto_kv_format(options.compute),
         mesh=mesh,
         group_limit=None if options.compute.backend == "gpu" else scarcest_memory(),
@@ -345,7 +345,7 @@ def build_scheduler(
     index = PrefixIndex(pool, reuse_generated=reuse_generated) if cache.prefix_cache else None
     config = SchedulerConfig(
         context_length=size.context_length,
-        max_running=batch.most_running,
+        max_running=batch.effective_max_running,
         token_budget=batch.token_budget,
         max_waiting_requests=batch.max_waiting_requests,
         max_waiting_tokens=batch.max_waiting_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.core.request import DEFAULT_SERVICE, FinishReason
+from twostroke.core.request import DEFAULT_SERVICE_TIER, FinishReason
 from twostroke.engine.output import Output
 from twostroke.engine.request_listener import RequestListener
 from twostroke.model.tokenizer import StreamDecoder
@@ -25,7 +25,7 @@ class OutputProcessor(RequestListener):
         index: int,
         mailbox: Mailbox,
         tokenizer: Tokenizer,
-        service: str = DEFAULT_SERVICE,
+        service: str = DEFAULT_SERVICE_TIER,
     ) -> None:
         """Decode with `tokenizer`; the other arguments as in `RequestListener`."""
         super().__init__(request, index, mailbox, service)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from twostroke.core.request import DEFAULT_SERVICE
+from twostroke.core.request import DEFAULT_SERVICE_TIER
 from twostroke.engine.output import Output, Timings, Usage
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class RequestListener(ABC):
     counter: ServiceCounter
 
     def __init__(
-        self, request: Request, index: int, mailbox: Mailbox, service: str = DEFAULT_SERVICE
+        self, request: Request, index: int, mailbox: Mailbox, service: str = DEFAULT_SERVICE_TIER
     ) -> None:
         """Make outputs with `index` for `mailbox`; `service` as in `Caller`."""
         self.request = request

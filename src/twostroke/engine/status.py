@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import DEFAULT_SERVICE
+from twostroke.core.request import DEFAULT_SERVICE_TIER
 from twostroke.engine.scheduler import SchedulerStats  # noqa: TC001 - read when a message is decoded
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def take_view(seen: SchedulerView, listeners: Mapping[str, RequestListener]) -> 
 def _request(request: Request, listener: RequestListener | None, pages: Pages) -> RequestView:
     return RequestView(
         id=request.id,
-        service=DEFAULT_SERVICE if listener is None else listener.service,
+        service=DEFAULT_SERVICE_TIER if listener is None else listener.service,
         num_prompt=request.num_prompt,
         num_computed=request.num_computed,
         num_output=request.num_output if listener is None else listener.num_output,

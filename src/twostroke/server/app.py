@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from twostroke.core.json_io import encode_json
-from twostroke.core.request import BATCH_SERVICE
+from twostroke.core.request import BATCH_SERVICE_TIER
 from twostroke.engine.structured_output.schema.verify import Verifier
 from twostroke.server.auth.key_refresher import KeyRefresher
 from twostroke.server.auth.usage import UsageBook
@@ -204,7 +204,7 @@ class Api:
     @property
     def num_running(self) -> int:
         """The number of clients' requests whose answers are not complete."""
-        return sum(running.service != BATCH_SERVICE for running in self._open)
+        return sum(running.service != BATCH_SERVICE_TIER for running in self._open)
 
     def drain(self) -> None:
         """Take no new requests, and stop the lines of batches, which the next server runs."""
@@ -423,7 +423,7 @@ class Api:
                 vectors = await Vectors.start(model.engine, job, texts, self.metrics, self._open)
             served.running, served.model = vectors, name
             try:
-                is_last = served.service == BATCH_SERVICE
+                is_last = served.service == BATCH_SERVICE_TIER
                 work = vectors.encoded_vectors(
                     partial(self._readers.run, served.tenant, is_last=is_last)
                 )

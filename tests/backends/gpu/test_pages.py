@@ -82,7 +82,7 @@ def test_an_engine_finds_the_pages_of_one_before_it(
         assert answers(llm, prompts, GREEDY) == expected
         (tier,) = llm.engine.client.loop.pages.totals()
         assert tier.pages_read
-    with LLM(path, options(backend="gpu", tiers=kept.tiers)) as llm:  # of another kind
+    with LLM(path, options(backend="gpu", tiers=kept.offload)) as llm:  # of another kind
         answers(llm, prompts, GREEDY)
         (tier,) = llm.engine.client.loop.pages.totals()
         assert not tier.pages_read

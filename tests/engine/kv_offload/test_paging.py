@@ -153,7 +153,7 @@ def test_pages_of_the_first_chunk_outlast_those_that_continue_it(tmp_path: Path)
 
 def test_steps_are_timed_for_a_page_cache_also_if_nothing_is_guessed(tmp_path: Path) -> None:
     tiers = OffloadOptions(page_cache=str(tmp_path / "pages"))
-    options = EngineOptions(speculation=SpeculationOptions("off"), tiers=tiers)
+    options = EngineOptions(speculation=SpeculationOptions("off"), offload=tiers)
     with closing(build(str(write_tiny_gguf(tmp_path / "tiny.gguf")), options)) as engine:
         engine.client.generate(PROMPT, GREEDY).wait()
         assert engine.client.loop.speculator.step_time.num_steps > 1
@@ -390,15 +390,15 @@ def test_an_engine_without_pages_to_spare_says_so(tmp_path: Path) -> None:
     tiers = OffloadOptions(page_cache=str(tmp_path))
     few = CacheOptions(32 * program.page_bytes(16), 512, kv_format="f16")
     with pytest.raises(UsageError, match="needs more pages than those of the longest request"):
-        build(str(tiny_path), EngineOptions(cache=few, tiers=tiers))
+        build(str(tiny_path), EngineOptions(cache=few, offload=tiers))
 
 
 def test_options_that_exclude_a_page_cache_are_refused(tmp_path: Path) -> None:
     tiers = OffloadOptions(page_cache=str(tmp_path))
     with pytest.raises(UsageError, match="needs"):
-        EngineOptions(cache=CacheOptions(prefix_cache=False), tiers=tiers)
+        EngineOptions(cache=CacheOptions(prefix_cache=False), offload=tiers)
     with pytest.raises(UsageError, match="one process"):
-        EngineOptions(parallel=ParallelOptions(tensor=2), tiers=tiers)
+        EngineOptions(parallel=ParallelOptions(tensor=2), offload=tiers)
     for wrong in ({"page_cache": ""}, {"page_cache_bytes": 10**9}, {"page_store": "http://a"}):
         with pytest.raises(UsageError):
             OffloadOptions(**wrong)  # type: ignore[arg-type]

@@ -38,8 +38,8 @@ def test_a_tree_is_laid_out_so_that_paths_are_long():
     assert parents_of(6, piece.branches) == [ROOT, 0, 1, 0, ROOT, 4]
     low, high = piece.branches
     # Five prompt tokens and one of output: drafts begin at position 6, in the second page of 4.
-    assert (low.position, low.own_place, low.above, low.is_copied) == (7, 1, (0, 1), True)
-    assert (high.position, high.own_place, high.above, high.is_copied) == (6, 1, (0,), True)
+    assert (low.position, low.own_page_index, low.above, low.is_copied) == (7, 1, (0, 1), True)
+    assert (high.position, high.own_page_index, high.above, high.is_copied) == (6, 1, (0,), True)
     assert len(set(low.own_pages) | set(high.own_pages) | set(request.pages[0])) == 3 + 1 + 1
     check_scheduler(steps.scheduler)
     steps.land(plan)
@@ -57,7 +57,7 @@ def test_a_branch_that_begins_a_page_shares_no_rows():
     steps, _, _, piece = waiting_slice()
     assert steps.scheduler.add_drafts(piece, (1, 2, 3, 4), (ROOT, 0, 1, 1)) == [0, 1, 2, 3]
     [branch] = piece.branches
-    assert (branch.position, branch.own_place, branch.place) == (8, 2, 1)
+    assert (branch.position, branch.own_page_index, branch.page_index) == (8, 2, 1)
     assert (branch.above, branch.is_copied, branch.num_own) == ((), False, 1)
 
 

@@ -8,10 +8,10 @@ from support.invariants import check_scheduler
 from support.requests import make_request
 from support.steps import Steps
 from twostroke.core.errors import ContextLengthError, OverloadedError, RequestError, UsageError
-from twostroke.core.request import BATCH_SERVICE, SERVICES, FinishReason
+from twostroke.core.request import BATCH_SERVICE_TIER, SERVICE_TIERS, FinishReason
 from twostroke.engine.scheduler import SchedulerConfig
 
-LINE = SERVICES[BATCH_SERVICE]
+LINE = SERVICE_TIERS[BATCH_SERVICE_TIER]
 
 
 def test_idle_scheduler_has_nothing_to_plan():

@@ -120,7 +120,7 @@ def real(load: Workload, batch: BatchOptions, folder):
 
         backend.run = observed
 
-    limits = {"max_running": batch.most_running, "token_budget": batch.token_budget}
+    limits = {"max_running": batch.effective_max_running, "token_budget": batch.token_budget}
     with tiny_client(
         folder, Tiny(context_length=CONTEXT), NUM_PAGES, batch, prepare=prepare, **limits
     ) as (client, _):

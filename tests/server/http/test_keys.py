@@ -179,9 +179,9 @@ def test_a_secret_is_never_passed_over_for_being_empty(
 def test_a_client_with_an_empty_key_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, key in (("", None), (" ", None), ("sk-1", "sk-1")):
         monkeypatch.setenv("TWOSTROKE_API_KEY", value)
-        assert env.own_api_key() == key
+        assert env.client_api_key() == key
     monkeypatch.delenv("TWOSTROKE_API_KEY")
-    assert env.own_api_key() is None
+    assert env.client_api_key() is None
 
 
 @pytest.mark.parametrize(

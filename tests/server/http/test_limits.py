@@ -329,7 +329,7 @@ def test_bodies_that_arrive_are_bounded_for_a_tenant_and_in_all(tmp_path: Path) 
 def test_connections_are_bounded_and_idle_ones_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.server.http.server.allow_files", lambda: 6)
+    monkeypatch.setattr("twostroke.server.http.server.raise_open_file_limit", lambda: 6)
     with live_server(tmp_path) as server:
         server.backend.gate.clear()
         busy = server.connect()
@@ -349,7 +349,7 @@ def test_connections_are_bounded_and_idle_ones_make_room(
 def test_longest_idle_connection_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.server.http.server.allow_files", lambda: 10)
+    monkeypatch.setattr("twostroke.server.http.server.raise_open_file_limit", lambda: 10)
     with live_server(tmp_path) as server:
         opened = []
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from twostroke.core.process_tuning import run_at_once
+from twostroke.core.process_tuning import request_short_time_slices
 
 if TYPE_CHECKING:
     from support.servers import LiveServer
@@ -45,7 +45,7 @@ def test_a_thread_gets_short_slices_and_its_children_do_not() -> None:
 
     def run() -> None:
         seen.append(attributes())
-        assert run_at_once()
+        assert request_short_time_slices()
         seen.append(attributes())
         child = threading.Thread(target=lambda: seen.append(attributes()))
         child.start()
@@ -66,7 +66,7 @@ def test_a_system_that_does_not_say_its_policy_stays_as_it_is(
         raise OSError
 
     monkeypatch.setattr(os, "sched_getscheduler", forbidden)
-    assert not run_at_once()
+    assert not request_short_time_slices()
 
 
 def test_a_server_asks_for_them(server: LiveServer) -> None:

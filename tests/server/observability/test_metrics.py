@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.servers import live_server
 from twostroke.backends.interface import RankFacts, RankState
 from twostroke.backends.machine_limits import MachineLimits
-from twostroke.core.request import SERVICES
+from twostroke.core.request import SERVICE_TIERS
 from twostroke.engine.counters import TierTotals
 from twostroke.engine.disaggregation_stats import (
     DecodeSideStats,
@@ -130,7 +130,7 @@ def test_classes_of_service_are_counted_separately(tmp_path: Path, tier: str) ->
     with live_server(tmp_path) as server:
         server.chat(max_tokens=3, ignore_eos=True, service_tier=tier)
         found = _samples(server.http.get("/metrics").text)
-    for one in SERVICES:
+    for one in SERVICE_TIERS:
         count = int(one == service)
         assert found["twostroke_answers_total", one, "length"] == count
         assert found["twostroke_completion_tokens_total", one] == 3 * count

@@ -10,7 +10,7 @@ import pytest
 
 from support.refusals import refused
 from support.servers import events, live_server, wait_for
-from twostroke.core.request import SERVICES
+from twostroke.core.request import SERVICE_TIERS
 from twostroke.core.sampling import SamplingParams
 from twostroke.server.protocols.common.fields import TIERS
 
@@ -28,7 +28,7 @@ _PATHS = ("/v1/chat/completions", "/v1/completions")
 def test_response_has_the_class_of_service(server: LiveServer, path: str, tier: str) -> None:
     told = _post(server, path, service_tier=tier).json()
     assert told["service_tier"] == TIERS[tier]
-    assert told["service_tier"] in SERVICES
+    assert told["service_tier"] in SERVICE_TIERS
 
 
 @pytest.mark.parametrize("path", _PATHS)

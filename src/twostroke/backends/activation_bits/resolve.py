@@ -26,7 +26,7 @@ from twostroke.backends.create import is_native
 from twostroke.core import env
 from twostroke.core.activation_bits import ActivationBits
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.hardware import give_back_memory, resolve_num_threads
+from twostroke.core.hardware import resolve_num_threads, return_freed_memory
 from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.core.options import AUTO_BITS, DEFAULT_ACTIVATION_BITS
 from twostroke.model.load import build_tokenizer
@@ -153,7 +153,7 @@ def _choose(
         return choose(products, score, check, model_id)
     finally:
         backend.close()
-        give_back_memory()
+        return_freed_memory()
 
 
 def _shipped(model_id: str) -> ActivationBits | None:

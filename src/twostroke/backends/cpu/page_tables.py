@@ -90,11 +90,11 @@ class PageTables:
         if index == len(self._branches):
             self._branches.append(self._take_row())
         row = self._branches[index]
-        self.array[row, :, : branch.place] = self.array[request_row, :, : branch.place]
+        self.array[row, :, : branch.page_index] = self.array[request_row, :, : branch.page_index]
         num_places = len(branch.pages[0])
-        self.array[row, :, branch.place : branch.place + num_places] = branch.pages
+        self.array[row, :, branch.page_index : branch.page_index + num_places] = branch.pages
         if self._changes is not None:
-            self._changes.append((row, 0, branch.place + num_places))
+            self._changes.append((row, 0, branch.page_index + num_places))
         return row
 
     def forget(self, request: Request) -> None:

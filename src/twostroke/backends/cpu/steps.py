@@ -195,9 +195,9 @@ class StepArrays:
                 runs.append([first, end - branch.first, branch.position, branch_table])
                 stores += [(row + above, branch_table) for above in branch.above]
                 if branch.is_copied:
-                    copied_index = branch.own_place
+                    copied_index = branch.own_page_index
                     copies += [
-                        (theirs[copied_index], ours[copied_index - branch.place])
+                        (theirs[copied_index], ours[copied_index - branch.page_index])
                         for theirs, ours in zip(slice_.request.pages, branch.pages, strict=True)
                     ]
         if len(runs) > len(self._slices):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.backends.cpu.library import load_library
 from twostroke.backends.cpu.records import NodeRecord
 from twostroke.core.errors import BackendError
-from twostroke.core.hardware import memory_nodes, place_threads
+from twostroke.core.hardware import memory_nodes, threads_by_node
 
 if TYPE_CHECKING:
     import ctypes
@@ -27,7 +27,7 @@ def thread_pool(library: ctypes.CDLL, num_threads: int) -> Iterator[int]:
     Raises:
         BackendError: the operating system refuses the number of threads.
     """
-    placed = place_threads(memory_nodes(), num_threads)
+    placed = threads_by_node(memory_nodes(), num_threads)
     nodes = (NodeRecord * len(placed))(
         *(
             NodeRecord((c_int32 * len(node.cores))(*node.cores), len(node.cores), node.number, n)

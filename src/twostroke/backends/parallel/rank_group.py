@@ -86,7 +86,7 @@ class RankGroup:
         sizes = block_sizes(loaded.tensors) if self._splits_sums else None
         self._parts = shard(program, mesh, [last_hidden(program)], sizes)
         self._weight_bytes = [_weight_bytes(part, loaded.tensors, compute) for part in self._parts]
-        self._max_rows = max(batch.token_budget, batch.most_running, _EVALUATED_ROWS)
+        self._max_rows = max(batch.token_budget, batch.effective_max_running, _EVALUATED_ROWS)
         self._level = choose_level(compute.level).level
         self._one_arithmetic = compute.backend in FLOAT32_BACKENDS or bool(
             load_library(self._level).ts_one_arithmetic()
@@ -118,7 +118,7 @@ class RankGroup:
                     options.batch.token_budget,
                     sum(self._weight_bytes[rank] for rank in here),
                     free,
-                    max_running=options.batch.most_running,
+                    max_running=options.batch.effective_max_running,
                     auto_format=auto_kv_format(options.compute),
                     parts=[self._parts[rank].program for rank in here],
                     mesh=self._mesh,

@@ -39,7 +39,7 @@ from twostroke.backends.parallel.rank_messages import (
 from twostroke.backends.parallel.ranks import BEAT_S
 from twostroke.backends.step_frame import FrameLimits, FrameLostError, FrameReader
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError, TwostrokeError
-from twostroke.core.hardware import give_back_memory, memory_available, num_cores
+from twostroke.core.hardware import memory_available, num_cores, return_freed_memory
 from twostroke.core.transport.channel import Channel, ChannelClosedError, MessageType
 from twostroke.model.families import build_program
 from twostroke.model.load import load
@@ -249,7 +249,7 @@ class RankWorker:
             )
         )
         self.collective_s = 0.0
-        give_back_memory()
+        return_freed_memory()
 
     def step(self, body: bytes) -> None:
         """Compute this rank's part of a step."""

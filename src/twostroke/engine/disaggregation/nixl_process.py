@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.core.process_tuning import run_at_once
+from twostroke.core.process_tuning import request_short_time_slices
 from twostroke.core.transport.frames import WireError, read_frame
 from twostroke.engine.disaggregation.messages import NixlAddress
 from twostroke.engine.disaggregation.nixl import (
@@ -53,7 +53,7 @@ def main() -> None:
                 signal.alarm(_MAX_CALL_S)
                 agent = _Agent(page_file, num_pages, page_bytes)
                 for thread in Path("/proc/self/task").iterdir():
-                    run_at_once(int(thread.name))  # engines compute on all cores
+                    request_short_time_slices(int(thread.name))  # engines compute on all cores
                 answer = AgentOpened(agent.address)
             else:
                 question = read_frame(file, question_decoder)

@@ -53,8 +53,8 @@ def begin_paging(client: Client, kind: KvCacheSpec, digest: str, tiers: OffloadO
 
     found: list[OffloadTier] = []
     if tiers.page_cache is not None:
-        folder = env.with_home(tiers.page_cache)
-        found.append(DiskTier(folder, kind, tiers.most_bytes, client.card.name))
+        folder = env.expand_home(tiers.page_cache)
+        found.append(DiskTier(folder, kind, tiers.max_page_cache_bytes, client.card.name))
     if tiers.page_store is not None:
         found.append(RedisTier(tiers.page_store, kind))
     OffloadManager(loop.pages, kind, found, seconds, lambda: time.num_steps > 0)

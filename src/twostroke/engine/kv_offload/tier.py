@@ -122,12 +122,12 @@ def page_kind(
     level = _ALIKE.get(facts.level, facts.level)
     if memory is None:
         reason = "needs one process with all pages: the backend cpu or gpu, without ranks."
-        raise UsageError(reason, field=options.tiers.field if options.tiers.is_used else "role")
+        raise UsageError(reason, field=options.offload.field if options.offload.is_used else "role")
     return KvCacheSpec(
         model=card.identity,
         kv_format=size.kv_format,
         page_bytes=memory.page_bytes,
         groups=PageGroups(facts.page_size, facts.windows),
-        arithmetic=f"{facts.name} {level} {options.compute.known_bits}",
+        arithmetic=f"{facts.name} {level} {options.compute.resolved_bits}",
         only_prompts=not facts.one_arithmetic and options.cache.strict_prefix,
     )

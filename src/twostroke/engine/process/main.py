@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import BackendError, EngineStoppedError, MemoryLimitError, TwostrokeError
-from twostroke.core.process_tuning import ease_collector
+from twostroke.core.process_tuning import tune_garbage_collector
 from twostroke.core.transport.frames import Frames, WireError
 from twostroke.engine.engine import build
 from twostroke.engine.generation import Outputs
@@ -286,7 +286,7 @@ def main(descriptor: str) -> int:
         with _build(load, link) as engine:
             desk = RequestHandler(engine, link)
             engine.client.grammars.prepare()  # now, before a stream would have to wait for it
-            ease_collector()
+            tune_garbage_collector()
             link.send(_ready(engine))
             desk.run()
     except TwostrokeError as error:

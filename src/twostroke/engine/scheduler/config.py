@@ -248,7 +248,7 @@ def check_deadline(request: Request, waited_s: float, estimate: QueueEstimate) -
     Raises:
         OverloadedError: the requests before it take too long.
     """
-    left_s = min(request.start_within_s, request.left_s) - waited_s
+    left_s = min(request.start_within_s, request.remaining_s) - waited_s
     if estimate.wait_s and estimate.wait_s > left_s > 0:
         raise OverloadedError(
             f"The work that waits takes about {estimate.wait_s:.1f} s, and this request may wait "

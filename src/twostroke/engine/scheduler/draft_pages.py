@@ -74,8 +74,8 @@ class DraftPages:
             winner = branches[num_begun - 1]
             winner_pages = {page for pages in winner.pages for page in pages}
             for pages, new_pages in zip(request.pages, winner.pages, strict=True):
-                released += pages[winner.place :]
-                pages[winner.place :] = new_pages
+                released += pages[winner.page_index :]
+                pages[winner.page_index :] = new_pages
             released = [page for page in released if page not in winner_pages]
             request.num_moves += 1
         self._pool.release(released)
@@ -124,7 +124,7 @@ class DraftPages:
                 first=first,
                 parent=parent,
                 position=position,
-                place=first_page,
+                page_index=first_page,
                 pages=pages,
                 num_own=num_own,
                 above=tuple(rows_above[first_stored - slice_.start :]),

@@ -354,7 +354,7 @@ class Deadlines:
         """Watch a request; `num_unfinished` counts all requests that have not ended."""
         request = state.request
         self._timeouts.add(request.end_by_s, state, num_unfinished)
-        if request.start_within_s < request.left_s:
+        if request.start_within_s < request.remaining_s:
             self._start_deadlines.add(request.start_by_s, state, num_unfinished)
 
     def pop(self, now_s: float) -> list[tuple[Request, DeadlineError]]:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from twostroke.core.draft_tree import ROOT, right_drafts
 from twostroke.core.request import FinishReason
-from twostroke.core.step import UNASKED, RequestDelta
+from twostroke.core.step import NO_LOGPROBS, RequestDelta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ class ResultReader:
                     self.has_ends |= request.finish_reason is not None
                 else:
                     tokens.append(token)
-                    delta = RequestDelta(request, (token,), (logprob,) if logprob else UNASKED)
+                    delta = RequestDelta(request, (token,), (logprob,) if logprob else NO_LOGPROBS)
                 request.num_computed = start + slice_.count
             if delta is not None:
                 deltas.append(delta)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.core.embedding import Pooling
-from twostroke.core.request import BATCH_SERVICE, SERVICES
+from twostroke.core.request import BATCH_SERVICE_TIER, SERVICE_TIERS
 from twostroke.core.step import Slice
 from twostroke.engine.scheduler.request_state import priority_key
 
@@ -178,7 +178,7 @@ class StepBuilder:
 
 def is_batch_request(state: RequestState) -> bool:
     """Whether a request has the service tier of batch requests."""
-    return state.request.priority >= SERVICES[BATCH_SERVICE]
+    return state.request.priority >= SERVICE_TIERS[BATCH_SERVICE_TIER]
 
 
 def schedulable(running: list[RequestState], config: SchedulerConfig) -> Iterable[RequestState]:

@@ -59,17 +59,17 @@ class ReplicaPool(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         """Refuse what is out of range."""
-        check_range(self, "peer_port", least=1, most=_LAST_PORT)
+        check_range(self, "peer_port", low=1, high=_LAST_PORT)
         if self.replicas is not None:
-            check_range(self, "replicas", least=1, most=10_000)
+            check_range(self, "replicas", low=1, high=10_000)
             if (self.min_replicas, self.max_replicas) != (1, 1):
                 raise UsageError("excludes min_replicas and max_replicas.", field="replicas")
-        check_range(self, "min_replicas", least=1, most=10_000)
-        check_range(self, "max_replicas", least=self.min_replicas, most=10_000)
-        check_range(self, "cpus", most=1e4)
-        check_range(self, "memory", "scale_down_after", least=0, most=1e6)
+        check_range(self, "min_replicas", low=1, high=10_000)
+        check_range(self, "max_replicas", low=self.min_replicas, high=10_000)
+        check_range(self, "cpus", high=1e4)
+        check_range(self, "memory", "scale_down_after", low=0, high=1e6)
         for name, amount in self.resources.items():
-            check_number(f"resources.{name}", amount, least=0, most=1e12)
+            check_number(f"resources.{name}", amount, low=0, high=1e12)
         for field in ("model", "name"):
             if getattr(self, field).startswith("-"):
                 raise UsageError("must not begin with a dash.", field=field)
@@ -122,7 +122,7 @@ class RouterSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         """Refuse what is out of range."""
-        check_range(self, "port", least=1, most=_LAST_PORT)
+        check_range(self, "port", low=1, high=_LAST_PORT)
 
     @property
     def arguments(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.core.json_io import encode_json
-from twostroke.core.request import DEFAULT_SERVICE, SERVICES
+from twostroke.core.request import DEFAULT_SERVICE_TIER, SERVICE_TIERS
 from twostroke.fleet.router.content_hash import content_hash
 from twostroke.fleet.router.forward import Forwarder
 from twostroke.fleet.router.health_checker import HealthChecker, decoded, fetch, fetch_status, rows
@@ -216,8 +216,8 @@ class Router:
         if path not in COMPUTED and not self._has_foreign:  # ours compute nothing there
             return None
         if served.key is not None:
-            service = prompt.service if prompt.service in CLASSES else DEFAULT_SERVICE
-            priority = SERVICES[service] if prompt.priority is None else prompt.priority
+            service = prompt.service if prompt.service in CLASSES else DEFAULT_SERVICE_TIER
+            priority = SERVICE_TIERS[service] if prompt.priority is None else prompt.priority
             is_named = prompt.service not in {"", "auto"}
             served.key.class_of(service, priority, is_named=is_named)
         if prompt.in_background and path == "/v1/responses":

@@ -59,7 +59,7 @@ class Objectives(Frozen):
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        check_range(self, "ttft_s", "tpot_s", most=1e9)
+        check_range(self, "ttft_s", "tpot_s", high=1e9)
 
     def __bool__(self) -> bool:
         """Whether there are any."""

@@ -50,11 +50,11 @@ class Traffic(Frozen):
 
     def __post_init__(self) -> None:
         """Check the ranges; raises UsageError with the field."""
-        check_range(self, "requests_per_day", most=_MAX_REQUESTS_PER_DAY)
+        check_range(self, "requests_per_day", high=_MAX_REQUESTS_PER_DAY)
         if len(self.hours) != 24 or min(self.hours) < 0 or not 0 < sum(self.hours) < 1e12:
             raise UsageError("must be 24 numbers from 0, not all 0.", field="hours")
-        check_range(self, "batch", least=0, most=1)
-        check_range(self, "growth", least=-0.5, most=1)
+        check_range(self, "batch", low=0, high=1)
+        check_range(self, "growth", low=-0.5, high=1)
 
     @property
     def per_hour(self) -> tuple[float, ...]:
@@ -83,9 +83,9 @@ class Hosting(Frozen):
 
     def __post_init__(self) -> None:
         """Check the ranges; raises UsageError with the field."""
-        check_range(self, "utilization", "availability", most=1)
-        check_range(self, "spare", least=0, most=1000)
-        check_range(self, "engineering_usd", "setup_usd", least=0, most=1e9)
+        check_range(self, "utilization", "availability", high=1)
+        check_range(self, "spare", low=0, high=1000)
+        check_range(self, "engineering_usd", "setup_usd", low=0, high=1e9)
 
 
 class Costs(Frozen):

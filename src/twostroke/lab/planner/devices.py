@@ -82,8 +82,8 @@ class _DeviceRow(Frozen, forbid_unknown_fields=True):
         """Check the ranges of all values; raises UsageError."""
         if not self.name.strip():
             raise UsageError("must not be empty.", field="name")
-        check_range(self, "bandwidth_gb_s", "memory_gb", "link_gb_s", "tdp_w", most=1e9)
-        check_range(self, *_PEAK_FIELDS.values(), "usd_per_hour", most=1e9)
+        check_range(self, "bandwidth_gb_s", "memory_gb", "link_gb_s", "tdp_w", high=1e9)
+        check_range(self, *_PEAK_FIELDS.values(), "usd_per_hour", high=1e9)
 
     def device(self) -> Device:
         """Return the device of this row, in bytes, operations and seconds."""

@@ -60,8 +60,8 @@ class FleetModel(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     def question(self, mfu: float, mbu: float, token_budget: int) -> Question:
         """Return the question of one replica on one device; UsageError if a value is wrong."""
-        check_range(self, "requests_per_s", "value", most=1e12)
-        check_range(self, "ttft", "tpot", most=1e9)
+        check_range(self, "requests_per_s", "value", high=1e12)
+        check_range(self, "ttft", "tpot", high=1e9)
         for word in self.formats:
             if word not in WEIGHTS:
                 words = f"must be among {', '.join(WEIGHTS)}, got '{word}'.{nearest(word, WEIGHTS)}"
@@ -115,11 +115,11 @@ class FleetQuestion(Frozen, forbid_unknown_fields=True, kw_only=True):
         """Check the ranges; raises UsageError with the field."""
         if not self.models:
             raise UsageError("must name at least one model.", field="models")
-        check_range(self, "mfu", "mbu", least=MIN_EFFICIENCY, most=1)
-        check_range(self, "utilization", "memory_share", most=1)
-        check_range(self, "most_devices", least=1, most=64)
-        check_range(self, "token_budget", least=1, most=1 << 27)
-        check_range(self, "budget", most=1e12)
+        check_range(self, "mfu", "mbu", low=MIN_EFFICIENCY, high=1)
+        check_range(self, "utilization", "memory_share", high=1)
+        check_range(self, "most_devices", low=1, high=64)
+        check_range(self, "token_budget", low=1, high=1 << 27)
+        check_range(self, "budget", high=1e12)
         for field, values in (("stock", self.stock), ("prices", self.prices)):
             for name, value in values.items():
                 if not 0 < value < 1e9:

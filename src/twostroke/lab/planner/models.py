@@ -119,7 +119,7 @@ def load_planned_model(model: str) -> PlannedModel:
         ModelNotFoundError, ModelFormatError: as `load`.
         DownloadError: the hub cannot be reached.
     """
-    path = env.with_home(model)
+    path = env.expand_home(model)
     config = path / "config.json" if path.is_dir() else path
     has_weights = path.is_dir() and any(path.glob("*.safetensors"))
     if config.suffix == ".json" and config.is_file():

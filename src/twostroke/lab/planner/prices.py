@@ -57,12 +57,12 @@ class ApiPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Check ranges and formats; raises UsageError with the field."""
-        check_range(self, "input_usd_per_1m", "peak_factor", most=1e6)
-        check_range(self, "output_usd_per_1m", "cached_input_usd_per_1m", least=0, most=1e6)
-        check_range(self, "tier_input_usd_per_1m", "tier_output_usd_per_1m", most=1e6)
-        check_range(self, "cache_write_usd_per_1m", "tier_cached_usd_per_1m", least=0, most=1e6)
-        check_range(self, "batch_share", least=0, most=1)
-        check_range(self, "tier_tokens", least=1, most=1 << 40)
+        check_range(self, "input_usd_per_1m", "peak_factor", high=1e6)
+        check_range(self, "output_usd_per_1m", "cached_input_usd_per_1m", low=0, high=1e6)
+        check_range(self, "tier_input_usd_per_1m", "tier_output_usd_per_1m", high=1e6)
+        check_range(self, "cache_write_usd_per_1m", "tier_cached_usd_per_1m", low=0, high=1e6)
+        check_range(self, "batch_share", low=0, high=1)
+        check_range(self, "tier_tokens", low=1, high=1 << 40)
         if not _DATE.fullmatch(self.source_date):
             reason = f"must be a month such as 2026-07, got '{self.source_date}'."
             raise UsageError(reason, field="source_date")

@@ -64,15 +64,15 @@ class Question(Frozen):
             value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 raise UsageError(f"must be a whole number, got {value!r}.", field=field)
-        check_range(self, "prompt", "output", "token_budget", least=1, most=1 << 27)
-        check_range(self, "count", least=1, most=MAX_DEVICES)
-        check_range(self, "streams", least=1, most=1 << 20)
-        check_range(self, "users", least=1, most=MAX_USERS)
-        check_range(self, "think_s", least=0, most=1e6)
+        check_range(self, "prompt", "output", "token_budget", low=1, high=1 << 27)
+        check_range(self, "count", low=1, high=MAX_DEVICES)
+        check_range(self, "streams", low=1, high=1 << 20)
+        check_range(self, "users", low=1, high=MAX_USERS)
+        check_range(self, "think_s", low=0, high=1e6)
         if not 0 <= self.cached < 1:
             raise UsageError(f"must be at least 0 and below 1, got {self.cached}.", field="cached")
-        check_range(self, "mfu", "mbu", least=MIN_EFFICIENCY, most=1)
-        check_range(self, "ttft_s", "tpot_s", "usd_per_hour", most=1e9)
+        check_range(self, "mfu", "mbu", low=MIN_EFFICIENCY, high=1)
+        check_range(self, "ttft_s", "tpot_s", "usd_per_hour", high=1e9)
         if self.kv_format not in FORMATS:
             reason = f"must be one of {', '.join(FORMATS)}, got '{{value}}'."
             hint = nearest(self.kv_format, FORMATS)

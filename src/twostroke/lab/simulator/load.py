@@ -113,15 +113,15 @@ class Synthetic(Frozen):
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        check_range(self, "rate", "burstiness", most=1e6)
+        check_range(self, "rate", "burstiness", high=1e6)
         if self.arrivals not in ARRIVALS:
             reason = f"must be one of {', '.join(ARRIVALS)}, got '{{value}}'."
             hint = nearest(self.arrivals, ARRIVALS)
             raise UsageError(f"{reason}{hint}", field="arrivals", value=self.arrivals)
-        check_range(self, "count", least=1, most=MOST_REQUESTS)
-        check_range(self, "prompt", least=1, most=_MOST_TOKENS)
-        check_range(self, "output", least=1, most=1 << 20)
-        check_range(self, "spread", least=0, most=10)
+        check_range(self, "count", low=1, high=MOST_REQUESTS)
+        check_range(self, "prompt", low=1, high=_MOST_TOKENS)
+        check_range(self, "output", low=1, high=1 << 20)
+        check_range(self, "spread", low=0, high=10)
         if not 0 <= self.shared < self.prompt:
             reason = f"must be at least 0 and below the prompt's {self.prompt}, got {self.shared}."
             raise UsageError(reason, field="shared")

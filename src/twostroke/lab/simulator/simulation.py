@@ -13,7 +13,7 @@ from twostroke.core.errors import Field, MemoryLimitError, UsageError, nearest
 from twostroke.core.frozen import Frozen, check_range
 from twostroke.core.hardware import memory_available
 from twostroke.core.options import BatchOptions, CacheOptions
-from twostroke.core.process_tuning import paused_collector
+from twostroke.core.process_tuning import without_garbage_collection
 from twostroke.engine.engine import build_scheduler
 from twostroke.fleet.routing.policy import LOOKS_AT_PREFIXES, POLICIES
 from twostroke.lab.measure.requests import Objectives, RunReport, make_report
@@ -74,7 +74,7 @@ class Setup(Frozen):
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        check_range(self, "replicas", least=1, most=MOST_REPLICAS)
+        check_range(self, "replicas", low=1, high=MOST_REPLICAS)
         if self.routing not in POLICIES:
             hint = nearest(self.routing, POLICIES)
             reason = f"must be one of {', '.join(POLICIES)}, got '{{value}}'.{hint}"
@@ -82,8 +82,8 @@ class Setup(Frozen):
         if self.acceptance is not None and not 0 < self.acceptance < 1:
             reason = f"must be above 0 and below 1, got {self.acceptance}."
             raise UsageError(reason, field="acceptance")
-        check_range(self, "draft_cost", least=0, most=10)
-        check_range(self, "overhead_s", least=0, most=60)
+        check_range(self, "draft_cost", low=0, high=10)
+        check_range(self, "overhead_s", low=0, high=60)
         if not 0 <= self.prefill_replicas < self.replicas:
             reason = (
                 f"must be from 0 to less than {{other}} ({self.replicas}), as others must answer, "
@@ -99,7 +99,7 @@ class Setup(Frozen):
                 raise UsageError("needs the prefix cache.", field="prefill_replicas")
             if self.routing in LOOKS_AT_PREFIXES:
                 raise UsageError(f"{self.routing} needs the prefix cache.", field="routing")
-        check_range(self, "link", most=1e18)
+        check_range(self, "link", high=1e18)
 
     def prefill(self, cost: StepCost, size: CacheSize) -> Prefill | None:
         """Return how prompts are handed over, if they are read apart; `cost` is that of steps."""
@@ -132,7 +132,7 @@ class Setup(Frozen):
             self.batch.token_budget,
             model.all_bytes,
             available,
-            max_running=self.batch.most_running,
+            max_running=self.batch.effective_max_running,
             auto_format=asked.kv_format,
         )
 
@@ -206,7 +206,7 @@ def simulate(setup: Setup, load: Workload, objectives: Objectives | None = None)
     fleet = SimulatedFleet(
         replicas, setup.routing, clock, program.vocab_size, setup.overhead_s, prefill
     )
-    with paused_collector():
+    with without_garbage_collection():
         fleet.run(load)
     logs = tuple([fleet.logs[number] for number in range(len(load.arrivals))])
     refusal = (

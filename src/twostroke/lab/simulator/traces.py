@@ -83,7 +83,7 @@ def read_trace(name: str) -> Workload:
     if known is not None:
         path = _published(name, known)
     else:
-        path = env.with_home(name)
+        path = env.expand_home(name)
         if path.suffix not in _READERS:
             raise UsageError(
                 f"must be {', '.join(PUBLISHED)}, or a file .csv, .jsonl or .json, got '{{value}}'."

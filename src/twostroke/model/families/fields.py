@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from twostroke.core.errors import ModelFormatError, notice_wrong_id
+from twostroke.core.errors import ModelFormatError, warn_of_wrong_token_id
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Fields(Frozen):
             if type(token_id) is int and 0 <= token_id < num_tokens:
                 token_ids.append(token_id)
             elif token_id is not None:
-                notice_wrong_id(f"{self.prefix}{key}", token_id)
+                warn_of_wrong_token_id(f"{self.prefix}{key}", token_id)
         return tuple(token_ids)
 
     def expect(self, key: str, *allowed: Any) -> None:

@@ -104,7 +104,7 @@ def _parse_package(name: str) -> PackagedModel:
 
 
 def _find_path(name: str) -> Path:
-    path = env.with_home(name)
+    path = env.expand_home(name)
     if name and "\0" not in name and path.exists():
         return path
     if _SCHEME.match(name):

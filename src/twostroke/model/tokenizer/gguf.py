@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from msgspec.structs import replace
 
-from twostroke.core.errors import ModelFormatError, nearest, notice_wrong_id
+from twostroke.core.errors import ModelFormatError, nearest, warn_of_wrong_token_id
 from twostroke.model.tokenizer.alphabets import (
     SPACE,
     byte_level_bytes,
@@ -314,5 +314,5 @@ class _TokenizerFields:
             if type(token_id) is int and 0 <= token_id < len(self.tokens):
                 ids.append(token_id)
             elif token_id is not None:
-                notice_wrong_id(f"tokenizer.ggml.{key}", token_id)
+                warn_of_wrong_token_id(f"tokenizer.ggml.{key}", token_id)
         return ids

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.core.cancellation import check_wanted
+from twostroke.core.cancellation import check_not_cancelled
 from twostroke.core.frozen import Frozen
 from twostroke.model.tokenizer.alphabets import byte_level_text
 from twostroke.model.tokenizer.vocabulary import Vocabulary
@@ -35,8 +35,8 @@ _NEVER = 1 << 80
 _LAST_BITS = 0xFFFFFFFF
 _MAX_CACHED_PAIRS = 50_000
 _MAX_LENGTH = 0xFFFF
-_CHUNK_SYMBOLS = 1 << 16  # symbols of a long word between two calls of `check_wanted`
-_CHECK_MASK = 0x3FFF  # words or merges between two calls of `check_wanted`
+_CHUNK_SYMBOLS = 1 << 16  # symbols of a long word between two calls of `check_not_cancelled`
+_CHECK_MASK = 0x3FFF  # words or merges between two calls of `check_not_cancelled`
 
 
 class TooManyTokensError(Exception):
@@ -91,7 +91,7 @@ class Merges:
         ids: list[int] = []
         for num_done, word in enumerate(words, 1):
             if not num_done & _CHECK_MASK:
-                check_wanted()
+                check_not_cancelled()
             ids += known.get(word) or self._learn(word, most, num_before + len(ids))
             if num_before + len(ids) > most:
                 raise TooManyTokensError(num_before + len(ids) + len(words) - num_done)
@@ -202,7 +202,7 @@ class Merges:
         while waiting:
             num_steps += 1
             if not num_steps & _CHECK_MASK:
-                check_wanted()
+                check_not_cancelled()
             first_pair = heapq.heappop(waiting)
             rank, left = first_pair >> 32, first_pair & _LAST_BITS
             right = after[left]
@@ -225,10 +225,10 @@ class Merges:
 
 
 def _wanted_starts(length: int) -> Iterator[int]:
-    """Yield the start of each chunk of a long list; call `check_wanted` between chunks."""
+    """Yield the start of each chunk of a long list; call `check_not_cancelled` between chunks."""
     for start in range(0, length, _CHUNK_SYMBOLS):
         if start:
-            check_wanted()
+            check_not_cancelled()
         yield start
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import field
 
-from twostroke.core.cancellation import check_wanted
+from twostroke.core.cancellation import check_not_cancelled
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
 from twostroke.model.tokenizer.alphabets import SPACE
@@ -337,7 +337,7 @@ class Tokenizer:
         num_words = 0
         for text in texts:
             for start in range(0, len(text), _PIECE_CHARS):
-                check_wanted()
+                check_not_cancelled()
                 piece = _mended(text[start : start + _PIECE_CHARS])
                 for part in self._raw_splitter.split(piece, parse_special=parse_special):
                     if isinstance(part, AddedToken):

@@ -31,8 +31,8 @@ class TokenPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise UsageError for what is not a price."""
-        check_range(self, "input", "output", "cached", least=0, most=1e9)
-        check_range(self, "batch_discount", least=0, most=1)
+        check_range(self, "input", "output", "cached", low=0, high=1e9)
+        check_range(self, "batch_discount", low=0, high=1)
 
     def cost(self, amount: Amount) -> float:
         """Return what an amount costs."""

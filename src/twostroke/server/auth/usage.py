@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from twostroke.core.errors import DeadlineError
-from twostroke.core.request import BATCH_SERVICE
+from twostroke.core.request import BATCH_SERVICE_TIER
 from twostroke.server.storage.row_digests import digest_in_sql, is_intact_in_sql, row_digest
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class UsageBook:
         if used is None:
             return
         id_ = served.key.id if served.key is not None else ""
-        is_batch = served.service == BATCH_SERVICE
+        is_batch = served.service == BATCH_SERVICE_TIER
         model = served.known_model or self._model
         row = self._row(Owner(self._today(), id_, served.tenant, model, is_batch))
         row[0] += 1

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import EngineDiedError, EngineKillerError, OverloadedError
 from twostroke.core.files import IrregularFileError
-from twostroke.core.request import BATCH_SERVICE
+from twostroke.core.request import BATCH_SERVICE_TIER
 from twostroke.server.batch import batch as kept
 from twostroke.server.batch import files
 from twostroke.server.batch.lines import (
@@ -378,7 +378,7 @@ class BatchRunner:
     async def _try(self, batch: Batch, line: Line, sent_s: float) -> inside.InternalResponse | None:
         """Return the answer to a line; None if it has to be tried again."""
         assert self._app is not None
-        sender = inside.Sender(batch.tenant, BATCH_SERVICE, batch.key)
+        sender = inside.Sender(batch.tenant, BATCH_SERVICE_TIER, batch.key)
         valve, answer, is_refused = self._valves[batch.id], None, False
         try:
             self._check_key(batch)

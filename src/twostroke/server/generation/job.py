@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import BATCH_SERVICE, SERVICES
+from twostroke.core.request import BATCH_SERVICE_TIER, SERVICE_TIERS
 from twostroke.core.sampling import MAX_BIAS, MAX_TOKENS
 from twostroke.engine.chat.reader import PLAIN, AnswerFormat
 from twostroke.engine.chat.reasoning import AS_IT_IS
@@ -490,12 +490,12 @@ def with_sender(job: J, sender: ServedRequest, goodput: Goodput) -> J:
     service, priority = caller.service, caller.priority
     if sender.service is not None:
         service = sender.service
-        priority = SERVICES[sender.service]
+        priority = SERVICE_TIERS[sender.service]
     elif sender.key is not None:
         service, priority = sender.key.class_of(service, priority, is_named=caller.names_class)
     caller = replace(caller, service=service, priority=priority)
     ttft_s = goodput.limits[service].get("ttft")
-    if ttft_s is not None and service != BATCH_SERVICE:
+    if ttft_s is not None and service != BATCH_SERVICE_TIER:
         caller = replace(caller, start_within_s=ttft_s)
     return replace(job, caller=caller)
 

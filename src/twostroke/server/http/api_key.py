@@ -10,12 +10,12 @@ from msgspec import field
 
 from twostroke.core.errors import RequestError, UsageError, nearest
 from twostroke.core.frozen import Frozen, check_range
-from twostroke.core.request import BATCH_SERVICE, SERVICES
+from twostroke.core.request import BATCH_SERVICE_TIER, SERVICE_TIERS
 
 MAX_LENGTH: Final = 512  # of a key, and of the names of keys and tenants
 WORD: Final = re.compile(rf"[!-~]{{1,{MAX_LENGTH}}}")
 FORM: Final = f"1 to {MAX_LENGTH} printable ASCII characters without spaces"
-CLASSES: Final = tuple(name for name in SERVICES if name != BATCH_SERVICE)
+CLASSES: Final = tuple(name for name in SERVICE_TIERS if name != BATCH_SERVICE_TIER)
 _MAX_LIMIT: Final = 10**12
 # These paths need no key: load balancers and supervisors ask them.
 OPEN_PATHS: Final = ("/health", "/health/live", "/health/ready", "/health/progress")
@@ -37,7 +37,7 @@ class KeyLimits(Frozen):
 
     def __post_init__(self) -> None:
         """Raise UsageError if a limit is out of range."""
-        check_range(self, *self.__struct_fields__, least=1, most=_MAX_LIMIT)
+        check_range(self, *self.__struct_fields__, low=1, high=_MAX_LIMIT)
 
 
 class Key(Frozen, kw_only=True):
@@ -69,7 +69,7 @@ class Key(Frozen, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise UsageError if the weight is out of range, or a class is unknown."""
-        check_range(self, "weight", least=0.01, most=1000)
+        check_range(self, "weight", low=0.01, high=1000)
         for name in self.classes or ():
             if name not in CLASSES:
                 reason = f"must be classes of {', '.join(CLASSES)}, got '{name}'"
@@ -90,10 +90,10 @@ class Key(Frozen, kw_only=True):
             if is_named:
                 reason = f"is '{service}', and this key may have: {named}."
                 raise ClassError(reason, field="service_tier")
-            is_own = priority != SERVICES[service]
+            is_own = priority != SERVICE_TIERS[service]
             service = self.classes[0]
-            priority = priority if is_own else SERVICES[service]
-        if priority < (first := min(SERVICES[name] for name in self.classes)):
+            priority = priority if is_own else SERVICE_TIERS[service]
+        if priority < (first := min(SERVICE_TIERS[name] for name in self.classes)):
             reason = f"must be at least {first} for this key, whose classes are: {named}."
             raise ClassError(reason, field="priority")
         return service, priority

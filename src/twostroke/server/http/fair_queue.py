@@ -15,9 +15,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from twostroke.core.cancellation import abandoned_by
+from twostroke.core.cancellation import cancellable
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import BATCH_SERVICE
+from twostroke.core.request import BATCH_SERVICE_TIER
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.responses import while_connected
 
@@ -121,8 +121,8 @@ class Readers:
     ) -> T:
         """Return `work(*given)`, done in the turn of a tenant; raises what it raises.
 
-        If the caller is cancelled, work that calls `check_wanted` ends soon; the turn is kept until
-        the work has ended.
+        If the caller is cancelled, work that calls `check_not_cancelled` ends soon; the turn is
+        kept until the work has ended.
         """
         turn = await self._turns.take(tenant, is_last=is_last)
         loop = asyncio.get_running_loop()
@@ -134,7 +134,7 @@ class Readers:
         is_abandoned = threading.Event()
 
         def work_while_wanted() -> T:
-            with abandoned_by(is_abandoned):
+            with cancellable(is_abandoned):
                 return work(*given)
 
         working = self._threads.submit(work_while_wanted)
@@ -152,7 +152,7 @@ class Readers:
             ClientGoneError: the client left.
         """
         served = served_of(request.scope)
-        is_line = served.service == BATCH_SERVICE
+        is_line = served.service == BATCH_SERVICE_TIER
         working = self.run(served.tenant, work, *given, is_last=is_line)
         return await while_connected(request.receive, working)
 

@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import uvicorn
 
 from twostroke.core.errors import PortInUseError, UsageError
-from twostroke.core.process_tuning import allow_files, run_at_once, trim_regularly
+from twostroke.core.process_tuning import (
+    raise_open_file_limit,
+    request_short_time_slices,
+    trim_regularly,
+)
 from twostroke.server.http.connection import HttpConnection
 from twostroke.server.http.watchdog import Watchdog
 
@@ -193,7 +197,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for one in sockets or ():
             one.listen(_BACKLOG)  # the rest waits outside
-        run_at_once()  # also where engines use all cores
+        request_short_time_slices()  # also where engines use all cores
         self._on_up()
 
     @contextlib.contextmanager
@@ -270,7 +274,7 @@ def _config(app: ASGIApp, application: Application) -> uvicorn.Config:
         HttpConnection,
         limits=limits,
         is_draining=lambda: application.is_draining,
-        most=allow_files() // 2,  # a router has another for each
+        most=raise_open_file_limit() // 2,  # a router has another for each
         idle={},
     )
     return uvicorn.Config(

@@ -117,7 +117,7 @@ class OnDemandEngine(RemoteEngine):
                 batch.token_budget,
                 num_weight_bytes,
                 budget_bytes + WORKING_BYTES - num_working,
-                max_running=batch.most_running,
+                max_running=batch.effective_max_running,
                 auto_format=auto_kv_format(options.compute),
             )
         except MemoryLimitError as error:
@@ -137,14 +137,14 @@ class OnDemandEngine(RemoteEngine):
         windows = tuple(group.window for group in program.cache_groups)
         config = SchedulerConfig(
             context_length=size.context_length,
-            max_running=batch.most_running,
+            max_running=batch.effective_max_running,
             token_budget=batch.token_budget,
             max_waiting_requests=batch.max_waiting_requests,
             max_waiting_tokens=batch.max_waiting_tokens,
         )
         sizes = size.num_pages, size.page_size, windows, num_weight_bytes, size.cache_bytes
         backend = BackendFacts("none", "not loaded", 0, *sizes)
-        facts = EngineFacts(backend, config, (), keeps_pages=options.tiers.is_used)
+        facts = EngineFacts(backend, config, (), keeps_pages=options.offload.is_used)
         about = wire.EngineCard(size.context_length, identity, cost.cache, None, None, 0.0)
         ready = wire.EngineReady(about, facts, _nothing_read(card, size.num_pages))
         num_bytes = num_weight_bytes + size.cache_bytes + num_working

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import UsageError
-from twostroke.core.request import BATCH_SERVICE, SERVICES
+from twostroke.core.request import BATCH_SERVICE_TIER, SERVICE_TIERS
 from twostroke.engine.counters import Seconds
 from twostroke.server.options import Objective
 
@@ -26,7 +26,7 @@ MET, MISSED = "met", "missed"
 GOOD_TOKENS: Final = "good_tokens"  # the result that counts tokens of answers that met `ALL`
 
 _FORM = re.compile(
-    rf"(?:({'|'.join(SERVICES)})\s*:\s*)?({'|'.join(MEASURES)})\s*="
+    rf"(?:({'|'.join(SERVICE_TIERS)})\s*:\s*)?({'|'.join(MEASURES)})\s*="
     r"\s*\+?([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(ms|s)?"
 )
 _MAX_SHOWN: Final = 60
@@ -48,7 +48,7 @@ def parse_objective(text: str) -> Objective:
             return Objective(measure, limit_s, service)
     reason = (
         f"must be NAME=SECONDS or CLASS:NAME=SECONDS, such as ttft=0.5 or flex:tpot=50ms, with a "
-        f"name of {', '.join(MEASURES)} and a class of {', '.join(SERVICES)}, got {{value}}."
+        f"name of {', '.join(MEASURES)} and a class of {', '.join(SERVICE_TIERS)}, got {{value}}."
     )
     raise UsageError(reason, field="objectives", value=ascii(text[:_MAX_SHOWN]))
 
@@ -73,9 +73,9 @@ def limits_of(objectives: Iterable[Objective]) -> dict[str, dict[str, float]]:
             measure: found.get((service, measure), found.get((None, measure), 0.0))
             for measure in MEASURES
             if (service, measure) in found
-            or ((None, measure) in found and service != BATCH_SERVICE)
+            or ((None, measure) in found and service != BATCH_SERVICE_TIER)
         }
-        for service in SERVICES
+        for service in SERVICE_TIERS
     }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 from msgspec import Meta
 
 from twostroke.core.errors import RequestError
-from twostroke.core.request import DEFAULT_SERVICE, SERVICES
+from twostroke.core.request import DEFAULT_SERVICE_TIER, SERVICE_TIERS
 from twostroke.core.sampling import (
     BOUNDS,
     MAX_BIAS,
@@ -48,10 +48,10 @@ MAX_PRIORITY: Final = 1000
 # The service tier for each value of `service_tier`. `scale` is a contract with OpenAI, so it is the
 # default tier here.
 TIERS: Final = {
-    "auto": DEFAULT_SERVICE,
-    "default": DEFAULT_SERVICE,
+    "auto": DEFAULT_SERVICE_TIER,
+    "default": DEFAULT_SERVICE_TIER,
     "flex": "flex",
-    "scale": DEFAULT_SERVICE,
+    "scale": DEFAULT_SERVICE_TIER,
     "priority": "priority",
 }
 
@@ -370,7 +370,7 @@ def to_caller(request: ServiceFields, prompt_field: str, tenant: Tenant) -> Call
     of the field with the prompt, for errors.
     """
     service = TIERS[request.service_tier or "auto"]
-    priority = SERVICES[service] if request.priority is None else request.priority
+    priority = SERVICE_TIERS[service] if request.priority is None else request.priority
     names_class = request.service_tier not in {None, "auto"}
     return Caller(priority, tenant.name, prompt_field, service, names_class=names_class)
 
