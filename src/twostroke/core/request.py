@@ -80,7 +80,7 @@ class Request:
         weight: the tenant's share of computed tokens, relative to the weights of other tenants.
         salt: separates the prefix caches of tenants.
         prompt_field: the caller's name of the prompt, for errors, such as "messages".
-        cuts_limit: whether a `max_tokens` above what the context holds is lowered, not refused.
+        cuts_limit: whether a `max_tokens` that exceeds the context is lowered, not refused.
         start_within_s: seconds from arrival to the first step.
         timeout_s: seconds from arrival to the end.
         spent_s: seconds of `timeout_s` that were used before arrival.
@@ -200,7 +200,7 @@ class Request:
 
     @property
     def max_output(self) -> int | None:
-        """The most tokens to sample; None is limited by the context only."""
+        """The most tokens to sample; None if only the context is a limit."""
         return self.params.max_tokens if self.pooling is None else 0
 
     @property
