@@ -40,7 +40,10 @@ STRUCTS: list[tuple[type[OptionStruct], str]] = [
     (ParallelOptions, "Several processes, GPUs or machines: `EngineOptions.parallel`."),
     (GenerationOptions, "Default sampling values: `EngineOptions.generation`."),
     (OffloadOptions, "Where KV pages are kept besides memory: `EngineOptions.offload`."),
-    (DisaggregationOptions, "Prefill and decode in different engines: `EngineOptions.disaggregation`."),
+    (
+        DisaggregationOptions,
+        "Prefill and decode in different engines: `EngineOptions.disaggregation`.",
+    ),
     (EngineOptions, "Other options of an engine."),
     (HttpOptions, "`serve` and `route`: the address and the clients."),
     (ProcessOptions, "`serve` and `route`: records and logs."),
