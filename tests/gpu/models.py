@@ -66,7 +66,7 @@ MODELS: Final = {
             num_kv_heads=2,
             head_dim=256,
         ),
-        borrowing=SharedKvSpec(2, 20_480),
+        shared_kv=SharedKvSpec(2, 20_480),
         layer_inputs=256,
         layer_factors=True,
         norms_values=True,

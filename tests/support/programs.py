@@ -81,7 +81,7 @@ def _borrowing() -> Program:
         ),
         activation=Activation.GELU_TANH,
         attention_scale=0.1,
-        borrowing=SharedKvSpec(2, 192),
+        shared_kv=SharedKvSpec(2, 192),
         layer_inputs=32,
         layer_factors=True,
         norms_values=True,
@@ -99,7 +99,7 @@ def _beside() -> Program:
         window=WindowSpec(37, (True, False), SPEC.rope, num_kv_heads=2, head_dim=32),
         layer_factors=True,
         norms_values=True,
-        experts=ExpertSpec(8, 2, 32, normalize=True, beside=True),
+        experts=ExpertSpec(8, 2, 32, normalize=True, adds_dense_ffn=True),
     )
     return decoder(spec, gemma4_layer)
 

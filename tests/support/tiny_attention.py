@@ -22,17 +22,18 @@ class Latent(Frozen):
 
 
 class Wide(Frozen):
-    """Gemma 4's layers: those that do not slide have heads of another width.
+    """Gemma 4's layers: layers without a window have heads of another width.
 
-    `slides` and `kv_heads` are each layer's, `head_dim` is that of sliding ones; the last
-    `borrowing` layers have no keys and values, and twice the feed-forward. With `one_matrix` keys
-    of layers that do not slide are their values, too; `inputs` is how wide those of layers are.
+    `slides` and `kv_heads` are given for each layer; `head_dim` is for layers with a window. The
+    last `num_shared_kv` layers have no keys and values, and twice the feed-forward. With
+    `one_matrix`, layers without a window use their keys as values, too. `inputs` is the width of
+    each layer's input vectors.
     """
 
     slides: tuple[bool, ...]
     kv_heads: tuple[int, ...]
     head_dim: int = 32
-    borrowing: int = 0
+    num_shared_kv: int = 0
     inputs: int = 0
     one_matrix: bool = False
 
@@ -82,21 +83,21 @@ def latent_metadata(latent: Latent) -> dict[str, Any]:
 
 
 # As E2B: the last two layers borrow keys and values of the last two of their kinds.
-SMALL = Wide((True, True, False, True, False, True, False), (1,) * 7, borrowing=2, inputs=32)
+SMALL = Wide((True, True, False, True, False, True, False), (1,) * 7, num_shared_kv=2, inputs=32)
 # As 31B: keys of layers without a window, of fewer heads, are their values.
 LARGE = Wide((True, False, True, False), (2, 1, 2, 1), one_matrix=True)
 
 
 def wide_metadata(wide: Wide) -> dict[str, Any]:
-    own = len(wide.slides) - wide.borrowing
+    own = len(wide.slides) - wide.num_shared_kv
     return {
         "attention.key_length_swa": wide.head_dim,
         "attention.value_length_swa": wide.head_dim,
         "attention.sliding_window": WINDOW,
         "attention.sliding_window_pattern": list(wide.slides),
-        "attention.shared_kv_layers": wide.borrowing,
+        "attention.shared_kv_layers": wide.num_shared_kv,
         "attention.head_count_kv": list(wide.kv_heads),
-        "feed_forward_length": [128] * own + [256] * wide.borrowing,
+        "feed_forward_length": [128] * own + [256] * wide.num_shared_kv,
         "embedding_length_per_layer_input": wide.inputs,
         "rope.dimension_count_swa": wide.head_dim,
         "rope.freq_base_swa": 10000.0,
@@ -115,8 +116,8 @@ def wide_config(wide: Wide) -> dict[str, Any]:
         "attention_k_eq_v": wide.one_matrix,
         "sliding_window": WINDOW,
         "layer_types": [kinds[slides] for slides in wide.slides],
-        "num_kv_shared_layers": wide.borrowing,
-        "use_double_wide_mlp": wide.borrowing > 0,
+        "num_kv_shared_layers": wide.num_shared_kv,
+        "use_double_wide_mlp": wide.num_shared_kv > 0,
         "hidden_size_per_layer_input": wide.inputs,
         "final_logit_softcapping": 30.0,
         "rope_parameters": {

@@ -137,7 +137,7 @@ def _wide_attention(rng: np.random.Generator, tiny: Tiny, layer: int, wide: Wide
     """Return a layer's attention, and what its input and its factor add."""
     dim, kv_heads = wide.head_dim if wide.slides[layer] else tiny.head_dim, wide.kv_heads[layer]
     part = _attention(rng, replace(tiny, head_dim=dim, num_kv_heads=kv_heads))
-    if layer >= tiny.num_layers - wide.borrowing:
+    if layer >= tiny.num_layers - wide.num_shared_kv:
         for name in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"):
             del part[name]
     if wide.one_matrix and not wide.slides[layer]:
@@ -184,7 +184,7 @@ def _feed_forward(rng: np.random.Generator, tiny: Tiny, layer: int) -> Weights:
     if num_experts and variant.has_choice_bias:
         part["exp_probs_b.bias"] = (0.1 * rng.standard_normal(num_experts)).astype(np.float32)
     width = tiny.ffn_size
-    if variant.wide is not None and layer >= tiny.num_layers - variant.wide.borrowing:
+    if variant.wide is not None and layer >= tiny.num_layers - variant.wide.num_shared_kv:
         width *= 2
     endings = {f".{e}": width for e in range(num_experts)} or {"": width}
     if num_experts and variant.wide is not None:  # beside a feed-forward

@@ -127,7 +127,7 @@ def test_parts_out_of_place_are_refused(tmp_path: Path) -> None:
     write_part(third, split_keys(2, 4, 10), [])
     assert "says that it is part 3 of 4" in refusal(first, ModelFormatError)
     write_part(third, {}, [])
-    assert "does not say split.no" in refusal(first, ModelFormatError)
+    assert "has no split.no" in refusal(first, ModelFormatError)
 
 
 def test_a_tensor_in_two_parts_is_refused(tmp_path: Path) -> None:

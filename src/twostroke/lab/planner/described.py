@@ -130,7 +130,7 @@ def _gemma3n(fields: Fields, name: str) -> Program:
     streams = fields.integer("altup_num_inputs", 64) - 1
 
     def part(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-        source_layer = spec.lender_of(layer)
+        source_layer = spec.kv_source_layer(layer)
         if source_layer is None:
             return attention(spec, layer, x, output)
         return _shared_kv_attention(spec, layer, x, output, source_layer)

@@ -1,4 +1,4 @@
-"""The parts of decoders: each adds a few operations between two named values."""
+"""The building blocks of decoders: each returns the operations between two named values."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     Layer = Callable[[ModelSpec, int, str, str], list[Op]]
     QueryKeyNorm = Literal["head", "row"] | None
 
-_LATENT_EPSILON: Final = 1e-6  # of norms of latent vectors, whatever the others have
+_LATENT_EPSILON: Final = 1e-6  # of norms of latent vectors, in every model
 
 
 def decoder(spec: ModelSpec, layer: Layer, *, embedding_scale: float | None = None) -> Program:
-    """Return a whole decoder: embedding, `layer(spec, index, x, output)` for each, norm, logits."""
+    """Return a complete decoder: embedding, layers, norm and logits.
+
+    `layer(spec, index, x, output)` returns the operations of a layer.
+    """
     hidden = spec.hidden_size
     parts: list[Op] = [ops.Embed("x0", "token_embd.weight", spec.vocab_size, hidden)]
     if embedding_scale is not None:
@@ -31,13 +34,22 @@ def decoder(spec: ModelSpec, layer: Layer, *, embedding_scale: float | None = No
         parts += layer(spec, index, f"x{index}", f"x{index + 1}")
     head = "token_embd.weight" if spec.tied_embeddings else "output.weight"
     parts.append(norm(spec, "last", f"x{spec.num_layers}", "output_norm"))
-    parts.append(ops.Logits("logits", "last", head, hidden, spec.vocab_size, spec.logit_soft_cap))
+    parts.append(
+        ops.Logits(
+            "logits",
+            "last",
+            weight=head,
+            in_width=hidden,
+            width=spec.vocab_size,
+            soft_cap=spec.logit_soft_cap,
+        )
+    )
     outputs = tuple(f"x{index + 1}" for index in range(spec.num_layers))
     return Program(spec.name, tuple(parts), spec.vocab_size, spec.context_length, outputs)
 
 
 def norm(spec: ModelSpec, output: str, x: str, weight: str) -> ops.RMSNorm:
-    """Return the norm of a whole row; `weight` without its ending."""
+    """Return the norm of a whole row; `weight` is given without its ".weight"."""
     epsilon, offset = spec.norm_epsilon, spec.norm_offset
     return ops.RMSNorm(output, x, f"{weight}.weight", spec.hidden_size, epsilon, offset=offset)
 
@@ -45,121 +57,187 @@ def norm(spec: ModelSpec, output: str, x: str, weight: str) -> ops.RMSNorm:
 def attention(
     spec: ModelSpec, layer: int, x: str, output: str, *, query_key_norm: QueryKeyNorm = None
 ) -> list[Op]:
-    """Return queries, keys and values of x, their rotation, attention, and its output projection.
+    """Return the operations of attention: projections of x, rotation, attention, output projection.
 
-    With a `query_key_norm` queries and keys are normalized before they are rotated: each head by
-    itself, or a whole row.
+    With a `query_key_norm`, queries and keys are normalized before they are rotated: each head by
+    itself ("head"), or the whole row ("row").
     """
-    name, hidden, lender = f"blk.{layer}", spec.hidden_size, spec.lender_of(layer)
+    name, hidden = f"blk.{layer}", spec.hidden_size
+    kv_source = spec.kv_source_layer(layer)
     kv_heads, dim = spec.kv_heads_of(layer)
     heads = {"q": spec.num_heads}
-    if lender is None:
+    if kv_source is None:
         heads |= {"k": kv_heads, "v": kv_heads}
-    window, normed = spec.window_of(layer), [part for part in heads if part != "v"]
+    window = spec.window_of(layer)
+    rotated = [part for part in heads if part != "v"]
     one_matrix = spec.keys_give_values and window is None
     parts: list[Op] = []
-    for part in normed if one_matrix else heads:
+    for part in rotated if one_matrix else heads:
         weight = f"{name}.attn_{part}"
         bias = f"{weight}.bias" if spec.qkv_bias else None
         width = heads[part] * dim
-        parts.append(ops.Linear(f"{name}.{part}", x, f"{weight}.weight", hidden, width, bias))
+        parts.append(
+            ops.Linear(
+                f"{name}.{part}",
+                x,
+                weight=f"{weight}.weight",
+                in_width=hidden,
+                width=width,
+                bias=bias,
+            )
+        )
     values = {part: f"{name}.{part}" for part in heads} | ({"v": f"{name}.k"} if one_matrix else {})
     if query_key_norm is not None:
         groups = dict.fromkeys(heads, 1) if query_key_norm == "row" else heads
-        for part in normed:
+        for part in rotated:
             parts.append(_query_key_norm(spec, name, part, heads[part] * dim, groups[part]))
             values[part] = parts[-1].output
-    if spec.norms_values and lender is None:
-        epsilon, width = spec.norm_epsilon, kv_heads * dim
-        own = ops.RMSNorm(f"{name}.v.normed", values["v"], None, width, epsilon, kv_heads)
-        parts.append(own)
-        values["v"] = own.output
-    for part in normed:
+    if spec.norms_values and kv_source is None:
+        value_norm = ops.RMSNorm(
+            f"{name}.v.normed",
+            values["v"],
+            weight=None,
+            width=kv_heads * dim,
+            epsilon=spec.norm_epsilon,
+            num_groups=kv_heads,
+        )
+        parts.append(value_norm)
+        values["v"] = value_norm.output
+    for part in rotated:
         parts.append(_rope(spec, layer, values[part], heads[part]))
         values[part] = parts[-1].output
     origin = None
-    if lender is None:
-        made_q, made_k = (_made(spec, name, part, query_key_norm) for part in normed)
-        origin = ops.QkProjections(made_q, made_k, _rope(spec, layer, f"{name}.k", kv_heads))
-    mixed, kind = f"{name}.mixed", ops.Attention if lender is None else ops.SharedKvAttention
+    if kv_source is None:
+        queries, keys = (_normed_projection(spec, name, part, query_key_norm) for part in rotated)
+        origin = ops.QkProjections(queries, keys, _rope(spec, layer, f"{name}.k", kv_heads))
+    mixed = f"{name}.mixed"
+    attention_type = ops.Attention if kv_source is None else ops.SharedKvAttention
     parts.append(
-        kind(
+        attention_type(
             mixed,
-            values["q"],
-            values.get("k", ""),
-            values.get("v", ""),
-            layer if lender is None else lender,
-            spec.num_heads,
-            kv_heads,
-            dim,
-            dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
-            None if window is None else window.size,
-            spec.attention_soft_cap,
+            q=values["q"],
+            k=values.get("k", ""),
+            v=values.get("v", ""),
+            layer=layer if kv_source is None else kv_source,
+            num_heads=spec.num_heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+            scale=dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+            window=None if window is None else window.size,
+            soft_cap=spec.attention_soft_cap,
             origin=origin,
         )
     )
     bias = f"{name}.attn_output.bias" if spec.output_bias else None
-    width = spec.num_heads * dim
-    parts.append(ops.Linear(output, mixed, f"{name}.attn_output.weight", width, hidden, bias))
+    parts.append(
+        ops.Linear(
+            output,
+            mixed,
+            weight=f"{name}.attn_output.weight",
+            in_width=spec.num_heads * dim,
+            width=hidden,
+            bias=bias,
+        )
+    )
     return parts
 
 
 def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return attention of x to latent vectors, in whose space queries and values are computed."""
+    """Return the operations of latent attention, which computes scores in the latent space."""
     assert spec.latent is not None
     name, weight, sizes = f"blk.{layer}", f"blk.{layer}.attn", spec.latent
-    hidden, heads, width = spec.hidden_size, spec.num_heads, sizes.rank + sizes.rotated
-    whole = sizes.key + sizes.rotated  # of a head's queries
+    hidden, heads = spec.hidden_size, spec.num_heads
+    stored_width = sizes.rank + sizes.rotated
+    query_width = sizes.key + sizes.rotated  # of a head's queries
     q, latent, mixed = f"{name}.q", f"{name}.kv_a", f"{name}.mixed"
-    low = f"{name}.q_a"
-    made = (q, f"{weight}_q", heads * whole)
+    compressed_q = f"{name}.q_a"
+    first_product = ops.Linear(q, x, f"{weight}_q.weight", hidden, heads * query_width)
     if sizes.query_rank:
-        made = (low, f"{weight}_q_a", sizes.query_rank)
+        first_product = ops.Linear(
+            compressed_q, x, f"{weight}_q_a.weight", hidden, sizes.query_rank
+        )
     parts: list[Op] = [
-        ops.Linear(made[0], x, f"{made[1]}.weight", hidden, made[2]),
+        first_product,
         ops.Linear(latent, x, f"{weight}_kv_a.weight", hidden, sizes.rank),
         ops.Linear(f"{name}.k", x, f"{weight}_k_pe.weight", hidden, sizes.rotated),
         _latent_norm(latent, f"{weight}_kv_a_norm", sizes.rank),
     ]
     if sizes.query_rank:
-        parts.append(_latent_norm(low, f"{weight}_q_a_norm", sizes.query_rank))
-        read = f"{low}.normed", f"{weight}_q_b.weight", sizes.query_rank
-        parts.append(ops.Linear(q, *read, heads * whole))
+        parts.append(_latent_norm(compressed_q, f"{weight}_q_a_norm", sizes.query_rank))
+        parts.append(
+            ops.Linear(
+                q,
+                f"{compressed_q}.normed",
+                weight=f"{weight}_q_b.weight",
+                in_width=sizes.query_rank,
+                width=heads * query_width,
+            )
+        )
 
     def matrices(part: str) -> tuple[str, ...]:
         return tuple([f"{weight}_{part}.{head}.weight" for head in range(heads)])
 
-    scale = whole**-0.5 if spec.attention_scale is None else spec.attention_scale
-    joints = sizes.rotated, sizes.rank
+    scale = query_width**-0.5 if spec.attention_scale is None else spec.attention_scale
     rope = _rope(spec, layer, f"{name}.k.joined", 1)
-    keys, latents = _read_by(spec, name, "k_pe"), ops.Projection(f"{weight}_kv_a_norm.weight")
-    queries = _read_by(spec, name, "q")
+    keys = _projection(spec, name, "k_pe")
+    latents = ops.Projection(f"{weight}_kv_a_norm.weight")
+    queries = _projection(spec, name, "q")
     if sizes.query_rank:
         queries = ops.Projection(f"{weight}_q_b.weight", None, f"{weight}_q_a_norm.weight")
     return [
         *parts,
-        ops.HeadLinear(f"{q}.latent", q, matrices("k_b"), sizes.key, sizes.rank, whole),
-        ops.Join(f"{q}.joined", q, f"{q}.latent", heads, *joints, whole, sizes.key),
-        ops.Join(f"{name}.k.joined", f"{name}.k", f"{latent}.normed", 1, *joints, sizes.rotated),
+        ops.HeadLinear(
+            f"{q}.latent",
+            q,
+            matrices=matrices("k_b"),
+            in_width=sizes.key,
+            head_width=sizes.rank,
+            x_head=query_width,
+        ),
+        ops.Join(
+            f"{q}.joined",
+            a=q,
+            b=f"{q}.latent",
+            num_heads=heads,
+            a_width=sizes.rotated,
+            b_width=sizes.rank,
+            a_head=query_width,
+            first=sizes.key,
+        ),
+        ops.Join(
+            f"{name}.k.joined",
+            a=f"{name}.k",
+            b=f"{latent}.normed",
+            num_heads=1,
+            a_width=sizes.rotated,
+            b_width=sizes.rank,
+            a_head=sizes.rotated,
+        ),
         _rope(spec, layer, f"{q}.joined", heads),
         rope,
         ops.LatentAttention(
             mixed,
-            f"{q}.joined.roped",
-            f"{name}.k.joined.roped",
-            f"{name}.k.joined.roped",
-            layer,
-            heads,
-            1,
-            width,
-            scale,
+            q=f"{q}.joined.roped",
+            k=f"{name}.k.joined.roped",
+            v=f"{name}.k.joined.roped",
+            layer=layer,
+            num_heads=heads,
+            num_kv_heads=1,
+            head_dim=stored_width,
+            scale=scale,
             origin=ops.QkProjections(queries, keys, rope, latents=latents),
             rotated=sizes.rotated,
             key=sizes.key,
             value=sizes.value,
         ),
         ops.HeadLinear(
-            f"{name}.v", mixed, matrices("v_b"), sizes.rank, sizes.value, width, sizes.rotated
+            f"{name}.v",
+            mixed,
+            matrices=matrices("v_b"),
+            in_width=sizes.rank,
+            head_width=sizes.value,
+            x_head=stored_width,
+            first=sizes.rotated,
         ),
         ops.Linear(output, f"{name}.v", f"{weight}_output.weight", heads * sizes.value, hidden),
     ]
@@ -167,69 +245,74 @@ def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[O
 
 def feed_forward(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     """Return a gated feed-forward of x."""
-    return _gated(spec, layer, x, output, spec.ffn_size_of(layer))
+    return _gated(spec, layer, x, output, width=spec.ffn_size_of(layer))
 
 
 def mixture(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return a router and a mixture of experts of x, with the shared one if there is one."""
+    """Return a router and a mixture of experts of x, with the shared expert if there is one."""
     assert spec.experts is not None
-    name, hidden, facts = f"blk.{layer}", spec.hidden_size, spec.experts
-    scores, routed = f"{name}.scores", f"{output}.routed" if facts.shared_size else output
-    parts: list[Op] = [ops.Linear(scores, x, f"{name}.ffn_gate_inp.weight", hidden, facts.count)]
-    if facts.routing is not None:
-        parts.append(_route(facts, facts.routing, name, scores))
+    name, hidden, experts = f"blk.{layer}", spec.hidden_size, spec.experts
+    scores = f"{name}.scores"
+    routed = f"{output}.routed" if experts.shared_size else output
+    parts: list[Op] = [ops.Linear(scores, x, f"{name}.ffn_gate_inp.weight", hidden, experts.count)]
+    if experts.routing is not None:
+        parts.append(_route(experts, experts.routing, name, scores))
         scores = parts[-1].output
     parts.append(
         ops.MixtureOfExperts(
             routed,
-            x,
-            scores,
-            _experts(name, facts),
-            hidden,
-            facts.ffn_size,
-            facts.num_used,
-            facts.normalize and facts.routing is None,
-            spec.activation,
-            facts.routing is not None,
+            x=x,
+            scores=scores,
+            experts=_experts(name, experts),
+            width=hidden,
+            ffn_width=experts.ffn_size,
+            num_used=experts.num_used,
+            normalize=experts.normalize and experts.routing is None,
+            activation=spec.activation,
+            are_shares=experts.routing is not None,
         )
     )
-    if facts.shared_size:
+    if experts.shared_size:
         shared = f"{output}.shared"
-        parts += _gated(spec, layer, x, shared, facts.shared_size, "_shexp")
+        parts += _gated(spec, layer, x=x, output=shared, width=experts.shared_size, suffix="_shexp")
         parts.append(ops.Add(output, routed, shared, hidden))
     return parts
 
 
-def mixture_beside(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return a feed-forward of x, and a mixture of experts of what x is the norm of; their sum.
+def mixture_with_dense_ffn(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
+    """Return the sum of a dense feed-forward and a mixture of experts (Gemma 4).
 
-    Both are normalized, and so are the inputs of the router and of the experts.
+    The feed-forward reads x. The router and the experts read their own norms of the state from
+    which x was computed. Both outputs are normalized before they are added.
     """
     assert spec.experts is not None
-    name, hidden, facts, whole = f"blk.{layer}", spec.hidden_size, spec.experts, f"h{layer}"
-    dense, routed, router = f"{output}.dense", f"{output}.routed", f"{name}.ffn_gate_inp"
-    scores, shares, given = f"{name}.scores", f"{name}.shares", f"{routed}.x"
-    mixture_of = _experts(name, facts), hidden, facts.ffn_size, facts.num_used
+    name, hidden, experts = f"blk.{layer}", spec.hidden_size, spec.experts
+    state, dense, routed = f"h{layer}", f"{output}.dense", f"{output}.routed"
+    router, expert_input = f"{name}.ffn_gate_inp", f"{routed}.x"
+    scores, shares = f"{name}.scores", f"{name}.shares"
     return [
-        *_gated(spec, layer, x, dense, spec.ffn_size),
+        *_gated(spec, layer, x, dense, width=spec.ffn_size),
         norm(spec, f"{dense}.normed", dense, f"{name}.post_ffw_norm_1"),
-        ops.RMSNorm(f"{router}.x", whole, f"{router}.scale", hidden, spec.norm_epsilon),
-        ops.Linear(router, f"{router}.x", f"{router}.weight", hidden, facts.count),
-        ops.Scale(scores, router, facts.count, hidden**-0.5),
+        ops.RMSNorm(f"{router}.x", state, f"{router}.scale", hidden, spec.norm_epsilon),
+        ops.Linear(router, f"{router}.x", f"{router}.weight", hidden, experts.count),
+        ops.Scale(scores, router, experts.count, hidden**-0.5),
         ops.Route(
             shares,
-            scores,
-            facts.count,
-            facts.num_used,
-            facts.normalize,
+            x=scores,
+            width=experts.count,
+            num_used=experts.num_used,
+            normalize=experts.normalize,
             factors=f"{name}.ffn_down_exps.scale",
         ),
-        norm(spec, given, whole, f"{name}.pre_ffw_norm_2"),
+        norm(spec, expert_input, state, f"{name}.pre_ffw_norm_2"),
         ops.MixtureOfExperts(
             routed,
-            given,
-            shares,
-            *mixture_of,
+            x=expert_input,
+            scores=shares,
+            experts=_experts(name, experts),
+            width=hidden,
+            ffn_width=experts.ffn_size,
+            num_used=experts.num_used,
             normalize=False,
             activation=spec.activation,
             are_shares=True,
@@ -249,30 +332,30 @@ def residual_layer(
     post_norms: bool = False,
     query_key_norm: QueryKeyNorm = None,
 ) -> list[Op]:
-    """Return the layer that families share: `x + attention(x)`, then the same of a feed-forward.
+    """Return the layer that most families share: `x + attention(x)`, then a feed-forward likewise.
 
-    Each part may have a norm before it and one after it; `pre_norms` are the names of those before.
-    The second part is a mixture of experts if the layer has experts.
+    Each of the two parts may have a norm before it, named by `pre_norms`, and with `post_norms` has
+    one after it. The second part is a mixture of experts in layers that have experts.
     """
     name, middle = f"blk.{layer}", f"h{layer}"
     first = latent_attention if spec.latent else partial(attention, query_key_norm=query_key_norm)
     has_experts = spec.experts is not None and layer >= spec.experts.first_layer
     second = mixture if has_experts else feed_forward
-    if has_experts and spec.experts and spec.experts.beside:
-        second = mixture_beside
+    if has_experts and spec.experts and spec.experts.adds_dense_ffn:
+        second = mixture_with_dense_ffn
     parts: list[Op] = []
-    before = pre_norms or (None, None)
-    for part, start, end, pre_norm, after in (
-        (first, x, middle, before[0], "post_attention_norm"),
-        (second, middle, output, before[1], "post_ffw_norm"),
+    names_before = pre_norms or (None, None)
+    for part, start, end, pre_norm, post_norm in (
+        (first, x, middle, names_before[0], "post_attention_norm"),
+        (second, middle, output, names_before[1], "post_ffw_norm"),
     ):
-        read, result = start, f"{end}.part"
+        part_input, result = start, f"{end}.part"
         if pre_norm is not None:
-            read = f"{end}.normed"
-            parts.append(norm(spec, read, start, f"{name}.{pre_norm}"))
-        parts += part(spec, layer, read, result)
+            part_input = f"{end}.normed"
+            parts.append(norm(spec, part_input, start, f"{name}.{pre_norm}"))
+        parts += part(spec, layer, part_input, result)
         if post_norms:
-            parts.append(norm(spec, f"{result}.normed", result, f"{name}.{after}"))
+            parts.append(norm(spec, f"{result}.normed", result, f"{name}.{post_norm}"))
             result = f"{result}.normed"
         parts.append(ops.Add(end, start, result, spec.hidden_size))
     return parts
@@ -281,45 +364,53 @@ def residual_layer(
 def _rope(spec: ModelSpec, layer: int, x: str, num_heads: int) -> ops.Rope:
     window = spec.window_of(layer)
     rope = spec.rope if window is None or window.rope is None else window.rope
-    frequencies, (_, dim) = rope.frequencies, spec.kv_heads_of(layer)
-    return ops.Rope(f"{x}.roped", x, num_heads, dim, frequencies, rope.interleaved, rope.magnitude)
-
-
-def _gated(
-    spec: ModelSpec, layer: int, x: str, output: str, width: int, ending: str = ""
-) -> list[Op]:
-    """Return a gated feed-forward of x, `width` wide, whose matrices' names have an `ending`."""
-    name, hidden = f"blk.{layer}", spec.hidden_size
-    gate, up, gated = (f"{name}.{part}{ending}" for part in ("gate", "up", "gated"))
-    return [
-        ops.Linear(gate, x, f"{name}.ffn_gate{ending}.weight", hidden, width),
-        ops.Linear(up, x, f"{name}.ffn_up{ending}.weight", hidden, width),
-        ops.GatedActivation(gated, gate, up, width, spec.activation),
-        ops.Linear(output, gated, f"{name}.ffn_down{ending}.weight", width, hidden),
-    ]
-
-
-def _experts(name: str, facts: ExpertSpec) -> tuple[ops.Expert, ...]:
-    parts = "gate", "up", "down"
-    return tuple(
-        ops.Expert(*(f"{name}.ffn_{part}.{index}.weight" for part in parts))
-        for index in range(facts.count)
+    _, head_dim = spec.kv_heads_of(layer)
+    return ops.Rope(
+        f"{x}.roped",
+        x,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        inverse_frequencies=rope.frequencies,
+        interleaved=rope.interleaved,
+        magnitude=rope.magnitude,
     )
 
 
-def _route(facts: ExpertSpec, routing: RoutingSpec, name: str, scores: str) -> ops.Route:
+def _gated(
+    spec: ModelSpec, layer: int, x: str, output: str, width: int, suffix: str = ""
+) -> list[Op]:
+    """Return a gated feed-forward of x, `width` wide; `suffix` is part of its matrices' names."""
+    name, hidden = f"blk.{layer}", spec.hidden_size
+    gate, up, gated = (f"{name}.{part}{suffix}" for part in ("gate", "up", "gated"))
+    return [
+        ops.Linear(gate, x, f"{name}.ffn_gate{suffix}.weight", hidden, width),
+        ops.Linear(up, x, f"{name}.ffn_up{suffix}.weight", hidden, width),
+        ops.GatedActivation(gated, gate, up, width, spec.activation),
+        ops.Linear(output, gated, f"{name}.ffn_down{suffix}.weight", width, hidden),
+    ]
+
+
+def _experts(name: str, experts: ExpertSpec) -> tuple[ops.Expert, ...]:
+    parts = "gate", "up", "down"
+    return tuple(
+        ops.Expert(*(f"{name}.ffn_{part}.{index}.weight" for part in parts))
+        for index in range(experts.count)
+    )
+
+
+def _route(experts: ExpertSpec, routing: RoutingSpec, name: str, scores: str) -> ops.Route:
     return ops.Route(
         f"{name}.shares",
-        scores,
-        facts.count,
-        facts.num_used,
-        facts.normalize,
-        routing.scale,
-        f"{name}.exp_probs_b.bias" if routing.has_bias else None,
-        routing.is_sigmoid,
-        routing.num_groups,
-        routing.num_used_groups,
-        routing.group_best,
+        x=scores,
+        width=experts.count,
+        num_used=experts.num_used,
+        normalize=experts.normalize,
+        scale=routing.scale,
+        bias=f"{name}.exp_probs_b.bias" if routing.has_bias else None,
+        is_sigmoid=routing.is_sigmoid,
+        num_groups=routing.num_groups,
+        num_used_groups=routing.num_used_groups,
+        group_best=routing.group_best,
     )
 
 
@@ -327,14 +418,16 @@ def _latent_norm(x: str, weight: str, width: int) -> ops.RMSNorm:
     return ops.RMSNorm(f"{x}.normed", x, f"{weight}.weight", width, _LATENT_EPSILON)
 
 
-def _made(spec: ModelSpec, name: str, part: str, query_key_norm: QueryKeyNorm) -> ops.Projection:
+def _normed_projection(
+    spec: ModelSpec, name: str, part: str, query_key_norm: QueryKeyNorm
+) -> ops.Projection:
     weight, offset = f"{name}.attn_{part}", spec.norm_offset
     if query_key_norm is not None:
         return ops.Projection(f"{weight}_norm.weight", offset=offset)
-    return _read_by(spec, name, part, f"{weight}.bias" if spec.qkv_bias else None)
+    return _projection(spec, name, part, f"{weight}.bias" if spec.qkv_bias else None)
 
 
-def _read_by(spec: ModelSpec, name: str, part: str, bias: str | None = None) -> ops.Projection:
+def _projection(spec: ModelSpec, name: str, part: str, bias: str | None = None) -> ops.Projection:
     weight = f"{name}.attn_{part}.weight"
     return ops.Projection(weight, bias, f"{name}.attn_norm.weight", spec.norm_offset)
 
@@ -342,5 +435,13 @@ def _read_by(spec: ModelSpec, name: str, part: str, bias: str | None = None) -> 
 def _query_key_norm(
     spec: ModelSpec, name: str, part: str, width: int, num_groups: int
 ) -> ops.RMSNorm:
-    weight, epsilon, x = f"{name}.attn_{part}_norm.weight", spec.norm_epsilon, f"{name}.{part}"
-    return ops.RMSNorm(f"{x}.normed", x, weight, width, epsilon, num_groups, spec.norm_offset)
+    x = f"{name}.{part}"
+    return ops.RMSNorm(
+        f"{x}.normed",
+        x,
+        weight=f"{name}.attn_{part}_norm.weight",
+        width=width,
+        epsilon=spec.norm_epsilon,
+        num_groups=num_groups,
+        offset=spec.norm_offset,
+    )

@@ -1,4 +1,4 @@
-"""Fields that several families share: sizes, sliding windows, experts, layers that guess."""
+"""Fields that several families share: sizes, sliding windows, experts, multi-token prediction."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from twostroke.model.families.fields import Fields
     from twostroke.model.families.spec import ModelSpec
 
-# In all layers together; known models have far fewer (Kimi K2 about 23,000).
+# Of all layers together; known models have far fewer (Kimi K2 about 23,000).
 MAX_EXPERTS_IN_ALL = 1 << 16
 
 _LAYER_TYPES = {"sliding_attention": True, "full_attention": False}
 
 
 def read_sizes(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Read the sizes of a `ModelSpec`, each from the key that a file format has for it.
+    """Read the sizes of a `ModelSpec`; `keys` names the file's key for each field.
 
-    Without a key-value head count there are as many as heads; without a head width the heads
-    divide the model's width.
+    The default number of key-value heads is the number of heads. The default head width is the
+    model's width divided by the number of heads.
     """
     hidden = fields.integer(keys["hidden_size"], MAX_WIDTH)
     heads = fields.integer(keys["num_heads"], MAX_WIDTH)
@@ -50,24 +50,27 @@ def read_sizes(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def without_guessing_layers(fields: Fields) -> dict[str, Any]:
-    """Return how many layers of a GGUF file compute the next token; those after them guess more."""
-    guessing, count = "nextn_predict_layers", "block_count"
-    layers = fields.integer(count, MAX_LAYERS)
-    return {count: layers - fields.integer(guessing, layers - 1, low=0, default=0), guessing: 0}
+def without_mtp_layers(fields: Fields) -> dict[str, Any]:
+    """Return values of a GGUF file that leave out its layers for multi-token prediction.
+
+    Only the layers before them compute the next token.
+    """
+    mtp_key, count_key = "nextn_predict_layers", "block_count"
+    layers = fields.integer(count_key, MAX_LAYERS)
+    return {count_key: layers - fields.integer(mtp_key, layers - 1, low=0, default=0), mtp_key: 0}
 
 
 def all_but_every(period: int, num_layers: int) -> tuple[bool, ...]:
-    """Return which layers slide where every `period`-th layer sees everything."""
+    """Return, for each layer, whether it has a window, where every `period`-th layer has none."""
     return tuple((layer + 1) % period != 0 for layer in range(num_layers))
 
 
 def gguf_window(
     fields: Fields, slides: tuple[bool, ...], *, default_size: int = 0
 ) -> WindowSpec | None:
-    """Read the sliding window of a GGUF file, 0 for none.
+    """Read the sliding window of a GGUF file; None if no layer has one.
 
-    `slides` says which layers do if the file does not.
+    `slides` tells which layers have the window if the file does not; `default_size` is its size.
     """
     size = fields.integer("attention.sliding_window", MAX_CONTEXT, low=0, default=default_size)
     pattern = "attention.sliding_window_pattern"
@@ -79,9 +82,9 @@ def gguf_window(
 
 
 def config_window(fields: Fields, slides: tuple[bool, ...]) -> WindowSpec | None:
-    """Read the sliding window of a config.json, null for none.
+    """Read the sliding window of a config.json; None if no layer has one.
 
-    `slides` says which layers do if the file does not, by its `layer_types`.
+    `slides` tells which layers have the window if the file has no `layer_types`.
     """
     if fields.has("layer_types"):
         slides = fields.choices("layer_types", _LAYER_TYPES, len(slides))
@@ -93,7 +96,7 @@ def config_window(fields: Fields, slides: tuple[bool, ...]) -> WindowSpec | None
 
 
 def config_window_of_all(fields: Fields, num_layers: int) -> WindowSpec | None:
-    """Read the window of a family in which either all layers slide or none; null for none.
+    """Read the sliding window of a family that has it in all layers or in none; null for none.
 
     As in transformers, `layer_types` changes nothing here.
     """
@@ -104,8 +107,8 @@ def config_window_of_all(fields: Fields, num_layers: int) -> WindowSpec | None:
 
 def gguf_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
     """Read the experts of a GGUF file; None if it has none."""
-    without = "expert_shared_count", "expert_shared_feed_forward_length"
-    for key in (*without, "leading_dense_block_count"):
+    unsupported_keys = "expert_shared_count", "expert_shared_feed_forward_length"
+    for key in (*unsupported_keys, "leading_dense_block_count"):
         fields.expect(key, 0)
     if fields.integer("expert_count", MAX_EXPERTS, low=0, default=0) == 0:
         return None
@@ -120,7 +123,7 @@ def gguf_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
 def config_experts(
     fields: Fields, spec: ModelSpec, ffn_size: int, *, normalize: bool
 ) -> ExpertSpec:
-    """Read how many experts a config.json has, and how many of them a row uses."""
+    """Read from a config.json the number of experts and how many of them a row uses."""
     for key in ("n_shared_experts", "shared_expert_intermediate_size"):
         fields.expect(key, 0)
     count = "num_experts" if fields.has("num_experts") else "num_local_experts"

@@ -1,7 +1,7 @@
 """DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash, Youtu: latent attention (arXiv:2405.04434).
 
-Most have experts, some of them shared; V3 and later choose by sigmoids with a bias for each expert
-(arXiv:2412.19437).
+Most have experts, some of them shared. V3 and later models choose experts by sigmoid scores with a
+bias for each expert (arXiv:2412.19437).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from twostroke.model.families.common_fields import without_guessing_layers
+from twostroke.model.families.common_fields import without_mtp_layers
 from twostroke.model.families.family import Family
 from twostroke.model.families.fields import MAX_HEAD_DIM, MAX_LAYERS, MAX_WIDTH
 from twostroke.model.families.routed_experts import (
@@ -19,7 +19,7 @@ from twostroke.model.families.routed_experts import (
     SOFTMAX,
     config_routed_experts,
     gguf_routed_experts,
-    most_experts,
+    max_experts,
 )
 from twostroke.model.families.spec import LatentSpec
 
@@ -31,9 +31,9 @@ _MULTIPLIER: Final = "rope.scaling.yarn_log_multiplier"
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return the sizes of what a token stores; older files have those of whole heads instead.
+    """Return the sizes of a token's stored latent vector; older files have sizes of expanded heads.
 
-    YaRN's multiplier is that of the scores alone: rotated keys keep their length.
+    YaRN's multiplier applies to the scores alone: rotated keys keep their length.
     """
     width = _stored_width(fields, "attention.kv_lora_rank", "rope.dimension_count")
     values: dict[str, Any] = dict.fromkeys(
@@ -41,11 +41,11 @@ def gguf_values(fields: Fields) -> dict[str, Any]:
     )
     if fields.has(_MULTIPLIER):
         values |= {_MULTIPLIER: 0.0, "rope.scaling.yarn_attn_factor": 1.0}
-    return values | {"attention.head_count_kv": 1} | without_guessing_layers(fields)
+    return values | {"attention.head_count_kv": 1} | without_mtp_layers(fields)
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
-    """Return the sizes of what a token stores."""
+    """Return the sizes of a token's stored latent vector."""
     width = _stored_width(fields, "kv_lora_rank", "qk_rope_head_dim")
     return {"num_key_value_heads": 1, "head_dim": width}
 
@@ -55,33 +55,34 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
     is_new = fields.has("attention.key_length_mla")
     ending = "_mla" if is_new else ""
     rotated = spec.rope.dim
-    whole = fields.integer(f"attention.key_length{ending}", MAX_HEAD_DIM, low=rotated + 1)
+    head_width = fields.integer(f"attention.key_length{ending}", MAX_HEAD_DIM, low=rotated + 1)
     latent = LatentSpec(
-        spec.head_dim - rotated,
-        rotated,
-        whole - rotated,
-        fields.integer(f"attention.value_length{ending}", MAX_HEAD_DIM),
-        fields.integer("attention.q_lora_rank", MAX_WIDTH, low=0, default=0),
+        rank=spec.head_dim - rotated,
+        rotated=rotated,
+        key=head_width - rotated,
+        value=fields.integer(f"attention.value_length{ending}", MAX_HEAD_DIM),
+        query_rank=fields.integer("attention.q_lora_rank", MAX_WIDTH, low=0, default=0),
     )
-    more = 1.0
+    multiplier = 1.0
     if fields.has(_MULTIPLIER):
         factor = fields.number("rope.scaling.factor", low=1.0)
-        more += fields.number(_MULTIPLIER, low=0.0) * math.log(factor)
+        multiplier += fields.number(_MULTIPLIER, low=0.0) * math.log(factor)
     _check_heads(fields, spec)
-    spec = replace(spec, latent=latent, attention_scale=more**2 * whole**-0.5)
-    return replace(spec, experts=gguf_routed_experts(fields, spec, unsaid=SOFTMAX))
+    spec = replace(spec, latent=latent, attention_scale=multiplier**2 * head_width**-0.5)
+    return replace(spec, experts=gguf_routed_experts(fields, spec, default_gating=SOFTMAX))
 
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Read latent attention and experts from a config.json."""
     fields.expect("attention_bias", False)  # noqa: FBT003 - the only value
     model_type = fields.text("model_type")
+    has_query_rank = fields.has("q_lora_rank")
     latent = LatentSpec(
-        spec.head_dim - spec.rope.dim,
-        spec.rope.dim,
-        fields.integer("qk_nope_head_dim", MAX_HEAD_DIM),
-        fields.integer("v_head_dim", MAX_HEAD_DIM),
-        fields.integer("q_lora_rank", MAX_WIDTH) if fields.has("q_lora_rank") else 0,
+        rank=spec.head_dim - spec.rope.dim,
+        rotated=spec.rope.dim,
+        key=fields.integer("qk_nope_head_dim", MAX_HEAD_DIM),
+        value=fields.integer("v_head_dim", MAX_HEAD_DIM),
+        query_rank=fields.integer("q_lora_rank", MAX_WIDTH) if has_query_rank else 0,
     )
     _check_heads(fields, spec)
     interleaved = model_type == "deepseek_v2" or fields.flag("rope_interleave", default=True)
@@ -100,17 +101,17 @@ def _stored_width(fields: Fields, latent: str, rotated: str) -> int:
 
 
 def _scale(fields: Fields, latent: LatentSpec) -> float:
-    """Return the scale of scores, which YaRN's `mscale_all_dim` changes."""
+    """Return the scale of attention scores, which YaRN's `mscale_all_dim` changes."""
     part = fields.part("rope_scaling") or fields.part("rope_parameters")
     weight = None if part is None else part.optional_number("mscale_all_dim")
-    more = 1.0
+    multiplier = 1.0
     if part is not None and weight is not None:
-        more += 0.1 * weight * math.log(part.number("factor", low=1.0, default=1.0))
-    return float(more**2 * (latent.key + latent.rotated) ** -0.5)
+        multiplier += 0.1 * weight * math.log(part.number("factor", low=1.0, default=1.0))
+    return float(multiplier**2 * (latent.key + latent.rotated) ** -0.5)
 
 
 def _config_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
-    first = _first_with_experts(fields, spec)
+    first = _first_expert_layer(fields, spec)
     if fields.text("model_type") != "deepseek_v2":
         return config_routed_experts(fields, spec, first, has_groups=fields.has("n_group"))
     fields.expect("norm_topk_prob", False)  # noqa: FBT003 - the only value
@@ -119,14 +120,14 @@ def _config_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
     return config_routed_experts(fields, spec, first, has_groups=has_groups, is_sigmoid=False)
 
 
-def _first_with_experts(fields: Fields, spec: ModelSpec) -> int:
-    """Return how many layers, the first ones, have none."""
+def _first_expert_layer(fields: Fields, spec: ModelSpec) -> int:
+    """Return the first layer with experts; earlier layers are dense."""
     if fields.text("model_type") != "glm4_moe_lite":
         return fields.integer("first_k_dense_replace", MAX_LAYERS, low=0, default=0)
-    key, kinds = "mlp_layer_types", {"dense": False, "sparse": True}
+    key, is_sparse_by_name = "mlp_layer_types", {"dense": False, "sparse": True}
     if not fields.has(key):
         return 1
-    are_sparse = fields.choices(key, kinds, spec.num_layers)
+    are_sparse = fields.choices(key, is_sparse_by_name, spec.num_layers)
     first = are_sparse.count(False)
     if are_sparse != (False,) * first + (True,) * (spec.num_layers - first):
         fields.fault(f"has {key} with dense layers after sparse ones, which is not supported yet")
@@ -134,10 +135,10 @@ def _first_with_experts(fields: Fields, spec: ModelSpec) -> int:
 
 
 def _check_heads(fields: Fields, spec: ModelSpec) -> None:
-    """Refuse more heads than any model has: each has matrices of its own."""
-    most = most_experts(spec)
-    if spec.num_heads > most:
-        fields.fault(f"has {spec.num_heads} heads, more than the {most} that can be read")
+    """Refuse more heads than any known model has, since each head becomes two matrices."""
+    max_heads = max_experts(spec)
+    if spec.num_heads > max_heads:
+        fields.fault(f"has {spec.num_heads} attention heads; at most {max_heads} are supported")
 
 
 _COMMON: Final[dict[str, Any]] = {

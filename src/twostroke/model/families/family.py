@@ -21,56 +21,56 @@ if TYPE_CHECKING:
     Values = Callable[[Fields], Mapping[str, Any]]
 
 
-def as_read(fields: Fields, spec: ModelSpec) -> ModelSpec:
+def unchanged_spec(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Return the spec unchanged: for families without additional fields."""
     del fields
     return spec
 
 
-def as_said(fields: Fields) -> dict[str, Any]:
-    """Return nothing: the file's own values hold."""
+def no_values(fields: Fields) -> dict[str, Any]:
+    """Return no values: the file's own values are used."""
     del fields
     return {}
 
 
 class Family(Frozen):
-    """A model family.
+    """A model family: how to read its files, and the layer from which its Program is built.
 
-    `layer` adds the operations of one layer. With `scales_embedding` embeddings are multiplied by
-    the square root of their width. `from_gguf` and `from_config` receive a spec with the fields
-    that all families share, and read the others from a GGUF's metadata (keys without the
-    architecture) or from a config.json. They refuse unsupported values (`Fields.expect`).
+    `layer` returns the operations of one layer. With `scales_embedding`, embeddings are multiplied
+    by the square root of their width. `from_gguf` and `from_config` receive a spec with the fields
+    that all families share, and read the family's fields from a GGUF file's metadata (keys without
+    the architecture) or from a config.json. They refuse unsupported values (`Fields.expect`).
 
-    `model_types` are the family's names in config.json, each with the values that transformers
-    takes for keys that are left out, where these differ from what the readers take. `layer_names`
-    maps Hugging Face names of a layer's weights, where they differ from Llama's, to those of GGUF.
-    `fused` names the parts of matrices that files store as one, for example
-    {"attn_qkv": ("attn_q", "attn_k", "attn_v")}.
+    `model_types` are the family's names in config.json, each with the values that transformers uses
+    for missing keys, where these differ from the defaults of the readers. `layer_names` maps
+    Hugging Face names of a layer's weights to GGUF names, where they differ from Llama's. `fused`
+    names the parts of matrices that files store as one, for example {"attn_qkv": ("attn_q",
+    "attn_k", "attn_v")}.
 
-    `interleaves` says that GGUF files have the rows of queries and keys reordered for rotation in
-    neighbouring pairs. `partial_rotary` is config.json's key for the share of each head that is
-    rotated; None where transformers rotates whole heads whatever the file says. `rotated` is the
-    key for the width itself.
+    `interleaves`: GGUF files have the rows of queries and keys reordered, so that neighbouring
+    values are rotated as pairs. `partial_rotary` is config.json's key for the share of each head
+    that is rotated; None where transformers always rotates whole heads. `rotated` is the key for
+    the rotated width itself.
 
-    `gguf_values` and `config_values` return values of shared keys that hold in place of a file's.
-    With `may_lack_values` a GGUF file's layers with keys but no values have `keys_give_values`.
-    With `may_norm_heads` some models of the family have `norms_heads`.
-    `extra_layers` is config.json's key for how many layers follow that take no part, such as those
-    that guess.
+    `gguf_values` and `config_values` return values that replace a file's values of shared keys.
+    `may_lack_values`: GGUF layers that have keys but no values are read as `keys_give_values`.
+    `may_norm_heads`: some models of the family have `norms_heads`. `extra_layers` is config.json's
+    key for the number of further layers that do not compute the next token, such as layers for
+    multi-token prediction.
     """
 
     model_types: Mapping[str, Mapping[str, Any]]
     layer: Layer = residual_layer
     scales_embedding: bool = False
-    from_gguf: Reading = as_read
-    from_config: Reading = as_read
+    from_gguf: Reading = unchanged_spec
+    from_config: Reading = unchanged_spec
     layer_names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     interleaves: bool = False
     partial_rotary: str | None = None
     rotated: str | None = None
-    gguf_values: Values = as_said
-    config_values: Values = as_said
+    gguf_values: Values = no_values
+    config_values: Values = no_values
     may_lack_values: bool = False
     may_norm_heads: bool = False
     extra_layers: str | None = None

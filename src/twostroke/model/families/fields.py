@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-# Far above every known model, and low enough that a damaged file cannot ask for huge memory.
+# Far above every known model, but low enough that a damaged file cannot cause huge allocations.
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 20
 MAX_HEAD_DIM = 1 << 10
@@ -20,14 +20,14 @@ MAX_VOCAB = 1 << 24
 MAX_CONTEXT = 1 << 31
 MAX_EXPERTS = 1 << 10
 # Numbers stay within these limits, so that their products and powers stay finite.
-_SMALLEST, _LARGEST = 1e-30, 1e30
+_MIN_NUMBER, _MAX_NUMBER = 1e-30, 1e30
 
-_MAX_SHOWN = 60  # characters of a word in an error
+_MAX_TEXT_CHARS = 60  # characters of a file's text in an error
 _REQUIRED: Any = object()
 
 
 class Fields(Frozen):
-    """The values of file `name` by key; each reading checks type and range.
+    """The values of file `name` by key; each method that reads a value checks its type and range.
 
     `prefix` is prepended to every key. Every fault is a ModelFormatError that names the file, the
     key and the limit.
@@ -42,9 +42,9 @@ class Fields(Frozen):
         return Fields(self.name, self.values, prefix)
 
     def changed(self, values: Mapping[str, Any]) -> Fields:
-        """Return the same with other values of some keys."""
-        own = {self.prefix + key: value for key, value in values.items()}
-        return Fields(self.name, {**self.values, **own}, self.prefix)
+        """Return the same fields with other values of some keys."""
+        changed_values = {self.prefix + key: value for key, value in values.items()}
+        return Fields(self.name, {**self.values, **changed_values}, self.prefix)
 
     def value(self, key: str) -> Any:
         """Return the value at `key`, unchecked; None if it is missing."""
@@ -56,7 +56,7 @@ class Fields(Frozen):
 
     def refuse(self, key: str, problem: str) -> NoReturn:
         """Raise a ModelFormatError about the value at `key`."""
-        self.fault(f"has {self.prefix}{key} = {_shown(self.value(key))}, {problem}")
+        self.fault(f"has {self.prefix}{key} = {_format_value(self.value(key))}, {problem}")
 
     def has(self, key: str) -> bool:
         """Whether the key is there with a value other than null."""
@@ -73,8 +73,8 @@ class Fields(Frozen):
         self,
         key: str,
         *,
-        low: float = _SMALLEST,
-        high: float = _LARGEST,
+        low: float = _MIN_NUMBER,
+        high: float = _MAX_NUMBER,
         default: Any = _REQUIRED,
     ) -> float:
         """Return the number at `key`, from `low` to `high`, or `default` if there is none."""
@@ -85,16 +85,16 @@ class Fields(Frozen):
         return float(value)
 
     def optional_number(
-        self, key: str, *, low: float = _SMALLEST, default: float | None = None
+        self, key: str, *, low: float = _MIN_NUMBER, default: float | None = None
     ) -> float | None:
-        """Return the number at `key` as `number` does, None for zero, `default` if not there."""
+        """Return the number at `key` as `number` does; None for zero, `default` if missing."""
         value = self.value(key)
         if type(value) in {int, float} and value == 0:
             return None
         return default if value is None else self.number(key, low=low)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Return the `count` numbers above zero of the list at `key`."""
+        """Return the `count` positive numbers of the list at `key`."""
         values = self._value(key, _REQUIRED)
         if not isinstance(values, list) or len(values) != count:
             self.fault(f"has {self.prefix}{key} that is not a list of {count} numbers")
@@ -110,16 +110,18 @@ class Fields(Frozen):
             self.fault(f"has {self.prefix}{key} that is not an object")
         return Fields(f"{self.name}: {key}", value)
 
-    def choices(self, key: str, known: Mapping[Any, T], count: int) -> tuple[T, ...]:
-        """Return what `known` has for each of the `count` values of the list at `key`."""
+    def choices(self, key: str, value_map: Mapping[Any, T], count: int) -> tuple[T, ...]:
+        """Map the `count` values of the list at `key` by `value_map`; refuse other values."""
         values = self._value(key, _REQUIRED)
         if not isinstance(values, list) or len(values) != count:
             self.fault(f"has {self.prefix}{key} that is not a list of {count} values")
         for value in values:
-            if not isinstance(value, str | bool) or value not in known:
-                shown = ", ".join(map(str, known))
-                self.fault(f"has {self.prefix}{key} with {_shown(value)}; supported: {shown}")
-        return tuple(known[value] for value in values)
+            if not isinstance(value, str | bool) or value not in value_map:
+                supported = ", ".join(map(str, value_map))
+                self.fault(
+                    f"has {self.prefix}{key} with {_format_value(value)}; supported: {supported}"
+                )
+        return tuple(value_map[value] for value in values)
 
     def flag(self, key: str, *, default: bool) -> bool:
         """Return the truth value at `key`, or `default` if there is none."""
@@ -140,9 +142,9 @@ class Fields(Frozen):
         return self.text(key) if self.has(key) else None
 
     def token_ids(self, key: str, num_tokens: int) -> tuple[int, ...]:
-        """Return the token id, or list of ids, at `key`, each below `num_tokens`; () if none.
+        """Return the token id, or list of ids, at `key`, each below `num_tokens`; () if missing.
 
-        Others are left out with a notice: files often have -1 where there is no such token.
+        Other values are left out with a warning: files often have -1 where there is no such token.
         """
         value = self.value(key)
         ids = value if isinstance(value, list) else [value]
@@ -155,7 +157,7 @@ class Fields(Frozen):
         return tuple(token_ids)
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """Refuse a model in which `key` has a value that is not one of `allowed`."""
+        """Refuse the model if the value at `key` is there and is not one of `allowed`."""
         value = self.value(key)
         if value is not None and not any(type(value) is type(a) and value == a for a in allowed):
             self.refuse(key, "which is not supported yet")
@@ -165,17 +167,17 @@ class Fields(Frozen):
         if value is not None:
             return value
         if default is _REQUIRED:
-            self.fault(f"does not say {self.prefix}{key}")
+            self.fault(f"has no {self.prefix}{key}")
         return default
 
 
-def _shown(value: Any) -> str:
-    """Show a value in an error: short, and in one line."""
+def _format_value(value: Any) -> str:
+    """Format a value for an error message: short, and in one line."""
     if isinstance(value, int):
         # Too many digits would not even be converted to text.
         return str(value) if abs(value) < 1 << 64 else "a huge number"
     if isinstance(value, float):
         return str(value)
     if isinstance(value, str):
-        return repr(value) if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]!r}…"
+        return repr(value) if len(value) <= _MAX_TEXT_CHARS else f"{value[:_MAX_TEXT_CHARS]!r}…"
     return f"a {type(value).__name__}"

@@ -1,7 +1,7 @@
-"""Gemma 2 and 3: norms before and after each part, and sliding layers.
+"""Gemma 2 and 3: norms before and after each part of a layer, and layers with sliding windows.
 
 Gemma 2 (arXiv:2408.00118) caps scores and logits. Gemma 3 (arXiv:2503.19786) normalizes queries and
-keys instead, and rotates its sliding layers by another base.
+keys instead, and its layers with a window have another RoPE base.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 # Gemma 2: the defaults of transformers and llama.cpp.
 _SCORE_CAP, _LOGIT_CAP, _WINDOW = 50.0, 30.0, 4096
 
-# Gemma 3: every sixth layer sees everything; the others slide, and rotate by another base.
-_PERIOD, _LOCAL_BASE = 6, 10000.0
+# Gemma 3: every sixth layer has no window; the other layers have one, and another RoPE base.
+_WINDOW_PERIOD, _SLIDING_ROPE_BASE = 6, 10000.0
 
 
 def gemma2_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read window and soft caps."""
+    """Read the window and the soft caps."""
     return replace(
         _from_gguf(spec),
         attention_soft_cap=fields.optional_number("attn_logit_softcapping", default=_SCORE_CAP),
@@ -43,7 +43,7 @@ def gemma2_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def gemma2_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read scale, window and soft caps."""
+    """Read the attention scale, the window and the soft caps."""
     return replace(
         _from_config(fields, spec),
         attention_soft_cap=fields.optional_number("attn_logit_softcapping"),
@@ -52,41 +52,48 @@ def gemma2_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def gemma3_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the window and the base of its layers."""
-    window = gguf_window(fields, all_but_every(_PERIOD, spec.num_layers))
+    """Read the window, and the RoPE base of layers with a window."""
+    window = gguf_window(fields, all_but_every(_WINDOW_PERIOD, spec.num_layers))
     if window is not None:
-        base = fields.number("rope.freq_base_swa", default=_LOCAL_BASE)
+        base = fields.number("rope.freq_base_swa", default=_SLIDING_ROPE_BASE)
         window = replace(window, rope=RopeSpec(base, spec.rope.dim, spec.rope.interleaved))
     soft_cap = fields.optional_number("final_logit_softcapping")
     return replace(_from_gguf(spec), logit_soft_cap=soft_cap, window=window)
 
 
 def gemma3_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read scale and window. A rope scaling without a layer type is that of the global layers."""
-    fields.expect("attn_logit_softcapping")  # transformers reads it and does nothing
-    period = fields.integer("sliding_window_pattern", MAX_LAYERS, default=_PERIOD)
+    """Read the attention scale and the window.
+
+    A RoPE scaling that names no layer type applies to the layers without a window.
+    """
+    fields.expect("attn_logit_softcapping")  # which transformers ignores
+    period = fields.integer("sliding_window_pattern", MAX_LAYERS, default=_WINDOW_PERIOD)
     window = config_window(fields, all_but_every(period, spec.num_layers))
     if window is not None:
-        base = fields.number("rope_local_base_freq", default=_LOCAL_BASE)
+        base = fields.number("rope_local_base_freq", default=_SLIDING_ROPE_BASE)
         local = RopeSpec(base, spec.head_dim, interleaved=False)
         by_type = fields.part("rope_parameters")
         if by_type is not None and by_type.has("sliding_attention"):
-            # `rope_theta` and `rope_scaling` are those of the global layers.
-            own = Fields(fields.name, {**fields.values, "rope_theta": base, "rope_scaling": None})
-            local, _ = config_rope(own, spec.head_dim, spec.context_length, "sliding_attention")
+            # `rope_theta` and `rope_scaling` are for the global layers.
+            sliding_fields = Fields(
+                fields.name, {**fields.values, "rope_theta": base, "rope_scaling": None}
+            )
+            local, _ = config_rope(
+                sliding_fields, spec.head_dim, spec.context_length, "sliding_attention"
+            )
         window = replace(window, rope=local)
     return replace(_from_config(fields, spec), window=window)
 
 
 def _from_gguf(spec: ModelSpec) -> ModelSpec:
-    """Complete what both generations share. The weights of norms already include the offset."""
+    """Set the fields of both generations; stored norm weights already include the offset."""
     is_27b = spec.num_layers == _LAYERS_OF_27B[spec.architecture]
     scale = (spec.hidden_size / spec.num_heads) ** -0.5 if is_27b else None
     return replace(spec, activation=Activation.GELU_TANH, attention_scale=scale)
 
 
 def _from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read what both generations share."""
+    """Read the fields of both generations."""
     return replace(
         spec,
         norm_offset=1.0,

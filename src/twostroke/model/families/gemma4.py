@@ -1,8 +1,8 @@
-"""Gemma 4's text models: layers that read earlier layers' keys and values, and inputs of layers.
+"""Gemma 4's text models: layers that share keys and values, and layers with their own inputs.
 
-Layers without a window have wider heads, of which a quarter is rotated. Values are normalized
-without a weight. One model has experts beside each feed-forward. In small models the last layers
-have no keys and values of their own, and each token brings a vector to each layer.
+Layers without a window have wider heads and rotate a quarter of each head. Values are normalized
+without a weight. One model adds experts to each feed-forward. In small models the last layers
+compute no keys and values, and each token has an input vector for each layer.
 """
 
 from __future__ import annotations
@@ -37,69 +37,75 @@ if TYPE_CHECKING:
     from twostroke.model.families.spec import ModelSpec, WindowSpec
     from twostroke.model.program import Op
 
-_PERIOD, _LOCAL_BASE = 6, 10000.0
+_WINDOW_PERIOD, _SLIDING_ROPE_BASE = 6, 10000.0
 _INPUTS: Final = "layer_inputs"
 _KV_HEADS, _FFN = "attention.head_count_kv", "feed_forward_length"
 
 
 def gemma4_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return attention and feed-forward, what the layer's input adds, and the layer's factor."""
+    """Return a layer: attention, feed-forward, the added layer input, and the layer's factor."""
     name, width, hidden = f"blk.{layer}", spec.layer_inputs, spec.hidden_size
     parts = _inputs(spec, x) if width and layer == 0 else []
-    whole = f"{output}.before" if spec.layer_factors else output
-    own = f"{output}.own" if width else whole
-    parts += residual_layer(spec, layer, x, own, post_norms=True, query_key_norm="head")
+    full_output = f"{output}.before" if spec.layer_factors else output
+    block_output = f"{output}.own" if width else full_output
+    parts += residual_layer(spec, layer, x, block_output, post_norms=True, query_key_norm="head")
     if width:
-        gate, given, gated = f"{name}.inp_gate", f"{name}.input", f"{name}.inp_gated"
+        gate, layer_input, gated = f"{name}.inp_gate", f"{name}.input", f"{name}.inp_gated"
         added = f"{name}.proj"
         parts += [
-            ops.TakeColumns(given, _INPUTS, width, layer * width),
-            ops.Linear(gate, own, f"{gate}.weight", hidden, width),
-            ops.GatedActivation(gated, gate, given, width, spec.activation),
+            ops.TakeColumns(layer_input, _INPUTS, width, layer * width),
+            ops.Linear(gate, block_output, f"{gate}.weight", hidden, width),
+            ops.GatedActivation(gated, gate, layer_input, width, spec.activation),
             ops.Linear(added, gated, f"{added}.weight", width, hidden),
             norm(spec, f"{added}.normed", added, f"{name}.post_norm"),
-            ops.Add(whole, own, f"{added}.normed", hidden),
+            ops.Add(full_output, block_output, f"{added}.normed", hidden),
         ]
     if spec.layer_factors:
         factor = f"{name}.layer_output_scale.weight"
-        parts.append(ops.Scale(output, whole, hidden, weight=factor))
+        parts.append(ops.Scale(output, full_output, hidden, weight=factor))
     return parts
 
 
 def _inputs(spec: ModelSpec, x: str) -> list[Op]:
-    """Return what each token brings to each layer: a row of a table, and a product of x.
+    """Return the operations that compute each token's inputs of all layers.
 
-    The product is divided by the root of the model's width and normalized, which is the same as
-    with a larger epsilon.
+    An input is the scaled sum of a table's row and a projection of x. The projection is
+    divided by the root of the model's width and normalized, which equals a norm with a larger
+    epsilon.
     """
-    each, hidden = spec.layer_inputs, spec.hidden_size
-    width = each * spec.num_layers
-    table, made, whole = "per_layer_token_embd", "per_layer_model_proj", f"{_INPUTS}.sum"
-    epsilon = spec.norm_epsilon * hidden
-    weight = "per_layer_proj_norm.weight"
+    input_size, hidden = spec.layer_inputs, spec.hidden_size
+    width = input_size * spec.num_layers
+    table, projected, total = "per_layer_token_embd", "per_layer_model_proj", f"{_INPUTS}.sum"
     return [
         ops.Embed(table, f"{table}.weight", spec.vocab_size, width),
-        ops.Scale(f"{table}.scaled", table, width, each**0.5),
-        ops.Linear(made, x, f"{made}.weight", hidden, width),
-        ops.RMSNorm(f"{made}.normed", made, weight, width, epsilon, spec.num_layers),
-        ops.Add(whole, f"{made}.normed", f"{table}.scaled", width),
-        ops.Scale(_INPUTS, whole, width, 0.5**0.5),
+        ops.Scale(f"{table}.scaled", table, width, input_size**0.5),
+        ops.Linear(projected, x, f"{projected}.weight", hidden, width),
+        ops.RMSNorm(
+            f"{projected}.normed",
+            projected,
+            weight="per_layer_proj_norm.weight",
+            width=width,
+            epsilon=spec.norm_epsilon * hidden,
+            num_groups=spec.num_layers,
+        ),
+        ops.Add(total, f"{projected}.normed", f"{table}.scaled", width),
+        ops.Scale(_INPUTS, total, width, 0.5**0.5),
     ]
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return the sizes of layers without a window, and of those with keys of their own."""
+    """Return the sizes of layers without a window, and of layers that compute keys and values."""
     count = fields.integer("block_count", MAX_LAYERS)
     slides, values = _slides(fields, count), {"attention.shared_kv_layers": 0}
     for key, layer in ((_KV_HEADS, slides.index(False)), (_FFN, 0)):
-        values[key] = _each(fields, key, count)[layer]
+        values[key] = _layer_sizes(fields, key, count)[layer]
     return values
 
 
 def gemma4_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read windows, borrowing layers, and inputs of layers."""
-    count, sizes = spec.num_layers, _each(fields, _FFN, spec.num_layers)
-    kv_heads = _each(fields, _KV_HEADS, count)
+    """Read windows, layers with shared keys and values, and layer inputs."""
+    count, sizes = spec.num_layers, _layer_sizes(fields, _FFN, spec.num_layers)
+    kv_heads = _layer_sizes(fields, _KV_HEADS, count)
     spec = replace(
         spec,
         activation=Activation.GELU_TANH,
@@ -115,37 +121,53 @@ def gemma4_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
     if window is not None:
         dim = fields.integer("attention.key_length_swa", MAX_HEAD_DIM, low=2)
         if dim % 2:
-            fields.refuse("attention.key_length_swa", "of which halves are rotated")
+            fields.refuse(
+                "attention.key_length_swa", "which must be even, since halves are rotated"
+            )
         fields.expect("attention.value_length_swa", dim)
         fields.expect("rope.dimension_count_swa", dim)
-        base = fields.number("rope.freq_base_swa", default=_LOCAL_BASE)
-        sliding = kv_heads[window.slides.index(True)]
+        base = fields.number("rope.freq_base_swa", default=_SLIDING_ROPE_BASE)
+        sliding_kv_heads = kv_heads[window.slides.index(True)]
         rope = RopeSpec(base, dim, interleaved=False)
-        window = replace(window, rope=rope, num_kv_heads=sliding, head_dim=dim)
+        window = replace(window, rope=rope, num_kv_heads=sliding_kv_heads, head_dim=dim)
     if fields.integer("expert_count", MAX_EXPERTS, low=0, default=0):
-        keys = "expert_count", "expert_used_count", "expert_feed_forward_length"
-        spec = replace(spec, experts=_experts(fields, spec, *keys))
-    borrowed = fields.integer("attention.shared_kv_layers", count - 1, low=0, default=0)
-    spec = borrowing_layers(fields, replace(spec, window=window), borrowed, sizes[-1])
+        experts = _experts(
+            fields,
+            spec,
+            count_key="expert_count",
+            used_key="expert_used_count",
+            width_key="expert_feed_forward_length",
+        )
+        spec = replace(spec, experts=experts)
+    num_shared_layers = fields.integer("attention.shared_kv_layers", count - 1, low=0, default=0)
+    spec = with_shared_kv_layers(fields, replace(spec, window=window), num_shared_layers, sizes[-1])
     _check_heads(fields, spec)
     for layer in range(count):
         if sizes[layer] != spec.ffn_size_of(layer):
-            fields.fault(f"has feed-forwards of many widths: layer {layer} has {sizes[layer]}")
+            fields.fault(
+                f"has layers with different feed-forward widths: layer {layer} has {sizes[layer]}"
+            )
         if kv_heads[layer] != spec.kv_heads_of(layer)[0]:
-            fields.fault(f"has layers of one kind with {kv_heads[layer]} key-value heads and more")
+            fields.fault(
+                "has layers of the same kind with different numbers of key-value heads: layer "
+                f"{layer} has {kv_heads[layer]}"
+            )
     return spec
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
-    """Return the sizes of layers without a window; text is causal whatever pictures are."""
+    """Return the sizes of layers without a window; text is always read causally."""
     values: dict[str, Any] = {"head_dim": fields.value("global_head_dim")}
     if fields.flag("attention_k_eq_v", default=False) and fields.has("num_global_key_value_heads"):
         values["num_key_value_heads"] = fields.value("num_global_key_value_heads")
-    if each := fields.part("per_layer_config"):  # as transformers 5 writes them
-        changes = list(each.values.values()) or [None]
-        if any(one != changes[0] or not isinstance(one, dict) for one in changes):
+    if overrides := fields.part("per_layer_config"):  # as transformers 5 writes them
+        layer_values = list(overrides.values.values()) or [None]
+        if any(
+            values_of_layer != layer_values[0] or not isinstance(values_of_layer, dict)
+            for values_of_layer in layer_values
+        ):
             fields.fault("has a per_layer_config with layers that differ, which is not supported")
-        values |= changes[0]
+        values |= layer_values[0]
     values["rope_parameters"] = _ropes(fields, "full_attention")
     if fields.value("use_bidirectional_attention") == "vision":
         values["use_bidirectional_attention"] = False
@@ -153,16 +175,16 @@ def config_values(fields: Fields) -> dict[str, Any]:
 
 
 def gemma4_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read windows, borrowing layers, and inputs of layers."""
-    window = config_window(fields, all_but_every(_PERIOD, spec.num_layers))
+    """Read windows, layers with shared keys and values, and layer inputs."""
+    window = config_window(fields, all_but_every(_WINDOW_PERIOD, spec.num_layers))
     if window is not None:
         window = replace(window, slides=(*window.slides[:-1], False))  # as in transformers
         dim = fields.integer("head_dim", MAX_HEAD_DIM)
-        own = fields.changed({"rope_parameters": _ropes(fields, "sliding_attention")})
-        rope, _ = config_rope(own, dim, spec.context_length, "sliding_attention")
+        sliding_fields = fields.changed({"rope_parameters": _ropes(fields, "sliding_attention")})
+        rope, _ = config_rope(sliding_fields, dim, spec.context_length, "sliding_attention")
         kv_heads = fields.integer("num_key_value_heads", MAX_WIDTH)
         window = replace(window, rope=rope, num_kv_heads=kv_heads, head_dim=dim)
-    _check_each(fields, window)
+    _check_overrides(fields, window)
     inputs = fields.integer("hidden_size_per_layer_input", MAX_WIDTH, low=0, default=0)
     if inputs:
         fields.expect("vocab_size_per_layer_input", spec.vocab_size)
@@ -177,39 +199,54 @@ def gemma4_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
         keys_give_values=fields.flag("attention_k_eq_v", default=False),
     )
     if fields.flag("enable_moe_block", default=False):
-        keys = "num_experts", "top_k_experts", "moe_intermediate_size"
-        spec = replace(spec, experts=_experts(fields, spec, *keys))
-    borrowed = fields.integer("num_kv_shared_layers", spec.num_layers - 1, low=0, default=0)
+        experts = _experts(
+            fields,
+            spec,
+            count_key="num_experts",
+            used_key="top_k_experts",
+            width_key="moe_intermediate_size",
+        )
+        spec = replace(spec, experts=experts)
+    num_shared_layers = fields.integer(
+        "num_kv_shared_layers", spec.num_layers - 1, low=0, default=0
+    )
     is_wide = fields.flag("use_double_wide_mlp", default=False)
     _check_heads(fields, spec)
-    return borrowing_layers(fields, spec, borrowed, spec.ffn_size * (2 if is_wide else 1))
+    return with_shared_kv_layers(
+        fields, spec, num_shared_layers, spec.ffn_size * (2 if is_wide else 1)
+    )
 
 
 def _ropes(fields: Fields, kind: str) -> Mapping[str, Any]:
-    """Return the ropes of both kinds of layers; a file must have that of `kind`, if any."""
-    said = fields.part("rope_parameters")
-    if said is None:
+    """Return the RoPE parameters of both kinds of layers; a file that has any must have `kind`."""
+    ropes = fields.part("rope_parameters")
+    if ropes is None:
         return _ROPES
-    if not said.has(kind):
-        fields.fault(f"has rope_parameters without those of {kind}")
-    return said.values
+    if not ropes.has(kind):
+        fields.fault(f"has rope_parameters without an entry for {kind}")
+    return ropes.values
 
 
-def _check_each(fields: Fields, window: WindowSpec | None) -> None:
-    """Refuse a file whose `per_layer_config` is not about heads of layers without a window."""
-    if (each := fields.part("per_layer_config")) is None:
+def _check_overrides(fields: Fields, window: WindowSpec | None) -> None:
+    """Refuse a `per_layer_config` that changes more than the heads of layers without a window."""
+    if (overrides := fields.part("per_layer_config")) is None:
         return
     slides = () if window is None else window.slides
     width = len(str(len(slides) - 1))
-    wide = {str(layer).zfill(width) for layer, one in enumerate(slides) if not one}
-    said = {key.zfill(width) for key in each.values}
-    keys = {key for one in each.values.values() for key in one}
-    if said != wide or keys - {"head_dim", "num_key_value_heads"}:
-        fields.fault("has a per_layer_config that is not about heads of layers without a window")
+    full_layers = {
+        str(layer).zfill(width) for layer, layer_values in enumerate(slides) if not layer_values
+    }
+    listed_layers = {key.zfill(width) for key in overrides.values}
+    keys = {key for layer_values in overrides.values.values() for key in layer_values}
+    if listed_layers != full_layers or keys - {"head_dim", "num_key_value_heads"}:
+        fields.fault(
+            "has a per_layer_config that changes more than the heads of layers without a window, "
+            "which is not supported"
+        )
 
 
 def _check_heads(fields: Fields, spec: ModelSpec) -> None:
-    """Refuse sliding layers whose key-value heads do not divide the others."""
+    """Refuse layers whose number of key-value heads does not divide the number of heads."""
     for kv_heads, _ in map(spec.kv_heads_of, range(spec.num_layers)):
         if spec.num_heads % kv_heads:
             heads = f"{spec.num_heads} heads, not a multiple of its {kv_heads} key-value heads"
@@ -217,9 +254,9 @@ def _check_heads(fields: Fields, spec: ModelSpec) -> None:
 
 
 def _slides(fields: Fields, count: int) -> tuple[bool, ...]:
-    """Return which layers of a GGUF file slide; some do not."""
-    usual = (*all_but_every(_PERIOD, count)[:-1], False)
-    fields.integer("attention.sliding_window", MAX_CONTEXT, low=0)  # must be there
+    """Return which layers of a GGUF file have a sliding window; at least one has none."""
+    usual = (*all_but_every(_WINDOW_PERIOD, count)[:-1], False)
+    fields.integer("attention.sliding_window", MAX_CONTEXT, low=0)  # required
     window = gguf_window(fields, usual)
     slides = (False,) * count if window is None else window.slides
     if all(slides):
@@ -227,8 +264,8 @@ def _slides(fields: Fields, count: int) -> tuple[bool, ...]:
     return slides
 
 
-def _each(fields: Fields, key: str, count: int) -> list[int]:
-    """Return a size of each layer, of which a GGUF file has one for all, or a list."""
+def _layer_sizes(fields: Fields, key: str, count: int) -> list[int]:
+    """Return a size for each layer; a GGUF file has one number for all layers, or a list."""
     value = fields.value(key)
     if not isinstance(value, list):
         return [fields.integer(key, MAX_WIDTH)] * count
@@ -238,25 +275,30 @@ def _each(fields: Fields, key: str, count: int) -> list[int]:
     return [entries.integer(name, MAX_WIDTH) for name in entries.values]
 
 
-def borrowing_layers(fields: Fields, spec: ModelSpec, count: int, ffn_size: int) -> ModelSpec:
-    """Return the spec with `count` layers that borrow keys and values."""
+def with_shared_kv_layers(fields: Fields, spec: ModelSpec, count: int, ffn_size: int) -> ModelSpec:
+    """Return the spec with `count` last layers that share keys and values of earlier layers."""
     if count == 0:
         return spec
-    own = {spec.window_of(layer) is None for layer in range(spec.num_layers - count)}
-    if own != {spec.window_of(layer) is None for layer in range(spec.num_layers)}:
-        fields.fault(f"has {count} layers that read keys and values of earlier ones, not of a kind")
-    return replace(spec, borrowing=SharedKvSpec(count, ffn_size))
+    window_kinds = {spec.window_of(layer) is None for layer in range(spec.num_layers - count)}
+    if window_kinds != {spec.window_of(layer) is None for layer in range(spec.num_layers)}:
+        fields.fault(
+            f"has {count} layers that read keys and values of earlier layers, but no earlier layer "
+            "with the same kind of attention"
+        )
+    return replace(spec, shared_kv=SharedKvSpec(count, ffn_size))
 
 
-def _experts(fields: Fields, spec: ModelSpec, count: str, used: str, width: str) -> ExpertSpec:
-    """Return the experts beside each feed-forward; the rest are keys."""
-    number = fields.integer(count, min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // spec.num_layers))
-    chosen, size = fields.integer(used, number), fields.integer(width, MAX_WIDTH)
-    return ExpertSpec(number, chosen, size, normalize=True, beside=True)
+def _experts(
+    fields: Fields, spec: ModelSpec, count_key: str, used_key: str, width_key: str
+) -> ExpertSpec:
+    """Read the experts that are added to each feed-forward, from the given keys."""
+    num_experts = fields.integer(count_key, min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // spec.num_layers))
+    num_used, size = fields.integer(used_key, num_experts), fields.integer(width_key, MAX_WIDTH)
+    return ExpertSpec(num_experts, num_used, size, normalize=True, adds_dense_ffn=True)
 
 
 _ROPES: Final = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": _LOCAL_BASE},
+    "sliding_attention": {"rope_type": "default", "rope_theta": _SLIDING_ROPE_BASE},
     "full_attention": {
         "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6,
     },

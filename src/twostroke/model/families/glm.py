@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from twostroke.model.families.blocks import residual_layer
-from twostroke.model.families.common_fields import without_guessing_layers
+from twostroke.model.families.common_fields import without_mtp_layers
 from twostroke.model.families.family import Family
 from twostroke.model.families.fields import MAX_LAYERS
 from twostroke.model.families.routed_experts import (
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def glm4_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return Llama's layer, in which heads may have norms; GGUF names the second norm otherwise."""
+    """Return Llama's layer, perhaps with query-key norms; the second norm has another GGUF name."""
     return residual_layer(
         spec,
         layer,
@@ -40,11 +40,11 @@ def glm4_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Read the experts."""
-    return replace(spec, experts=gguf_routed_experts(fields, spec, unsaid=SIGMOID))
+    return replace(spec, experts=gguf_routed_experts(fields, spec, default_gating=SIGMOID))
 
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the experts; `attention_bias` is about queries, keys and values alone."""
+    """Read the experts; `attention_bias` applies only to queries, keys and values."""
     first = fields.integer("first_k_dense_replace", MAX_LAYERS, low=0)
     experts = config_routed_experts(fields, spec, first, has_groups=fields.has("n_group"))
     return replace(spec, experts=experts, output_bias=False)
@@ -65,7 +65,7 @@ GLM4_MOE = Family(
     layer=glm4_layer,
     from_gguf=from_gguf,
     from_config=from_config,
-    gguf_values=without_guessing_layers,
+    gguf_values=without_mtp_layers,
     layer_names=EXPERT_NAMES | {"post_attention_layernorm": "post_attention_norm"},
     partial_rotary="partial_rotary_factor",
     may_norm_heads=True,

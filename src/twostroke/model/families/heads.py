@@ -1,6 +1,6 @@
-"""Heads that guess a model's next tokens from its hidden states, as separate Programs.
+"""Programs of trained heads that propose a model's next tokens from its hidden states.
 
-Sources: Medusa (arXiv:2401.10774), EAGLE (arXiv:2401.15077, 2406.16858, 2503.01840), and of the
+Sources: Medusa (arXiv:2401.10774), EAGLE (arXiv:2401.15077, 2406.16858, 2503.01840), and for the
 reduced vocabulary FR-Spec (arXiv:2502.14856).
 """
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 EAGLE: Final = "eagle"
 MEDUSA: Final = "medusa"
 KINDS: Final = (EAGLE, MEDUSA)
-TABLE: Final = "token_embd.weight"  # EAGLE reads the target's own
-NUMBERS: Final = "numbers.weight"  # Medusa: which block a row takes
+TABLE: Final = "token_embd.weight"  # EAGLE reads the target model's table
+NUMBERS: Final = "numbers.weight"  # Medusa: selects a row's block
 
-# Facts of a model that a layer of its heads shares; the layer's `ffn_size` may differ.
+# Sizes of a model that the layer of its heads shares, except perhaps `ffn_size`.
 LAYER_SIZES: Final = (
     *("hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
     *("context_length", "norm_epsilon"),
@@ -32,11 +32,11 @@ LAYER_SIZES: Final = (
 
 
 class HeadsSpec(Frozen):
-    """The shapes of heads.
+    """The shapes of trained heads.
 
-    `layer` has those of the decoder layer (EAGLE) or of the residual blocks (Medusa); its
-    `vocab_size` and `hidden_size` are the target's. Heads guess one of `num_tokens` tokens, and
-    learned to guess `depth` of them in a row.
+    `layer` describes the decoder layer (EAGLE) or the residual blocks (Medusa); its `vocab_size`
+    and `hidden_size` are the target model's. Heads propose one of `num_tokens` tokens, and were
+    trained to propose `depth` tokens in a row.
     """
 
     kind: str
@@ -48,14 +48,14 @@ class HeadsSpec(Frozen):
 def heads_for(
     target: ModelSpec, kind: str, *, num_tokens: int, depth: int, ffn_size: int, window: int
 ) -> HeadsSpec:
-    """Return the shapes of heads for a model; their attention sees `window` tokens."""
+    """Return the shapes of heads for a target model; their attention window has `window` tokens."""
     sizes = {name: getattr(target, name) for name in LAYER_SIZES} | {"ffn_size": ffn_size}
     rope = RopeSpec(target.rope.base, target.head_dim, target.rope.interleaved)
     return HeadsSpec(kind, heads_layer(target.name, rope, window, sizes), num_tokens, depth)
 
 
 def heads_layer(name: str, rope: RopeSpec, window: int, sizes: Mapping[str, Any]) -> ModelSpec:
-    """Return the shapes of a layer for heads; `sizes` are those of `LAYER_SIZES`."""
+    """Return the spec of a layer for heads; `sizes` has a value for each of `LAYER_SIZES`."""
     return ModelSpec(
         architecture="llama",
         name=name,
@@ -68,20 +68,20 @@ def heads_layer(name: str, rope: RopeSpec, window: int, sizes: Mapping[str, Any]
 
 
 def build_heads(spec: HeadsSpec) -> Program:
-    """Return the Program of heads; `last_hidden` names the state that it returns."""
+    """Return the Program of heads; `last_hidden` names the hidden state that it computes."""
     return _eagle(spec) if spec.kind == EAGLE else _medusa(spec)
 
 
 def last_hidden(program: Program) -> str:
-    """Return the hidden state from which a Program's logits are computed, before its last norm."""
+    """Return the name of the hidden state that a Program's last norm reads."""
     return program.layer_outputs[-1]
 
 
 def _eagle(spec: HeadsSpec) -> Program:
-    """Return one decoder layer that writes the next hidden state, and from it the next token.
+    """Return one decoder layer that computes the next hidden state, and logits from it.
 
-    A row's input is a token's embedding and the hidden state from which that token was drawn: the
-    target's, or the layer's own where the token is a guess. Both are normed and projected.
+    A row's inputs are a token's embedding and the hidden state from which that token was sampled:
+    the target's, or the layer's own if the token is a draft. Both are normalized and projected.
     """
     layer = spec.layer
     hidden = layer.hidden_size
@@ -99,10 +99,11 @@ def _eagle(spec: HeadsSpec) -> Program:
 
 
 def _medusa(spec: HeadsSpec) -> Program:
-    """Return residual blocks that all read one hidden state; block i guesses i tokens further on.
+    """Return residual blocks that all read one hidden state; block i proposes one token.
 
-    A row's "token" is the number of its block. The blocks are experts, and a row uses the one with
-    its number: the table of scores has a large number on its diagonal.
+    Block i proposes the token i steps after the next one. A row's "token" is the number of its
+    block. The blocks are experts, and a row uses the expert with its number: the table of scores
+    has a large number on its diagonal.
     """
     layer, count = spec.layer, spec.depth
     hidden = layer.hidden_size
@@ -115,7 +116,14 @@ def _medusa(spec: HeadsSpec) -> Program:
         norm(layer, "given.normed", "given", "given_norm"),
         ops.Embed("scores", NUMBERS, count, count),
         ops.MixtureOfExperts(
-            "part", "given.normed", "scores", blocks, hidden, layer.ffn_size, 1, normalize=True
+            "part",
+            x="given.normed",
+            scores="scores",
+            experts=blocks,
+            width=hidden,
+            ffn_width=layer.ffn_size,
+            num_used=1,
+            normalize=True,
         ),
         ops.Add("x1", "given.normed", "part", hidden),
     ]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read window and experts: GGUF also calls Mistral and Mixtral llama."""
+    """Read window and experts; GGUF's "llama" includes Mistral and Mixtral."""
     return replace(
         spec,
         window=gguf_window(fields, (True,) * spec.num_layers),
@@ -34,10 +34,10 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read window and experts, as far as the model type has them.
+    """Read window and experts, where the model type has them.
 
-    A llama with a window is refused: transformers would ignore it, vLLM honour it. A mistral with
-    `layer_types` is what transformers calls a ministral: they say which layers slide.
+    A llama with a window is refused, because transformers ignores the window and vLLM applies it. A
+    mistral with `layer_types` is transformers' ministral: they tell which layers have the window.
     """
     match fields.text("model_type"):
         case "llama":

@@ -1,4 +1,4 @@
-"""OLMo 2: Llama with norms after each part, not before, and norms of queries and keys.
+"""OLMo 2: Llama with norms after each part of a layer instead of before, and query-key norms.
 
 Source: arXiv:2501.00656.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Refuse OLMo 3, which GGUF also calls olmo2: its sliding layers rotate differently."""
+    """Refuse OLMo 3, which GGUF also calls olmo2: its layers with a window have another RoPE."""
     fields.expect("attention.sliding_window", 0)
     return spec
 

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (arXiv:2404.14219): Llama with fused matrices and scaled rope tables."""
+"""Phi-3 and Phi-4 (arXiv:2404.14219): Llama with fused matrices and scaled RoPE frequencies."""
 
 from __future__ import annotations
 

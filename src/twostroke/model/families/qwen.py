@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3: Llama with biases (2), or norms of queries and keys (3).
+"""Qwen2, Qwen2.5 and Qwen3: Llama with biases (Qwen2) or query-key norms (Qwen3).
 
 Sources: arXiv:2407.10671, 2505.09388. Qwen3 also has models with experts.
 """
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 def qwen3_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the window, which is off by default and leaves the first layers alone."""
+    """Read the window, which is off by default and which the first layers never have."""
     if not fields.flag("use_sliding_window", default=False):
         return spec
-    whole = fields.integer("max_window_layers", MAX_LAYERS, low=0)
-    slides = tuple(layer >= whole for layer in range(spec.num_layers))
+    num_full_layers = fields.integer("max_window_layers", MAX_LAYERS, low=0)
+    slides = tuple(layer >= num_full_layers for layer in range(spec.num_layers))
     return replace(spec, window=config_window(fields, slides))
 
 
 def qwen2_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the window. `attention_bias` is ignored: queries, keys and values always have biases."""
+    """Read the window; `attention_bias` is ignored, since queries, keys and values have biases."""
     spec = qwen3_from_config(fields, spec)
     return replace(spec, qkv_bias=True, output_bias=False)
 

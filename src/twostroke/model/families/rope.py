@@ -1,4 +1,4 @@
-"""Reads rotary positions from model files, with the scalings that stretch their context."""
+"""Reads rotary position embeddings (RoPE) from model files, with their context extensions."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from twostroke.model.families.spec import RopeSpec
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    # A rope, and the context length in tokens up to which it can be used.
+    # A RoPE, and the context length in tokens up to which it can be used.
     RopeAndContext = tuple[RopeSpec, int]
 
-# Tensors of a GGUF file that are facts about rope, not weights.
+# Tensors of a GGUF file that hold divisors of RoPE frequencies, not weights.
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
-STILL = 1e30  # the divisor of a pair that does not turn
+NO_ROTATION_DIVISOR = 1e30  # of a pair's frequency; such a pair is not rotated
 _CONFIG_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 _DEFAULT_BASE = 10000.0
-_LOWEST_BASE = 1.001  # the logarithm of a base of 1 is 0
+_MIN_BASE = 1.001  # the logarithm of a base of 1 is 0
 
 
 def gguf_rope(
@@ -34,15 +34,15 @@ def gguf_rope(
     *,
     interleaved: bool,
 ) -> RopeAndContext:
-    """Read rope from a GGUF file's metadata (fields of its architecture) and its `ROPE_TABLES`.
+    """Read RoPE from a GGUF file's metadata (fields of its architecture) and its `ROPE_TABLES`.
 
-    `context` is the context length in the file; the one that is returned is what the rope allows.
-    The keys are those of the format's specification, their meaning is that of llama.cpp.
+    `context` is the context length in the file; the returned length is the longest that the RoPE
+    allows. Keys are from the format's specification, with the meaning that llama.cpp gives them.
     """
     for key in ("rope.dimension_sections", "rope.scaling.alpha"):
         fields.expect(key)
     dim = fields.integer("rope.dimension_count", head_dim, low=2, default=head_dim)
-    base = fields.number("rope.freq_base", low=_LOWEST_BASE, default=_DEFAULT_BASE)
+    base = fields.number("rope.freq_base", low=_MIN_BASE, default=_DEFAULT_BASE)
     plain = RopeSpec(base, _even(fields, dim), interleaved)
     kind = fields.text("rope.scaling.type", default="linear")
     factor = fields.optional_number("rope.scaling.factor", low=1.0)
@@ -54,22 +54,26 @@ def gguf_rope(
     if tables:
         if factor != 1.0 or kind == "yarn":
             fields.fault(f"scales its rope twice: by {kind} and by {next(iter(tables))!r}")
-        # Llama 3's factors hold for every context, the short ones of longrope up to the original.
-        whole, short, _ = ROPE_TABLES
-        table, reach = (whole, context) if whole in tables else (short, min(context, original))
+        # Llama 3's factors hold for every context; longrope's short factors, up to the original.
+        table_for_all, short_table, _ = ROPE_TABLES
+        table, max_context = (
+            (table_for_all, context)
+            if table_for_all in tables
+            else (short_table, min(context, original))
+        )
         divisors = Fields(fields.name, tables).numbers(table, dim // 2)
-        return _divided(plain, divisors, magnitude), reach
+        return _divided(plain, divisors, magnitude), max_context
     if kind == "yarn":
         fields.expect("rope.scaling.yarn_ext_factor", 1.0, -1.0)
         fields.expect("rope.scaling.yarn_log_multiplier", 0.0)
-        # As converters write it, this is transformers' attention_factor: the whole magnitude.
-        whole_magnitude = fields.optional_number("rope.scaling.yarn_attn_factor")
+        # Converters write transformers' attention_factor here: the complete magnitude.
+        stored_magnitude = fields.optional_number("rope.scaling.yarn_attn_factor")
         yarn = _Yarn(
-            factor,
-            original,
-            magnitude * (whole_magnitude or _yarn_magnitude(factor)),
-            fields.number("rope.scaling.yarn_beta_fast", default=32.0),
-            fields.number("rope.scaling.yarn_beta_slow", default=1.0),
+            factor=factor,
+            original=original,
+            magnitude=magnitude * (stored_magnitude or _yarn_magnitude(factor)),
+            beta_fast=fields.number("rope.scaling.yarn_beta_fast", default=32.0),
+            beta_slow=fields.number("rope.scaling.yarn_beta_slow", default=1.0),
         )
         return yarn.scale(plain, context)
     if kind not in {"none", "linear"}:
@@ -86,11 +90,11 @@ def config_rope(
     *,
     share_key: str | None = None,
 ) -> RopeAndContext:
-    """Read rope from a config.json, as `gguf_rope` does.
+    """Read RoPE from a config.json; returns the same as `gguf_rope`.
 
-    The key is `rope_parameters` (transformers 5), which may hold one object for each type of layer;
-    `layer_type` chooses one. Older files have `rope_theta` and `rope_scaling`. `share_key`
-    names the share of each head that is rotated, if the family has such a key.
+    The key is `rope_parameters` (transformers 5), which may hold an object for each type of layer;
+    `layer_type` selects one. Older files have `rope_theta` and `rope_scaling`. `share_key` is the
+    key for the share of each head that is rotated, if the family has such a key.
     """
     part = fields.part("rope_scaling") or fields.part("rope_parameters")
     if part is not None and {"full_attention", "sliding_attention"} & part.values.keys():
@@ -101,7 +105,7 @@ def config_rope(
         share = _either(part, fields, share_key).number(share_key, high=1.0, default=1.0)
         dim = int(head_dim * share)
     base = _either(part, fields, "rope_theta").number(
-        "rope_theta", low=_LOWEST_BASE, default=_DEFAULT_BASE
+        "rope_theta", low=_MIN_BASE, default=_DEFAULT_BASE
     )
     plain = RopeSpec(base, _even(fields, dim), interleaved=False)
     key = "original_max_position_embeddings"
@@ -110,7 +114,7 @@ def config_rope(
 
 
 def _config_scaling(part: Fields, plain: RopeSpec, original: int, context: int) -> RopeAndContext:
-    """Read a scaling, of a model that was trained on `original` tokens at first."""
+    """Apply a file's RoPE scaling; `original` is the context length before the extension."""
     key = "rope_type" if part.has("rope_type") else "type"
     kind = part.text(key, default="default")
     if part.has("short_factor") and kind in {"su", "yarn"}:
@@ -131,33 +135,36 @@ def _config_scaling(part: Fields, plain: RopeSpec, original: int, context: int) 
 
 
 def _linear(plain: RopeSpec, factor: float) -> RopeSpec:
-    """Count positions as 1 / `factor` (arXiv:2306.15595)."""
+    """Divide all positions by `factor` (arXiv:2306.15595)."""
     return plain if factor == 1 else _divided(plain, [factor] * (plain.dim // 2))
 
 
 def _proportional(plain: RopeSpec, part: Fields) -> RopeSpec:
-    """Turn a share of the pairs, the quick ones; the others stay."""
+    """Rotate only the share of the pairs with the highest frequencies."""
     share = part.number("partial_rotary_factor", high=1.0, default=1.0)
     factor, count = part.number("factor", low=1.0, default=1.0), int(share * plain.dim // 2)
-    turned = [frequency / factor for frequency in plain.frequencies[:count]]
-    rest = [0.0] * (plain.dim // 2 - count)
-    return replace(plain, scaled_frequencies=(*turned, *rest))
+    rotating = [frequency / factor for frequency in plain.frequencies[:count]]
+    fixed = [0.0] * (plain.dim // 2 - count)
+    return replace(plain, scaled_frequencies=(*rotating, *fixed))
 
 
 def _divided(plain: RopeSpec, divisors: Sequence[float], magnitude: float = 1.0) -> RopeSpec:
-    """Divide each pair's frequency."""
+    """Divide each pair's frequency by its divisor."""
     pairs = zip(plain.frequencies, divisors, strict=True)
     scaled = tuple(
-        [frequency / divisor if divisor < STILL else 0.0 for frequency, divisor in pairs]
+        [
+            frequency / divisor if divisor < NO_ROTATION_DIVISOR else 0.0
+            for frequency, divisor in pairs
+        ]
     )
     return replace(plain, scaled_frequencies=scaled, magnitude=magnitude)
 
 
 def _llama3(plain: RopeSpec, part: Fields, original: int) -> RopeSpec:
-    """Slow rotations are slowed by a factor, quick ones stay, those between are blended.
+    """Scale by Llama 3.1's rule: divide low frequencies by a factor, keep high ones, blend between.
 
-    Quick means at least `high_freq_factor` turns within the `original` tokens of the first
-    training, slow at most `low_freq_factor` (Llama 3.1).
+    A frequency is high if its pair makes at least `high_freq_factor` turns within the `original`
+    context, and low if it makes at most `low_freq_factor` turns.
     """
     low, high = part.number("low_freq_factor"), part.number("high_freq_factor")
     factor = part.number("factor", low=1.0)
@@ -166,13 +173,13 @@ def _llama3(plain: RopeSpec, part: Fields, original: int) -> RopeSpec:
     scaled = []
     for frequency in plain.frequencies:
         turns = original * frequency / (2 * math.pi)
-        kept = min(1.0, max(0.0, (turns - low) / (high - low)))
-        scaled.append(frequency * (kept + (1 - kept) / factor))
+        kept_share = min(1.0, max(0.0, (turns - low) / (high - low)))
+        scaled.append(frequency * (kept_share + (1 - kept_share) / factor))
     return replace(plain, scaled_frequencies=tuple(scaled))
 
 
 def _longrope(plain: RopeSpec, part: Fields, original: int, context: int) -> RopeAndContext:
-    """Divide as for short contexts, up to the original length (arXiv:2402.13753)."""
+    """Divide by the factors for short contexts, up to the original length (arXiv:2402.13753)."""
     factor = part.number("factor", low=1.0, default=max(1.0, context / original))
     magnitude = part.optional_number("attention_factor")
     if magnitude is None:
@@ -182,10 +189,11 @@ def _longrope(plain: RopeSpec, part: Fields, original: int, context: int) -> Rop
 
 
 class _Yarn(Frozen):
-    """Slow rotations are slowed by `factor`, quick ones stay, a ramp between (arXiv:2309.00071).
+    """YaRN: divides low frequencies by `factor`, keeps high ones, blends between.
 
-    The ramp goes from the pair that makes `beta_fast` turns within `original` tokens to the one
-    that makes `beta_slow`. `truncate` rounds the ends of the ramp outward to whole pairs.
+    The blend goes from the pair that makes `beta_fast` turns within `original` tokens to the pair
+    that makes `beta_slow` turns. `truncate` rounds these ends outward to whole pairs
+    (arXiv:2309.00071).
     """
 
     factor: float
@@ -196,7 +204,7 @@ class _Yarn(Frozen):
     truncate: bool = True
 
     def scale(self, plain: RopeSpec, context: int) -> RopeAndContext:
-        """Return the scaled rope; `context` is the length in the file, often the original one."""
+        """Return the scaled RoPE; `context` is the length in the file, often the original one."""
 
         def pair_of(turns: float) -> float:
             """Return the pair that makes that many turns within the original context."""
@@ -220,22 +228,25 @@ def _config_yarn(part: Fields, original: int, context: int) -> _Yarn:
     factor = part.number("factor", low=1.0, default=max(1.0, context / original))
     magnitude = part.optional_number("attention_factor")
     if magnitude is None:
-        above, below = part.optional_number("mscale"), part.optional_number("mscale_all_dim")
+        mscale, mscale_all_dim = (
+            part.optional_number("mscale"),
+            part.optional_number("mscale_all_dim"),
+        )
         magnitude = _yarn_magnitude(factor)
-        if above and below:
-            magnitude = _yarn_magnitude(factor, above) / _yarn_magnitude(factor, below)
+        if mscale and mscale_all_dim:
+            magnitude = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all_dim)
     return _Yarn(
-        factor,
-        original,
-        magnitude,
-        part.number("beta_fast", default=32.0),
-        part.number("beta_slow", default=1.0),
-        part.flag("truncate", default=True),
+        factor=factor,
+        original=original,
+        magnitude=magnitude,
+        beta_fast=part.number("beta_fast", default=32.0),
+        beta_slow=part.number("beta_slow", default=1.0),
+        truncate=part.flag("truncate", default=True),
     )
 
 
 def _yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return YaRN's recommended magnitude for a context stretched by `factor`."""
+    """Return YaRN's recommended magnitude for a context extended by `factor`."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

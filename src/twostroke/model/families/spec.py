@@ -1,4 +1,4 @@
-"""The facts about a model: sizes and constants, independent of the file's format."""
+"""`ModelSpec`: the sizes and constants of a model, independent of its file's format."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from twostroke.model.program import Activation
 class RopeSpec(Frozen):
     """Rotary position embedding (Su et al., 2021, arXiv:2104.09864).
 
-    `dim` is how many of a head's values are rotated. `interleaved` pairs neighbours
-    (2i, 2i+1), as GGUF stores the Llama family; otherwise value i is paired with i + dim/2.
-    A scaling has its own frequencies for the `dim // 2` pairs, and a `magnitude` that multiplies
-    sine and cosine.
+    `dim` of a head's values are rotated. `interleaved` pairs neighbours (2i, 2i+1), as GGUF stores
+    the Llama family; otherwise value i is paired with i + dim/2. A context extension has its own
+    frequencies for the `dim // 2` pairs, and a `magnitude` that multiplies sine and cosine.
     """
 
     base: float
@@ -30,10 +29,10 @@ class RopeSpec(Frozen):
 
 
 class WindowSpec(Frozen):
-    """Sliding-window attention: some layers see only the last `size` positions, their own included.
+    """Sliding-window attention: some layers read only the last `size` positions.
 
-    `slides[i]` says whether layer i does. `rope`, `num_kv_heads` and `head_dim` are the sliding
-    layers' own, None where they are the model's.
+    The row's own position counts. `slides[i]` tells whether layer i has the window. `rope`,
+    `num_kv_heads` and `head_dim` are for layers with the window; None means the model's values.
     """
 
     size: int
@@ -44,9 +43,9 @@ class WindowSpec(Frozen):
 
 
 class RoutingSpec(Frozen):
-    """A choice of experts that is not by softmax alone (arXiv:2405.04434, 2412.19437).
+    """A rule for choosing experts other than plain softmax (arXiv:2405.04434, 2412.19437).
 
-    See `program.ops.Route`. With `has_bias` each layer has one for the choice.
+    See `program.ops.Route`. With `has_bias` each layer has a bias for the choice.
     """
 
     scale: float = 1.0
@@ -60,10 +59,10 @@ class RoutingSpec(Frozen):
 class ExpertSpec(Frozen):
     """A mixture of experts in place of each layer's feed-forward (arXiv:2401.04088).
 
-    A row uses `num_used` of `count` experts, each `ffn_size` wide; `normalize` makes the shares of
-    the used ones sum to one. Every row also uses a feed-forward of `shared_size`, if that is not 0.
-    Layers before `first_layer` have a feed-forward of the model's own size instead. Where experts
-    are `beside` one, both are summed (Gemma 4).
+    A row uses `num_used` of `count` experts, each `ffn_size` wide; `normalize` divides the shares
+    of the used experts by their sum. Every row also uses a shared expert `shared_size` wide, if
+    that is not 0. Layers before `first_layer` have a dense feed-forward instead. With
+    `adds_dense_ffn`, layers have both, and their outputs are added (Gemma 4).
     """
 
     count: int
@@ -73,14 +72,14 @@ class ExpertSpec(Frozen):
     shared_size: int = 0
     first_layer: int = 0
     routing: RoutingSpec | None = None
-    beside: bool = False
+    adds_dense_ffn: bool = False
 
 
 class LatentSpec(Frozen):
-    """Latent attention (arXiv:2405.04434): what a token stores is `rank` + `rotated` wide.
+    """Latent attention (arXiv:2405.04434): a token stores a vector of `rank + rotated` values.
 
-    A head's keys are `key` wide without their rotated part, its values `value`. Queries are made
-    from vectors of `query_rank`, or in one product if that is 0.
+    A head's keys are `key` wide without their rotated part, its values `value`. Queries are
+    computed from vectors of `query_rank` values, or in one product if that is 0.
     """
 
     rank: int
@@ -91,9 +90,10 @@ class LatentSpec(Frozen):
 
 
 class SharedKvSpec(Frozen):
-    """The last `count` layers read keys and values of an earlier one (arXiv:2405.12981).
+    """The last `count` layers read the keys and values of an earlier layer (arXiv:2405.12981).
 
-    It is the last layer before them that slides as they do. Their feed-forward is `ffn_size` wide.
+    Each reads the last earlier layer with the same kind of attention (with or without a window).
+    The feed-forward of these layers is `ffn_size` wide.
     """
 
     count: int
@@ -103,16 +103,16 @@ class SharedKvSpec(Frozen):
 class ModelSpec(Frozen):
     """The facts from which `twostroke.model.families` builds a `Program`.
 
-    `architecture` is the key into `models.ARCHITECTURES` ("llama"). Sizes are counts of values;
-    `context_length` is in tokens. `norm_offset` is added to the weights of norms. The attention
-    scale is that of the scores, None for 1 / sqrt(head_dim). With `latent` attention there is one
-    key-value head, of `latent.rank + latent.rotated`.
+    `architecture` is the key into `families.ARCHITECTURES` ("llama"). Sizes are counts of values;
+    `context_length` is in tokens. `norm_offset` is added to the weights of norms. `attention_scale`
+    multiplies scores; None means 1 / sqrt(head_dim). With `latent` attention there is one key-value
+    head of `latent.rank + latent.rotated` values.
 
-    Gemma 4 has `layer_inputs`: vectors so wide that each token brings to each layer. With
-    `layer_factors` a layer's output is multiplied by a number that was learnt. Where
-    `keys_give_values`, layers without a window have one matrix for keys and values. With
-    `norms_values` each head of values is normalized, without a weight. `norms_heads` says the same
-    of queries and keys, with weights, in families in which models differ (`may_norm_heads`).
+    Gemma 4 has `layer_inputs`: the width of the vector that each token has for each layer. With
+    `layer_factors` a layer's output is multiplied by a learned number. Where `keys_give_values`,
+    layers without a window use one matrix for keys and values. With `norms_values` each head of
+    values is normalized, without a weight. With `norms_heads` queries and keys are normalized by
+    head, with weights, in families where only some models do so (`may_norm_heads`).
     """
 
     architecture: str
@@ -138,7 +138,7 @@ class ModelSpec(Frozen):
     window: WindowSpec | None = None
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
-    borrowing: SharedKvSpec | None = None
+    shared_kv: SharedKvSpec | None = None
     layer_inputs: int = 0
     layer_factors: bool = False
     keys_give_values: bool = False
@@ -146,19 +146,19 @@ class ModelSpec(Frozen):
     norms_heads: bool = False
 
     def window_of(self, layer: int) -> WindowSpec | None:
-        """Return the window of a layer, None if it sees all positions."""
+        """Return the window of a layer; None if it reads all positions."""
         return self.window if self.window is not None and self.window.slides[layer] else None
 
     def kv_heads_of(self, layer: int) -> tuple[int, int]:
-        """Return how many key-value heads a layer has, and the width of its heads."""
-        own = self.window_of(layer)
-        if own is None:
+        """Return the number of key-value heads of a layer, and the width of its heads."""
+        window = self.window_of(layer)
+        if window is None:
             return self.num_kv_heads, self.head_dim
-        return own.num_kv_heads or self.num_kv_heads, own.head_dim or self.head_dim
+        return window.num_kv_heads or self.num_kv_heads, window.head_dim or self.head_dim
 
-    def lender_of(self, layer: int) -> int | None:
-        """Return the layer whose keys and values a layer reads, None if it has its own."""
-        first = self.num_layers - (self.borrowing.count if self.borrowing else 0)
+    def kv_source_layer(self, layer: int) -> int | None:
+        """Return the layer whose keys and values a layer reads; None if it computes its own."""
+        first = self.num_layers - (self.shared_kv.count if self.shared_kv else 0)
         if layer < first:
             return None
         slides = self.window_of(layer) is not None
@@ -166,6 +166,6 @@ class ModelSpec(Frozen):
 
     def ffn_size_of(self, layer: int) -> int:
         """Return the width of a layer's feed-forward."""
-        if self.borrowing is None or self.lender_of(layer) is None:
+        if self.shared_kv is None or self.kv_source_layer(layer) is None:
             return self.ffn_size
-        return self.borrowing.ffn_size
+        return self.shared_kv.ffn_size

@@ -1,4 +1,4 @@
-"""The names that a file gives its tensors, for errors, and its tensors that are not needed."""
+"""Maps a file's tensor names to canonical names and back, and sorts out tensors not needed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from twostroke.core.errors import MAX_NAME_LENGTH, ModelFormatError, first_names
 from twostroke.core.frozen import Frozen
 from twostroke.model.weights.tensor_names import (
     canonical_name,
+    is_adapter_weight,
     is_derived,
-    is_of_adapter,
-    is_of_text,
+    is_text_weight,
     published_name,
     without_prefix,
 )
@@ -29,13 +29,13 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class FileNames(Frozen):
-    """The names that a file has for tensors, by canonical name; empty where both are the same."""
+    """The file's names of tensors, by canonical name; empty where both are the same."""
 
     published: Mapping[str, str] = field(default_factory=dict)
     layer_names: Mapping[str, str] = field(default_factory=dict)
 
     def quoted(self, canonical: str) -> str:
-        """Return the name that a tensor has in the file, or would have there, in quotes."""
+        """Return the name that a tensor has, or would have, in the file; in quotes, for errors."""
         return repr(self._name(canonical)[:MAX_NAME_LENGTH])
 
     def _name(self, canonical: str) -> str:
@@ -50,7 +50,7 @@ class FileNames(Frozen):
         return self._prefix() + name
 
     def _similar(self, canonical: str) -> str | None:
-        """Return a name like the one of the same weight in another layer or expert, if any."""
+        """Return a name like that weight's in another layer or expert, with its own numbers."""
         numbers = _NUMBER.findall(canonical)
         pattern = _NUMBER.sub("N", canonical)
         for other, published in self.published.items():
@@ -60,11 +60,11 @@ class FileNames(Frozen):
         return None
 
     def _prefix(self) -> str:
-        """Return the prefix of the usual names in this file."""
+        """Return the prefix that this file puts before the usual names."""
         for published in self.published.values():
-            usual = without_prefix(published)
-            if published.endswith(usual):
-                return published.removesuffix(usual)
+            name_without_prefix = without_prefix(published)
+            if published.endswith(name_without_prefix):
+                return published.removesuffix(name_without_prefix)
         return ""
 
 
@@ -74,35 +74,35 @@ def by_canonical_name(
     """Return the tensors that may be needed, by canonical name, and their names in the file.
 
     Raises:
-        ModelFormatError: two tensors are the same weight, or one belongs to an adapter.
+        ModelFormatError: two tensors are the same weight, or a tensor belongs to an adapter.
     """
     by_name: dict[str, T] = {}
     published: dict[str, str] = {}
-    for own_name, tensor in tensors.items():
-        if is_of_adapter(own_name):
+    for name_in_file, tensor in tensors.items():
+        if is_adapter_weight(name_in_file):
             raise ModelFormatError(
-                f"{file!r} has tensor {own_name[:MAX_NAME_LENGTH]!r} of an adapter (LoRA): merge "
-                "the adapter into its model first, as peft's merge_and_unload does."
+                f"{file!r} has tensor {name_in_file[:MAX_NAME_LENGTH]!r} of an adapter (LoRA): "
+                "merge the adapter into its model first, as peft's merge_and_unload does."
             )
-        name = canonical_name(own_name, family.layer_names)
+        name = canonical_name(name_in_file, family.layer_names)
         if name is None:
             continue
         if name in by_name and not _are_equal(by_name[name], tensor):
             raise ModelFormatError(
                 f"{file!r} has the tensors {published[name][:MAX_NAME_LENGTH]!r} and "
-                f"{own_name[:MAX_NAME_LENGTH]!r}, which differ and are the same weight."
+                f"{name_in_file[:MAX_NAME_LENGTH]!r}, which differ and are the same weight."
             )
         if name not in by_name:
-            by_name[name], published[name] = tensor, own_name
+            by_name[name], published[name] = tensor, name_in_file
     return by_name, FileNames(published, family.layer_names)
 
 
 def is_needed(canonical: str) -> bool:
-    """Whether answers could be wrong without a tensor, whether or not the family reads it."""
-    return is_of_text(canonical) and not is_derived(canonical)
+    """Whether results could be wrong without a tensor, even if the family does not read it."""
+    return is_text_weight(canonical) and not is_derived(canonical)
 
 
-def tell_left_out(file: str, names: Iterable[str], family: str) -> None:
+def report_left_out(file: str, names: Iterable[str], family: str) -> None:
     """Log the tensors of a file that do not belong to its text model."""
     left_out = sorted(names)
     if not left_out:
@@ -112,12 +112,12 @@ def tell_left_out(file: str, names: Iterable[str], family: str) -> None:
 
 def _are_equal(first: object, second: object) -> bool:
     """Whether two tensors have the same bytes, or two types are the same."""
-    data, other = getattr(first, "data", None), getattr(second, "data", None)
-    if data is None or other is None:
+    first_data, second_data = getattr(first, "data", None), getattr(second, "data", None)
+    if first_data is None or second_data is None:
         return first == second
     return (
         getattr(first, "shape", None) == getattr(second, "shape", None)
-        and data.dtype == other.dtype
-        and data.shape == other.shape
-        and bool((data == other).all())
+        and first_data.dtype == second_data.dtype
+        and first_data.shape == second_data.shape
+        and bool((first_data == second_data).all())
     )

@@ -1,4 +1,4 @@
-"""Reads the sampling values that a model's publisher recommends, from the model's files."""
+"""Reads the sampling parameters that a model's publisher recommends, from the model's files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _logger = logging.getLogger("twostroke.weights")
 
 
 def folder_sampling(generation_config: Fields) -> SamplingParams:
-    """Return the values in a folder's `generation_config.json`; None for those it leaves out.
+    """Return the parameters in a folder's `generation_config.json`; None for missing ones.
 
     `do_sample` is ignored, since many published files have it by accident.
     """
@@ -34,12 +34,12 @@ def folder_sampling(generation_config: Fields) -> SamplingParams:
 
 
 def gguf_sampling(fields: Fields) -> SamplingParams:
-    """Return the values in a GGUF file's metadata; None for those it leaves out."""
+    """Return the parameters in a GGUF file's metadata; None for missing ones."""
     return _sampling(fields, _GGUF_KEYS)
 
 
 def _sampling(fields: Fields, keys: Mapping[str, str]) -> SamplingParams:
-    """Return the values at `keys`; a value that cannot be used is left out with a warning."""
+    """Return the parameters at `keys`; an invalid value is left out with a warning."""
     values: dict[str, Any] = {}
     for name, key in keys.items():
         value = fields.value(key)
@@ -59,7 +59,7 @@ def _sampling(fields: Fields, keys: Mapping[str, str]) -> SamplingParams:
 
 
 def _whole_number(value: object) -> object:
-    """Return a `top_k` as a whole number; -1 is another way to write 0."""
+    """Return a `top_k` as a whole number; -1 means 0, which is no limit."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return 0 if value == -1 else value

@@ -1,8 +1,8 @@
-"""Reads GGUF files (versions 2 and 3, little-endian), and checks them as hostile input.
+"""Reads GGUF files (versions 2 and 3, little-endian) and checks them as untrusted input.
 
 Source: the GGUF specification (ggml repository, docs/gguf.md). For any bytes, the result is a
-`WeightFiles` or a `ModelFormatError`, in time and memory linear in the file's size: no count is
-believed before its bytes are there.
+`WeightFiles` or a `ModelFormatError`, in time and memory linear in the file's size: a count is
+checked against the file's size before memory is allocated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_ARRAY_DEPTH = 4
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
 
-_NUMBERS: dict[int, np.dtype[Any]] = {
+_NUMBER_TYPES: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
     2: np.dtype("<u2"),
@@ -53,8 +53,8 @@ _NUMBERS: dict[int, np.dtype[Any]] = {
 _STRING = 8
 _ARRAY = 9
 _BOOL = 7
-_LENGTH_BYTES = 8  # before each string
-_ARRAY_HEAD_BYTES = 12  # before each array's items
+_LENGTH_BYTES = 8  # of the length before each string
+_ARRAY_HEAD_BYTES = 12  # of the type and count before each array's items
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -67,7 +67,7 @@ class TruncatedError(ModelFormatError):
 
 
 class GgufHeader(Frozen):
-    """What a file says before its data."""
+    """The part of a file before its data: its metadata and its table of tensors."""
 
     mapping: MappedFile
     metadata: Metadata
@@ -79,14 +79,14 @@ def read_gguf(path: Path) -> WeightFiles:
 
     Raises:
         ModelNotFoundError: there is no such file.
-        ModelFormatError: it is not a whole and sound GGUF file.
+        ModelFormatError: the file is not a complete and valid GGUF file.
     """
     header = read_header(path)
     return map_tensors(header.mapping, header.entries, header.metadata)
 
 
 def read_header(path: Path, name: str | None = None) -> GgufHeader:
-    """Map the file at `path` and read what comes before its data; errors as `read_gguf`.
+    """Map the file at `path` and read the part before its data; errors as `read_gguf`.
 
     Errors call the file `name`. Raises TruncatedError if the file ends before its data.
     """
@@ -98,7 +98,7 @@ def read_header(path: Path, name: str | None = None) -> GgufHeader:
 
 
 class Metadata(Mapping[str, Any]):
-    """A file's keys and values; an array of numbers becomes a list each time it is read."""
+    """A file's keys and values; an array of numbers is converted to a list on each access."""
 
     __slots__ = ("_raw", "_values")
 
@@ -117,16 +117,16 @@ class Metadata(Mapping[str, Any]):
         return len(self._values)
 
     def raw(self, key: str) -> bytes:
-        """Return a value as the file stores it, its type first."""
+        """Return a value's bytes as the file stores them, with the type first."""
         return self._raw[key].tobytes()
 
 
 class Strings:
-    """The strings of a vocabulary: 250,000 Python strings would take 15 MB.
+    """The strings of a vocabulary, decoded on access: 250,000 Python strings would take 15 MB.
 
-    `offsets` has the place of each string's length in the file, and the end of the last string.
-    Bytes that are not UTF-8 become lone surrogates (`surrogateescape`), so that different strings
-    stay different.
+    `offsets` has the file offset of each string's length, and the end of the last string. Bytes
+    that are not UTF-8 become lone surrogates (`surrogateescape`), so that different strings stay
+    different.
     """
 
     __slots__ = ("_mapping", "_offsets")
@@ -145,11 +145,11 @@ class Strings:
 
     def __iter__(self) -> Iterator[str]:
         raw, starts, ends = self.spans()
-        places = zip(starts.tolist(), ends.tolist(), strict=True)
-        return (raw[begin:end].decode("utf-8", "surrogateescape") for begin, end in places)
+        spans = zip(starts.tolist(), ends.tolist(), strict=True)
+        return (raw[begin:end].decode("utf-8", "surrogateescape") for begin, end in spans)
 
     def spans(self) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
-        """Return a range of the file, and the begin and end of each string in it."""
+        """Return a range of the file, and the start and end of each string in it."""
         offsets = np.frombuffer(self._offsets, np.uint64).astype(np.int64)
         first, last = int(offsets[0]), int(offsets[-1])
         offsets -= first
@@ -157,7 +157,7 @@ class Strings:
 
 
 class _Reader:
-    """A position in the file that moves forward, never past the end."""
+    """A read position in the file that only moves forward, and never past the end."""
 
     def __init__(self, mapping: MappedFile) -> None:
         self.mapping = mapping
@@ -168,7 +168,7 @@ class _Reader:
         return self.mapping.fault(f"is damaged: {text}")
 
     def take(self, num_bytes: int) -> int:
-        """Move ahead by `num_bytes` and return the old position."""
+        """Move forward by `num_bytes` and return the old position."""
         start, size = self.position, self.mapping.size
         if num_bytes > size - start:
             raise TruncatedError(
@@ -184,13 +184,13 @@ class _Reader:
     def u64(self) -> int:
         return int(_U64.unpack_from(self.mapping.buffer, self.take(8))[0])
 
-    def bounded(self, value: int, things: str, limit: int) -> int:
+    def check_limit(self, value: int, unit: str, limit: int) -> int:
         if value > limit:
-            raise self.damaged(f"{self.where} has {value} {things}, the limit is {limit}")
+            raise self.damaged(f"{self.where} has {value} {unit}, the limit is {limit}")
         return value
 
     def string(self) -> bytes:
-        start = self.take(self.bounded(self.u64(), "bytes of text", MAX_STRING_BYTES))
+        start = self.take(self.check_limit(self.u64(), "bytes of text", MAX_STRING_BYTES))
         return self.mapping.buffer[start : self.position]
 
     def name(self) -> str:
@@ -213,8 +213,8 @@ class _Reader:
             )
         if version not in VERSIONS:
             raise self.mapping.fault(f"has GGUF version {version}; versions 2 and 3 are supported")
-        num_tensors = self.bounded(self.u64(), "tensors", MAX_TENSORS)
-        return num_tensors, self.bounded(self.u64(), "metadata keys", MAX_KEYS)
+        num_tensors = self.check_limit(self.u64(), "tensors", MAX_TENSORS)
+        return num_tensors, self.check_limit(self.u64(), "metadata keys", MAX_KEYS)
 
     def metadata(self, count: int) -> Metadata:
         values: dict[str, Stored] = {}
@@ -231,40 +231,40 @@ class _Reader:
         return Metadata(values, raw)
 
     def value(self) -> Stored:
-        kind = self.u32()
-        if kind == _STRING:
+        type_id = self.u32()
+        if type_id == _STRING:
             return self.string().decode("utf-8", "replace")
-        if kind != _ARRAY:
-            single: bool | int | float = self.numbers(kind, 1).tolist()[0]
-            return single
+        if type_id != _ARRAY:
+            number: bool | int | float = self.numbers(type_id, 1).tolist()[0]
+            return number
         return self.array()
 
     def array(self, depth: int = 1) -> Strings | NDArray[Any] | list[Any]:
-        """Return an array, which may have arrays as items."""
-        kind = self.u32()
-        count = self.bounded(self.u64(), "array items", MAX_ARRAY_ITEMS)
-        if kind != _ARRAY:
-            return self.strings(count) if kind == _STRING else self.numbers(kind, count)
-        self.bounded(depth, "levels of arrays", MAX_ARRAY_DEPTH)
+        """Read an array, whose items may be arrays."""
+        type_id = self.u32()
+        count = self.check_limit(self.u64(), "array items", MAX_ARRAY_ITEMS)
+        if type_id != _ARRAY:
+            return self.strings(count) if type_id == _STRING else self.numbers(type_id, count)
+        self.check_limit(depth, "levels of arrays", MAX_ARRAY_DEPTH)
         if count > (self.mapping.size - self.position) // _ARRAY_HEAD_BYTES:
             self.take(_ARRAY_HEAD_BYTES * count)
         return [self.array(depth + 1) for _ in range(count)]
 
-    def numbers(self, kind: int, count: int) -> NDArray[Any]:
-        """Return a view of numbers."""
-        dtype = _NUMBERS.get(kind)
+    def numbers(self, type_id: int, count: int) -> NDArray[Any]:
+        """Read numbers as a view of the file."""
+        dtype = _NUMBER_TYPES.get(type_id)
         if dtype is None:
-            raise self.damaged(f"{self.where} has the unknown value type {kind}")
+            raise self.damaged(f"{self.where} has the unknown value type {type_id}")
         raw = self.mapping.view(self.take(count * dtype.itemsize), count * dtype.itemsize)
-        if kind == _BOOL and (raw > 1).any():
+        if type_id == _BOOL and (raw > 1).any():
             raise self.damaged(f"{self.where} has a truth value other than 0 and 1")
         return raw.view(dtype)
 
     def strings(self, count: int) -> Strings:
-        """Walk over an array of strings, and note the offset of each.
+        """Read the offsets of an array of strings.
 
-        A vocabulary has more than 100,000 of them, so the loop does nothing else: a length that
-        leads out of the file fails at the next step or at the end.
+        A vocabulary has more than 100,000 strings, so the loop does nothing else: a length that
+        leads out of the file is noticed at the next string or at the end.
         """
         position, size = self.position, self.mapping.size
         if count > (size - position) // _LENGTH_BYTES:
@@ -293,18 +293,18 @@ class _Reader:
             name = self.name()
             if name in table:
                 raise self.damaged(f"tensor {name[:80]!r} occurs twice")
-            num_dims = self.bounded(self.u32(), "dimensions", MAX_DIMENSIONS)
+            num_dims = self.check_limit(self.u32(), "dimensions", MAX_DIMENSIONS)
             columns_first = [self.u64() for _ in range(num_dims)]
             table[name] = tuple(reversed(columns_first)), self.u32(), self.u64()
         data_start = -(-self.position // alignment) * alignment
         entries = []
-        for name, (shape, kind, offset) in table.items():
+        for name, (shape, type_id, offset) in table.items():
             if offset % alignment:
                 raise self.damaged(
                     f"tensor {name[:80]!r} is at offset {offset}, not a multiple of {alignment}"
                 )
-            fmt = FORMATS_BY_GGUF_ID.get(kind)
-            dtype = fmt.name if fmt else UNSUPPORTED_GGUF_TYPES.get(kind, f"type {kind}")
+            fmt = FORMATS_BY_GGUF_ID.get(type_id)
+            dtype = fmt.name if fmt else UNSUPPORTED_GGUF_TYPES.get(type_id, f"type {type_id}")
             entries.append(TensorEntry(name, dtype, fmt, shape, data_start + offset))
         return tuple(entries)
 
@@ -312,7 +312,7 @@ class _Reader:
         value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(value) is int and 8 <= value <= MAX_ALIGNMENT and value & (value - 1) == 0:
             return value
-        shown = value if isinstance(value, int) else type(value).__name__
+        value_text = value if isinstance(value, int) else type(value).__name__
         raise self.damaged(
-            f"general.alignment is {shown}, not a power of two from 8 to {MAX_ALIGNMENT}"
+            f"general.alignment is {value_text}, not a power of two from 8 to {MAX_ALIGNMENT}"
         )

@@ -1,4 +1,4 @@
-"""Translates a GGUF file's metadata into a `ModelSpec`."""
+"""Converts a GGUF file's metadata into a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from twostroke.model.families import ARCHITECTURES, ModelSpec
 from twostroke.model.families.common_fields import read_sizes
 from twostroke.model.families.fields import MAX_HEAD_DIM, MAX_VOCAB, Fields
-from twostroke.model.families.rope import ROPE_TABLES, STILL, gguf_rope
+from twostroke.model.families.rope import NO_ROTATION_DIVISOR, ROPE_TABLES, gguf_rope
 from twostroke.model.weights.gguf import Strings
 
 if TYPE_CHECKING:
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from twostroke.model.quant import QuantTensor
 
-# Tokens that end an answer: end of text, end of turn, end of message.
+# Tokens that end a completion: end of text, end of turn, end of message.
 _EOS_KEYS = ("eos", "eot", "eom")
 
-# Features that no family here has, with the value that turns each off.
-_UNUSUAL: dict[str, Any] = {
+# Features that are not supported, with the value that turns each off.
+_UNSUPPORTED_FEATURES: dict[str, Any] = {
     "attention.causal": True,
     "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0,
@@ -51,28 +51,34 @@ _SIZE_KEYS = {
 
 
 def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> ModelSpec:
-    """Translate metadata into a ModelSpec; ModelFormatError for a missing or impossible value."""
+    """Convert metadata into a ModelSpec; ModelFormatError for a missing or impossible value."""
     architecture = fields.text("general.architecture")
     family = ARCHITECTURES[architecture]
-    said = fields.within(f"{architecture}.")
-    own = said.changed(family.gguf_values(said))
-    sizes = read_sizes(own, _SIZE_KEYS)
-    own.expect("attention.value_length", sizes["head_dim"])
-    for key, only in _UNUSUAL.items():
-        own.expect(key, only)
+    stored_fields = fields.within(f"{architecture}.")
+    shared_fields = stored_fields.changed(family.gguf_values(stored_fields))
+    sizes = read_sizes(shared_fields, _SIZE_KEYS)
+    shared_fields.expect("attention.value_length", sizes["head_dim"])
+    for key, supported_value in _UNSUPPORTED_FEATURES.items():
+        shared_fields.expect(key, supported_value)
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         fields.fault("has no tensor 'token_embd.weight'")
-    tables = {key: _table(fields, key, tensors[key]) for key in ROPE_TABLES if key in tensors}
+    tables = {
+        key: _read_rope_table(fields, key, tensors[key]) for key in ROPE_TABLES if key in tensors
+    }
     rope, sizes["context_length"] = gguf_rope(
-        own, sizes["head_dim"], sizes["context_length"], tables, interleaved=family.interleaves
+        shared_fields,
+        sizes["head_dim"],
+        sizes["context_length"],
+        tables,
+        interleaved=family.interleaves,
     )
     spec = ModelSpec(
         **sizes,
         architecture=architecture,
         name=name,
         vocab_size=embedding.shape[0],
-        norm_epsilon=own.number("attention.layer_norm_rms_epsilon"),
+        norm_epsilon=shared_fields.number("attention.layer_norm_rms_epsilon"),
         rope=rope,
         tied_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
@@ -81,29 +87,32 @@ def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> 
         norms_heads=family.may_norm_heads and "blk.0.attn_q_norm.weight" in tensors,
     )
     _check_tokens(fields, spec)
-    return family.from_gguf(said, spec)
+    return family.from_gguf(stored_fields, spec)
 
 
 def gguf_eos_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of the tokens that end an answer, each once."""
+    """Return the ids of the tokens that end a completion, each once."""
     ids: dict[int, None] = {}
     for key in _EOS_KEYS:
         ids |= dict.fromkeys(fields.token_ids(f"tokenizer.ggml.{key}_token_id", vocab_size))
     return tuple(ids)
 
 
-def _table(fields: Fields, name: str, tensor: QuantTensor) -> list[float]:
+def _read_rope_table(fields: Fields, name: str, tensor: QuantTensor) -> list[float]:
     if len(tensor.shape) != 1 or tensor.num_values > MAX_HEAD_DIM:
         fields.fault(f"has tensor {name!r} with shape {tensor.shape}, not one factor for each pair")
     values = [float(value) for value in tensor.dequantize()]
-    # As a float32 it is a little more.
-    return [STILL if value == np.float32(STILL) else value for value in values]
+    # The constant stored as float32 is slightly larger.
+    return [
+        NO_ROTATION_DIVISOR if value == np.float32(NO_ROTATION_DIVISOR) else value
+        for value in values
+    ]
 
 
 def _lacks_values(tensors: Mapping[str, QuantTensor]) -> bool:
-    """Whether one of the first layers, which all have keys, has no values."""
-    first = takewhile(lambda layer: f"blk.{layer}.attn_k.weight" in tensors, count())
-    return any(f"blk.{layer}.attn_v.weight" not in tensors for layer in first)
+    """Whether any of the first layers with keys has no value matrix."""
+    first_layers = takewhile(lambda layer: f"blk.{layer}.attn_k.weight" in tensors, count())
+    return any(f"blk.{layer}.attn_v.weight" not in tensors for layer in first_layers)
 
 
 def _check_tokens(fields: Fields, spec: ModelSpec) -> None:

@@ -1,7 +1,7 @@
 """Reads a GGUF model that is split into several files.
 
 Source: llama.cpp's `gguf-split` and its loader. Parts are named `model-00001-of-00003.gguf`. Each
-has its index from 0 in `split.no`, the number of parts in `split.count` (0 in a file that was
+part has its index from 0 in `split.no`, the number of parts in `split.count` (0 in a file that was
 merged again), and the number of all tensors in `split.tensors.count`. All other metadata is in the
 first part.
 """
@@ -27,7 +27,7 @@ _PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 
 def first_part(path: Path) -> Path:
-    """Return the first part of a split model by the name of one of its parts, or `path` itself."""
+    """Return the path of the first part of a split model, given any part; other paths unchanged."""
     part = _PART.fullmatch(path.name)
     return path if part is None else path.with_name(_part_name(part["stem"], 0, int(part["count"])))
 
@@ -39,7 +39,7 @@ def model_stem(path: Path) -> str:
 
 
 def read_gguf_parts(path: Path) -> WeightFiles:
-    """Map a GGUF file and, if it is the first of several, all the others next to it.
+    """Map a GGUF file and, if it is the first of several parts, the other parts next to it.
 
     Raises:
         ModelNotFoundError: one of the files is missing.
@@ -66,15 +66,18 @@ def read_gguf_parts(path: Path) -> WeightFiles:
             )
         parts.append(read_gguf(path.with_name(name)))
     for index, (name, part) in enumerate(zip(names, parts, strict=True)):
-        own = Fields(name, part.metadata)
-        place = own.integer("split.no", MAX_PARTS, low=0), own.integer("split.count", MAX_PARTS)
-        if place != (index, count):
-            own.fault(f"says that it is part {place[0] + 1} of {place[1]}, not {index + 1}")
-    whole = join_files(parts)
-    if fields.value("split.tensors.count") != whole.num_tensors:
-        problem = f"but its {count} parts have {whole.num_tensors} tensors"
+        part_fields = Fields(name, part.metadata)
+        stored_index = part_fields.integer("split.no", MAX_PARTS, low=0)
+        stored_count = part_fields.integer("split.count", MAX_PARTS)
+        if (stored_index, stored_count) != (index, count):
+            part_fields.fault(
+                f"says that it is part {stored_index + 1} of {stored_count}, not {index + 1}"
+            )
+    model_files = join_files(parts)
+    if fields.value("split.tensors.count") != model_files.num_tensors:
+        problem = f"but its {count} parts have {model_files.num_tensors} tensors"
         fields.refuse("split.tensors.count", problem)
-    return whole
+    return model_files
 
 
 def _part_name(stem: str, index: int, count: int) -> str:

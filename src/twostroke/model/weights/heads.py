@@ -1,7 +1,7 @@
 """Reads and writes trained heads: `heads.json` describes the weights in `heads.safetensors`.
 
-The JSON file has the shapes, the identity of the target model, the tokens that the heads can guess,
-and the shares of right guesses on held-out text.
+The JSON file has the shapes, the identity of the target model, the tokens that the heads can
+propose, and their acceptance rates on held-out text.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 HEADS_JSON = "heads.json"
 HEADS_WEIGHTS = "heads.safetensors"
-SURENESS_KINDS = 10  # guesses are counted by how sure the head was, in tenths
+SURENESS_KINDS = 10  # drafts are counted by the head's probability, in tenths
 
 _MAX_DEPTH = 24
-_FAR = 1e4  # the score of the block that a Medusa row takes, the others have 0
+_SELECTED_SCORE = 1e4  # of the block that a Medusa row uses; other blocks have 0
 
 _Width: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_WIDTH)]
 _Context: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
@@ -52,10 +52,10 @@ _Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 class HeadsFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of `heads.json`; msgspec checks its types and bounds.
 
-    `target_id` is the `target_identity` of the model that the heads are for. `token_ids[i]` is the
-    target's id of the i-th token that they can guess. On held-out text, `accepted[d]` is the share
-    of right guesses at depth d where all before were right, and `right_if_sure[k]` the share where
-    the head was sure by k to k + 1 tenths.
+    `target_id` is the `target_identity` of the target model. `token_ids[i]` is the target's id of
+    the i-th token that the heads can propose. On held-out text, `accepted[d]` is the share of
+    correct drafts at depth d after only correct drafts, and `right_if_sure[k]` the share of correct
+    drafts to which the head gave a probability from k to k + 1 tenths.
     """
 
     format: Literal[1] = 1
@@ -81,8 +81,8 @@ class HeadsFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     token_ids: Annotated[tuple[int, ...], Meta(min_length=1)]
 
     @classmethod
-    def of(cls, spec: HeadsSpec, **others: Any) -> Self:
-        """Return the facts about heads of these shapes, with the `others`."""
+    def of(cls, spec: HeadsSpec, **other_facts: Any) -> Self:
+        """Return the facts about heads of these shapes, completed by `other_facts`."""
         layer = spec.layer
         assert layer.window is not None
         return cls(
@@ -93,7 +93,7 @@ class HeadsFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             rope_base=layer.rope.base,
             rope_interleaved=layer.rope.interleaved,
             depth=spec.depth,
-            **others,
+            **other_facts,
         )
 
     @property
@@ -106,7 +106,7 @@ class HeadsFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class LoadedHeads(Frozen):
-    """Heads whose files are mapped and checked; `tensors` are without the target's weights."""
+    """Heads whose files are mapped and checked; `tensors` does not include the target's weights."""
 
     path: Path
     facts: HeadsFacts
@@ -114,9 +114,9 @@ class LoadedHeads(Frozen):
 
 
 def target_identity(tensors: Mapping[str, QuantTensor]) -> str:
-    """Return an identity of a model that does not depend on the number format of its matrices.
+    """Return a model's identity, which does not depend on the number format of its matrices.
 
-    It is the SHA-256 of its last norm, which every file stores without loss.
+    It is the SHA-256 of the last norm, which every format stores exactly.
     """
     return hashlib.sha256(tensors["output_norm.weight"].dequantize().tobytes()).hexdigest()
 
@@ -126,7 +126,7 @@ def load_heads(folder: Path) -> LoadedHeads:
 
     Raises:
         ModelNotFoundError: the folder has no heads.
-        ModelFormatError: a file is damaged, or the weights do not fit `heads.json`.
+        ModelFormatError: a file is damaged, or the weights do not match `heads.json`.
     """
     for name in (HEADS_JSON, HEADS_WEIGHTS):
         if not (folder / name).is_file():
@@ -136,8 +136,8 @@ def load_heads(folder: Path) -> LoadedHeads:
             )
     facts = _read_facts(folder / HEADS_JSON)
     tensors = dict(read_safetensors(folder / HEADS_WEIGHTS).tensors)
-    needs = f"{facts.spec.kind} heads of depth {facts.spec.depth}"
-    check_shapes(HEADS_WEIGHTS, tensors, stored_shapes(facts.spec), needs)
+    reader = f"{facts.spec.kind} heads of depth {facts.spec.depth}"
+    check_shapes(HEADS_WEIGHTS, tensors, stored_shapes(facts.spec), reader)
     for name, tensor in tensors.items():
         if not np.isfinite(tensor.dequantize()).all():
             raise ModelFormatError(
@@ -147,17 +147,15 @@ def load_heads(folder: Path) -> LoadedHeads:
 
 
 def save_heads(folder: Path, facts: HeadsFacts, tensors: Mapping[str, QuantTensor]) -> None:
-    """Write `heads.safetensors`, with tensors in float32, float16 or bfloat16, and `heads.json`.
-
-    Each file is replaced in one step.
+    """Write `heads.safetensors` (float32, float16 or bfloat16) and `heads.json`, each atomically.
 
     Raises:
         TwostrokeError: the folder cannot be written, or the disk is full.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        own = {name: tensors[name] for name in stored_shapes(facts.spec)}
-        write_safetensors(folder / HEADS_WEIGHTS, own)
+        stored_tensors = {name: tensors[name] for name in stored_shapes(facts.spec)}
+        write_safetensors(folder / HEADS_WEIGHTS, stored_tensors)
         write_json(folder / HEADS_JSON, msgspec.to_builtins(facts))
     except OSError as error:
         message = f"Heads cannot be written to {str(folder)!r}: {error.strerror}."
@@ -172,7 +170,7 @@ def stored_shapes(spec: HeadsSpec) -> dict[str, tuple[int, ...]]:
 
 def numbers_table(depth: int) -> QuantTensor:
     """Return the table that selects the Medusa block for each row's number."""
-    table = np.eye(depth, dtype=np.float32) * np.float32(_FAR)
+    table = np.eye(depth, dtype=np.float32) * np.float32(_SELECTED_SCORE)
     return QuantTensor.from_floats(table, FORMATS["F32"])
 
 

@@ -1,4 +1,4 @@
-"""Translates a Hugging Face folder's `config.json` into a `ModelSpec`."""
+"""Converts a Hugging Face folder's `config.json` into a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 
-# Features that no family here has, with the value that turns each off.
-_UNUSUAL: dict[str, Any] = {
+# Features that are not supported, with the value that turns each off.
+_UNSUPPORTED_FEATURES: dict[str, Any] = {
     "clip_qkv": None,
     "is_encoder_decoder": False,
     "mlp_bias": False,
@@ -40,7 +40,7 @@ SIZE_KEYS = {
 
 
 def hf_fields(name: str, config: Mapping[str, Any]) -> Fields:
-    """Return a configuration as fields, with transformers' defaults for those that are left out.
+    """Return a configuration as fields, with transformers' defaults for missing values.
 
     Raises ModelFormatError for an unknown model type.
     """
@@ -53,41 +53,41 @@ def hf_fields(name: str, config: Mapping[str, Any]) -> Fields:
 
 
 def text_fields(name: str, config: Mapping[str, Any]) -> Fields:
-    """Return a configuration as fields; those of a text model may be in `text_config`.
+    """Return a configuration as fields; a text model's values may be in `text_config`.
 
-    A text model's type may differ, as gemma3_text does from gemma3.
+    A text model's type may differ, for example gemma3_text and gemma3.
     """
     text = Fields(name, config).part("text_config")
     return Fields(name, config if text is None else {**config, **text.values})
 
 
-def refuse_architecture(fields: Fields, architecture: str, known: Collection[str]) -> NoReturn:
-    """Raise ModelFormatError for an unknown family."""
+def refuse_architecture(fields: Fields, architecture: str, supported: Collection[str]) -> NoReturn:
+    """Raise ModelFormatError for an unsupported architecture."""
     fields.fault(
         f"has the architecture {architecture[:40]!r}, which is not supported yet; "
-        f"supported: {', '.join(sorted(known))}"
+        f"supported: {', '.join(sorted(supported))}"
     )
 
 
 def hf_spec(fields: Fields, name: str) -> ModelSpec:
-    """Translate `hf_fields` into a ModelSpec; ModelFormatError for a missing or wrong value."""
-    published_layout(fields)  # refuses what is not supported
+    """Convert `hf_fields` into a ModelSpec; ModelFormatError for a missing or wrong value."""
+    published_layout(fields)  # refuses unsupported quantizations
     architecture = MODEL_TYPES[fields.text("model_type")]
     family = ARCHITECTURES[architecture]
-    own = fields.changed(family.config_values(fields))
-    sizes = read_sizes(own, SIZE_KEYS)
-    for key, only in _UNUSUAL.items():
-        own.expect(key, only)
+    shared_fields = fields.changed(family.config_values(fields))
+    sizes = read_sizes(shared_fields, SIZE_KEYS)
+    for key, supported_value in _UNSUPPORTED_FEATURES.items():
+        shared_fields.expect(key, supported_value)
     norms_heads = fields.flag("use_qk_norm", default=False)
     if norms_heads and not family.may_norm_heads:
         fields.refuse("use_qk_norm", "which is not supported yet")
-    rotated = sizes["head_dim"]
+    rotated_width = sizes["head_dim"]
     if family.rotated is not None:
-        rotated = fields.integer(family.rotated, rotated)
+        rotated_width = fields.integer(family.rotated, rotated_width)
     rope, sizes["context_length"] = config_rope(
-        own, rotated, sizes["context_length"], share_key=family.partial_rotary
+        shared_fields, rotated_width, sizes["context_length"], share_key=family.partial_rotary
     )
-    biased = fields.flag("attention_bias", default=False)
+    has_bias = fields.flag("attention_bias", default=False)
     spec = ModelSpec(
         **sizes,
         architecture=architecture,
@@ -97,28 +97,28 @@ def hf_spec(fields: Fields, name: str) -> ModelSpec:
         rope=rope,
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
         activation=_activation(fields),
-        qkv_bias=biased,
-        output_bias=biased,
+        qkv_bias=has_bias,
+        output_bias=has_bias,
         norms_heads=norms_heads,
     )
     return family.from_config(fields, spec)
 
 
 def hf_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the folder's chat template: its own file, or the tokenizer configuration's."""
+    """Return the folder's chat template: from its own file, or from the tokenizer configuration."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         with path.open("rb") as file:
             return read_at_most(file, MAX_JSON_BYTES).decode("utf-8", "replace")
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
+        templates = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = templates.get("default")
     return template if isinstance(template, str) else None
 
 
 def _activation(fields: Fields) -> Activation:
-    """Return the activation; old files of Gemma are right in Gemma's own key only."""
+    """Return the activation function; Gemma has its own key, which old files set correctly."""
     key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
     activation = _ACTIVATIONS.get(fields.text(key, default="silu"))
     if activation is None:

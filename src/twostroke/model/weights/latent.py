@@ -1,4 +1,4 @@
-"""Cuts the matrices of latent attention into those of heads, as Programs read them."""
+"""Splits the matrices of latent attention by head, as Programs read them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from twostroke.core.errors import ModelFormatError
 from twostroke.model.families.fields import MAX_EXPERTS
 from twostroke.model.quant import FORMATS, QuantTensor
-from twostroke.model.weights.stacks import rows_of
+from twostroke.model.weights.stacks import slice_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _STACK = re.compile(r"(blk\.\d{1,4}\.attn_)(k_b|v_b)\.weight")
-_BOTH = re.compile(r"(blk\.\d{1,4}\.attn_)kv_b\.weight")
+_JOINED = re.compile(r"(blk\.\d{1,4}\.attn_)kv_b\.weight")
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 
 
@@ -26,55 +26,55 @@ def cut_latent(
     shapes: Mapping[str, tuple[int, ...]],
     quote: Callable[[str], str] = repr,
 ) -> dict[str, QuantTensor]:
-    """Return `tensors` with the matrices that heads share cut into those of each head.
+    """Return `tensors` with each matrix that all heads share split into a matrix for each head.
 
     `shapes` are the shapes that the Program reads. A file has stacks `attn_k_b` (heads, rank, key)
-    and `attn_v_b` (heads, value, rank), or `attn_kv_b`, whose rows are the keys and then the values
-    of one head after another. Keys must then be transposed, which numbers in blocks do not survive:
-    they become float32. A tensor that does not fit stays as it is. `quote` is how errors call a
-    tensor.
+    and `attn_v_b` (heads, value, rank), or one matrix `attn_kv_b`, which has for each head the rows
+    of its keys and then of its values. Its keys must be transposed, which block formats do not
+    allow: they become float32. A tensor with other shapes stays as it is. `quote` formats a
+    tensor's name for errors.
 
     Raises:
-        ModelFormatError: `attn_kv_b` of another size than its model's, or beside stacks.
+        ModelFormatError: `attn_kv_b` has the wrong size, or the file also has stacks.
     """
-    cut: dict[str, QuantTensor] = {}
+    separate: dict[str, QuantTensor] = {}
     for name, tensor in tensors.items():
         stack = _STACK.fullmatch(name)
         if stack and len(tensor.shape) == 3 and tensor.shape[0] <= MAX_EXPERTS:
-            parts = _stacked(tensor, f"{stack[1]}{stack[2]}")
-        elif both := _BOTH.fullmatch(name):
-            parts = _keys_and_values(file, tensor, both[1], shapes, quote)
+            parts = _split_stack(tensor, f"{stack[1]}{stack[2]}")
+        elif joined := _JOINED.fullmatch(name):
+            parts = _split_joined(file, tensor, joined[1], shapes, quote)
         else:
             parts = {name: tensor}
-        if twice := cut.keys() & parts:
+        if duplicates := separate.keys() & parts:
             raise ModelFormatError(
-                f"{file!r} has {quote(min(twice))} twice: {quote(name)} has it, too."
+                f"{file!r} has {quote(min(duplicates))} twice: {quote(name)} has it, too."
             )
-        cut |= parts
-    return cut
+        separate |= parts
+    return separate
 
 
-def _stacked(tensor: QuantTensor, name: str) -> dict[str, QuantTensor]:
+def _split_stack(tensor: QuantTensor, name: str) -> dict[str, QuantTensor]:
     heads, height, _ = tensor.shape
     return {
-        f"{name}.{head}.weight": rows_of(tensor, head * height, (head + 1) * height)
+        f"{name}.{head}.weight": slice_rows(tensor, head * height, (head + 1) * height)
         for head in range(heads)
     }
 
 
-def _keys_and_values(
+def _split_joined(
     file: str,
     tensor: QuantTensor,
-    start: str,
+    prefix: str,
     shapes: Mapping[str, tuple[int, ...]],
     quote: Callable[[str], str],
 ) -> dict[str, QuantTensor]:
-    name = f"{start}kv_b.weight"
-    if f"{start}k_b.0.weight" not in shapes:  # of a layer that the model does not have
+    name = f"{prefix}kv_b.weight"
+    if f"{prefix}k_b.0.weight" not in shapes:  # of a layer that the model does not have
         return {name: tensor}
-    rank, key = shapes[f"{start}k_b.0.weight"]
-    value, _ = shapes[f"{start}v_b.0.weight"]
-    heads = sum(f"{start}k_b.{head}.weight" in shapes for head in range(MAX_EXPERTS))
+    rank, key = shapes[f"{prefix}k_b.0.weight"]
+    value, _ = shapes[f"{prefix}v_b.0.weight"]
+    heads = sum(f"{prefix}k_b.{head}.weight" in shapes for head in range(MAX_EXPERTS))
     expected = heads * (key + value), rank
     if tensor.shape != expected:
         message = f"{file!r} has tensor {quote(name)} with shape {tensor.shape}"
@@ -83,8 +83,8 @@ def _keys_and_values(
     cut: dict[str, QuantTensor] = {}
     for head in range(heads):
         first = head * (key + value)
-        keys = rows_of(tensor, first, first + key).dequantize()
-        turned = np.ascontiguousarray(keys.T)
-        cut[f"{start}k_b.{head}.weight"] = QuantTensor.from_floats(turned, fmt)
-        cut[f"{start}v_b.{head}.weight"] = rows_of(tensor, first + key, first + key + value)
+        keys = slice_rows(tensor, first, first + key).dequantize()
+        transposed = np.ascontiguousarray(keys.T)
+        cut[f"{prefix}k_b.{head}.weight"] = QuantTensor.from_floats(transposed, fmt)
+        cut[f"{prefix}v_b.{head}.weight"] = slice_rows(tensor, first + key, first + key + value)
     return cut

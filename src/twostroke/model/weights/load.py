@@ -1,6 +1,6 @@
-"""Loads a model from a path, or looks whether it can run here.
+"""Loads a model from a path, or checks whether it can run here.
 
-A loaded model has the weights that its Program reads, all of them and no others.
+A loaded model has exactly the weights that its Program reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from twostroke.model.weights.file_names import (
     FileNames,
     by_canonical_name,
     is_needed,
-    tell_left_out,
+    report_left_out,
 )
 from twostroke.model.weights.generation_config import folder_sampling, gguf_sampling
 from twostroke.model.weights.gguf import TruncatedError, read_header
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from twostroke.model.quant import QuantTensor
     from twostroke.model.weights.tensors import WeightFiles
 
-_INDEX = "model.safetensors.index.json"
-_GENERATION = "generation_config.json"
+_INDEX_NAME = "model.safetensors.index.json"
+_GENERATION_NAME = "generation_config.json"
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 _KEY_OR_VALUE = re.compile(r"blk\.(\d{1,4})\.attn_(?:k|v|k_norm)\.weight")
 _LAYER = re.compile(r"(?:blk|model\.layers)\.(\d{1,4})\.")
@@ -64,7 +64,7 @@ def load_path(path: Path, name: str | None = None, licence: str | None = None) -
     Raises:
         ModelNotFoundError: there is no such file, or a file of the model is missing.
         ModelFormatError: the model is damaged, its architecture or a number format is not
-            supported, or its weights are not those of its architecture.
+            supported, or its weights do not match its architecture.
     """
     if path.is_dir():
         if (path / "config.json").is_file():
@@ -79,12 +79,12 @@ def load_path(path: Path, name: str | None = None, licence: str | None = None) -
 
 
 def peek_family(path: Path, name: str) -> str | None:
-    """Return the family of the model whose GGUF file or config.json begins as `path` does.
+    """Return the family of a model, given the beginning of its GGUF file, or its config.json.
 
-    None if the file is too short to say. Errors call the file `name`.
+    Returns None if the file is too short to tell. Errors call the file `name`.
 
     Raises:
-        ModelFormatError: its family or a number format is not supported, or it is damaged.
+        ModelFormatError: the family or a number format is not supported, or the file is damaged.
     """
     if not name.endswith(".gguf"):
         return hf_spec(hf_fields(name, read_json(path)), name).architecture
@@ -97,13 +97,13 @@ def peek_family(path: Path, name: str) -> str | None:
 
 
 def _only_gguf(folder: Path) -> Path:
-    found = sorted({first_part(path) for path in folder.glob("*.gguf")})
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(path.name for path in found[:5])
+    gguf_files = sorted({first_part(path) for path in folder.glob("*.gguf")})
+    if len(gguf_files) == 1:
+        return gguf_files[0]
+    if gguf_files:
+        names = ", ".join(path.name for path in gguf_files[:5])
         raise ModelNotFoundError(
-            f"{str(folder)!r} has {len(found)} GGUF files ({names}): name one of them."
+            f"{str(folder)!r} has {len(gguf_files)} GGUF files ({names}): name one of them."
         )
     if (folder / "adapter_config.json").is_file():
         raise ModelNotFoundError(
@@ -120,11 +120,11 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
     spec = gguf_spec(fields, name or model_stem(path), files.tensors)
     blocks = range(fields.integer(f"{spec.architecture}.block_count", MAX_LAYERS))
     weights = {
-        key: tensor
-        for key, tensor in files.tensors.items()
-        if key not in ROPE_TABLES
-        and not _is_of_layers(key, blocks[spec.num_layers :])
-        and not is_derived(key)
+        weight_name: tensor
+        for weight_name, tensor in files.tensors.items()
+        if weight_name not in ROPE_TABLES
+        and not _is_of_layers(weight_name, blocks[spec.num_layers :])
+        and not is_derived(weight_name)
     }
     bos = fields.token_ids("tokenizer.ggml.bos_token_id", spec.vocab_size)
     return LoadedModel(
@@ -144,7 +144,7 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
 
 
 def _gguf_family(fields: Fields, unsupported: Mapping[str, str]) -> str:
-    """Return the architecture of a GGUF file; refuse one that is not supported."""
+    """Return the architecture of a GGUF file; refuse it if it or a number format is unsupported."""
     architecture = fields.text("general.architecture")
     if architecture not in ARCHITECTURES:
         refuse_architecture(fields, architecture, ARCHITECTURES)
@@ -156,7 +156,7 @@ def _gguf_family(fields: Fields, unsupported: Mapping[str, str]) -> str:
 def _load_folder(
     folder: Path, weights: Path | None, name: str | None, licence: str | None
 ) -> LoadedModel:
-    """Load a Hugging Face folder, from the file `weights`, or from all weight files."""
+    """Load a Hugging Face folder, from the file `weights`, or from all files if it is None."""
     config = folder / "config.json"
     if not config.is_file():
         raise ModelNotFoundError(f"{str(folder)!r} has no config.json next to the weights.")
@@ -168,14 +168,14 @@ def _load_folder(
     if layout is not None:
         files = assemble_published(source, files, layout)
     extra = range(spec.num_layers, spec.num_layers + _num_extra_layers(fields, family))
-    tensors, names = _canonical(source, files.tensors, family, extra)
-    unsupported, unsupported_names = _canonical(source, files.unsupported, family, extra)
+    tensors, names = _by_canonical_name(source, files.tensors, family, extra)
+    unsupported, unsupported_names = _by_canonical_name(source, files.unsupported, family, extra)
     unsupported = {
         unsupported_names.published[name]: dtype
         for name, dtype in unsupported.items()
         if is_needed(name)
     }
-    spec = _with_rows_of(spec, source, tensors, names)
+    spec = _with_embedding_rows(spec, source, tensors, names)
     if spec.tied_embeddings:
         tensors.pop("output.weight", None)
     elif "output.weight" not in tensors and "token_embd.weight" in tensors and not unsupported:
@@ -194,7 +194,7 @@ def _load_folder(
     if not tokenizer.is_file():
         raise ModelNotFoundError(f"{str(folder)!r} has no tokenizer.json.")
     tokenizer_config = _optional_json(folder / "tokenizer_config.json")
-    generation_config = Fields(_GENERATION, _optional_json(folder / _GENERATION))
+    generation_config = Fields(_GENERATION_NAME, _optional_json(folder / _GENERATION_NAME))
     bos = fields.token_ids("bos_token_id", spec.vocab_size)
     return LoadedModel(
         name=spec.name,
@@ -215,10 +215,10 @@ def _load_folder(
 def _folder_weights(folder: Path, weights: Path | None) -> tuple[str, WeightFiles]:
     """Return a name for a folder's weight files, for errors, and their tensors.
 
-    Without an index they are the only file, or all shards of one model.
+    A folder without an index must have one weight file, or all shards of one model.
     """
-    if weights is None and is_there(folder / _INDEX):
-        return _INDEX, read_sharded(folder / _INDEX)
+    if weights is None and is_there(folder / _INDEX_NAME):
+        return _INDEX_NAME, read_sharded(folder / _INDEX_NAME)
     weights = weights or folder / "model.safetensors"
     candidates = sorted(path for path in folder.glob("*.safetensors") if "adapter" not in path.name)
     if weights.exists() or not candidates:
@@ -235,16 +235,16 @@ def _folder_weights(folder: Path, weights: Path | None) -> tuple[str, WeightFile
     if len(shards) < len(candidates) or expected != {len(shards)}:
         names = ", ".join(path.name for path in candidates[:5])
         raise ModelNotFoundError(
-            f"{str(folder)!r} has no {_INDEX}, and its weight files are not all the shards of one "
-            f"model: {names}."
+            f"{str(folder)!r} has no {_INDEX_NAME}, and its weight files are not all the shards of "
+            f"one model: {names}."
         )
     return shards[0].name, join_files([read_safetensors(path) for path in shards])
 
 
-def _with_rows_of(
+def _with_embedding_rows(
     spec: ModelSpec, file: str, tensors: Mapping[str, QuantTensor], names: FileNames
 ) -> ModelSpec:
-    """Return a spec with the embedding's number of rows, which may be padded."""
+    """Return the spec with the embedding's number of rows, which may be padded."""
     embedding = tensors.get("token_embd.weight")
     if embedding is None or embedding.shape[0] == spec.vocab_size or len(embedding.shape) != 2:
         return spec
@@ -256,7 +256,7 @@ def _with_rows_of(
 
 
 def _folder_eos_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that end an answer: config.json often lacks those that end a turn."""
+    """Return the ids that end a completion; config.json often lacks the end-of-turn tokens."""
     ids = [fields.token_ids("eos_token_id", vocab_size) for fields in (config, generation)]
     return tuple(dict.fromkeys(ids[0] + ids[1]))
 
@@ -270,19 +270,19 @@ def _num_extra_layers(fields: Fields, family: Family) -> int:
     return 0 if key is None else fields.integer(key, MAX_LAYERS, low=0, default=0)
 
 
-def _canonical(
+def _by_canonical_name(
     file: str, tensors: Mapping[str, Any], family: Family, extra: range
 ) -> tuple[dict[str, Any], FileNames]:
-    """Return the tensors of other than `extra` layers by canonical name, and their own names."""
+    """Return the tensors by canonical name, without `extra` layers, and their names in the file."""
     by_name, names = by_canonical_name(file, tensors, family)
-    read = {name: tensor for name, tensor in by_name.items() if not _is_of_layers(name, extra)}
-    return read, names
+    needed = {name: tensor for name, tensor in by_name.items() if not _is_of_layers(name, extra)}
+    return needed, names
 
 
 def _is_of_layers(name: str, layers: range) -> bool:
     """Whether a weight belongs to one of these layers."""
-    found = _LAYER.match(name)
-    return found is not None and int(found[1]) in layers
+    match = _LAYER.match(name)
+    return match is not None and int(match[1]) in layers
 
 
 def _program_weights(
@@ -303,35 +303,36 @@ def _program_weights(
         )
     shapes = build_program(spec).weight_shapes
     fused = ARCHITECTURES[spec.architecture].fused
-    cut = cut_stacks(tensors, shapes, fused)
-    if uncut := uncut_stack(cut, shapes, fused):
+    separate = cut_stacks(tensors, shapes, fused)
+    if uncut := uncut_stack(separate, shapes, fused):
         name, shape = uncut
         raise ModelFormatError(
-            f"{file!r} has tensor {names.quoted(name)} with shape {cut[name].shape}; the family "
-            f"{spec.architecture!r} reads {shape}."
+            f"{file!r} has tensor {names.quoted(name)} with shape {separate[name].shape}; the "
+            f"family {spec.architecture!r} reads {shape}."
         )
     if spec.latent is not None:
-        cut = cut_latent(file, cut, shapes, names.quoted)
-    cut = {
+        separate = cut_latent(file, separate, shapes, names.quoted)
+    separate = {
         name: tensor
-        for name, tensor in cut.items()
-        if name in shapes or not (_is_empty_bias(name, tensor) or _is_of_borrower(name, spec))
+        for name, tensor in separate.items()
+        if name in shapes
+        or not (_is_empty_bias(name, tensor) or _is_of_shared_kv_layer(name, spec))
     }
-    left_out = {name for name in cut.keys() - shapes.keys() if not is_needed(name)}
-    needed = {name: tensor for name, tensor in cut.items() if name not in left_out}
+    left_out = {name for name in separate.keys() - shapes.keys() if not is_needed(name)}
+    needed = {name: tensor for name, tensor in separate.items() if name not in left_out}
     check_shapes(file, needed, shapes, f"the family {spec.architecture!r}", names.quoted)
-    own_names = (names.published.get(name, name) for name in left_out)
-    tell_left_out(file, own_names, spec.architecture)
+    names_in_file = (names.published.get(name, name) for name in left_out)
+    report_left_out(file, names_in_file, spec.architecture)
     return needed
 
 
 def _is_empty_bias(name: str, tensor: QuantTensor) -> bool:
-    """Whether a tensor is a bias of zeros, which quantized folders have without a need."""
+    """Whether a tensor is a bias of zeros, which some quantized folders contain needlessly."""
     return name.endswith(".bias") and not tensor.data.any()
 
 
-def _is_of_borrower(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor makes keys or values of a layer that reads another's."""
-    found = _KEY_OR_VALUE.fullmatch(name)
-    layer = spec.num_layers if found is None else int(found[1])
-    return layer < spec.num_layers and spec.lender_of(layer) is not None
+def _is_of_shared_kv_layer(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor computes keys or values of a layer that reads an earlier layer's."""
+    match = _KEY_OR_VALUE.fullmatch(name)
+    layer = spec.num_layers if match is None else int(match[1])
+    return layer < spec.num_layers and spec.kv_source_layer(layer) is not None

@@ -1,4 +1,4 @@
-"""A model file mapped into memory: read-only views without copies, whose pages can be freed."""
+"""A model file mapped into memory: read-only views without copies, whose memory can be freed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from twostroke.model.quant import Bytes
 
-# An access maps the pages around it as well, up to this size: they are freed together.
+# An access also maps the pages around it, up to this size; they are freed together.
 _FAULT_BYTES = max(1 << 19, mmap.PAGESIZE)
 
 
-_MAX_START = 64
-# What other files begin with, in lower case, and what users can do about them.
+_NUM_START_BYTES = 64
+# The first bytes of other kinds of files, in lower case, and advice for users.
 _OTHER_FILES = {
     b"version https://git-lfs": "it is a pointer of Git LFS; fetch the file itself (git lfs pull)",
     b"<!doctype": "it is a web page; the download went wrong",
@@ -39,10 +39,10 @@ _OTHER_FILES = {
 
 
 class MappedFile:
-    """A whole file as memory; views keep it alive.
+    """A complete file mapped into memory; views keep the mapping alive.
 
-    If another process shortens the file while it is mapped, this process ends with SIGBUS, as
-    with every memory-mapped reader. Twostroke itself replaces model files only by renaming.
+    If another process shortens the file while it is mapped, this process ends with SIGBUS, as with
+    every memory-mapped reader. Twostroke itself replaces model files only by renaming.
     """
 
     __slots__ = ("_array", "_mmap", "name", "path")
@@ -52,8 +52,8 @@ class MappedFile:
 
         Raises:
             ModelNotFoundError: there is no such file.
-            ModelFormatError: it is empty or cannot be read.
-            MemoryLimitError: the limit of the address space is too low for it.
+            ModelFormatError: the file is empty or cannot be read.
+            MemoryLimitError: the limit of the address space is too low for the file.
         """
         self.path, self.name = path, name or path.name
         if path.exists() and not path.is_file():  # a pipe would block
@@ -82,30 +82,33 @@ class MappedFile:
 
     @property
     def buffer(self) -> mmap.mmap:
-        """The mapping itself: slicing copies, `struct` reads in place."""
+        """The mapping itself: slices are copies, `struct` reads in place."""
         return self._mmap
 
     def fault(self, text: str) -> ModelFormatError:
-        """Return the error that says `text` about this file."""
+        """Return an error with a statement about this file."""
         return ModelFormatError(f"{self.name!r} {text}.")
 
-    def not_a(self, kind: str, otherwise: str) -> ModelFormatError:
-        """Return the error about a file that is not of this kind; `otherwise` if it is unknown."""
-        start = self._mmap[:_MAX_START].lstrip().lower()
-        for beginning, sentence in _OTHER_FILES.items():
-            if start.startswith(beginning):
-                return self.fault(f"is not a {kind} file: {sentence}")
-        return self.fault(f"is not a {kind} file: {otherwise}")
+    def not_a(self, kind: str, default_reason: str) -> ModelFormatError:
+        """Return the error that the file is not of this kind, with a reason from its first bytes.
+
+        `default_reason` is used if the first bytes are unknown.
+        """
+        start = self._mmap[:_NUM_START_BYTES].lstrip().lower()
+        for prefix, reason in _OTHER_FILES.items():
+            if start.startswith(prefix):
+                return self.fault(f"is not a {kind} file: {reason}")
+        return self.fault(f"is not a {kind} file: {default_reason}")
 
     def view(self, start: int, num_bytes: int) -> Bytes:
         """Return `num_bytes` bytes from `start` as a read-only uint8 view."""
         return self._array[start : start + num_bytes]
 
     def release(self, views: Iterable[Bytes]) -> None:
-        """Free the memory pages under `views`; the next access reads them again.
+        """Free the memory under `views`; the next access reads the file again.
 
-        Views of other memory are ignored. Neighbours share one system call, since each interrupts
-        all threads.
+        Views of other memory are ignored. Adjacent ranges share one system call, since each call
+        interrupts all threads.
         """
         begin = end = 0
         for first, last in sorted(filter(None, map(self._pages_under, views))):
@@ -116,7 +119,7 @@ class MappedFile:
         self._drop(begin, end)
 
     def _pages_under(self, view: Bytes) -> tuple[int, int] | None:
-        """Return the range in the file of the pages under a view; None for other memory."""
+        """Return the byte range in the file of a view's memory pages; None for other memory."""
         start = view.ctypes.data - self._array.ctypes.data
         if not view.nbytes or not 0 <= start <= start + view.nbytes <= self.size:
             return None

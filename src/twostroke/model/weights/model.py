@@ -1,4 +1,4 @@
-"""A loaded model: its description, its weights, and the place of its tokenizer."""
+"""`LoadedModel`: a model's description, its weights, and the source of its tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from twostroke.model.quant import QuantTensor
     from twostroke.model.weights.mapping import MappedFile
 
-_NUM_COMPARED: Final = 8  # rows of a tensor that tell files apart
+_NUM_HASHED_ROWS: Final = 8  # rows of each tensor
 
 
 class GgufTokenizer(Frozen):
@@ -35,10 +35,10 @@ class JsonTokenizer(Frozen):
 class LoadedModel(Frozen):
     """A model whose files are mapped and checked.
 
-    `tensors` holds exactly the weights that the Program of `spec` reads, by canonical name and
-    with the shapes it needs; they are views into `mappings`. `eos_token_ids` end an answer.
-    `pooling` is the way in which embeddings are made, None where the files do not say. `sampling`
-    has the values that its publisher recommends, None where the files do not say.
+    `tensors` holds exactly the weights that the Program of `spec` reads, by canonical name and with
+    the shapes that it needs; they are views into `mappings`. `eos_token_ids` end a completion.
+    `pooling` is how hidden states become embeddings; None if the files do not tell. `sampling` has
+    the publisher's recommended parameters; None for parameters that the files do not have.
     """
 
     name: str
@@ -56,7 +56,7 @@ class LoadedModel(Frozen):
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the weight files."""
+        """The size of the weight files in bytes."""
         return sum(mapping.size for mapping in self.mappings)
 
     def release(self, tensors: Iterable[QuantTensor]) -> None:
@@ -72,18 +72,18 @@ def release_tensors(mappings: Iterable[MappedFile], tensors: Iterable[QuantTenso
 
 
 def weights_identity(tensors: Mapping[str, QuantTensor]) -> str:
-    """Return what tells apart the weights of two files, also in the formats of their numbers.
+    """Return an identity that differs for different weights, or equal weights in another format.
 
-    It is the SHA-256 of each tensor's name, format, shape, order, and some rows from the first to
-    the last, evenly spaced. Training changes all rows, and a copy that broke off lacks many. A rank
-    should not read all weights, of which it may need a small part, so a few changed bytes can go
-    unnoticed; a file's own checksum finds these.
+    It is the SHA-256 of each tensor's name, format, shape, order, and some evenly spaced rows from
+    the first to the last. Training changes all rows, and an incomplete copy lacks many. A rank
+    should not read all weights, of which it may need only a small part, so a few changed bytes can
+    go unnoticed; a file's own checksum finds these.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.format.name} {tensor.shape}\n".encode())
         digest.update(b"" if tensor.order is None else tensor.order.tobytes())
         last = len(tensor.data) - 1
-        for row in sorted({last * i // (_NUM_COMPARED - 1) for i in range(_NUM_COMPARED)}):
+        for row in sorted({last * i // (_NUM_HASHED_ROWS - 1) for i in range(_NUM_HASHED_ROWS)}):
             digest.update(tensor.data[row].tobytes())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Reads from a model's files how its hidden states are pooled into embeddings."""
+"""Reads from a model's files how its hidden states are pooled into an embedding."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 # GGUF's numbers (llama.cpp's `llama_pooling_type`); 0 is none.
 _GGUF_TYPES: Final = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
-# sentence-transformers: the words of `pooling_mode`, and its older flags.
-_WORDS: Final = {"lasttoken": "last"}
-_FLAGS: Final = {
+# sentence-transformers: values of `pooling_mode`, and its older flags.
+_NAMES_BY_MODE: Final = {"lasttoken": "last"}
+_NAMES_BY_FLAG: Final = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
@@ -27,19 +27,19 @@ _FLAGS: Final = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "last",
 }
-_PLAIN_MODULES: Final = {"Transformer", "Pooling", "Normalize"}
+_SUPPORTED_MODULES: Final = {"Transformer", "Pooling", "Normalize"}
 
 
 class _Module(msgspec.Struct):
-    """An entry of `modules.json`; `type` is the path of a class."""
+    """An entry of `modules.json`; `type` is the import path of a class."""
 
     type: str
 
 
 def gguf_pooling(fields: Fields) -> str | None:
-    """Return the word for a file's `*.pooling_type`; None if it has none.
+    """Return the name of a file's `*.pooling_type`; None if it has none.
 
-    An unknown number is returned as words, for the error message.
+    An unknown number is returned as a description, for the error message.
     """
     number = fields.within(f"{fields.text('general.architecture')}.").value("pooling_type")
     if number is None or number == 0:
@@ -48,23 +48,23 @@ def gguf_pooling(fields: Fields) -> str | None:
 
 
 def folder_pooling(folder: Path) -> str | None:
-    """Return the pooling by the files of sentence-transformers in a folder; None without any.
+    """Return the pooling that a folder's sentence-transformers files name; None without such files.
 
-    Several kinds at once are joined by `+`, as are modules that would follow the pooling.
+    Several poolings are joined by `+`, and so are modules that would follow the pooling.
 
     Raises:
         ModelFormatError: a file is damaged.
     """
-    ways: list[str] = []
+    poolings: list[str] = []
     config = folder / "1_Pooling" / "config.json"
     if is_there(config):
         fields = read_json(config)
-        ways = [way for flag, way in _FLAGS.items() if fields.get(flag) is True]
+        poolings = [pooling for flag, pooling in _NAMES_BY_FLAG.items() if fields.get(flag) is True]
         if isinstance(word := fields.get("pooling_mode"), str):
-            ways = [_WORDS.get(word, word[:40])]
+            poolings = [_NAMES_BY_MODE.get(word, word[:40])]
     file = folder / "modules.json"
     if is_there(file):
         modules = decode_json(read_small_file(file), list[_Module], file.name)
         kinds = [module.type.rpartition(".")[2][:40] for module in modules]
-        ways += [kind for kind in kinds if kind not in _PLAIN_MODULES]
-    return "+".join(ways) or None
+        poolings += [kind for kind in kinds if kind not in _SUPPORTED_MODULES]
+    return "+".join(poolings) or None

@@ -1,7 +1,8 @@
-"""Reads safetensors files, single or sharded, as hostile input; writes single ones.
+"""Reads safetensors files, single or sharded, as untrusted input; writes single files.
 
-Source: the safetensors format description (safetensors repository, README "Format"): 8 bytes of
-header length, a JSON header of name to dtype, shape and offsets, then the data without holes.
+Source: the safetensors format description (safetensors repository, README "Format"): 8 bytes with
+the header's length, a JSON header that maps a name to dtype, shape and offsets, then the data
+without gaps.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 1 << 24
 MAX_TENSORS = 1 << 16
 MAX_DIMENSIONS = 4
-_ALIGNMENT = 8  # bytes of a header that is written
+_ALIGNMENT = 8  # of a written header's length, in bytes
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-# An index must not lead out of its folder.
+# An index must not name files outside of its folder.
 _ShardName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[^/\\\0]+\.safetensors\Z")]
 
 _DTYPES = {name: FORMATS[name] for name in ("F32", "F16", "BF16")}
-# Parts of quantized weights, as NumPy reads them.
+# NumPy types for parts of quantized weights.
 _ARRAYS: dict[str, type[np.generic]] = {
     "F8_E4M3": np.uint8,
     "F8_E8M0": np.uint8,
@@ -67,7 +68,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class _ShardIndex(msgspec.Struct, frozen=True):
-    """The file of a sharded model that says which file has each tensor."""
+    """The index of a sharded model: the file of each tensor."""
 
     weight_map: Annotated[dict[str, _ShardName], msgspec.Meta(min_length=1)]
 
@@ -77,19 +78,22 @@ def read_safetensors(path: Path) -> WeightFiles:
 
     Raises:
         ModelNotFoundError: there is no such file.
-        ModelFormatError: it is not a whole and sound safetensors file.
+        ModelFormatError: the file is not a complete and valid safetensors file.
     """
     mapping = MappedFile(path)
     header, start = _read_header(mapping)
     _check_cover(mapping, header, mapping.size - start)
     entries = []
-    for name, listed in header.items():
-        begin, end = listed.data_offsets
-        shape = listed.shape or (1,)  # a single value
-        entry = TensorEntry(name, listed.dtype, _DTYPES.get(listed.dtype), shape, start + begin)
+    for name, header_entry in header.items():
+        begin, end = header_entry.data_offsets
+        shape = header_entry.shape or (1,)  # a single value
+        entry = TensorEntry(
+            name, header_entry.dtype, _DTYPES.get(header_entry.dtype), shape, start + begin
+        )
         if entry.num_bytes not in {None, end - begin}:
             raise mapping.fault(
-                f"is damaged: {entry.shown} has the shape {[*entry.shape]} and {end - begin} bytes"
+                f"is damaged: {entry.quoted_name} has the shape {[*entry.shape]} and "
+                f"{end - begin} bytes"
             )
         entries.append(entry)
     files = map_tensors(mapping, entries, {})
@@ -115,28 +119,28 @@ def read_sharded(index: Path) -> WeightFiles:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, QuantTensor | StoredArray]) -> None:
-    """Write tensors in float32, float16 or bfloat16, and integers; OSError if it fails."""
+    """Write tensors of float32, float16, bfloat16 or integers atomically; OSError on failure."""
     entries: dict[str, Any] = {}
     begin = 0
     for name, tensor in tensors.items():
-        stored, dtype, shape = _stored(tensor)
-        end = begin + stored.nbytes
+        values, dtype, shape = _values_type_shape(tensor)
+        end = begin + values.nbytes
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         begin = end
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % _ALIGNMENT)
-    part = path.with_name(f".{path.name}.part")
+    unfinished_path = path.with_name(f".{path.name}.part")
     try:
-        with part.open("wb") as file:
+        with unfinished_path.open("wb") as file:
             file.write(struct.pack("<Q", len(header)) + header)
             for tensor in tensors.values():
-                file.write(_stored(tensor)[0].tobytes())
-        part.replace(path)
+                file.write(_values_type_shape(tensor)[0].tobytes())
+        unfinished_path.replace(path)
     finally:
-        part.unlink(missing_ok=True)
+        unfinished_path.unlink(missing_ok=True)
 
 
-def _stored(tensor: QuantTensor | StoredArray) -> tuple[NDArray[Any], str, list[int]]:
+def _values_type_shape(tensor: QuantTensor | StoredArray) -> tuple[NDArray[Any], str, list[int]]:
     """Return a tensor's values or bytes, its type, and its shape."""
     if isinstance(tensor, StoredArray):
         return tensor.values, tensor.dtype, list(tensor.values.shape)
@@ -144,7 +148,7 @@ def _stored(tensor: QuantTensor | StoredArray) -> tuple[NDArray[Any], str, list[
 
 
 def decode_json(raw: bytes | msgspec.Raw, kind: type[T], name: str) -> T:
-    """Return JSON as a value of the type `kind`; ModelFormatError about file `name` if it is not.
+    """Decode JSON as a value of the type `kind`; ModelFormatError about file `name` if it differs.
 
     Types declare their bounds with `msgspec.Meta`.
     """
@@ -155,22 +159,23 @@ def decode_json(raw: bytes | msgspec.Raw, kind: type[T], name: str) -> T:
         raise ModelFormatError(f"{name!r} is damaged: its JSON is wrong ({reason}).") from None
 
 
-def _stored_array(mapping: MappedFile, entry: TensorEntry, listed: _Entry) -> StoredArray:
-    """Return a view of integers, or of floats of 8 bits."""
-    begin, end = listed.data_offsets
+def _stored_array(mapping: MappedFile, entry: TensorEntry, header_entry: _Entry) -> StoredArray:
+    """Return a view of integers or of 8-bit floats."""
+    begin, end = header_entry.data_offsets
     dtype = np.dtype(_ARRAYS[entry.dtype])
     if prod(entry.shape) * dtype.itemsize != end - begin:
         raise mapping.fault(
-            f"is damaged: {entry.shown} has the shape {[*listed.shape]} and {end - begin} bytes"
+            f"is damaged: {entry.quoted_name} has the shape {[*header_entry.shape]} and "
+            f"{end - begin} bytes"
         )
     view = mapping.view(entry.start, end - begin)
-    if entry.start % dtype.itemsize:  # a file may begin its data anywhere
+    if entry.start % dtype.itemsize:  # data may begin at any offset
         view = view.copy()
     return StoredArray(entry.dtype, view.view(dtype).reshape(entry.shape))
 
 
 def _read_header(mapping: MappedFile) -> tuple[dict[str, _Entry], int]:
-    """Return the entries of the header, and where the data starts."""
+    """Return the entries of the header, and the offset of the data."""
     start = 8 + int.from_bytes(mapping.buffer[:8], "little")
     if start > mapping.size and start - 8 <= MAX_HEADER_BYTES:
         raise mapping.fault(f"is truncated: its header ends at {start}, the file at {mapping.size}")
@@ -187,7 +192,7 @@ def _read_header(mapping: MappedFile) -> tuple[dict[str, _Entry], int]:
 
 
 def _check_cover(mapping: MappedFile, header: Mapping[str, _Entry], num_bytes: int) -> None:
-    """Check that tensors cover the data once: a gap could hide data, an overlap share it."""
+    """Check that tensors cover the data without overlaps and without gaps, which hide data."""
     covered = 0
     for begin, end in sorted(entry.data_offsets for entry in header.values()):
         if begin != covered or end < begin:

@@ -1,4 +1,4 @@
-"""Cuts stacked weights of a file into those that a Program reads, as views."""
+"""Splits stacked weights of a file into the weights that a Program reads, as views."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def cut_stacks(
     """Return `tensors` with every stack replaced by its parts.
 
     `shapes` are the shapes that the Program reads, by canonical name. `fused` maps a stacked weight
-    of a layer to its parts ({"attn_qkv": ("attn_q", "attn_k", "attn_v")}); stacks of experts are
-    known by name. A tensor that does not fit stays as it is.
+    of a layer to its parts ({"attn_qkv": ("attn_q", "attn_k", "attn_v")}); stacks of experts have
+    known names. A tensor that does not fit stays as it is.
     """
-    cut: dict[str, QuantTensor] = {}
+    separate: dict[str, QuantTensor] = {}
     for name, tensor in tensors.items():
         parts = _parts(name, tensor, fused)
         heights = [shapes[part][0] for part in parts if part in shapes]
         if not parts or len(heights) < len(parts) or sum(heights) != _height(tensor):
-            cut[name] = tensor
+            separate[name] = tensor
             continue
         start = 0
         for part, height in zip(parts, heights, strict=True):
-            cut[part] = rows_of(tensor, start, start + height)
+            separate[part] = slice_rows(tensor, start, start + height)
             start += height
-    return cut
+    return separate
 
 
 def uncut_stack(
@@ -54,9 +54,9 @@ def uncut_stack(
     shapes: Mapping[str, tuple[int, ...]],
     fused: Mapping[str, tuple[str, ...]],
 ) -> tuple[str, tuple[int, ...]] | None:
-    """Return the first stack whose rows do not fit its parts, and the shape it should have.
+    """Return the first stack that `cut_stacks` could not split, and the shape that it should have.
 
-    `cut_stacks` leaves such a stack uncut. None if there is none.
+    None if there is no such stack.
     """
     for name, tensor in tensors.items():
         parts = _parts(name, tensor, fused)
@@ -86,7 +86,7 @@ def _height(tensor: QuantTensor) -> int:
     return tensor.shape[0] if len(tensor.shape) == 1 else tensor.num_rows
 
 
-def rows_of(tensor: QuantTensor, start: int, end: int) -> QuantTensor:
+def slice_rows(tensor: QuantTensor, start: int, end: int) -> QuantTensor:
     """Return some rows of a stack or a matrix as a matrix, or values of a vector, as views."""
     if len(tensor.shape) > 1:
         shape = (end - start, tensor.shape[-1])

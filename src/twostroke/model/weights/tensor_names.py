@@ -1,4 +1,4 @@
-"""The canonical name of each weight, which is GGUF's, for the names in Hugging Face files."""
+"""Converts Hugging Face tensor names to canonical names, which are GGUF's, and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_WHOLE_MODEL = {
+_MODEL_WEIGHTS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -17,7 +17,7 @@ _WHOLE_MODEL = {
     "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 
-_LAYER = {
+_LAYER_WEIGHTS = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -31,7 +31,7 @@ _LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 
-_EXPERT = {
+_EXPERT_WEIGHTS = {
     "gate_proj": "ffn_gate",
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
@@ -40,46 +40,46 @@ _EXPERT = {
     "w2": "ffn_down",
 }
 
-# All experts of a layer in one tensor, whose name has no ending.
-_STACKS = {
+# Tensors with all experts of a layer, whose names have no suffix.
+_EXPERT_STACKS = {
     "gate_up_proj": "ffn_gate_up_exps.weight",
     "down_proj": "ffn_down_exps.weight",
 }
 
-# Words that torch.compile and other wrappers add to the names of modules.
+# Components that torch.compile and other wrappers add to the names of modules.
 _WRAPPER = re.compile(
     r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
 )
 # Prefixes before the names of a text model: `module.` from data parallelism, `base_model.model.`
 # from peft, `language_model.` and `thinker.` from multimodal models, `pretrained_model.` from trl,
-# the rest from programs that train. A checkpoint without an output matrix, such
+# the others from training programs. A checkpoint without an output matrix, such
 # as an embedding model, may have no prefix.
 _PREFIX = re.compile(
     r"(?:(?:module|model|base_model|transformer|language_model|text_model|llm|lm|thinker"
     r"|pretrained_model|policy|actor|student|backbone|net|ema|ema_model|state_dict)\.)*"
     r"(?=(?:embed_tokens|embed_tokens_per_layer|per_layer_\w+|norm|layers|rotary_emb|lm_head)\.)"
 )
-# Tables in old checkpoints that follow from the configuration: angles, places and masks; and the
-# empty states that TransformerEngine writes beside its modules.
+# Tables in old checkpoints that follow from the configuration: angles, positions and masks; and
+# the empty states that TransformerEngine stores with its modules.
 _DERIVED = re.compile(
     r"(?:.*\.)?(?:inv_freq|original_inv_freq|cos_cached|sin_cached|position_ids|masked_bias"
     r"|causal_mask|attention_mask|freqs_cis|freqs_cos|freqs_sin|rope\.freqs|_extra_state"
     r"|rotary_emb\.(?:cos|sin|freqs|scale)|rotary_pos_emb\.\w+|(?:attn|attention|self_attn)\.bias|attn_rot_embd(?:\.weight)?)"
 )
-# The parts of a model that sees or hears, other than its text model.
-_BESIDES_TEXT = re.compile(
+# The parts of a multimodal model other than its text model.
+_OTHER_MODALITY = re.compile(
     r"(?:model\.)*(?:vision_tower|vision_model|vision_embedder|visual|audio_tower"
     r"|multi_modal_projector|embed_vision|embed_audio)\..*"
 )
-# Prefixes of the parts of a text model. Without an unknown part, answers could be wrong.
-_OF_TEXT = re.compile(
+# Prefixes of the weights of a text model, which must not be left out even if unknown.
+_TEXT_PART = re.compile(
     r"(?:model|lm_head|blk|token_embd|token_types|position_embd|output|output_norm|rope_freqs"
     r"|rope_factors_\w+|per_layer_\w+|cls_norm)\."
 )
 _ADAPTER = re.compile(r"\.(?:lora_\w+|base_layer|modules_to_save|original_module)\.")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
-# Names that have another ending.
-_ENDED = {
+# Names whose canonical name has another suffix.
+_COMPLETE_NAMES = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "layer_scalar": "layer_output_scale.weight",
     "router.per_expert_scale": "ffn_down_exps.scale",
@@ -89,17 +89,17 @@ _STACK_NAME = re.compile(r"(?:(?:mlp|block_sparse_moe)\.)?experts\.(\w+)")
 
 
 def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
-    """Return the canonical name of a Hugging Face tensor, or None for one that is not needed.
+    """Return the canonical name of a Hugging Face tensor, or None if it is not needed.
 
-    `layer_names` are a family's own names of a layer's weights, where they differ from Llama's. An
+    `layer_names` are a family's names of a layer's weights, where they differ from Llama's. An
     unknown name is returned without prefixes, for the error message.
     """
     name = without_prefix(name)
-    if _DERIVED.fullmatch(name) or _BESIDES_TEXT.fullmatch(name):
+    if _DERIVED.fullmatch(name) or _OTHER_MODALITY.fullmatch(name):
         return None
-    stem, _, kind = name.rpartition(".")
-    if stem in _WHOLE_MODEL:
-        return f"{_WHOLE_MODEL[stem]}.{kind}"
+    stem, _, suffix = name.rpartition(".")
+    if stem in _MODEL_WEIGHTS:
+        return f"{_MODEL_WEIGHTS[stem]}.{suffix}"
     layer = _LAYER_NAME.fullmatch(name)
     part = layer and _layer_part(layer[2], layer_names)
     return f"blk.{int(layer[1])}.{part}" if layer and part else name
@@ -115,46 +115,48 @@ def without_prefix(name: str) -> str:
     return rest if rest.startswith("lm_head.") else f"model.{rest}"
 
 
-def is_of_text(canonical: str) -> bool:
-    """Whether a name belongs to a text model, known or not."""
-    return _OF_TEXT.match(canonical) is not None
+def is_text_weight(canonical: str) -> bool:
+    """Whether a name belongs to a text model, whether it is a known weight or not."""
+    return _TEXT_PART.match(canonical) is not None
 
 
 def is_derived(name: str) -> bool:
-    """Whether a tensor's values follow from the configuration, so that they are not read."""
+    """Whether a tensor is not read because its values follow from the configuration."""
     return _DERIVED.fullmatch(name) is not None
 
 
-def is_of_adapter(name: str) -> bool:
+def is_adapter_weight(name: str) -> bool:
     """Whether a tensor belongs to an adapter (peft) that was not merged into its model."""
     return _ADAPTER.search(name) is not None
 
 
 def published_name(name: str, layer_names: Mapping[str, str]) -> str:
-    """Return the Hugging Face name of a weight, for its canonical one; experts have none here."""
-    stem, _, kind = name.rpartition(".")
-    for published, canonical in _WHOLE_MODEL.items():
+    """Return the Hugging Face name of a weight; KeyError or ValueError for experts' weights."""
+    stem, _, suffix = name.rpartition(".")
+    for published, canonical in _MODEL_WEIGHTS.items():
         if stem == canonical:
-            return f"{published}.{kind}"
+            return f"{published}.{suffix}"
     _, layer, part = stem.split(".")
-    for published, canonical in _ENDED.items():
-        if canonical == f"{part}.{kind}":
+    for published, canonical in _COMPLETE_NAMES.items():
+        if canonical == f"{part}.{suffix}":
             return f"model.layers.{layer}.{published}"
-    named = {canonical: published for published, canonical in {**_LAYER, **layer_names}.items()}
-    return f"model.layers.{layer}.{named[part]}.{kind}"
+    published_by_canonical = {
+        canonical: published for published, canonical in {**_LAYER_WEIGHTS, **layer_names}.items()
+    }
+    return f"model.layers.{layer}.{published_by_canonical[part]}.{suffix}"
 
 
 def _layer_part(name: str, layer_names: Mapping[str, str]) -> str | None:
-    """Return the name of a weight within its layer, None if it is not known."""
-    if name in _ENDED:
-        return _ENDED[name]
-    stem, _, kind = name.rpartition(".")
-    if stem in layer_names or stem in _LAYER:
-        return f"{layer_names.get(stem) or _LAYER[stem]}.{kind}"
+    """Return the canonical name of a weight within its layer; None if it is unknown."""
+    if name in _COMPLETE_NAMES:
+        return _COMPLETE_NAMES[name]
+    stem, _, suffix = name.rpartition(".")
+    if stem in layer_names or stem in _LAYER_WEIGHTS:
+        return f"{layer_names.get(stem) or _LAYER_WEIGHTS[stem]}.{suffix}"
     stack = _STACK_NAME.fullmatch(name.removesuffix(".weight"))
-    if stack and stack[1] in _STACKS:
-        return _STACKS[stack[1]]
+    if stack and stack[1] in _EXPERT_STACKS:
+        return _EXPERT_STACKS[stack[1]]
     expert = _EXPERT_NAME.fullmatch(stem)
-    if expert and expert[2] in _EXPERT:
-        return f"{_EXPERT[expert[2]]}.{int(expert[1])}.{kind}"
+    if expert and expert[2] in _EXPERT_WEIGHTS:
+        return f"{_EXPERT_WEIGHTS[expert[2]]}.{int(expert[1])}.{suffix}"
     return None

@@ -1,4 +1,4 @@
-"""The tensors of weight files: from a file's table of them to checked views."""
+"""The tensors of weight files: checks a file's table of tensors and maps them as views."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MAX_VALUES = 1 << 63
 class TensorEntry(Frozen):
     """An entry of a file's table: the tensor's values begin at byte `start` of the file.
 
-    `dtype` is the file's word for the number format, and `format` is None if it is not supported.
-    The shape is row-major.
+    `dtype` is the file's name of the number format; `format` is None if it is not supported. The
+    shape is row-major.
     """
 
     name: str
@@ -38,30 +38,30 @@ class TensorEntry(Frozen):
 
     @property
     def num_bytes(self) -> int | None:
-        """How many bytes its values take, None if its format is not supported."""
+        """The size of its values in bytes; None if its format is not supported."""
         if self.format is None:
             return None
         return self.format.block_bytes * prod(self.shape) // self.format.block_size
 
     @property
-    def shown(self) -> str:
-        """The name as errors show it."""
+    def quoted_name(self) -> str:
+        """The tensor's name for error messages."""
         return f"tensor {self.name[:80]!r}"
 
 
 class StoredArray(Frozen, eq=False):
-    """A tensor of integers, or of floats of 8 bits as uint8; `dtype` is the file's word."""
+    """A tensor of integers, or of 8-bit floats as uint8; `dtype` is the file's name of the type."""
 
     dtype: str
     values: NDArray[Any]
 
 
 class WeightFiles(Frozen):
-    """The tensors of one file, or of several that belong together, under their own names.
+    """The tensors of one file, or of several that belong together, by their names in the files.
 
-    Tensors are views into `mappings`. `unsupported` names the type of each tensor whose format is
-    not supported; those of safetensors that are parts of quantized weights are also in `arrays`.
-    `metadata` is that of a GGUF file, and empty for safetensors.
+    Tensors are views into `mappings`. `unsupported` has the type of each tensor whose format is not
+    supported; tensors of safetensors files that are parts of quantized weights are also in
+    `arrays`. `metadata` is a GGUF file's, and empty for safetensors.
     """
 
     mappings: tuple[MappedFile, ...]
@@ -72,16 +72,17 @@ class WeightFiles(Frozen):
 
     @property
     def num_tensors(self) -> int:
-        """How many tensors the files have, readable or not."""
+        """The number of tensors in the files, supported or not."""
         return len(self.tensors) + len(self.unsupported)
 
 
 def map_tensors(
     mapping: MappedFile, entries: Sequence[TensorEntry], metadata: Mapping[str, Any]
 ) -> WeightFiles:
-    """Return the tensors of a file.
+    """Return the tensors of a file as views.
 
-    Raises ModelFormatError if one is not whole blocks, leads out of the file or overlaps another.
+    Raises ModelFormatError if a tensor has incomplete blocks, leads out of the file or overlaps
+    another tensor.
     """
     tensors: dict[str, QuantTensor] = {}
     spans = []
@@ -90,29 +91,31 @@ def map_tensors(
         if entry.format is None or num_bytes is None:
             continue
         if not entry.shape or not 0 < prod(entry.shape) < _MAX_VALUES:
-            raise mapping.fault(f"is damaged: {entry.shown} has the shape {list(entry.shape)}")
+            raise mapping.fault(
+                f"is damaged: {entry.quoted_name} has the shape {list(entry.shape)}"
+            )
         if entry.shape[-1] % entry.format.block_size:
             raise mapping.fault(
-                f"is damaged: {entry.shown} has rows of {entry.shape[-1]} values, "
+                f"is damaged: {entry.quoted_name} has rows of {entry.shape[-1]} values, "
                 f"not a multiple of {entry.format.name}'s {entry.format.block_size}"
             )
         if num_bytes > mapping.size - entry.start:
             raise mapping.fault(
-                f"is truncated: {entry.shown} needs {num_bytes} bytes at offset {entry.start}, "
-                f"the file has {mapping.size}"
+                f"is truncated: {entry.quoted_name} needs {num_bytes} bytes at offset "
+                f"{entry.start}, the file has {mapping.size}"
             )
         data = mapping.view(entry.start, num_bytes).reshape(prod(entry.shape[:-1]), -1)
         tensors[entry.name] = QuantTensor(entry.format, entry.shape, data)
-        spans.append((entry.start, entry.start + num_bytes, entry.shown))
-    for (_, end, before), (start, _, after) in pairwise(sorted(spans)):
+        spans.append((entry.start, entry.start + num_bytes, entry.quoted_name))
+    for (_, end, first_name), (start, _, second_name) in pairwise(sorted(spans)):
         if start < end:
-            raise mapping.fault(f"is damaged: {before} and {after} overlap")
+            raise mapping.fault(f"is damaged: {first_name} and {second_name} overlap")
     unsupported = {entry.name: entry.dtype for entry in entries if entry.format is None}
     return WeightFiles((mapping,), tensors, unsupported, metadata)
 
 
 def join_files(parts: Sequence[WeightFiles]) -> WeightFiles:
-    """Return all tensors of files that belong together, with the metadata of the first.
+    """Return all tensors of files that belong together, with the metadata of the first file.
 
     Raises ModelFormatError if two files have the same tensor.
     """
@@ -139,10 +142,10 @@ def check_shapes(
     reader: str,
     quote: Callable[[str], str] = repr,
 ) -> None:
-    """Raise ModelFormatError unless `tensors` are exactly those that `reader` reads.
+    """Raise ModelFormatError unless `tensors` has exactly the names and shapes that `reader` reads.
 
-    An unknown one is refused because answers without it would be wrong. `quote` is how errors call
-    a tensor.
+    An unknown tensor is refused because results without it would be wrong. `quote` formats a
+    tensor's name for errors.
     """
     unknown = sorted(tensors.keys() - shapes.keys())
     for name, shape in shapes.items():
@@ -159,8 +162,8 @@ def check_shapes(
             )
     if unknown:
         raise ModelFormatError(
-            f"{file!r} has tensor {quote(unknown[0])}, which is not one that {reader} "
-            "reads: answers without it would be wrong."
+            f"{file!r} has tensor {quote(unknown[0])}, which {reader} does not "
+            "read: results without it would be wrong."
         )
 
 

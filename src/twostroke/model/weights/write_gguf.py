@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from twostroke.model.quant import QuantTensor
 
-# A value, or the bytes of one that another file stores, its type first.
+# A value, or its bytes as another GGUF file stores them, with the type first.
 Value: TypeAlias = "bool | int | float | str | bytes"
 
 _VERSION = 3
@@ -28,10 +28,10 @@ _STRING = 8
 def write_gguf(
     path: Path, metadata: Mapping[str, Value], tensors: Mapping[str, QuantTensor]
 ) -> None:
-    """Write a whole file; OSError if it cannot be written.
+    """Write a complete GGUF file; OSError if it cannot be written.
 
-    Whole numbers are stored with 32 bits. The alignment is 32 bytes, so `metadata` must not name
-    another.
+    Whole numbers are stored with 32 bits. The alignment is 32 bytes, so `metadata` must not contain
+    another alignment.
     """
     sizes = [_aligned(tensor.num_bytes) for tensor in tensors.values()]
     starts = accumulate(sizes[:-1], initial=0)
@@ -42,16 +42,16 @@ def write_gguf(
         for (name, tensor), start in zip(tensors.items(), starts, strict=True)
     )
     with path.open("wb") as file:
-        file.writelines(_filled(head))
+        file.writelines(_padded(head))
         for tensor in tensors.values():
-            file.writelines(_filled(tensor.data.tobytes()))
+            file.writelines(_padded(tensor.data.tobytes()))
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
 
 
-def _filled(raw: bytes) -> Iterable[bytes]:
+def _padded(raw: bytes) -> Iterable[bytes]:
     """Return bytes, and zeros up to the next multiple of the alignment."""
     return raw, bytes(_aligned(len(raw)) - len(raw))
 

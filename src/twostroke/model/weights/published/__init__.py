@@ -1,8 +1,8 @@
 """Assembles published quantized folders: the tensors of each quantized module become one weight.
 
-`quant_method` of config.json's `quantization_config` names the layout. Which modules are quantized
-is told by their tensors. Scales and zero points of activations, keys and values are left out: the
-backends quantize these in their own way.
+`quant_method` in config.json's `quantization_config` names the layout. A module is quantized if it
+has the tensors of the layout. Scales and zero points of activations, keys and values are left out:
+the backends quantize these in their own way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from twostroke.model.weights.published.awq import awq_layout
 from twostroke.model.weights.published.compressed import compressed_layout
 from twostroke.model.weights.published.fp8 import fp8_layout, modelopt_layout
 from twostroke.model.weights.published.gptq import auto_round_layout, gptq_layout
-from twostroke.model.weights.published.groups import Coded, assemble_groups, place_columns
+from twostroke.model.weights.published.groups import CodedMatrix, assemble_groups, reorder_columns
 from twostroke.model.weights.published.module import Module
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 
 class QuantLayout(Protocol):
-    """How a quantized module is stored: its `parts` besides `weight`, and how they are read."""
+    """How a quantized module is stored: the names of its tensors, and how to read them."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The last names of tensors that only a quantized module has."""
+        """The short names of tensors that only a quantized module has."""
 
-    def read(self, module: Module) -> Coded | QuantTensor:
+    def read(self, module: Module) -> CodedMatrix | QuantTensor:
         """Return a module's matrix; ModelFormatError if its tensors contradict each other."""
 
 
@@ -55,8 +55,8 @@ _LAYOUTS: dict[str, Callable[[Fields], QuantLayout]] = {
     "modelopt": modelopt_layout,
 }
 
-# Of activations, keys and values; `weight_scale_inv` and its kin are parts of layouts.
-_LEFT_OUT = frozenset(
+# Scales and zero points of activations, keys and values; weight scales are parts of layouts.
+_IGNORED_PARTS = frozenset(
     {
         "input_scale",
         "input_scale_ub",
@@ -73,9 +73,9 @@ _LEFT_OUT = frozenset(
 
 
 def published_layout(config: Fields) -> QuantLayout | None:
-    """Return the layout that a config.json names, None for a folder that is not quantized.
+    """Return the layout that a config.json names; None for a folder that is not quantized.
 
-    Raises ModelFormatError for one that is not supported.
+    Raises ModelFormatError for an unsupported layout.
     """
     quantization = config.part("quantization_config")
     if quantization is None:
@@ -100,28 +100,32 @@ def assemble_published(file: str, files: WeightFiles, layout: QuantLayout) -> We
             f"{file!r} has no quantized weights, which its quantization_config asks for."
         )
     used = {f"{name}.{part}" for name, module in modules.items() for part in module.parts}
-    tensors = {name: tensor for name, tensor in files.tensors.items() if _is_kept(name, used)}
-    unsupported = {name: dtype for name, dtype in files.unsupported.items() if _is_kept(name, used)}
+    tensors = {
+        name: tensor for name, tensor in files.tensors.items() if _is_other_tensor(name, used)
+    }
+    unsupported = {
+        name: dtype for name, dtype in files.unsupported.items() if _is_other_tensor(name, used)
+    }
     orders: dict[str, NDArray[Any]] = {}
     for name, module in modules.items():
         matrix = layout.read(module)
-        if isinstance(matrix, Coded):
+        if isinstance(matrix, CodedMatrix):
             assembled = assemble_groups(matrix)
             matrix = assembled.tensor
             if assembled.order is not None:
                 orders[f"{name}.weight"] = assembled.order
         tensors[f"{name}.weight"] = matrix
-    placed = place_columns(tensors, orders)
+    placed = reorder_columns(tensors, orders)
     return replace(files, tensors=placed, unsupported=unsupported, arrays={})
 
 
 def _modules(file: str, files: WeightFiles, layout: QuantLayout) -> dict[str, Module]:
-    """Return the quantized modules by name: their parts, or the type of `weight`, tell them."""
+    """Return the quantized modules by name; their parts or the type of `weight` identify them."""
     parts = (*layout.parts, "weight")
 
-    def by_module(found: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    def by_module(tensors_by_name: Mapping[str, T]) -> dict[str, dict[str, T]]:
         grouped: dict[str, dict[str, T]] = {}
-        for name, tensor in found.items():
+        for name, tensor in tensors_by_name.items():
             module, _, part = name.rpartition(".")
             if part in parts:
                 grouped.setdefault(module, {})[part] = tensor
@@ -139,6 +143,6 @@ def _modules(file: str, files: WeightFiles, layout: QuantLayout) -> dict[str, Mo
     }
 
 
-def _is_kept(name: str, used: AbstractSet[str]) -> bool:
+def _is_other_tensor(name: str, used: AbstractSet[str]) -> bool:
     """Whether a tensor is neither part of a quantized module nor a scale of activations."""
-    return name not in used and name.rpartition(".")[2] not in _LEFT_OUT
+    return name not in used and name.rpartition(".")[2] not in _IGNORED_PARTS

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.core.frozen import Frozen
-from twostroke.model.weights.published.groups import Coded
+from twostroke.model.weights.published.groups import CodedMatrix
 from twostroke.model.weights.published.module import unpack_words
 
 if TYPE_CHECKING:
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from twostroke.model.quant import Bytes
     from twostroke.model.weights.published.module import Module
 
-# Where in a word each of its 8 outputs lies.
-_PLACES = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
+# The position in a word of each of its 8 outputs.
+_POSITION_OF_OUTPUT = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
 
 
 class AwqLayout(Frozen):
-    """The size of a group of inputs."""
+    """The layout of AWQ folders, given the number of inputs in a group."""
 
     group_size: int
 
     parts = ("qweight", "qzeros", "scales")
 
-    def read(self, module: Module) -> Coded:
+    def read(self, module: Module) -> CodedMatrix:
         """Return the codes of a module; ModelFormatError if its tensors contradict each other."""
         words = module.array("qweight", ("I32",))
         inputs, outputs = words.shape[0], words.shape[1] * 8
@@ -43,7 +43,7 @@ class AwqLayout(Frozen):
         packed = module.array("qzeros", ("I32",))
         if packed.shape != (num_groups, words.shape[1]):
             raise module.wrong_shape("qzeros", (num_groups, words.shape[1]))
-        return Coded(
+        return CodedMatrix(
             codes=_unpack(words).T,
             bits=4,
             scales=module.scales("scales", (num_groups, outputs)).transposed(),
@@ -53,16 +53,16 @@ class AwqLayout(Frozen):
 
 
 def awq_layout(config: Fields) -> AwqLayout:
-    """Read the configuration of AWQ; ModelFormatError for what is not supported."""
+    """Read the configuration of AWQ; ModelFormatError for unsupported values."""
     version = config.text("version", default="gemm")
     if version.lower() != "gemm":
         config.refuse("version", "which is not supported; supported: gemm")
-    for key, only in (("bits", 4), ("zero_point", True)):
-        config.expect(key, only)
+    for key, supported_value in (("bits", 4), ("zero_point", True)):
+        config.expect(key, supported_value)
     size = config.integer("group_size", 1 << 20, low=-1, default=128)
     return AwqLayout(size if size > 0 else 1 << 20)
 
 
 def _unpack(words: NDArray[Any]) -> Bytes:
     codes = unpack_words(words, 4, words.shape[1] * 8)
-    return codes.reshape(len(words), -1, 8)[:, :, _PLACES].reshape(len(words), -1)
+    return codes.reshape(len(words), -1, 8)[:, :, _POSITION_OF_OUTPUT].reshape(len(words), -1)

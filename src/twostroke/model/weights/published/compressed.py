@@ -1,11 +1,11 @@
 """compressed-tensors folders, as LLM Compressor writes them.
 
 A module has `weight_packed` int32 (outputs, words of inputs) with codes of 2 to 8 bits, `weight`
-int8 or E4M3, or `weight_packed` uint8 with two E2M1 in a byte; `weight_scale` for the matrix, each
-output, each group of inputs or each block; and where it is not symmetric `weight_zero_point`,
-packed along the outputs beside packed codes. Integers are packed with half of their range added.
-A group of `config_groups` says the same, and need not be found by its targets: the tensors say
-what they are, and one group must agree.
+int8 or E4M3, or `weight_packed` uint8 with two E2M1 codes in a byte; `weight_scale` for the matrix,
+each output, each group of inputs or each block; and, if it is not symmetric, `weight_zero_point`,
+packed along the outputs if codes are packed. Integers are packed with half of their range added.
+The groups of `config_groups` describe the schemes. Their targets are not used: a module's tensors
+tell its scheme, and one group must agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.model.families.fields import MAX_WIDTH
 from twostroke.model.quant.floats import E4M3, E8M0
 from twostroke.model.weights.published.groups import (
-    Coded,
+    CodedMatrix,
     Scales,
     float32_scales,
     fp4_codes,
@@ -50,11 +50,11 @@ _FORMATS = (
 _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 _BITS = {"int": range(2, 9), "float": (4, 8)}
 _E8M0 = ("U8", "F8_E8M0")
-_ALL = 1 << 20  # more outputs or inputs than a matrix has
+_MAX_SIZE = 1 << 20  # at least the outputs or inputs of any matrix
 
 
 class Scheme(Frozen):
-    """How a group of modules is quantized; `size` is that of a block, (outputs, inputs)."""
+    """How a group of modules is quantized; a block has `size` (outputs, inputs)."""
 
     kind: str
     bits: int
@@ -66,7 +66,7 @@ class Scheme(Frozen):
 
 
 class CompressedLayout(Frozen):
-    """The schemes that the configuration names."""
+    """The layout of compressed-tensors folders, with the schemes that the configuration names."""
 
     schemes: tuple[Scheme, ...]
 
@@ -79,7 +79,7 @@ class CompressedLayout(Frozen):
         "weight_g_idx",
     )
 
-    def read(self, module: Module) -> Coded | QuantTensor:
+    def read(self, module: Module) -> CodedMatrix | QuantTensor:
         """Return a module's matrix; ModelFormatError if its tensors contradict each other."""
         match module.dtype("weight_packed"), module.dtype("weight"):
             case "I32", None:
@@ -93,43 +93,45 @@ class CompressedLayout(Frozen):
             case None, None:
                 raise module.lacks("weight_packed")
         part = "weight" if module.has("weight") else "weight_packed"
-        raise module.fault(part, f"has the type {module.dtype(part)}, which no scales are for")
+        raise module.fault(part, f"has the type {module.dtype(part)}, which is not supported")
 
-    def _packed(self, module: Module) -> Coded:
+    def _packed(self, module: Module) -> CodedMatrix:
         words = module.array("weight_packed", ("I32",))
         shape = module.array("weight_shape", ("I64", "I32"), 1)
         if shape.size != 2 or shape.min() < 1 or shape.max() > MAX_WIDTH:
-            raise module.fault("weight_shape", "does not say outputs and inputs")
+            raise module.fault("weight_shape", "is not a pair of outputs and inputs")
         outputs, inputs = map(int, shape)
         width = words.shape[1]
         widths = {
             bits: (num_words(inputs, bits), -(-inputs // (32 // bits))) for bits in _BITS["int"]
         }
-        fitting = [s.bits for s in self.schemes if s.kind == "int" and width in widths[s.bits]]
-        if words.shape[0] != outputs or not fitting:
+        possible_bits = [
+            s.bits for s in self.schemes if s.kind == "int" and width in widths[s.bits]
+        ]
+        if words.shape[0] != outputs or not possible_bits:
             raise module.fault(
                 "weight_packed",
                 f"has the shape {[*words.shape]}, which no group of its quantization_config has "
                 f"for {outputs} x {inputs} values",
             )
-        scheme = self._scheme(module, "int", fitting[0], (outputs, inputs))
+        scheme = self._scheme(module, "int", possible_bits[0], (outputs, inputs))
         bits = scheme.bits
-        # Older files leave bits of a word unused, where codes do not fill it.
+        # Older files put only complete codes in a word and leave its other bits unused.
         unpack = unpack_words if width == widths[bits][0] else unpack_padded_words
         zeros = None
         if module.has("weight_zero_point"):
             zeros = _zero_points(module, scheme, (outputs, inputs))
-        return _coded(module, scheme, unpack(words, bits, inputs), zeros)
+        return _coded_matrix(module, scheme, unpack(words, bits, inputs), zeros)
 
-    def _int8(self, module: Module) -> Coded:
+    def _int8(self, module: Module) -> CodedMatrix:
         values = module.array("weight", ("I8",))
         scheme = self._scheme(module, "int", 8, values.shape)
         zeros = None
         if module.has("weight_zero_point"):
             zeros = _zero_points(module, scheme, values.shape)
-        return _coded(module, scheme, _unsigned(values, 8), zeros)
+        return _coded_matrix(module, scheme, _unsigned(values, 8), zeros)
 
-    def _fp4(self, module: Module) -> Coded:
+    def _fp4(self, module: Module) -> CodedMatrix:
         packed = module.array("weight_packed", ("U8",))
         shape = packed.shape[0], packed.shape[1] * 2
         scheme = self._scheme(module, "float", 4, shape)
@@ -151,31 +153,32 @@ class CompressedLayout(Frozen):
         return fp8_matrix(codes, scales, scheme.size)
 
     def _scheme(self, module: Module, kind: str, bits: int, shape: tuple[int, ...]) -> Scheme:
-        """Return the scheme that has this kind of values and the module's number of scales."""
+        """Return the scheme with this kind of values whose scales have the module's shape."""
         outputs, inputs = shape
-        fitting = [s for s in self.schemes if (s.kind, s.bits) == (kind, bits)]
-        if not fitting:
+        schemes = [s for s in self.schemes if (s.kind, s.bits) == (kind, bits)]
+        if not schemes:
             part = "weight" if module.has("weight") else "weight_packed"
             raise module.fault(
-                part, f"has {kind} values of {bits} bits, its quantization_config has not"
+                part,
+                f"has {kind} values of {bits} bits, which its quantization_config does not name",
             )
-        found = module.shape("weight_scale")
-        for scheme in fitting:
-            wanted = scheme.scale_shape(outputs, inputs)
-            if found == wanted or (wanted[1] == 1 and found == wanted[:1]):
+        scale_shape = module.shape("weight_scale")
+        for scheme in schemes:
+            expected = scheme.scale_shape(outputs, inputs)
+            if scale_shape == expected or (expected[1] == 1 and scale_shape == expected[:1]):
                 return scheme
-        raise module.wrong_shape("weight_scale", fitting[0].scale_shape(outputs, inputs))
+        raise module.wrong_shape("weight_scale", schemes[0].scale_shape(outputs, inputs))
 
 
 def compressed_layout(config: Fields) -> CompressedLayout:
-    """Read the configuration of compressed-tensors; ModelFormatError for what is not supported."""
+    """Read the configuration of compressed-tensors; ModelFormatError for unsupported values."""
     _check_format(config)
     transforms = config.part("transform_config")
     if transforms is not None and transforms.values.get("config_groups"):
         config.fault("has a transform_config, whose rotations are not supported")
     groups = config.part("config_groups")
     if groups is None or not groups.values:
-        config.fault("does not say config_groups")
+        config.fault("has no config_groups")
     schemes = []
     for name in groups.values:
         group = groups.part(name)
@@ -204,28 +207,28 @@ def _read_scheme(weights: Fields) -> Scheme:
         weights.refuse("strategy", f"which is not supported; supported: {', '.join(_STRATEGIES)}")
     match strategy:
         case "tensor":
-            size = _ALL, _ALL
+            size = _MAX_SIZE, _MAX_SIZE
         case "channel":
-            size = 1, _ALL
+            size = 1, _MAX_SIZE
         case "block":
             size = block_size(weights, "block_structure")
         case _:
-            size = 1, weights.integer("group_size", _ALL)
+            size = 1, weights.integer("group_size", _MAX_SIZE)
     return Scheme(kind, bits, size)
 
 
 def block_size(fields: Fields, key: str) -> tuple[int, int]:
-    """Return the two sizes of a block at `key`, [128, 128] or "128x128"."""
+    """Return the two sizes of a block at `key`: [128, 128] or "128x128" in the file."""
     value = fields.value(key)
     if isinstance(value, str):
         value = [int(part) if part.isdecimal() else part for part in value[:20].split("x")]
     sizes = value if isinstance(value, list) and len(value) == 2 else [0, 0]
-    if not all(type(size) is int and 0 < size <= _ALL for size in sizes):
+    if not all(type(size) is int and 0 < size <= _MAX_SIZE for size in sizes):
         fields.refuse(key, "not two sizes of a block")
     return sizes[0], sizes[1]
 
 
-def _coded(module: Module, scheme: Scheme, codes: Bytes, zeros: Bytes | None) -> Coded:
+def _coded_matrix(module: Module, scheme: Scheme, codes: Bytes, zeros: Bytes | None) -> CodedMatrix:
     outputs, inputs = codes.shape
     shape = scheme.scale_shape(outputs, inputs)
     scales = module.scales("weight_scale", shape)
@@ -240,13 +243,13 @@ def _coded(module: Module, scheme: Scheme, codes: Bytes, zeros: Bytes | None) ->
             raise module.fault(
                 "weight_g_idx", f"does not name one of {shape[1]} groups for each input"
             )
-        if stored.min() >= 0:  # -1: it was never set
+        if stored.min() >= 0:  # -1 means unset
             groups = stored
-    return Coded(codes, scheme.bits, scales, zeros, groups)
+    return CodedMatrix(codes, scheme.bits, scales, zeros, groups)
 
 
 def _zero_points(module: Module, scheme: Scheme, shape: tuple[int, ...]) -> Bytes:
-    """Return zero points, uint8 (rows, groups): packed along the rows, or one in a byte."""
+    """Return zero points, uint8 (rows, groups), stored packed along the rows or one in a byte."""
     part, (rows, columns) = "weight_zero_point", scheme.scale_shape(*shape)
     if module.dtype(part) == "I32":
         words = module.array(part, ("I32",))
@@ -263,5 +266,5 @@ def _zero_points(module: Module, scheme: Scheme, shape: tuple[int, ...]) -> Byte
 
 
 def _unsigned(values: NDArray[Any], bits: int) -> Bytes:
-    """Return int8 with half of the range of the codes added."""
+    """Return int8 values as uint8, with half of the range of the codes added."""
     return values.view(np.uint8) + np.uint8(1 << (bits - 1))

@@ -1,9 +1,9 @@
 """Folders of E4M3 matrices with float scales: `fp8`, `fbgemm_fp8`, and NVIDIA's `modelopt`.
 
 A module has `weight` E4M3 and either `weight_scale_inv`, a scale for each block of 128 x 128 (or of
-`weight_block_size`), or `weight_scale` for the matrix or for each output. Despite its name
-`weight_scale_inv` is multiplied. `modelopt` also has NVFP4: `weight` uint8 with two E2M1 in a byte,
-`weight_scale` E4M3 for each 16, and `weight_scale_2` for all.
+`weight_block_size`), or `weight_scale` for the matrix or for each output. Despite its name,
+`weight_scale_inv` is multiplied. `modelopt` also has NVFP4: `weight` uint8 with two E2M1 codes in a
+byte, `weight_scale` E4M3 for each 16 inputs, and one `weight_scale_2` for the matrix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from twostroke.model.weights.published.groups import (
 if TYPE_CHECKING:
     from twostroke.model.families.fields import Fields
     from twostroke.model.quant import QuantTensor
-    from twostroke.model.weights.published.groups import Coded
+    from twostroke.model.weights.published.groups import CodedMatrix
     from twostroke.model.weights.published.module import Module
 
 _NVFP4_GROUP = 16
@@ -31,21 +31,24 @@ _ALGORITHMS = ("FP8", "NVFP4")
 
 
 class Fp8Layout(Frozen):
-    """The size of a block that has a scale, None if outputs or matrices have one."""
+    """The layout of FP8 folders; `block` is the size of a block with a scale.
+
+    `block` is None if outputs or matrices have a scale.
+    """
 
     block: tuple[int, int] | None
 
     parts = ("weight_scale", "weight_scale_inv", "weight_scale_2")
 
-    def read(self, module: Module) -> Coded | QuantTensor:
+    def read(self, module: Module) -> CodedMatrix | QuantTensor:
         """Return a module's matrix; ModelFormatError if its tensors contradict each other."""
         if module.has("weight_scale_2") and module.dtype("weight") == "U8":
             return _nvfp4(module)
         codes = module.e4m3_codes("weight")
         outputs, inputs = codes.shape
         part = "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale"
-        whole_matrix = module.shape(part) in {(1,), (1, 1)}
-        size = (outputs, inputs) if whole_matrix else self.block or (1, inputs)
+        has_one_scale = module.shape(part) in {(1,), (1, 1)}
+        size = (outputs, inputs) if has_one_scale else self.block or (1, inputs)
         shape = -(-outputs // size[0]), -(-inputs // size[1])
         return fp8_matrix(codes, scale_values(module.scales(part, shape)), size)
 
@@ -57,13 +60,13 @@ def fp8_layout(config: Fields) -> Fp8Layout:
 
 
 def modelopt_layout(config: Fields) -> Fp8Layout:
-    """Read the configuration of `modelopt`; ModelFormatError for what is not supported."""
+    """Read the configuration of `modelopt`; ModelFormatError for unsupported values."""
     if config.text("quant_algo") not in _ALGORITHMS:
         config.refuse("quant_algo", f"which is not supported; supported: {', '.join(_ALGORITHMS)}")
     return Fp8Layout(None)
 
 
-def _nvfp4(module: Module) -> Coded:
+def _nvfp4(module: Module) -> CodedMatrix:
     packed = module.array("weight", ("U8",))
     shape = packed.shape[0], packed.shape[1] * 2 // _NVFP4_GROUP
     stored = module.e4m3_codes("weight_scale")

@@ -1,9 +1,9 @@
-"""GPTQ folders, as AutoGPTQ and GPTQModel write them, and AutoRound's in the same layout.
+"""GPTQ folders, as AutoGPTQ and GPTQModel write them, and AutoRound's folders of the same layout.
 
 A module has `qweight` int32 (words of inputs, outputs) with the codes of 32 / bits inputs in a
 word, `qzeros` int32 (groups, words of outputs), `scales` (groups, outputs) and `g_idx` int32
 (inputs): the group of each input. A value is `scale * (code - zero)`. The first version of the
-layout stores each zero point less one, `gptq_v2` as it is.
+layout stores each zero point minus one; `gptq_v2` stores it unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from twostroke.core.frozen import Frozen
 from twostroke.model.weights.published.awq import AwqLayout, awq_layout
-from twostroke.model.weights.published.groups import Coded
+from twostroke.model.weights.published.groups import CodedMatrix
 from twostroke.model.weights.published.module import num_words, unpack_words
 
 if TYPE_CHECKING:
@@ -30,8 +30,12 @@ if TYPE_CHECKING:
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 _BITS = range(2, 9)
-_ONES = {2: 0x5555_5555, 4: 0x1111_1111, 8: 0x0101_0101}  # one in each code of a word
-# AutoRound's words for the layouts of others; None: that of AWQ.
+_WORD_OF_ONES = {
+    2: 0x5555_5555,
+    4: 0x1111_1111,
+    8: 0x0101_0101,
+}  # a one in each code
+# The GPTQ version of each of AutoRound's layouts; None means the layout of AWQ.
 _PACKING_VERSIONS = {
     "auto": 1,
     "auto_round:gptq": 1,
@@ -44,7 +48,10 @@ _PACKING_VERSIONS = {
 
 
 class GptqLayout(Frozen):
-    """The bits and group sizes that the configuration names, the usual ones first."""
+    """The layout of GPTQ folders, with the bits and group sizes that the configuration names.
+
+    The model's own values come first, then the values of single modules.
+    """
 
     bits: tuple[int, ...]
     group_sizes: tuple[int, ...]
@@ -52,7 +59,7 @@ class GptqLayout(Frozen):
 
     parts = PARTS
 
-    def read(self, module: Module) -> Coded:
+    def read(self, module: Module) -> CodedMatrix:
         """Return the codes of a module; ModelFormatError if its tensors contradict each other."""
         words = module.array("qweight", ("I32",))
         shape = module.shape("scales")
@@ -66,7 +73,7 @@ class GptqLayout(Frozen):
         packed = module.array("qzeros", ("I32",))
         if packed.shape != (num_groups, num_words(outputs, bits)):
             raise module.wrong_shape("qzeros", (num_groups, num_words(outputs, bits)))
-        return Coded(
+        return CodedMatrix(
             codes=unpack_words(words.T, bits, inputs),
             bits=bits,
             scales=module.scales("scales", (num_groups, outputs)).transposed(),
@@ -75,32 +82,32 @@ class GptqLayout(Frozen):
         )
 
     def _bits(self, module: Module, num_rows: int, outputs: int) -> int:
-        """Return the bits of a code: those named for which inputs and zero points fit."""
+        """Return the first configured number of bits that fits the inputs and zero points."""
         packed = module.array("qzeros", ("I32",))
         inputs = module.array("g_idx", ("I32",), 1).size if module.has("g_idx") else None
         for bits in self.bits:
             fits = num_rows * 32 % bits == 0 and inputs in {None, num_rows * 32 // bits}
             if fits and packed.shape[1] == num_words(outputs, bits):
                 return bits
-        named = " or ".join(map(str, self.bits))
+        bits_text = " or ".join(map(str, self.bits))
         raise module.fault(
-            "qweight", f"has not the shape of the {named} bits in its quantization_config"
+            "qweight", f"has not the shape of the {bits_text} bits in its quantization_config"
         )
 
     def _zeros(self, packed: NDArray[Any], bits: int, outputs: int) -> Bytes:
         if self.version == 2:
             return unpack_words(packed, bits, outputs)
-        if bits in _ONES:
-            # Writers take one from whole words, so that codes lend to each other.
-            raised = packed.view(np.uint32) + np.uint32(_ONES[bits])
+        if bits in _WORD_OF_ONES:
+            # Writers subtract one from each code of a word at once, with borrows between codes.
+            raised = packed.view(np.uint32) + np.uint32(_WORD_OF_ONES[bits])
             return unpack_words(raised.view(np.int32), bits, outputs)
         return unpack_words(packed, bits, outputs) + np.uint8(1) & np.uint8((1 << bits) - 1)
 
     def _group_of(self, module: Module, inputs: int, num_groups: int) -> NDArray[Any]:
         sizes = [size for size in self.group_sizes if -(-inputs // size) == num_groups]
         if not sizes:
-            wanted = -(-inputs // self.group_sizes[0])
-            raise module.wrong_shape("scales", (wanted, module.shape("scales")[1]))
+            expected_groups = -(-inputs // self.group_sizes[0])
+            raise module.wrong_shape("scales", (expected_groups, module.shape("scales")[1]))
         if not module.has("g_idx"):
             return np.arange(inputs) // sizes[0]
         groups = module.array("g_idx", ("I32",), 1)
@@ -110,7 +117,7 @@ class GptqLayout(Frozen):
 
 
 def gptq_layout(config: Fields) -> GptqLayout:
-    """Read the configuration of GPTQ; ModelFormatError for what is not supported."""
+    """Read the configuration of GPTQ; ModelFormatError for unsupported values."""
     version = config.text("checkpoint_format", default="gptq")
     if version not in {"gptq", "gptq_v2"}:
         config.refuse("checkpoint_format", "which is not supported; supported: gptq, gptq_v2")
@@ -128,22 +135,22 @@ def auto_round_layout(config: Fields) -> GptqLayout | AwqLayout:
 
 
 def _layout(config: Fields, version: int, key: str) -> GptqLayout:
-    named = [*_sizes(config, key)]
-    bits = tuple(dict.fromkeys(bits for bits, _ in named))
-    return GptqLayout(bits, tuple(dict.fromkeys(size for _, size in named)), version)
+    sizes = [*_sizes(config, key)]
+    bits = tuple(dict.fromkeys(bits for bits, _ in sizes))
+    return GptqLayout(bits, tuple(dict.fromkeys(size for _, size in sizes)), version)
 
 
 def _sizes(config: Fields, key: str) -> Iterator[tuple[int, int]]:
-    """Yield bits and group size of the model, then those of the modules that differ."""
+    """Yield bits and group size of the model, then of modules with other values."""
     bits, size = _bits(config, None), _group_size(config, None)
     yield bits, size
-    others = config.part(key)
-    for name in [] if others is None else others.values:
-        part = others and others.part(name)
+    overrides = config.part(key)
+    for name in [] if overrides is None else overrides.values:
+        part = overrides and overrides.part(name)
         if part is not None:
-            changed = _bits(part, bits)
-            if changed <= 8:  # 16 bits: such a module is not quantized
-                yield changed, _group_size(part, size)
+            module_bits = _bits(part, bits)
+            if module_bits <= 8:  # modules with 16 bits are not quantized
+                yield module_bits, _group_size(part, size)
 
 
 def _bits(config: Fields, default: int | None) -> int:
@@ -154,6 +161,6 @@ def _bits(config: Fields, default: int | None) -> int:
 
 
 def _group_size(config: Fields, default: int | None) -> int:
-    """Return the inputs of a group; -1 in the file means all."""
+    """Return the inputs of a group; -1 in the file means all inputs."""
     size = config.integer("group_size", 1 << 20, low=-1, default=default or 128)
     return size if size > 0 else 1 << 20

@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 
     from twostroke.model.quant import Bytes, Floats
 
-_LOW_HALF = np.uint32(0xFFFF)  # of a float32: zero where it is exact in bfloat16
+_LOW_HALF = np.uint32(0xFFFF)  # bits of a float32 that bfloat16 does not have
 
 
 class Scales(Frozen, eq=False):
-    """Scales (rows, columns) as they are stored: integers with their bits, and their type."""
+    """Scales (rows, columns) as a file stores them: their bits as integers, and their type."""
 
-    kind: str  # a name that `grouped` knows
+    kind: str  # the name of a scale type of `grouped`
     raw: NDArray[Any]
 
     def transposed(self) -> Scales:
-        """Return the same scales with rows and columns exchanged."""
+        """Return the scales with rows and columns exchanged."""
         return Scales(self.kind, self.raw.T)
 
-    def columns(self, which: NDArray[Any]) -> Scales:
-        """Return some columns."""
-        return Scales(self.kind, self.raw[:, which])
+    def columns(self, indexes: NDArray[Any]) -> Scales:
+        """Return the columns at `indexes`."""
+        return Scales(self.kind, self.raw[:, indexes])
 
 
-class Coded(Frozen, eq=False):
-    """A matrix (outputs, inputs) of codes, as an assembler reads it.
+class CodedMatrix(Frozen, eq=False):
+    """A matrix (outputs, inputs) of codes with scales and zero points.
 
-    `zeros` uint8 (outputs, groups) are in the middle of the codes where there are none. `scales`
-    and `zeros` may have one row for all outputs. `group_of` (inputs,) is the group of each input.
-    With the table "e2m1" codes are its numbers.
+    Without `zeros` uint8 (outputs, groups), zero points are in the middle of the codes' range.
+    `scales` and `zeros` may have one row for all outputs. `group_of` (inputs,) is the group of each
+    input. With the table "e2m1" codes stand for E2M1 floats.
     """
 
     codes: Bytes
@@ -62,49 +62,50 @@ class Coded(Frozen, eq=False):
     table: str | None = None
 
 
-class Assembled(Frozen, eq=False):
-    """A tensor, whose column i belongs to the input `order[i]`, or to the input i if it is None."""
+class AssembledMatrix(Frozen, eq=False):
+    """A tensor whose column i belongs to the input `order[i]`, or to input i if `order` is None."""
 
     tensor: QuantTensor
     order: NDArray[Any] | None = None
 
 
-def assemble_groups(coded: Coded) -> Assembled:
-    """Return codes in a grouped format, bit for bit in value.
+def assemble_groups(coded: CodedMatrix) -> AssembledMatrix:
+    """Return codes in a grouped format with exactly the same values.
 
-    Inputs are sorted by their groups, if they are not yet. What no grouped format holds becomes
-    floats: groups that are not multiples of 32 inputs, and zero points of 8 bits.
+    Inputs are sorted by their groups, if they are not sorted yet. Matrices that no grouped format
+    can express become floats: groups that are not multiples of 32 inputs, and zero points of 8
+    bits.
     """
     order = None
     groups, codes = coded.group_of, coded.codes
     if (np.diff(groups) < 0).any():
         order = np.argsort(groups, kind="stable")
         groups, codes = groups[order], codes[:, order]
-    block = _block(groups, 16 if coded.table else 32)
-    codes, zeros = _widened(codes, coded)
+    block = _block_size(groups, 16 if coded.table else 32)
+    codes, zeros = _widen_codes(codes, coded)
     if block is None or (zeros is not None and coded.bits > 4):
-        return Assembled(exact_floats(coded_values(coded)))
-    which = groups[::block]
+        return AssembledMatrix(exact_floats(coded_values(coded)))
+    group_of_block = groups[::block]
     outputs = len(codes)
-    raw = np.broadcast_to(coded.scales.raw[:, which], (outputs, len(which)))
+    raw = np.broadcast_to(coded.scales.raw[:, group_of_block], (outputs, len(group_of_block)))
     scales = np.ascontiguousarray(raw)[:, :, None].view(np.uint8)
     if zeros is not None:
-        zeros = np.broadcast_to(zeros[:, which], raw.shape)
+        zeros = np.broadcast_to(zeros[:, group_of_block], raw.shape)
     bits = 4 if coded.bits <= 4 else 8
     fmt = grouped(bits, block, coded.scales.kind, zero=zeros is not None, table=coded.table)
-    return Assembled(assemble(fmt, codes, scales, zeros), order)
+    return AssembledMatrix(assemble(fmt, codes, scales, zeros), order)
 
 
-def coded_values(coded: Coded) -> Floats:
+def coded_values(coded: CodedMatrix) -> Floats:
     """Return the values of codes as float32 (outputs, inputs), in the inputs' order."""
-    which = coded.group_of
+    groups = coded.group_of
     if coded.table:
         values = E2M1[coded.codes]
     else:
         values = coded.codes.astype(np.float32)
-        values -= 1 << (coded.bits - 1) if coded.zeros is None else coded.zeros[:, which]
+        values -= 1 << (coded.bits - 1) if coded.zeros is None else coded.zeros[:, groups]
     with np.errstate(over="ignore", invalid="ignore"):
-        values *= scale_values(coded.scales)[:, which]
+        values *= scale_values(coded.scales)[:, groups]
     return values
 
 
@@ -123,7 +124,7 @@ def exact_floats(values: Floats) -> QuantTensor:
     return QuantTensor.from_floats(values, FORMATS["BF16" if exact else "F32"])
 
 
-def _widened(codes: Bytes, coded: Coded) -> tuple[Bytes, Bytes | None]:
+def _widen_codes(codes: Bytes, coded: CodedMatrix) -> tuple[Bytes, Bytes | None]:
     """Return codes and zero points for 4 or 8 bits; no zero points if all are in the middle."""
     middle = 1 << (coded.bits - 1)
     zeros = coded.zeros
@@ -135,8 +136,8 @@ def _widened(codes: Bytes, coded: Coded) -> tuple[Bytes, Bytes | None]:
     return codes, zeros
 
 
-def _block(groups: NDArray[Any], least: int) -> int | None:
-    """Return the inputs of a block that divides all runs of equal `groups`, None if none does.
+def _block_size(groups: NDArray[Any], min_block: int) -> int | None:
+    """Return the largest block, in inputs, that divides all runs of equal `groups`; None if none.
 
     Kernels take multiples of 32 inputs.
     """
@@ -145,25 +146,25 @@ def _block(groups: NDArray[Any], least: int) -> int | None:
         return None
     edges = np.flatnonzero(np.diff(groups)) + 1
     run = gcd(inputs, *map(int, edges))
-    for size in (run, 128, 64, 32, least):
+    for size in (run, 128, 64, 32, min_block):
         whole_row = size == inputs and size % 16 == 0
-        if run % size == 0 and (whole_row or size % 128 == 0 or size in {96, 64, 32, least}):
+        if run % size == 0 and (whole_row or size % 128 == 0 or size in {96, 64, 32, min_block}):
             return size
     return None
 
 
-# A matrix whose inputs are the products of others' outputs: these, by the last part of their names.
+# Matrices whose outputs are the inputs of a feed-forward's last matrix, by their short names.
 _PRODUCERS = {"down_proj": ("gate_proj", "up_proj"), "w2": ("w1", "w3")}
 
 
-def place_columns(
+def reorder_columns(
     tensors: Mapping[str, QuantTensor], orders: Mapping[str, NDArray[Any]]
 ) -> dict[str, QuantTensor]:
-    """Return tensors by name that know which inputs their columns belong to.
+    """Return tensors with the columns in `orders` put in order, or with the order noted.
 
     Column i of the matrix `name` in `orders` belongs to the input `orders[name][i]`.
     """
-    placed = dict(tensors)
+    reordered = dict(tensors)
     for name, order in orders.items():
         scope, _, last = name.removesuffix(".weight").rpartition(".")
         producers = [f"{scope}.{part}" for part in _PRODUCERS.get(last, ())]
@@ -173,18 +174,18 @@ def place_columns(
         )
         if producers and fits:
             for producer in producers:
-                tensor = placed[f"{producer}.weight"]
-                placed[f"{producer}.weight"] = replace(tensor, data=tensor.data[order])
+                tensor = reordered[f"{producer}.weight"]
+                reordered[f"{producer}.weight"] = replace(tensor, data=tensor.data[order])
         else:
-            placed[name] = replace(placed[name], order=order.astype(np.int32))
-    return placed
+            reordered[name] = replace(reordered[name], order=order.astype(np.int32))
+    return reordered
 
 
 def fp8_matrix(codes: Bytes, scales: Floats, size: tuple[int, int]) -> QuantTensor:
-    """Return E4M3 (outputs, inputs) times a scale for each block of `size`.
+    """Return E4M3 codes (outputs, inputs) times a scale for each block of `size`.
 
-    It stays E4M3, unless a row has a block that is cut: then it is bfloat16 where that is exact,
-    else float32.
+    The tensor stays E4M3, unless a row ends inside a block: then it is bfloat16 where that is
+    exact, else float32.
     """
     outputs, inputs = codes.shape
     rows, columns = min(size[0], outputs), min(size[1], inputs)
@@ -195,11 +196,21 @@ def fp8_matrix(codes: Bytes, scales: Floats, size: tuple[int, int]) -> QuantTens
         return exact_floats(E4M3[codes] * np.repeat(scales, columns, axis=1)[:, :inputs])
 
 
-def fp4_codes(packed: Bytes, scales: Scales, size: int) -> Coded:
-    """Return E2M1 uint8 (outputs, inputs / 2), the first of two in the low bits, and scales."""
+def fp4_codes(packed: Bytes, scales: Scales, size: int) -> CodedMatrix:
+    """Return packed E2M1 codes and scales as a matrix; the first of two codes is in the low bits.
+
+    `packed` is uint8 (outputs, inputs / 2); a group has `size` inputs.
+    """
     pairs = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=2)
     codes = pairs.reshape(len(packed), -1)
-    return Coded(codes, 4, scales, None, np.arange(codes.shape[1]) // size, "e2m1")
+    return CodedMatrix(
+        codes=codes,
+        bits=4,
+        scales=scales,
+        zeros=None,
+        group_of=np.arange(codes.shape[1]) // size,
+        table="e2m1",
+    )
 
 
 def float32_scales(values: Floats) -> Scales:

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from twostroke.model.quant import Bytes, QuantTensor
     from twostroke.model.weights.tensors import StoredArray
 
-_SCALES = {"F16": ("f16", np.uint16), "BF16": ("bf16", np.uint16), "F32": ("f32", np.uint32)}
-_MAX_SHOWN = 120  # characters of a tensor's name in an error
+_SCALE_TYPES = {"F16": ("f16", np.uint16), "BF16": ("bf16", np.uint16), "F32": ("f32", np.uint32)}
+_MAX_NAME_CHARS = 120  # characters of a tensor's name in an error
 
 
 class Module(Frozen):
-    """The tensors of a module by their last name, such as `qweight` and `scales`."""
+    """The tensors of a module by their short names, such as `qweight` and `scales`."""
 
     file: str
     name: str
@@ -38,17 +38,17 @@ class Module(Frozen):
 
     @property
     def parts(self) -> AbstractSet[str]:
-        """The last names of its tensors."""
+        """The short names of its tensors."""
         return self.tensors.keys() | self.arrays.keys()
 
     def dtype(self, part: str) -> str | None:
-        """Return the file's word for a tensor's type, None if there is no such tensor."""
+        """Return the file's name of a tensor's type; None if there is no such tensor."""
         if part in self.arrays:
             return self.arrays[part].dtype
         return self.tensors[part].format.name if part in self.tensors else None
 
     def has(self, part: str) -> bool:
-        """Whether the module has this tensor, in any type."""
+        """Whether the module has this tensor, of any type."""
         return self.dtype(part) is not None
 
     def array(self, part: str, dtypes: Sequence[str], dimensions: int = 2) -> NDArray[Any]:
@@ -71,15 +71,15 @@ class Module(Frozen):
         return codes
 
     def scales(self, part: str, shape: tuple[int, int]) -> Scales:
-        """Return float scales of this shape; dimensions of 1 may be left out."""
+        """Return float scales of this shape; the file may leave out dimensions of 1."""
         tensor = self._floats(part)
-        if prod(tensor.shape) != prod(shape) or tensor.shape not in _same(shape):
+        if prod(tensor.shape) != prod(shape) or tensor.shape not in _equivalent_shapes(shape):
             raise self.wrong_shape(part, shape)
-        kind, raw = _SCALES[tensor.format.name]
+        kind, raw = _SCALE_TYPES[tensor.format.name]
         return Scales(kind, np.ascontiguousarray(tensor.data).view(raw).reshape(shape))
 
     def scale(self, part: str) -> np.float32:
-        """Return the only value of a tensor of floats; ModelFormatError if it cannot be one."""
+        """Return the value of a one-value tensor; ModelFormatError if it is not positive."""
         tensor = self._floats(part)
         if tensor.num_values != 1:
             raise self.wrong_shape(part, (1, 1))
@@ -95,23 +95,23 @@ class Module(Frozen):
         return self._floats(part).shape
 
     def lacks(self, part: str) -> ModelFormatError:
-        """Return the error about a tensor that is not there."""
-        shown = f"{self.name}.{part}"[:_MAX_SHOWN]
+        """Return the error for a missing tensor."""
+        name = f"{self.name}.{part}"[:_MAX_NAME_CHARS]
         return ModelFormatError(
-            f"{self.file!r} lacks tensor {shown!r}, which its quantization_config asks for."
+            f"{self.file!r} lacks tensor {name!r}, which its quantization_config asks for."
         )
 
     def wrong_shape(self, part: str, shape: tuple[int, ...]) -> ModelFormatError:
-        """Return the error about a shape that contradicts the configuration."""
-        found = [*self.shape(part)]
+        """Return the error for a shape that contradicts the configuration."""
+        actual_shape = [*self.shape(part)]
         return self.fault(
-            part, f"has the shape {found}, its quantization_config asks for {[*shape]}"
+            part, f"has the shape {actual_shape}, its quantization_config asks for {[*shape]}"
         )
 
     def fault(self, part: str, text: str) -> ModelFormatError:
-        """Return the error that says `text` about a tensor."""
-        shown = f"{self.name}.{part}"[:_MAX_SHOWN]
-        return ModelFormatError(f"{self.file!r} contradicts itself: tensor {shown!r} {text}.")
+        """Return an error with a statement about a tensor."""
+        name = f"{self.name}.{part}"[:_MAX_NAME_CHARS]
+        return ModelFormatError(f"{self.file!r} contradicts itself: tensor {name!r} {text}.")
 
     def _floats(self, part: str) -> QuantTensor:
         if not self.has(part):
@@ -121,13 +121,13 @@ class Module(Frozen):
         return self.tensors[part]
 
 
-def _same(shape: tuple[int, int]) -> list[tuple[int, ...]]:
-    """Return the ways to write a shape: (n, 1) is also (n,), and (1, 1) one value."""
+def _equivalent_shapes(shape: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Return the shapes that a file may use: (n, 1) is also (n,)."""
     return [shape, (shape[0],)] if shape[1] == 1 else [shape]
 
 
 def num_words(count: int, bits: int) -> int:
-    """Return how many words `count` codes fill, one after the other without holes."""
+    """Return the number of words that `count` codes fill without gaps."""
     return -(-count * bits // 32)
 
 
@@ -141,12 +141,12 @@ def unpack_words(words: NDArray[Any], bits: int, count: int) -> Bytes:
         codes = packed[:, :, None] >> shifts
         codes &= np.uint8((1 << bits) - 1)
         return codes.reshape(len(packed), -1)[:, :count]
-    single = np.unpackbits(packed, axis=1, bitorder="little")[:, : count * bits]
-    return np.packbits(single.reshape(-1, bits), axis=1, bitorder="little").reshape(-1, count)
+    bit_rows = np.unpackbits(packed, axis=1, bitorder="little")[:, : count * bits]
+    return np.packbits(bit_rows.reshape(-1, bits), axis=1, bitorder="little").reshape(-1, count)
 
 
 def unpack_padded_words(words: NDArray[Any], bits: int, count: int) -> Bytes:
-    """Unpack words that hold only whole codes: `32 // bits` in each, from the lowest bit on."""
+    """Unpack words that hold only complete codes: `32 // bits` in each, from the lowest bit on."""
     shifts = np.arange(32 // bits, dtype=np.uint32) * np.uint32(bits)
     codes = np.ascontiguousarray(words).view(np.uint32)[:, :, None] >> shifts
     codes &= np.uint32((1 << bits) - 1)
