@@ -19,7 +19,7 @@ from twostroke.lab.train.options import DistillOptions, StudentShape
 from twostroke.model.families import build_program
 from twostroke.model.load import load
 from twostroke.model.quant import FORMATS, QuantTensor
-from twostroke.model.quant.floats import HALVES
+from twostroke.model.quant.floats import SCALE_OFFSETS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -307,7 +307,7 @@ def test_tuning_brings_a_rounded_model_nearer(
     assert "output_norm.weight" in tuned
     key = "blk.0.ffn_up.weight"
     assert tuned[key].format.name == name
-    heads = 2 * len(HALVES[name])
+    heads = 2 * len(SCALE_OFFSETS[name])
     old, new = (one[key].data.reshape(-1, FORMATS[name].block_bytes) for one in (rounded, tuned))
     assert np.array_equal(old[:, heads:], new[:, heads:])  # the codes
     assert not np.array_equal(old[:, :heads], new[:, :heads])

@@ -10,8 +10,8 @@ from twostroke.core.frozen import Frozen
 from twostroke.model.quant import FORMATS_BY_KERNEL_ID
 from twostroke.model.quant.floats import E2M1
 from twostroke.model.quant.format import unpack_planes
-from twostroke.model.quant.grouped import KERNEL
-from twostroke.model.quant.iq_quants import CODEBOOKS, LEVELS
+from twostroke.model.quant.grouped import KERNEL_FORMATS
+from twostroke.model.quant.iq_quants import CODEBOOKS, IQ4_LEVELS
 from twostroke.model.quant.k_quants import unpack_scales
 from twostroke.model.quant.legacy_quants import unpack_codes
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from twostroke.model.quant.iq_quants import Codebook
 
 FORMATS = {fmt.name: fmt for fmt in FORMATS_BY_KERNEL_ID.values()}
-GROUPED = {fmt.name for fmt in KERNEL}
+GROUPED = {fmt.name for fmt in KERNEL_FORMATS}
 BOOKS = {book.name: book for book in CODEBOOKS}
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
@@ -148,7 +148,7 @@ def quants_of(name: str, blocks: np.ndarray) -> np.ndarray:
             return blocks[:, 2:].view(np.int8).astype(np.int64)
         case "IQ4_NL" | "IQ4_XS":
             start = 2 if name == "IQ4_NL" else 8
-            return LEVELS[unpack_planes(blocks[:, start:], 4, run=16)].astype(np.int64)
+            return IQ4_LEVELS[unpack_planes(blocks[:, start:], 4, run=16)].astype(np.int64)
         case "Q4_0" | "Q4_1":
             codes, offset = unpack_planes(blocks[:, -16:], 4, run=16), 8 * (name == "Q4_0")
         case "Q5_0" | "Q5_1":

@@ -16,7 +16,7 @@ from twostroke.model.quant.floats import (
     nearest_e4m3,
     nearest_e8m0,
 )
-from twostroke.model.quant.grouped import KERNEL, NO_KERNEL, SCALE_BYTES
+from twostroke.model.quant.grouped import KERNEL_FORMATS, NO_KERNEL, SCALE_BYTES
 
 # bits, zero point, table
 KINDS = [(4, False, None), (4, True, None), (8, False, None), (8, True, None), (4, False, "e2m1")]
@@ -98,7 +98,7 @@ def test_kernels_get_the_same_values() -> None:
         values = FORMATS_BY_KERNEL_ID[fmt.kernel_id].dequantize(data)
         expected = tensor.dequantize()
         assert np.array_equal(values[:, : expected.shape[1]], expected), fmt.name
-    assert all(FORMATS_BY_KERNEL_ID[fmt.kernel_id] is fmt for fmt in KERNEL)
+    assert all(FORMATS_BY_KERNEL_ID[fmt.kernel_id] is fmt for fmt in KERNEL_FORMATS)
 
 
 def test_a_rounded_value_is_within_a_step_of_the_original() -> None:

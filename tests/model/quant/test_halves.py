@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 
 from twostroke.model.quant import FORMATS, QuantTensor
-from twostroke.model.quant.floats import HALVES, parts_by_half, with_halves
+from twostroke.model.quant.floats import SCALE_OFFSETS, multiply_scales, terms_by_scale
 
 
-@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("name", SCALE_OFFSETS)
 def test_a_matrix_is_linear_in_its_halves(name: str) -> None:
     rng = np.random.default_rng(1)
     fmt = FORMATS[name]
     values = rng.normal(0.1, 1.0, (3, 2 * fmt.block_size)).astype(np.float32)
     tensor = QuantTensor.from_floats(values, fmt)
-    parts = parts_by_half(tensor)
+    parts = terms_by_scale(tensor)
     whole = sum(parts[1:], parts[0])
     np.testing.assert_allclose(whole.reshape(values.shape), tensor.dequantize(), atol=1e-5)
     factors = tuple(rng.uniform(0.5, 2.0, part.shape[:2]).astype(np.float32) for part in parts)
-    changed = with_halves(tensor, factors).dequantize()
+    changed = multiply_scales(tensor, factors).dequantize()
     wanted = sum(part * factor[..., None] for part, factor in zip(parts, factors, strict=True))
     np.testing.assert_allclose(changed, wanted.reshape(values.shape), rtol=2e-3, atol=1e-2)
 
@@ -27,6 +27,6 @@ def test_a_matrix_is_linear_in_its_halves(name: str) -> None:
 def test_factors_of_one_change_nothing() -> None:
     values = np.random.default_rng(2).normal(size=(4, 256)).astype(np.float32)
     tensor = QuantTensor.from_floats(values, FORMATS["Q4_K"])
-    ones = tuple(np.ones(part.shape[:2], np.float32) for part in parts_by_half(tensor))
-    assert np.array_equal(with_halves(tensor, ones).data, tensor.data)
-    assert not any(np.array_equal(part, 0 * part) for part in parts_by_half(tensor))
+    ones = tuple(np.ones(part.shape[:2], np.float32) for part in terms_by_scale(tensor))
+    assert np.array_equal(multiply_scales(tensor, ones).data, tensor.data)
+    assert not any(np.array_equal(part, 0 * part) for part in terms_by_scale(tensor))

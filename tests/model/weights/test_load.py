@@ -174,7 +174,7 @@ def test_a_safetensors_file_is_read_with_the_folder_around_it(tmp_path: Path) ->
         ({"llama.block_count": 0}, "llama.block_count = 0, not a whole number from 1 to 1024"),
         ({"llama.block_count": 1000}, "20 tensors, too few for 1000 layers"),
         ({"llama.block_count": 3}, "lacks tensor 'blk.2.attn_norm.weight'"),
-        ({"llama.block_count": 1}, "tensor 'blk.1.attn_k.weight', which is not one"),
+        ({"llama.block_count": 1}, "tensor 'blk.1.attn_k.weight', which the family"),
         ({"llama.block_count": 2.0}, "llama.block_count = 2.0, not a whole number"),
         ({"llama.attention.head_count": [4, 4]}, "head_count = a list, not a whole number"),
         ({"llama.attention.head_count_kv": 3}, "4 heads, not a multiple of its 3 key-value"),

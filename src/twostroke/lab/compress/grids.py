@@ -10,7 +10,7 @@ import numpy as np
 from twostroke.core.frozen import Frozen
 from twostroke.model.quant.floats import encode_bfloat
 from twostroke.model.quant.format import half_bytes, pack_planes
-from twostroke.model.quant.iq_quants import LEVELS, pack_xs
+from twostroke.model.quant.iq_quants import IQ4_LEVELS, pack_iq4_xs
 from twostroke.model.quant.k_quants import pack_q3_k, pack_q6_k, pack_super_blocks
 from twostroke.model.quant.legacy_quants import pack_codes
 
@@ -96,7 +96,7 @@ def _pack_nl(rounded: Rounded) -> Bytes:
 
 
 def _pack_xs(rounded: Rounded) -> Bytes:
-    return pack_xs(rounded.tops, rounded.shares, rounded.levels.view(np.uint8).reshape(-1, 256))
+    return pack_iq4_xs(rounded.tops, rounded.shares, rounded.levels.view(np.uint8).reshape(-1, 256))
 
 
 def _pack_k(rounded: Rounded, bits: int) -> Bytes:
@@ -162,7 +162,7 @@ def _super_blocks(bits: int) -> BlockGrid:
     return BlockGrid(partial(_pack_k, bits=bits), 0, high, num_groups=8, shares=(0, 63))
 
 
-_TABLE = tuple(LEVELS.tolist())
+_TABLE = tuple(IQ4_LEVELS.tolist())
 _IQ4_PEAKS = tuple(np.linspace(-165, -95, 15).tolist() + np.linspace(95, 145, 9).tolist())
 _Q6_PEAKS = (-33.0, -32.5, -32.0, -31.5, -31.0, -30.5, -30.0, 31.0)
 

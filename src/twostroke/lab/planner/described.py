@@ -14,7 +14,7 @@ from twostroke.model.families import MODEL_TYPES
 from twostroke.model.families.blocks import attention, decoder, feed_forward, mixture, norm
 from twostroke.model.families.common_fields import all_but_every, config_window, read_sizes
 from twostroke.model.families.fields import MAX_EXPERTS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields
-from twostroke.model.families.gemma4 import borrowing_layers
+from twostroke.model.families.gemma4 import with_shared_kv_layers
 from twostroke.model.families.spec import ExpertSpec, ModelSpec, RopeSpec
 from twostroke.model.program import ops
 from twostroke.model.weights.hf_model import SIZE_KEYS, refuse_architecture, text_fields
@@ -123,7 +123,7 @@ def _gemma3n(fields: Fields, name: str) -> Program:
     count, hidden = spec.num_layers, spec.hidden_size
     spec = replace(spec, window=config_window(fields, all_but_every(5, count)))
     num_shared = fields.integer("num_kv_shared_layers", count - 1, low=0)
-    spec = borrowing_layers(fields, spec, num_shared, spec.ffn_size)
+    spec = with_shared_kv_layers(fields, spec, num_shared, spec.ffn_size)
     rank = fields.integer("laurel_rank", MAX_WIDTH)
     each = fields.integer("hidden_size_per_layer_input", MAX_WIDTH)
     vocab = fields.integer("vocab_size_per_layer_input", MAX_VOCAB)

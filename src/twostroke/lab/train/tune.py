@@ -20,7 +20,7 @@ from twostroke.lab.train.teach import Teacher, same_tokens
 from twostroke.model.families import build_program
 from twostroke.model.program import ops
 from twostroke.model.quant import FORMATS, QuantTensor
-from twostroke.model.quant.floats import HALVES, parts_by_half, with_halves
+from twostroke.model.quant.floats import SCALE_OFFSETS, multiply_scales, terms_by_scale
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -92,8 +92,8 @@ class _Tuned:
         self.offsets: dict[str, Tensor] = {}
         for name, weight in self.model.weights.items():
             tensor = tensors[name]
-            if name in matrices and tensor.format.name in HALVES:
-                self._parts[name] = tuple(map(torch.from_numpy, parts_by_half(tensor)))
+            if name in matrices and tensor.format.name in SCALE_OFFSETS:
+                self._parts[name] = tuple(map(torch.from_numpy, terms_by_scale(tensor)))
             elif weight.ndim == 1:
                 self._parts[name] = (weight,)
         for name, parts in self._parts.items():
@@ -118,7 +118,7 @@ class _Tuned:
                 found[name] = QuantTensor.from_floats(values, FORMATS["F32"])
             else:
                 factors = tuple((1 + offset.detach()).numpy() for offset in offsets)
-                found[name] = with_halves(tensor, factors)
+                found[name] = multiply_scales(tensor, factors)
         return found
 
     def _offsets(self, name: str, parts: tuple[Tensor, ...]) -> list[Tensor]:

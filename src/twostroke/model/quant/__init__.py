@@ -1,4 +1,4 @@
-"""Number formats: layout, exact dequantization, quantization, and their names in files."""
+"""Number formats: layouts, exact dequantization, quantization, and their names in files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from twostroke.model.quant.floats import BF16, F16, F32
 from twostroke.model.quant.format import Bytes, Floats, Format
 from twostroke.model.quant.fp4 import MXFP4, NVFP4
 from twostroke.model.quant.fp8 import e4m3, e4m3_tensor
-from twostroke.model.quant.grouped import KERNEL, assemble, grouped
+from twostroke.model.quant.grouped import KERNEL_FORMATS, assemble, grouped
 from twostroke.model.quant.iq_quants import (
     CODEBOOKS,
     IQ1_M,
@@ -51,14 +51,14 @@ FORMATS_BY_GGUF_ID: dict[int, Format] = {
     fmt.gguf_id: fmt for fmt in FORMATS.values() if fmt.gguf_id is not None
 }
 
-# Those whose bytes kernels pack as they are; others are made by `grouped` and `codebooks`.
+# Formats that kernels pack without conversion.
 FORMATS_BY_KERNEL_ID: dict[int, Format] = {
     fmt.kernel_id: fmt
-    for fmt in (*FORMATS.values(), *KERNEL, *(book.format for book in CODEBOOKS))
+    for fmt in (*FORMATS.values(), *KERNEL_FORMATS, *(book.format for book in CODEBOOKS))
     if fmt.to_kernel is None
 }
 
-# Other types of GGUF files, by the names that errors give them.
+# Other types of GGUF files, with their names for errors.
 UNSUPPORTED_GGUF_TYPES: dict[int, str] = {
     9: "Q8_1",
     15: "Q8_K",

@@ -1,8 +1,8 @@
 """F32, F16 and BF16, the float16 scales of GGUF blocks, and tables of 8-bit and 4-bit floats.
 
 E4M3 is the variant without infinities (OCP 8-bit floating point specification, E4M3: 0x7F and 0xFF
-are NaN, the largest value is 448). E8M0 and E2M1 are those of the OCP microscaling formats: a power
-of two from 2**-127 to 2**127 (0xFF is NaN), and 0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign.
+are NaN, the largest value is 448). E8M0 and E2M1 are from the OCP microscaling formats: a power of
+two from 2**-127 to 2**127 (0xFF is NaN), and 0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign.
 """
 
 from __future__ import annotations
@@ -17,39 +17,37 @@ from twostroke.model.quant.tensor import QuantTensor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from twostroke.model.quant.format import Bytes, Floats
-
 _INFINITY = np.uint32(0x7F80_0000)
 _QUIET_NAN = np.uint32(0x0040_0000)
 
 
 def decode_single(blocks: Bytes) -> Floats:
-    """Bytes (n, 4) to float32 (n, 1)."""
+    """Decode bytes (n, 4) to float32 (n, 1)."""
     return blocks.view(np.float32)
 
 
 def encode_single(values: Floats) -> Bytes:
-    """float32 (n, 1) to bytes (n, 4)."""
+    """Encode float32 (n, 1) as bytes (n, 4)."""
     return values.view(np.uint8)
 
 
 def decode_half(blocks: Bytes) -> Floats:
-    """Bytes (n, 2) of IEEE half precision to float32 (n, 1)."""
+    """Decode bytes (n, 2) of IEEE half precision to float32 (n, 1)."""
     return blocks.view(np.float16).astype(np.float32)
 
 
 def decode_bfloat(blocks: Bytes) -> Floats:
-    """Bytes (n, 2), the upper halves of single-precision floats, to float32 (n, 1)."""
+    """Decode bytes (n, 2) of bfloat16 to float32 (n, 1)."""
     upper = blocks.view(np.uint16).astype(np.uint32)
     return (upper << np.uint32(16)).view(np.float32)
 
 
 def encode_bfloat(values: Floats) -> Bytes:
-    """float32 (n, 1) to bytes (n, 2), rounded to nearest even; a NaN stays one, made quiet."""
+    """Encode float32 (n, 1) as bfloat16, bytes (n, 2), rounded to nearest even; NaN stays NaN."""
     bits = values.view(np.uint32)
     is_nan = (bits & np.uint32(0x7FFF_FFFF)) > _INFINITY
     odd = (bits >> np.uint32(16)) & np.uint32(1)
-    # Adding to a NaN's bits could wrap around; its rounded value is not used.
+    # For a NaN this addition could overflow; its rounded value is not used.
     rounded = bits + (np.uint32(0x7FFF) + odd)
     upper = np.where(is_nan, bits | _QUIET_NAN, rounded) >> np.uint32(16)
     return upper.astype(np.uint16).view(np.uint8)
@@ -59,8 +57,8 @@ F32 = ggml_format("F32", 0, (1, 1, 4), decode_single, encode_single)
 F16 = ggml_format("F16", 1, (1, 1, 2), decode_half, half_bytes)
 BF16 = ggml_format("BF16", 30, (1, 1, 2), decode_bfloat, encode_bfloat)
 
-# Bytes of a block at which its scale and, where it has one, its smallest value begin.
-HALVES: Final[Mapping[str, tuple[int, ...]]] = {
+# Byte offsets in a block of its float16 scale and, if it has one, of the second float16.
+SCALE_OFFSETS: Final[Mapping[str, tuple[int, ...]]] = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
     "Q5_0": (0,),
@@ -76,27 +74,30 @@ HALVES: Final[Mapping[str, tuple[int, ...]]] = {
 }
 
 
-def parts_by_half(tensor: QuantTensor) -> tuple[Floats, ...]:
-    """Return what each half adds to a matrix: float32 (rows, blocks, block_size), its terms."""
+def terms_by_scale(tensor: QuantTensor) -> tuple[Floats, ...]:
+    """Return the part of a matrix that each float16 scale contributes, whose sum is the matrix.
+
+    Each term is float32 (rows, blocks, block_size).
+    """
     fmt = tensor.format
     blocks = np.ascontiguousarray(tensor.data).reshape(-1, fmt.block_bytes)
-    parts = []
-    for own in HALVES[fmt.name]:
-        alone = blocks.copy()
-        for other in HALVES[fmt.name]:
-            if other != own:
-                alone[:, other : other + 2] = 0
-        parts.append(fmt.decode(alone).reshape(tensor.shape[0], -1, fmt.block_size))
-    return tuple(parts)
+    terms = []
+    for offset in SCALE_OFFSETS[fmt.name]:
+        single = blocks.copy()
+        for other_offset in SCALE_OFFSETS[fmt.name]:
+            if other_offset != offset:
+                single[:, other_offset : other_offset + 2] = 0
+        terms.append(fmt.decode(single).reshape(tensor.shape[0], -1, fmt.block_size))
+    return tuple(terms)
 
 
-def with_halves(tensor: QuantTensor, factors: tuple[Floats, ...]) -> QuantTensor:
-    """Return a matrix whose halves are multiplied by `factors` (rows, blocks), and rounded."""
+def multiply_scales(tensor: QuantTensor, factors: tuple[Floats, ...]) -> QuantTensor:
+    """Return a matrix with its float16 scales multiplied by `factors` (rows, blocks), rounded."""
     fmt = tensor.format
     blocks = np.ascontiguousarray(tensor.data).reshape(-1, fmt.block_bytes).copy()
-    for start, factor in zip(HALVES[fmt.name], factors, strict=True):
-        changed = half_column(blocks, start) * factor.reshape(-1, 1)
-        blocks[:, start : start + 2] = half_bytes(changed)
+    for offset, factor in zip(SCALE_OFFSETS[fmt.name], factors, strict=True):
+        changed = half_column(blocks, offset) * factor.reshape(-1, 1)
+        blocks[:, offset : offset + 2] = half_bytes(changed)
     return QuantTensor(fmt, tensor.shape, blocks.reshape(tensor.shape[0], -1))
 
 
@@ -115,38 +116,40 @@ def _e8m0_values() -> Floats:
     return values.astype(np.float32)
 
 
-_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+_E2M1_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 
 E4M3 = _e4m3_values()  # float32 (256,)
 E8M0 = _e8m0_values()  # float32 (256,)
-E2M1 = np.concatenate([_MAGNITUDES, np.float32(0) - _MAGNITUDES])  # float32 (16,), without a -0
+E2M1 = np.concatenate(
+    [_E2M1_MAGNITUDES, np.float32(0) - _E2M1_MAGNITUDES]
+)  # float32 (16,), without a -0
 
 _POSITIVE_E4M3 = E4M3[:0x7F]
 
 
 def nearest_e4m3(values: Floats) -> Bytes:
-    """Return the codes of the nearest E4M3 numbers; what is too large becomes 448."""
+    """Return the codes of the nearest E4M3 numbers; larger values become 448."""
     codes = _nearest(np.abs(values), _POSITIVE_E4M3)
     return codes | (np.signbit(values).astype(np.uint8) << np.uint8(7))
 
 
 def nearest_e8m0(values: Floats) -> Bytes:
-    """Return the codes of the largest powers of two that are not above positive `values`."""
+    """Return the codes of the largest powers of two that are not above the positive `values`."""
     _, exponent = np.frexp(values)
     codes: Bytes = np.clip(exponent + 126, 0, 254).astype(np.uint8)
     return codes
 
 
 def nearest_e2m1(values: Floats) -> Bytes:
-    """Return the codes of the nearest E2M1 numbers; what is too large becomes 6."""
-    codes = _nearest(np.abs(values), _MAGNITUDES)
+    """Return the codes of the nearest E2M1 numbers; larger values become 6."""
+    codes = _nearest(np.abs(values), _E2M1_MAGNITUDES)
     return codes | (np.signbit(values).astype(np.uint8) << np.uint8(3))
 
 
 def _nearest(values: Floats, ascending: Floats) -> Bytes:
-    """Return the index of the nearest number; of two equally near, the even one."""
+    """Return the index of the nearest number in `ascending`; the even index if two are nearest."""
     middles = (ascending[1:] + ascending[:-1]) / np.float32(2)
     up = np.searchsorted(middles, values, side="right")
-    tied = np.searchsorted(middles, values, side="left")
-    nearest: Bytes = np.where(up % 2 == 0, up, tied).astype(np.uint8)
+    down = np.searchsorted(middles, values, side="left")
+    nearest: Bytes = np.where(up % 2 == 0, up, down).astype(np.uint8)
     return nearest

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 Bytes: TypeAlias = "NDArray[np.uint8]"
 Floats: TypeAlias = "NDArray[np.float32]"
 
-_FLOAT_KERNELS = (0, 1, 30)  # of F32, F16 and BF16
+_FLOAT_KERNELS = (0, 1, 30)  # F32, F16 and BF16
 
 
 class Format(Frozen):
     """A way to store float values: blocks of `block_size` values in `block_bytes` bytes.
 
-    `kernel_id` is the number of the native kernels that multiply it (`WeightType` in
-    native/linear/linear.h), -1 where there are none; `to_kernel` maps rows of bytes to what these
-    kernels pack, where that is something else. `group_size` values share a scale. `gguf_id` is the
-    type's number in a GGUF file, None if it is in none. `decode` maps bytes (blocks, block_bytes)
-    to float32 (blocks, block_size), exactly; `encode` is its rounding inverse, None where there is
-    none. `packed_bits` are those that a value takes in the kernels' form, where these are more than
-    rounding to whole bytes explains.
+    `kernel_id` is the number of the native kernels that multiply the format (`WeightType` in
+    native/linear/linear.h), -1 if there are none. `to_kernel` maps rows of bytes to the bytes that
+    these kernels pack, if they differ. `group_size` values share a scale. `gguf_id` is the type's
+    number in GGUF files, None if it has none. `decode` maps bytes (blocks, block_bytes) to float32
+    (blocks, block_size), exactly. `encode` rounds float32 to bytes; None if the format is only
+    read. `packed_bits` is the size of a value in the kernels' form, if it is larger than
+    `bits_per_value` rounded up to whole bytes.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Format(Frozen):
 
     @property
     def bits_per_value(self) -> float:
-        """Bits that one value takes, its share of the block's scales included."""
+        """Bits of one value, with its share of the block's scales."""
         return 8 * self.block_bytes / self.block_size
 
     @property
     def meets_floats(self) -> bool:
-        """Whether its kernels multiply activations as they are, and round none to integers."""
+        """Whether its kernels multiply unquantized activations."""
         return self.kernel_id in _FLOAT_KERNELS
 
     def num_bytes(self, num_values: int) -> int:
@@ -69,7 +69,8 @@ class Format(Frozen):
     def quantize(self, values: Floats) -> Bytes:
         """Map float32 (..., row_values) to bytes (..., row_bytes).
 
-        A row must fill whole blocks, and the format must have an encoder (ValueError otherwise).
+        Raises:
+            ValueError: a row does not fill whole blocks, or the format is only read.
         """
         if self.encode is None:
             raise ValueError(f"{self.name} is read, not written")
@@ -85,9 +86,9 @@ def ggml_format(
     decode: Callable[[Bytes], Floats],
     encode: Callable[[Floats], Bytes],
 ) -> Format:
-    """Return a format whose kernels have its number in GGUF files.
+    """Return a format of ggml, whose kernels have its number in GGUF files.
 
-    `sizes` are those of a group and of a block, and the block's bytes.
+    `sizes` are the values of a group, the values of a block, and the bytes of a block.
     """
     return Format(name, number, *sizes, decode, encode, gguf_id=number)
 
@@ -104,7 +105,12 @@ def half_bytes(values: Floats) -> Bytes:
 
 
 def unpack_planes(packed: Bytes, bits: int, run: int) -> Bytes:
-    """Unpack (blocks, bytes) into codes below 2**bits, uint8 (blocks, bytes * 8 / bits)."""
+    """Unpack bit planes: (blocks, bytes) to codes below 2**bits, uint8 (blocks, bytes * 8 / bits).
+
+    Every block format of ggml packs this way: a run of bytes holds a run of codes in each of its
+    bit planes. With 2-bit codes, a run of 32 bytes holds values 0 to 31 in bits 0 and 1, values 32
+    to 63 in bits 2 and 3, and so on. In a run of 1 byte neighbouring codes share a byte.
+    """
     runs = packed.reshape(packed.shape[0], -1, 1, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes = runs >> shifts[:, None]  # (blocks, runs, planes, run)
@@ -113,7 +119,10 @@ def unpack_planes(packed: Bytes, bits: int, run: int) -> Bytes:
 
 
 def pack_planes(codes: Bytes, bits: int, run: int) -> Bytes:
-    """Pack codes below 2**bits, uint8 (blocks, codes), into (blocks, codes * bits / 8)."""
+    """Pack codes below 2**bits, uint8 (blocks, codes), into bit planes: (blocks, codes * bits / 8).
+
+    See `unpack_planes`.
+    """
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     planes = codes.reshape(codes.shape[0], -1, len(shifts), run) << shifts[:, None]
     packed: Bytes = np.bitwise_or.reduce(planes, axis=2)

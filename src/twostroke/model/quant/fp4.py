@@ -1,13 +1,13 @@
-"""MXFP4 and NVFP4 of GGUF files: E2M1 numbers in groups that share a small float.
+"""MXFP4 and NVFP4 of GGUF files: E2M1 numbers in groups that share a small float as scale.
 
-Layout of a block of MXFP4 (ggml `block_mxfp4`), 32 values: the scale, E8M0; 16 bytes of codes, of
+Layout of a block of MXFP4 (ggml `block_mxfp4`), 32 values: the scale, E8M0; 16 bytes of codes,
 values 0 to 15 in the low nibbles and 16 to 31 in the high ones.
 
 Layout of a block of NVFP4 (ggml `block_nvfp4`), 64 values in 4 groups: the scale of each group,
-E4M3 without a sign; 8 bytes of codes for each group, of its values 0 to 7 in the low nibbles and 8
-to 15 in the high ones.
+E4M3 without a sign; 8 bytes of codes for each group, values 0 to 7 in the low nibbles and 8 to 15
+in the high ones.
 
-Kernels multiply the same groups with float32 scales (`grouped`).
+Kernels multiply the same groups with float32 scales (see `grouped`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from twostroke.model.quant.grouped import grouped
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_MAGNITUDES = np.array([0, 1, 2, 3, 4, 6, 8, 12], dtype=np.float32)  # doubled, as in ggml
-_MIDDLES = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
+_DOUBLED_MAGNITUDES = np.array([0, 1, 2, 3, 4, 6, 8, 12], dtype=np.float32)  # doubled, as in ggml
+_DOUBLED_MIDDLES = (_DOUBLED_MAGNITUDES[1:] + _DOUBLED_MAGNITUDES[:-1]) / 2
 
 
 def _nv_scales() -> Floats:
@@ -37,20 +37,20 @@ def _nv_scales() -> Floats:
     return scales
 
 
-class _Fp4Format(Frozen, eq=False):
-    """A layout: `num_groups` scales, then the groups' codes."""
+class _Fp4Layout(Frozen, eq=False):
+    """The layout of a block: `num_groups` scales, then the groups' codes."""
 
     group: int
     num_groups: int
-    scales: Floats  # of each code
-    nearest: Callable[[Floats], Bytes]  # codes of scales for the largest magnitudes of groups
+    scales: Floats  # the scale of each code
+    nearest: Callable[[Floats], Bytes]  # returns scale codes for groups' largest magnitudes
 
     @property
     def kernel(self) -> Format:
         return grouped(4, self.group, "f32", table="e2m1")
 
     def to_kernel(self, data: Bytes) -> Bytes:
-        """Bring rows of blocks, uint8 (rows, row_bytes), into the kernels' groups."""
+        """Convert rows of blocks, uint8 (rows, row_bytes), to the kernels' groups."""
         size = self.num_groups + self.num_groups * self.group // 2
         blocks = data.reshape(-1, size)
         scales = self.scales[blocks[:, : self.num_groups]].reshape(-1, 1)
@@ -60,25 +60,25 @@ class _Fp4Format(Frozen, eq=False):
         return groups.reshape(len(data), -1)
 
 
-def _decode(kind: _Fp4Format, blocks: Bytes) -> Floats:
-    return kind.kernel.dequantize(kind.to_kernel(blocks))
+def _decode(layout: _Fp4Layout, blocks: Bytes) -> Floats:
+    return layout.kernel.dequantize(layout.to_kernel(blocks))
 
 
-def _encode(kind: _Fp4Format, values: Floats) -> Bytes:
-    groups = values.reshape(-1, kind.group)
-    scales = kind.nearest(np.abs(groups).max(axis=1, keepdims=True))
-    halves = kind.scales[scales] * np.float32(0.5)
+def _encode(layout: _Fp4Layout, values: Floats) -> Bytes:
+    groups = values.reshape(-1, layout.group)
+    scales = layout.nearest(np.abs(groups).max(axis=1, keepdims=True))
+    half_scales = layout.scales[scales] * np.float32(0.5)
     with np.errstate(divide="ignore", invalid="ignore"):
-        doubled = np.where(halves > 0, groups / halves, np.float32(0))
-    codes = np.searchsorted(_MIDDLES, np.abs(doubled)).astype(np.uint8)
+        doubled = np.where(half_scales > 0, groups / half_scales, np.float32(0))
+    codes = np.searchsorted(_DOUBLED_MIDDLES, np.abs(doubled)).astype(np.uint8)
     codes |= np.where((doubled < 0) & (codes > 0), np.uint8(8), np.uint8(0))
-    packed = pack_planes(codes, 4, run=kind.group // 2)
+    packed = pack_planes(codes, 4, run=layout.group // 2)
     parts = [part.reshape(len(values), -1) for part in (scales, packed)]
     return np.concatenate(parts, axis=1)
 
 
 def _nearest_mx(largest: Floats) -> Bytes:
-    """Return the power of two that makes the largest number one of 4 to 8."""
+    """Return the code of the power of two that scales the largest magnitude to between 4 and 8."""
     _, exponent = np.frexp(largest)
     codes: Bytes = np.where(largest > 0, exponent + 124, 0).astype(np.uint8)
     return codes
@@ -88,19 +88,19 @@ def _nearest_nv(largest: Floats) -> Bytes:
     return nearest_e4m3(largest / np.float32(6))
 
 
-def _format(name: str, gguf_id: int, kind: _Fp4Format) -> Format:
+def _format(name: str, gguf_id: int, layout: _Fp4Layout) -> Format:
     return Format(
         name,
-        kind.kernel.kernel_id,
-        kind.group,
-        kind.group * kind.num_groups,
-        kind.num_groups + kind.group * kind.num_groups // 2,
-        partial(_decode, kind),
-        partial(_encode, kind),
+        kernel_id=layout.kernel.kernel_id,
+        group_size=layout.group,
+        block_size=layout.group * layout.num_groups,
+        block_bytes=layout.num_groups + layout.group * layout.num_groups // 2,
+        decode=partial(_decode, layout),
+        encode=partial(_encode, layout),
         gguf_id=gguf_id,
-        to_kernel=kind.to_kernel,
+        to_kernel=layout.to_kernel,
     )
 
 
-MXFP4 = _format("MXFP4", 39, _Fp4Format(32, 1, E8M0, _nearest_mx))
-NVFP4 = _format("NVFP4", 40, _Fp4Format(16, 4, _nv_scales(), _nearest_nv))
+MXFP4 = _format("MXFP4", 39, _Fp4Layout(32, 1, E8M0, _nearest_mx))
+NVFP4 = _format("NVFP4", 40, _Fp4Layout(16, 4, _nv_scales(), _nearest_nv))

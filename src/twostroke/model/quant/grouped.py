@@ -1,13 +1,15 @@
 """Integers or table entries in groups of a row: the formats of published quantized folders.
 
-A block is a group. Its layout is ours: the scale, in its own type; a byte, the zero point, if the
-format has one; the codes, which are bytes, or nibbles with even values in the low ones.
+A block is a group. The layout is Twostroke's own: the scale, in its own type; the zero point, a
+byte, if the format has one; the codes, which are bytes, or nibbles with even values in the low
+ones.
 
 A value is (code - zero point) * scale; without a zero point, (code - half) * scale, with half = 8
 or 128. With the table E2M1 the code is a number of 4 bits, a sign and 0 to 6, times the scale.
 
-Kernels read a few of these formats, in groups of 16, 32 or 128 with float32 scales (`KERNEL`).
-`to_kernel` brings the blocks of any other into that form, which changes no value.
+Kernels read a few of these formats, in groups of 16, 32 or 128 with float32 scales
+(`KERNEL_FORMATS`). `to_kernel` converts blocks of the other formats to these, which changes no
+value.
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ _ENCODE_SCALE: Final[dict[str, Callable[[Floats], Bytes]]] = {
     "e8m0": nearest_e8m0,
     "e4m3": nearest_e4m3,
 }
-_DOUBLED: Final = E2M1 * np.float32(2)  # whole numbers
-_PEAKS: Final = {
+_DOUBLED_E2M1: Final = E2M1 * np.float32(2)  # whole numbers
+_TRIAL_PEAKS: Final = {
     4: (-8.5, -8.0, -7.5, -7.0, 7.0, 7.5),
     8: (-128.0, -127.5, 127.0, 127.5),
 }
@@ -87,30 +89,30 @@ def grouped(
     `bits` is 4 or 8; `scale` a name in `SCALE_BYTES`; `table` None or "e2m1", without a zero point.
 
     Raises:
-        ValueError: groups that are not of 16 times some number of values, or another combination.
+        ValueError: `group` is not a multiple of 16, or there is no such combination.
     """
     if bits not in (4, 8) or group < 16 or group % 16 or scale not in SCALE_BYTES:
         raise ValueError(f"there is no format of {bits} bits in groups of {group} with {scale}")
     if table not in (None, "e2m1") or (table and (bits != 4 or zero)):
         raise ValueError(f"there is no format of {bits} bits with table {table}")
-    kind = _GroupedFormat(bits, group, scale, zero, table)
+    layout = _GroupedLayout(bits, group, scale, zero, table)
     return Format(
-        kind.name,
-        KERNEL_IDS.get((bits, zero, table, kind.kernel_group), NO_KERNEL),
-        group,
-        group,
-        kind.head_bytes + kind.code_bytes,
-        partial(_decode, kind),
-        partial(_encode, kind),
-        to_kernel=None if scale == "f32" and kind.kernel_group == group else kind.to_kernel,
+        layout.name,
+        kernel_id=KERNEL_IDS.get((bits, zero, table, layout.kernel_group), NO_KERNEL),
+        group_size=group,
+        block_size=group,
+        block_bytes=layout.head_bytes + layout.code_bytes,
+        decode=partial(_decode, layout),
+        encode=partial(_encode, layout),
+        to_kernel=None if scale == "f32" and layout.kernel_group == group else layout.to_kernel,
     )
 
 
 def assemble(fmt: Format, codes: Bytes, scales: Bytes, zeros: Bytes | None = None) -> QuantTensor:
-    """Make a tensor of codes (rows, inputs), a byte each, and what their groups share.
+    """Return a tensor of codes (rows, inputs), a byte each, with scales and zero points.
 
-    `scales` are their bytes as stored, uint8 (rows, groups, bytes of one); `zeros` uint8 (rows,
-    groups), for a format with zero points. `fmt` comes from `grouped`.
+    `scales` are uint8 (rows, groups, bytes of a scale); `zeros` are uint8 (rows, groups), for a
+    format with zero points. `fmt` comes from `grouped`.
     """
     rows, inputs = codes.shape
     groups = inputs // fmt.block_size
@@ -118,14 +120,14 @@ def assemble(fmt: Format, codes: Bytes, scales: Bytes, zeros: Bytes | None = Non
     if zeros is not None:
         parts.append(zeros.reshape(-1, 1))
     blocks = np.ascontiguousarray(codes).reshape(rows * groups, -1)
-    rest = fmt.block_bytes - sum(part.shape[1] for part in parts)
-    parts.append(blocks if rest == fmt.block_size else pack_planes(blocks, 4, run=1))
+    code_bytes = fmt.block_bytes - sum(part.shape[1] for part in parts)
+    parts.append(blocks if code_bytes == fmt.block_size else pack_planes(blocks, 4, run=1))
     data = np.concatenate(parts, axis=1).reshape(rows, -1)
     return QuantTensor(fmt, (rows, inputs), data)
 
 
 def scale_rows(tensor: QuantTensor, factors: Floats) -> QuantTensor:
-    """Return a matrix whose rows are multiplied with powers of two; codes stay as they are."""
+    """Return a matrix whose rows are multiplied by powers of two; codes do not change."""
     scale = tensor.format.name.split("_")[2].lower()
     blocks = tensor.data.reshape(len(factors), -1, tensor.format.block_bytes).copy()
     size = SCALE_BYTES[scale]
@@ -135,8 +137,8 @@ def scale_rows(tensor: QuantTensor, factors: Floats) -> QuantTensor:
     return QuantTensor(tensor.format, tensor.shape, blocks.reshape(tensor.data.shape))
 
 
-class _GroupedFormat(Frozen):
-    """What `grouped` was asked for."""
+class _GroupedLayout(Frozen):
+    """The layout of a block: bits of a code, size of a group, type of a scale, and so on."""
 
     bits: int
     group: int
@@ -146,8 +148,8 @@ class _GroupedFormat(Frozen):
 
     @property
     def name(self) -> str:
-        kind = (self.table or f"int{self.bits}").upper()
-        return f"{kind}_G{self.group}_{self.scale.upper()}{'_Z' if self.zero else ''}"
+        codes_name = (self.table or f"int{self.bits}").upper()
+        return f"{codes_name}_G{self.group}_{self.scale.upper()}{'_Z' if self.zero else ''}"
 
     @property
     def head_bytes(self) -> int:
@@ -160,7 +162,7 @@ class _GroupedFormat(Frozen):
 
     @property
     def kernel_group(self) -> int:
-        """The group of the kernel: groups of other sizes above 128 are whole rows."""
+        """The group size of the kernels; other groups above 128 must be whole rows."""
         if self.table is not None:
             return 32 if self.group % 32 == 0 else 16
         return 128 if self.group >= 128 else 32
@@ -176,7 +178,7 @@ class _GroupedFormat(Frozen):
         return packed if self.bits == 8 else unpack_planes(packed, 4, run=1)
 
     def to_kernel(self, data: Bytes) -> Bytes:
-        """Bring rows of blocks, uint8 (rows, row_bytes), into the kernel's form."""
+        """Convert rows of blocks, uint8 (rows, row_bytes), to the kernels' form."""
         rows = len(data)
         head, size = self.head_bytes, self.kernel_group * self.bits // 8
         blocks = np.ascontiguousarray(data).reshape(-1, head + self.code_bytes)
@@ -192,50 +194,52 @@ class _GroupedFormat(Frozen):
         return out.reshape(rows, -1)
 
 
-def _decode(kind: _GroupedFormat, blocks: Bytes) -> Floats:
-    scales = kind.scales_of(blocks)
-    codes = kind.codes_of(blocks)
-    if kind.table:
-        # As the kernels do it; halves of scales are exact but for the very smallest.
-        return _DOUBLED[codes] * (scales * np.float32(0.5))
+def _decode(layout: _GroupedLayout, blocks: Bytes) -> Floats:
+    scales = layout.scales_of(blocks)
+    codes = layout.codes_of(blocks)
+    if layout.table:
+        # As the kernels compute it; halving is exact for all but the very smallest scales.
+        return _DOUBLED_E2M1[codes] * (scales * np.float32(0.5))
     values = codes.astype(np.float32)
-    if kind.zero:
-        values -= blocks[:, kind.head_bytes - 1, None].astype(np.float32)
+    if layout.zero:
+        values -= blocks[:, layout.head_bytes - 1, None].astype(np.float32)
     else:
-        values -= np.float32(1 << (kind.bits - 1))
+        values -= np.float32(1 << (layout.bits - 1))
     values *= scales
     return values
 
 
-def _encode(kind: _GroupedFormat, values: Floats) -> Bytes:
-    """Round: the scale first, to its own type, then the codes with that scale."""
-    most = np.float32((1 << kind.bits) - 1)
-    half = np.float32(1 << (kind.bits - 1))
+def _encode(layout: _GroupedLayout, values: Floats) -> Bytes:
+    """Quantize: round the scale to its type first, then compute codes with the rounded scale."""
+    max_code = np.float32((1 << layout.bits) - 1)
+    half = np.float32(1 << (layout.bits - 1))
     parts = []
-    if kind.zero:
+    if layout.zero:
         low = np.minimum(values.min(axis=1, keepdims=True), np.float32(0))
         high = np.maximum(values.max(axis=1, keepdims=True), np.float32(0))
-        parts.append(_ENCODE_SCALE[kind.scale]((high - low) / most))
-        inverse = _inverse(_DECODE_SCALE[kind.scale](parts[0]))
-        zeros = np.clip(np.rint(-low * inverse), np.float32(0), most)
+        parts.append(_ENCODE_SCALE[layout.scale]((high - low) / max_code))
+        inverse = _inverse(_DECODE_SCALE[layout.scale](parts[0]))
+        zeros = np.clip(np.rint(-low * inverse), np.float32(0), max_code)
         parts.append(zeros.astype(np.uint8))
-        codes = np.clip(np.rint(values * inverse) + zeros, np.float32(0), most).astype(np.uint8)
-    elif kind.table:
+        codes = np.clip(np.rint(values * inverse) + zeros, np.float32(0), max_code).astype(np.uint8)
+    elif layout.table:
         largest = np.abs(values).max(axis=1, keepdims=True)
-        share = np.float32(4 if kind.scale == "e8m0" else 6)  # 4: the largest power of two in E2M1
-        parts.append(_ENCODE_SCALE[kind.scale](largest / share))
-        codes = nearest_e2m1(values * _inverse(_DECODE_SCALE[kind.scale](parts[0])))
+        target_code = np.float32(
+            4 if layout.scale == "e8m0" else 6
+        )  # 4: the largest power of two in E2M1
+        parts.append(_ENCODE_SCALE[layout.scale](largest / target_code))
+        codes = nearest_e2m1(values * _inverse(_DECODE_SCALE[layout.scale](parts[0])))
     else:
         nearest = whole_codes(-int(half), int(half) - 1)
-        peaks = _PEAKS[kind.bits]
+        peaks = _TRIAL_PEAKS[layout.bits]
         fitted = fit_scale(values, nearest, peaks)
-        if kind.scale == "e8m0":
+        if layout.scale == "e8m0":
             fitted = np.abs(fitted)
-        parts.append(_ENCODE_SCALE[kind.scale](fitted))
-        codes = (nearest(values * _inverse(_DECODE_SCALE[kind.scale](parts[0]))) + half).astype(
+        parts.append(_ENCODE_SCALE[layout.scale](fitted))
+        codes = (nearest(values * _inverse(_DECODE_SCALE[layout.scale](parts[0]))) + half).astype(
             np.uint8
         )
-    parts.append(codes if kind.bits == 8 else pack_planes(codes, 4, run=1))
+    parts.append(codes if layout.bits == 8 else pack_planes(codes, 4, run=1))
     return np.concatenate(parts, axis=1)
 
 
@@ -245,6 +249,6 @@ def _inverse(scales: Floats) -> Floats:
         return np.where(scales == 0, np.float32(0), np.float32(1) / scales)
 
 
-KERNEL: Final = tuple(
+KERNEL_FORMATS: Final = tuple(
     grouped(bits, group, "f32", zero=zero, table=table) for bits, zero, table, group in KERNEL_IDS
 )

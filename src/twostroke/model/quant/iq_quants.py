@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from twostroke.core.frozen import Frozen
-from twostroke.model.quant.fit import fit_scale, nearest_scaled, whole_shares
+from twostroke.model.quant.fit import fit_scale, nearest_scaled, quantize_scales
 from twostroke.model.quant.format import (
     Bytes,
     Floats,
@@ -52,15 +52,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    # The scales as bytes (n, 2), the steps (n, groups), eight codes each as uint64 (n, 32).
+    # Scales as bytes (n, 2), groups' factors (n, groups), and codes, eight in a uint64 (n, 32).
     Parts = tuple[Bytes, Bytes, NDArray[np.uint64]]
 
-_SIZE: Final = 256
-_EIGHTH: Final = np.uint64(0x0101010101010101)
+_BLOCK_SIZE: Final = 256
+_ONE_IN_EACH_BYTE: Final = np.uint64(0x0101010101010101)
 
 
 class Codebook(Frozen, eq=False):
-    """How a kernel's codes become values: `levels` of each code, times the scale and `unit`."""
+    """A kernel's decoding of codes: `levels` of each code, times the group's scale and `unit`."""
 
     name: str
     kernel_id: int
@@ -70,19 +70,19 @@ class Codebook(Frozen, eq=False):
 
     @property
     def num_groups(self) -> int:
-        """Groups of a block."""
-        return _SIZE // self.group
+        """The number of groups in a block."""
+        return _BLOCK_SIZE // self.group
 
     @property
     def format(self) -> Format:
         """The format of the kernels' blocks."""
         return Format(
             self.name,
-            self.kernel_id,
-            self.group,
-            _SIZE,
-            2 + self.num_groups + _SIZE,
-            partial(_decode, self),
+            kernel_id=self.kernel_id,
+            group_size=self.group,
+            block_size=_BLOCK_SIZE,
+            block_bytes=2 + self.num_groups + _BLOCK_SIZE,
+            decode=partial(_decode, self),
         )
 
     def parts(self, blocks: Bytes) -> tuple[Floats, Bytes]:
@@ -92,11 +92,11 @@ class Codebook(Frozen, eq=False):
         return scales * blocks[:, 2:end].astype(np.float32), blocks[:, end:]
 
 
-def _decode(book: Codebook, blocks: Bytes) -> Floats:
-    scales, codes = book.parts(blocks)
-    values = book.levels[codes].reshape(-1, book.num_groups, book.group)
+def _decode(codebook: Codebook, blocks: Bytes) -> Floats:
+    scales, codes = codebook.parts(blocks)
+    values = codebook.levels[codes].reshape(-1, codebook.num_groups, codebook.group)
     values *= scales[:, :, None]
-    return values.reshape(-1, _SIZE)
+    return values.reshape(-1, _BLOCK_SIZE)
 
 
 def _signed(magnitudes: tuple[int, ...]) -> Floats:
@@ -106,10 +106,10 @@ def _signed(magnitudes: tuple[int, ...]) -> Floats:
 
 _IQ1_LEVELS: Final = np.array([-7, 1, 9, 0, -9, -1, 7, 0], np.float32)  # eighths
 _IQ2_LEVELS: Final = _signed((8, 25, 43, 0))
-_IQ3_XXS_LEVELS: Final = _signed((2, 6, 10, 14, 18, 22, 26, 31))  # ggml's, halved
+_IQ3_XXS_LEVELS: Final = _signed((2, 6, 10, 14, 18, 22, 26, 31))  # half of ggml's levels
 _IQ3_S_LEVELS: Final = _signed((1, 3, 5, 7, 9, 11, 13, 15))
 
-# The numbers are those of `WeightType` in native/linear/linear.h.
+# Kernel ids are numbers of `WeightType` in native/linear/linear.h.
 CODEBOOKS: Final = (
     Codebook("IQ1_G16", 264, 16, 1 / 8, _IQ1_LEVELS),
     Codebook("IQ2_G16", 265, 16, 1 / 8, _IQ2_LEVELS),
@@ -122,150 +122,152 @@ _IQ1, _IQ2, _IQ2_XXS, _IQ3_XXS, _IQ3_S = CODEBOOKS
 
 @cache
 def _entries(name: str) -> NDArray[Any]:
-    """Return a codebook's entries, each as one number of a byte for each code."""
-    codes = codebook(name)
+    """Return a codebook's entries, each as one integer with a byte for each code."""
+    codes = unpack_codebook(name)
     entries: NDArray[Any] = codes.view(f"u{GRIDS[name].width}")[:, 0]
     return entries
 
 
 @cache
 def _sign_bytes(bit: int) -> NDArray[np.uint64]:
-    """Return (256,) numbers that set `bit` in the bytes of values with a minus sign."""
+    """Return (256,) integers: entry s sets `bit` in the bytes of values whose bit in s is 1."""
     signs = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return (signs << np.uint8(bit)).view(np.uint64)[:, 0]
 
 
 def _even_signs() -> Bytes:
-    """Return the signs of eight values for seven bits of them."""
-    seven = np.arange(128, dtype=np.uint8)
-    odd = np.unpackbits(seven[:, None], axis=1).sum(axis=1) & 1
-    signs: Bytes = seven | (odd << 7).astype(np.uint8)
+    """Return the sign bytes of eight values, by the low seven bits."""
+    low_bits = np.arange(128, dtype=np.uint8)
+    odd = np.unpackbits(low_bits[:, None], axis=1).sum(axis=1) & 1
+    signs: Bytes = low_bits | (odd << 7).astype(np.uint8)
     return signs
 
 
 _EVEN_SIGNS: Final = _even_signs()
 
 
-def _words(data: Bytes, kind: type[np.unsignedinteger]) -> NDArray[np.uint32]:
-    """Return little-endian numbers of each block."""
-    return np.ascontiguousarray(data).view(kind).astype(np.uint32)
+def _view_words(data: Bytes, dtype: type[np.unsignedinteger]) -> NDArray[np.uint32]:
+    """Return the little-endian words of each block."""
+    return np.ascontiguousarray(data).view(dtype).astype(np.uint32)
 
 
-def _shifted(words: NDArray[np.uint32], shifts: tuple[int, ...], mask: int) -> NDArray[np.uint32]:
-    """Return fields of words (n, k), (n, k * shifts)."""
+def _bit_fields(
+    words: NDArray[np.uint32], shifts: tuple[int, ...], mask: int
+) -> NDArray[np.uint32]:
+    """Return bit fields of words (n, k) as (n, k * shifts)."""
     fields = words[:, :, None] >> np.array(shifts, np.uint32) & np.uint32(mask)
     return fields.reshape(len(words), -1)
 
 
-def _steps(nibbles: NDArray[Any]) -> Bytes:
+def _group_factors(nibbles: NDArray[Any]) -> Bytes:
     return (2 * nibbles + 1).astype(np.uint8)
 
 
 def _iq2_xxs(blocks: Bytes) -> Parts:
     """66 bytes: the scale; for each 32 values four indices, then four signs and a step."""
-    words = _words(blocks[:, 2:], np.uint32)
-    signs = _EVEN_SIGNS[_shifted(words[:, 1::2], (0, 7, 14, 21), 127)]
-    entries = _entries("IQ2_XXS")[_shifted(words[:, ::2], (0, 8, 16, 24), 255)]
-    return blocks[:, :2], _steps(words[:, 1::2] >> 28), entries | _sign_bytes(2)[signs]
+    words = _view_words(blocks[:, 2:], np.uint32)
+    signs = _EVEN_SIGNS[_bit_fields(words[:, 1::2], (0, 7, 14, 21), 127)]
+    entries = _entries("IQ2_XXS")[_bit_fields(words[:, ::2], (0, 8, 16, 24), 255)]
+    return blocks[:, :2], _group_factors(words[:, 1::2] >> 28), entries | _sign_bytes(2)[signs]
 
 
 def _iq2_xs(blocks: Bytes) -> Parts:
     """74 bytes: the scale; for each 8 values an index and signs; nibbles of the steps."""
-    words = _words(blocks[:, 2:66], np.uint16)
+    words = _view_words(blocks[:, 2:66], np.uint16)
     codes = _entries("IQ2_XS")[words & 511] | _sign_bytes(2)[_EVEN_SIGNS[words >> 9]]
-    return blocks[:, :2], _steps(unpack_planes(blocks[:, 66:], 4, run=1)), codes
+    return blocks[:, :2], _group_factors(unpack_planes(blocks[:, 66:], 4, run=1)), codes
 
 
 def _iq2_s(blocks: Bytes) -> Parts:
     """82 bytes: the scale, 32 indices, 32 signs, the indices' high bits, nibbles of the steps."""
     high = unpack_planes(blocks[:, 66:74], 2, run=1).astype(np.uint32)
     entries = _entries("IQ2_S")[blocks[:, 2:34] | high << 8]
-    steps = _steps(unpack_planes(blocks[:, 74:], 4, run=1))
+    steps = _group_factors(unpack_planes(blocks[:, 74:], 4, run=1))
     return blocks[:, :2], steps, entries | _sign_bytes(2)[blocks[:, 34:66]]
 
 
 def _iq3_xxs(blocks: Bytes) -> Parts:
     """98 bytes: the scale; 64 indices; for each 32 values four signs and a step."""
-    words = _words(blocks[:, 66:], np.uint32)
-    signs = _EVEN_SIGNS[_shifted(words, (0, 7, 14, 21), 127)]
+    words = _view_words(blocks[:, 66:], np.uint32)
+    signs = _EVEN_SIGNS[_bit_fields(words, (0, 7, 14, 21), 127)]
     entries = _entries("IQ3_XXS")[blocks[:, 2:66]].view(np.uint64)
-    return blocks[:, :2], _steps(words >> 28), entries | _sign_bytes(3)[signs]
+    return blocks[:, :2], _group_factors(words >> 28), entries | _sign_bytes(3)[signs]
 
 
 def _iq3_s(blocks: Bytes) -> Parts:
     """110 bytes: the scale, 64 indices, their high bits, 32 signs, nibbles of the steps."""
     high = unpack_planes(blocks[:, 66:74], 1, run=1).astype(np.uint32)
     entries = _entries("IQ3_S")[blocks[:, 2:66] | high << 8].view(np.uint64)
-    steps = _steps(unpack_planes(blocks[:, 106:], 4, run=1))
+    steps = _group_factors(unpack_planes(blocks[:, 106:], 4, run=1))
     return blocks[:, :2], steps, entries | _sign_bytes(3)[blocks[:, 74:106]]
 
 
 def _iq1_s(blocks: Bytes) -> Parts:
     """50 bytes: the scale; 32 indices; for each 32 values their high bits, a step and a sign."""
-    words = _words(blocks[:, 34:], np.uint16)
-    entries = _entries("IQ1_S")[blocks[:, 2:34] | _shifted(words, (0, 3, 6, 9), 7) << 8]
-    minus = np.repeat(words >> 15, 4, axis=1) * (np.uint64(4) * _EIGHTH)
-    return blocks[:, :2], np.repeat(_steps(words >> 12 & 7), 2, axis=1), entries | minus
+    words = _view_words(blocks[:, 34:], np.uint16)
+    entries = _entries("IQ1_S")[blocks[:, 2:34] | _bit_fields(words, (0, 3, 6, 9), 7) << 8]
+    minus = np.repeat(words >> 15, 4, axis=1) * (np.uint64(4) * _ONE_IN_EACH_BYTE)
+    return blocks[:, :2], np.repeat(_group_factors(words >> 12 & 7), 2, axis=1), entries | minus
 
 
 def _iq1_m(blocks: Bytes) -> Parts:
     """56 bytes: 32 indices; nibbles of a high part and a sign; four words of steps.
 
-    The scale is the upper nibbles of these words.
+    The scale is in the upper nibbles of these words.
     """
     nibbles = unpack_planes(blocks[:, 32:48], 4, run=1).astype(np.uint32)
     entries = _entries("IQ1_S")[blocks[:, :32] | (nibbles & 7) << 8]
-    words = _words(blocks[:, 48:], np.uint16)
+    words = _view_words(blocks[:, 48:], np.uint16)
     shifts = np.array([0, 4, 8, 12], np.uint32)
     scale = np.bitwise_or.reduce(words >> 12 << shifts, axis=1).astype(np.uint16)
-    minus = (nibbles >> 3) * (np.uint64(4) * _EIGHTH)
-    steps = _steps(_shifted(words, (0, 3, 6, 9), 7))
+    minus = (nibbles >> 3) * (np.uint64(4) * _ONE_IN_EACH_BYTE)
+    steps = _group_factors(_bit_fields(words, (0, 3, 6, 9), 7))
     return scale.view(np.uint8).reshape(-1, 2), steps, entries | minus
 
 
-class _CodebookFormat(Frozen, eq=False):
-    """A format of files: the kernels' codebook, bytes of a block, and the reader of its parts."""
+class _CodebookLayout(Frozen, eq=False):
+    """A format of files: its kernels' codebook, bytes of a block, and how blocks are read."""
 
     book: Codebook
     block_bytes: int
     read: Callable[[Bytes], Parts]
 
     def to_kernel(self, data: Bytes) -> Bytes:
-        """Bring rows of blocks, uint8 (rows, row_bytes), into the kernels' blocks."""
+        """Convert rows of blocks, uint8 (rows, row_bytes), to the kernels' blocks."""
         scales, steps, codes = self.read(data.reshape(-1, self.block_bytes))
         parts = [scales, steps, codes.view(np.uint8)]
         return np.concatenate(parts, axis=1).reshape(len(data), -1)
 
     def decode(self, blocks: Bytes) -> Floats:
-        """Return values float32 (n, 256) of blocks (n, block_bytes)."""
+        """Decode blocks (n, block_bytes) to float32 (n, 256)."""
         return _decode(self.book, self.to_kernel(blocks))
 
 
-def _format(name: str, gguf_id: int, kind: _CodebookFormat, packed_bits: float) -> Format:
+def _format(name: str, gguf_id: int, layout: _CodebookLayout, packed_bits: float) -> Format:
     return Format(
         name,
-        kind.book.kernel_id,
-        kind.book.group,
-        _SIZE,
-        kind.block_bytes,
-        kind.decode,
+        kernel_id=layout.book.kernel_id,
+        group_size=layout.book.group,
+        block_size=_BLOCK_SIZE,
+        block_bytes=layout.block_bytes,
+        decode=layout.decode,
         gguf_id=gguf_id,
-        to_kernel=kind.to_kernel,
+        to_kernel=layout.to_kernel,
         packed_bits=packed_bits,
     )
 
 
-IQ1_S = _format("IQ1_S", 19, _CodebookFormat(_IQ1, 50, _iq1_s), 3.625)
-IQ1_M = _format("IQ1_M", 29, _CodebookFormat(_IQ1, 56, _iq1_m), 3.625)
-IQ2_XXS = _format("IQ2_XXS", 16, _CodebookFormat(_IQ2_XXS, 66, _iq2_xxs), 3.375)
-IQ2_XS = _format("IQ2_XS", 17, _CodebookFormat(_IQ2, 74, _iq2_xs), 3.625)
-IQ2_S = _format("IQ2_S", 22, _CodebookFormat(_IQ2, 82, _iq2_s), 3.625)
-IQ3_XXS = _format("IQ3_XXS", 18, _CodebookFormat(_IQ3_XXS, 98, _iq3_xxs), 4.375)
-IQ3_S = _format("IQ3_S", 21, _CodebookFormat(_IQ3_S, 110, _iq3_s), 4.375)
+IQ1_S = _format("IQ1_S", 19, _CodebookLayout(_IQ1, 50, _iq1_s), 3.625)
+IQ1_M = _format("IQ1_M", 29, _CodebookLayout(_IQ1, 56, _iq1_m), 3.625)
+IQ2_XXS = _format("IQ2_XXS", 16, _CodebookLayout(_IQ2_XXS, 66, _iq2_xxs), 3.375)
+IQ2_XS = _format("IQ2_XS", 17, _CodebookLayout(_IQ2, 74, _iq2_xs), 3.625)
+IQ2_S = _format("IQ2_S", 22, _CodebookLayout(_IQ2, 82, _iq2_s), 3.625)
+IQ3_XXS = _format("IQ3_XXS", 18, _CodebookLayout(_IQ3_XXS, 98, _iq3_xxs), 4.375)
+IQ3_S = _format("IQ3_S", 21, _CodebookLayout(_IQ3_S, 110, _iq3_s), 4.375)
 
 
 class CodebookGrid(Frozen):
-    """The shape of a codebook: `width` digits below `num_levels`, and where its bits begin."""
+    """The shape of a codebook: `width` digits below `num_levels`; bits begin at byte `start`."""
 
     num_levels: int
     width: int
@@ -273,7 +275,7 @@ class CodebookGrid(Frozen):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its bits."""
+        """The bytes of its bits, one bit for each possible combination of digits."""
         return (int(self.num_levels**self.width) + 7) // 8
 
 
@@ -287,21 +289,21 @@ GRIDS: Final = {
 }
 
 
-def codebook(name: str) -> Bytes:
-    """Return the entries of a codebook in order, uint8 (entries, width), digits."""
+def unpack_codebook(name: str) -> Bytes:
+    """Return the entries of a codebook in order, as digits: uint8 (entries, width)."""
     grid = GRIDS[name]
-    bits = np.frombuffer(_bits(), np.uint8)[grid.start : grid.start + grid.num_bytes]
+    bits = np.frombuffer(_unpacked_bits(), np.uint8)[grid.start : grid.start + grid.num_bytes]
     numbers = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
     digits = numbers[:, None] // grid.num_levels ** np.arange(grid.width) % grid.num_levels
     return digits.astype(np.uint8)
 
 
 @cache
-def _bits() -> bytes:
-    return zlib.decompress(base64.b85decode(_PACKED))
+def _unpacked_bits() -> bytes:
+    return zlib.decompress(base64.b85decode(_PACKED_BITS))
 
 
-_PACKED: Final = (
+_PACKED_BITS: Final = (
     b"c-nPWO^h5z6@FDzp_+EEs+VrX;#AvShfX`PjBkWXwKXFd`_dCli@Q%Ipa^m1r`_y^ac_`f3j~5oyRnmTJ92^#$c!aN$|"
     b"*z~K-_Y$z=sI04@kLyj6`@<)jd74IIWr8nR<WUd-c6nHTj8Pucl|GV)C`c>#AzLA`%tsWkIRNlM^AYX{qMNK$P_tl6ro"
     b">_1<icKm=a<Mp+AuR@?I;3(&keEq+ytBEgklPn|oPiwSw@gIZNDK(e!F8}aB}A>tS?R@}yFQ7G>>;t$J(`smJ;=1%+a5"
@@ -333,56 +335,60 @@ _PACKED: Final = (
     b"8al>8Z+pJR$^AoVSBm1PfDg3A(D0*Wj2z*sJlw3egivSS8@87D-T1C#`t|J#cZgJv14#VqQC94{{BqYN$@|?P3i;"
 )
 
-LEVELS = np.array(
+IQ4_LEVELS = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32
 )
-_PEAKS = (-151, -143, -135, -127, -119, -111, -104, -97, 97, 105, 113, 121, 129, 137)
+_TRIAL_PEAKS = (-151, -143, -135, -127, -119, -111, -104, -97, 97, 105, 113, 121, 129, 137)
 
-# The code of each half step from -128: all middles between levels are half steps.
-_MIDDLES = (LEVELS[1:] + LEVELS[:-1]) / 2
-_CODES = np.searchsorted(_MIDDLES, np.arange(-256, 256) / 2, side="right").astype(np.uint8)
+# The nearest code for each multiple of 1/2 from -128 on: all midpoints of levels are such.
+_IQ4_MIDDLES = (IQ4_LEVELS[1:] + IQ4_LEVELS[:-1]) / 2
+_CODE_OF_HALF_STEP = np.searchsorted(_IQ4_MIDDLES, np.arange(-256, 256) / 2, side="right").astype(
+    np.uint8
+)
 
 
-def decode_nl(blocks: Bytes) -> Floats:
-    """Bytes (n, 18) to float32 (n, 32)."""
-    values = LEVELS[unpack_planes(blocks[:, 2:], 4, run=16)]
+def decode_iq4_nl(blocks: Bytes) -> Floats:
+    """Decode bytes (n, 18) to float32 (n, 32)."""
+    values = IQ4_LEVELS[unpack_planes(blocks[:, 2:], 4, run=16)]
     values *= half_column(blocks, 0)
     return values
 
 
-def encode_nl(values: Floats) -> Bytes:
-    """float32 (n, 32) to bytes (n, 18): least squares for the scale."""
-    scale = half_bytes(fit_scale(values, nearest_level, _PEAKS))
+def encode_iq4_nl(values: Floats) -> Bytes:
+    """Encode float32 (n, 32) as bytes (n, 18), with a scale fitted by least squares."""
+    scale = half_bytes(fit_scale(values, nearest_level, _TRIAL_PEAKS))
     levels = nearest_scaled(values[:, None], half_column(scale, 0), nearest_level)
     codes = level_codes(levels.reshape(-1, 32))
     return np.concatenate([scale, pack_planes(codes, 4, run=16)], axis=1)
 
 
-def decode_xs(blocks: Bytes) -> Floats:
-    """Bytes (n, 136) to float32 (n, 256)."""
-    shares = unpack_planes(blocks[:, 4:8], 4, run=1)
-    shares |= unpack_planes(blocks[:, 2:4], 2, run=1) << np.uint8(4)
-    scales = half_column(blocks, 0) * (shares.astype(np.float32) - np.float32(32))
-    values = LEVELS[unpack_planes(blocks[:, 8:], 4, run=16)].reshape(-1, 8, 32)
+def decode_iq4_xs(blocks: Bytes) -> Floats:
+    """Decode bytes (n, 136) to float32 (n, 256)."""
+    scale_codes = unpack_planes(blocks[:, 4:8], 4, run=1)
+    scale_codes |= unpack_planes(blocks[:, 2:4], 2, run=1) << np.uint8(4)
+    scales = half_column(blocks, 0) * (scale_codes.astype(np.float32) - np.float32(32))
+    values = IQ4_LEVELS[unpack_planes(blocks[:, 8:], 4, run=16)].reshape(-1, 8, 32)
     values *= scales[:, :, None]
     return values.reshape(-1, 256)
 
 
-def encode_xs(values: Floats) -> Bytes:
-    """float32 (n, 256) to bytes (n, 136): least squares for each group's scale."""
+def encode_iq4_xs(values: Floats) -> Bytes:
+    """Encode float32 (n, 256) as bytes (n, 136), with groups' scales fitted by least squares."""
     groups = values.reshape(-1, 8, 32)
-    scale, shares = whole_shares(fit_scale(groups, nearest_level, _PEAKS)[:, :, 0], -32, 31)
-    codes = level_codes(nearest_scaled(groups, scale * shares, nearest_level)).reshape(-1, 256)
-    return pack_xs(scale, shares, codes)
+    scale, scale_codes = quantize_scales(
+        fit_scale(groups, nearest_level, _TRIAL_PEAKS)[:, :, 0], -32, 31
+    )
+    codes = level_codes(nearest_scaled(groups, scale * scale_codes, nearest_level)).reshape(-1, 256)
+    return pack_iq4_xs(scale, scale_codes, codes)
 
 
-def pack_xs(scale: Floats, shares: Floats, codes: Bytes) -> Bytes:
+def pack_iq4_xs(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
     """Pack the scale of the scales (n, 1), the scales (n, 8) and codes (n, 256)."""
-    lifted = (shares + np.float32(32)).astype(np.uint8)
+    unsigned_codes = (scale_codes + np.float32(32)).astype(np.uint8)
     parts = [
         half_bytes(scale),
-        pack_planes(lifted >> np.uint8(4), 2, run=1),
-        pack_planes(lifted & np.uint8(15), 4, run=1),
+        pack_planes(unsigned_codes >> np.uint8(4), 2, run=1),
+        pack_planes(unsigned_codes & np.uint8(15), 4, run=1),
         pack_planes(codes, 4, run=16),
     ]
     return np.concatenate(parts, axis=1)
@@ -390,15 +396,15 @@ def pack_xs(scale: Floats, shares: Floats, codes: Bytes) -> Bytes:
 
 def nearest_level(values: Floats) -> Floats:
     """Map each value to the nearest level."""
-    return LEVELS[level_codes(values)]
+    return IQ4_LEVELS[level_codes(values)]
 
 
 def level_codes(values: Floats) -> Bytes:
     """Return the index of the level nearest to each value."""
     half_steps = np.clip(np.floor(values * np.float32(2)), np.float32(-256), np.float32(255))
-    codes: Bytes = _CODES[half_steps.astype(np.int16) + np.int16(256)]
+    codes: Bytes = _CODE_OF_HALF_STEP[half_steps.astype(np.int16) + np.int16(256)]
     return codes
 
 
-IQ4_NL = ggml_format("IQ4_NL", 20, (32, 32, 18), decode_nl, encode_nl)
-IQ4_XS = ggml_format("IQ4_XS", 23, (32, 256, 136), decode_xs, encode_xs)
+IQ4_NL = ggml_format("IQ4_NL", 20, (32, 32, 18), decode_iq4_nl, encode_iq4_nl)
+IQ4_XS = ggml_format("IQ4_XS", 23, (32, 256, 136), decode_iq4_xs, encode_iq4_xs)

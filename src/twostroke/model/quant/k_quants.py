@@ -1,26 +1,26 @@
 """Q2_K to Q6_K, TQ1_0 and TQ2_0 of GGUF files: blocks of 256 values.
 
-The layouts are ggml's (`block_q2_K` and so on). "Planes" are those of `pack_planes`.
+The layouts are ggml's (`block_q2_K` and so on). "Planes" are explained at `unpack_planes`.
 
 Q3_K and Q6_K have 16 groups with a signed scale; a value is (code - half) * scale.
 
 - Q3_K, half = 4: 32 bytes with the codes' upper bits, eight planes of one bit; 64 bytes with the
-  lower two bits, of which each run of 32 bytes holds 128 values in four planes; 12 bytes of 6-bit
+  lower two bits, where each run of 32 bytes holds 128 values in four planes; 12 bytes of 6-bit
   scales plus 32: the low nibbles of all 16 in two planes of 8 bytes, and their upper two bits in
   four planes of 4 bytes; then a float16, the scale of the scales.
-- Q6_K, half = 32: 128 bytes with the codes' low nibbles, of which each run of 64 bytes holds 128
-  values in two planes; 64 bytes with their upper two bits, of which each run of 32 bytes holds 128
+- Q6_K, half = 32: 128 bytes with the codes' low nibbles, where each run of 64 bytes holds 128
+  values in two planes; 64 bytes with their upper two bits, where each run of 32 bytes holds 128
   values in four planes; 16 signed bytes, the groups' scales; then a float16, the scale of the
   scales.
 
 Q2_K, Q4_K and Q5_K have a scale and a minimum for each group; a value is scale * code - minimum.
 
 - Q2_K has 16 groups: 16 bytes, a group's scale in the low nibble and its minimum in the high one;
-  64 bytes of codes, of which each run of 32 bytes holds 128 values in four planes of two bits; then
+  64 bytes of codes, where each run of 32 bytes holds 128 values in four planes of two bits; then
   two float16, the scale of the scales and the scale of the minimums.
 - Q4_K and Q5_K have 8 groups: two float16, the scale of the scales and the scale of the minimums;
   12 bytes for eight scales and eight minimums; in Q5_K 32 bytes with the codes' fifth bits, group i
-  in bit i; 128 bytes with the codes' lower four bits, of which each run of 32 bytes holds one group
+  in bit i; 128 bytes with the codes' lower four bits, where each run of 32 bytes holds one group
   in the low nibbles and the next group in the high ones. In the 12 bytes (ggml `get_scale_min_k4`),
   bytes 0 to 3 hold scales 0 to 3 in their low six bits, and bytes 4 to 7 minimums 0 to 3; bytes 8
   to 11 hold the low four bits of scales 4 to 7 and, above them, of minimums 4 to 7, whose upper two
@@ -28,9 +28,9 @@ Q2_K, Q4_K and Q5_K have a scale and a minimum for each group; a value is scale 
 
 TQ1_0 and TQ2_0 hold -1, 0 and 1, times one float16 scale for the block, which comes last.
 
-- TQ2_0: 64 bytes of 2-bit codes, of which each run of 32 bytes holds 128 values in four planes. A
+- TQ2_0: 64 bytes of 2-bit codes, where each run of 32 bytes holds 128 values in four planes. A
   code of 3 stands for 2.
-- TQ1_0: 32 bytes with five codes each, of which the first are values 0 to 31; 16 bytes with five
+- TQ1_0: 32 bytes with five codes each, whose first codes are values 0 to 31; 16 bytes with five
   codes; 4 bytes with four. A byte is a fraction of 256: multiplied by 3, it has the first code
   before the point, and the next codes follow.
 """
@@ -44,8 +44,8 @@ from twostroke.model.quant.fit import (
     fit_scale_and_minimum,
     nearest_codes,
     nearest_scaled,
+    quantize_scales,
     whole_codes,
-    whole_shares,
 )
 from twostroke.model.quant.format import (
     Bytes,
@@ -58,64 +58,64 @@ from twostroke.model.quant.format import (
     unpack_planes,
 )
 
-_Q3_PEAKS = (-4.6, -4.3, -4.0, -3.7, -3.4, -3.1, 2.8, 3.0, 3.2, 3.4)
-_Q6_PEAKS = (-33.0, -32.5, -32.0, -31.5, -31.0, -30.5, -30.0, 31.0)
+_Q3_TRIAL_PEAKS = (-4.6, -4.3, -4.0, -3.7, -3.4, -3.1, 2.8, 3.0, 3.2, 3.4)
+_Q6_TRIAL_PEAKS = (-33.0, -32.5, -32.0, -31.5, -31.0, -30.5, -30.0, 31.0)
 
 
 def decode_q3_k(blocks: Bytes) -> Floats:
-    """Bytes (n, 110) to float32 (n, 256)."""
-    shares = unpack_planes(blocks[:, 96:104], 4, run=8)
-    shares |= unpack_planes(blocks[:, 104:108], 2, run=4) << np.uint8(4)
-    scales = half_column(blocks, 108) * (shares.astype(np.float32) - np.float32(32))
+    """Decode bytes (n, 110) to float32 (n, 256)."""
+    scale_codes = unpack_planes(blocks[:, 96:104], 4, run=8)
+    scale_codes |= unpack_planes(blocks[:, 104:108], 2, run=4) << np.uint8(4)
+    scales = half_column(blocks, 108) * (scale_codes.astype(np.float32) - np.float32(32))
     codes = unpack_planes(blocks[:, 32:96], 2, run=32)
     codes |= unpack_planes(blocks[:, :32], 1, run=32) << np.uint8(2)
-    return _scaled_around_zero(codes, 4, scales)
+    return _scale_around_zero(codes, 4, scales)
 
 
 def encode_q3_k(values: Floats) -> Bytes:
-    """float32 (n, 256) to bytes (n, 110): least squares for each group's scale."""
-    return pack_q3_k(*_fit_around_zero(values, 4, _Q3_PEAKS, 32))
+    """Encode float32 (n, 256) as bytes (n, 110), with groups' scales fitted by least squares."""
+    return pack_q3_k(*_fit_around_zero(values, 4, _Q3_TRIAL_PEAKS, 32))
 
 
-def pack_q3_k(scale: Floats, shares: Floats, codes: Bytes) -> Bytes:
+def pack_q3_k(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
     """Pack the scale of the scales (n, 1), the scales (n, 16) and codes (n, 256)."""
-    lifted = (shares + np.float32(32)).astype(np.uint8)
+    unsigned_codes = (scale_codes + np.float32(32)).astype(np.uint8)
     parts = [
         pack_planes(codes >> np.uint8(2), 1, run=32),
         pack_planes(codes & np.uint8(3), 2, run=32),
-        pack_planes(lifted & np.uint8(15), 4, run=8),
-        pack_planes(lifted >> np.uint8(4), 2, run=4),
+        pack_planes(unsigned_codes & np.uint8(15), 4, run=8),
+        pack_planes(unsigned_codes >> np.uint8(4), 2, run=4),
         half_bytes(scale),
     ]
     return np.concatenate(parts, axis=1)
 
 
 def decode_q6_k(blocks: Bytes) -> Floats:
-    """Bytes (n, 210) to float32 (n, 256)."""
+    """Decode bytes (n, 210) to float32 (n, 256)."""
     scales = half_column(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
     codes = unpack_planes(blocks[:, :128], 4, run=64)
     codes |= unpack_planes(blocks[:, 128:192], 2, run=32) << np.uint8(4)
-    return _scaled_around_zero(codes, 32, scales)
+    return _scale_around_zero(codes, 32, scales)
 
 
 def encode_q6_k(values: Floats) -> Bytes:
-    """float32 (n, 256) to bytes (n, 210): least squares for each group's scale."""
-    return pack_q6_k(*_fit_around_zero(values, 32, _Q6_PEAKS, 128))
+    """Encode float32 (n, 256) as bytes (n, 210), with groups' scales fitted by least squares."""
+    return pack_q6_k(*_fit_around_zero(values, 32, _Q6_TRIAL_PEAKS, 128))
 
 
-def pack_q6_k(scale: Floats, shares: Floats, codes: Bytes) -> Bytes:
+def pack_q6_k(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
     """Pack the scale of the scales (n, 1), the scales (n, 16) and codes (n, 256)."""
     parts = [
         pack_planes(codes & np.uint8(15), 4, run=64),
         pack_planes(codes >> np.uint8(4), 2, run=32),
-        shares.astype(np.int8).view(np.uint8),
+        scale_codes.astype(np.int8).view(np.uint8),
         half_bytes(scale),
     ]
     return np.concatenate(parts, axis=1)
 
 
-def _scaled_around_zero(codes: Bytes, half: int, scales: Floats) -> Floats:
-    """Scale codes (n, 256) by their groups' scales (n, 16); float32 (n, 256)."""
+def _scale_around_zero(codes: Bytes, half: int, scales: Floats) -> Floats:
+    """Return (code - half) * scale, float32 (n, 256), for codes (n, 256) and scales (n, 16)."""
     values = codes.astype(np.float32).reshape(-1, 16, 16)
     values -= np.float32(half)
     values *= scales[:, :, None]
@@ -123,16 +123,19 @@ def _scaled_around_zero(codes: Bytes, half: int, scales: Floats) -> Floats:
 
 
 def _fit_around_zero(
-    values: Floats, half: int, peaks: tuple[float, ...], most: int
+    values: Floats, half: int, peaks: tuple[float, ...], max_scale_code: int
 ) -> tuple[Floats, Floats, Bytes]:
-    """Fit float32 (n, 256) with codes up to 2 * `half` and scales from -`most` to `most` - 1.
+    """Fit float32 (n, 256) with codes below 2 * `half` and signed integer scales.
 
-    Returns the scale of the scales (n, 1), the scales (n, 16), and the codes (n, 256).
+    Returns the scale of the scales (n, 1), the scales (n, 16) from -`max_scale_code` to
+    `max_scale_code - 1`, and the codes (n, 256).
     """
     groups, nearest = values.reshape(-1, 16, 16), whole_codes(-half, half - 1)
-    scale, shares = whole_shares(fit_scale(groups, nearest, peaks)[:, :, 0], -most, most - 1)
-    chosen = nearest_scaled(groups, scale * shares, nearest)
-    return scale, shares, (chosen + np.float32(half)).astype(np.uint8).reshape(-1, 256)
+    scale, scale_codes = quantize_scales(
+        fit_scale(groups, nearest, peaks)[:, :, 0], -max_scale_code, max_scale_code - 1
+    )
+    signed_codes = nearest_scaled(groups, scale * scale_codes, nearest)
+    return scale, scale_codes, (signed_codes + np.float32(half)).astype(np.uint8).reshape(-1, 256)
 
 
 Q3_K = ggml_format("Q3_K", 11, (16, 256, 110), decode_q3_k, encode_q3_k)
@@ -143,55 +146,55 @@ _HIGH_TWO = np.uint8(0xC0)
 
 
 def decode_q2_k(blocks: Bytes) -> Floats:
-    """Bytes (n, 84) to float32 (n, 256)."""
+    """Decode bytes (n, 84) to float32 (n, 256)."""
     scales = half_column(blocks, 80) * (blocks[:, :16] & np.uint8(15)).astype(np.float32)
     minimums = half_column(blocks, 82) * (blocks[:, :16] >> np.uint8(4)).astype(np.float32)
-    return _scaled_from_minimum(unpack_planes(blocks[:, 16:80], 2, run=32), scales, minimums)
+    return _scale_from_minimum(unpack_planes(blocks[:, 16:80], 2, run=32), scales, minimums)
 
 
 def encode_q2_k(values: Floats) -> Bytes:
-    """float32 (n, 256) to bytes (n, 84): least squares for each group's scale and minimum."""
+    """Encode float32 (n, 256) as bytes (n, 84), fitting groups' scales and minimums."""
     (scale, minimum), (scales, minimums), codes = _fit_from_minimum(
         values.reshape(-1, 16, 16), 3, 15
     )
     packed = pack_planes(codes, 2, run=32)
-    shares = scales | minimums << np.uint8(4)
-    return np.concatenate([shares, packed, half_bytes(scale), half_bytes(minimum)], axis=1)
+    packed_scales = scales | minimums << np.uint8(4)
+    return np.concatenate([packed_scales, packed, half_bytes(scale), half_bytes(minimum)], axis=1)
 
 
 def decode_q4_k(blocks: Bytes) -> Floats:
-    """Bytes (n, 144) to float32 (n, 256)."""
-    return _scaled_from_minimum(
+    """Decode bytes (n, 144) to float32 (n, 256)."""
+    return _scale_from_minimum(
         unpack_planes(blocks[:, 16:], 4, run=32), *_scales_and_minimums(blocks)
     )
 
 
 def encode_q4_k(values: Floats) -> Bytes:
-    """float32 (n, 256) to bytes (n, 144): least squares for each group's scale and minimum."""
+    """Encode float32 (n, 256) as bytes (n, 144), fitting groups' scales and minimums."""
     return pack_super_blocks(*_fit_from_minimum(values.reshape(-1, 8, 32), 15, 63), 4)
 
 
 def decode_q5_k(blocks: Bytes) -> Floats:
-    """Bytes (n, 176) to float32 (n, 256)."""
+    """Decode bytes (n, 176) to float32 (n, 256)."""
     codes = unpack_planes(blocks[:, 48:], 4, run=32)
     codes |= unpack_planes(blocks[:, 16:48], 1, run=32) << np.uint8(4)
-    return _scaled_from_minimum(codes, *_scales_and_minimums(blocks))
+    return _scale_from_minimum(codes, *_scales_and_minimums(blocks))
 
 
 def encode_q5_k(values: Floats) -> Bytes:
-    """float32 (n, 256) to bytes (n, 176): least squares for each group's scale and minimum."""
+    """Encode float32 (n, 256) as bytes (n, 176), fitting groups' scales and minimums."""
     return pack_super_blocks(*_fit_from_minimum(values.reshape(-1, 8, 32), 31, 63), 5)
 
 
 def pack_super_blocks(
-    units: tuple[Floats, Floats], shares: tuple[Bytes, Bytes], codes: Bytes, bits: int
+    super_scales: tuple[Floats, Floats], scale_codes: tuple[Bytes, Bytes], codes: Bytes, bits: int
 ) -> Bytes:
-    """Pack blocks of Q4_K (4 bits) or Q5_K (5) into bytes (n, 144 or 176).
+    """Pack blocks of Q4_K (4 bits) or Q5_K (5 bits) into bytes (n, 144 or 176).
 
-    `units` are the scales of scales and of minimums (n, 1), `shares` both, below 64 (n, 8), and
-    `codes` uint8 (n, 256).
+    `super_scales` are the scale of the scales and the scale of the minimums (n, 1); `scale_codes`
+    the scales and the minimums, below 64 (n, 8); `codes` are uint8 (n, 256).
     """
-    parts = [half_bytes(units[0]), half_bytes(units[1]), pack_scales(*shares)]
+    parts = [half_bytes(super_scales[0]), half_bytes(super_scales[1]), pack_scales(*scale_codes)]
     if bits == 5:
         parts.append(pack_planes(codes >> np.uint8(4), 1, run=32))
     parts.append(pack_planes(codes & np.uint8(15), 4, run=32))
@@ -199,7 +202,7 @@ def pack_super_blocks(
 
 
 def unpack_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
-    """Bytes (n, 12) to scales and minimums, each uint8 (n, 8) below 64."""
+    """Unpack bytes (n, 12) into scales and minimums, each uint8 (n, 8) below 64."""
     first, second, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([first & _LOW_SIX, rest & 15 | (first & _HIGH_TWO) >> 2], axis=1)
     minimums = np.concatenate([second & _LOW_SIX, rest >> 4 | (second & _HIGH_TWO) >> 2], axis=1)
@@ -215,7 +218,7 @@ def pack_scales(scales: Bytes, minimums: Bytes) -> Bytes:
 
 
 def _scales_and_minimums(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Return those of Q4_K and Q5_K, each float32 (n, 8)."""
+    """Return the groups' scales and minimums of Q4_K or Q5_K, each float32 (n, 8)."""
     scales, minimums = unpack_scales(blocks[:, 4:16])
     return (
         half_column(blocks, 0) * scales.astype(np.float32),
@@ -223,8 +226,8 @@ def _scales_and_minimums(blocks: Bytes) -> tuple[Floats, Floats]:
     )
 
 
-def _scaled_from_minimum(codes: Bytes, scales: Floats, minimums: Floats) -> Floats:
-    """Scale and shift codes (n, 256) by those of their groups (n, groups); float32 (n, 256)."""
+def _scale_from_minimum(codes: Bytes, scales: Floats, minimums: Floats) -> Floats:
+    """Return code * scale - minimum, float32 (n, 256); scales and minimums are (n, groups)."""
     values = codes.astype(np.float32).reshape(*scales.shape, -1)
     values *= scales[:, :, None]
     values -= minimums[:, :, None]
@@ -232,17 +235,18 @@ def _scaled_from_minimum(codes: Bytes, scales: Floats, minimums: Floats) -> Floa
 
 
 def _fit_from_minimum(
-    groups: Floats, high: int, most: int
+    groups: Floats, max_code: int, max_scale_code: int
 ) -> tuple[tuple[Floats, Floats], tuple[Bytes, Bytes], Bytes]:
-    """Fit groups (n, k, size) with codes from 0 to `high`, scales and minimums up to `most`.
+    """Fit groups (n, k, size) with codes up to `max_code`, and integer scales and minimums.
 
-    Returns the scale of the scales and of the minimums (n, 1), both (n, k), and codes (n, 256).
+    Returns the scale of the scales and the scale of the minimums (n, 1), the scales and the
+    minimums (n, k) up to `max_scale_code`, and the codes (n, 256).
     """
-    scales, minimums = fit_scale_and_minimum(groups, high)
-    scale, scale_shares = whole_shares(scales[:, :, 0], 0, most)
-    minimum, minimum_shares = whole_shares(minimums[:, :, 0], 0, most)
-    codes = nearest_codes(groups, scale * scale_shares, minimum * minimum_shares, high)
-    shares = scale_shares.astype(np.uint8), minimum_shares.astype(np.uint8)
+    scales, minimums = fit_scale_and_minimum(groups, max_code)
+    scale, scale_codes = quantize_scales(scales[:, :, 0], 0, max_scale_code)
+    minimum, minimum_codes = quantize_scales(minimums[:, :, 0], 0, max_scale_code)
+    codes = nearest_codes(groups, scale * scale_codes, minimum * minimum_codes, max_code)
+    shares = scale_codes.astype(np.uint8), minimum_codes.astype(np.uint8)
     return (scale, minimum), shares, codes.reshape(-1, 256)
 
 
@@ -252,7 +256,7 @@ Q5_K = ggml_format("Q5_K", 13, (32, 256, 176), decode_q5_k, encode_q5_k)
 
 
 def decode_tq2_0(blocks: Bytes) -> Floats:
-    """Bytes (n, 66) to float32 (n, 256)."""
+    """Decode bytes (n, 66) to float32 (n, 256)."""
     values = unpack_planes(blocks[:, :64], 2, run=32).astype(np.float32)
     values -= np.float32(1)
     values *= half_column(blocks, 64)
@@ -260,12 +264,12 @@ def decode_tq2_0(blocks: Bytes) -> Floats:
 
 
 def decode_tq1_0(blocks: Bytes) -> Floats:
-    """Bytes (n, 54) to float32 (n, 256)."""
-    return decode_tq2_0(_as_tq2_0(blocks))
+    """Decode bytes (n, 54) to float32 (n, 256)."""
+    return decode_tq2_0(_to_tq2_0(blocks))
 
 
-def _as_tq2_0(data: Bytes) -> Bytes:
-    """Bring rows of TQ1_0's blocks, uint8 (rows, row_bytes), into TQ2_0's, which kernels read."""
+def _to_tq2_0(data: Bytes) -> Bytes:
+    """Convert rows of TQ1_0 blocks, uint8 (rows, row_bytes), to the kernels' TQ2_0 blocks."""
     blocks = data.reshape(-1, 54)
     parts = []
     for first, end, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
@@ -278,6 +282,23 @@ def _as_tq2_0(data: Bytes) -> Bytes:
 
 
 TQ1_0 = Format(
-    "TQ1_0", 35, 256, 256, 54, decode_tq1_0, gguf_id=34, to_kernel=_as_tq2_0, packed_bits=2.125
+    "TQ1_0",
+    kernel_id=35,
+    group_size=256,
+    block_size=256,
+    block_bytes=54,
+    decode=decode_tq1_0,
+    gguf_id=34,
+    to_kernel=_to_tq2_0,
+    packed_bits=2.125,
 )
-TQ2_0 = Format("TQ2_0", 35, 256, 256, 66, decode_tq2_0, gguf_id=35, packed_bits=2.125)
+TQ2_0 = Format(
+    "TQ2_0",
+    kernel_id=35,
+    group_size=256,
+    block_size=256,
+    block_bytes=66,
+    decode=decode_tq2_0,
+    gguf_id=35,
+    packed_bits=2.125,
+)

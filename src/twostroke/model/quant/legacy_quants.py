@@ -1,12 +1,12 @@
-"""Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0: 32 values that share a float16 scale, in even steps of it.
+"""Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0: blocks of 32 values in even steps of one float16 scale.
 
-Layout of a block (GGUF specification; ggml `block_q4_0` and its siblings): the scale; in Q4_1 and
-Q5_1 the smallest value as float16; in Q5_0 and Q5_1 four bytes with the codes' fifth bits, value i
-in bit i; 16 bytes with the codes' lower four bits, values 0 to 15 in the low nibbles and 16 to 31
-in the high ones. Q8_0 has 32 signed bytes after its scale.
+Layout of a block (GGUF specification; ggml `block_q4_0` and so on): the scale; in Q4_1 and Q5_1 the
+smallest value as float16; in Q5_0 and Q5_1 four bytes with the codes' fifth bits, value i in bit i;
+16 bytes with the codes' lower four bits, values 0 to 15 in the low nibbles and 16 to 31 in the high
+ones. Q8_0 has 32 signed bytes after its scale.
 
-A value of Q4_0, Q5_0 and Q8_0 is (code - half) * scale, with half = 8, 16 and 0; one of Q4_1 and
-Q5_1 is code * scale + smallest.
+A value of Q4_0, Q5_0 and Q8_0 is (code - half) * scale, with half = 8, 16 and 0; a value of Q4_1
+and Q5_1 is code * scale + smallest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from twostroke.model.quant.format import (
 
 
 def decode_around_zero(blocks: Bytes, bits: int) -> Floats:
-    """Bytes (n, 18) of 4 bits or (n, 22) of 5 to float32 (n, 32)."""
+    """Decode bytes (n, 18) with 4 bits or (n, 22) with 5 bits to float32 (n, 32)."""
     values = unpack_codes(blocks[:, 2:]).astype(np.float32)
     values -= np.float32(1 << (bits - 1))
     values *= half_column(blocks, 0)
@@ -36,7 +36,7 @@ def decode_around_zero(blocks: Bytes, bits: int) -> Floats:
 
 
 def encode_around_zero(values: Floats, bits: int) -> Bytes:
-    """float32 (n, 32) to bytes: the value farthest from zero becomes code 0 exactly."""
+    """Encode float32 (n, 32) as bytes; the value farthest from zero becomes code 0 exactly."""
     half = 1 << (bits - 1)
     farthest = np.abs(values).argmax(axis=1)[:, None]
     scale = np.take_along_axis(values, farthest, axis=1) / np.float32(-half)
@@ -45,7 +45,7 @@ def encode_around_zero(values: Floats, bits: int) -> Bytes:
 
 
 def decode_from_smallest(blocks: Bytes) -> Floats:
-    """Bytes (n, 20) of 4 bits or (n, 24) of 5 to float32 (n, 32)."""
+    """Decode bytes (n, 20) with 4 bits or (n, 24) with 5 bits to float32 (n, 32)."""
     values = unpack_codes(blocks[:, 4:]).astype(np.float32)
     values *= half_column(blocks, 0)
     values += half_column(blocks, 2)
@@ -53,7 +53,7 @@ def decode_from_smallest(blocks: Bytes) -> Floats:
 
 
 def encode_from_smallest(values: Floats, bits: int) -> Bytes:
-    """float32 (n, 32) to bytes: even steps from the smallest value to the largest."""
+    """Encode float32 (n, 32) as bytes, in even steps from the smallest value to the largest."""
     low = values.min(axis=1, keepdims=True)
     scale = (values.max(axis=1, keepdims=True) - low) / np.float32((1 << bits) - 1)
     codes = np.trunc((values - low) * _inverse_or_zero(scale) + np.float32(0.5))
@@ -62,26 +62,26 @@ def encode_from_smallest(values: Floats, bits: int) -> Bytes:
 
 
 def decode_bytes(blocks: Bytes) -> Floats:
-    """Bytes (n, 34) to float32 (n, 32)."""
+    """Decode bytes (n, 34) to float32 (n, 32)."""
     values = blocks[:, 2:].view(np.int8).astype(np.float32)
     values *= half_column(blocks, 0)
     return values
 
 
 def encode_bytes(values: Floats) -> Bytes:
-    """float32 (n, 32) to bytes (n, 34): halves are rounded away from zero."""
+    """Encode float32 (n, 32) as bytes (n, 34), with ties rounded away from zero."""
     scale = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
     scaled = values * _inverse_or_zero(scale)
-    size = np.abs(scaled)
-    whole = np.floor(size)
-    # floor(size + 0.5) would round 0.49999997 up: the sum itself is rounded.
-    whole += np.floor(np.float32(2) * (size - whole))
-    codes = np.copysign(whole, scaled).astype(np.int8).view(np.uint8)
+    magnitude = np.abs(scaled)
+    rounded = np.floor(magnitude)
+    # floor(magnitude + 0.5) would round 0.49999997 up, because the sum is rounded to 1.
+    rounded += np.floor(np.float32(2) * (magnitude - rounded))
+    codes = np.copysign(rounded, scaled).astype(np.int8).view(np.uint8)
     return np.concatenate([half_bytes(scale), codes], axis=1)
 
 
 def unpack_codes(packed: Bytes) -> Bytes:
-    """Unpack (n, 16) bytes of 4-bit codes, or (n, 20) of 5-bit codes, into uint8 (n, 32)."""
+    """Unpack (n, 16) bytes of 4-bit codes, or (n, 20) bytes of 5-bit codes, into uint8 (n, 32)."""
     codes = unpack_planes(packed[:, -16:], 4, run=16)
     if packed.shape[1] > 16:
         codes |= unpack_planes(packed[:, :4], 1, run=1) << np.uint8(4)
@@ -89,12 +89,12 @@ def unpack_codes(packed: Bytes) -> Bytes:
 
 
 def pack_codes(codes: Floats, bits: int) -> Bytes:
-    """Pack codes (n, 32), which may be beyond either end, into (n, 16) bytes or (n, 20)."""
-    whole = np.clip(codes, 0, (1 << bits) - 1).astype(np.uint8)
-    nibbles = pack_planes(whole & np.uint8(15), 4, run=16)
+    """Clip codes (n, 32) and pack them into (n, 16) bytes with 4 bits or (n, 20) with 5 bits."""
+    integer_codes = np.clip(codes, 0, (1 << bits) - 1).astype(np.uint8)
+    nibbles = pack_planes(integer_codes & np.uint8(15), 4, run=16)
     if bits == 4:
         return nibbles
-    return np.concatenate([pack_planes(whole >> np.uint8(4), 1, run=1), nibbles], axis=1)
+    return np.concatenate([pack_planes(integer_codes >> np.uint8(4), 1, run=1), nibbles], axis=1)
 
 
 def _inverse_or_zero(scale: Floats) -> Floats:

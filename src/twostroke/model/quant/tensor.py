@@ -1,4 +1,4 @@
-"""A weight as its file stores it: bytes, their format, and their shape."""
+"""`QuantTensor`: a weight as its file stores it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
     from twostroke.model.quant.format import Bytes, Floats, Format
 
-_CHUNK_VALUES = 1 << 18  # decoded at once: intermediate arrays stay within the cache
+_VALUES_PER_CHUNK = 1 << 18  # decoded at once, to stay in the processor's cache
 
 
 class QuantTensor(Frozen, eq=False):
-    """A stored tensor.
+    """A stored tensor: bytes, their format, and their shape.
 
-    `shape` is row-major: (outputs, inputs) for a matrix, (values,) for a vector, (experts,
-    outputs, inputs) for a stack. `data` is uint8 (rows, row_bytes), usually a read-only view
-    into a memory-mapped file; rows are all dimensions but the last, one for a vector.
+    `shape` is row-major: (outputs, inputs) for a matrix, (values,) for a vector, (experts, outputs,
+    inputs) for a stack. `data` is uint8 (rows, row_bytes), usually a read-only view into a memory-
+    mapped file; rows are all dimensions but the last, one row for a vector.
 
     With an `order` (inputs,) column i of `data` belongs to the input `order[i]`: such a matrix was
-    quantized with its inputs sorted ("act-order"), and its groups are runs of sorted ones.
+    quantized with its inputs sorted ("act-order"), and its groups are runs of sorted inputs.
     """
 
     format: Format
@@ -50,22 +50,22 @@ class QuantTensor(Frozen, eq=False):
 
     @property
     def num_rows(self) -> int:
-        """How many rows `data` has."""
+        """The number of rows of `data`."""
         return prod(self.shape[:-1])
 
     @property
     def num_values(self) -> int:
-        """How many values the tensor has."""
+        """The number of values of the tensor."""
         return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes `data` has."""
+        """The number of bytes of `data`."""
         return self.data.nbytes
 
     @property
     def packed_bytes(self) -> int:
-        """About how many bytes the cpu backend's kernels read: those of `data`, or more."""
+        """About how many bytes the cpu backend's kernels read: `num_bytes` or more."""
         bits = self.format.packed_bits
         return self.num_bytes if bits is None else int(self.num_values * bits / 8)
 
@@ -78,18 +78,18 @@ class QuantTensor(Frozen, eq=False):
         return replace(self, shape=(end - first, *self.shape[1:]), data=data)
 
     def columns(self, first: int, end: int) -> QuantTensor:
-        """Return some of the inputs, whole blocks of them, without a copy; they have no order."""
+        """Return some inputs, in whole blocks, without a copy; the matrix must have no order."""
         assert self.order is None
         data = self.data[:, self.format.num_bytes(first) : self.format.num_bytes(end)]
         return QuantTensor(self.format, (*self.shape[:-1], end - first), data)
 
     def dequantize(self, rows: slice | None = None) -> Floats:
-        """Return the values as float32: all in `shape`, or the chosen rows as (rows, inputs)."""
-        chosen = self.data if rows is None else self.data[rows]
-        out = np.empty((chosen.shape[0], self.shape[-1]), dtype=np.float32)
+        """Return the values as float32: all in `shape`, or the selected rows as (rows, inputs)."""
+        data = self.data if rows is None else self.data[rows]
+        out = np.empty((data.shape[0], self.shape[-1]), dtype=np.float32)
         columns = slice(None) if self.order is None else self.order
-        step = max(1, _CHUNK_VALUES // self.shape[-1])
-        for start in range(0, chosen.shape[0], step):
-            values = self.format.dequantize(chosen[start : start + step])
+        step = max(1, _VALUES_PER_CHUNK // self.shape[-1])
+        for start in range(0, data.shape[0], step):
+            values = self.format.dequantize(data[start : start + step])
             out[start : start + step, columns] = values
         return out.reshape(self.shape) if rows is None else out
