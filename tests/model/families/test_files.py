@@ -361,7 +361,7 @@ def test_unsupported_configurations_are_refused(
         (
             "gemma4",
             {"attention__head_count_kv": [1, 1, 1, 1, 2, 1, 1]},
-            "numbers of key-value heads: layer 1 has 2",
+            "numbers of key-value heads: layer 4 has 2",
         ),
         ("gemma4", {"attention__head_count_kv": [3, 3, 1, 3, 1, 3, 1]}, "not a multiple of its 3"),
         ("gemma4", {"attention__key_length_swa": 33}, "33, which must be even"),
