@@ -65,50 +65,12 @@ def attention(
     name, hidden = f"blk.{layer}", spec.hidden_size
     kv_source = spec.kv_source_layer(layer)
     kv_heads, dim = spec.kv_heads_of(layer)
-    heads = {"q": spec.num_heads}
-    if kv_source is None:
-        heads |= {"k": kv_heads, "v": kv_heads}
     window = spec.window_of(layer)
-    rotated = [part for part in heads if part != "v"]
-    one_matrix = spec.keys_give_values and window is None
-    parts: list[Op] = []
-    for part in rotated if one_matrix else heads:
-        weight = f"{name}.attn_{part}"
-        bias = f"{weight}.bias" if spec.qkv_bias else None
-        width = heads[part] * dim
-        parts.append(
-            ops.Linear(
-                f"{name}.{part}",
-                x,
-                weight=f"{weight}.weight",
-                in_width=hidden,
-                width=width,
-                bias=bias,
-            )
-        )
-    values = {part: f"{name}.{part}" for part in heads} | ({"v": f"{name}.k"} if one_matrix else {})
-    if query_key_norm is not None:
-        groups = dict.fromkeys(heads, 1) if query_key_norm == "row" else heads
-        for part in rotated:
-            parts.append(_query_key_norm(spec, name, part, heads[part] * dim, groups[part]))
-            values[part] = parts[-1].output
-    if spec.norms_values and kv_source is None:
-        value_norm = ops.RMSNorm(
-            f"{name}.v.normed",
-            values["v"],
-            weight=None,
-            width=kv_heads * dim,
-            epsilon=spec.norm_epsilon,
-            num_groups=kv_heads,
-        )
-        parts.append(value_norm)
-        values["v"] = value_norm.output
-    for part in rotated:
-        parts.append(_rope(spec, layer, values[part], heads[part]))
-        values[part] = parts[-1].output
+    parts, values = _heads(spec, layer, x, query_key_norm)
     origin = None
     if kv_source is None:
-        queries, keys = (_normed_projection(spec, name, part, query_key_norm) for part in rotated)
+        queries = _normed_projection(spec, name, "q", query_key_norm)
+        keys = _normed_projection(spec, name, "k", query_key_norm)
         origin = ops.QkProjections(queries, keys, _rope(spec, layer, f"{name}.k", kv_heads))
     mixed = f"{name}.mixed"
     attention_type = ops.Attention if kv_source is None else ops.SharedKvAttention
@@ -128,7 +90,6 @@ def attention(
             origin=origin,
         )
     )
-    bias = f"{name}.attn_output.bias" if spec.output_bias else None
     parts.append(
         ops.Linear(
             output,
@@ -136,10 +97,59 @@ def attention(
             weight=f"{name}.attn_output.weight",
             in_width=spec.num_heads * dim,
             width=hidden,
-            bias=bias,
+            bias=f"{name}.attn_output.bias" if spec.output_bias else None,
         )
     )
     return parts
+
+
+def _heads(
+    spec: ModelSpec, layer: int, x: str, query_key_norm: QueryKeyNorm
+) -> tuple[list[Op], dict[str, str]]:
+    """Return the operations that compute a layer's queries, keys and values, and their outputs.
+
+    A layer that shares an earlier layer's keys and values has queries alone.
+    """
+    name = f"blk.{layer}"
+    has_kv = spec.kv_source_layer(layer) is None
+    kv_heads, dim = spec.kv_heads_of(layer)
+    heads = {"q": spec.num_heads} | ({"k": kv_heads, "v": kv_heads} if has_kv else {})
+    rotated = [part for part in heads if part != "v"]
+    one_matrix = spec.keys_give_values and spec.window_of(layer) is None
+    parts: list[Op] = []
+    for part in rotated if one_matrix else heads:
+        weight = f"{name}.attn_{part}"
+        parts.append(
+            ops.Linear(
+                f"{name}.{part}",
+                x,
+                weight=f"{weight}.weight",
+                in_width=spec.hidden_size,
+                width=heads[part] * dim,
+                bias=f"{weight}.bias" if spec.qkv_bias else None,
+            )
+        )
+    values = {part: f"{name}.{part}" for part in heads} | ({"v": f"{name}.k"} if one_matrix else {})
+    if query_key_norm is not None:
+        groups = dict.fromkeys(heads, 1) if query_key_norm == "row" else heads
+        for part in rotated:
+            parts.append(_query_key_norm(spec, name, part, heads[part] * dim, groups[part]))
+            values[part] = parts[-1].output
+    if spec.norms_values and has_kv:
+        value_norm = ops.RMSNorm(
+            f"{name}.v.normed",
+            values["v"],
+            weight=None,
+            width=kv_heads * dim,
+            epsilon=spec.norm_epsilon,
+            num_groups=kv_heads,
+        )
+        parts.append(value_norm)
+        values["v"] = value_norm.output
+    for part in rotated:
+        parts.append(_rope(spec, layer, values[part], heads[part]))
+        values[part] = parts[-1].output
+    return parts, values
 
 
 def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
@@ -150,8 +160,52 @@ def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[O
     stored_width = sizes.rank + sizes.rotated
     query_width = sizes.key + sizes.rotated  # of a head's queries
     q, latent, mixed = f"{name}.q", f"{name}.kv_a", f"{name}.mixed"
+    rope = _rope(spec, layer, f"{name}.k.joined", 1)
+    latents = ops.Projection(f"{weight}_kv_a_norm.weight")
+    queries = _projection(spec, name, "q")
+    if sizes.query_rank:
+        queries = ops.Projection(f"{weight}_q_b.weight", None, f"{weight}_q_a_norm.weight")
+    keys = _projection(spec, name, "k_pe")
+    return [
+        *_latent_projections(spec, layer, x),
+        *_latent_queries_and_keys(spec, layer, q, latent),
+        rope,
+        ops.LatentAttention(
+            mixed,
+            q=f"{q}.joined.roped",
+            k=f"{name}.k.joined.roped",
+            v=f"{name}.k.joined.roped",
+            layer=layer,
+            num_heads=heads,
+            num_kv_heads=1,
+            head_dim=stored_width,
+            scale=query_width**-0.5 if spec.attention_scale is None else spec.attention_scale,
+            origin=ops.QkProjections(queries, keys, rope, latents=latents),
+            rotated=sizes.rotated,
+            key=sizes.key,
+            value=sizes.value,
+        ),
+        ops.HeadLinear(
+            f"{name}.v",
+            mixed,
+            matrices=_head_matrices(spec, f"{weight}_v_b"),
+            in_width=sizes.rank,
+            head_width=sizes.value,
+            x_head=stored_width,
+            first=sizes.rotated,
+        ),
+        ops.Linear(output, f"{name}.v", f"{weight}_output.weight", heads * sizes.value, hidden),
+    ]
+
+
+def _latent_projections(spec: ModelSpec, layer: int, x: str) -> list[Op]:
+    """Return the operations that compute queries, latent vectors and rotated keys from x."""
+    assert spec.latent is not None
+    name, weight, sizes = f"blk.{layer}", f"blk.{layer}.attn", spec.latent
+    hidden, q, latent = spec.hidden_size, f"{name}.q", f"{name}.kv_a"
+    query_size = spec.num_heads * (sizes.key + sizes.rotated)
     compressed_q = f"{name}.q_a"
-    first_product = ops.Linear(q, x, f"{weight}_q.weight", hidden, heads * query_width)
+    first_product = ops.Linear(q, x, f"{weight}_q.weight", hidden, query_size)
     if sizes.query_rank:
         first_product = ops.Linear(
             compressed_q, x, f"{weight}_q_a.weight", hidden, sizes.query_rank
@@ -170,26 +224,25 @@ def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[O
                 f"{compressed_q}.normed",
                 weight=f"{weight}_q_b.weight",
                 in_width=sizes.query_rank,
-                width=heads * query_width,
+                width=query_size,
             )
         )
+    return parts
 
-    def matrices(part: str) -> tuple[str, ...]:
-        return tuple([f"{weight}_{part}.{head}.weight" for head in range(heads)])
 
-    scale = query_width**-0.5 if spec.attention_scale is None else spec.attention_scale
-    rope = _rope(spec, layer, f"{name}.k.joined", 1)
-    keys = _projection(spec, name, "k_pe")
-    latents = ops.Projection(f"{weight}_kv_a_norm.weight")
-    queries = _projection(spec, name, "q")
-    if sizes.query_rank:
-        queries = ops.Projection(f"{weight}_q_b.weight", None, f"{weight}_q_a_norm.weight")
+def _latent_queries_and_keys(spec: ModelSpec, layer: int, q: str, latent: str) -> list[Op]:
+    """Return the operations that bring queries into the latent space and join them with keys.
+
+    The last of them rotates the queries; the keys are not rotated yet.
+    """
+    assert spec.latent is not None
+    name, sizes, heads = f"blk.{layer}", spec.latent, spec.num_heads
+    query_width = sizes.key + sizes.rotated
     return [
-        *parts,
         ops.HeadLinear(
             f"{q}.latent",
             q,
-            matrices=matrices("k_b"),
+            matrices=_head_matrices(spec, f"{name}.attn_k_b"),
             in_width=sizes.key,
             head_width=sizes.rank,
             x_head=query_width,
@@ -214,33 +267,12 @@ def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[O
             a_head=sizes.rotated,
         ),
         _rope(spec, layer, f"{q}.joined", heads),
-        rope,
-        ops.LatentAttention(
-            mixed,
-            q=f"{q}.joined.roped",
-            k=f"{name}.k.joined.roped",
-            v=f"{name}.k.joined.roped",
-            layer=layer,
-            num_heads=heads,
-            num_kv_heads=1,
-            head_dim=stored_width,
-            scale=scale,
-            origin=ops.QkProjections(queries, keys, rope, latents=latents),
-            rotated=sizes.rotated,
-            key=sizes.key,
-            value=sizes.value,
-        ),
-        ops.HeadLinear(
-            f"{name}.v",
-            mixed,
-            matrices=matrices("v_b"),
-            in_width=sizes.rank,
-            head_width=sizes.value,
-            x_head=stored_width,
-            first=sizes.rotated,
-        ),
-        ops.Linear(output, f"{name}.v", f"{weight}_output.weight", heads * sizes.value, hidden),
     ]
+
+
+def _head_matrices(spec: ModelSpec, weight: str) -> tuple[str, ...]:
+    """Return the names of a weight's matrices, one for each head."""
+    return tuple([f"{weight}.{head}.weight" for head in range(spec.num_heads)])
 
 
 def feed_forward(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
