@@ -75,9 +75,9 @@ def weights_identity(tensors: Mapping[str, QuantTensor]) -> str:
     """Return an identity that differs for different weights, or equal weights in another format.
 
     It is the SHA-256 of each tensor's name, format, shape, order, and some evenly spaced rows from
-    the first to the last. Training changes all rows, and an incomplete copy lacks many. A rank
-    should not read all weights, of which it may need only a small part, so a few changed bytes can
-    go unnoticed; a file's own checksum finds these.
+    the first to the last. Training changes all rows, and an incomplete copy lacks many. A few
+    changed bytes can go unnoticed, since a rank may need few of the weights and should not read all
+    of them; a file's own checksum finds such bytes.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
