@@ -1,7 +1,7 @@
-"""Responses in the background: computed whether or not a client waits, and streamed again.
+"""Background responses, which are computed even if the client disconnects.
 
 A response is stored when it is queued, and again when it has ended. Its events stay in memory, so
-that a client can come back for the events that it has missed.
+that a client that connects again gets the events that it has missed.
 """
 
 from __future__ import annotations
@@ -38,35 +38,40 @@ if TYPE_CHECKING:
 
     Start = Callable[[], Awaitable[Started]]
 
-MAX_LOG_BYTES: Final = 64 * 1024 * 1024  # of the events of all responses together
-_IS_OPEN: Final = re.compile(rb'^\{"id":"[^"]*","object":"response",[^{}]{0,60}"status":"queued"')
+MAX_LOG_BYTES: Final = 64 * 1024 * 1024  # for the events of all responses together
+_QUEUED_RESPONSE: Final = re.compile(
+    rb'^\{"id":"[^"]*","object":"response",[^{}]{0,60}"status":"queued"'
+)
 _response_decoder: Final = msgspec.json.Decoder(ResponseBody)
-_STOPPED: Final = "The server stopped before this response was complete."
+_STOPPED_MESSAGE: Final = "The server stopped before this response was complete."
 
 
 class BackgroundRun:
-    """One response in the background, with the events that it has sent so far.
+    """One background response, with the events that it has written so far.
 
     Attributes:
-        first_number: the number of the oldest event that is still there.
-        is_over: whether no event follows.
+        id: the id of the response.
+        encoder: writes the events; None after the end, since it is large.
+        first_number: the number of the oldest event that is still in memory.
+        num_bytes: the size of the events in memory.
+        is_over: whether the response has ended.
     """
 
     def __init__(self, encoder: ResponsesEncoder) -> None:
-        """Begin without events; `encoder` writes them."""
+        """Begin a response without events; `encoder` writes them."""
         self.id = encoder.body.id
-        self.encoder: ResponsesEncoder | None = encoder  # None after the end, since it is large
+        self.encoder: ResponsesEncoder | None = encoder
         self.first_number = 0
         self.num_bytes = 0
         self.is_over = False
         self._is_cancelled = False
         self._events: list[bytes] = []
-        self._news = asyncio.Event()  # set when an event comes, and then replaced
+        self._news_event = asyncio.Event()  # set when events come, and then replaced
         self._end_event = asyncio.Event()
         self._answers: Answers | None = None
 
     async def compute(self, started: Started, scope: Scope, runs: BackgroundRuns) -> None:
-        """Take all events of the answer, and store the response at the end."""
+        """Write all events of the answer, and store the response at the end."""
         answers = self._answers = started[0]
         encoder = self.encoder
         assert encoder is not None
@@ -84,45 +89,45 @@ class BackgroundRun:
         finally:
             answers.cancel()
             self.is_over = True
-            self.encoder = self._answers = None  # they hold the prompt and the conversation
+            self.encoder = self._answers = None  # frees the prompt and the conversation
             self._announce()
             self._end_event.set()
 
     async def cancel(self) -> None:
-        """Stop the work, and return when the response has ended."""
+        """Stop the response, and return when it has ended."""
         if not self.is_over and self._answers is not None:
             self._is_cancelled = True
             self._answers.cancel()
         await self._end_event.wait()
 
     def add(self, events: list[bytes]) -> None:
-        """Add events, for those who follow."""
+        """Add events, and wake the streams that follow."""
         self._events += events
         self.num_bytes += sum(map(len, events))
         self._announce()
 
     def drop(self, count: int) -> None:
-        """Forget the oldest events."""
+        """Remove the oldest `count` events."""
         self.num_bytes -= sum(map(len, self._events[:count]))
         del self._events[:count]
         self.first_number += count
 
     @property
     def num_events(self) -> int:
-        """The number of events that are still there."""
+        """The number of events in memory."""
         return len(self._events)
 
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
-        """Yield the events after number `after`, also future events, as they come.
+        """Yield the events after the number `after`, and future events as they come.
 
         Raises:
-            RequestError: some of them are not there any more.
+            RequestError: the next event is not in memory any more.
         """
         number = after + 1
         while True:
             if number < self.first_number:
                 reason = (
-                    f"is before the events that are still there, of which the first has the number "
+                    "is before the events that are still in memory, which begin with the number "
                     f"{self.first_number}: retrieve the response without stream."
                 )
                 raise RequestError(reason, field="starting_after")
@@ -132,61 +137,62 @@ class BackgroundRun:
             elif self.is_over:
                 return
             else:
-                await self._news.wait()
+                await self._news_event.wait()
 
     def _announce(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        self._news_event.set()
+        self._news_event = asyncio.Event()
 
 
 class BackgroundRuns:
-    """The responses in the background of one server: running ones, and the last that ended."""
+    """The background responses of a server: all that run, and the last that ended."""
 
     def __init__(self, max_bytes: int = MAX_LOG_BYTES) -> None:
-        """Keep events of at most `max_bytes` together."""
+        """Keep events of at most `max_bytes` in memory."""
         self._max_bytes = max_bytes
         self._runs: dict[str, BackgroundRun] = {}  # by the response's id, the oldest first
         self._num_bytes = 0
 
     def begin(self, run: BackgroundRun) -> None:
-        """Add a response that is queued."""
+        """Store a response as queued, and log its first events."""
         self._runs[run.id] = run
         assert run.encoder is not None
         self.log(run, run.encoder.queue())
 
     def find(self, id_: str) -> BackgroundRun | None:
-        """Return a response whose events are still there."""
+        """Return the response with this id if its events are in memory, else None."""
         return self._runs.get(id_)
 
     def log(self, run: BackgroundRun, events: list[bytes]) -> None:
-        """Add events to a response; over the limit, the oldest that ended loses all of its own.
+        """Add events to a response, and free memory if the limit is exceeded.
 
-        If all of them run, the response with the most loses its first half.
+        The oldest response that has ended loses all its events. If all responses run, the response
+        with the largest events loses the first half of them.
         """
         before = run.num_bytes
         run.add(events)
         self._num_bytes += run.num_bytes - before
         while self._num_bytes > self._max_bytes:
-            oldest_run = next((each for each in self._runs.values() if each.is_over), None)
-            if oldest_run is not None:
-                self.forget(oldest_run.id)
+            ended_run = next((other for other in self._runs.values() if other.is_over), None)
+            if ended_run is not None:
+                self.forget(ended_run.id)
                 continue
-            largest = max(self._runs.values(), key=lambda each: each.num_bytes)
+            largest = max(self._runs.values(), key=lambda other: other.num_bytes)
             before = largest.num_bytes
             largest.drop(max(1, largest.num_events // 2))
             self._num_bytes += largest.num_bytes - before
 
     def forget(self, id_: str) -> None:
-        """Forget the events of a response that has ended."""
+        """Remove the events of a response that has ended."""
         run = self._runs.pop(id_, None)
         if run is not None:
             self._num_bytes -= run.num_bytes
 
 
 class BackgroundResponse:
-    """Answers a request with its queued response, or with its events, and computes it to its end.
+    """Sends the queued response, or its events, and computes the response to its end.
 
-    The request counts as running until then, for the limits and the usage of its key.
+    Until the end the request counts as running, for the limits and the usage of its key.
     """
 
     def __init__(
@@ -198,12 +204,15 @@ class BackgroundResponse:
         *,
         is_streamed: bool,
     ) -> None:
-        """Compute the answer that `start` begins, for `encoder` to write."""
-        self._start, self._encoder, self._options = start, encoder, options
-        self._runs, self._is_streamed = runs, is_streamed
+        """Compute the answer that `start` begins; `encoder` writes its events."""
+        self._start = start
+        self._encoder = encoder
+        self._options = options
+        self._runs = runs
+        self._is_streamed = is_streamed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond. Raises what `start` raises."""
+        """Start the answer and respond. Raises the errors of `start`."""
         started = await self._start()
         run = BackgroundRun(self._encoder)
         self._runs.begin(run)
@@ -219,15 +228,16 @@ class BackgroundResponse:
 
 
 class FollowingStream(EventStream):
-    """A response of the events of a run, from one of them on. Its end does not end the run."""
+    """Streams the events of a background response. The response does not depend on the stream."""
 
     def __init__(self, run: BackgroundRun, after: int, options: ServeOptions) -> None:
-        """Send the events after number `after`."""
-        super().__init__(_nothing, None, options)
-        self._run, self._after = run, after
+        """Send the events after the number `after`."""
+        super().__init__(_never_started, None, options)
+        self._run = run
+        self._after = after
 
     async def _events(self, _scope: Scope) -> AsyncGenerator[bytes]:
-        """Yield events as they come; the last one may be an error."""
+        """Yield events as they come; the last event may be an error."""
         try:
             async for data in self._run.follow(self._after):
                 yield data
@@ -235,44 +245,55 @@ class FollowingStream(EventStream):
             if not self._has_begun:
                 raise
             event = StreamError(error.code, to_message(error), error.field)
-            event.sequence_number = self._run.first_number - 1  # to go on after
+            event.sequence_number = (
+                self._run.first_number - 1
+            )  # the client can continue after this number
             yield named_sse(event)
 
 
-def replayed(response: StoredResponse, after: int | None) -> bytes:
-    """Return the events of a stored response whose own events are not there any more.
+def replay_stored(response: StoredResponse, after: int | None) -> bytes:
+    """Return events for a stored response whose own events are not in memory any more.
 
-    Its last event has the whole answer. `after` is the number of the last event that the client
-    has; None if it has none.
+    The last event has the complete response. `after` is the number of the last event that the
+    client has; None if it has none.
     """
     body: dict[str, Any] = msgspec.json.decode(response.answer)
     names = {"completed": "completed", "failed": "failed"}
-    last = f"response.{names.get(body['status'], 'incomplete')}"
-    kinds = ["response.created", "response.in_progress", last] if after is None else [last]
-    begun = {**body, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
+    last_type = f"response.{names.get(body['status'], 'incomplete')}"
+    event_types = (
+        ["response.created", "response.in_progress", last_type] if after is None else [last_type]
+    )
+    started_body = {
+        **body,
+        "status": "in_progress",
+        "output": [],
+        "usage": None,
+        "completed_at": None,
+    }
     parts = []
-    for number, kind in enumerate(kinds, 0 if after is None else after + 1):
-        snapshot = body if kind == last else begun
-        event = {"type": kind, "sequence_number": number, "response": snapshot}
-        parts.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_json(event)))
+    for number, event_type in enumerate(event_types, 0 if after is None else after + 1):
+        snapshot = body if event_type == last_type else started_body
+        event = {"type": event_type, "sequence_number": number, "response": snapshot}
+        parts.append(b"event: %b\ndata: %b\n\n" % (event_type.encode(), encode_json(event)))
     return b"".join(parts)
 
 
 def check_background(job: Job, request: ServedRequest) -> None:
-    """Raise a RequestError if a line of a batch asks for the background."""
+    """Check that a job of a batch is not in the background; raise RequestError if it is."""
     if job.in_background and request.service is not None:
-        reason = "cannot be set in a batch, which runs in the background anyhow."
+        reason = "cannot be set in a batch, which always runs in the background: leave it out."
         raise RequestError(reason, field="background")
 
 
 def ended_by_restart(answer: bytes) -> bytes | None:
-    """Return a stored response that was not complete as a failed one; None for all others."""
-    if not _IS_OPEN.match(answer):
+    """Return the JSON of a stored response that was still queued as failed; None for others."""
+    if not _QUEUED_RESPONSE.match(answer):
         return None
     body = _response_decoder.decode(answer)
-    body.status, body.error = "failed", ResponseError("server_error", _STOPPED)
+    body.status = "failed"
+    body.error = ResponseError("server_error", _STOPPED_MESSAGE)
     return encode_json(body)
 
 
-async def _nothing() -> Started:
+async def _never_started() -> Started:
     raise AssertionError

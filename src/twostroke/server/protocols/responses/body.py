@@ -21,9 +21,14 @@ if TYPE_CHECKING:
     from twostroke.server.protocols.responses.tools import ResponsesTool
 
 # The fields of a request that its response repeats.
-_REPEATED: Final = (
-    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
-    *("prompt_cache_key", "safety_identifier", "user"),
+_REPEATED_FIELDS: Final = (
+    "instructions",
+    "max_output_tokens",
+    "max_tool_calls",
+    "previous_response_id",
+    "prompt_cache_key",
+    "safety_identifier",
+    "user",
 )
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -39,7 +44,7 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
-    """A message of the model."""
+    """An output item: a message of the model."""
 
     id: str
     status: Status
@@ -48,7 +53,7 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A call to make; arguments are JSON and may be cut off."""
+    """An output item: a function call. Its arguments are JSON, which may be cut off."""
 
     id: str
     call_id: str
@@ -59,7 +64,7 @@ class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
 
 
 class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
-    """A call of a custom tool to make; its input is a text that may be cut off."""
+    """An output item: a custom tool call. Its input is a text, which may be cut off."""
 
     id: str
     call_id: str
@@ -70,13 +75,13 @@ class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call")
 
 
 class ThoughtText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """The text of reasoning."""
+    """The text of an item of reasoning."""
 
     text: str
 
 
 class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """The reasoning before an answer, without a summary."""
+    """An output item: the reasoning before the answer, without a summary."""
 
     id: str
     status: Status
@@ -89,14 +94,14 @@ OutputItem = OutputMessage | OutputCall | OutputCustomCall | OutputReasoning
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
-    """Prompt tokens found in the prefix cache; writing to it costs nothing."""
+    """The number of prompt tokens found in the prefix cache; cache writes are free."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
-    """Tokens of reasoning, and guessed tokens; accepted ones are part of the answer."""
+    """The numbers of reasoning tokens, and of draft tokens that were accepted or rejected."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
@@ -114,13 +119,13 @@ class ResponseUsage(msgspec.Struct, frozen=True):
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True):
-    """Why an answer is incomplete."""
+    """The reason why a response is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ResponseError(msgspec.Struct, frozen=True):
-    """What went wrong."""
+    """The error that ended a response."""
 
     code: Annotated[str, Meta(extra_json_schema={"enum": ["server_error", "invalid_prompt"]})]
     message: str
@@ -170,53 +175,58 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     schema_miss: SchemaMiss = UNSET
 
 
-def begun(reply: ResponseInfo) -> ResponseBody:
+def begin_response(reply: ResponseInfo) -> ResponseBody:
     """Return the response before its first token."""
-    exchange, params = exchange_of(reply), reply.job.params
-    asked = exchange.asked
-    form = asked.text.format if asked.text is not None else None
-    conversation = conversation_id(asked)
+    exchange = exchange_of(reply)
+    params = reply.job.params
+    request = exchange.request
+    format_ = request.text.format if request.text is not None else None
+    conversation = conversation_id(request)
     return ResponseBody(
-        **{name: getattr(asked, name) for name in _REPEATED},
+        **{name: getattr(request, name) for name in _REPEATED_FIELDS},
         id=reply.id,
         created_at=reply.created_s,
         conversation=ConversationOfResponse(conversation) if conversation is not None else None,
         model=reply.model,
-        parallel_tool_calls=asked.parallel_tool_calls is not False,
-        reasoning={"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        reasoning={"effort": request.reasoning and request.reasoning.effort, "summary": None},
         service_tier=reply.job.caller.service,
         store=exchange.is_stored,
         temperature=params.values.temperature,
-        text={"format": form or {"type": "text"}, "verbosity": "medium"},
-        tool_choice=asked.tool_choice or "auto",
-        tools=[_shown(tool) for tool in asked.tools or ()],
-        top_logprobs=asked.top_logprobs or 0,
+        text={"format": format_ or {"type": "text"}, "verbosity": "medium"},
+        tool_choice=request.tool_choice or "auto",
+        tools=[_tool_fields(tool) for tool in request.tools or ()],
+        top_logprobs=request.top_logprobs or 0,
         top_p=params.values.top_p,
-        truncation=asked.truncation or "disabled",
-        metadata=asked.metadata or {},
+        truncation=request.truncation or "disabled",
+        metadata=request.metadata or {},
     )
 
 
-def _shown(tool: ResponsesTool) -> dict[str, Any]:
-    """Return a tool as the response repeats it: a function always has all its own fields."""
+def _tool_fields(tool: ResponsesTool) -> dict[str, Any]:
+    """Return the fields of a tool as the response repeats them: a function's even if null."""
     fields = msgspec.to_builtins(tool)
-    own = FunctionBody.__struct_fields__ if isinstance(tool, FunctionTool) else ()
-    return {name: value for name, value in fields.items() if value is not None or name in own}
+    required = FunctionBody.__struct_fields__ if isinstance(tool, FunctionTool) else ()
+    return {name: value for name, value in fields.items() if value is not None or name in required}
 
 
 def exchange_of(reply: ResponseInfo) -> Exchange:
-    """Return the conversation that a reply answers."""
+    """Return the conversation of a response."""
     (exchange,) = reply.job.prompts
     assert isinstance(exchange, Exchange)
     return exchange
 
 
 def usage_body(usage: Usage, num_reasoning: int) -> ResponseUsage:
-    """Return this protocol's form of a usage; `num_reasoning` of the tokens were reasoning."""
+    """Return the usage in this protocol's form; `num_reasoning` of the tokens are reasoning."""
     return ResponseUsage(
-        usage.prompt_tokens,
-        InputTokensDetails(usage.cached_tokens),
-        usage.completion_tokens,
-        OutputTokensDetails(num_reasoning, usage.accepted_tokens, usage.rejected_tokens),
-        usage.prompt_tokens + usage.completion_tokens,
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputTokensDetails(usage.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputTokensDetails(
+            reasoning_tokens=num_reasoning,
+            accepted_prediction_tokens=usage.accepted_tokens,
+            rejected_prediction_tokens=usage.rejected_tokens,
+        ),
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
     )

@@ -1,7 +1,7 @@
-"""POST /v1/responses/compact: a conversation becomes one item with its summary.
+"""POST /v1/responses/compact: replaces a conversation by one item with a summary of it.
 
-The model writes the summary. OpenAI's service encrypts such an item; here it is only encoded, since
-it holds nothing that its client does not know.
+The model writes the summary. OpenAI's service encrypts the item; this server only encodes it, since
+it has nothing that the client does not know.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from msgspec.structs import replace
 
 from twostroke.server.body import field
 from twostroke.server.http.answer_limits import MAX_SUMMARY_TOKENS
-from twostroke.server.protocols.common.fields import (
-    Retention,
-    ServiceFields,
-)
+from twostroke.server.protocols.common.fields import Retention, ServiceFields
 from twostroke.server.protocols.responses import exchange
 from twostroke.server.protocols.responses.body import OutputText, ResponseUsage
 from twostroke.server.protocols.responses.exchange import Exchange
@@ -38,7 +35,7 @@ _TASK: Final = (
 
 
 class CompactRequest(ServiceFields):
-    """The conversation to compact."""
+    """The body of a request: the conversation to compact."""
 
     input: Annotated[
         str | list[dict[str, Any]] | None,
@@ -56,14 +53,14 @@ class CompactRequest(ServiceFields):
 
 
 class CompactionOutput(msgspec.Struct, tag_field="type", tag="compaction"):
-    """The summary, for the `input` of later requests."""
+    """The item with the summary, for the `input` of later requests."""
 
     id: str
     encrypted_content: str
 
 
 class CompactedResponse(msgspec.Struct, kw_only=True, frozen=True):
-    """A compacted conversation; `output` takes its place in the `input` of later requests."""
+    """A compacted conversation; `output` replaces it in the `input` of later requests."""
 
     id: str
     object: Literal["response.compaction"] = "response.compaction"
@@ -73,7 +70,7 @@ class CompactedResponse(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def read(request: CompactRequest, tenant: Tenant) -> Job:
-    """Translate a request; raises as `exchange.read` does."""
+    """Return the job of a request: it asks the model for a summary. Raises as `exchange.read`."""
     response_request = ResponsesRequest(
         model=request.model,
         input=request.input,
@@ -91,7 +88,7 @@ def read(request: CompactRequest, tenant: Tenant) -> Job:
     [conversation] = job.prompts
     assert isinstance(conversation, Exchange)
     messages = list(conversation.messages)
-    if messages[-1]["role"] == "user":  # templates may want roles that alternate
+    if messages[-1]["role"] == "user":  # some templates require roles that alternate
         text = f"{messages[-1]['content']}\n\n{_TASK}"
         messages[-1] = {**messages[-1], "content": text}
     else:
@@ -102,15 +99,15 @@ def read(request: CompactRequest, tenant: Tenant) -> Job:
 
 
 def names(_request: CompactRequest) -> Mapping[str, str]:
-    """Return the protocol's names of the engine's fields."""
+    """Return the protocol's names of the engine's fields, for errors."""
     return {"messages": "input"}
 
 
 class CompactEncoder(ResponsesEncoder):
     """Writes the compacted conversation, which is never streamed."""
 
-    def _result(self) -> CompactedResponse:  # type: ignore[override]  # it is only written as JSON
-        """Return the summary that the model wrote."""
+    def _result(self) -> CompactedResponse:  # type: ignore[override]  # the caller only encodes it as JSON
+        """Return the response with the summary that the model wrote."""
         body = self.body
         assert body.usage is not None
         parts = [part for item in body.output for part in getattr(item, "content", ())]

@@ -1,4 +1,4 @@
-"""/v1/conversations: creates, reads, labels and deletes conversations and their items."""
+"""/v1/conversations: creates, reads, changes and deletes conversations and their items."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ class ItemNotFoundError(TwostrokeError):
 
 
 class DeletedConversation(msgspec.Struct, kw_only=True, frozen=True):
-    """A conversation was deleted."""
+    """The response to the deletion of a conversation."""
 
     id: str
     object: Literal["conversation.deleted"] = "conversation.deleted"
     deleted: Annotated[bool, msgspec.Meta(extra_json_schema={"const": True})] = True
 
 
-_ITEMS: Final[dict[str, Any]] = {
+_ITEMS_SCHEMA: Final[dict[str, Any]] = {
     "type": "array",
     "items": {"anyOf": [*map(field.reference, get_args(Item))]},
     "maxItems": MAX_MESSAGES,
 }
-_ITEMS_OR_NULL: Final[dict[str, Any]] = {"oneOf": [_ITEMS, {"type": "null"}]}
-# A list's own schema would replace `items`.
-_SOME_ITEMS: Final[dict[str, Any]] = {"allOf": [_ITEMS]}
+_ITEMS_OR_NULL: Final[dict[str, Any]] = {"oneOf": [_ITEMS_SCHEMA, {"type": "null"}]}
+# In `allOf`, since the schema of the field's own type would replace `items`.
+_REQUIRED_ITEMS: Final[dict[str, Any]] = {"allOf": [_ITEMS_SCHEMA]}
 
 
 class ConversationRequest(field.RequestObject):
-    """A new conversation."""
+    """The body of a request that creates a conversation."""
 
     items: Annotated[
         list[dict[str, Any]] | None, field.doc("The first items, as in `input`.", **_ITEMS_OR_NULL)
@@ -78,18 +78,18 @@ class ConversationRequest(field.RequestObject):
 
 
 class ConversationUpdate(field.RequestObject):
-    """New metadata of a conversation."""
+    """The body of a request that replaces a conversation's metadata."""
 
     metadata: Annotated[MetadataPairs | None, field.doc("Replaces the metadata; null removes it.")]
 
 
 class ItemsRequest(field.RequestObject):
-    """Items to add at the end of a conversation."""
+    """The body of a request that adds items at the end of a conversation."""
 
     items: Annotated[
         list[dict[str, Any]],
         msgspec.Meta(
-            min_length=1, description="Items, as in `input`.", extra_json_schema=_SOME_ITEMS
+            min_length=1, description="Items, as in `input`.", extra_json_schema=_REQUIRED_ITEMS
         ),
     ]
 
@@ -102,7 +102,7 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
 
 
 class Conversations:
-    """Answers requests about conversations."""
+    """The endpoints of stored conversations."""
 
     def __init__(
         self,
@@ -112,20 +112,26 @@ class Conversations:
         readers: Readers,
         with_files: Callable[[bytes, Request], bytes],
     ) -> None:
-        """Let `readers` do the work.
+        """Serve the conversations of all tenants.
 
-        `tenant_of` returns the sender of a request, `note` takes its ignored fields, `with_files`
-        returns a body in which the texts of files stand in their place.
+        Args:
+            tenant_of: returns the sender of a request.
+            limits: the limits of request bodies.
+            note: reports the ignored fields of a request.
+            readers: threads that read and change conversations.
+            with_files: replaces attached files in a body by their texts.
         """
-        self._with_files = with_files
-        self._tenant_of, self._limits, self._note = tenant_of, limits, note
+        self._tenant_of = tenant_of
+        self._limits = limits
+        self._note = note
         self._readers = readers
+        self._with_files = with_files
         self._decoders: dict[str, BodyDecoder[Any]] = {
             path: BodyDecoder(kind, limits.max_json_depth) for path, kind in BODIES.items()
         }
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
+        """Return the routes of these endpoints."""
         return [
             Route(LIST_PATH, self.create, methods=["POST"], name=LIST_PATH),
             Route(PATH, self.conversation, methods=["GET", "DELETE"], name=PATH),
@@ -165,12 +171,12 @@ class Conversations:
 
         def work(body: bytes) -> ConversationBody:
             metadata = self._decode(PATH, body, request).metadata
-            return stored.relabel(tenant, record.id, metadata or {})
+            return stored.replace_metadata(tenant, record.id, metadata or {})
 
         return to_json(await self._in_thread(request, work))
 
     async def list_items(self, request: Request) -> Response:
-        """Return a page of a conversation's items, the newest first unless asked otherwise."""
+        """Return a part of the list of a conversation's items, by default the newest first."""
         _, record = self._find(request)
         query = read_query(request, ("after", "limit", "order"))
 
@@ -189,8 +195,12 @@ class Conversations:
             ids = {item["id"] for item in stored.items_in(record)}
             items = self._read_items(raw_items, tenant, ids, request)
             stored.add_items(tenant, record, items)
-            ends = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-            return ItemList(data=items, first_id=ends[0], last_id=ends[1], has_more=False)
+            return ItemList(
+                data=items,
+                first_id=items[0]["id"] if items else None,
+                last_id=items[-1]["id"] if items else None,
+                has_more=False,
+            )
 
         return to_json(await self._in_thread(request, work))
 
@@ -228,7 +238,7 @@ class Conversations:
     def _read_items(
         self, raw_items: list[RawItem], tenant: Tenant, ids: set[str], request: Request
     ) -> list[RawItem]:
-        """Return items as they are stored; an item whose id is in `ids` gets another id."""
+        """Return items as they are stored; an item whose id is in `ids` gets a new id."""
         with _named_items():
             check_messages(len(raw_items), "input")
             items, ignored = read_input(raw_items, tenant, ids)
@@ -236,7 +246,7 @@ class Conversations:
         return items
 
     async def _in_thread(self, request: Request, work: Callable[[bytes], Any]) -> Any:
-        """Return `work` of the body: items may be many, and other streams shall not wait."""
+        """Run `work` on the body in a thread, so that many items do not delay streams."""
         async with body_of(request, self._limits) as body:
 
             def read() -> Any:
@@ -247,7 +257,7 @@ class Conversations:
 
 @contextmanager
 def _named_items() -> Iterator[None]:
-    """Let errors about `input` name the field `items`."""
+    """Rename the field `input` to `items` in the errors of the block."""
     try:
         yield
     except RequestError as error:

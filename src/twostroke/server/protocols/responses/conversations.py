@@ -1,7 +1,7 @@
-"""Stored conversations: a record with metadata, and the newest of the turns that it consists of.
+"""Stored conversations: a record with metadata, which refers to the newest turn.
 
-A turn is a stored response, or items that a client added. Each turn refers to the one before it, as
-responses do that continue each other, so adding a turn writes that turn alone.
+A turn is a stored response, or items that a client added. Each turn refers to the turn before it,
+as responses that continue each other do, so adding a turn writes only that turn.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _decoder: Final = msgspec.json.Decoder(ConversationBody)
 
 
 def new_conversation(metadata: dict[str, str] | None) -> ConversationBody:
-    """Return a new conversation, which is not stored."""
+    """Return a new conversation, which is not stored yet."""
     id_ = f"conv_{secrets.token_hex(24)}"
     return ConversationBody(id=id_, created_at=int(time.time()), metadata=metadata or {})
 
@@ -64,15 +64,15 @@ def store_conversation(
     """Store a new conversation that begins with these items.
 
     Raises:
-        RequestError: it is too large, or the server stores nothing.
+        RequestError: the conversation is too large, or the server stores nothing.
     """
-    first_turn = _turn_of(items, None) if items else None
-    if not tenant.put(_record(body.id, encode_json(body), first_turn)):
-        raise _no_room(tenant)
+    first_turn = _new_turn(items, None) if items else None
+    if not tenant.put(_make_record(body.id, encode_json(body), first_turn)):
+        raise _too_large_error(tenant)
 
 
 def find_conversation(tenant: Tenant, id_: str) -> StoredResponse:
-    """Return the record of a conversation; raises ConversationNotFoundError."""
+    """Return the record of a conversation. Raises ConversationNotFoundError."""
     record = tenant.find(id_, CONVERSATION)
     if record is None:
         raise ConversationNotFoundError(
@@ -82,7 +82,7 @@ def find_conversation(tenant: Tenant, id_: str) -> StoredResponse:
 
 
 def body_of(record: StoredResponse) -> ConversationBody:
-    """Return a conversation as clients see it."""
+    """Return the response body for a conversation's record."""
     return _decoder.decode(record.answer)
 
 
@@ -94,22 +94,27 @@ def items_in(record: StoredResponse) -> list[RawItem]:
 
 
 def add_items(tenant: Tenant, record: StoredResponse, items: Sequence[RawItem]) -> None:
-    """Add items at the end of a conversation; raises RequestError if it becomes too large."""
-    if not append_turn(tenant, record.id, _turn_of(items, record.previous)):
-        raise _no_room(tenant)
+    """Add items at the end of a conversation. Raises RequestError if it becomes too large."""
+    if not append_turn(tenant, record.id, _new_turn(items, record.previous)):
+        raise _too_large_error(tenant)
 
 
 def append_turn(tenant: Tenant, id_: str, turn: StoredResponse) -> bool:
-    """Add a turn at the end of a conversation; return whether there is room for it.
+    """Add a turn at the end of a conversation; return False if it becomes too large.
 
-    If other turns came meanwhile, it follows them. A deleted conversation stays deleted.
+    The turn follows turns that other requests have added meanwhile. For a conversation that was
+    deleted meanwhile, nothing is stored.
     """
     while (record := tenant.find(id_, CONVERSATION)) is not None:
         if turn.previous is not record.previous:
             turn = StoredResponse(
-                _new_turn_id(), turn.request_items, turn.answer, turn.item_ids, record.previous
+                id=_new_turn_id(),
+                request_items=turn.request_items,
+                answer=turn.answer,
+                item_ids=turn.item_ids,
+                previous=record.previous,
             )
-        new_record = _record(id_, record.answer, turn)
+        new_record = _make_record(id_, record.answer, turn)
         if not tenant.fits(new_record):
             return False
         if tenant.supersede(record, new_record):
@@ -118,35 +123,37 @@ def append_turn(tenant: Tenant, id_: str, turn: StoredResponse) -> bool:
 
 
 def replace_items(tenant: Tenant, record: StoredResponse, items: Sequence[RawItem]) -> bool:
-    """Give a conversation other items; return whether it is the same as it was when it was read."""
-    last_turn = _turn_of(items, None) if items else None
-    return tenant.supersede(record, _record(record.id, record.answer, last_turn))
+    """Replace all items of a conversation; return False if it has changed since it was read."""
+    last_turn = _new_turn(items, None) if items else None
+    return tenant.supersede(record, _make_record(record.id, record.answer, last_turn))
 
 
-def relabel(tenant: Tenant, id_: str, metadata: dict[str, str]) -> ConversationBody:
-    """Replace the metadata of a conversation; raises ConversationNotFoundError."""
+def replace_metadata(tenant: Tenant, id_: str, metadata: dict[str, str]) -> ConversationBody:
+    """Replace the metadata of a conversation. Raises ConversationNotFoundError or RequestError."""
     while True:
         record = find_conversation(tenant, id_)
         body = body_of(record)
         body.metadata = metadata
-        new_record = _record(id_, encode_json(body), record.previous)
+        new_record = _make_record(id_, encode_json(body), record.previous)
         if not tenant.fits(new_record):
-            raise _no_room(tenant)
+            raise _too_large_error(tenant)
         if tenant.supersede(record, new_record):
             return body
 
 
 def check_room(tenant: Tenant, turn: StoredResponse) -> None:
-    """Raise a RequestError if a conversation has no room for a turn."""
-    if not tenant.fits(_record("", b"", turn)):
-        raise _no_room(tenant)
+    """Check that a conversation has room for a turn; raise RequestError if not."""
+    if not tenant.fits(_make_record("", b"", turn)):
+        raise _too_large_error(tenant)
 
 
-def _record(id_: str, answer: bytes, last_turn: StoredResponse | None) -> StoredResponse:
+def _make_record(id_: str, answer: bytes, last_turn: StoredResponse | None) -> StoredResponse:
+    """Return the record of a conversation; `answer` is the JSON of its `ConversationBody`."""
     return StoredResponse(id_, _NO_ITEMS, answer, (), last_turn, kind=CONVERSATION)
 
 
-def _turn_of(items: Sequence[RawItem], previous: StoredResponse | None) -> StoredResponse:
+def _new_turn(items: Sequence[RawItem], previous: StoredResponse | None) -> StoredResponse:
+    """Return a turn of items that a client added, after the turn `previous`."""
     ids = tuple(item["id"] for item in items)
     return StoredResponse(_new_turn_id(), encode_json(items), _NO_OUTPUT, ids, previous)
 
@@ -155,13 +162,14 @@ def _new_turn_id() -> str:
     return f"turn_{secrets.token_hex(16)}"
 
 
-def _no_room(tenant: Tenant) -> RequestError:
+def _too_large_error(tenant: Tenant) -> RequestError:
+    """Return the error about a conversation that cannot be stored."""
     if not tenant.store.max_responses:
         reason = "Conversations cannot be stored: the server was started with --keep-responses 0."
         return RequestError(reason)
-    most_bytes = min(tenant.store.max_bytes, MAX_CONVERSATION_BYTES)
+    max_bytes = min(tenant.store.max_bytes, MAX_CONVERSATION_BYTES)
     return RequestError(
-        f"The conversation becomes too large: at most {most_bytes} bytes and "
-        f"{MAX_CONVERSATION_ITEMS} items are stored. Begin another one.",
+        f"The conversation becomes too large: at most {max_bytes} bytes and "
+        f"{MAX_CONVERSATION_ITEMS} items are stored. Begin another conversation.",
         field="conversation",
     )

@@ -1,4 +1,4 @@
-"""Requests of the Responses protocol: the job, with the conversation that it continues."""
+"""Turns requests of the Responses protocol into jobs, with the conversation that they continue."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class _StoredFlag(msgspec.Struct):
-    """Whether a response is stored with its conversation."""
+    """The field of a stored response that tells whether its conversation is stored, too."""
 
     store: bool = True
 
@@ -64,38 +64,43 @@ _stored_flags: Final = msgspec.json.Decoder(_StoredFlag)
 
 
 class PreviousNotFoundError(RequestError):
-    """The response to continue is not stored."""
+    """The response that a request continues is not stored."""
 
     code = "previous_response_not_found"
 
 
 class Exchange(Conversation, kw_only=True):
-    """The conversation of one response, and the request to store with it.
+    """The conversation of one response, with the parts to store.
 
-    `draft` becomes the stored response. It is not stored by itself unless `is_stored`: not if the
-    request says so, or if it is too large.
+    Attributes:
+        request: the request, whose options the response repeats.
+        tenant: the sender, who owns the stored response.
+        draft: the stored response without its answer.
+        is_stored: whether the response is stored with its conversation: false if the request does
+            not want that, or if the conversation is too large.
     """
 
-    asked: ResponsesRequest
+    request: ResponsesRequest
     tenant: Tenant
     draft: StoredResponse
     is_stored: bool
 
     def response(self, id_: str, answer: bytes, item_ids: Sequence[str]) -> StoredResponse:
-        """Return the answer as it is stored; its output consists of items with `item_ids`."""
+        """Return the response to store: `answer` is its JSON, `item_ids` the ids of its output."""
         ids = (*self.draft.item_ids, *item_ids)
         return StoredResponse(id_, self.draft.request_items, answer, ids, self.draft.previous)
 
     def hold(self, id_: str, answer: bytes) -> StoredResponse | None:
-        """Store an answer that has not ended, which no request can continue."""
+        """Store a response that has not ended; requests cannot continue it. Return it if stored."""
         response = self.response(id_, answer, ())
         response.is_open = True
         return response if self.is_stored and self.tenant.put(response) else None
 
     def keep(self, response: StoredResponse, queued: StoredResponse | None) -> bool:
-        """Store the answer for later requests, if possible; return whether it is stored.
+        """Store a complete response for later requests; return whether it is stored.
 
-        It replaces what `hold` has stored, unless that was deleted.
+        `queued` is the result of `hold`, which the response replaces. If a client has deleted it
+        meanwhile, nothing is stored.
         """
         if not self.is_stored:
             return False
@@ -104,101 +109,114 @@ class Exchange(Conversation, kw_only=True):
         return self.tenant.put(response)
 
     def keep_alone(self, queued: StoredResponse, answer: bytes, item_ids: Sequence[str]) -> None:
-        """Store an answer in the background that is too large with its conversation, without it.
+        """Store a background response without its conversation, which makes it too large.
 
-        Clients can read it, and no request can continue it.
+        Clients can read the response, but requests cannot continue it.
         """
         ids = (*self.draft.item_ids, *item_ids)
-        alone = StoredResponse(queued.id, self.draft.request_items, answer, ids)
-        if not self.tenant.supersede(queued, alone):
+        response = StoredResponse(queued.id, self.draft.request_items, answer, ids)
+        if not self.tenant.supersede(queued, response):
             self.tenant.remove(queued.id)
 
     def join_conversation(self, response: StoredResponse) -> None:
-        """Add the answer to the stored conversation that it continues, if there is one."""
-        conversation = conversation_id(self.asked)
-        if conversation is not None:
-            append_turn(self.tenant, conversation, response)
+        """Add the response to the stored conversation that the request names, if any."""
+        id_ = conversation_id(self.request)
+        if id_ is not None:
+            append_turn(self.tenant, id_, response)
 
 
-def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
-    """Translate a request.
+def read(request: ResponsesRequest, tenant: Tenant) -> Job:
+    """Return the job of a request.
 
     Raises:
-        RequestError: a value is out of bounds or not supported; `field` names it.
+        RequestError: a value is out of bounds or not supported; the error's `field` names it.
     """
-    check(asked)
-    exchange, tools, ignored = _exchange(asked, tenant)
-    if asked.background and not exchange.is_stored:
+    check(request)
+    exchange, tools, ignored = _exchange(request, tenant)
+    if request.background and not exchange.is_stored:
         reason = "needs a response that can be stored: this one is too large, or none is stored."
         raise RequestError(reason, field="background")
-    included = [Ignored.of(error) for error in islice(unknown_includes(asked.include or ()), 1)]
+    first_unknown = islice(unknown_includes(request.include or ()), 1)
+    ignored_includes = [Ignored.of(error) for error in first_unknown]
     return Job(
-        model=asked.model,
+        model=request.model,
         prompts=(exchange,),
-        params=_params(asked, tools),
-        caller=to_caller(asked, "input", tenant),
-        speculate="auto" if asked.speculate is None else asked.speculate,
-        prediction=to_prediction(asked),
-        stream=bool(asked.stream),
-        in_background=bool(asked.background),
-        timings=bool(asked.return_timings),
+        params=_params(request, tools),
+        caller=to_caller(request, "input", tenant),
+        speculate="auto" if request.speculate is None else request.speculate,
+        prediction=to_prediction(request),
+        stream=bool(request.stream),
+        in_background=bool(request.background),
+        timings=bool(request.return_timings),
         tools=tools,
-        ignored=(*ignored_fields(asked), *included, *ignored),
-        keep_s=retention_s(asked.prompt_cache_retention),
+        ignored=(*ignored_fields(request), *ignored_includes, *ignored),
+        keep_s=retention_s(request.prompt_cache_retention),
     )
 
 
 class InputTokens(msgspec.Struct, frozen=True):
-    """The number of tokens in a prompt, cached ones included."""
+    """The number of tokens in a prompt, including cached tokens."""
 
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
-def count(asked: ResponsesRequest, card: ModelCard, tenant: Tenant) -> InputTokens:
-    """Return how many tokens a request's prompt would have; raises as `read` does."""
-    earlier = asked.previous_response_id or asked.conversation
-    if not (asked.input or asked.instructions or earlier):
+def count(request: ResponsesRequest, card: ModelCard, tenant: Tenant) -> InputTokens:
+    """Return the number of tokens in a request's prompt. Raises as `read`."""
+    previous = request.previous_response_id or request.conversation
+    if not (request.input or request.instructions or previous):
         return InputTokens(0)
-    [prompt] = read(asked, tenant).prompts
+    [prompt] = read(request, tenant).prompts
     assert isinstance(prompt, Exchange)
     return InputTokens(len(prompt.encode(card)))
 
 
-def names(asked: ResponsesRequest) -> Mapping[str, str]:
-    """Return the protocol's names of the engine's fields, but not of those that were sent."""
-    here = {"max_tokens": "max_output_tokens", "messages": "input"}
-    return {name: own for name, own in here.items() if getattr(asked, name) is None}
+def names(request: ResponsesRequest) -> Mapping[str, str]:
+    """Return the protocol's names of the engine's fields, for errors.
+
+    A request that sends the engine's own name gets the error about that field.
+    """
+    protocol_names = {"max_tokens": "max_output_tokens", "messages": "input"}
+    return {
+        name: protocol_name
+        for name, protocol_name in protocol_names.items()
+        if getattr(request, name) is None
+    }
 
 
 def _exchange(
     request: ResponsesRequest, tenant: Tenant
 ) -> tuple[Exchange, Tools | None, list[Ignored]]:
-    """Return the conversation, its tools, and the fields of its items that have no effect."""
+    """Return the conversation of a request, its tools, and the ignored fields of its items."""
     previous = _previous(request, tenant)
-    steps = list(previous.conversation()) if previous else []
+    turns = list(previous.conversation()) if previous else []
     if isinstance(request.input, list):
         check_messages(len(request.input), "input")
-    taken = {id_ for step in steps for id_ in step.item_ids}
-    own_items, ignored = read_input(request.input, tenant, taken)
-    if not own_items and previous is None:
+    item_ids = {id_ for turn in turns for id_ in turn.item_ids}
+    new_items, ignored = read_input(request.input, tenant, item_ids)
+    if not new_items and previous is None:
         if request.input is not None:
             reason = "has no items that are known here" if request.input else "is an empty list"
             raise RequestError(f"{reason}: give at least one item.", field="input")
         raise MissingFieldError("is missing.", field="input")
-    earlier: list[RawItem] = []
+    earlier_items: list[RawItem] = []
     if request.instructions:
-        earlier.append({"role": "developer", "content": request.instructions})
-    for step in steps:
-        earlier += items_of(step)
-    check_messages(len(earlier) + len(own_items), "input")
-    request = replace(request, tools=_joined_tools(request.tools, tools_in([*earlier, *own_items])))
+        earlier_items.append({"role": "developer", "content": request.instructions})
+    for turn in turns:
+        earlier_items += items_of(turn)
+    check_messages(len(earlier_items) + len(new_items), "input")
+    all_tools = _merge_tools(request.tools, tools_in([*earlier_items, *new_items]))
+    request = replace(request, tools=all_tools)
     tools = read_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-    messages = to_messages([*earlier, *own_items], len(earlier))
+    messages = to_messages([*earlier_items, *new_items], num_earlier=len(earlier_items))
     if not messages:
         raise RequestError("must have at least one message.", field="input")
     draft = StoredResponse(
-        "", encode_json(own_items), b"", tuple(item["id"] for item in own_items), previous
+        id="",
+        request_items=encode_json(new_items),
+        answer=b"",
+        item_ids=tuple(item["id"] for item in new_items),
+        previous=previous,
     )
     if request.conversation is not None:
         check_room(tenant, draft)
@@ -208,7 +226,7 @@ def _exchange(
         thinking=_thinking(request),
         drops_oldest=request.truncation == "auto",
         reserved_tokens=to_limit(request.max_output_tokens),
-        asked=request,
+        request=request,
         tenant=tenant,
         draft=draft,
         is_stored=request.store is not False and tenant.fits(draft),
@@ -216,67 +234,81 @@ def _exchange(
     return exchange, tools, ignored
 
 
-def _joined_tools(
+def _merge_tools(
     tools: Sequence[ResponsesTool] | None, additional: Sequence[ResponsesTool]
 ) -> list[ResponsesTool]:
-    """Return the tools of a request and of its items; the first of two with one name stays."""
-    joined = list(tools or ())
-    names = {tool.name for tool in joined}
+    """Return the tools of a request and of its items; of tools with equal names, the first."""
+    merged = list(tools or ())
+    names = {tool.name for tool in merged}
     for tool in additional:
         if tool.name not in names:
             names.add(tool.name)
-            joined.append(tool)
-    return joined
+            merged.append(tool)
+    return merged
 
 
-def _thinking(asked: ResponsesRequest) -> Thinking:
-    effort = asked.reasoning.effort if asked.reasoning is not None else None
-    if effort is None and not asked.chat_template_kwargs:
+def _thinking(request: ResponsesRequest) -> Thinking:
+    """Return the options for the model's reasoning."""
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    if effort is None and not request.chat_template_kwargs:
         return AS_IT_IS
-    variables = asked.chat_template_kwargs or {}
+    variables = request.chat_template_kwargs or {}
     return Thinking(effort=effort, param="reasoning.effort", variables=variables)
 
 
 def _previous(request: ResponsesRequest, tenant: Tenant) -> StoredResponse | None:
-    """Return the response that a request continues, or the newest turn of its conversation."""
-    if (conversation := conversation_id(request)) is not None:
-        return find_conversation(tenant, conversation).previous
+    """Return the response that a request continues, or the newest turn of its conversation.
+
+    Raises:
+        RequestError: the response or the conversation is not stored, or cannot be continued.
+    """
+    if (id_of_conversation := conversation_id(request)) is not None:
+        return find_conversation(tenant, id_of_conversation).previous
     id_ = request.previous_response_id
-    found = None if id_ is None else tenant.find(id_)
-    if id_ is not None and found is None:
-        reason, field = "Previous response with id '{id}' not found.", "previous_response_id"
-        raise PreviousNotFoundError(reason, field=field, id=id_[:MAX_NAME_LENGTH])
-    if found is not None and found.is_open:
+    response = None if id_ is None else tenant.find(id_)
+    if id_ is not None and response is None:
+        raise PreviousNotFoundError(
+            "Previous response with id '{id}' not found.",
+            field="previous_response_id",
+            id=id_[:MAX_NAME_LENGTH],
+        )
+    if response is not None and response.is_open:
         reason = "has not ended: wait until its status is completed."
         raise RequestError(reason, field="previous_response_id")
-    if found is not None and not _stored_flags.decode(found.answer).store:
+    if response is not None and not _stored_flags.decode(response.answer).store:
         reason = "is stored without its conversation, which is too large: begin another one."
         raise RequestError(reason, field="previous_response_id")
-    return found
+    return response
 
 
-def _params(asked: ResponsesRequest, tools: Tools | None) -> SamplingParams:
-    values: dict[str, Any] = {"max_tokens": RESPONSES.first_limit(asked)}
-    if LOGPROBS in (asked.include or ()):
-        values["logprobs"] = asked.top_logprobs or 0
-    if form := _form(asked):
-        values["constraint"] = form
+def _params(request: ResponsesRequest, tools: Tools | None) -> SamplingParams:
+    """Return the sampling parameters of a request. Raises RequestError."""
+    values: dict[str, Any] = {"max_tokens": RESPONSES.first_limit(request)}
+    if LOGPROBS in (request.include or ()):
+        values["logprobs"] = request.top_logprobs or 0
+    if constraint := _constraint(request):
+        values["constraint"] = constraint
     if tools is not None and "logprobs" in values:
         reason = f"cannot be combined with tools where it has '{LOGPROBS}'."
         raise RequestError(reason, field="include")
-    return to_params(asked, **values)
+    return to_params(request, **values)
 
 
-def _form(asked: ResponsesRequest) -> Constraint | None:
-    other = to_constraint(asked)
-    form = asked.text.format if asked.text is not None else None
-    if isinstance(form, JsonObject):
-        constraint = to_schema(form.schema or {"type": "object"}, "text.format")
-    elif isinstance(form, TextSchema):
-        constraint = to_schema(form.schema, "text.format.schema", is_strict=bool(form.strict))
+def _constraint(request: ResponsesRequest) -> Constraint | None:
+    """Return the constraint that `text.format` or vLLM's fields set, or None for free text.
+
+    Raises:
+        RequestError: both set one.
+    """
+    vllm_constraint = to_constraint(request)
+    format_ = request.text.format if request.text is not None else None
+    if isinstance(format_, JsonObject):
+        constraint = to_schema(format_.schema or {"type": "object"}, "text.format")
+    elif isinstance(format_, TextSchema):
+        constraint = to_schema(format_.schema, "text.format.schema", is_strict=bool(format_.strict))
     else:
-        return other
-    if other is not None:
+        return vllm_constraint
+    if vllm_constraint is not None:
         reason = "cannot be combined with text.format: leave one of them out."
-        raise RequestError(reason, field=other.param)
+        raise RequestError(reason, field=vllm_constraint.param)
     return constraint

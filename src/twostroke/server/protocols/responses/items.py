@@ -1,4 +1,4 @@
-"""Items of a conversation in the Responses protocol, and how they become messages."""
+"""Items of conversations in the Responses protocol: reads, stores and renders them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class InputText(field.TaggedObject, tag="input_text"):
-    """A text."""
+    """A text part of a message or a result."""
 
     other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
 
@@ -37,7 +37,7 @@ class InputText(field.TaggedObject, tag="input_text"):
 
 
 class AnswerText(field.TaggedObject, tag="output_text"):
-    """A text of an answer, with the fields that SDKs send back."""
+    """A text part of an earlier answer, with the fields that SDKs send back."""
 
     text: str
     annotations: Annotated[Any, field.hint([])] = None
@@ -50,7 +50,7 @@ Parts = Annotated[list[Part], field.PARTS]
 
 
 class MessageItem(field.TaggedObject, tag="message"):
-    """A message of a request or an answer; `type` may be left out."""
+    """A message of the user or of the assistant; `type` may be left out."""
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant"],
@@ -63,7 +63,7 @@ class MessageItem(field.TaggedObject, tag="message"):
 
 
 class CallFields(field.TaggedObject):
-    """The fields that a call and its result share."""
+    """The fields that tool calls and their results share."""
 
     call_id: str
     id: str | None = None
@@ -73,7 +73,7 @@ class CallFields(field.TaggedObject):
 
 
 class FunctionCall(CallFields, tag="function_call", kw_only=True):
-    """A call that an answer made; arguments are JSON, or an object; null has none."""
+    """A function call of an earlier answer; arguments are JSON text or an object, null for none."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -82,14 +82,14 @@ class FunctionCall(CallFields, tag="function_call", kw_only=True):
 
 
 class FunctionCallOutput(CallFields, tag="function_call_output", kw_only=True):
-    """The result of a call."""
+    """The result of a function call."""
 
     output: str | Parts
     name: str | None = None
 
 
 class CustomToolCall(CallFields, tag="custom_tool_call", kw_only=True):
-    """A call of a custom tool that an answer made."""
+    """A custom tool call of an earlier answer."""
 
     name: str
     input: str
@@ -97,26 +97,27 @@ class CustomToolCall(CallFields, tag="custom_tool_call", kw_only=True):
 
 
 class CustomToolCallOutput(CallFields, tag="custom_tool_call_output", kw_only=True):
-    """The result of a call of a custom tool."""
+    """The result of a custom tool call."""
 
     output: str | Parts
     name: str | None = None
 
 
 class ReasoningText(field.TaggedObject, tag="reasoning_text"):
-    """A piece of reasoning."""
+    """A text part of reasoning."""
 
     text: str
 
 
 class PlainReasoningText(ReasoningText, tag="text"):
-    """A piece of reasoning as some clients call it."""
+    """A text part of reasoning, by the type that some clients send."""
 
 
 class Reasoning(field.TaggedObject, tag="reasoning"):
-    """The reasoning of an answer, for templates that show it to the model again.
+    """The reasoning of an earlier answer, which some templates show to the model again.
 
-    The summary adds nothing, and only the server that encrypted a content can read it.
+    The summary and the encrypted content are ignored: the summary repeats the content, and only the
+    server that encrypted a content can read it.
     """
 
     content: (
@@ -131,7 +132,7 @@ class Reasoning(field.TaggedObject, tag="reasoning"):
 class Compaction(field.TaggedObject, tag="compaction"):
     """The summary of an earlier conversation, from `/v1/responses/compact`.
 
-    Other servers encrypt theirs, which is left out.
+    Summaries of other servers are encrypted; they are ignored.
     """
 
     encrypted_content: str
@@ -140,14 +141,14 @@ class Compaction(field.TaggedObject, tag="compaction"):
 
 
 class ToolsItem(field.TaggedObject):
-    """Tools that join the tools of the request."""
+    """An item with further tools for the request."""
 
     tools: Annotated[list[ResponsesTool], field.unknown_left_out()]
     id: str | None = None
 
 
 class AdditionalTools(ToolsItem, tag="additional_tools"):
-    """Tools that a client adds in the course of a conversation."""
+    """Tools that a client adds during a conversation."""
 
     role: field.SentBack = None
 
@@ -161,7 +162,7 @@ class ToolSearchOutput(ToolsItem, tag="tool_search_output"):
 
 
 class ItemReference(field.TaggedObject, tag="item_reference"):
-    """A stored item; `type` may be left out."""
+    """A reference to a stored item; `type` may be left out."""
 
     id: str
 
@@ -178,13 +179,13 @@ Item = (
     | ToolSearchOutput
     | ItemReference
 )
-UNTYPED: Final = (MessageItem, ItemReference)  # the type may be left out
+UNTYPED: Final = (MessageItem, ItemReference)  # their `type` may be left out
 
-_OUTPUTS: Final = (FunctionCallOutput, CustomToolCallOutput)
-_RESULTS: Final = frozenset(str(kind.__struct_config__.tag) for kind in _OUTPUTS)
-_ADDING_TOOLS: Final = frozenset(("additional_tools", "tool_search_output"))
-_KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in get_args(Item)}
-_PREFIXES: Final = {
+_RESULT_TYPES: Final = (FunctionCallOutput, CustomToolCallOutput)
+_RESULT_TAGS: Final = frozenset(str(kind.__struct_config__.tag) for kind in _RESULT_TYPES)
+_TOOL_ITEM_TAGS: Final = frozenset(("additional_tools", "tool_search_output"))
+_ITEM_TYPES: Final = {str(kind.__struct_config__.tag): kind for kind in get_args(Item)}
+_ID_PREFIXES: Final = {
     "message": "msg_",
     "function_call": "fc_",
     "function_call_output": "fco_",
@@ -195,91 +196,98 @@ _PREFIXES: Final = {
     "additional_tools": "at_",
     "tool_search_output": "tso_",
 }
-_SUMMARY: Final = "twostroke-summary:"  # begins a compaction of ours
+_SUMMARY_PREFIX: Final = "twostroke-summary:"  # begins the content of this server's compactions
 
 
 def new_id(prefix: str) -> str:
-    """Return an id that nobody can guess."""
+    """Return a random id that cannot be guessed, such as `msg_` and hexadecimal digits."""
     return prefix + secrets.token_hex(24)
 
 
 def encode_summary(text: str) -> str:
-    """Return the content of a compaction with this summary."""
-    return _SUMMARY + base64.urlsafe_b64encode(text.encode()).decode()
+    """Return a summary as the content of a compaction."""
+    return _SUMMARY_PREFIX + base64.urlsafe_b64encode(text.encode()).decode()
 
 
 def decode_summary(content: str) -> str | None:
-    """Return the summary in a compaction; None for one of another server."""
-    if not content.startswith(_SUMMARY):
+    """Return the summary in a compaction's content; None if another server made it."""
+    if not content.startswith(_SUMMARY_PREFIX):
         return None
     try:
-        return base64.urlsafe_b64decode(content.removeprefix(_SUMMARY)).decode()
+        return base64.urlsafe_b64decode(content.removeprefix(_SUMMARY_PREFIX)).decode()
     except ValueError:
         return None
 
 
 def read_input(
-    given: str | list[RawItem] | None, tenant: Tenant, taken: set[str]
+    value: str | list[RawItem] | None, tenant: Tenant, used_ids: set[str]
 ) -> tuple[list[RawItem], list[Ignored]]:
-    """Return a request's items complete, with types and ids, references resolved; and fields.
+    """Return the items of `input` as they are stored, and reports of ignored parts.
 
-    Fields of items without effect are reported. Items of unknown types, references to items that
-    are not stored, and the results of calls in either are left out and reported. An item whose
-    id is `taken` by an earlier one gets a new id, so that ids stay unique. All ids of the items are
-    added to `taken`.
+    The stored items have types and ids, and references are replaced by the items that they name.
+    Items of unknown types and references to items that are not stored are left out, together with
+    the results of their calls. An item whose id is in `used_ids` gets a new id. The ids of all
+    returned items are added to `used_ids`.
 
     Raises:
         RequestError: an item is not valid, or there are too many references.
     """
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    raws, ignored = _without_unknown([_with_type(raw) for raw in given or ()])
-    read = [_read(raw, f"input[{index}]") for index, raw in enumerate(raws)]
-    ignored += [field for _, fields in read for field in fields]
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    raw_items, ignored = _drop_unknown_items([_with_type(raw) for raw in value or ()])
+    items = [_read_item(raw, f"input[{index}]") for index, raw in enumerate(raw_items)]
+    ignored += [field for _, fields in items for field in fields]
     ids = {
-        index: item.id for index, (item, _) in enumerate(read) if isinstance(item, ItemReference)
+        index: item.id for index, (item, _) in enumerate(items) if isinstance(item, ItemReference)
     }
-    referred = recall(ids, tenant)
-    missing = ids.keys() - referred.keys()
-    ignored += [Ignored.of(missing_item(index, ids[index])) for index in sorted(missing)[:1]]
-    has_gaps = bool(missing) and not taken
-    calls = {item.call_id for item, _ in read if isinstance(item, FunctionCall | CustomToolCall)}
-    found: list[RawItem] = []
-    for index, (raw, (item, _)) in enumerate(zip(raws, read, strict=True)):
-        if has_gaps and isinstance(item, _OUTPUTS) and item.call_id not in calls:
+    referenced = recall(ids, tenant)
+    missing_indices = ids.keys() - referenced.keys()
+    ignored += [
+        Ignored.of(missing_item(index, ids[index])) for index in sorted(missing_indices)[:1]
+    ]
+    has_gaps = bool(missing_indices) and not used_ids
+    call_ids = {
+        item.call_id for item, _ in items if isinstance(item, FunctionCall | CustomToolCall)
+    }
+    stored_items: list[RawItem] = []
+    for index, (raw, (item, _)) in enumerate(zip(raw_items, items, strict=True)):
+        if has_gaps and isinstance(item, _RESULT_TYPES) and item.call_id not in call_ids:
             ignored.append(ignored_item(f"input[{index}]", raw["type"]))
             continue
-        if index in missing:
+        if index in missing_indices:
             continue
         if isinstance(item, Compaction) and decode_summary(item.encrypted_content) is None:
             ignored.append(ignored_item(f"input[{index}]", raw["type"]))
-        complete = referred[index] if index in referred else _complete(raw, item)
-        if complete["id"] in taken:
-            complete = complete | {"id": new_id(_PREFIXES[complete["type"]])}
-        taken.add(complete["id"])
-        found.append(complete)
-    return found, ignored
+        stored_item = referenced[index] if index in referenced else _to_stored_item(raw, item)
+        if stored_item["id"] in used_ids:
+            stored_item = stored_item | {"id": new_id(_ID_PREFIXES[stored_item["type"]])}
+        used_ids.add(stored_item["id"])
+        stored_items.append(stored_item)
+    return stored_items, ignored
 
 
 def tools_in(items: Iterable[RawItem]) -> list[ResponsesTool]:
-    """Return the tools that items of a conversation add to the request."""
-    of_tools = [raw for raw in items if raw.get("type") in _ADDING_TOOLS]
+    """Return the tools in the items of a conversation."""
+    of_tools = [raw for raw in items if raw.get("type") in _TOOL_ITEM_TAGS]
     return [
         tool
         for raw in of_tools
-        if isinstance(item := _read(raw, "input")[0], ToolsItem)
+        if isinstance(item := _read_item(raw, "input")[0], ToolsItem)
         for tool in item.tools
     ]
 
 
-def _without_unknown(raws: list[RawItem]) -> tuple[list[RawItem], list[Ignored]]:
-    """Return items of known types; others, and the results of calls among them, are left out."""
-    call_ids = {_call_id(raw) for raw in raws if _has_unknown_type(raw)} - {None}
+def _drop_unknown_items(raw_items: list[RawItem]) -> tuple[list[RawItem], list[Ignored]]:
+    """Return the items of known types, and a report for each unknown type.
+
+    The results of calls of unknown types are left out, too.
+    """
+    call_ids = {_call_id(raw) for raw in raw_items if _has_unknown_type(raw)} - {None}
     known_items: list[RawItem] = []
     ignored: dict[str, Ignored] = {}  # by type
-    for index, raw in enumerate(raws):
+    for index, raw in enumerate(raw_items):
         tag = str(raw["type"])
-        is_result = tag in _RESULTS and _call_id(raw) in call_ids
+        is_result = tag in _RESULT_TAGS and _call_id(raw) in call_ids
         if not (is_result or _has_unknown_type(raw)):
             known_items.append(raw)
         elif len(ignored) < MAX_IGNORED:
@@ -288,12 +296,12 @@ def _without_unknown(raws: list[RawItem]) -> tuple[list[RawItem], list[Ignored]]
 
 
 def _has_unknown_type(raw: RawItem) -> bool:
-    """Return whether an item's type is an unknown text; a type that is not a text is an error."""
-    return isinstance(raw["type"], str) and raw["type"] not in _KINDS
+    """Whether an item's type is an unknown text. A type that is no text is an error elsewhere."""
+    return isinstance(raw["type"], str) and raw["type"] not in _ITEM_TYPES
 
 
 def _call_id(raw: RawItem) -> str | None:
-    """Return the id of an item's call; None if it has none, or a wrong one."""
+    """Return the call id of an item; None if it is missing or not a text."""
     call_id = raw.get("call_id")
     return call_id if isinstance(call_id, str) else None
 
@@ -301,19 +309,19 @@ def _call_id(raw: RawItem) -> str | None:
 def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, Any]]:
     """Return items as messages for a chat template.
 
-    The reasoning, text and calls of an answer become one message. The first `num_earlier` items
-    are stored and not the request's own, so the places in errors start after them.
+    The reasoning, the text and the calls of an answer become one message. The first `num_earlier`
+    items are not part of the request's `input`, so errors count items from there.
 
     Raises:
-        RequestError: the result of a call that was not made.
+        RequestError: a result has no earlier call.
     """
-    messages: list[dict[str, Any]] = []  # with lists of texts, which are joined at the end
-    thoughts: list[str] = []  # of the next message
-    calls = set[str]()
-    for place, raw in enumerate(items, -num_earlier):
-        item, _ = _read(_with_type(raw), f"input[{place}]")
+    messages: list[dict[str, Any]] = []  # `content` is a list of texts, joined below
+    reasoning_texts: list[str] = []  # for the next message
+    call_ids = set[str]()
+    for index, raw in enumerate(items, -num_earlier):
+        item, _ = _read_item(_with_type(raw), f"input[{index}]")
         if isinstance(item, Reasoning):
-            thoughts.append("".join(part.text for part in item.content or ()))
+            reasoning_texts.append("".join(part.text for part in item.content or ()))
             continue
         if isinstance(item, Compaction):
             if (summary := decode_summary(item.encrypted_content)) is not None:
@@ -323,17 +331,17 @@ def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, An
         if isinstance(item, ToolsItem):
             continue
         if isinstance(item, FunctionCall | CustomToolCall):
-            calls.add(item.call_id)
-        elif isinstance(item, _OUTPUTS) and item.call_id not in calls:
-            if place < 0:  # a client has deleted the call, or never added it
+            call_ids.add(item.call_id)
+        elif isinstance(item, _RESULT_TYPES) and item.call_id not in call_ids:
+            if index < 0:  # a client has deleted the call from the conversation
                 reason = "has the result '{id}' of a call that it does not have: delete that item."
                 raise RequestError(reason, field="conversation", id=raw["id"][:MAX_NAME_LENGTH])
             reason = f"is not the id of an earlier {raw['type'].removesuffix('_output')}."
-            raise RequestError(reason, field=f"input[{place}].call_id")
-        message = _add(item, messages)
+            raise RequestError(reason, field=f"input[{index}].call_id")
+        message = _add_to_messages(item, messages)
         if message["role"] == "assistant":
-            message["reasoning_content"] += filter(None, thoughts)
-        thoughts = []
+            message["reasoning_content"] += filter(None, reasoning_texts)
+        reasoning_texts = []
     for message in messages:
         message["content"] = "\n\n".join(message["content"])
         if reasoning := "\n\n".join(message.pop("reasoning_content", ())):
@@ -341,11 +349,11 @@ def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, An
     return messages
 
 
-def _add(item: Item, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Add an item to the last message or as a new one, and return the message."""
+def _add_to_messages(item: Item, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add an item to the last message, or as a new message; return the message."""
     message: dict[str, Any]
     last: dict[str, Any] = messages[-1] if messages else {"role": ""}
-    if isinstance(item, _OUTPUTS):
+    if isinstance(item, _RESULT_TYPES):
         content = [_text(item.output)]
         message = {"role": "tool", "tool_call_id": item.call_id, "content": content}
     elif isinstance(item, FunctionCall | CustomToolCall):
@@ -369,13 +377,14 @@ def _add(item: Item, messages: list[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-def _read(raw: RawItem, where: str) -> tuple[Item, list[Ignored]]:
-    return convert(raw, _KINDS.get(str(raw["type"]), Item), where)
+def _read_item(raw: RawItem, where: str) -> tuple[Item, list[Ignored]]:
+    """Return the struct of an item at the path `where`, and its ignored fields."""
+    return convert(raw, _ITEM_TYPES.get(str(raw["type"]), Item), where)
 
 
-def _complete(raw: RawItem, item: Item) -> RawItem:
-    """Return an item of a request as it is stored and listed."""
-    raw = raw | {"id": item.id or new_id(_PREFIXES[raw["type"]])}
+def _to_stored_item(raw: RawItem, item: Item) -> RawItem:
+    """Return an item of a request with the fields that stored items have."""
+    raw = raw | {"id": item.id or new_id(_ID_PREFIXES[raw["type"]])}
     if not isinstance(item, Reasoning | Compaction | ToolsItem):
         raw["status"] = "completed"
     if isinstance(item, FunctionCall):
@@ -387,6 +396,7 @@ def _complete(raw: RawItem, item: Item) -> RawItem:
 
 
 def _with_type(raw: RawItem) -> RawItem:
+    """Return an item with a type; without one it is a reference if it only has an id."""
     if raw.get("type") is not None:
         return raw
     return raw | {"type": "item_reference" if raw.keys() <= {"id", "type"} else "message"}

@@ -1,4 +1,4 @@
-"""Reads the items of stored responses."""
+"""Reads the items of stored responses, and the items to which a request refers."""
 
 from __future__ import annotations
 
@@ -16,42 +16,45 @@ if TYPE_CHECKING:
 
     from twostroke.server.generation.response_store import StoredResponse, Tenant
 
-RawItem = dict[str, Any]  # from JSON
+RawItem = dict[str, Any]  # an item as decoded from JSON
 
 MAX_REFERENCES: Final = 1024
 
 
-def items_of(kept: StoredResponse) -> list[RawItem]:
-    """Return the items of one response and of its request."""
-    request_items: list[RawItem] = msgspec.json.decode(kept.request_items)
-    answer: dict[str, Any] = msgspec.json.decode(kept.answer)
+def items_of(stored: StoredResponse) -> list[RawItem]:
+    """Return the items of a stored response: the items of its request, then its output."""
+    request_items: list[RawItem] = msgspec.json.decode(stored.request_items)
+    answer: dict[str, Any] = msgspec.json.decode(stored.answer)
     return [*request_items, *answer["output"]]
 
 
 def recall(ids: Mapping[int, str], tenant: Tenant) -> dict[int, RawItem]:
-    """Return the items that a request refers to, by the places of the references in its input.
+    """Return the stored items to which a request refers.
 
-    Each stored response that has some of them is read once. Items that are not stored are missing.
+    `ids` are the ids of the items, by the index of the reference in `input`; the result has the
+    same keys, without items that are not stored. Each stored response is read only once.
 
     Raises:
-        RequestError: there are too many references, or the items are too large together.
+        RequestError: there are too many references, or the items together are too large.
     """
     if len(ids) > MAX_REFERENCES:
         reason = f"takes at most {MAX_REFERENCES} items of type item_reference."
         raise RequestError(reason, field="input")
-    wanted: dict[StoredResponse, set[str]] = {}
+    ids_by_response: dict[StoredResponse, set[str]] = {}
     for id_ in ids.values():
         response = tenant.find_item(id_)
         if response is not None:
-            wanted.setdefault(response, set()).add(id_)
-    found: dict[str, RawItem] = {}
-    for kept, names in wanted.items():
-        found |= {item["id"]: item for item in items_of(kept) if item["id"] in names}
-    sizes = {id_: len(encode_json(item)) for id_, item in found.items()}
+            ids_by_response.setdefault(response, set()).add(id_)
+    items_by_id: dict[str, RawItem] = {}
+    for response, item_ids in ids_by_response.items():
+        for item in items_of(response):
+            if item["id"] in item_ids:
+                items_by_id[item["id"]] = item
+    sizes = {id_: len(encode_json(item)) for id_, item in items_by_id.items()}
     if sum(sizes.get(id_, 0) for id_ in ids.values()) > MAX_CONVERSATION_BYTES:
         reason = f"refers to items of more than {MAX_CONVERSATION_BYTES} bytes together."
         raise RequestError(reason, field="input")
-    return {index: found[id_] for index, id_ in ids.items() if id_ in found}
+    return {index: items_by_id[id_] for index, id_ in ids.items() if id_ in items_by_id}
 
 
 def missing_item(index: int, id_: str) -> RequestError:

@@ -1,4 +1,4 @@
-"""The Responses protocol: the response, whole or as a stream of named events."""
+"""The Responses protocol: the complete response, or a stream of named events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from twostroke.server.protocols.responses.body import (
     ResponseBody,
     ResponseError,
     ThoughtText,
-    begun,
+    begin_response,
     exchange_of,
     usage_body,
 )
@@ -42,40 +42,41 @@ if TYPE_CHECKING:
 
 
 class ResponsesEncoder:
-    """Fills the response item by item, one for each block, and reports it by numbered events."""
+    """Builds the response, an output item for each block, and writes its numbered events."""
 
     def __init__(self, reply: ResponseInfo) -> None:
         """Write `reply`."""
         self._reply = reply
-        self._body = begun(reply)
+        self._body = begin_response(reply)
         self._body.output = []
-        self._block: events.ContentBlock | None = None  # the open one
+        self._block: events.ContentBlock | None = None  # the block that has begun and not ended
         self._logprobs: list[TokenLogprob] = []  # of the open block
         self._num_events = 0
-        self._queued: StoredResponse | None = None  # as it is stored until it ends
+        self._queued: StoredResponse | None = None  # a background response while it runs
 
     @property
     def body(self) -> ResponseBody:
-        """The response as it is now."""
+        """The response in its present state."""
         return self._body
 
     def write(self, event: events.Event) -> bytes:
-        """Return the named server-sent events of an event."""
+        """Return the named server-sent events for an event, joined."""
         return b"".join(self.write_each(event))
 
     def write_each(self, event: events.Event) -> list[bytes]:
-        """Return the named server-sent events of an event, one by one."""
+        """Return the named server-sent events for an event."""
         return self._written(self._take(event))
 
     def queue(self) -> list[bytes]:
-        """Store the response before its first token, and return the events of that."""
+        """Store the response in the state `queued`, and return its first events."""
         body = self._body
-        body.background, body.status = True, "queued"
+        body.background = True
+        body.status = "queued"
         self._queued = exchange_of(self._reply).hold(body.id, encode_json(body))
         return self._written([sent.ResponseCreated(body), sent.ResponseQueued(body)])
 
     def cancel(self) -> list[bytes]:
-        """End the response, which was cancelled, store it, and return the events of that."""
+        """End a cancelled response, store it, and return its last event."""
         if self._block is not None:
             self._complete(self._block, is_cut=True)
         self._body.status = "cancelled"
@@ -83,8 +84,9 @@ class ResponsesEncoder:
         return self._written([sent.ResponseIncomplete(self._body)])
 
     def _written(self, stream_events: Iterable[sent.StreamEvent]) -> list[bytes]:
+        """Number and encode events; each is encoded before the next one changes the body."""
         data = []
-        for event in stream_events:  # each is written before the body changes further
+        for event in stream_events:
             event.sequence_number = self._num_events
             self._num_events += 1
             data.append(named_sse(event))
@@ -94,14 +96,14 @@ class ResponsesEncoder:
         """Return the response that is not streamed."""
         for event in stream:
             for _ in self._take(event):
-                pass  # only the body is wanted
+                pass  # only the changes of the body matter
         return self._result()
 
     def _result(self) -> ResponseBody:
         return self._body
 
     def _take(self, event: events.Event) -> Iterator[sent.StreamEvent]:
-        """Apply an event to the response, and yield the stream's events of it."""
+        """Apply an event to the response, and yield the stream's events for it."""
         match event:
             case events.ContentAdded():
                 yield self._add(event)
@@ -127,61 +129,67 @@ class ResponsesEncoder:
         yield sent.ResponseInProgress(self._body)
 
     def _open(self, block: events.ContentBlock) -> Iterator[sent.StreamEvent]:
-        """Begin the item of a block."""
+        """Begin the output item of a block."""
         self._block = block
-        item = self._begun_item(block)
+        item = self._empty_item(block)
         self._body.output.append(item)
         yield sent.OutputItemAdded(block.index, item)
-        if part := _begun_part(item):
+        if part := _add_empty_part(item):
             yield sent.ContentPartAdded(item.id, block.index, 0, part)
 
-    def _begun_item(self, block: events.ContentBlock) -> OutputItem:
-        """Return an item without content."""
+    def _empty_item(self, block: events.ContentBlock) -> OutputItem:
+        """Return the output item of a block, without content."""
         match block.kind:
             case events.BlockKind.TEXT:
                 return OutputMessage(new_id("msg_"), "in_progress", [])
             case events.BlockKind.REASONING:
                 return OutputReasoning(new_id("rs_"), "in_progress", [])
             case events.BlockKind.CALL:
-                name, space = split_name(block.name, exchange_of(self._reply).asked.tools)
-                ids = new_id("ctc_" if block.is_custom else "fc_"), new_id("call_")
-                kind = OutputCustomCall if block.is_custom else OutputCall
-                return kind(*ids, name, "in_progress", namespace=space or UNSET)
+                name, namespace = split_name(block.name, exchange_of(self._reply).request.tools)
+                item_type = OutputCustomCall if block.is_custom else OutputCall
+                return item_type(
+                    id=new_id("ctc_" if block.is_custom else "fc_"),
+                    call_id=new_id("call_"),
+                    name=name,
+                    status="in_progress",
+                    namespace=namespace or UNSET,
+                )
 
     def _add(self, event: events.ContentAdded) -> sent.StreamEvent:
-        place = event.block.index
-        id_ = self._body.output[place].id
+        output_index = event.block.index
+        id_ = self._body.output[output_index].id
         match event.block.kind:
             case events.BlockKind.TEXT:
                 scored = event.scored[event.num_reasoning :]
                 logprobs = chat_logprobs(self._reply.tokenizer, scored)
                 self._logprobs += logprobs
-                return sent.OutputTextDelta(id_, place, 0, event.text, logprobs)
+                return sent.OutputTextDelta(id_, output_index, 0, event.text, logprobs)
             case events.BlockKind.REASONING:
-                return sent.ReasoningTextDelta(id_, place, 0, event.text)
+                return sent.ReasoningTextDelta(id_, output_index, 0, event.text)
             case events.BlockKind.CALL if event.block.is_custom:
-                return sent.CustomInputDelta(id_, place, event.text)
+                return sent.CustomInputDelta(id_, output_index, event.text)
             case events.BlockKind.CALL:
-                return sent.CallArgumentsDelta(id_, place, event.text)
+                return sent.CallArgumentsDelta(id_, output_index, event.text)
 
     def _close(self, block: events.ContentBlock) -> Iterator[sent.StreamEvent]:
-        """End the item of a block."""
-        item, place = self._complete(block, is_cut=block.is_cut), block.index
+        """End the output item of a block."""
+        item = self._complete(block, is_cut=block.is_cut)
+        output_index = block.index
         match item:
             case OutputCall():
-                yield sent.CallArgumentsDone(item.id, place, item.name, item.arguments)
+                yield sent.CallArgumentsDone(item.id, output_index, item.name, item.arguments)
             case OutputCustomCall():
-                yield sent.CustomInputDone(item.id, place, item.input)
+                yield sent.CustomInputDone(item.id, output_index, item.input)
             case OutputReasoning(content=[part]):
-                yield sent.ReasoningTextDone(item.id, place, 0, part.text)
-                yield sent.ContentPartDone(item.id, place, 0, part)
+                yield sent.ReasoningTextDone(item.id, output_index, 0, part.text)
+                yield sent.ContentPartDone(item.id, output_index, 0, part)
             case OutputMessage(content=[part]):
-                yield sent.OutputTextDone(item.id, place, 0, part.text, part.logprobs)
-                yield sent.ContentPartDone(item.id, place, 0, part)
-        yield sent.OutputItemDone(place, item)
+                yield sent.OutputTextDone(item.id, output_index, 0, part.text, part.logprobs)
+                yield sent.ContentPartDone(item.id, output_index, 0, part)
+        yield sent.OutputItemDone(output_index, item)
 
     def _complete(self, block: events.ContentBlock, *, is_cut: bool) -> OutputItem:
-        """Fill in the item of a block, and return it."""
+        """Fill in the output item of a block, and return the item."""
         item = self._body.output[block.index]
         item.status = "incomplete" if is_cut else "completed"
         match item:
@@ -193,7 +201,8 @@ class ResponsesEncoder:
                 item.content[0].text = block.text
             case OutputMessage(content=[part]):
                 part.text = block.text
-                part.logprobs, self._logprobs = self._logprobs, []
+                part.logprobs = self._logprobs
+                self._logprobs = []
         self._block = None
         return item
 
@@ -209,7 +218,8 @@ class ResponsesEncoder:
         body = self._body
         body.usage = usage_body(event.usage, event.num_reasoning)
         if body.incomplete_details is None:
-            body.status, body.completed_at = "completed", int(time.time())
+            body.status = "completed"
+            body.completed_at = int(time.time())
         else:
             body.status = "incomplete"
         self._store()
@@ -218,7 +228,7 @@ class ResponsesEncoder:
         return sent.ResponseIncomplete(body)
 
     def _fail(self, event: events.StreamFailed) -> sent.StreamEvent:
-        """End the response with an error; it is stored, so that it can be looked at."""
+        """End the response with an error, and store it, so that clients can read the error."""
         if self._block is not None:
             self._complete(self._block, is_cut=True)
         code = "server_error" if event.error.http_status >= 500 else "invalid_prompt"
@@ -228,8 +238,9 @@ class ResponsesEncoder:
         return sent.ResponseFailed(self._body)
 
     def _store(self) -> None:
-        """Store the response for later requests; it says whether it could be stored."""
-        body, exchange = self._body, exchange_of(self._reply)
+        """Store the response for later requests, and note in `store` whether that was possible."""
+        body = self._body
+        exchange = exchange_of(self._reply)
         ids = [item.id for item in body.output]
         response = exchange.response(body.id, encode_json(body), ids)
         body.store = exchange.keep(response, self._queued)
@@ -239,8 +250,8 @@ class ResponsesEncoder:
             exchange.join_conversation(response)
 
 
-def _begun_part(item: OutputItem) -> OutputPart | None:
-    """Give an item that has parts its only one, which is empty, and return it."""
+def _add_empty_part(item: OutputItem) -> OutputPart | None:
+    """Give an item an empty part, and return the part; None for calls, which have no parts."""
     match item:
         case OutputMessage():
             item.content = [OutputText("")]

@@ -1,4 +1,4 @@
-"""The fields of a request of the Responses protocol."""
+"""The fields of a request to `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from twostroke.server.protocols.common.tools import TOOL_CHOICE, ParallelCalls, 
 from twostroke.server.protocols.responses.items import Item
 from twostroke.server.protocols.responses.tools import Choice, ResponsesTool
 
-# The others have no effect: they ask for details of items that answers never have.
 MAX_TOOL_CALLS: Final = 2**31 - 1
 
 ITEMS_SCHEMA: Final[dict[str, Any]] = {
@@ -37,18 +36,18 @@ Echoed = Annotated[Label | None, field.doc("Returned with the answer."), field.D
 
 
 class TextSchema(NamedSchema, tag_field="type", tag="json_schema"):
-    """JSON that a schema allows."""
+    """An answer format: JSON that fits a schema."""
 
 
 class TextConfig(field.RequestObject):
-    """The form of the answer's text."""
+    """The format of the answer's text."""
 
     format: Text | JsonObject | TextSchema | None = None
     verbosity: Annotated[Any, field.hint("medium")] = None
 
 
 class ReasoningConfig(field.RequestObject):
-    """How much to reason; the answer has the reasoning itself, not a summary."""
+    """The options for reasoning; the response has the reasoning itself, not a summary."""
 
     effort: ReasoningEffort = None
 
@@ -59,20 +58,20 @@ class ReasoningConfig(field.RequestObject):
 
 
 class ResponseStreamOptions(StreamOptions):
-    """What a stream carries besides the answer."""
+    """Options for the events of a stream."""
 
     include_usage: Annotated[bool | None, field.doc("The last event always has the usage.")] = None
     include_obfuscation: field.HintOff = None
 
 
 class ConversationReference(field.RequestObject):
-    """A stored conversation."""
+    """A reference to a stored conversation."""
 
     id: str
 
 
 class ResponsesRequest(CommonFields):
-    """The body of a request. Items are read one by one, as some do not name their type."""
+    """The body of a request. Items are decoded one by one, since some have no type."""
 
     input: Annotated[
         str | list[dict[str, Any]] | None,
@@ -85,23 +84,25 @@ class ResponsesRequest(CommonFields):
     previous_response_id: Annotated[str | None, field.doc("The stored answer to continue.")] = None
     background: Annotated[
         bool | None,
-        field.doc("Answer at once with the queued response, and compute it whoever waits."),
+        field.doc("Return the queued response at once, and compute it in the background."),
     ] = None
     conversation: Annotated[
         str | ConversationReference | None,
-        field.doc("The stored conversation to continue: its items come first; the answer joins."),
+        field.doc(
+            "The stored conversation to continue: its items come first, the answer is added."
+        ),
     ] = None
     max_output_tokens: Annotated[
         int | None,
-        field.limit("The most tokens to generate, with reasoning."),
+        field.limit("At most this many tokens are generated, with reasoning."),
     ] = None
     stream_options: Annotated[ResponseStreamOptions | None, field.doc("Needs `stream`.")] = None
-    text: Annotated[TextConfig | None, field.doc("The form of the answer's text.")] = None
+    text: Annotated[TextConfig | None, field.doc("The format of the answer's text.")] = None
     reasoning: Annotated[ReasoningConfig | None, field.doc("How much to reason.")] = None
     chat_template_kwargs: TemplateVariables = None
     include: Annotated[
         list[Annotated[str, Meta(extra_json_schema={"enum": INCLUDABLE})]] | None,
-        field.doc("Further parts of the answer: log-probabilities; others have no effect."),
+        field.doc("Further parts of the answer: log-probabilities; other values have no effect."),
         field.DROPPABLE,
     ] = None
     top_logprobs: TopLogprobs = None
@@ -119,7 +120,7 @@ class ResponsesRequest(CommonFields):
     parallel_tool_calls: ParallelCalls = None
     max_tool_calls: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_TOOL_CALLS)] | None,
-        field.doc("Returned with the answer; it would limit tools of the server."),
+        field.doc("Returned with the answer. No effect: the server runs no tools to limit."),
         field.DROPPABLE,
     ] = None
 
@@ -152,26 +153,26 @@ class ResponsesRequest(CommonFields):
 
 
 def conversation_id(request: ResponsesRequest) -> str | None:
-    """Return the id of the conversation that a request continues."""
+    """Return the id of the conversation that a request continues; None without one."""
     reference = request.conversation
     return reference.id if isinstance(reference, ConversationReference) else reference
 
 
-def check(asked: ResponsesRequest) -> None:
-    """Refuse fields that do not suit each other.
+def check(request: ResponsesRequest) -> None:
+    """Check that the fields of a request can be combined.
 
     Raises:
-        RequestError: naming the field.
+        RequestError: a field cannot be combined with another field.
     """
-    check_combinations(asked)
-    if asked.conversation is not None and asked.previous_response_id is not None:
+    check_combinations(request)
+    if request.conversation is not None and request.previous_response_id is not None:
         reason = "cannot be combined with previous_response_id: leave one of them out."
         raise RequestError(reason, field="conversation")
-    if asked.background and asked.store is False:
+    if request.background and request.store is False:
         raise RequestError(
-            "needs store: true, by which the answer can be found when it is ready.",
+            "needs store: true, so that the answer can be retrieved when it is ready.",
             field="background",
         )
-    if asked.top_logprobs and LOGPROBS not in (asked.include or ()):
+    if request.top_logprobs and LOGPROBS not in (request.include or ()):
         reason = f"may only be set when include has '{LOGPROBS}'."
         raise RequestError(reason, field="top_logprobs")

@@ -1,4 +1,4 @@
-"""/v1/responses/{id}: reads and deletes stored responses."""
+"""/v1/responses/{id}: reads, streams, cancels and deletes stored responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.http.responses import to_json
 from twostroke.server.protocols.common.listing import ItemList, list_page, read_query
-from twostroke.server.protocols.responses.background import FollowingStream, replayed
+from twostroke.server.protocols.responses.background import FollowingStream, replay_stored
 from twostroke.server.protocols.responses.recall import items_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ResponseNotFoundError(TwostrokeError):
 
 
 class Deleted(msgspec.Struct, kw_only=True, frozen=True):
-    """A response was deleted."""
+    """The response to a deletion."""
 
     id: str
     object: Literal["response"] = "response"
@@ -45,7 +45,7 @@ class Deleted(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class StoredResponses:
-    """Answers requests about stored responses, also while they are computed."""
+    """The endpoints of stored responses, which may still run in the background."""
 
     def __init__(
         self,
@@ -53,23 +53,29 @@ class StoredResponses:
         runs: BackgroundRuns,
         options: ServeOptions,
     ) -> None:
-        """`tenant_of` returns the sender of a request; `runs` are in the background."""
-        self._tenant_of, self._runs, self._options = tenant_of, runs, options
+        """Serve the responses of all tenants.
+
+        Args:
+            tenant_of: returns the sender of a request.
+            runs: the responses in the background.
+            options: the options of the server, for streams.
+        """
+        self._tenant_of = tenant_of
+        self._runs = runs
+        self._options = options
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
-        paths = {"input_items": self.input_items, "cancel": self.cancel}
-        methods = {"input_items": "GET", "cancel": "POST"}
+        """Return the routes of these endpoints."""
+        items_path = f"{PATH}/input_items"
+        cancel_path = f"{PATH}/cancel"
         return [
             Route(PATH, self.response, methods=["GET", "DELETE"], name=PATH),
-            *(
-                Route(f"{PATH}/{path}", paths[path], methods=[method], name=f"{PATH}/{path}")
-                for path, method in methods.items()
-            ),
+            Route(items_path, self.input_items, methods=["GET"], name=items_path),
+            Route(cancel_path, self.cancel, methods=["POST"], name=cancel_path),
         ]
 
     async def response(self, request: Request) -> Any:
-        """Return a response as it is now, or its events with `stream`; or delete it."""
+        """Return a response in its present state, or stream its events, or delete it."""
         stored = self._find(request)
         run = self._runs.find(stored.id)
         if request.method == "DELETE":
@@ -84,19 +90,22 @@ class StoredResponses:
         if query.get("stream", "false") != "false":
             if run is not None:
                 return FollowingStream(run, -1 if after is None else after, self._options)
-            return Response(replayed(stored, after), media_type="text/event-stream; charset=utf-8")
+            return Response(
+                replay_stored(stored, after), media_type="text/event-stream; charset=utf-8"
+            )
         if stored.is_open and run is not None and run.encoder is not None:
             return to_json(run.encoder.body)
         return Response(stored.answer, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
-        """Return a page of the items that a response answered."""
-        stored, query = self._find(request), read_query(request, ("after", "limit", "order"))
-        # In a thread: reading a long conversation would delay streams.
-        return to_json(await asyncio.to_thread(_page, stored, query))
+        """Return a part of the list of a response's input items."""
+        stored = self._find(request)
+        query = read_query(request, ("after", "limit", "order"))
+        # In a thread, since decoding a long conversation would delay streams.
+        return to_json(await asyncio.to_thread(_list_input_items, stored, query))
 
     async def cancel(self, request: Request) -> Response:
-        """Stop a response in the background, unless it has ended, and return it."""
+        """Stop a background response that has not ended, and return the response."""
         stored = self._find(request)
         if (run := self._runs.find(stored.id)) is not None:
             await run.cancel()
@@ -104,7 +113,7 @@ class StoredResponses:
         elif b'"background":true' not in stored.answer:
             reason = (
                 "is not in the background: only responses that were created with background: true "
-                "can be cancelled by their id. To stop another one, close its connection."
+                "can be cancelled by their id. To stop another response, close its connection."
             )
             raise RequestError(reason, field="response_id")
         return Response(stored.answer, media_type="application/json")
@@ -118,7 +127,7 @@ class StoredResponses:
 
 
 def _starting_after(query: dict[str, str]) -> int | None:
-    """Return the number of the last event that a client has; raises RequestError."""
+    """Return the number of the last event that a client has; None for none. Raises RequestError."""
     text = query.get("starting_after")
     if text is None:
         return None
@@ -127,9 +136,9 @@ def _starting_after(query: dict[str, str]) -> int | None:
     return int(text)
 
 
-def _page(kept: StoredResponse, asked: dict[str, str]) -> ItemList:
-    """Return a page of the items that a response answered: earlier ones, and its request's."""
-    *earlier, last = kept.conversation()
-    items = [item for step in earlier for item in items_of(step)]
+def _list_input_items(stored: StoredResponse, query: dict[str, str]) -> ItemList:
+    """Return a part of the items before a response: of earlier turns, and of its request."""
+    *earlier_turns, last = stored.conversation()
+    items = [item for turn in earlier_turns for item in items_of(turn)]
     items += msgspec.json.decode(last.request_items, type=list[dict[str, Any]])
-    return list_page(items, asked)
+    return list_page(items, query)

@@ -17,32 +17,32 @@ class StreamEvent(msgspec.Struct, kw_only=True, tag_field="type"):
 
 
 class ResponseCreated(StreamEvent, tag="response.created"):
-    """The first event."""
+    """The first event of a stream."""
 
     response: ResponseBody
 
 
 class ResponseQueued(StreamEvent, tag="response.queued"):
-    """The second event of a response in the background, which waits for its turn."""
+    """The second event of a background response, which waits in the queue."""
 
     response: ResponseBody
 
 
 class ResponseInProgress(StreamEvent, tag="response.in_progress"):
-    """The first token follows."""
+    """The event before the first token."""
 
     response: ResponseBody
 
 
 class OutputItemAdded(StreamEvent, tag="response.output_item.added"):
-    """An item begins."""
+    """An event that begins an output item."""
 
     output_index: int
     item: OutputItem
 
 
 class ContentPartAdded(StreamEvent, tag="response.content_part.added"):
-    """A part of an item begins."""
+    """An event that begins a part of an item."""
 
     item_id: str
     output_index: int
@@ -51,7 +51,7 @@ class ContentPartAdded(StreamEvent, tag="response.content_part.added"):
 
 
 class OutputTextDelta(StreamEvent, tag="response.output_text.delta"):
-    """A piece of text."""
+    """The next text of a message."""
 
     item_id: str
     output_index: int
@@ -61,7 +61,7 @@ class OutputTextDelta(StreamEvent, tag="response.output_text.delta"):
 
 
 class OutputTextDone(StreamEvent, tag="response.output_text.done"):
-    """A text is complete."""
+    """The complete text of a message."""
 
     item_id: str
     output_index: int
@@ -71,7 +71,7 @@ class OutputTextDone(StreamEvent, tag="response.output_text.done"):
 
 
 class ReasoningTextDelta(StreamEvent, tag="response.reasoning_text.delta"):
-    """A piece of the reasoning."""
+    """The next text of the reasoning."""
 
     item_id: str
     output_index: int
@@ -80,7 +80,7 @@ class ReasoningTextDelta(StreamEvent, tag="response.reasoning_text.delta"):
 
 
 class ReasoningTextDone(StreamEvent, tag="response.reasoning_text.done"):
-    """The reasoning is complete."""
+    """The complete text of the reasoning."""
 
     item_id: str
     output_index: int
@@ -89,7 +89,7 @@ class ReasoningTextDone(StreamEvent, tag="response.reasoning_text.done"):
 
 
 class ContentPartDone(StreamEvent, tag="response.content_part.done"):
-    """A part of an item is complete."""
+    """A complete part of an item."""
 
     item_id: str
     output_index: int
@@ -98,7 +98,7 @@ class ContentPartDone(StreamEvent, tag="response.content_part.done"):
 
 
 class CallArgumentsDelta(StreamEvent, tag="response.function_call_arguments.delta"):
-    """A piece of a call's arguments."""
+    """The next piece of a function call's arguments."""
 
     item_id: str
     output_index: int
@@ -106,7 +106,7 @@ class CallArgumentsDelta(StreamEvent, tag="response.function_call_arguments.delt
 
 
 class CallArgumentsDone(StreamEvent, tag="response.function_call_arguments.done"):
-    """A call's arguments are complete."""
+    """The complete arguments of a function call."""
 
     item_id: str
     output_index: int
@@ -115,7 +115,7 @@ class CallArgumentsDone(StreamEvent, tag="response.function_call_arguments.done"
 
 
 class CustomInputDelta(StreamEvent, tag="response.custom_tool_call_input.delta"):
-    """A piece of a custom tool's input."""
+    """The next piece of a custom tool call's input."""
 
     item_id: str
     output_index: int
@@ -123,7 +123,7 @@ class CustomInputDelta(StreamEvent, tag="response.custom_tool_call_input.delta")
 
 
 class CustomInputDone(StreamEvent, tag="response.custom_tool_call_input.done"):
-    """A custom tool's input is complete."""
+    """The complete input of a custom tool call."""
 
     item_id: str
     output_index: int
@@ -131,32 +131,32 @@ class CustomInputDone(StreamEvent, tag="response.custom_tool_call_input.done"):
 
 
 class OutputItemDone(StreamEvent, tag="response.output_item.done"):
-    """An item is complete."""
+    """A complete output item."""
 
     output_index: int
     item: OutputItem
 
 
 class ResponseCompleted(StreamEvent, tag="response.completed"):
-    """The last event."""
+    """The last event of a response that is complete."""
 
     response: ResponseBody
 
 
 class ResponseIncomplete(StreamEvent, tag="response.incomplete"):
-    """The last event of an answer that reached the token limit, or was cancelled."""
+    """The last event of a response that reached the token limit, or was cancelled."""
 
     response: ResponseBody
 
 
 class ResponseFailed(StreamEvent, tag="response.failed"):
-    """The last event of an answer that failed."""
+    """The last event of a response that failed."""
 
     response: ResponseBody
 
 
 class StreamError(StreamEvent, tag="error"):
-    """The stream ends, and its response does not: retrieve the response."""
+    """The stream ends before its response does: the client can retrieve the response."""
 
     code: str | None
     message: str

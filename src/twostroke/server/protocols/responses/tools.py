@@ -1,4 +1,4 @@
-"""Tools of the Responses protocol, and which of them the answer may call."""
+"""The tools and tool choices of the Responses protocol, and their translation for the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class FunctionTool(FunctionBody, tag_field="type", tag="function"):
-    """A function of the client; the server has no tools of its own."""
+    """A function that the client runs; the server runs no tools."""
 
     allowed_callers: Annotated[Any, field.unsupported(["direct"])] = None
     defer_loading: field.HintOff = None
@@ -38,16 +38,16 @@ class FunctionTool(FunctionBody, tag_field="type", tag="function"):
     output_schema: field.Hint = None
 
     def offered(self) -> FunctionBody:
-        """Return the tool in the form of all protocols."""
+        """Return the function that is offered to the model."""
         return self
 
 
 class TextGrammar(GrammarDefinition, tag_field="type", tag="grammar"):
-    """Text that a grammar allows."""
+    """The format of a custom tool's input: text that a grammar allows."""
 
 
 class CustomTool(field.TaggedObject, tag="custom"):
-    """A tool of the client whose input is a text."""
+    """A custom tool that the client runs; its input is a text."""
 
     name: FunctionName
     description: str | None = None
@@ -57,16 +57,21 @@ class CustomTool(field.TaggedObject, tag="custom"):
     is_async: field.HintOff = msgspec.field(default=None, name="async")
 
     def offered(self) -> FreeText:
-        """Return the tool in the form of all protocols."""
-        form = self.format
-        if not isinstance(form, TextGrammar):
+        """Return the tool in the form that all protocols share."""
+        grammar = self.format
+        if not isinstance(grammar, TextGrammar):
             return FreeText(self.name, self.description)
-        where = "format.definition"
-        return FreeText(self.name, self.description, form.syntax, form.definition, where)
+        return FreeText(
+            self.name,
+            self.description,
+            syntax=grammar.syntax,
+            definition=grammar.definition,
+            param="format.definition",
+        )
 
 
 class NamespaceTool(field.TaggedObject, tag="namespace"):
-    """Tools under a common name; the model sees `namespace.name`."""
+    """Tools with a common namespace; the model sees them as `namespace.name`."""
 
     name: FunctionName
     tools: Annotated[
@@ -79,15 +84,15 @@ ResponsesTool = FunctionTool | CustomTool | NamespaceTool
 
 
 class NamedTool(NamedFunction, tag_field="type", tag="function"):
-    """The name of one of the functions."""
+    """A tool choice by which the answer must call this function."""
 
 
 class NamedCustomTool(NamedCustom, tag_field="type", tag="custom"):
-    """The name of one of the custom tools."""
+    """A tool choice by which the answer must call this custom tool."""
 
 
 class AllowedChoice(field.TaggedObject, tag="allowed_tools"):
-    """Only these functions may be called, although the model sees all."""
+    """A tool choice by which only these tools may be called, although the model sees all tools."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool | NamedCustomTool], field.unknown_left_out()]
@@ -99,33 +104,36 @@ Choice = Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | All
 def read_tools(
     tools: Sequence[ResponsesTool] | None, choice: Choice | None, *, parallel: bool | None
 ) -> Tools | None:
-    """Return the tools that the answer may call, or None if there are none.
+    """Return the tools that the answer may call, or None if it may call none.
 
     Raises:
         RequestError: as `to_tools`, or the choice names a function that does not exist.
     """
     mode = choice.mode if isinstance(choice, AllowedChoice) else choice
-    tool_fields, offered = [], []
-    for tool_field, tool in _flat(tools or ()):
+    tool_fields = []
+    callable_tools = []
+    for tool_field, tool in _flatten(tools or ()):
         tool_fields.append(tool_field)
-        offered.append(tool)
-    all_tools = to_tools(offered, mode, parallel=parallel, tool_fields=tool_fields)
+        callable_tools.append(tool)
+    all_tools = to_tools(callable_tools, mode, parallel=parallel, tool_fields=tool_fields)
     if not isinstance(choice, AllowedChoice):
         return all_tools
     return only_allowed(all_tools, choice.tools, mode=choice.mode, where="tool_choice.tools")
 
 
 def split_name(name: str, tools: Sequence[ResponsesTool] | None) -> tuple[str, str | None]:
-    """Return the name of a called function, and its namespace if it has one."""
+    """Split the name of a called tool into its name and its namespace, or None without one."""
     for tool in tools or ():
-        inner = name.removeprefix(f"{tool.name}.")
-        if isinstance(tool, NamespaceTool) and any(one.name == inner for one in tool.tools):
-            return inner, tool.name
+        inner_name = name.removeprefix(f"{tool.name}.")
+        if isinstance(tool, NamespaceTool):
+            names = [inner_tool.name for inner_tool in tool.tools]
+            if inner_name in names:
+                return inner_name, tool.name
     return name, None
 
 
-def _flat(tools: Sequence[ResponsesTool]) -> Iterator[tuple[str, FunctionBody | FreeText]]:
-    """Yield all tools and their fields of the request; tools of namespaces get longer names.
+def _flatten(tools: Sequence[ResponsesTool]) -> Iterator[tuple[str, FunctionBody | FreeText]]:
+    """Yield each tool with its path in the request, and tools in namespaces by their full names.
 
     Raises:
         RequestError: a name is not valid.
@@ -140,5 +148,5 @@ def _flat(tools: Sequence[ResponsesTool]) -> Iterator[tuple[str, FunctionBody | 
             inner_field = f"{tool_field}.tools[{inner_index}]"
             check_name(inner.name, inner_field)
             name = f"{tool.name}.{inner.name}"
-            described = "\n".join(filter(None, (tool.description, inner.description)))
-            yield inner_field, replace(inner.offered(), name=name, description=described or None)
+            description = "\n".join(filter(None, (tool.description, inner.description)))
+            yield inner_field, replace(inner.offered(), name=name, description=description or None)
