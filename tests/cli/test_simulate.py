@@ -36,7 +36,7 @@ def test_a_load_of_which_nothing_ends_in_time_is_reported(cli, config):
     report = json.loads(cli("simulate", config, *given, "--json").out)["report"]
     out = cli("simulate", config, *given).out
     carried = report["num_completed"] / report["duration_s"]
-    assert f"all take {report['duration_s']:.3g} s, {carried:.3g} requests/s." in out
+    assert f"all of them take {report['duration_s']:.3g} s, {carried:.3g} requests/s." in out
     assert "0 requests/s of" not in out
 
 
@@ -49,7 +49,10 @@ def test_python_and_the_command_have_the_same_defaults(config):
 
 def test_requests_that_come_at_once_have_no_rate(cli, config, tmp_path):
     path = tmp_path / "once.csv"
-    for count, words in ((1, "once.csv: 1 request, of 10"), (2, "once.csv: 2 requests, of 10")):
+    for count, words in (
+        (1, "once.csv: 1 request, with 10 "),
+        (2, "once.csv: 2 requests, with 10 "),
+    ):
         path.write_text("at_s,input_tokens,output_tokens\n" + "0,10,5\n" * count)
         out = cli("simulate", config, "--on", "h100-sxm", "--trace", str(path)).out
         assert words in out
@@ -70,10 +73,10 @@ def test_json_and_a_record_hold_the_run(cli, config, tmp_path):
 def test_a_sweep_shows_what_it_tried(cli, config):
     given = ("simulate", config, *SMALL, "--prompt", "2000", "--sweep", "--ttft", "150")
     ran = cli(*given)
-    assert "requests/s 90% of requests meet the objectives. This means little: 40" in ran.out
+    assert "requests/s 90% of requests meet the objectives. The run is too short" in ran.out
     assert "REQUESTS/S" in ran.out
     found = json.loads(cli(*given, "--json").out)
-    assert found["warning"].startswith("This means little: 40 requests arrive within ")
+    assert found["warning"].startswith("The run is too short for a reliable result: 40 requests ")
     ran = cli(*given, "--ttft", "0.01")
     assert (ran.code, ran.out) == (9, "")
     assert "Even at" in ran.err
@@ -93,7 +96,7 @@ def test_this_machine_has_the_pages_of_its_engine(cli, tiny):
     ran = cli("simulate", tiny, *given, "--mbu", "1")
     assert ran.code == 0
     assert "10 requests" in ran.out
-    assert "no engine is that fast" in ran.out
+    assert "Times are limits, which no engine passes" in ran.out
 
 
 @pytest.mark.parametrize(

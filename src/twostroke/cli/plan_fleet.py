@@ -64,7 +64,7 @@ def command(file: Path, as_json: bool) -> None:
 def _price(fleet: FleetPlan) -> str:
     text = f"{fleet.usd_per_hour:,.2f} $ an hour" if fleet.usd_per_hour else "No prices are known"
     if fleet.least_usd is not None:
-        text += f"; no packing of the replicas looked at costs less than {fleet.least_usd:,.2f}"
+        text += f"; no fleet of these replicas costs less than {fleet.least_usd:,.2f}"
     if (fleet.mfu, fleet.mbu) == (1.0, 1.0):
         return f"{text}. Times are limits, which no engine passes: set mfu and mbu."
     return f"{text}. Engines reach {fleet.mfu:.0%} of arithmetic and {fleet.mbu:.0%} of bandwidth."

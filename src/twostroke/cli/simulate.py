@@ -247,32 +247,38 @@ def _facts(setup: Setup, load: Workload) -> Iterator[str]:
     from twostroke.lab.planner.served import on_threads
     from twostroke.lab.planner.words import about_usual, left_out
 
-    asked, count = setup.question, len(load.arrivals)
-    devices = f"{asked.count} x {setup.device.name}" if asked.count > 1 else setup.device.name
+    question, count = setup.question, len(load.arrivals)
+    devices = setup.device.name
+    if question.count > 1:
+        devices = f"{question.count} x {devices}"
     replicas = f"{setup.replicas} replicas ({setup.routing}), each " if setup.replicas > 1 else ""
-    mean = [
-        sum(getattr(one, n) for one in load.arrivals) / count for n in ("num_prompt", "num_output")
-    ]
-    rate = f", {load.rate:.3g} a second" if load.rate else ""
+    mean_prompt = sum(arrival.num_prompt for arrival in load.arrivals) / count
+    mean_output = sum(arrival.num_output for arrival in load.arrivals) / count
+    rate = f", {load.rate:.3g} per second" if load.rate else ""
     if setup.prefill_replicas:
         replicas = replicas.replace("(", f"({setup.prefill_replicas} for prefill, ")
     yield f"{setup.model.name} ({setup.model.stored}) on {replicas}{devices}"
     yield (
-        f"{load.name}: {count:,} {'requests' if count > 1 else 'request'}{rate}, of "
-        f"{mean[0]:,.0f} tokens and {mean[1]:,.0f} for the answer (means)"
+        f"{load.name}: {count:,} {'requests' if count > 1 else 'request'}{rate}, with "
+        f"{mean_prompt:,.0f} prompt tokens and {mean_output:,.0f} output tokens on average"
     )
     if setup.model.assumed:
         yield left_out(setup.model.assumed, setup.model.name)
     if isinstance(setup.calibration, ReferenceCalibration):
         yield about_usual(REFERENCE)
     elif setup.calibration is not None:
-        known = setup.calibration
-        told = f"{known.num_steps} steps measured {on_threads(known.num_threads)} on {known.date}"
-        yield f"Steps take what {told} say."
-    elif (asked.mfu, asked.mbu) == (1.0, 1.0):
-        yield "Steps take the least time that the device needs; no engine is that fast (see --mfu)."
+        calibration = setup.calibration
+        yield (
+            f"Times are corrected by {calibration.num_steps} steps measured "
+            f"{on_threads(calibration.num_threads)} on {calibration.date}."
+        )
+    elif (question.mfu, question.mbu) == (1.0, 1.0):
+        yield "Times are limits, which no engine passes: set --mfu and --mbu to your engine's."
     else:
-        yield f"Steps reach {asked.mfu:.0%} of the arithmetic and {asked.mbu:.0%} of the bandwidth."
+        yield (
+            f"Steps reach {question.mfu:.0%} of the arithmetic and {question.mbu:.0%} of the "
+            "bandwidth."
+        )
     yield ""
 
 
@@ -280,12 +286,12 @@ def _show_sweep(probes: tuple[LoadProbe, ...]) -> None:
     from twostroke.lab.measure.report_text import format_ms
 
     rows: list[tuple[str, ...]] = [("REQUESTS/S", "GOOD", "TTFT P90 MS", "TPOT P90 MS", "QUEUE")]
-    for one in probes:
-        report = one.simulation.report
+    for probe in probes:
+        report = probe.simulation.report
         times = [report.latencies.get(name) for name in ("ttft", "tpot")]
         cells = ["–" if t is None else format_ms(t.percentiles["p90"].value) for t in times]
         queue = "grows" if report.is_growing else ""
-        rows.append((f"{one.rate:.3g}", f"{report.good_share:.1%}", *cells, queue))
+        rows.append((f"{probe.rate:.3g}", f"{report.good_share:.1%}", *cells, queue))
     show_table(rows, range(4))
 
 
@@ -304,38 +310,42 @@ def _answer(simulation: Simulation, objectives: Objectives) -> Iterator[str]:
     if report.offered_per_s:  # not all at once
         rate += f" of {report.offered_per_s:.3g} that arrive"
     if not report.requests_per_s:
-        completed, taken_s = report.num_completed, report.duration_s
-        rate = f"No request ends while others arrive, {report.offered_per_s:.3g} a second; all take"
-        rate += f" {taken_s:.3g} s, {completed / taken_s:.3g} requests/s. While they arrive"
+        completed, duration_s = report.num_completed, report.duration_s
+        rate = (
+            f"No request ends while others arrive ({report.offered_per_s:.3g} per second); all of "
+            f"them take {duration_s:.3g} s, {completed / duration_s:.3g} requests/s. While they "
+            "arrive"
+        )
     yield (
         f"{rate}, {report.output_per_s:,.0f} output and {report.input_per_s:,.0f} input tokens/s; "
-        f"{report.concurrency:,.1f} requests at work, {report.output_per_user:,.1f} tokens/s each."
+        f"{report.concurrency:,.1f} requests in progress, "
+        f"{report.output_per_user:,.1f} tokens/s each."
     )
     if report.is_growing:
-        yield "The load is more than this carries: the queue grows as long as it lasts."
+        yield "The load is too high: the queue grows until the last request arrives."
     if objectives:
         good = f"{report.good_share:.1%} of requests meet the objectives"
-        yield f"{good}, {report.good_per_s:.3g} a second."
+        yield f"{good}, {report.good_per_s:.3g} per second."
     yield (
         f"Prefix cache: {report.hit_rate:.1%} of prompt tokens. Preemptions: "
         f"{simulation.preemptions:,}. Refused: {report.num_refused:,}."
     )
     if simulation.decisions:
         words = (f"{reason} {count:,}" for reason, count in simulation.decisions.items())
-        yield f"Prompts by where they were read: {', '.join(words)}."
+        yield f"Decisions about prefill: {', '.join(words)}."
     if simulation.refusal:
-        yield f"The first that was refused, {simulation.refusal}"
+        yield f"First refusal: {simulation.refusal}"
     busy = simulation.busy
     each = f" ({min(busy):.0%} to {max(busy):.0%})" if len(busy) > 1 else ""
     yield (
-        f"Busy {sum(busy) / len(busy):.0%} of the time{each}; meanwhile MFU {simulation.mfu:.1%}, "
-        f"MBU {simulation.mbu:.1%}."
+        f"Busy {sum(busy) / len(busy):.0%} of the time{each}; during steps MFU "
+        f"{simulation.mfu:.1%}, MBU {simulation.mbu:.1%}."
     )
     if simulation.usd_per_million is not None:
         prices = {
             "1M output tokens": simulation.usd_per_million,
-            "1K requests": simulation.usd_per_1k,  # None if none ends while others arrive
-            "1K good ones": simulation.usd_per_1k_good,
+            "1,000 requests": simulation.usd_per_1k,  # None if no request ends in the time
+            "1,000 requests that meet the objectives": simulation.usd_per_1k_good,
         }
-        costs = [f"${usd:.3g} per {what}" for what, usd in prices.items() if usd is not None]
+        costs = [f"${usd:.3g} per {unit}" for unit, usd in prices.items() if usd is not None]
         yield f"{', '.join(costs)}."

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from twostroke.core.errors import DownloadError, UsageError
-from twostroke.lab.simulator import PUBLISHED, RequestArrival, Synthetic, read_trace
+from twostroke.lab.simulator import PUBLISHED_TRACES, RequestArrival, Synthetic, read_trace
 from twostroke.lab.simulator import traces as module
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -103,8 +103,8 @@ def test_a_published_trace_is_fetched_once_and_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(urllib.request, "urlopen", answer)
     with pytest.raises(DownloadError, match="is not the published file: delete it"):
         read_trace("azure-conv")
-    known = replace(PUBLISHED["azure-conv"], sha256=sha256(AZURE.encode()).hexdigest())
-    monkeypatch.setitem(module.PUBLISHED, "azure-conv", known)
+    known = replace(PUBLISHED_TRACES["azure-conv"], sha256=sha256(AZURE.encode()).hexdigest())
+    monkeypatch.setitem(module.PUBLISHED_TRACES, "azure-conv", known)
     assert len(read_trace("azure-conv").arrivals) == 2
     assert read_trace("azure-conv").name == "azure-conv"
     assert asked == [known.url], "the file in the cache is used"

@@ -1,4 +1,4 @@
-"""Prompts that other replicas read, under virtual time: decided as engines decide it."""
+"""Disaggregated prefill under virtual time, with the placement decisions of real engines."""
 
 from __future__ import annotations
 
@@ -24,13 +24,18 @@ if TYPE_CHECKING:
     from twostroke.lab.simulator.replica import Clock, SimulatedReplica
     from twostroke.model.program.cost import StepCost
 
-_NOTHING: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+_ONE_TOKEN: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class Prefill(Frozen):
-    """The first `count` replicas read prompts for the others, by a rule of `DISAGGREGATE`.
+    """Settings of disaggregation: the first `count` replicas prefill prompts for the others.
 
-    A page has `page_bytes`, and moves at `bytes_per_s`; transfers do not slow each other down.
+    Attributes:
+        count: number of prefill replicas.
+        rule: which prompts they prefill, a value of `DISAGGREGATE`.
+        cost: work of a step.
+        page_bytes: size of a KV page.
+        bytes_per_s: speed of a KV transfer. Simultaneous transfers do not slow each other down.
     """
 
     count: int
@@ -41,23 +46,29 @@ class Prefill(Frozen):
 
 
 class _RemotePrompt(Frozen):
-    """A request whose prompt is read elsewhere."""
+    """A request whose prompt a prefill replica computes.
 
-    ticket: RequestState
+    `decoder` is the index of the request's own replica, `prefill_request` the request that the
+    prefill replica got, and `start_s` the time of the decision.
+    """
+
+    state: RequestState
     decoder: int
-    chosen: RemotePrefill
-    reader: Request  # at the replica that reads
-    begun_s: float
+    placement: RemotePrefill
+    prefill_request: Request
+    start_s: float
 
 
 class SimulatedTransfers:
-    """The transfers of a fleet. Replicas that it is asked about show all that they have done."""
+    """The KV transfers of a fleet; replicas must have caught up with the clock at each call."""
 
     def __init__(
         self, prefill: Prefill, replicas: Sequence[SimulatedReplica], clock: Clock
     ) -> None:
-        self._prefill, self._replicas, self._clock = prefill, replicas, clock
-        self._choosers = {
+        self._prefill = prefill
+        self._replicas = replicas
+        self._clock = clock
+        self._placements = {
             index: PrefillPlacement(
                 prefill.rule,
                 replicas[index].scheduler,
@@ -68,96 +79,105 @@ class SimulatedTransfers:
             for index in range(prefill.count, len(replicas))
         }
         for replica in replicas:
-            replica.notes_pace = True
+            replica.records_prefill_speed = True
         self._overheads: defaultdict[tuple[int, int], TransferOverhead] = defaultdict(
             TransferOverhead
         )
-        self._away: dict[int, _RemotePrompt] = {}  # by number of the request
-        self._unused: dict[int, deque[tuple[Request, Transfer]]] = {
-            index: deque() for index in self._choosers
+        self._remote: dict[int, _RemotePrompt] = {}  # by number of the request
+        self._arrived: dict[int, deque[tuple[Request, Transfer]]] = {
+            index: deque() for index in self._placements
         }
 
     @property
     def decisions(self) -> dict[str, int]:
-        """How many there were, by reason."""
+        """Number of decisions by reason."""
         total: dict[str, int] = {}
-        for chooser in self._choosers.values():
-            for reason, count in chooser.decisions.items():
+        for placement in self._placements.values():
+            for reason, count in placement.decisions.items():
                 total[reason] = total.get(reason, 0) + count
         return total
 
-    def consider(self, decoder: int, ticket: RequestState) -> tuple[int, Request] | None:
-        """Return the replica that reads the prompt of a request that was just queued, and what.
+    def consider(self, decoder: int, state: RequestState) -> tuple[int, Request] | None:
+        """Decide where the prompt of a newly queued request is computed.
 
-        None if the request's own replica does.
+        Return the index of a prefill replica and the request for it; None if the request's own
+        replica, with index `decoder`, computes the prompt.
         """
-        self._let_go(decoder)
-        chooser, replica = self._choosers[decoder], self._replicas[decoder]
-        away = [one for one in self._away.values() if one.decoder == decoder]
-        held = [len(one.chosen.page_keys) for one in away]
-        held += [len(transfer.pages) for _, transfer in self._unused[decoder]]
-        others = [self._outlook(decoder, index) for index in range(self._prefill.count)]
-        requests = [one.ticket.request for one in away]
-        pace = replica.prefill_pace()
-        chosen = chooser.consider(
-            ticket,
-            engines=others,
-            remote_requests=requests,
-            num_held_pages=sum(held),
-            flops_per_s=pace,
+        self._release_used_pages(decoder)
+        replica = self._replicas[decoder]
+        remote = [prompt for prompt in self._remote.values() if prompt.decoder == decoder]
+        num_held_pages = sum(len(prompt.placement.page_keys) for prompt in remote)
+        num_held_pages += sum(len(transfer.pages) for _, transfer in self._arrived[decoder])
+        placement = self._placements[decoder].consider(
+            state,
+            engines=[self._prefill_state(decoder, index) for index in range(self._prefill.count)],
+            remote_requests=[prompt.state.request for prompt in remote],
+            num_held_pages=num_held_pages,
+            flops_per_s=replica.prefill_flops_per_s(),
         )
-        if chosen is None:
+        if placement is None:
             return None
-        transfer, request = chosen.transfer, ticket.request
+        transfer, request = placement.transfer, state.request
         end = (transfer.first_page + len(transfer.keys)) * replica.page_size
-        reader = Request(request.id, request.tokens[:end], end, _NOTHING, seed=request.seed)
-        self._away[int(request.id)] = _RemotePrompt(
-            ticket, decoder, chosen, reader, self._clock.now_s
+        prefill_request = Request(
+            request.id, request.tokens[:end], end, _ONE_TOKEN, seed=request.seed
         )
-        return chosen.engine_index, reader
+        self._remote[int(request.id)] = _RemotePrompt(
+            state, decoder, placement, prefill_request, start_s=self._clock.now_s
+        )
+        return placement.engine_index, prefill_request
 
-    def finished(self, number: int) -> float:
-        """Return when the pages of a prompt that has been read are where they are needed."""
-        one = self._away[number]
-        moved_s = len(one.chosen.page_keys) * self._prefill.page_bytes / self._prefill.bytes_per_s
-        return max(self._clock.now_s, one.begun_s + moved_s) + TRANSFER_OVERHEAD_S
+    def arrival_s(self, number: int) -> float:
+        """Return when the pages of a computed prompt arrive at the request's replica."""
+        prompt = self._remote[number]
+        num_bytes = len(prompt.placement.page_keys) * self._prefill.page_bytes
+        sent_s = prompt.start_s + num_bytes / self._prefill.bytes_per_s
+        return max(self._clock.now_s, sent_s) + TRANSFER_OVERHEAD_S
 
     def decoder(self, number: int) -> int:
-        """Return the replica that answers a request whose prompt is away."""
-        return self._away[number].decoder
+        """Return the index of the request's own replica, while its prompt is remote."""
+        return self._remote[number].decoder
 
-    def arrive(self, number: int, *, is_read: bool = True) -> None:
-        """Let the request use the pages, or read its prompt itself if nobody did."""
-        one = self._away.pop(number)
-        transfers, wanted = self._transfers(one.decoder), one.chosen.page_keys
-        if is_read:
-            now_s, overhead = (
-                self._clock.now_s,
-                self._overheads[one.decoder, one.chosen.engine_index],
-            )
-            overhead.learn(one.chosen.seconds, now_s - one.begun_s, now_s)
-            pages = transfers.allocate(one.chosen.transfer, wanted)
-            transfers.add_arrived(one.chosen.transfer, wanted[: len(pages)])
-        transfers.drop(one.chosen.transfer)
-        self._unused[one.decoder].append((one.ticket.request, one.chosen.transfer))
+    def arrive(self, number: int, *, is_prefilled: bool = True) -> None:
+        """Give the pages to the request's replica; without pages, it computes the prompt itself."""
+        prompt = self._remote.pop(number)
+        placement = prompt.placement
+        transfers = self._transfers(prompt.decoder)
+        if is_prefilled:
+            now_s = self._clock.now_s
+            overhead = self._overheads[prompt.decoder, placement.engine_index]
+            overhead.learn(placement.seconds, now_s - prompt.start_s, now_s)
+            pages = transfers.allocate(placement.transfer, placement.page_keys)
+            transfers.add_arrived(placement.transfer, placement.page_keys[: len(pages)])
+        transfers.drop(placement.transfer)
+        self._arrived[prompt.decoder].append((prompt.state.request, placement.transfer))
 
-    def _let_go(self, decoder: int) -> None:
-        """Release the pages that arrived for requests that have started."""
-        unused = self._unused[decoder]
-        for _ in range(len(unused)):
-            request, transfer = unused.popleft()
+    def _release_used_pages(self, decoder: int) -> None:
+        """End the transfers of requests that have started."""
+        arrived = self._arrived[decoder]
+        for _ in range(len(arrived)):
+            request, transfer = arrived.popleft()
             if request.started_s:
                 self._transfers(decoder).end(transfer)
             else:
-                unused.append((request, transfer))
+                arrived.append((request, transfer))
 
     def _transfers(self, decoder: int) -> Transfers:
         return self._replicas[decoder].scheduler.prefix_cache.transfers
 
-    def _outlook(self, decoder: int, index: int) -> PrefillEngineState:
-        flops = next(iter(self._choosers.values())).flops
-        readers = [one.reader for one in self._away.values() if one.chosen.engine_index == index]
-        queue_flops = sum(flops(r.num_computed, r.num_prompt) for r in readers if not r.is_finished)
-        pace = self._replicas[index].prefill_pace()
+    def _prefill_state(self, decoder: int, index: int) -> PrefillEngineState:
+        """Return the queue and the speed of a prefill replica, as the decoder knows them."""
+        flops = next(iter(self._placements.values())).flops
+        requests = [
+            prompt.prefill_request
+            for prompt in self._remote.values()
+            if prompt.placement.engine_index == index
+        ]
+        queue_flops = sum(
+            flops(request.num_computed, request.num_prompt)
+            for request in requests
+            if not request.is_finished
+        )
+        flops_per_s = self._replicas[index].prefill_flops_per_s()
         overhead_s = self._overheads[decoder, index].seconds(self._clock.now_s)
-        return PrefillEngineState(queue_flops, pace, self._prefill.bytes_per_s, overhead_s)
+        return PrefillEngineState(queue_flops, flops_per_s, self._prefill.bytes_per_s, overhead_s)

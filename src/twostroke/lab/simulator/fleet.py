@@ -1,4 +1,4 @@
-"""Replicas behind a router under virtual time: requests arrive, steps end, pages move."""
+"""Replicas and their router under virtual time: arrivals, ends of steps, KV transfers."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from twostroke.lab.simulator.load import RequestArrival, Workload
     from twostroke.lab.simulator.replica import Clock, SimulatedReplica
 
-START_S: Final = 1.0  # of virtual time: 0 stands for what has not happened
-_REPORT_S: Final = 0.5  # after which a replica is asked again what it has evicted
+START_S: Final = 1.0  # virtual time of the start: 0 stands for events that have not happened
+_REPORT_INTERVAL_S: Final = 0.5  # between reports of a replica to the router
 
 
 class _Event(IntEnum):
-    """What can happen; at the same time, in this order."""
+    """Kinds of events; events at the same time happen in this order."""
 
     STEP_END = 0  # of a replica
-    HAND_OVER = 1  # the pages of a request's prompt have arrived
+    KV_ARRIVAL = 1  # the pages of a request's prompt arrive
     WAKE = 2  # a replica's policy may start a batch
-    ARRIVAL = 3  # of a request
+    REQUEST_ARRIVAL = 3
 
 
 class SimulatedFleet:
     """Replicas of one model, and the router before them.
 
     Attributes:
-        logs: what happened to each request, in the order of arrival.
-        refusals: why requests were refused: the number of the request and the sentence.
+        logs: times and counts of each request, by its number in the workload.
+        refusals: number of each refused request, and the reason.
     """
 
     def __init__(
@@ -55,45 +55,48 @@ class SimulatedFleet:
         overhead_s: float = 0.0,
         prefill: Prefill | None = None,
     ) -> None:
-        """Route by the policy of this name, a key of `POLICIES`.
+        """Route by the policy `routing`, a key of `POLICIES`.
 
         A request reaches its replica `overhead_s` after it was sent. With `prefill`, the first
-        replicas read prompts for the others, which requests come to.
+        replicas prefill prompts for the other replicas, which the requests are routed to.
         """
         self.logs: dict[int, RequestLog] = {}
         self.refusals: list[tuple[int, str]] = []
-        self._replicas, self._clock = replicas, clock
-        self._handovers = SimulatedTransfers(prefill, replicas, clock) if prefill else None
-        self._num_readers = prefill.count if prefill else 0
-        among = range(self._num_readers, len(replicas))
-        self._route = _SimulatedRouter(replicas, among, routing, clock)
-        self._vocab_size, self._overhead_s = vocab_size, overhead_s
+        self._replicas = replicas
+        self._clock = clock
+        self._transfers = SimulatedTransfers(prefill, replicas, clock) if prefill else None
+        self._num_prefill_replicas = prefill.count if prefill else 0
+        indices = range(self._num_prefill_replicas, len(replicas))
+        self._router = _SimulatedRouter(replicas, indices, routing, clock)
+        self._vocab_size = vocab_size
+        self._overhead_s = overhead_s
         self._events: list[tuple[float, _Event, int]] = []
-        self._first_s: dict[str, float] = {}
-        self._touched: set[int] = set()  # replicas that may start a step after this moment's events
+        self._first_token_s: dict[str, float] = {}
+        self._changed_replicas: set[int] = set()  # may start a step after the current events
 
     def run(self, load: Workload) -> None:
-        """Serve all requests of a load."""
-        self._load, begin_s = load, START_S + self._overhead_s
-        for number, one in enumerate(load.arrivals):
-            self._push(begin_s + one.at_s, _Event.ARRIVAL, number)
-        while self._next_s() is not None or self._flush():
+        """Serve all requests of a workload."""
+        self._load = load
+        begin_s = START_S + self._overhead_s
+        for number, arrival in enumerate(load.arrivals):
+            self._push(begin_s + arrival.at_s, _Event.REQUEST_ARRIVAL, number)
+        while self._next_s() is not None or self._flush_batches():
             now_s = self._clock.now_s = self._events[0][0]
             while self._next_s() == now_s:
                 _, event, key = heapq.heappop(self._events)
-                self._touched.add(self._happen(event, key))
-            for index in sorted(self._touched):
+                self._changed_replicas.add(self._handle(event, key))
+            for index in sorted(self._changed_replicas):
                 if self._replicas[index].ends_s is None:
                     self._start(index)
-            self._touched.clear()
+            self._changed_replicas.clear()
 
     @property
     def decisions(self) -> dict[str, int]:
-        """The decisions about prompts that readers could read, by reason."""
-        return self._handovers.decisions if self._handovers is not None else {}
+        """Number of placement decisions about prompts, by reason."""
+        return self._transfers.decisions if self._transfers is not None else {}
 
     def _next_s(self) -> float | None:
-        """Return when the next event happens; ends of steps that were interrupted do not."""
+        """Return the time of the next event; ends of interrupted steps are dropped."""
         while self._events:
             at_s, event, key = self._events[0]
             if event is not _Event.STEP_END or self._replicas[key].ends_s == at_s:
@@ -101,21 +104,21 @@ class SimulatedFleet:
             heapq.heappop(self._events)
         return None
 
-    def _happen(self, event: _Event, key: int) -> int:
-        """Let an event happen; return the replica that it concerns."""
-        if event is _Event.ARRIVAL:
+    def _handle(self, event: _Event, key: int) -> int:
+        """Handle an event; return the index of the replica that it changes."""
+        if event is _Event.REQUEST_ARRIVAL:
             return self._arrive(key)
-        if event is _Event.HAND_OVER:
+        if event is _Event.KV_ARRIVAL:
             return self._receive(key)
         if event is _Event.STEP_END:
-            self._take(key)
+            self._finish_step(key)
         return key
 
     def _push(self, at_s: float, event: _Event, key: int) -> None:
         heapq.heappush(self._events, (at_s, event, key))
 
-    def _flush(self) -> bool:
-        """Let batches start that are not full, because no more requests come."""
+    def _flush_batches(self) -> bool:
+        """Start batches that are not full, because no more requests come."""
         for index, replica in enumerate(self._replicas):
             if replica.scheduler.has_work:
                 replica.scheduler.flush()
@@ -130,12 +133,13 @@ class SimulatedFleet:
         elif wait_s := replica.scheduler.wait_s:
             self._push(self._clock.now_s + wait_s, _Event.WAKE, index)
 
-    def _interrupt(self, index: int, *, is_seen: bool) -> None:
-        """Let a replica decide about its next step, or also show all that it has done by now."""
+    def _interrupt(self, index: int, *, catch_up: bool) -> None:
+        """Let a replica decide about its next step; with `catch_up`, also apply ended steps."""
         replica = self._replicas[index]
-        before_s, ends_s = replica.ends_s, replica.catch_up() if is_seen else replica.interrupt()
+        before_s = replica.ends_s
+        ends_s = replica.catch_up() if catch_up else replica.interrupt()
         if ends_s is None:
-            self._touched.add(index)
+            self._changed_replicas.add(index)
         elif ends_s != before_s:
             self._push(ends_s, _Event.STEP_END, index)
 
@@ -144,113 +148,120 @@ class SimulatedFleet:
         request = _request(number, self._load.arrivals[number], self._vocab_size)
         index = self._choose(request)
         try:
-            ticket = self._replicas[index].submit(request)
+            state = self._replicas[index].submit(request)
         except (ContextLengthError, OverloadedError) as error:
-            self._route.end(request)
+            self._router.end(request)
             self._refuse(request, error)
             return index
-        if self._handovers is not None and (found := self._handovers.consider(index, ticket)):
-            reader, prompt = found
+        if self._transfers is None:
+            return index
+        remote = self._transfers.consider(index, state)
+        if remote is not None:
+            prefill_index, prefill_request = remote
             try:
-                self._replicas[reader].submit(prompt)
+                self._replicas[prefill_index].submit(prefill_request)
             except OverloadedError:
-                self._handovers.arrive(number, is_read=False)
-            self._touched.add(reader)
+                self._transfers.arrive(number, is_prefilled=False)
+            self._changed_replicas.add(prefill_index)
         return index
 
     def _receive(self, number: int) -> int:
-        """Let a request go on whose pages have arrived; return the index of its replica."""
-        assert self._handovers is not None
-        index = self._handovers.decoder(number)
-        self._interrupt(index, is_seen=True)
-        self._handovers.arrive(number)
+        """Continue a request whose pages have arrived; return the index of its replica."""
+        assert self._transfers is not None
+        index = self._transfers.decoder(number)
+        self._interrupt(index, catch_up=True)
+        self._transfers.arrive(number)
         return index
 
     def _choose(self, request: Request) -> int:
         """Return the index of a replica for a request."""
-        for index in self._route.due():
-            self._interrupt(index, is_seen=True)
-            self._route.report(index)
-        index = self._route.choose(request)
-        self._interrupt(index, is_seen=self._handovers is not None)
+        for index in self._router.due():
+            self._interrupt(index, catch_up=True)
+            self._router.report(index)
+        index = self._router.choose(request)
+        self._interrupt(index, catch_up=self._transfers is not None)
         return index
 
-    def _take(self, index: int) -> None:
-        """Note the first tokens and the ends of a step, and the prompts that others wait for."""
+    def _finish_step(self, index: int) -> None:
+        """Record the results of a step: first tokens, ends of requests, and KV transfers."""
         now_s = self._clock.now_s
-        begun, ended = self._replicas[index].finish()
-        if self._handovers is not None and index < self._num_readers:
-            for request in ended:
+        started, finished = self._replicas[index].finish()
+        if self._transfers is not None and index < self._num_prefill_replicas:
+            for request in finished:
                 number = int(request.id)
-                self._push(self._handovers.finished(number), _Event.HAND_OVER, number)
+                self._push(self._transfers.arrival_s(number), _Event.KV_ARRIVAL, number)
             return
-        for request in begun:
-            self._first_s[request.id] = now_s
-            self._route.begin(request)
-        for request in ended:
-            self._route.end(request)
+        for request in started:
+            self._first_token_s[request.id] = now_s
+            self._router.begin(request)
+        for request in finished:
+            self._router.end(request)
             number = int(request.id)
             sent_s = request.arrival_s - self._overhead_s
-            times = Timings(sent_s, request.started_s, self._first_s.pop(request.id), now_s)
-            wanted = self._load.arrivals[number].num_output
+            times = Timings(sent_s, request.started_s, self._first_token_s.pop(request.id), now_s)
+            num_output = self._load.arrivals[number].num_output
             self.logs[number] = RequestLog(
-                times, sent_s, request.num_prompt, wanted, request.num_cached
+                times, sent_s, request.num_prompt, num_output, request.num_cached
             )
 
     def _refuse(self, request: Request, error: Exception) -> None:
         sent_s, number = self._clock.now_s - self._overhead_s, int(request.id)
         times = Timings(sent_s, 0.0, 0.0, 0.0)
-        self.logs[number] = RequestLog(times, sent_s, request.num_prompt, 0, 0, REFUSED)
+        self.logs[number] = RequestLog(
+            times, sent_s, num_prompt=request.num_prompt, num_output=0, outcome=REFUSED
+        )
         self.refusals.append((number, str(error)))
 
 
 class _SimulatedRouter:
-    """The router before some of the replicas: it knows of them what a real one would."""
+    """A router before some of the replicas; it has the information of a real router."""
 
     def __init__(
-        self, replicas: Sequence[SimulatedReplica], among: range, policy: str, clock: Clock
+        self, replicas: Sequence[SimulatedReplica], indices: range, policy: str, clock: Clock
     ) -> None:
-        self._replicas, self._among, self._clock = replicas, among, clock
-        self._looks = policy in LOOKS_AT_PREFIXES
+        self._replicas = replicas
+        self._indices = indices
+        self._clock = clock
+        self._knows_prefixes = policy in LOOKS_AT_PREFIXES
         self._dispatcher = Dispatcher(policy, clock.read, extent)
-        self._tickets: dict[str, RoutedRequest] = {}
-        self._due_s = 0.0
-        for index in among:
+        self._routed_requests: dict[str, RoutedRequest] = {}
+        self._next_report_s = 0.0
+        for index in indices:
             self._dispatcher.open(self._dispatcher.join(str(index)), is_open=True)
 
     def due(self) -> range:
-        """Return the replicas that are to be asked now: from time to time, all of them."""
-        if not self._looks or self._clock.now_s < self._due_s:
+        """Return the replicas whose report is due: all of them after each interval, else none."""
+        if not self._knows_prefixes or self._clock.now_s < self._next_report_s:
             return range(0)
-        self._due_s = self._clock.now_s + _REPORT_S
-        return self._among
+        self._next_report_s = self._clock.now_s + _REPORT_INTERVAL_S
+        return self._indices
 
     def report(self, index: int) -> None:
-        """Take in what a replica has evicted."""
+        """Take over which cached pages a replica has evicted."""
         stats = self._replicas[index].scheduler.stats()
-        self._dispatcher.report(index - self._among.start, 0.0, stats.horizon_s)
+        self._dispatcher.report(index - self._indices.start, 0.0, stats.horizon_s)
 
     def choose(self, request: Request) -> int:
-        """Return a replica's index for a request, whose tokens stand for the prompt's text."""
+        """Return the index of a replica for a request; the prompt's tokens stand for its text."""
         text = array("I", request.tokens).tobytes()
-        keys = block_keys(text, request.salt) if self._looks else ()
-        asked = RoutingKey(keys, len(text), keys[0] if keys else int(request.id))
-        ticket = self._dispatcher.decide(asked)
-        assert ticket is not None, "all replicas are open"
-        self._tickets[request.id] = ticket
-        return self._among[ticket.place]
+        keys = block_keys(text, request.salt) if self._knows_prefixes else ()
+        routing_key = RoutingKey(keys, len(text), keys[0] if keys else int(request.id))
+        routed = self._dispatcher.decide(routing_key)
+        assert routed is not None, "all replicas are open"
+        self._routed_requests[request.id] = routed
+        return self._indices[routed.place]
 
     def begin(self, request: Request) -> None:
-        """Note a first token."""
-        self._dispatcher.begin(self._tickets[request.id])
+        """Record the first token of a request."""
+        self._dispatcher.begin(self._routed_requests[request.id])
 
     def end(self, request: Request) -> None:
-        """Note an end."""
-        self._dispatcher.end(self._tickets.pop(request.id))
+        """Record the end of a request."""
+        self._dispatcher.end(self._routed_requests.pop(request.id))
 
 
-def _request(number: int, one: RequestArrival, vocab_size: int) -> Request:
-    params = SamplingParams(max_tokens=one.num_output, temperature=0.0, ignore_eos=True)
-    # An array does all that the scheduler asks of a list: it grows at its end and is cut.
-    tokens = cast("list[int]", one.tokens(number, vocab_size))
-    return Request(str(number), tokens, one.num_prompt, params, seed=number)
+def _request(number: int, arrival: RequestArrival, vocab_size: int) -> Request:
+    params = SamplingParams(max_tokens=arrival.num_output, temperature=0.0, ignore_eos=True)
+    # An array has the methods of a list that the scheduler uses, and is made faster.
+    tokens = cast("list[int]", arrival.tokens(number, vocab_size))
+    return Request(str(number), tokens, arrival.num_prompt, params, seed=number)

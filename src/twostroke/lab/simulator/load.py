@@ -1,4 +1,4 @@
-"""The load of a simulation: when requests arrive, how long they are, and what they share."""
+"""Workloads of a simulation: arrival times and lengths of requests, and shared prefixes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ARRIVALS: Final = ("poisson", "constant", "gamma")
-MOST_REQUESTS: Final = 1_000_000
-_MOST_TOKENS: Final = 1 << 24  # of a prompt or an answer
-_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
+MAX_REQUESTS: Final = 1_000_000
+_MAX_TOKENS: Final = 1 << 24  # of a prompt or an answer
+_GOLDEN_RATIO: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio
 
 
 class RequestArrival(Frozen):
     """A request that arrives `at_s` seconds after the start.
 
-    Prompts with equal `blocks` at their beginning have equal tokens there, `block_size` for each.
-    Prompts share their first `num_shared` tokens with all others that have some.
+    Prompts that begin with equal `blocks` begin with equal tokens, `block_size` for each block.
+    All prompts with a `num_shared` share their first tokens, up to the smaller `num_shared`.
     """
 
     at_s: float
@@ -35,71 +35,72 @@ class RequestArrival(Frozen):
     num_shared: int = 0
 
     def tokens(self, number: int, vocab_size: int) -> array[int]:
-        """Return the prompt's tokens (type "I"); those that it does not share follow from `number`.
+        """Return the prompt's tokens (type "I"); tokens that are not shared depend on `number`.
 
-        An array of 12,000 tokens is made in a tenth of the time of a list.
+        An array of 12,000 tokens takes a tenth of the time of a list.
         """
         size = self.block_size
         if len(self.blocks) * size >= self.num_prompt:
             ids = np.empty(self.num_prompt, np.uint64)
         else:
-            ids = _numbers(number + 1, self.num_prompt)
+            ids = _unique_numbers(number + 1, self.num_prompt)
         if self.num_shared:
-            ids[: self.num_shared] = _numbers(0, self.num_shared)
+            ids[: self.num_shared] = _unique_numbers(0, self.num_shared)
         if self.blocks:
             starts = np.array(self.blocks, np.uint64)[:, None] * np.uint64(size)
             starts += np.uint64(1 << 62)
             shared = (starts + np.arange(size, dtype=np.uint64)).ravel()[: self.num_prompt]
             ids[: len(shared)] = shared
-        ids *= _GOLDEN
+        ids *= _GOLDEN_RATIO
         ids ^= ids >> np.uint64(32)
         return array("I", (ids % np.uint64(vocab_size)).astype(np.uint32).tobytes())
 
 
 class Workload(Frozen):
-    """Requests in the order of their arrival; `name` says where they come from."""
+    """Requests in the order of arrival; `name` describes their source."""
 
     name: str
     arrivals: tuple[RequestArrival, ...]
 
     @property
     def rate(self) -> float:
-        """Requests a second."""
+        """Mean requests per second."""
         seconds = self.arrivals[-1].at_s - self.arrivals[0].at_s
         return (len(self.arrivals) - 1) / seconds if seconds else 0.0
 
     def changed(self, *, speed: float = 1.0, scale: float = 1.0) -> Workload:
-        """Return the load `speed` times as fast, all lengths multiplied by `scale`.
+        """Return the workload `speed` times as fast, with all lengths multiplied by `scale`.
 
-        Blocks are scaled too, so that prompts share what they shared.
+        Blocks are scaled too, so that prompts still share the same prefixes.
         """
         for field, value in (("speed", speed), ("scale", scale)):
             if not 1e-9 <= value <= 1e9:
                 raise UsageError(f"must be from 1e-9 to 1e9, got {value}.", field=field)
         if (speed, scale) == (1.0, 1.0):
             return self
-        longest = max(max(one.num_prompt, one.num_output) for one in self.arrivals) * scale
-        if longest > _MOST_TOKENS:
-            reason = f"makes a text of {longest:,.0f} tokens: at most {_MOST_TOKENS:,} can be."
+        longest = max(max(a.num_prompt, a.num_output) for a in self.arrivals) * scale
+        if longest > _MAX_TOKENS:
+            reason = f"makes a text of {longest:,.0f} tokens: the limit is {_MAX_TOKENS:,}."
             raise UsageError(reason, field="scale")
-        return Workload(self.name, tuple(_changed(one, speed, scale) for one in self.arrivals))
+        arrivals = tuple(_scaled(arrival, speed, scale) for arrival in self.arrivals)
+        return Workload(self.name, arrivals)
 
     def first(self, count: int | None) -> Workload:
-        """Return the first `count` requests."""
+        """Return a workload of the first `count` requests; of all if it is None."""
         return self if count is None else Workload(self.name, self.arrivals[:count])
 
 
 class Synthetic(Frozen):
-    """A load made by chance.
+    """Describes a random workload.
 
     Attributes:
-        rate: requests a second.
-        arrivals: "poisson", "constant", or "gamma", whose times between requests have the
-            coefficient of variation `burstiness`.
-        count: how many requests.
+        rate: requests per second.
+        arrivals: "poisson", "constant", or "gamma" with the coefficient of variation `burstiness`
+            of the times between requests.
+        count: number of requests.
         prompt, output: mean tokens of prompts and answers.
-        spread: the coefficient of variation of these lengths (log-normal); 0 for equal lengths.
-        shared: tokens at the beginning of all prompts that are the same.
+        spread: coefficient of variation of these lengths (log-normal); 0 for equal lengths.
+        shared: number of tokens at the beginning that all prompts share.
     """
 
     rate: float
@@ -112,14 +113,14 @@ class Synthetic(Frozen):
     shared: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
+        """Check the ranges; raises UsageError with the field."""
         check_range(self, "rate", "burstiness", high=1e6)
         if self.arrivals not in ARRIVALS:
             reason = f"must be one of {', '.join(ARRIVALS)}, got '{{value}}'."
             hint = nearest(self.arrivals, ARRIVALS)
             raise UsageError(f"{reason}{hint}", field="arrivals", value=self.arrivals)
-        check_range(self, "count", low=1, high=MOST_REQUESTS)
-        check_range(self, "prompt", low=1, high=_MOST_TOKENS)
+        check_range(self, "count", low=1, high=MAX_REQUESTS)
+        check_range(self, "prompt", low=1, high=_MAX_TOKENS)
         check_range(self, "output", low=1, high=1 << 20)
         check_range(self, "spread", low=0, high=10)
         if not 0 <= self.shared < self.prompt:
@@ -127,13 +128,13 @@ class Synthetic(Frozen):
             raise UsageError(reason, field="shared")
 
     def load(self, seed: int) -> Workload:
-        """Return the requests; the same seed gives the same ones."""
-        chance = np.random.default_rng(seed)
-        at_s = np.cumsum(self._gaps(chance)) / self.rate
+        """Return the workload; equal seeds give equal workloads."""
+        rng = np.random.default_rng(seed)
+        at_s = np.cumsum(self._gaps(rng)) / self.rate
         lengths = zip(
             at_s.tolist(),
-            self._lengths(chance, self.prompt),
-            self._lengths(chance, self.output),
+            self._lengths(rng, self.prompt),
+            self._lengths(rng, self.output),
             strict=True,
         )
         name = f"{self.arrivals} arrivals"
@@ -145,41 +146,43 @@ class Synthetic(Frozen):
             ),
         )
 
-    def _gaps(self, chance: np.random.Generator) -> np.ndarray:
+    def _gaps(self, rng: np.random.Generator) -> np.ndarray:
+        """Return times between requests, as multiples of their mean: (count,)."""
         if self.arrivals == "constant":
             return np.ones(self.count)
         if self.arrivals == "poisson":
-            return chance.exponential(size=self.count)
+            return rng.exponential(size=self.count)
         shape = self.burstiness**-2
-        return chance.gamma(shape, 1 / shape, self.count)
+        return rng.gamma(shape, 1 / shape, self.count)
 
-    def _lengths(self, chance: np.random.Generator, mean: int) -> list[int]:
+    def _lengths(self, rng: np.random.Generator, mean: int) -> list[int]:
         if not self.spread:
             return [mean] * self.count
         variance = np.log1p(self.spread**2)
-        found = chance.lognormal(np.log(mean) - variance / 2, np.sqrt(variance), self.count)
-        lengths: list[int] = np.clip(np.rint(found), 1, _MOST_TOKENS).astype(int).tolist()
+        values = rng.lognormal(np.log(mean) - variance / 2, np.sqrt(variance), self.count)
+        lengths: list[int] = np.clip(np.rint(values), 1, _MAX_TOKENS).astype(int).tolist()
         return lengths
 
 
-def in_order(name: str, arrivals: Sequence[RequestArrival]) -> Workload:
-    """Return a load of these requests, whose first arrives at 0."""
-    ordered = sorted(arrivals, key=lambda one: one.at_s)
+def sorted_workload(name: str, arrivals: Sequence[RequestArrival]) -> Workload:
+    """Return a workload of these requests, in the order of arrival, whose first arrives at 0."""
+    ordered = sorted(arrivals, key=lambda arrival: arrival.at_s)
     first_s = ordered[0].at_s
-    return Workload(name, tuple(replace(one, at_s=one.at_s - first_s) for one in ordered))
+    shifted = tuple(replace(arrival, at_s=arrival.at_s - first_s) for arrival in ordered)
+    return Workload(name, shifted)
 
 
-def _changed(one: RequestArrival, speed: float, scale: float) -> RequestArrival:
+def _scaled(arrival: RequestArrival, speed: float, scale: float) -> RequestArrival:
     return RequestArrival(
-        one.at_s / speed,
-        max(1, round(one.num_prompt * scale)),
-        max(1, round(one.num_output * scale)),
-        one.blocks,
-        max(1, round(one.block_size * scale)),
-        round(one.num_shared * scale),
+        at_s=arrival.at_s / speed,
+        num_prompt=max(1, round(arrival.num_prompt * scale)),
+        num_output=max(1, round(arrival.num_output * scale)),
+        blocks=arrival.blocks,
+        block_size=max(1, round(arrival.block_size * scale)),
+        num_shared=round(arrival.num_shared * scale),
     )
 
 
-def _numbers(owner: int, count: int) -> np.ndarray:
-    """Return numbers that no other owner has."""
+def _unique_numbers(owner: int, count: int) -> np.ndarray:
+    """Return `count` numbers that no other owner gets."""
     return np.arange(count, dtype=np.uint64) + np.uint64(owner << 24)

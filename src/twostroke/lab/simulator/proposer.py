@@ -1,4 +1,4 @@
-"""A proposer that is right with a given chance, to simulate speculation by the real controller."""
+"""Speculation under virtual time: a proposer with a given acceptance rate, and the controller."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from twostroke.core.hardware import Hardware
 from twostroke.engine.speculation import Speculator, StepTimeModel, budgets
 from twostroke.engine.speculation.proposal import Proposal
-from twostroke.lab.simulator.replica import drawn
+from twostroke.lab.simulator.replica import token_at
 from twostroke.model.program.batch import BatchShape
 
 if TYPE_CHECKING:
@@ -19,67 +19,73 @@ if TYPE_CHECKING:
     from twostroke.lab.simulator.replica import Clock
     from twostroke.model.program.cost import StepCost
 
-_MOST = 8  # guesses of a request
-_CHANCES = 1 << 16
-_WORD = (1 << 64) - 1
+_MAX_DRAFTS = 8  # of a request
+_PROBABILITY_STEPS = 1 << 16
+_WORD_MASK = (1 << 64) - 1
 
 
 class SimulatedProposer:
-    """Guesses next tokens, each right with chance `odds` if those before it are.
+    """Proposes drafts; each is right with a given probability if the drafts before it are right.
 
-    A guess for all requests takes `cost` times a decode step of theirs, in virtual time.
+    One draft for each request takes `cost` times the requests' decode step, in virtual time.
     """
 
     name = "simulated"
 
     def __init__(
-        self, odds: float, cost: float, roofline: Roofline, clock: Clock, vocab_size: int
+        self, acceptance: float, cost: float, roofline: Roofline, clock: Clock, vocab_size: int
     ) -> None:
-        self._odds, self._cost, self._vocab_size = odds, cost, vocab_size
-        self._roofline, self._clock = roofline, clock
+        self._acceptance = acceptance
+        self._cost = cost
+        self._vocab_size = vocab_size
+        self._roofline = roofline
+        self._clock = clock
 
     def propose(self, requests: Sequence[Request], price: DraftCost) -> list[Proposal | None]:
-        """Return guesses for each request, as many as may pay."""
+        """Return drafts for each request, as long as another draft may pay."""
         starts = tuple([len(request.tokens) - 1 for request in requests])
         next_s = self._cost * self._roofline.totals(BatchShape.decode(starts)).seconds
         count, expected = 0, float(len(requests))
-        while count < min(_MOST, price.most):
-            chance = self._odds ** (count + 1)
-            least = price.least_next(count * len(requests), expected, count * next_s, next_s)
-            if next_s and chance * len(requests) < least:
+        while count < min(_MAX_DRAFTS, price.most):
+            probability = self._acceptance ** (count + 1)
+            min_gain = price.least_next(count * len(requests), expected, count * next_s, next_s)
+            if next_s and probability * len(requests) < min_gain:
                 break
-            count, expected = count + 1, expected + chance * len(requests)
+            count, expected = count + 1, expected + probability * len(requests)
         self._clock.now_s += count * next_s
         return [self._proposal(request, count) if count else None for request in requests]
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Learn nothing: the odds are known."""
+        """Do nothing: the acceptance rate is given."""
 
     def finish(self, request: Request) -> None:
-        """Keep nothing."""
+        """Do nothing: no state is stored for a request."""
 
     def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing: no resources are held."""
 
     def _proposal(self, request: Request, count: int) -> Proposal:
         first, size = len(request.tokens), self._vocab_size
         tokens = [
-            (drawn(request, place, size) + (not self._is_right(request, place))) % size
-            for place in range(first, first + count)
+            (token_at(request, index, size) + (not self._is_right(request, index))) % size
+            for index in range(first, first + count)
         ]
-        return Proposal(self.name, tuple(tokens), (self._odds,) * count, (0,) * count)
+        return Proposal(self.name, tuple(tokens), (self._acceptance,) * count, (0,) * count)
 
-    def _is_right(self, request: Request, place: int) -> bool:
-        mixed = (request.seed * 1_000_003 + place) * 0x9E3779B97F4A7C15 & _WORD
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # SplitMix64
-            mixed = (mixed ^ mixed >> shift) * factor & _WORD
-        return (mixed >> 32) % _CHANCES < self._odds * _CHANCES
+    def _is_right(self, request: Request, index: int) -> bool:
+        """Decide by a hash of the request's seed and the token's index (SplitMix64)."""
+        mixed = (request.seed * 1_000_003 + index) * 0x9E3779B97F4A7C15 & _WORD_MASK
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed = (mixed ^ mixed >> shift) * factor & _WORD_MASK
+        return (mixed >> 32) % _PROBABILITY_STEPS < self._acceptance * _PROBABILITY_STEPS
 
 
 def make_speculator(
-    guesser: SimulatedProposer, cost: StepCost, roofline: Roofline, clock: Clock
+    proposer: SimulatedProposer, cost: StepCost, roofline: Roofline, clock: Clock
 ) -> Speculator:
-    """Return the engine's controller for guesses of `guesser`, under virtual time."""
-    limits = Hardware("simulated", 1, 0, roofline.bandwidth, roofline.peak, "", "")
+    """Return the engine's speculation controller for a proposer, under virtual time."""
+    limits = Hardware(
+        "simulated", 1, 0, bandwidth=roofline.bandwidth, peak=roofline.peak, peak_kind="", source=""
+    )
     step_time = StepTimeModel(cost, limits)
-    return Speculator([guesser], budgets(step_time, None), step_time, clock=clock.read)
+    return Speculator([proposer], budgets(step_time, None), step_time, clock=clock.read)

@@ -1,4 +1,4 @@
-"""One engine under virtual time: the real scheduler, pages and speculation."""
+"""One engine under virtual time: real scheduler, page pool and speculation, no computation."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.roofline import Totals
 
 
-_STRIDE: Final = 7919  # from a request's token to its next
-_MOST_QUIET: Final = 32  # steps that are begun together
-_RECENT_S: Final = 10  # over which the pace is measured
+_TOKEN_STRIDE: Final = 7919  # difference between a request's token and its next token
+_MAX_FAST_FORWARD_STEPS: Final = 32
+_PREFILL_SPEED_WINDOW_S: Final = 10
 
 
 class Clock:
@@ -35,15 +35,15 @@ class Clock:
         self.now_s = now_s
 
     def read(self) -> float:
-        """Return the time."""
+        """Return the current time."""
         return self.now_s
 
 
-class _Quiet(Frozen):
-    """Steps that were begun together, and change nothing until they end, or something happens.
+class _FastForward(Frozen):
+    """Decode steps that started together, since none needs a decision of the scheduler.
 
-    `times_s` are the begin of the first and the ends of all; `flops` and `bytes` are of each, and
-    of steps that were interrupted.
+    `times_s` has the start of the first step and the end of each step. `flops` and `bytes` have an
+    entry for each planned step, also if the steps are interrupted.
     """
 
     requests: list[Request]
@@ -53,16 +53,17 @@ class _Quiet(Frozen):
 
 
 class SimulatedReplica:
-    """Does what the engine's loop does, except that a step takes what `totals` says of its shape.
+    """Runs the engine's loop, except that a step takes the time that `totals` returns.
 
-    A request's next token follows from its seed and place (`drawn`), whatever was guessed. So steps
-    that need no decision of the scheduler are done together. Before a request is submitted,
-    `interrupt` ends them; before the prefix cache is looked at, `catch_up` does.
+    A request's tokens follow from its seed and their index (`token_at`), also with speculation. So
+    decode steps that need no decision of the scheduler run together. Call `interrupt` before
+    submitting a request, and `catch_up` before reading the prefix cache.
 
     Attributes:
-        num_requests: those that have not ended.
-        ends_s: when the steps in flight end; None while nothing runs.
-        num_steps, busy_s, flops, bytes: sums over its steps.
+        num_requests: unfinished requests.
+        ends_s: end of the steps in flight; None if there are none.
+        num_steps, busy_s, flops, bytes: sums over all steps.
+        records_prefill_speed: remember recent prefill steps for `prefill_flops_per_s`.
     """
 
     def __init__(
@@ -74,163 +75,175 @@ class SimulatedReplica:
         page_size: int,
         speculator: Speculator | None = None,
     ) -> None:
-        self.scheduler, self.page_size = scheduler, page_size
+        self.scheduler = scheduler
+        self.page_size = page_size
         self.num_requests = self._num_tokens = self.num_steps = 0
         self.busy_s = self.flops = self.bytes = 0.0
         self.ends_s: float | None = None
-        self._ended_s = 0.0  # the last step
-        self._totals, self._clock, self._vocab_size = totals, clock, vocab_size
+        self.records_prefill_speed = False
+        self._last_end_s = 0.0
+        self._totals = totals
+        self._clock = clock
+        self._vocab_size = vocab_size
         self._speculator = speculator
-        self._fresh: list[Request] = []  # without a token yet
-        self._flight: tuple[StepPlan, BatchShape, StepDrafts | None, float] | None = None
-        self._quiet: _Quiet | None = None
-        self._prompt_steps: list[tuple[float, float, float]] = []  # ends, FLOPs and seconds
-        self.notes_pace = False
+        self._unstarted: list[Request] = []  # requests without an output token
+        self._step_in_flight: tuple[StepPlan, BatchShape, StepDrafts | None, float] | None = None
+        self._fast_forward: _FastForward | None = None
+        self._prefill_steps: list[tuple[float, float, float]] = []  # end, FLOPs and seconds
 
     @property
     def num_tokens(self) -> int:
-        """The tokens that the requests have which have not ended."""
-        quiet = self._quiet
-        if quiet is None:
+        """Tokens of all unfinished requests."""
+        steps = self._fast_forward
+        if steps is None:
             return self._num_tokens
-        num_steps = bisect_right(quiet.times_s, self._clock.now_s) - 1
-        return self._num_tokens + num_steps * len(quiet.requests)
+        num_steps = bisect_right(steps.times_s, self._clock.now_s) - 1
+        return self._num_tokens + num_steps * len(steps.requests)
 
-    def prefill_pace(self) -> float:
-        """Return the FLOP/s of steps that read prompts: of the last seconds, or since the start."""
+    def prefill_flops_per_s(self) -> float:
+        """Return the mean FLOP/s of recent prefill steps, or of all; 0 without prefill steps."""
         now_s = self._clock.now_s
-        ended = [one for one in self._prompt_steps if one[0] <= now_s]
-        recent = [one for one in ended if one[0] > now_s - _RECENT_S] or ended
-        self._prompt_steps = recent + self._prompt_steps[len(ended) :]
-        seconds = sum([took_s for _, _, took_s in recent])
+        past = [step for step in self._prefill_steps if step[0] <= now_s]
+        recent = [step for step in past if step[0] > now_s - _PREFILL_SPEED_WINDOW_S] or past
+        self._prefill_steps = recent + self._prefill_steps[len(past) :]
+        seconds = sum([step_s for _, _, step_s in recent])
         return sum([flops for _, flops, _ in recent]) / seconds if seconds else 0.0
 
     def submit(self, request: Request) -> RequestState:
-        """Queue a request; return its ticket.
+        """Queue a request; return its state in the scheduler.
 
         Raises:
             ContextLengthError, OverloadedError: as the scheduler's `add`.
         """
-        ticket = self.scheduler.add(request)
+        state = self.scheduler.add(request)
         self.num_requests += 1
         self._num_tokens += len(request.tokens)
-        self._fresh.append(request)
-        return ticket
+        self._unstarted.append(request)
+        return state
 
     def start(self) -> float | None:
-        """Start a step, or several quiet ones; return when they end. None without work."""
+        """Start one step, or several decode steps; return their end. None without work."""
         if self._speculator is None:
-            requests, num_steps = self.scheduler.fast_forward_steps(_MOST_QUIET)
+            requests, num_steps = self.scheduler.fast_forward_steps(_MAX_FAST_FORWARD_STEPS)
             if num_steps > 1:
-                return self._start_quiet(requests, num_steps)
+                return self._start_fast_forward(requests, num_steps)
         plan = self.scheduler.plan()
         if plan is None:
             return None
-        clock, began_s, guesses = self._clock, self._clock.now_s, None
+        clock = self._clock
+        start_s = clock.now_s
+        drafts = None
         if self._speculator is not None:
-            guesses = self._speculator.extend(plan, self.scheduler.add_drafts)
-        asked_s, clock.now_s = clock.now_s, began_s  # proposers took time of this replica alone
+            drafts = self._speculator.extend(plan, self.scheduler.add_drafts)
+        drafted_s = clock.now_s
+        clock.now_s = start_s  # only this replica spent the time of its proposer
         batch = BatchShape.of(plan)
         totals = self._totals(batch)
-        self.ends_s = asked_s + totals.seconds
-        if self._ended_s < began_s:  # the loop has paused
+        self.ends_s = drafted_s + totals.seconds
+        if self._last_end_s < start_s:  # after a pause of the loop, no time passes between steps
             self.ends_s -= totals.between_s
-        self._flight = plan, batch, guesses, began_s
-        self._count(began_s, self.ends_s, totals.flops, totals.bytes)
-        if self.notes_pace and 2 * plan.num_prompt_rows > batch.num_rows:
-            self._prompt_steps.append((self.ends_s, totals.flops, self.ends_s - began_s))
+        self._step_in_flight = plan, batch, drafts, start_s
+        self._add_step(start_s, self.ends_s, totals.flops, totals.bytes)
+        if self.records_prefill_speed and 2 * plan.num_prompt_rows > batch.num_rows:
+            self._prefill_steps.append((self.ends_s, totals.flops, self.ends_s - start_s))
         return self.ends_s
 
-    def _start_quiet(self, requests: list[Request], num_steps: int) -> float:
+    def _start_fast_forward(self, requests: list[Request], num_steps: int) -> float:
         starts = tuple([request.num_computed for request in requests])
         totals = self._totals(DecodeRun.of_steps(starts, num_steps))
-        seconds, *work = [np.full(num_steps, values).tolist() for values in totals[:3]]
+        seconds, flops, num_bytes = [np.full(num_steps, v).tolist() for v in totals[:3]]
         times_s = list(accumulate(seconds, initial=self._clock.now_s))
-        self._quiet = _Quiet(requests, times_s, *work)
+        self._fast_forward = _FastForward(requests, times_s, flops, num_bytes)
         self.ends_s = times_s[-1]
         return self.ends_s
 
     def interrupt(self) -> float | None:
-        """Let quiet steps end with the one in flight; return its end, None if there is none."""
-        quiet, now_s = self._quiet, self._clock.now_s
-        if quiet is not None:
-            num_steps = bisect_left(quiet.times_s, now_s)
-            self.ends_s = quiet.times_s[num_steps]
+        """Cut a fast-forward after the step in flight; return its end, None if there is none."""
+        steps, now_s = self._fast_forward, self._clock.now_s
+        if steps is not None:
+            num_steps = bisect_left(steps.times_s, now_s)
+            self.ends_s = steps.times_s[num_steps]
             if self.ends_s == now_s:
-                self._do_quiet(num_steps)
+                self._apply_steps(num_steps)
             else:
-                del quiet.times_s[num_steps + 1 :]
+                del steps.times_s[num_steps + 1 :]
         return self.ends_s
 
     def catch_up(self) -> float | None:
-        """Do quiet steps that have ended by now; only the one in flight goes on. Return its end."""
-        quiet, now_s = self._quiet, self._clock.now_s
-        if quiet is None:
+        """Apply the steps of a fast-forward that have ended; return the end of the step in flight.
+
+        None if no step is in flight.
+        """
+        steps, now_s = self._fast_forward, self._clock.now_s
+        if steps is None:
             return self.ends_s
-        step = bisect_right(quiet.times_s, now_s) - 1
-        self._do_quiet(step)
-        began_s = quiet.times_s[step]
-        if began_s == now_s:
+        index = bisect_right(steps.times_s, now_s) - 1
+        self._apply_steps(index)
+        start_s = steps.times_s[index]
+        if start_s == now_s:
             return None
         plan = self.scheduler.plan()
-        assert plan is not None, "quiet steps have work"
-        self.ends_s = quiet.times_s[step + 1]
-        self._flight = plan, BatchShape.of(plan), None, began_s
-        self._count(began_s, self.ends_s, quiet.flops[step], quiet.bytes[step])
+        assert plan is not None, "fast-forward steps have work"
+        self.ends_s = steps.times_s[index + 1]
+        self._step_in_flight = plan, BatchShape.of(plan), None, start_s
+        self._add_step(start_s, self.ends_s, steps.flops[index], steps.bytes[index])
         return self.ends_s
 
-    def _do_quiet(self, num_steps: int) -> None:
-        """Do the first of the quiet steps, and forget the others."""
-        quiet, size = self._quiet, self._vocab_size
-        assert quiet is not None
-        self._quiet = self.ends_s = None
-        self._ended_s = quiet.times_s[num_steps]
+    def _apply_steps(self, num_steps: int) -> None:
+        """Apply the first steps of the fast-forward to the scheduler, and drop the other steps."""
+        steps, size = self._fast_forward, self._vocab_size
+        assert steps is not None
+        self._fast_forward = self.ends_s = None
+        self._last_end_s = steps.times_s[num_steps]
         if not num_steps:
             return
         tokens = [
-            [(one.seed + _STRIDE * place) % size for place in range(first, first + num_steps)]
-            for one in quiet.requests
-            for first in (len(one.tokens),)
+            [(request.seed + _TOKEN_STRIDE * i) % size for i in range(first, first + num_steps)]
+            for request in steps.requests
+            for first in (len(request.tokens),)
         ]
         self.scheduler.fast_forward(tokens)
         self._num_tokens += num_steps * len(tokens)
         self.num_steps += num_steps
-        pairs = pairwise(quiet.times_s[: num_steps + 1])
-        self.busy_s = sum([ends_s - began_s for began_s, ends_s in pairs], self.busy_s)
-        self.flops = sum(quiet.flops[:num_steps], self.flops)
-        self.bytes = sum(quiet.bytes[:num_steps], self.bytes)
+        pairs = pairwise(steps.times_s[: num_steps + 1])
+        self.busy_s = sum([end_s - start_s for start_s, end_s in pairs], self.busy_s)
+        self.flops = sum(steps.flops[:num_steps], self.flops)
+        self.bytes = sum(steps.bytes[:num_steps], self.bytes)
 
-    def _count(self, began_s: float, ends_s: float, flops: float, moved: float) -> None:
+    def _add_step(self, start_s: float, end_s: float, flops: float, num_bytes: float) -> None:
         self.num_steps += 1
-        self.busy_s += ends_s - began_s
+        self.busy_s += end_s - start_s
         self.flops += flops
-        self.bytes += moved
+        self.bytes += num_bytes
 
     def finish(self) -> tuple[list[Request], list[Request]]:
-        """Take in the step in flight, at its end; return requests that have begun, and ended."""
-        begun: list[Request] = []
-        self._ended_s = self._clock.now_s
-        if self._quiet is not None:
-            self._do_quiet(len(self._quiet.times_s) - 1)
+        """Commit the step in flight at its end; return requests with a first token, and finished.
+
+        Finished requests are the second list. Steps of a fast-forward start and finish none.
+        """
+        started: list[Request] = []
+        self._last_end_s = self._clock.now_s
+        if self._fast_forward is not None:
+            self._apply_steps(len(self._fast_forward.times_s) - 1)
             return [], []
-        assert self._flight is not None
-        plan, batch, guesses, began_s = self._flight
-        self._flight = self.ends_s = None
+        assert self._step_in_flight is not None
+        plan, batch, drafts, start_s = self._step_in_flight
+        self._step_in_flight = self.ends_s = None
         result = self._result(plan)
         deltas = self.scheduler.commit(plan, result)
-        if self._speculator is not None and guesses is not None:
-            elapsed_s = self._clock.now_s - began_s
-            self._speculator.learn(plan, guesses, batch, result, elapsed_s)
+        if self._speculator is not None and drafts is not None:
+            elapsed_s = self._clock.now_s - start_s
+            self._speculator.learn(plan, drafts, batch, result, elapsed_s)
             self._num_tokens += sum([len(delta.tokens) for delta in deltas])
         else:
             self._num_tokens += len(deltas)
-        fresh, self._fresh = self._fresh, []
-        for request in fresh:
-            (begun if request.num_output else self._fresh).append(request)
-        ended = [d.request for d in deltas if d.request.finish_reason is not None]
-        for request in ended:
+        unstarted, self._unstarted = self._unstarted, []
+        for request in unstarted:
+            (started if request.num_output else self._unstarted).append(request)
+        finished = [d.request for d in deltas if d.request.finish_reason is not None]
+        for request in finished:
             self._end(request)
-        return begun, ended
+        return started, finished
 
     def _end(self, request: Request) -> None:
         self.num_requests -= 1
@@ -242,18 +255,18 @@ class SimulatedReplica:
         size = self._vocab_size
         if self._speculator is not None:
             tokens = [
-                drawn(part.request, len(part.request.tokens) + row, size)
-                for part in plan.slices
-                for row in range(part.num_drawn)
+                token_at(slice_.request, len(slice_.request.tokens) + row, size)
+                for slice_ in plan.slices
+                for row in range(slice_.num_drawn)
             ]
         else:
             requests = plan.requests
             if not plan.is_decode:
-                requests = [part.request for part in plan.slices if part.samples]
-            tokens = [(one.seed + _STRIDE * len(one.tokens)) % size for one in requests]
+                requests = [slice_.request for slice_ in plan.slices if slice_.samples]
+            tokens = [(r.seed + _TOKEN_STRIDE * len(r.tokens)) % size for r in requests]
         return StepResult(tokens, [None] * len(tokens))
 
 
-def drawn(request: Request, place: int, vocab_size: int) -> int:
-    """Return the token of a request at a place after its prompt."""
-    return (request.seed + _STRIDE * place) % vocab_size
+def token_at(request: Request, index: int, vocab_size: int) -> int:
+    """Return the simulated token of a request at an index of its sequence."""
+    return (request.seed + _TOKEN_STRIDE * index) % vocab_size

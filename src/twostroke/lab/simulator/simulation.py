@@ -1,4 +1,4 @@
-"""Runs a load on simulated replicas of a model, and reports as measured runs do."""
+"""Simulates a workload on replicas of a model; reports have the form of measured runs."""
 
 from __future__ import annotations
 
@@ -36,24 +36,28 @@ if TYPE_CHECKING:
     from twostroke.lab.simulator.load import Workload
     from twostroke.model.program.cost import StepCost
 
-MOST_REPLICAS = 1024
+MAX_REPLICAS = 1024
 
 
 class Setup(Frozen):
-    """What serves the load: replicas of a model, each on `question.count` devices.
+    """Replicas of a model that serve a workload, each on `question.count` devices.
 
     Attributes:
-        question: how a replica is run: devices, format of keys and values, shares, price.
-        routing: a key of `router.policy.POLICIES`.
+        model: the model.
+        device: the kind of devices.
+        question: devices of a replica, KV format, efficiency, and price.
+        cache, batch: options of the engine.
+        replicas: number of replicas.
+        routing: the router's policy, a key of `POLICIES`.
         calibration: corrects the times of steps on this machine.
-        is_here: whether the device is this machine, whose engine sizes its cache by free memory.
-        acceptance: the chance that a guessed token is right; None without speculation.
-        draft_cost: what a guess takes, in decode steps.
-        prefill_replicas: how many of the replicas read prompts for the others, which requests come
-            to. 0 for replicas that do both.
-        disaggregate: which prompts these read, a word of `DISAGGREGATE`.
-        link: bytes/s from these to the others; None for the device's link.
-        overhead_s: from the client to the engine: HTTP, tokenizing, routing.
+        is_here: the device is this machine, whose engine sizes its KV cache by free memory.
+        acceptance: probability that a draft is right; None without speculation.
+        draft_cost: time of one draft, as a share of a decode step.
+        prefill_replicas: number of replicas that prefill prompts for the other replicas, which the
+            requests are routed to. 0: each replica computes its own prompts.
+        disaggregate: which prompts these replicas prefill, a value of `DISAGGREGATE`.
+        link: bytes per second of a KV transfer; None for the speed of the device's link.
+        overhead_s: time from the client to the engine: HTTP, tokenization, routing.
     """
 
     model: PlannedModel
@@ -73,8 +77,8 @@ class Setup(Frozen):
     overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
-        check_range(self, "replicas", low=1, high=MOST_REPLICAS)
+        """Check ranges and combinations; raises UsageError with the field."""
+        check_range(self, "replicas", low=1, high=MAX_REPLICAS)
         if self.routing not in POLICIES:
             hint = nearest(self.routing, POLICIES)
             reason = f"must be one of {', '.join(POLICIES)}, got '{{value}}'.{hint}"
@@ -86,9 +90,9 @@ class Setup(Frozen):
         check_range(self, "overhead_s", low=0, high=60)
         if not 0 <= self.prefill_replicas < self.replicas:
             reason = (
-                f"must be from 0 to less than {{other}} ({self.replicas}), as others must answer, "
+                f"must be from 0 to less than {{other}} ({self.replicas}), since some must decode; "
+                f"got {self.prefill_replicas}."
             )
-            reason += f"got {self.prefill_replicas}."
             raise UsageError(reason, field="prefill_replicas", other=Field("replicas"))
         if self.disaggregate not in DISAGGREGATE:
             hint = nearest(self.disaggregate, DISAGGREGATE)
@@ -102,7 +106,7 @@ class Setup(Frozen):
         check_range(self, "link", high=1e18)
 
     def prefill(self, cost: StepCost, size: CacheSize) -> Prefill | None:
-        """Return how prompts are handed over, if they are read apart; `cost` is that of steps."""
+        """Return the settings of disaggregation; None without it. `cost` is the work of steps."""
         if not self.prefill_replicas:
             return None
         link = self.link or self.device.link
@@ -110,21 +114,31 @@ class Setup(Frozen):
             reason = f"must be given: the link of {self.device.name} is not known."
             raise UsageError(reason, field="link")
         page_bytes = size.cache_bytes // size.num_pages
-        return Prefill(self.prefill_replicas, self.disaggregate, cost, page_bytes, link)
+        return Prefill(
+            count=self.prefill_replicas,
+            rule=self.disaggregate,
+            cost=cost,
+            page_bytes=page_bytes,
+            bytes_per_s=link,
+        )
 
     def size(self) -> CacheSize:
-        """Return the context and the pages of a replica.
+        """Return the context length and the KV pages of a replica.
 
         Raises:
-            MemoryLimitError, UsageError: they do not fit, or the device's memory is not known.
+            MemoryLimitError: model and cache do not fit.
+            UsageError: the device's memory is not known.
         """
-        model, asked, cache = self.model, self.question, self.cache
+        model, question, cache = self.model, self.question, self.cache
         available = memory_available()
         if not self.is_here:
             if cache.context_length is None and cache.memory_bytes is None:
                 self._check_context()
-            copies = kv_bytes(model, asked, 1) / kv_bytes(model, replace(asked, count=1), 1)
-            cache = replace(cache, memory_bytes=int(self._kv_memory() / copies))
+            # The pages are sized as on one device; several devices store some heads twice.
+            num_copies = kv_bytes(model, question, 1) / kv_bytes(
+                model, replace(question, count=1), 1
+            )
+            cache = replace(cache, memory_bytes=int(self._kv_memory() / num_copies))
             available = model.all_bytes + WORKING_BYTES + (cache.memory_bytes or 0)
         return size_kv_cache(
             model.program,
@@ -133,47 +147,58 @@ class Setup(Frozen):
             model.all_bytes,
             available,
             max_running=self.batch.effective_max_running,
-            auto_format=asked.kv_format,
+            auto_format=question.kv_format,
         )
 
     def _check_context(self) -> None:
-        """Refuse the model's whole context where the device has no room for it."""
-        whole, room = self.model.program.context_length, self._kv_memory()
-        if 0 < (most := fitting_context(self.model, self.question, room)) < whole:
+        """Raise MemoryLimitError if a request of the model's whole context does not fit."""
+        context_length, free = self.model.program.context_length, self._kv_memory()
+        max_context = fitting_context(self.model, self.question, free)
+        if 0 < max_context < context_length:
             raise MemoryLimitError(
-                f"One request of the whole context, {whole:,} tokens, takes "
-                f"{kv_bytes(self.model, self.question, whole) / 1e9:,.1f} GB, and "
-                f"{self.question.count} x {self.device.name} has {room / 1e9:,.1f} GB for keys and "
-                f"values: use --context-length {most}, or more devices for each replica."
+                f"One request of the whole context, {context_length:,} tokens, takes "
+                f"{kv_bytes(self.model, self.question, context_length) / 1e9:,.1f} GB, and "
+                f"{self.question.count} x {self.device.name} has {free / 1e9:,.1f} GB for keys and "
+                f"values: use --context-length {max_context}, or more devices for each replica."
             )
 
     def _kv_memory(self) -> float:
         """Return the bytes for keys and values on a replica's devices."""
-        asked, device, wanted = self.question, self.device, self.cache.memory_bytes
+        question, device = self.question, self.device
+        requested = self.cache.memory_bytes
         if device.memory_bytes is None:
-            if wanted is None:
-                reason = f"must be given: how much memory {device.name} has is not known."
+            if requested is None:
+                reason = f"must be given: the size of {device.name}'s memory is not known."
                 raise UsageError(reason, field="memory_bytes")
-            return wanted
-        usable = device.memory_bytes * asked.count * MEMORY_SHARE
-        left = usable - self.model.all_bytes
-        if left < (wanted or 1):
+            return requested
+        usable = device.memory_bytes * question.count * MEMORY_SHARE
+        free = usable - self.model.all_bytes
+        if free < (requested or 1):
             raise MemoryLimitError(
                 f"It does not fit: weights take {self.model.all_bytes / 1e9:,.1f} GB"
-                f"{f', keys and values {wanted / 1e9:,.1f} GB' if wanted else ''}, and "
-                f"{asked.count} x {device.name} offers {usable / 1e9:,.1f} GB. Take more devices "
+                f"{f', keys and values {requested / 1e9:,.1f} GB' if requested else ''}, and "
+                f"{question.count} x {device.name} offers {usable / 1e9:,.1f} GB. Use more devices "
                 "for each replica, or fewer bits."
             )
-        return wanted or left
+        return requested or free
 
 
 class Simulation(Frozen):
-    """The outcome of a run.
+    """The result of a simulation.
 
-    `busy` is the share of time in which a replica ran steps, for each; `mfu` and `mbu` are the
-    shares of the devices' arithmetic and bandwidth while they did. Costs are None without a price.
-    `refusal` says why the first refused request was. `logs` are the requests. `decisions` are those
-    about prompts that prefill replicas could read, by the words of `choice.REASONS`.
+    Attributes:
+        report: latencies and rates.
+        busy: for each replica, the share of the time in which it ran steps.
+        num_steps: number of steps of all replicas.
+        mfu, mbu: shares of the devices' arithmetic and bandwidth during steps.
+        preemptions: number of preemptions.
+        usd_per_million: price of a million output tokens; None without a price.
+        usd_per_1k, usd_per_1k_good: price of a thousand requests, and of a thousand requests that
+            met the objectives.
+        refusal: number of the first refused request, and the reason; empty if there is none.
+        logs: the requests.
+        decisions: number of placement decisions about prompts, by reason.
+        assumed: configuration fields that are missing, as in `Plan`.
     """
 
     report: RunReport
@@ -188,46 +213,55 @@ class Simulation(Frozen):
     refusal: str
     logs: tuple[RequestLog, ...]
     decisions: dict[str, int]
-    assumed: tuple[str, ...] = ()  # as a plan's
+    assumed: tuple[str, ...] = ()
 
 
 def simulate(setup: Setup, load: Workload, objectives: Objectives | None = None) -> Simulation:
-    """Return what becomes of a load.
+    """Simulate a workload, and return latencies, rates and costs.
 
     Raises:
-        MemoryLimitError, UsageError: as `Setup.size`, or no request can be served.
+        MemoryLimitError: as `Setup.size`.
+        UsageError: as `Setup.size`; or every request is refused.
     """
     objectives = objectives or Objectives()
-    roofline = Roofline(setup.model, setup.device, setup.question, setup.calibration)
+    question = setup.question
+    roofline = Roofline(setup.model, setup.device, question, setup.calibration)
     clock, size, program = Clock(START_S), setup.size(), setup.model.program
     cost = CostModel(program, setup.model.weight_bytes, FORMATS[size.kv_format]).per_step()
-    prefill = setup.prefill(cost, size)
     replicas = _replicas(setup, roofline, clock, size, cost)
     fleet = SimulatedFleet(
-        replicas, setup.routing, clock, program.vocab_size, setup.overhead_s, prefill
+        replicas,
+        setup.routing,
+        clock=clock,
+        vocab_size=program.vocab_size,
+        overhead_s=setup.overhead_s,
+        prefill=setup.prefill(cost, size),
     )
     with without_garbage_collection():
         fleet.run(load)
     logs = tuple([fleet.logs[number] for number in range(len(load.arrivals))])
-    refusal = (
-        f"request {fleet.refusals[0][0] + 1}: {fleet.refusals[0][1]}" if fleet.refusals else ""
-    )
+    refusal = ""
+    if fleet.refusals:
+        number, reason = fleet.refusals[0]
+        refusal = f"request {number + 1}: {reason}"
     if len(fleet.refusals) == len(logs):
         raise UsageError(f"Every request is refused; {refusal}")
     report = make_report(logs, objectives)
-    busy_s, asked = sum(one.busy_s for one in replicas), setup.question
-    usd = asked.price_of(setup.device)
-    hour = None if usd is None else usd * asked.count * setup.replicas
+    busy_s = sum(replica.busy_s for replica in replicas)
+    flops = sum(replica.flops for replica in replicas)
+    num_bytes = sum(replica.bytes for replica in replicas)
+    device_usd = question.price_of(setup.device)
+    usd_per_hour = None if device_usd is None else device_usd * question.count * setup.replicas
     return Simulation(
         report=report,
-        busy=tuple([one.busy_s / max(report.duration_s, 1e-12) for one in replicas]),
-        num_steps=sum(one.num_steps for one in replicas),
-        mfu=sum(one.flops for one in replicas) / busy_s / (roofline.peak / asked.mfu),
-        mbu=sum(one.bytes for one in replicas) / busy_s / (roofline.bandwidth / asked.mbu),
-        preemptions=sum(one.scheduler.stats().num_preemptions for one in replicas),
-        usd_per_million=_cost(hour, report.output_per_s, 1e6),
-        usd_per_1k=_cost(hour, report.requests_per_s, 1e3),
-        usd_per_1k_good=_cost(hour, report.good_per_s, 1e3),
+        busy=tuple([replica.busy_s / max(report.duration_s, 1e-12) for replica in replicas]),
+        num_steps=sum(replica.num_steps for replica in replicas),
+        mfu=flops / busy_s / (roofline.peak / question.mfu),
+        mbu=num_bytes / busy_s / (roofline.bandwidth / question.mbu),
+        preemptions=sum(replica.scheduler.stats().num_preemptions for replica in replicas),
+        usd_per_million=_cost(usd_per_hour, report.output_per_s, 1e6),
+        usd_per_1k=_cost(usd_per_hour, report.requests_per_s, 1e3),
+        usd_per_1k_good=_cost(usd_per_hour, report.good_per_s, 1e3),
         refusal=refusal,
         logs=logs,
         decisions=fleet.decisions,
@@ -260,12 +294,22 @@ def _replicas(
         scheduler = build_scheduler(setup.cache, setup.batch, size, facts, clock.read)
         speculator = None
         if setup.acceptance is not None:
-            odds = setup.acceptance, setup.draft_cost
-            guesser = SimulatedProposer(*odds, roofline, clock, program.vocab_size)
-            speculator = make_speculator(guesser, cost, roofline, clock)
+            proposer = SimulatedProposer(
+                setup.acceptance,
+                setup.draft_cost,
+                roofline=roofline,
+                clock=clock,
+                vocab_size=program.vocab_size,
+            )
+            speculator = make_speculator(proposer, cost, roofline, clock)
         replicas.append(
             SimulatedReplica(
-                scheduler, roofline.totals, clock, program.vocab_size, size.page_size, speculator
+                scheduler,
+                roofline.totals,
+                clock=clock,
+                vocab_size=program.vocab_size,
+                page_size=size.page_size,
+                speculator=speculator,
             )
         )
     return replicas

@@ -1,4 +1,4 @@
-"""Finds the highest load at which nearly all requests meet their objectives."""
+"""Searches for the highest load at which most requests meet their latency objectives."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from twostroke.lab.simulator.load import Workload
     from twostroke.lab.simulator.simulation import Setup, Simulation
 
-GOOD_SHARE: Final = 0.9
-_ENOUGH_REQUESTS: Final = 100
-_ENOUGH_TIMES: Final = 10  # the mean time of a request, for which requests arrive
-_MOST_DOUBLINGS: Final = 20
-_CLOSE: Final = 1.03  # the search ends when two speeds differ by less
+DEFAULT_GOOD_SHARE: Final = 0.9
+_MIN_REQUESTS: Final = 100
+_MIN_DURATION_RATIO: Final = 10  # time over which requests arrive, to the mean time of a request
+_MAX_DOUBLINGS: Final = 20
+_MAX_SPEED_RATIO: Final = 1.03  # the search ends when two speeds differ by less
 
 
 class LoadProbe(Frozen):
-    """A load that was tried: its speed, and whether enough requests met the objectives."""
+    """A simulated load: its speed, its rate, and whether enough requests met the objectives."""
 
     speed: float
     rate: float
@@ -33,23 +33,24 @@ class LoadProbe(Frozen):
 
 
 class Sweep(Frozen):
-    """The loads that were tried, by speed; `best` is the highest that met the objectives."""
+    """All simulated loads in the order of speed; `best` is the highest that met the objectives."""
 
     probes: tuple[LoadProbe, ...]
     best: LoadProbe
 
     @property
     def warning(self) -> str:
-        """Why the answer means little; empty if the best run was long enough."""
+        """Why the best run is too short for a reliable result; empty if it is long enough."""
         report = self.best.simulation.report
         count, mean_s = report.num_requests, report.latencies["e2e"].mean
-        lasts_s = (count - 1) / self.best.rate
-        if count >= _ENOUGH_REQUESTS and lasts_s >= _ENOUGH_TIMES * mean_s:
+        duration_s = (count - 1) / self.best.rate
+        if count >= _MIN_REQUESTS and duration_s >= _MIN_DURATION_RATIO * mean_s:
             return ""
         return (
-            f"This means little: {count:,} requests arrive within {lasts_s:.3g} s there, and each "
-            f"takes {mean_s:.3g} s. Take more: at least {_ENOUGH_REQUESTS}, that arrive for "
-            f"{_ENOUGH_TIMES} times as long as one takes, so that queues have time to grow."
+            f"The run is too short for a reliable result: {count:,} requests arrive within "
+            f"{duration_s:.3g} s, and each takes {mean_s:.3g} s. Use at least {_MIN_REQUESTS} "
+            f"requests that arrive over {_MIN_DURATION_RATIO} times the time of one request, so "
+            "that queues have time to grow."
         )
 
 
@@ -57,16 +58,16 @@ def sweep(
     setup: Setup,
     load: Workload,
     objectives: Objectives,
-    share: float = GOOD_SHARE,
+    share: float = DEFAULT_GOOD_SHARE,
     watch: Callable[[LoadProbe], None] = lambda _: None,
 ) -> Sweep:
     """Search for the highest speed at which `share` of the requests meet the objectives.
 
-    At a speed that counts, the number of requests at work does not grow.
+    At such a speed the number of unfinished requests must not grow. `watch` gets each probe.
 
     Raises:
-        UsageError: there are no objectives, or every load meets them.
-        UnreachableError: no load does.
+        UsageError: there are no objectives, or requests meet them at every speed.
+        UnreachableError: requests miss them at every speed.
     """
     check_objectives(objectives)
     if not 0 < share <= 1:
@@ -75,56 +76,60 @@ def sweep(
 
     def meets(speed: float) -> bool:
         changed = load.changed(speed=speed)
-        found = simulate(setup, changed, objectives)
-        enough = (found.report.good_share or 0.0) >= share and not found.report.is_growing
-        probes.append(LoadProbe(speed, changed.rate, enough, found))
+        simulation = simulate(setup, changed, objectives)
+        report = simulation.report
+        meets_objectives = (report.good_share or 0.0) >= share and not report.is_growing
+        probes.append(LoadProbe(speed, changed.rate, meets_objectives, simulation))
         watch(probes[-1])
-        return enough
+        return meets_objectives
 
-    low, high = _bracket(meets)
+    low, high = _bracketing_speeds(meets)
     if low is None:
-        one = probes[-1].simulation.report
-        late = ", ".join(_late(one, objectives))
+        report = probes[-1].simulation.report
+        missed = ", ".join(_missed_objectives(report, objectives))
         raise UnreachableError(
-            f"Even at {probes[-1].rate:.2g} requests/s only {one.good_share:.0%} meet the "
-            f"objectives{f' ({late})' if late else ''}: raise them, or take faster devices."
+            f"Even at {probes[-1].rate:.2g} requests/s only {report.good_share:.0%} meet the "
+            f"objectives{f' ({missed})' if missed else ''}: raise them, or take faster devices."
         )
     if high is None:
         raise UsageError(
-            "All requests meet the objectives even if they come at once: take more than "
+            "All requests meet the objectives even if they arrive at the same time: use more than "
             f"{len(load.arrivals):,}."
         )
-    while high / low > _CLOSE:
+    while high / low > _MAX_SPEED_RATIO:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if meets(middle) else (low, middle)
-    probes.sort(key=lambda one: one.speed)
+    probes.sort(key=lambda probe: probe.speed)
     return Sweep(tuple(probes), max((p for p in probes if p.meets), key=lambda p: p.speed))
 
 
 def check_objectives(objectives: Objectives) -> None:
-    """Refuse a sweep without any."""
+    """Raise UsageError if there are no objectives: a sweep needs one."""
     if not objectives:
         facts = {"ttft": Field("ttft_s"), "tpot": Field("tpot_s")}
         raise UsageError("needs an objective: {ttft}, {tpot} or both.", field="sweep", **facts)
 
 
-def _late(report: RunReport, objectives: Objectives) -> Iterator[str]:
-    """Yield which latencies are too long, and by how much."""
+def _missed_objectives(report: RunReport, objectives: Objectives) -> Iterator[str]:
+    """Yield a clause about each objective that the 90th percentile misses."""
     for name, limit_s in (("ttft", objectives.ttft_s), ("tpot", objectives.tpot_s)):
-        found = report.latencies.get(name)
-        taken_s = found.percentiles["p90"].value if found else 0.0
-        if limit_s is not None and taken_s > limit_s:
-            times = f"{taken_s / limit_s:,.2f} times the objective"
-            yield f"P90 of {name.upper()} is {format_ms(taken_s)} ms, {times}"
+        latency = report.latencies.get(name)
+        p90_s = latency.percentiles["p90"].value if latency else 0.0
+        if limit_s is not None and p90_s > limit_s:
+            times = f"{p90_s / limit_s:,.2f} times the objective"
+            yield f"P90 of {name.upper()} is {format_ms(p90_s)} ms, {times}"
 
 
-def _bracket(meets: Callable[[float], bool]) -> tuple[float | None, float | None]:
-    """Return a speed that meets, and twice that, which does not; None for what there is not."""
+def _bracketing_speeds(meets: Callable[[float], bool]) -> tuple[float | None, float | None]:
+    """Return a speed that meets the objectives, and its double that misses them.
+
+    None in place of a speed: no speed meets (or misses) the objectives.
+    """
     speed = 1.0
     factor = 2.0 if meets(speed) else 0.5
-    if factor < 1 and not meets(factor**_MOST_DOUBLINGS):  # each request is alone
+    if factor < 1 and not meets(factor**_MAX_DOUBLINGS):  # even if each request runs alone
         return None, speed
-    for _ in range(_MOST_DOUBLINGS):
+    for _ in range(_MAX_DOUBLINGS):
         before, speed = speed, speed * factor
         if meets(speed) is (factor < 1):
             return (speed, before) if factor < 1 else (before, speed)

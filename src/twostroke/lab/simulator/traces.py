@@ -1,4 +1,4 @@
-"""Reads traces of requests: published ones by name, CSV, JSON lines, and recorded runs."""
+"""Reads traces of requests: published traces by name, CSV, JSON Lines, and recorded runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from twostroke.core.errors import DownloadError, UsageError, nearest
 from twostroke.core.files import open_regular_file, place_file, read_regular_file
 from twostroke.core.frozen import Frozen
 from twostroke.lab.measure.requests import RequestLog  # noqa: TC001 - msgspec reads it
-from twostroke.lab.simulator.load import MOST_REQUESTS, RequestArrival, Workload, in_order
+from twostroke.lab.simulator.load import MAX_REQUESTS, RequestArrival, Workload, sorted_workload
 from twostroke.model.hub.disk import file_sha256
 
 if TYPE_CHECKING:
@@ -32,83 +32,91 @@ _MOONCAKE: Final = (
     "https://raw.githubusercontent.com/kvcache-ai/Mooncake/"
     "3b5a594133958449a1feaf1c9e0fc1b553e34a28/FAST25-release/traces"
 )
-_MOST_BYTES: Final = 1 << 30
-_BLOCK: Final = 512  # tokens that a hash id stands for
-_TIMES: Final = ("arrival_s", "at_s", "timestamp")
-_PROMPTS: Final = ("prompt_tokens", "input_length", "contexttokens", "input_tokens", "num_prompt")
-_OUTPUTS: Final = ("output_tokens", "output_length", "generatedtokens", "num_output")
+_MAX_BYTES: Final = 1 << 30
+_BLOCK_TOKENS: Final = 512  # tokens of the block that a hash id identifies
+_TIME_COLUMNS: Final = ("arrival_s", "at_s", "timestamp")
+_PROMPT_COLUMNS: Final = (
+    "prompt_tokens",
+    "input_length",
+    "contexttokens",
+    "input_tokens",
+    "num_prompt",
+)
+_OUTPUT_COLUMNS: Final = ("output_tokens", "output_length", "generatedtokens", "num_output")
 
 
-class Published(Frozen):
-    """A public trace: where its file is, and the checksum."""
+class PublishedTrace(Frozen):
+    """A public trace: address of its file, and checksum."""
 
     url: str
     sha256: str
 
 
 # Azure Public Dataset, 2023 (CC-BY 4.0); Mooncake, FAST'25 (Apache-2.0). Read on 2026-11-25.
-PUBLISHED: Final = {
-    "azure-conv": Published(
+PUBLISHED_TRACES: Final = {
+    "azure-conv": PublishedTrace(
         f"{_AZURE}/AzureLLMInferenceTrace_conv.csv",
         "2f1e5b666d4e3055fdbba98598ce2ec307767b9064e03e2fa46676dbcc7d0bf8",
     ),
-    "azure-code": Published(
+    "azure-code": PublishedTrace(
         f"{_AZURE}/AzureLLMInferenceTrace_code.csv",
         "54e9a6d2a4bd06ba1e060304b900abbc74cbea53de96506e60fe5bb4f2277fb6",
     ),
-    "mooncake-conversation": Published(
+    "mooncake-conversation": PublishedTrace(
         f"{_MOONCAKE}/conversation_trace.jsonl",
         "b8cbb061a85206d729d91cdc2981f43c9e0d99209dce588d3af5f7934408b9df",
     ),
-    "mooncake-synthetic": Published(
+    "mooncake-synthetic": PublishedTrace(
         f"{_MOONCAKE}/synthetic_trace.jsonl",
         "bd070915a98fc0ed264d7cfef2ce746002eb3076a695ec31ba2674c0111ec131",
     ),
 }
-_READERS: Final = (".csv", ".jsonl", ".json")
+_SUFFIXES: Final = (".csv", ".jsonl", ".json")
 
 
 def read_trace(name: str) -> Workload:
-    """Return the load of a published trace or of a file.
+    """Return the workload of a published trace, or of a file.
 
-    A CSV file names its columns in the first line, a JSON line its values: a time (`arrival_s` in
-    seconds, `timestamp` as a date or, in JSON, in milliseconds), the tokens of prompt and answer,
-    and perhaps `hash_ids` of the prompt's blocks. A `.json` file is a recorded run.
+    A CSV file names its columns in the first line, and each JSON line names its values: a time
+    (`arrival_s` in seconds; `timestamp` as a date, or in milliseconds in JSON), the numbers of
+    tokens of prompt and answer, and optionally `hash_ids` of the prompt's blocks. A `.json` file is
+    a recorded run.
 
     Raises:
-        UsageError: there is no such trace, or a line is not a request; says which.
-        DownloadError: it cannot be fetched, or is damaged.
+        UsageError: there is no such trace, or a line is not a request; the message names the line.
+        DownloadError: the trace cannot be fetched, or is damaged.
     """
-    known = PUBLISHED.get(name)
-    if known is not None:
-        path = _published(name, known)
+    published = PUBLISHED_TRACES.get(name)
+    if published is not None:
+        path = _published_file(name, published)
     else:
         path = env.expand_home(name)
-        if path.suffix not in _READERS:
+        if path.suffix not in _SUFFIXES:
             raise UsageError(
-                f"must be {', '.join(PUBLISHED)}, or a file .csv, .jsonl or .json, got '{{value}}'."
-                f"{nearest(name, PUBLISHED)}",
+                f"must be {', '.join(PUBLISHED_TRACES)}, or a file .csv, .jsonl or .json; "
+                f"got '{{value}}'."
+                f"{nearest(name, PUBLISHED_TRACES)}",
                 field="trace",
                 value=name,
             )
     try:
-        if path.stat().st_size > _MOST_BYTES:
+        if path.stat().st_size > _MAX_BYTES:
             raise UsageError(f"{path.name} is larger than 1 GiB: cut it.")
-        arrivals = _recorded(path) if path.suffix == ".json" else list(_lines(path))
+        arrivals = _recorded_run(path) if path.suffix == ".json" else list(_lines(path))
     except OSError as error:
         raise UsageError(f"{path.name} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path.name} is not UTF-8 text.") from None
     if not arrivals:
         raise UsageError(f"{path.name} has no requests.")
-    return in_order(name if known else path.name, arrivals)
+    return sorted_workload(name if published else path.name, arrivals)
 
 
 def _lines(path: Path) -> Iterator[RequestArrival]:
     rows = _csv_rows(path) if path.suffix == ".csv" else _json_rows(path)
     for count, (line, row) in enumerate(rows):
-        if count == MOST_REQUESTS:
-            raise UsageError(f"{path.name} has more than {MOST_REQUESTS:,} requests: cut it.")
+        if count == MAX_REQUESTS:
+            raise UsageError(f"{path.name} has more than {MAX_REQUESTS:,} requests: cut it.")
         try:
             yield _arrival(row, is_json=path.suffix == ".jsonl")
         except ValueError as error:
@@ -120,9 +128,9 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         reader = csv.reader(file)
         try:
             names = [name.strip().lower() for name in next(reader, [])]
-            for wanted in (_TIMES, _PROMPTS, _OUTPUTS):
-                if not set(wanted) & set(names):
-                    reason = f"its first line must name a column {' or '.join(wanted)}"
+            for columns in (_TIME_COLUMNS, _PROMPT_COLUMNS, _OUTPUT_COLUMNS):
+                if not set(columns) & set(names):
+                    reason = f"its first line must name a column {' or '.join(columns)}"
                     raise UsageError(f"{path.name}, line 1: {reason}.")
             for row in reader:
                 if row:
@@ -146,13 +154,17 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def _arrival(row: Mapping[str, Any], *, is_json: bool) -> RequestArrival:
-    """Return the request of a line; ValueError says what is wrong with it."""
-    prompt, output = _count(row, _PROMPTS), _count(row, _OUTPUTS)
+    """Return the request of a line; raises ValueError with the reason if it is not valid."""
+    prompt, output = _count(row, _PROMPT_COLUMNS), _count(row, _OUTPUT_COLUMNS)
     ids = row.get("hash_ids", ()) if is_json else ()
-    if not isinstance(ids, list | tuple) or not all(_is_id(one) for one in ids):
+    if not isinstance(ids, list | tuple) or not all(_is_id(value) for value in ids):
         raise ValueError("hash_ids must be a list of whole numbers from 0 on")
     return RequestArrival(
-        _seconds(row, is_json=is_json), prompt, output, tuple(ids), _BLOCK if ids else 0
+        at_s=_seconds(row, is_json=is_json),
+        num_prompt=prompt,
+        num_output=output,
+        blocks=tuple(ids),
+        block_size=_BLOCK_TOKENS if ids else 0,
     )
 
 
@@ -168,7 +180,7 @@ def _count(row: Mapping[str, Any], names: tuple[str, ...]) -> int:
 
 
 def _seconds(row: Mapping[str, Any], *, is_json: bool) -> float:
-    name, value = _value(row, _TIMES)
+    name, value = _value(row, _TIME_COLUMNS)
     try:
         seconds = float(value)
         if is_json and name == "timestamp":
@@ -185,6 +197,7 @@ def _seconds(row: Mapping[str, Any], *, is_json: bool) -> float:
 
 
 def _value(row: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, Any]:
+    """Return the name and the value of the first of these columns that the row has."""
     for name in names:
         if row.get(name) not in (None, ""):
             return name, row[name]
@@ -195,8 +208,8 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
 
 
-def _recorded(path: Path) -> list[RequestArrival]:
-    """Return the requests of a run that was recorded, measured or simulated."""
+def _recorded_run(path: Path) -> list[RequestArrival]:
+    """Return the requests of a recorded run, measured or simulated."""
 
     class Recorded(Frozen):
         requests: tuple[RequestLog, ...]
@@ -217,20 +230,20 @@ def _recorded(path: Path) -> list[RequestArrival]:
     return arrivals
 
 
-def _published(name: str, known: Published) -> Path:
-    """Return the file of a published trace, fetched if it is not in the cache."""
-    path = env.cache_dir() / "traces" / Path(known.url).name
-    other = f"Fetch {known.url} in another way, and put it there or give its path to --trace."
+def _published_file(name: str, trace: PublishedTrace) -> Path:
+    """Return the file of a published trace; it is fetched if the cache does not have it."""
+    path = env.cache_dir() / "traces" / Path(trace.url).name
+    advice = f"Fetch {trace.url} in another way, and put it there or give its path to --trace."
     if not path.is_file():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_suffix(".part")
-            with urllib.request.urlopen(known.url, timeout=30) as answer:  # noqa: S310 https, fixed
-                part.write_bytes(answer.read(_MOST_BYTES))
+            with urllib.request.urlopen(trace.url, timeout=30) as answer:  # noqa: S310 https, fixed
+                part.write_bytes(answer.read(_MAX_BYTES))
             place_file(part, path)
-        except OSError as error:  # URLError is one, too
+        except OSError as error:  # also URLError
             reason = getattr(error, "reason", None) or error.strerror or error
-            raise DownloadError(f"{name} cannot be fetched to {path}: {reason}. {other}") from None
-    if file_sha256(path, lambda _: None) != known.sha256:
-        raise DownloadError(f"{path} is not the published file: delete it. {other}")
+            raise DownloadError(f"{name} cannot be fetched to {path}: {reason}. {advice}") from None
+    if file_sha256(path, lambda _: None) != trace.sha256:
+        raise DownloadError(f"{path} is not the published file: delete it. {advice}")
     return path
