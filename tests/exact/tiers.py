@@ -166,7 +166,10 @@ def damage_under_engines(
             counts["damaged"] += 1
         with tiny_client(folder) as (client, _):
             OffloadManager(
-                client.loop.pages, of, [place.tier(of)], lambda first, end: (end - first) * 0.01
+                client.loop.pages,
+                of,
+                [place.tier(of)],
+                prefill_s=lambda first, end: (end - first) * 0.01,
             )
             for number in rng.sample(range(len(prompts)), len(prompts)):
                 asked = client.generate(prompts[number], _GREEDY, hints=Hints(keep_s=60.0))

@@ -280,4 +280,4 @@ def test_models_share_a_page_cache_in_which_requests_keep_prompts(
             assert "twostroke-ignored" not in server.complete(name, **fields).headers
     kinds = read_folder(folder, time.time())
     assert len(kinds) == 2
-    assert all(kind.kept == kind.num_pages > 0 for kind in kinds)
+    assert all(kind.num_kept == kind.num_pages > 0 for kind in kinds)

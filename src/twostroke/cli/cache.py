@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-from msgspec.structs import asdict
+from msgspec import to_builtins
 
 from twostroke.cli.help import Command, CommandGroup, NumberParam, TextFile, option
 from twostroke.cli.options import MACHINE_PARAMS, click_params, engine_options
@@ -48,14 +48,14 @@ def list_command(folder: Path, as_json: bool) -> None:
 
     kinds = read_folder(folder, time.time())
     if as_json:
-        click.echo(json.dumps([asdict(kind) for kind in kinds], indent=1))
+        click.echo(json.dumps([to_builtins(kind) for kind in kinds], indent=1))
         return
     rows = [
         (
             *(kind.model, kind.kv_format, kind.arithmetic),
             *(f"{kind.num_pages:,}", f"{kind.num_pages * kind.page_size:,}"),
             *(megabytes(kind.num_bytes), f"{kind.saved_s:,.1f} s", _date(kind.used_s)),
-            *(f"{kind.kept:,} of {kind.num_pages:,}", _date(kind.until_s)),
+            *(f"{kind.num_kept:,} of {kind.num_pages:,}", _date(kind.kept_until_s)),
         )
         for kind in kinds
     ]

@@ -37,8 +37,8 @@ from twostroke.engine.chat.conversation import Chat
 from twostroke.engine.client import Client
 from twostroke.engine.drafters import Draft, DraftHeads
 from twostroke.engine.kv_cache import PagePool, PrefixIndex
-from twostroke.engine.kv_offload.build import begin_paging, check_tiers, weights_digest
-from twostroke.engine.kv_offload.tier import page_kind
+from twostroke.engine.kv_offload.build import check_tiers, start_offload, weights_digest
+from twostroke.engine.kv_offload.tier import kv_cache_spec
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.model_card import ModelCard
 from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
@@ -274,7 +274,7 @@ def _begin_moving(
     if is_alone and not options.offload.is_used:
         return
     try:
-        kind = page_kind(client.card, options, size, backend)
+        kind = kv_cache_spec(client.card, options, size, backend)
         if not is_alone:
             from twostroke.engine.disaggregation.build import (
                 start_disaggregation,  # most engines need nothing of it
@@ -282,7 +282,7 @@ def _begin_moving(
 
             start_disaggregation(options.disaggregation, client, backend, kind)
         if options.offload.is_used:
-            begin_paging(client, kind, digest, options.offload)
+            start_offload(client, kind, digest, options.offload)
     except BaseException:
         client.loop.close()
         raise

@@ -65,10 +65,13 @@ def test_an_engine_finds_the_pages_of_one_before_it(
 ) -> None:
     start_offload = paging.OffloadManager.__init__
 
-    def start_beside_slow_computing(manager: paging.OffloadManager, *parts: Any) -> None:
+    def start_beside_slow_computing(
+        manager: paging.OffloadManager, pages: Any, spec: Any, tiers: Any, **_: Any
+    ) -> None:
         """Say that computing is slow, so that pages are fetched however busy the machine is."""
-        pages, page_kind, tiers, *_ = parts
-        start_offload(manager, pages, page_kind, tiers, lambda start, end: 1000.0 * (end - start))
+        start_offload(
+            manager, pages, spec, tiers, prefill_s=lambda start, end: 1000.0 * (end - start)
+        )
 
     monkeypatch.setattr(paging.OffloadManager, "__init__", start_beside_slow_computing)
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of(family))

@@ -112,7 +112,7 @@ def test_a_disk_that_cannot_be_written_is_read_and_tried_again(
     assert get(tier, of.name(KEYS[1])) == content_of(1)
     assert [path.name for path in stored_pages(tmp_path)] == [of.name(KEYS[1]).hex()[2:]]
     assert not put(tier, of, 2), "it was tried again at once"
-    tier._resume_s = 0.0
+    tier._write_again_s = 0.0
     assert put(tier, of, 2)
 
 

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from twostroke.engine.kv_offload.disk_index import TAG_BYTES, DiskIndex, Entry
+from twostroke.engine.kv_offload.disk_index import PREFIX_BYTES, DiskIndex, Entry
 
 NOW_S = 1_000_000.0
 
 
 def name_of(number: int) -> bytes:
-    return number.to_bytes(TAG_BYTES, "big")
+    return number.to_bytes(PREFIX_BYTES, "big")
 
 
 def plain_surplus(ledger: DiskIndex, now_s: float, room: int) -> list[bytes]:
@@ -22,7 +22,7 @@ def plain_surplus(ledger: DiskIndex, now_s: float, room: int) -> list[bytes]:
 
     def family(name: bytes) -> list[Entry]:
         """The page and all that continue it."""
-        after = [n for n, entry in ledger.entries.items() if entry.before == name[:TAG_BYTES]]
+        after = [n for n, entry in ledger.entries.items() if entry.previous == name[:PREFIX_BYTES]]
         return [ledger.entries[name], *(one for n in after for one in family(n))]
 
     until = {name: max(one.used_s for one in family(name)) for name in left}
@@ -31,13 +31,13 @@ def plain_surplus(ledger: DiskIndex, now_s: float, room: int) -> list[bytes]:
         asked = [n for n in left if until[n] > now_s and n not in kept]
         if not asked:
             break
-        best = max(asked, key=lambda name: (until[name], -left[name].place))
-        if sum(left[name].num_bytes for name in (*kept, best)) > ledger.most_bytes // 2:
+        best = max(asked, key=lambda name: (until[name], -left[name].index))
+        if sum(left[name].num_bytes for name in (*kept, best)) > ledger.max_bytes // 2:
             break
         kept.add(best)
     gone = []
-    while left and sum(e.num_bytes for e in left.values()) + room > ledger.most_bytes:
-        worst = min(left, key=lambda name: (name in kept, score[name], -left[name].place))
+    while left and sum(e.num_bytes for e in left.values()) + room > ledger.max_bytes:
+        worst = min(left, key=lambda name: (name in kept, score[name], -left[name].index))
         gone.append(worst)
         del left[worst]
     return gone
@@ -51,9 +51,9 @@ def test_the_ledger_chooses_as_its_plain_twin(seed: int) -> None:
         used_s = NOW_S + rng.choice((-1e6, -100.0, -1.0, 50.0, 1e5)) * rng.random()
         entry = Entry(rng.randint(50, 150), rng.random(), rng.randrange(9), used_s)
         entry.num_uses = rng.randint(1, 4)
-        earlier = [n for n, one in ledger.entries.items() if one.place < entry.place]
+        earlier = [n for n, one in ledger.entries.items() if one.index < entry.index]
         if earlier and rng.random() < 0.8:
-            entry.before = rng.choice(earlier)
+            entry.previous = rng.choice(earlier)
         ledger.add(name_of(number), entry)
         if rng.random() < 0.2:
             ledger.remove(name_of(rng.randrange(number + 1)))
@@ -83,10 +83,10 @@ def test_a_page_never_goes_before_those_that_need_it(seed: int) -> None:
                 if name in ledger.entries:
                     ledger.use(name, saved_s, until_s)
                 else:
-                    ledger.add(name, Entry(100, saved_s, place, until_s, before=before))
+                    ledger.add(name, Entry(100, saved_s, place, until_s, previous=before))
             at = end
     for total in range(100, ledger.num_bytes, 300):
-        ledger.most_bytes = total
+        ledger.max_bytes = total
         gone = set(ledger.surplus(now_s, 0))
         for chain in chains:
             there = [name not in gone for name in chain if name in ledger.entries]

@@ -64,7 +64,7 @@ def engine(
             tiers = [DiskTier(folder / "pages", of, 10**9, "tiny")]
             tiers += [RedisTier(url, of)] if url else []
         paging = OffloadManager(
-            client.loop.pages, of, tiers, lambda first, end: (end - first) * token_s
+            client.loop.pages, of, tiers, prefill_s=lambda first, end: (end - first) * token_s
         )
         yield client, paging
 
@@ -118,7 +118,7 @@ def test_pages_are_worth_the_measured_time_of_their_whole_prompt(tmp_path: Path)
         def seconds(first: int, end: int) -> float:
             return (end * end - first * first) * (1e-3 if time_.num_steps else 1e-6)
 
-        paging = OffloadManager(client.loop.pages, of, [tier], seconds)
+        paging = OffloadManager(client.loop.pages, of, [tier], prefill_s=seconds)
         answer(client, PROMPT, hints=Hints(keep_s=60.0))
         assert paging.flush(5.0)
     entries = [entry_of(path) for path in stored_pages(tmp_path)]
@@ -131,7 +131,7 @@ def test_pages_of_the_first_chunk_outlast_those_that_continue_it(tmp_path: Path)
         of = kind(page_bytes=backend.pages.page_bytes, groups=PageGroups(16))
         tier, pages = DiskTier(tmp_path, of, 10**9, "tiny"), client.loop.pages
         paging = OffloadManager(
-            pages, of, [tier], lambda first, end: float(end * end - first * first)
+            pages, of, [tier], prefill_s=lambda first, end: float(end * end - first * first)
         )
         for _ in range(2):  # written when they are computed again, in three chunks
             with pages.lock:
@@ -146,8 +146,8 @@ def test_pages_of_the_first_chunk_outlast_those_that_continue_it(tmp_path: Path)
         assert entry is not None
         ledger.add(bytes.fromhex(path.parent.name + path.name), entry)
     assert len({entry.saved_s for entry in ledger.entries.values()}) == 3
-    ledger.most_bytes = 1
-    gone = [ledger.entries[name].place for name in ledger.surplus(time.time(), 0)]
+    ledger.max_bytes = 1
+    gone = [ledger.entries[name].index for name in ledger.surplus(time.time(), 0)]
     assert gone == [5, 4, 3, 2, 1, 0]
 
 

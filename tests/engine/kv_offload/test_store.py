@@ -137,7 +137,7 @@ def test_a_store_that_is_gone_costs_a_miss_and_one_line(
     assert f"127.0.0.1:{server.port} does not answer" in warnings(caplog)[0]
     with store(tmp_path, port=server.port):
         assert not put(tier, 2), "it was tried again at once"
-        tier._resume_s = 0.0
+        tier._retry_s = 0.0
         assert put(tier, 2)
         assert get(tier, 2) == content_of(2)
     assert "answers again" in caplog.text

@@ -1,1 +1,1 @@
-"""KV pages outside of the page pool: on disk and in Redis."""
+"""KV offload: KV cache pages in a folder or in Redis, for requests that come later."""

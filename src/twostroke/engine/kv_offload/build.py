@@ -1,4 +1,4 @@
-"""Puts tiers behind an engine's pages, as its options say."""
+"""Starts KV offload for an engine, as its options say."""
 
 from __future__ import annotations
 
@@ -24,58 +24,67 @@ if TYPE_CHECKING:
     from twostroke.model.weights import LoadedModel
 
 
-def begin_paging(client: Client, kind: KvCacheSpec, digest: str, tiers: OffloadOptions) -> None:
-    """Let an engine's requests find pages in tiers; its loop ends that.
+def start_offload(
+    client: Client, spec: KvCacheSpec, model_digest: str, options: OffloadOptions
+) -> None:
+    """Let an engine's requests find pages in tiers, until the engine's loop ends.
 
-    `digest` covers every byte of the weights, unlike the model's identity.
+    `model_digest` covers every byte of the weights, unlike the model's identity.
 
     Raises:
         UsageError: a tier cannot be used, or the engine has no pages to spare.
     """
     loop, program = client.loop, client.card.cost.program
-    time, budget = loop.speculator.step_time, loop.config.step_budget
+    step_time, budget = loop.speculator.step_time, loop.config.step_budget
     loop.speculator.times_steps = True
-    model = hashlib.sha256(f"{digest} {stored_form(program.ops)}".encode()).hexdigest()
-    kind = replace(kind, model=model)
+    model = hashlib.sha256(f"{model_digest} {stored_form(program.ops)}".encode()).hexdigest()
+    spec = replace(spec, model=model)
     if not loop.pages.most_held:
         raise UsageError(
             "needs more pages than those of the longest request: raise {other}, or lower {more}.",
-            field=tiers.field,
+            field=options.field,
             other=Field("memory_bytes"),
             more=Field("context_length"),
         )
 
-    def seconds(start: int, end: int) -> float:
-        """Return how long computing tokens[start:end] takes, a step after the other."""
-        starts = range(start, end, budget)
-        shapes = [BatchShape.prefill(min(budget, end - at), at) for at in starts]
-        return sum(map(time.seconds, shapes))
+    def prefill_s(start: int, end: int) -> float:
+        """Return the seconds to prefill tokens[start:end] of a prompt."""
+        chunks = [
+            BatchShape.prefill(min(budget, end - chunk_start), chunk_start)
+            for chunk_start in range(start, end, budget)
+        ]
+        return sum(step_time.seconds(chunk) for chunk in chunks)
 
-    found: list[OffloadTier] = []
-    if tiers.page_cache is not None:
-        folder = env.expand_home(tiers.page_cache)
-        found.append(DiskTier(folder, kind, tiers.max_page_cache_bytes, client.card.name))
-    if tiers.page_store is not None:
-        found.append(RedisTier(tiers.page_store, kind))
-    OffloadManager(loop.pages, kind, found, seconds, lambda: time.num_steps > 0)
+    tiers: list[OffloadTier] = []
+    if options.page_cache is not None:
+        folder = env.expand_home(options.page_cache)
+        tiers.append(DiskTier(folder, spec, options.max_page_cache_bytes, client.card.name))
+    if options.page_store is not None:
+        tiers.append(RedisTier(options.page_store, spec))
+    OffloadManager(
+        loop.pages, spec, tiers, prefill_s=prefill_s, is_measured=lambda: step_time.num_steps > 0
+    )
 
 
-def check_tiers(tiers: OffloadOptions) -> None:
-    """Refuse, before a model is loaded, what no tier could be opened with.
+def check_tiers(options: OffloadOptions) -> None:
+    """Refuse, before a model is loaded, options with which no tier could be opened.
 
     Raises:
-        UsageError: as `begin_paging`.
+        UsageError: as `start_offload`.
     """
-    if tiers.page_store is not None:
-        check_store(tiers.page_store)
+    if options.page_store is not None:
+        check_store(options.page_store)
 
 
 def weights_digest(loaded: LoadedModel) -> str:
-    """Return the SHA-256 of all weights, kept for files that have not changed since.
+    """Return the SHA-256 of all weights, from a cache file if the model's files have not changed.
 
     Unlike `weights_identity` it covers every byte.
     """
-    stamps = [(str(m.path), m.size, m.path.stat().st_mtime_ns) for m in loaded.mappings]
+    stamps = [
+        (str(mapping.path), mapping.size, mapping.path.stat().st_mtime_ns)
+        for mapping in loaded.mappings
+    ]
     key = hashlib.sha256(repr(stamps).encode()).hexdigest()
     path = env.cache_dir() / "digests" / f"{key[:16]}.json"
     with suppress(ModelFormatError):

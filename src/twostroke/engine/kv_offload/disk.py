@@ -1,4 +1,4 @@
-"""Pages in a folder: a file for each, which appears whole and is checked when it is read."""
+"""The disk tier: a file for each page, renamed into place and verified when it is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from msgspec.structs import asdict
 
 from twostroke.core.errors import UsageError
 from twostroke.core.files import open_regular_file, write_text
-from twostroke.engine.kv_offload.disk_index import TAG_BYTES, DiskIndex, Entry
+from twostroke.engine.kv_offload.disk_index import PREFIX_BYTES, DiskIndex, Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,61 +31,64 @@ _logger = logging.getLogger("twostroke.cache")
 _MAGIC: Final = b"TSPAGE01"
 _HEADER: Final = struct.Struct(
     "<8s32sQfI4sI"
-)  # magic, name, bytes, saved_s, place, before, checksum
+)  # magic, name, bytes, saved_s, index, previous, checksum
 HEADER_BYTES: Final = _HEADER.size
-_CHECKED: Final = _HEADER.size - 4  # the checksum covers what stands before it, and the page
-_PART: Final = ".part"  # of names of files that are not whole
-_PART_S: Final = 600.0  # after which nobody writes such a file any more
-_PAUSE_S: Final = 60.0  # between tries to write after a failure
-_RESCAN_S: Final = 600.0  # between looks for what other servers have written
-_NUM_PROBED: Final = 4
-_FREE_SHARE: Final = 0.05  # of the bytes, freed together when there are too many
+_CHECKED_BYTES: Final = _HEADER.size - 4  # the checksum covers them, and the page
+_PART_SUFFIX: Final = ".part"  # of files that are being written
+_PART_AGE_S: Final = 600.0  # after which such a file is left over from a crash
+_WRITE_PAUSE_S: Final = 60.0  # after a failed write
+_RESCAN_S: Final = 600.0  # between scans for files of other servers
+_MAX_PROBED_PAGES: Final = 4
+_FREED_RATIO: Final = 0.05  # of the limit, freed together when the folder is full
 ABOUT: Final = "about.json"
 
 
 class DiskTier:
-    """Implements `Tier` with the files `FOLDER/kind/ab/cd...`, by the names of their pages.
+    """Implements `OffloadTier` with files `FOLDER/SPEC/ab/cd...`, named as their pages.
 
-    Several servers may use a folder: files have their content's name, appear by renaming and vanish
-    by unlinking. All kinds together have at most `most_bytes`, and each server keeps to that.
+    Several servers may share a folder: a file's name stands for its content, and files appear by
+    renaming and vanish by unlinking. Each server keeps the pages of all specs together below
+    `max_bytes`.
     """
 
     title = "disk"
 
-    def __init__(self, folder: Path, kind: KvCacheSpec, most_bytes: int, model: str) -> None:
-        """Use a folder, which is made if it is not there; `model` is what people call the model.
+    def __init__(self, folder: Path, spec: KvCacheSpec, max_bytes: int, model: str) -> None:
+        """Use a folder, and create it if necessary; `model` is the model's name for people.
 
         Raises:
-            UsageError: it cannot be made or read.
+            UsageError: the folder cannot be created or read.
         """
-        self._root, self._folder = folder, folder / kind.digest.hex()[:16]
-        self._about = json.dumps({"name": model, **asdict(kind)}, default=asdict)
-        self._page_bytes = kind.page_bytes
-        self._ledger = DiskIndex(most_bytes)
+        self._root = folder
+        self._folder = folder / spec.digest.hex()[:16]
+        self._about = json.dumps({"name": model, **asdict(spec)}, default=asdict)
+        self._page_bytes = spec.page_bytes
+        self._index = DiskIndex(max_bytes)
         self._lock = threading.Lock()
-        self._resume_s = self._scanned_s = 0.0  # when to write again; when the folder was read
-        self._count = 0
+        self._write_again_s = 0.0
+        self._scanned_s = 0.0
+        self._num_written = 0
         try:
             self._make_folder()
         except OSError as error:
             if not self._folder.is_dir() and not folder.is_dir():
                 reason = f"{folder} cannot be used: {error.strerror}."
                 raise UsageError(reason, field="page_cache") from None
-            self._pause(error)
+            self._pause_writing(error)
         self._scanner = threading.Thread(target=self._scan, name="twostroke-scan", daemon=True)
         self._scanner.start()
 
     @property
     def is_writable(self) -> bool:
-        """Whether pages that are offered are written now."""
-        return time.time() >= self._resume_s
+        """Whether offered pages are written now."""
+        return time.time() >= self._write_again_s
 
     def find(self, names: Sequence[bytes]) -> set[bytes]:
-        """Return those of the names that have a file."""
+        """Return the names that have a file."""
         return {name for name in names if self._path(name).exists()}
 
     def fetch(self, name: bytes, page: memoryview[Any]) -> bool:
-        """Read a page; a damaged file is removed."""
+        """Fill a page from its file; remove the file if it is damaged."""
         path = self._path(name)
         try:
             fault = read_page(path, name, page)
@@ -98,45 +101,50 @@ class DiskTier:
         except OSError as error:
             _logger.warning("A page cannot be read: %s: %s.", path, error.strerror)
         with self._lock:
-            self._ledger.remove(name)
+            self._index.remove(name)
         return False
 
-    def offer(self, name: bytes, page: memoryview[Any], worth: PageValue) -> bool:
-        """Write a page that is not there, unless a write failed a moment ago."""
-        until_s = worth.until_s
+    def offer(self, name: bytes, page: memoryview[Any], value: PageValue) -> bool:
+        """Write a page that is not stored, unless a write has failed recently."""
+        keep_until_s = value.keep_until_s
         if not self.is_writable:
             return False
         path = self._path(name)
         with self._lock:
-            is_known = name in self._ledger.entries
+            is_known = name in self._index.entries
             if is_known:
-                self._ledger.use(name, worth.saved_s, until_s)
+                self._index.use(name, value.saved_s, keep_until_s)
         try:
             if is_known or path.exists():
-                os.utime(path, (worth.used_s, max(until_s, path.stat().st_mtime)))
+                os.utime(path, (value.used_s, max(keep_until_s, path.stat().st_mtime)))
                 return False
             self._make_room(len(page))
-            self._write(path, name, page, worth)
-            os.utime(path, (worth.used_s, until_s))
+            self._write(path, name, page, value)
+            os.utime(path, (value.used_s, keep_until_s))
         except FileNotFoundError:  # another server has removed it
             with self._lock:
-                self._ledger.remove(name)
+                self._index.remove(name)
             return False
         except OSError as error:
-            self._pause(error)
+            self._pause_writing(error)
             return False
         with self._lock:
-            num_bytes = _HEADER.size + len(page)
-            before = worth.before[:TAG_BYTES]
-            entry = Entry(num_bytes, worth.saved_s, worth.place, until_s, before=before)
-            self._ledger.add(name, entry)
+            entry = Entry(
+                num_bytes=_HEADER.size + len(page),
+                saved_s=value.saved_s,
+                index=value.index,
+                used_s=keep_until_s,
+                previous=value.previous_name[:PREFIX_BYTES],
+            )
+            self._index.add(name, entry)
         return True
 
     def probe(self) -> float:
-        """Read some pages that the system has forgotten; return the fewest seconds for one."""
-        page, times = memoryview(bytearray(self._page_bytes)), []
+        """Read some pages from the disk, not the system's cache; return the shortest time."""
+        page = memoryview(bytearray(self._page_bytes))
+        times = []
         with suppress(OSError):
-            for path in itertools.islice(self._folder.glob("??/*"), _NUM_PROBED):
+            for path in itertools.islice(self._folder.glob("??/*"), _MAX_PROBED_PAGES):
                 with open_regular_file(path) as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 began_s = time.perf_counter()
@@ -145,16 +153,16 @@ class DiskTier:
         return min(times, default=0.0)
 
     def size(self) -> tuple[int, int]:
-        """Return the pages and bytes of all kinds."""
+        """Return the number of pages of all specs, and of their bytes."""
         with self._lock:
-            return len(self._ledger.entries), self._ledger.num_bytes
+            return len(self._index.entries), self._index.num_bytes
 
     def wait(self) -> None:
-        """Wait until the folder was read."""
+        """Wait until the folder has been scanned."""
         self._scanner.join()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, since no file stays open."""
 
     def _path(self, name: bytes) -> Path:
         text = name.hex()
@@ -164,19 +172,21 @@ class DiskTier:
         self._folder.mkdir(0o700, parents=True, exist_ok=True)
         write_text(self._folder / ABOUT, self._about)
 
-    def _write(self, path: Path, name: bytes, page: memoryview[Any], worth: PageValue) -> None:
-        self._count += 1
+    def _write(self, path: Path, name: bytes, page: memoryview[Any], value: PageValue) -> None:
+        self._num_written += 1
         try:
             path.parent.mkdir(0o700, exist_ok=True)
-        except FileNotFoundError:  # the folder was cleaned meanwhile
+        except FileNotFoundError:  # the folder was removed meanwhile
             self._make_folder()
             path.parent.mkdir(0o700, exist_ok=True)
-        part = path.parent / f"{os.getpid()}-{threading.get_ident()}-{self._count}{_PART}"
+        part = (
+            path.parent / f"{os.getpid()}-{threading.get_ident()}-{self._num_written}{_PART_SUFFIX}"
+        )
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             try:
-                written = os.writev(descriptor, (header_of(name, page, worth), page))
-                if written != _HEADER.size + len(page):
+                num_bytes = os.writev(descriptor, (header_of(name, page, value), page))
+                if num_bytes != _HEADER.size + len(page):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(descriptor)
@@ -187,97 +197,103 @@ class DiskTier:
             raise
 
     def _make_room(self, num_bytes: int) -> None:
-        """Remove the least valuable pages if `num_bytes` more would be too many."""
+        """Remove the least valuable pages if `num_bytes` more would exceed the limit."""
         if time.monotonic() - self._scanned_s > _RESCAN_S:
             self._scan()
         with self._lock:
-            gone = self._ledger.surplus(time.time(), num_bytes)
-            if gone:
-                free = max(num_bytes, int(self._ledger.most_bytes * _FREE_SHARE))
-                gone = self._ledger.surplus(time.time(), free)
-            for name in gone:
-                self._ledger.remove(name)
-        for name in gone:
+            evicted = self._index.surplus(time.time(), num_bytes)
+            if evicted:
+                room = max(num_bytes, int(self._index.max_bytes * _FREED_RATIO))
+                evicted = self._index.surplus(time.time(), room)
+            for name in evicted:
+                self._index.remove(name)
+        for name in evicted:
             text = name.hex()
-            for kind in self._root.glob("*/"):
-                (kind / text[:2] / text[2:]).unlink(missing_ok=True)
+            for spec_folder in self._root.glob("*/"):
+                (spec_folder / text[:2] / text[2:]).unlink(missing_ok=True)
 
     def _scan(self) -> None:
-        """Take in what the folder has, also of other servers and other models."""
+        """Read the headers of all pages in the folder, also of other servers and models."""
         self._scanned_s = time.monotonic()
-        found: set[bytes] = set()
+        names: set[bytes] = set()
         with suppress(OSError):
             for path in stored_pages(self._root):
                 name = bytes.fromhex(path.parent.name + path.name)
-                found.add(name)
+                names.add(name)
                 with self._lock:
-                    is_known = name in self._ledger.entries
+                    is_known = name in self._index.entries
                 if not is_known and (entry := entry_of(path)) is not None:
                     with self._lock:
-                        self._ledger.add(name, entry)
+                        self._index.add(name, entry)
             with self._lock:
-                for name in self._ledger.entries.keys() - found:
-                    self._ledger.remove(name)
+                for name in self._index.entries.keys() - names:
+                    self._index.remove(name)
 
-    def _pause(self, error: OSError) -> None:
-        self._resume_s = time.time() + _PAUSE_S
+    def _pause_writing(self, error: OSError) -> None:
+        self._write_again_s = time.time() + _WRITE_PAUSE_S
         _logger.warning(
             "The page cache cannot be written (%s: %s); it is read, and tried again in %.0f s.",
             self._root,
             error.strerror,
-            _PAUSE_S,
+            _WRITE_PAUSE_S,
         )
 
 
-def header_of(name: bytes, page: memoryview[Any], worth: PageValue) -> bytes:
-    """Return what stands before a page in its file."""
-    before = worth.before[:TAG_BYTES]
-    head = _HEADER.pack(_MAGIC, name, len(page), worth.saved_s, worth.place, before, 0)[:_CHECKED]
-    return head + zlib.crc32(page, zlib.crc32(head)).to_bytes(4, "little")
+def header_of(name: bytes, page: memoryview[Any], value: PageValue) -> bytes:
+    """Return the header of a page's file."""
+    previous = value.previous_name[:PREFIX_BYTES]
+    header = _HEADER.pack(_MAGIC, name, len(page), value.saved_s, value.index, previous, 0)
+    checked = header[:_CHECKED_BYTES]
+    return checked + zlib.crc32(page, zlib.crc32(checked)).to_bytes(4, "little")
 
 
 def read_page(path: Path, name: bytes, page: memoryview[Any]) -> str | None:
-    """Fill a page from a file; return what is wrong with the file, or None.
+    """Fill a page from its file; return a sentence's end about damage of the file, or None.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
-    head = bytearray(_HEADER.size)
+    header = bytearray(_HEADER.size)
     with open_regular_file(path, follows_links=False) as file:
         num_bytes = os.fstat(file.fileno()).st_size
-        if num_bytes != len(head) + len(page):
-            return f"has {num_bytes} bytes instead of {len(head) + len(page)}."
-        if os.preadv(file.fileno(), [head, page], 0) != num_bytes:
+        if num_bytes != len(header) + len(page):
+            return f"has {num_bytes} bytes instead of {len(header) + len(page)}."
+        if os.preadv(file.fileno(), [header, page], 0) != num_bytes:
             return "ended early."
-    magic, its_name, *_, checksum = _HEADER.unpack(head)
-    if magic != _MAGIC or its_name != name:
+    magic, stored_name, *_, checksum = _HEADER.unpack(header)
+    if magic != _MAGIC or stored_name != name:
         return "is of another page."
-    if zlib.crc32(page, zlib.crc32(head[:_CHECKED])) != checksum:
+    if zlib.crc32(page, zlib.crc32(header[:_CHECKED_BYTES])) != checksum:
         return "has a wrong checksum."
     return None
 
 
 def entry_of(path: Path) -> Entry | None:
-    """Return what is known of a file without reading its page; None if it is not one."""
+    """Return the entry of a page's file from its header; None if the file cannot be read."""
     try:
         with open_regular_file(path, follows_links=False) as file:
-            head = file.read(_HEADER.size)
-            facts = os.fstat(file.fileno())
+            header = file.read(_HEADER.size)
+            file_stat = os.fstat(file.fileno())
     except OSError:
         return None
-    if len(head) < _HEADER.size:
-        return Entry(facts.st_size, 0.0, 0, facts.st_mtime)
-    _, _, _, saved_s, place, before, _ = _HEADER.unpack(head)
-    before = before if any(before) else b""
-    return Entry(facts.st_size, max(0.0, saved_s), place, facts.st_mtime, before=before)
+    if len(header) < _HEADER.size:
+        return Entry(num_bytes=file_stat.st_size, saved_s=0.0, index=0, used_s=file_stat.st_mtime)
+    _, _, _, saved_s, index, previous, _ = _HEADER.unpack(header)
+    return Entry(
+        num_bytes=file_stat.st_size,
+        saved_s=max(0.0, saved_s),
+        index=index,
+        used_s=file_stat.st_mtime,
+        previous=previous if any(previous) else b"",
+    )
 
 
 def stored_pages(root: Path) -> Iterator[Path]:
-    """Yield the files with pages; files that were never finished are removed."""
+    """Yield the files of pages; remove files whose writing was never finished."""
     for path in root.glob("*/??/*"):
-        if path.name.endswith(_PART):
+        if path.name.endswith(_PART_SUFFIX):
             with suppress(OSError):
-                if time.time() - path.stat().st_mtime > _PART_S:
+                if time.time() - path.stat().st_mtime > _PART_AGE_S:
                     path.unlink()
         elif len(path.name) == 62:
             with suppress(ValueError):

@@ -1,112 +1,133 @@
-"""What a folder of pages holds, and which of them go when it is full."""
+"""The pages of a disk tier with their values, and which of them are evicted when it is full."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-TAG_BYTES: Final = 4  # of a name, by which the page after it knows it
-_YOUNG_S: Final = 60.0  # added to every age: the last minute's order says little
+PREFIX_BYTES: Final = 4  # of a name, by which the next page of the sequence refers to it
+_MIN_AGE_S: Final = 60.0  # added to every age, since the order of the last minute says little
 
 
 @dataclass(slots=True)
 class Entry:
-    """A stored page; `used_s` is its last use, or until when it is kept, if that is later.
+    """A stored page. Times are seconds since 1970.
 
-    `saved_s` is what computing it takes, and `before` how the name of the page before it begins;
-    empty if there is none. Times are seconds since 1970.
+    Attributes:
+        num_bytes: size of the file.
+        saved_s: seconds to compute the page.
+        index: index of the page in its sequence.
+        used_s: last use, or the time until which the page must stay, if that is later.
+        num_uses: uses since the page was written.
+        previous: first bytes of the name of the page before it; empty if there is none.
     """
 
     num_bytes: int
     saved_s: float
-    place: int
+    index: int
     used_s: float
     num_uses: int = 1
-    before: bytes = b""
+    previous: bytes = b""
 
     def score(self, now_s: float) -> float:
-        """Return the seconds that it saves, for each byte and each second since its last use.
+        """Return the seconds saved for each byte and each second since the last use.
 
         Hyperbolic caching (Blankstein et al., USENIX ATC 2017) with a cost and a size.
         """
-        age_s = max(0.0, now_s - self.used_s) + _YOUNG_S
+        age_s = max(0.0, now_s - self.used_s) + _MIN_AGE_S
         return self.num_uses * self.saved_s / (self.num_bytes * age_s)
 
 
-class _Judged(NamedTuple):
+class _ScoredPage(NamedTuple):
+    """A page with the best score and the latest time of itself and of the pages after it."""
+
     name: bytes
     entry: Entry
     score: float
-    until_s: float
+    keep_until_s: float
 
 
 class DiskIndex:
-    """The pages of a folder, by name, with at most `most_bytes` in all.
+    """The pages of a folder by name, with at most `max_bytes` in all.
 
-    A page is worth at least as much as those that continue it, and stays as long. So it never goes
-    before them: of equal scores the later place goes first. Kept pages go last, and only those
-    beyond half of the bytes.
+    A page has at least the value of the pages that follow it in a sequence, and stays as long,
+    since they are useless without it. Pages that must be kept are evicted last, and only those
+    beyond half of `max_bytes`.
+
+    Attributes:
+        max_bytes: the limit.
+        num_bytes: the sum of the sizes.
+        entries: the pages by name.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self.num_bytes = 0
         self.entries: dict[bytes, Entry] = {}
 
     def add(self, name: bytes, entry: Entry) -> None:
-        """Enter a page, instead of what had its name."""
+        """Add a page, and replace an entry of the same name."""
         self.remove(name)
         self.entries[name] = entry
         self.num_bytes += entry.num_bytes
 
     def remove(self, name: bytes) -> None:
-        """Strike out a page, if it is there."""
+        """Remove a page if it is there."""
         if (entry := self.entries.pop(name, None)) is not None:
             self.num_bytes -= entry.num_bytes
 
-    def use(self, name: bytes, saved_s: float, until_s: float) -> None:
-        """Note a use of a page that is there; it stays until `until_s` if that is in the future."""
+    def use(self, name: bytes, saved_s: float, keep_until_s: float) -> None:
+        """Record a use of a stored page, which must stay until `keep_until_s`."""
         entry = self.entries[name]
         entry.num_uses += 1
         entry.saved_s = max(entry.saved_s, saved_s)
-        entry.used_s = max(entry.used_s, until_s)
+        entry.used_s = max(entry.used_s, keep_until_s)
 
     def surplus(self, now_s: float, room: int) -> list[bytes]:
-        """Return which pages must go, the least valuable first, for `room` more bytes."""
-        left = self.num_bytes + room - self.most_bytes
-        if left <= 0:
-            return []
-        pages = self._judged(now_s)
-        kept = self._kept(pages, now_s)
-        pages.sort(key=lambda page: (page.name in kept, page.score, -page.entry.place))
-        gone: list[bytes] = []
-        for page in pages:
-            if left <= 0:
-                break
-            gone.append(page.name)
-            left -= page.entry.num_bytes
-        return gone
+        """Return the names of pages to evict for `room` more bytes, the least valuable first.
 
-    def _judged(self, now_s: float) -> list[_Judged]:
-        """Return all pages, each with at least the score and the time of those that continue it."""
-        pages, needed = list[_Judged](), dict[bytes, tuple[float, float]]()  # by the name's begin
-        for name, entry in sorted(self.entries.items(), key=lambda item: -item[1].place):
-            least_score, least_s = needed.get(name[:TAG_BYTES], (0.0, 0.0))
-            score, until_s = max(entry.score(now_s), least_score), max(entry.used_s, least_s)
-            pages.append(_Judged(name, entry, score, until_s))
-            if entry.before:
-                known_score, known_s = needed.get(entry.before, (0.0, 0.0))
-                needed[entry.before] = max(score, known_score), max(until_s, known_s)
+        Of pages with equal scores, the later page of a sequence goes first.
+        """
+        excess = self.num_bytes + room - self.max_bytes
+        if excess <= 0:
+            return []
+        pages = self._scored_pages(now_s)
+        protected = self._protected_names(pages, now_s)
+        pages.sort(key=lambda page: (page.name in protected, page.score, -page.entry.index))
+        evicted: list[bytes] = []
+        for page in pages:
+            if excess <= 0:
+                break
+            evicted.append(page.name)
+            excess -= page.entry.num_bytes
+        return evicted
+
+    def _scored_pages(self, now_s: float) -> list[_ScoredPage]:
+        """Return all pages, each with at least the score and time of the pages that follow it."""
+        pages: list[_ScoredPage] = []
+        minimums: dict[bytes, tuple[float, float]] = {}  # score and time by first bytes of names
+        for name, entry in sorted(self.entries.items(), key=lambda item: -item[1].index):
+            min_score, min_s = minimums.get(name[:PREFIX_BYTES], (0.0, 0.0))
+            score = max(entry.score(now_s), min_score)
+            keep_until_s = max(entry.used_s, min_s)
+            pages.append(_ScoredPage(name, entry, score, keep_until_s))
+            if entry.previous:
+                previous_score, previous_s = minimums.get(entry.previous, (0.0, 0.0))
+                minimums[entry.previous] = (
+                    max(score, previous_score),
+                    max(keep_until_s, previous_s),
+                )
         return pages
 
-    def _kept(self, pages: list[_Judged], now_s: float) -> set[bytes]:
-        """Return the pages that are kept: those kept longest, up to half of the bytes."""
-        asked = [page for page in pages if page.until_s > now_s]
-        asked.sort(key=lambda page: (-page.until_s, page.entry.place))
-        room, kept = self.most_bytes // 2, set()
-        for page in asked:
+    def _protected_names(self, pages: list[_ScoredPage], now_s: float) -> set[bytes]:
+        """Return the pages that must be kept longest, up to half of `max_bytes`."""
+        candidates = [page for page in pages if page.keep_until_s > now_s]
+        candidates.sort(key=lambda page: (-page.keep_until_s, page.entry.index))
+        room = self.max_bytes // 2
+        protected: set[bytes] = set()
+        for page in candidates:
             room -= page.entry.num_bytes
             if room < 0:
                 break
-            kept.add(page.name)
-        return kept
+            protected.add(page.name)
+        return protected

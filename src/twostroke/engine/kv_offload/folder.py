@@ -1,4 +1,4 @@
-"""A page cache's folder as people see it: what it holds, whether that is whole, removing it."""
+"""Lists, verifies and removes the pages of a disk tier, for `twostroke cache`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from msgspec import field
 
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
@@ -16,12 +18,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class StoredKind(Frozen):
-    """The pages of one kind: the model's name, what they fit, and how many there are.
+class StoredPages(Frozen):
+    """The stored pages of one `KvCacheSpec`. Times are seconds since 1970; 0.0 if there is none.
 
-    `saved_s` is the computing that they would save, and `kept` how many are to stay until a time to
-    come. `used_s` is the last use and `until_s` the last moment until which any is to stay, both in
-    seconds since 1970 (0.0 if there is none).
+    Attributes:
+        folder: the name of their folder.
+        model: the name of the model.
+        kv_format, arithmetic, page_size: fields of the spec.
+        num_pages, num_bytes: number and size.
+        saved_s: seconds of prefill that all pages together save.
+        num_kept: pages that must be kept at present.
+        used_s: the last use of any page.
+        kept_until_s: the latest time until which any page must be kept.
     """
 
     folder: str
@@ -32,28 +40,29 @@ class StoredKind(Frozen):
     num_pages: int
     num_bytes: int
     saved_s: float
-    kept: int
+    num_kept: int = field(name="kept")
     used_s: float
-    until_s: float
+    kept_until_s: float = field(name="until_s")
 
 
-def read_folder(root: Path, now_s: float) -> list[StoredKind]:
-    """Return the kinds of pages in a folder.
+def read_folder(root: Path, now_s: float) -> list[StoredPages]:
+    """Return the pages in the folder of a page cache, by spec.
 
     Raises:
-        UsageError: it is not the folder of a page cache.
+        UsageError: `root` is not the folder of a page cache.
     """
     _check(root)
-    return [_kind(place, now_s) for place in sorted(root.iterdir()) if (place / ABOUT).is_file()]
+    folders = [folder for folder in sorted(root.iterdir()) if (folder / ABOUT).is_file()]
+    return [_read_spec_folder(folder, now_s) for folder in folders]
 
 
 def verify(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """Read all pages; yield those that are damaged, with what is wrong, after removing them.
+    """Read all pages; remove damaged files and yield each with its fault.
 
-    The last text says why a page could not be removed; it is empty if it was.
+    The last text says why a file could not be removed; it is empty if it was removed.
 
     Raises:
-        UsageError: it is not the folder of a page cache.
+        UsageError: `root` is not the folder of a page cache.
     """
     _check(root)
     for path in stored_pages(root):
@@ -64,45 +73,46 @@ def verify(root: Path) -> Iterator[tuple[Path, str, str]]:
         except OSError as error:
             fault = f"cannot be read: {error.strerror}."
         if fault is not None:
-            why = ""
+            failure = ""
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
-                why = error.strerror or str(error)
-            yield path, fault, why
+                failure = error.strerror or str(error)
+            yield path, fault, failure
 
 
 def clean(root: Path, model: str | None, before_s: float) -> tuple[int, int, str]:
-    """Remove pages that were last used before a moment, of one model or of all.
+    """Remove pages last used before a time, of one model or of all models.
 
-    Returns how many pages and bytes, and why others could not be removed; empty if all were. A page
-    that is to stay longer was not used before then.
+    Returns the number of removed pages and bytes, and why a page could not be removed (empty if all
+    were). A page that must be kept until later counts as used then.
 
     Raises:
-        UsageError: it is not the folder of a page cache, or has nothing of the model.
+        UsageError: `root` is not the folder of a page cache, or has no pages of the model.
     """
-    kinds = read_folder(root, before_s)
-    chosen = [kind.folder for kind in kinds if model in {None, kind.model}]
-    if model is not None and not chosen:
-        known = ", ".join(sorted({kind.model for kind in kinds})) or "nothing"
-        raise UsageError(f"{root} has no pages of {model!r}; it has: {known}.")
-    count, num_bytes, why = 0, 0, ""
+    stored = read_folder(root, before_s)
+    folders = [pages.folder for pages in stored if model in {None, pages.model}]
+    if model is not None and not folders:
+        models = ", ".join(sorted({pages.model for pages in stored})) or "nothing"
+        raise UsageError(f"{root} has no pages of {model!r}; it has: {models}.")
+    count, num_bytes, failure = 0, 0, ""
     for path in stored_pages(root):
-        if path.parent.parent.name not in chosen:
+        if path.parent.parent.name not in folders:
             continue
         try:
-            facts = path.stat()
-            if facts.st_mtime < before_s:
+            file_stat = path.stat()
+            if file_stat.st_mtime < before_s:
                 path.unlink()
-                count, num_bytes = count + 1, num_bytes + facts.st_size
+                count += 1
+                num_bytes += file_stat.st_size
         except FileNotFoundError:  # a server has removed it
             continue
         except OSError as error:
-            why = error.strerror or str(error)
-    for name in chosen:
-        if not any((root / name).glob("??/*")):
-            shutil.rmtree(root / name, ignore_errors=True)
-    return count, num_bytes, why
+            failure = error.strerror or str(error)
+    for folder in folders:
+        if not any((root / folder).glob("??/*")):
+            shutil.rmtree(root / folder, ignore_errors=True)
+    return count, num_bytes, failure
 
 
 def _check(root: Path) -> None:
@@ -112,22 +122,23 @@ def _check(root: Path) -> None:
         raise UsageError(f"{str(root)!r} is not the folder of a page cache.")
 
 
-def _kind(place: Path, now_s: float) -> StoredKind:
+def _read_spec_folder(folder: Path, now_s: float) -> StoredPages:
     about: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        found = json.loads((place / ABOUT).read_text())
-        about = found if isinstance(found, dict) else {}
+        content = json.loads((folder / ABOUT).read_text())
+        about = content if isinstance(content, dict) else {}
     entries, used_s = [], 0.0
-    for path in place.glob("??/*"):
+    for path in folder.glob("??/*"):
         with suppress(OSError):
-            facts = path.stat()
+            file_stat = path.stat()
             if (entry := entry_of(path)) is not None:
                 entries.append(entry)
-                # A use sets the file's own times, so the inode changes last at the last use.
-                used_s = max(used_s, min(facts.st_mtime, facts.st_ctime))
-    kept = [entry.used_s for entry in entries if entry.used_s > now_s]
-    return StoredKind(
-        folder=place.name,
+                # `st_mtime` can be in the future, for pages to keep. Each use sets the file's
+                # times, so `st_ctime` is the time of the last use.
+                used_s = max(used_s, min(file_stat.st_mtime, file_stat.st_ctime))
+    keep_times = [entry.used_s for entry in entries if entry.used_s > now_s]
+    return StoredPages(
+        folder=folder.name,
         model=str(about.get("name", "?")),
         kv_format=str(about.get("kv_format", "?")),
         arithmetic=str(about.get("arithmetic", "?")),
@@ -135,12 +146,12 @@ def _kind(place: Path, now_s: float) -> StoredKind:
         num_pages=len(entries),
         num_bytes=sum(entry.num_bytes for entry in entries),
         saved_s=sum(entry.saved_s for entry in entries),
-        kept=len(kept),
+        num_kept=len(keep_times),
         used_s=used_s,
-        until_s=max(kept, default=0.0),
+        kept_until_s=max(keep_times, default=0.0),
     )
 
 
 def _page_size(groups: Any) -> int:
-    found = groups.get("page_size") if isinstance(groups, dict) else None
-    return found if isinstance(found, int) else 0
+    page_size = groups.get("page_size") if isinstance(groups, dict) else None
+    return page_size if isinstance(page_size, int) else 0

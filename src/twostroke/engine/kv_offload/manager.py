@@ -24,158 +24,102 @@ if TYPE_CHECKING:
     from twostroke.engine.scheduler.request_state import RequestState
     from twostroke.engine.scheduler.transfers import Transfer
 
-    Seconds = Callable[[int, int], float]  # that computing tokens[start:end] of a prompt takes
+    PrefillSeconds = Callable[[int, int], float]  # to prefill tokens[start:end] of a prompt
 
 _logger = logging.getLogger("twostroke.engine")
 
-_LEAST_S: Final = 0.1  # of computing that is worth a look at tiers
-_MOST_LOSS: Final = 0.04  # of the seconds that computing takes: what a transfer may lose
-_LEAST_SLACK_S: Final = 0.05  # or a twentieth of the computing: threads may have to wait as long
-_NUM_FETCHING: Final = 4  # transfers at the same time
-_WINDOW: Final = 4  # pages that are fetched, and written, together; the first comes alone
-_MEMORY_S: Final = 60.0  # after which a slow tier is tried again
-_NEW_SHARE: Final = 0.2  # of a new time in the mean
-_MOST_OFFERS: Final = 1000  # that wait to be written
-_MOST_SEEN: Final = 1 << 17  # keys whose second computing is recognized
-_BUSY_SHARE: Final = 0.1  # of the time in which pages are written while requests run
-_TOUCH_S: Final = 60.0  # between two notes of a page's use
-_FLUSH_S: Final = 3.0  # at the end, in which pages are still written
-_CLOSE_S: Final = 1.0  # after which a tier is left that does not answer
-
-
-class _MeasuredTier:
-    """A tier with its counts, and how long it takes for a page."""
-
-    def __init__(self, tier: OffloadTier) -> None:
-        self.tier = tier
-        self.counts: dict[str, float] = {}
-        self._lock = threading.Lock()
-        self._page_s = 0.0
-        self._known_until_s = 0.0
-
-    def add(self, **counts: float) -> None:
-        with self._lock:
-            for name, count in counts.items():
-                self.counts[name] = self.counts.get(name, 0) + count
-
-    def took(self, read_s: float) -> None:
-        """Learn from a page that was read."""
-        if not read_s:
-            return
-        with self._lock:
-            known, self._page_s = self._page_s, read_s
-            if time.monotonic() < self._known_until_s and known:
-                self._page_s = known + _NEW_SHARE * (read_s - known)
-            self._known_until_s = time.monotonic() + _MEMORY_S
-
-    def page_s(self) -> float:
-        """Return the seconds for a page; 0 if they were not measured lately."""
-        return self._page_s if time.monotonic() < self._known_until_s else 0.0
-
-    def totals(self) -> TierTotals:
-        pages, num_bytes = self.tier.size() or (None, None)
-        with self._lock:
-            counts = {k: v if k.endswith("_s") else int(v) for k, v in self.counts.items()}
-        return TierTotals(
-            self.tier.title,
-            pages_stored=pages,
-            bytes_stored=num_bytes,
-            **counts,  # type: ignore[arg-type]
-        )
-
-
-class _Offer(Frozen):
-    """Pages to write: those from the place `first` on of a sequence that begins with `keys`.
-
-    They were used at `used_s` by a sequence of `num_places` that is to stay for `keep_s`.
-    """
-
-    keys: list[bytes]
-    first: int
-    num_places: int
-    used_s: float
-    keep_s: float
-
-
-class _PageLoad(Frozen):
-    """A request's transfer, when it began, and the seconds that it may lose."""
-
-    ticket: RequestState
-    transfer: Transfer
-    began_s: float
-    slack_s: float
+_MIN_PREFILL_S: Final = 0.1  # of a prompt for which tiers are searched
+_MAX_LOSS_RATIO: Final = 0.04  # the part of the prefill time that a failed fetch may lose
+_MIN_SLACK_S: Final = 0.05  # threads may have to wait as long; at most 1/20 of the prefill time
+_NUM_FETCH_THREADS: Final = 4
+_WINDOW_PAGES: Final = 4  # pages fetched or written together; the first page comes alone
+_READ_TIME_AGE_S: Final = 60.0  # after which a tier that was slow is tried again
+_NEW_WEIGHT: Final = 0.2  # of a new measurement in the moving average
+_MAX_OFFERS: Final = 1000  # that wait to be written
+_MAX_SEEN_KEYS: Final = 1 << 17  # of pages that were computed once
+_MAX_WRITE_TIME_RATIO: Final = 0.1  # of the time while requests run
+_TOUCH_INTERVAL_S: Final = 60.0  # between two notes of a page's use
+_FLUSH_TIMEOUT_S: Final = 3.0  # at the end, for pages that wait to be written
+_CLOSE_TIMEOUT_S: Final = 1.0  # for a tier that does not answer
 
 
 class OffloadManager:
-    """Implements `PageWatcher`, and moves pages between an engine's pool and its tiers.
+    """Moves pages between an engine's pool and its tiers; implements `PageWatcher`.
 
-    A request whose computing takes long enough waits for pages that a tier has, if these are
-    expected in half of the time that computing them takes, and the first one in half of what may be
-    lost. The wait ends when it has lost a small share of the request's computing more than the
-    pages that have arrived save. Pages are written when they are used or computed a second time, or
-    at once for requests that want them kept.
+    A request with a long prefill waits for pages that a tier has, if they are expected in half of
+    the time that computing them takes, and the first page in half of the time that may be lost. The
+    wait ends as soon as it has cost more than the pages that have arrived save, plus a small part
+    of the prefill time. Pages are written when they are used or computed a second time, and at once
+    for requests with `keep_s`.
     """
 
     def __init__(
         self,
         pages: PoolAccess,
-        kind: KvCacheSpec,
+        spec: KvCacheSpec,
         tiers: Sequence[OffloadTier],
-        seconds: Seconds,
+        *,
+        prefill_s: PrefillSeconds,
         is_measured: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Begin; `pages` ends it. Until `is_measured`, computing takes longer than `seconds`."""
-        self._pages, self._kind, self._seconds = pages, kind, seconds
+        """Start the threads; closing `pages` ends them.
+
+        Until `is_measured` returns True, prefill takes longer than `prefill_s` says.
+        """
+        self._pages = pages
+        self._spec = spec
+        self._prefill_s = prefill_s
         self._is_measured = is_measured
         self._tiers = [_MeasuredTier(tier) for tier in tiers]
         for tier in self._tiers:
-            tier.took(tier.tier.probe())
-        self._size = kind.groups.page_size
-        self._num_groups = len(kind.groups.windows)
-        self._asked: SimpleQueue[_PageLoad | None] = SimpleQueue()
-        self._bringing: set[Transfer] = set()  # those that were asked for and have not ended
+            tier.record_read(tier.tier.probe())
+        self._page_size = spec.groups.page_size
+        self._num_groups = len(spec.groups.windows)
+        self._loads: SimpleQueue[_PageLoad | None] = SimpleQueue()
+        self._transfers: set[Transfer] = set()  # that have not ended
         self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._touched: OrderedDict[bytes, float] = OrderedDict()  # when, by key of the last place
-        self._offers: deque[_Offer] = deque(maxlen=_MOST_OFFERS)
+        self._touched: OrderedDict[bytes, float] = OrderedDict()  # time by key of the last page
+        self._offers: deque[_Offer] = deque(maxlen=_MAX_OFFERS)
         self._has_offers = threading.Event()
         self._is_closing = False
-        work = [(self._write_all, "twostroke-pages")]
-        work += [(self._bring_all, "twostroke-fetch")] * _NUM_FETCHING
-        self._threads = [threading.Thread(target=do, name=name, daemon=True) for do, name in work]
+        runs = [(self._run_writer, "twostroke-pages")]
+        runs += [(self._run_fetcher, "twostroke-fetch")] * _NUM_FETCH_THREADS
+        self._threads = [threading.Thread(target=run, name=name, daemon=True) for run, name in runs]
         for thread in self._threads:
             thread.start()
-        pages.on_submit.insert(0, self._submitted)  # before other engines are asked to compute
+        pages.on_submit.insert(0, self._on_submit)  # before other engines are asked to compute
         pages.on_close.append(self.close)
-        pages.count, pages.flush = self.totals, self.flush
+        pages.count = self.totals
+        pages.flush = self.flush
         pages.scheduler.prefix_cache.watcher = self
 
     def totals(self) -> tuple[TierTotals, ...]:
-        """Return the counts of each tier; any thread may call it."""
+        """Return the counts of each tier. Any thread may call this."""
         return tuple(tier.totals() for tier in self._tiers)
 
     def flush(self, within_s: float) -> bool:
-        """Wait until all offered pages are written; False if that fails, or takes longer."""
-        until_s = time.monotonic() + within_s
+        """Wait until all offered pages are written; return False if that fails or takes longer."""
+        deadline_s = time.monotonic() + within_s
         while self._offers or self._has_offers.is_set():
-            if time.monotonic() > until_s:
+            if time.monotonic() > deadline_s:
                 return False
             time.sleep(0.01)
         return all(tier.tier.is_writable for tier in self._tiers)
 
     def close(self) -> bool:
-        """Write what was offered, for a moment at most, and end all transfers.
+        """Write offered pages, for a few seconds at most, and end all transfers.
 
-        Return whether they have ended: a tier that does not answer may still use their pages.
+        Returns False if a tier does not answer, which may then still use the pool's pages.
         """
         if not self._is_closing:
-            self.flush(_FLUSH_S)
+            self.flush(_FLUSH_TIMEOUT_S)
         self._is_closing = True
         self._has_offers.set()
-        for _ in range(_NUM_FETCHING):
-            self._asked.put(None)
-        until_s = time.monotonic() + _CLOSE_S
+        for _ in range(_NUM_FETCH_THREADS):
+            self._loads.put(None)
+        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in self._threads:
-            thread.join(max(0.0, until_s - time.monotonic()))
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             _logger.warning("The page cache does not answer; the engine ends without it.")
             return False
@@ -183,155 +127,170 @@ class OffloadManager:
             tier.tier.close()
         return True
 
-    # Called under the loop's lock.
+    # The caller of these methods holds the loop's lock.
 
-    def on_prefix_hit(self, ticket: RequestState, num_places: int) -> None:
-        """Offer the pages that a request starts with, unless that was done a moment ago."""
-        chain, keep_s = ticket.chain, ticket.request.hints.keep_s
+    def on_prefix_hit(self, state: RequestState, num_pages: int) -> None:
+        """Offer the pages with which a request starts, unless that was done recently."""
+        chain, keep_s = state.chain, state.request.hints.keep_s
         if chain is None:
             return
-        last, now_s = chain.keys[num_places - 1], time.monotonic()
-        if not keep_s and now_s - self._touched.get(last, -_TOUCH_S) < _TOUCH_S:
+        last_key, now_s = chain.keys[num_pages - 1], time.monotonic()
+        touched_s = self._touched.get(last_key, -_TOUCH_INTERVAL_S)
+        if not keep_s and now_s - touched_s < _TOUCH_INTERVAL_S:
             return
-        self._touched[last] = now_s
-        if len(self._touched) > _MOST_OFFERS:
+        self._touched[last_key] = now_s
+        if len(self._touched) > _MAX_OFFERS:
             self._touched.popitem(last=False)
-        self._offer(chain.keys[:num_places], 0, num_places, keep_s)
+        self._offer(chain.keys[:num_pages], 0, num_pages, keep_s)
 
-    def on_computed(self, ticket: RequestState, first: int, last: int) -> None:
-        """Offer pages that a request has computed, if they were before or it wants them kept."""
-        chain, request = ticket.chain, ticket.request
+    def on_computed(self, state: RequestState, first: int, end: int) -> None:
+        """Offer pages that a request has computed, if for the second time or with `keep_s`."""
+        chain, request = state.chain, state.request
         if chain is None:
             return
-        keys = chain.keys[first:last]
-        num_again = 0
+        keys = chain.keys[first:end]
+        num_seen = 0
         for key in keys:
             if key in self._seen:
-                num_again += 1
+                num_seen += 1
             self._seen[key] = None
             self._seen.move_to_end(key)
-        while len(self._seen) > _MOST_SEEN:
+        while len(self._seen) > _MAX_SEEN_KEYS:
             self._seen.popitem(last=False)
-        num_whole = request.num_prompt // self._size if request.hints.keep_s else 0
-        count = max(num_again, min(last, num_whole) - first)
+        num_kept = request.num_prompt // self._page_size if request.hints.keep_s else 0
+        count = max(num_seen, min(end, num_kept) - first)
         if count > 0:
-            num_places = max(first + count, num_whole)
-            self._offer(chain.keys[: first + count], first, num_places, request.hints.keep_s)
+            num_pages = max(first + count, num_kept)
+            self._offer(chain.keys[: first + count], first, num_pages, request.hints.keep_s)
 
-    def _offer(self, keys: list[bytes], first: int, num_places: int, keep_s: float) -> None:
-        self._offers.append(_Offer(keys, first, num_places, time.time(), keep_s))
+    def _offer(self, keys: list[bytes], first: int, num_pages: int, keep_s: float) -> None:
+        offer = _Offer(
+            keys=keys, first=first, num_pages=num_pages, used_s=time.time(), keep_s=keep_s
+        )
+        self._offers.append(offer)
         self._has_offers.set()
 
-    def _submitted(self, ticket: RequestState) -> bool:
-        """Let a request that was queued wait for pages, if computing them takes long."""
-        whole_s = self._seconds(0, len(ticket.request.tokens))
-        is_hanging = any(transfer.is_dropped for transfer in self._bringing)
-        if (whole_s < _LEAST_S and self._is_measured()) or is_hanging or self._is_closing:
+    def _on_submit(self, state: RequestState) -> bool:
+        """Let a queued request wait for pages if its prefill is long; return whether it waits."""
+        prefill_s = self._prefill_s(0, len(state.request.tokens))
+        is_hanging = any(transfer.is_dropped for transfer in self._transfers)
+        if (prefill_s < _MIN_PREFILL_S and self._is_measured()) or is_hanging or self._is_closing:
             return False
-        slack_s = max(_MOST_LOSS * whole_s, min(_LEAST_SLACK_S, whole_s / 20))
+        slack_s = max(_MAX_LOSS_RATIO * prefill_s, min(_MIN_SLACK_S, prefill_s / 20))
         if not self._is_measured():
-            slack_s = max(_LEAST_S, whole_s / 2)
-        transfer = self._pages.expect(ticket, slack_s)
+            slack_s = max(_MIN_PREFILL_S, prefill_s / 2)
+        transfer = self._pages.expect(state, slack_s)
         if transfer is None:
             return False
-        self._bringing.add(transfer)
-        self._asked.put(_PageLoad(ticket, transfer, time.monotonic(), slack_s))
+        self._transfers.add(transfer)
+        self._loads.put(_PageLoad(state, transfer, time.monotonic(), slack_s))
         return True
 
-    # Called by the fetching threads.
+    # The fetching threads.
 
-    def _bring_all(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            transfer = asked.transfer
+    def _run_fetcher(self) -> None:
+        while (load := self._loads.get()) is not None:
+            transfer = load.transfer
             try:
-                self._fetch(transfer, asked.began_s, asked.slack_s)
+                self._fetch(transfer, load.began_s, load.slack_s)
             except Exception:
-                _logger.exception("Pages could not be brought; they are computed.")
+                _logger.exception("Pages could not be fetched; they are computed.")
             finally:
                 with self._pages.lock:
-                    self._bringing.discard(transfer)
+                    self._transfers.discard(transfer)
                     self._pages.end(transfer)
-                    self._pages.submitted(asked.ticket, self._submitted)
+                    self._pages.submitted(load.state, self._on_submit)
 
     def _fetch(self, transfer: Transfer, began_s: float, slack_s: float) -> None:
+        """Fetch the missing pages of a transfer, in order, as long as that saves time."""
         if transfer.is_dropped or self._is_closing:
             return
-        where = self._find(transfer)
-        wanted = self._pages.narrow(transfer, where.__contains__)
-        if not wanted or transfer.is_dropped:
+        tier_by_key = self._find(transfer)
+        missing = self._pages.narrow(transfer, tier_by_key.__contains__)
+        if not missing or transfer.is_dropped:
             return
-        place_of = {key: transfer.first_page + at for at, key in enumerate(transfer.keys)}
-        start = transfer.first_page * self._size
-        last = place_of[wanted[-1][1]] + 1
-        all_s = self._seconds(start, last * self._size)
-        tiers = {where[key] for key in wanted}
-        expected_s = sum(where[key].page_s() for key in wanted)
-        most_s = all_s / 2 if self._is_measured() else all_s
-        if expected_s > most_s or where[wanted[0]].page_s() > slack_s / 2:
+        index_by_key = {key: index for index, key in enumerate(transfer.keys, transfer.first_page)}
+        start = transfer.first_page * self._page_size
+        end = (index_by_key[missing[-1][1]] + 1) * self._page_size
+        prefill_s = self._prefill_s(start, end)
+        tiers = {tier_by_key[key] for key in missing}
+        expected_s = sum(tier_by_key[key].page_s() for key in missing)
+        max_expected_s = prefill_s / 2 if self._is_measured() else prefill_s
+        if expected_s > max_expected_s or tier_by_key[missing[0]].page_s() > slack_s / 2:
             for tier in tiers:
                 tier.add(slow=1)
             return
         for tier in tiers:
             tier.add(hits=1)
-        at, saved_s = 0, 0.0
-        while at < len(wanted) and not transfer.is_dropped and not self._is_closing:
-            part = wanted[at : at + (_WINDOW if at else 1)]
-            count = self._fetch_some(transfer, part, where)
-            at += count
+        num_fetched, saved_s = 0, 0.0
+        while num_fetched < len(missing) and not transfer.is_dropped and not self._is_closing:
+            window_size = _WINDOW_PAGES if num_fetched else 1
+            window = missing[num_fetched : num_fetched + window_size]
+            count = self._fetch_window(transfer, window, tier_by_key)
+            num_fetched += count
             if count:
-                end = (place_of[part[count - 1][1]] + 1) * self._size
-                saved_s = all_s if at == len(wanted) else self._seconds(start, end)
+                if num_fetched == len(missing):
+                    saved_s = prefill_s
+                else:
+                    window_end = (index_by_key[window[count - 1][1]] + 1) * self._page_size
+                    saved_s = self._prefill_s(start, window_end)
                 transfer.expires_at_s = began_s + saved_s + slack_s
-            if count < len(part):
+            if count < len(window):
                 break
         took_s = time.monotonic() - began_s
         for tier in tiers:
             tier.add(saved_s=(saved_s - took_s) / len(tiers), slow=int(transfer.is_dropped))
 
     def _find(self, transfer: Transfer) -> dict[PageKey, _MeasuredTier]:
-        """Return the tier of each page of a transfer that one of them has."""
-        groups = range(self._num_groups)
-        names = {self._kind.name((g, key)): (g, key) for key in transfer.keys for g in groups}
-        where: dict[PageKey, _MeasuredTier] = {}
+        """Return the pages of a transfer that tiers have, each with the first tier that has it."""
+        key_by_name = {
+            self._spec.name((group, key)): (group, key)
+            for key in transfer.keys
+            for group in range(self._num_groups)
+        }
+        tier_by_key: dict[PageKey, _MeasuredTier] = {}
         for tier in self._tiers:
-            missing = [name for name, key in names.items() if key not in where]
+            missing = [name for name, key in key_by_name.items() if key not in tier_by_key]
             if missing:
                 tier.add(lookups=1)
-                where |= {names[name]: tier for name in tier.tier.find(missing)}
-        return where
+                tier_by_key |= {key_by_name[name]: tier for name in tier.tier.find(missing)}
+        return tier_by_key
 
-    def _fetch_some(
-        self, transfer: Transfer, part: Sequence[PageKey], where: dict[PageKey, _MeasuredTier]
+    def _fetch_window(
+        self,
+        transfer: Transfer,
+        window: Sequence[PageKey],
+        tier_by_key: dict[PageKey, _MeasuredTier],
     ) -> int:
-        """Bring pages, in order; return how many came."""
+        """Fetch some pages, in order, until one fails; return the number fetched."""
         memory, count = self._pages.memory, 0
         assert memory is not None
-        pages = self._pages.take(transfer, part)
-        for key, page in zip(part, pages, strict=False):
-            tier, began_s = where[key], time.perf_counter()
+        pages = self._pages.take(transfer, window)
+        for key, page in zip(window, pages, strict=False):
+            tier, began_s = tier_by_key[key], time.perf_counter()
             if transfer.is_dropped:
                 break
             with memory.filling(page) as view:
-                is_there = tier.tier.fetch(self._kind.name(key), view)
-            if not is_there:
+                is_fetched = tier.tier.fetch(self._spec.name(key), view)
+            if not is_fetched:
                 break
             took_s = time.perf_counter() - began_s
-            tier.took(took_s)
+            tier.record_read(took_s)
             tier.add(pages_read=1, bytes_read=memory.page_bytes, read_s=took_s)
             count += 1
-        self._pages.arrive(transfer, part[:count])
+        self._pages.arrive(transfer, window[:count])
         return count
 
-    # Called by the writing thread.
+    # The writing thread.
 
-    def _write_all(self) -> None:
+    def _run_writer(self) -> None:
         while True:
             self._has_offers.wait()
             if self._is_closing:
                 return
             if not self._offers:
                 self._has_offers.clear()
-                if self._offers or self._is_closing:  # which came between
+                if self._offers or self._is_closing:  # since the check above
                     self._has_offers.set()
                 continue
             try:
@@ -340,38 +299,117 @@ class OffloadManager:
                 _logger.exception("Pages could not be written.")
 
     def _write(self, offer: _Offer) -> None:
+        """Write offered pages that are still in the pool to all tiers."""
         memory = self._pages.memory
         assert memory is not None
         with self._pages.lock:  # after the step that has computed the pages, and was measured
-            saved_s = self._seconds(0, offer.num_places * self._size) / offer.num_places
-        worth = PageValue(saved_s, offer.first, offer.used_s, offer.keep_s)
-        for start in range(offer.first, len(offer.keys), _WINDOW):
+            saved_s = self._prefill_s(0, offer.num_pages * self._page_size) / offer.num_pages
+        value = PageValue(
+            saved_s=saved_s, index=offer.first, used_s=offer.used_s, keep_s=offer.keep_s
+        )
+        for start in range(offer.first, len(offer.keys), _WINDOW_PAGES):
             if self._is_closing:
                 return
             began_s = time.monotonic()
-            place_of = {
-                key: start + at for at, key in enumerate(offer.keys[start : start + _WINDOW])
-            }
+            window = offer.keys[start : start + _WINDOW_PAGES]
+            index_by_key = {key: index for index, key in enumerate(window, start)}
             groups = range(self._num_groups)
-            lease = self._pages.lease([(g, key) for key in place_of for g in groups])
+            lease = self._pages.lease([(group, key) for key in index_by_key for group in groups])
             try:
                 for (group, key), page in lease.pages.items():
-                    place = place_of[key]
-                    before = self._kind.name((group, offer.keys[place - 1])) if place else b""
-                    its_worth = replace(worth, place=place, before=before)
+                    index = index_by_key[key]
+                    previous_name = (
+                        self._spec.name((group, offer.keys[index - 1])) if index else b""
+                    )
+                    page_value = replace(value, index=index, previous_name=previous_name)
                     content = memory.read(page)
                     for tier in self._tiers:
-                        self._write_page(tier, (group, key), content, its_worth)
+                        self._write_page(tier, (group, key), content, page_value)
             finally:
                 self._pages.release(lease)
             if self._pages.scheduler.has_work:
-                time.sleep((time.monotonic() - began_s) * (1 / _BUSY_SHARE - 1))
-        self._pages.touch(offer.keys)  # a lease leaves its pages younger than those before them
+                took_s = time.monotonic() - began_s
+                time.sleep(took_s * (1 / _MAX_WRITE_TIME_RATIO - 1))
+        # A lease makes its pages younger than the pages before them, which must be evicted last.
+        self._pages.touch(offer.keys)
 
     def _write_page(
-        self, tier: _MeasuredTier, key: PageKey, page: memoryview, worth: PageValue
+        self, tier: _MeasuredTier, key: PageKey, page: memoryview, value: PageValue
     ) -> None:
         began_s = time.perf_counter()
-        if tier.tier.offer(self._kind.name(key), page, worth):
+        if tier.tier.offer(self._spec.name(key), page, value):
             took_s = time.perf_counter() - began_s
             tier.add(pages_written=1, bytes_written=len(page), write_s=took_s)
+
+
+class _MeasuredTier:
+    """A tier with its counts and the time that it takes to read a page."""
+
+    def __init__(self, tier: OffloadTier) -> None:
+        self.tier = tier
+        self.counts: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._page_s = 0.0
+        self._measured_until_s = 0.0  # when the measurement is too old
+
+    def add(self, **counts: float) -> None:
+        """Add to counts by name."""
+        with self._lock:
+            for name, count in counts.items():
+                self.counts[name] = self.counts.get(name, 0) + count
+
+    def record_read(self, read_s: float) -> None:
+        """Take in the time of a page that was read; 0 is no measurement."""
+        if not read_s:
+            return
+        with self._lock:
+            average_s, self._page_s = self._page_s, read_s
+            if time.monotonic() < self._measured_until_s and average_s:
+                self._page_s = average_s + _NEW_WEIGHT * (read_s - average_s)
+            self._measured_until_s = time.monotonic() + _READ_TIME_AGE_S
+
+    def page_s(self) -> float:
+        """Return the seconds to read a page; 0 without a recent measurement."""
+        return self._page_s if time.monotonic() < self._measured_until_s else 0.0
+
+    def totals(self) -> TierTotals:
+        """Return the counts, for metrics."""
+        num_pages, num_bytes = self.tier.size() or (None, None)
+        with self._lock:
+            counts = {
+                name: count if name.endswith("_s") else int(count)
+                for name, count in self.counts.items()
+            }
+        return TierTotals(
+            self.tier.title,
+            pages_stored=num_pages,
+            bytes_stored=num_bytes,
+            **counts,  # type: ignore[arg-type]
+        )
+
+
+class _Offer(Frozen):
+    """Pages to write.
+
+    Attributes:
+        keys: keys of the sequence up to the last page to write.
+        first: index of the first page to write.
+        num_pages: pages of the sequence that `keep_s` concerns.
+        used_s: time of the use, in seconds since 1970.
+        keep_s: how long the pages must stay after it.
+    """
+
+    keys: list[bytes]
+    first: int
+    num_pages: int
+    used_s: float
+    keep_s: float
+
+
+class _PageLoad(Frozen):
+    """A transfer to carry out: its request, its begin, and the seconds that it may lose."""
+
+    state: RequestState
+    transfer: Transfer
+    began_s: float
+    slack_s: float

@@ -19,16 +19,25 @@ if TYPE_CHECKING:
     from twostroke.engine.model_card import ModelCard
 
 NAME_BYTES: Final = 32
-VERSION: Final = 2  # raised whenever the bytes of a page mean something else than before
+VERSION: Final = 2  # of the form of pages: raise it when the meaning of their bytes changes
+_ARITHMETIC_LEVELS = {"avx2": "vector", "avx512": "vector"}  # kernels that agree bit for bit
 
 
 class KvCacheSpec(Frozen):
-    """All that decides the bytes of a page besides the tokens and the salt, which its key covers.
+    """What determines the bytes of a page, besides the tokens and the salt, which its key covers.
 
-    `model` is a digest of weights and Program, `arithmetic` names what computes alike, bit for bit:
-    backend, level family, bits of activations. `only_prompts` is true where pages with generated
-    rows are kept apart (`PrefixIndex.reuse_generated`). Engines with equal kinds can use each
-    other's pages.
+    Engines with equal specs can use each other's pages.
+
+    Attributes:
+        model: a digest of weights and Program.
+        kv_format: the number format of keys and values.
+        page_bytes: bytes of a page.
+        groups: the page size and the windows of the cache groups.
+        arithmetic: the backend, the level family and the bits of activations; where these are
+            equal, results are equal bit for bit.
+        only_prompts: whether pages with generated tokens are never reused
+            (`PrefixIndex.reuse_generated` is False).
+        version: the form of pages.
     """
 
     model: str
@@ -41,7 +50,7 @@ class KvCacheSpec(Frozen):
 
     @property
     def digest(self) -> bytes:
-        """32 bytes that stand for the kind, from a text that renamed classes do not change."""
+        """A digest of 32 bytes, of a text that does not change when classes are renamed."""
         groups = f"PageGroups(page_size={self.groups.page_size}, windows={self.groups.windows})"
         text = (
             f"PageKind(model={self.model!r}, kv_format={self.kv_format!r}, "
@@ -51,75 +60,76 @@ class KvCacheSpec(Frozen):
         return blake2b(text.encode(), digest_size=32).digest()
 
     def name(self, key: PageKey) -> bytes:
-        """Return the page's name outside of the pool, `NAME_BYTES` long."""
-        group, chain = key
-        parts = self.digest + group.to_bytes(4, "little") + chain
-        return blake2b(parts, digest_size=NAME_BYTES, person=b"twostroke page").digest()
+        """Return the name of a page in tiers, `NAME_BYTES` long."""
+        group, chain_key = key
+        data = self.digest + group.to_bytes(4, "little") + chain_key
+        return blake2b(data, digest_size=NAME_BYTES, person=b"twostroke page").digest()
 
 
 class PageValue(Frozen):
-    """What a page is worth: the seconds that computing its sequence takes, for each of its pages.
+    """The value of a page, by which tiers choose pages to evict.
 
-    `place` is the page's place in the sequence, and `before` the name of the page before it in its
-    cache group, without which it is of no use; empty for the first. The sequence was used at
-    `used_s`, in seconds since 1970, and is to stay until `keep_s` later.
+    Attributes:
+        saved_s: seconds to compute the page's sequence, divided by the number of its pages.
+        index: the page's index in the sequence.
+        used_s: last use of the sequence, in seconds since 1970.
+        keep_s: how long the sequence must stay after its last use.
+        previous_name: name of the previous page of the cache group, without which this page is
+            useless; empty for the first page.
     """
 
     saved_s: float
-    place: int
+    index: int
     used_s: float
     keep_s: float = 0.0
-    before: bytes = b""
+    previous_name: bytes = b""
 
     @property
-    def until_s(self) -> float:
-        """When it was used, or until when it is to stay."""
+    def keep_until_s(self) -> float:
+        """The time until which the page must stay; its last use if it need not."""
         return self.used_s + self.keep_s
 
 
 class OffloadTier(Protocol):
-    """Keeps pages by name. Any thread may call it; it logs what fails, and raises nothing."""
+    """Stores pages by name. Any thread may call it. Failures are logged and never raised."""
 
     @property
     def title(self) -> str:
-        """Its name in metrics."""
+        """The name in metrics."""
 
     @property
     def is_writable(self) -> bool:
-        """Whether the last write did not fail, or was long ago."""
+        """Whether pages are written now: no recent write has failed."""
 
     def find(self, names: Sequence[bytes]) -> set[bytes]:
-        """Return those of the names that it seems to have."""
+        """Return the names whose pages the tier probably has."""
 
     def fetch(self, name: bytes, page: memoryview[Any]) -> bool:
-        """Fill a page; False if it is not there or damaged, whatever the page then contains."""
+        """Fill a page; return False, with undefined content, if it is missing or damaged."""
 
-    def offer(self, name: bytes, page: memoryview[Any], worth: PageValue) -> bool:
-        """Keep a page; return whether it was written. If it is there, note another use."""
+    def offer(self, name: bytes, page: memoryview[Any], value: PageValue) -> bool:
+        """Store a page, or note another use if it is stored; return whether it was written."""
 
     def probe(self) -> float:
-        """Return how few seconds a page takes now; 0 if that cannot be measured."""
+        """Return the shortest measured time to read a page, in seconds; 0 without measurements."""
 
     def size(self) -> tuple[int, int] | None:
-        """Return how many pages it has, and their bytes; None if it does not know."""
+        """Return the number of stored pages and of their bytes; None if they are not known."""
 
     def close(self) -> None:
-        """Give back files and connections."""
+        """Close files and connections."""
 
 
-_ALIKE = {"avx2": "vector", "avx512": "vector"}  # levels whose kernels agree bit for bit
-
-
-def page_kind(
+def kv_cache_spec(
     card: ModelCard, options: EngineOptions, size: CacheSize, backend: Backend
 ) -> KvCacheSpec:
-    """Return the kind of a backend's pages.
+    """Return the spec of a backend's pages.
 
     Raises:
-        UsageError: they are not all in this process's memory.
+        UsageError: the pages are not in this process's memory.
     """
     facts, memory = backend.facts, backend.pages
-    level = _ALIKE.get(facts.level, facts.level)
+    level = _ARITHMETIC_LEVELS.get(facts.level, facts.level)
     if memory is None:
         reason = "needs one process with all pages: the backend cpu or gpu, without ranks."
         raise UsageError(reason, field=options.offload.field if options.offload.is_used else "role")
