@@ -36,7 +36,7 @@ from twostroke.core.options import ComputeOptions, EngineOptions
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.counters import TimedRows
 from twostroke.engine.llm import LLM
-from twostroke.model.load import build_tokenizer, load
+from twostroke.model.loader import build_tokenizer, load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

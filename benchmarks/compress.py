@@ -37,7 +37,7 @@ from twostroke.lab.compress.threads import own_threads
 from twostroke.lab.compress.walk import Stream
 from twostroke.lab.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
 from twostroke.model.families import build_program
-from twostroke.model.load import build_tokenizer, load
+from twostroke.model.loader import build_tokenizer, load
 from twostroke.model.program import ops
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.weights.gguf import read_gguf

@@ -24,7 +24,7 @@ from twostroke.lab.compress.hf_files import config_of, write_tokenizer
 from twostroke.lab.compress.quantize import quantize
 from twostroke.lab.compress.report import bits_of
 from twostroke.lab.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.weights.safetensors import write_safetensors
 

@@ -27,7 +27,7 @@ from quiet import MAX_SHARE, Watch
 from report import caption, machine_facts, note, positive, save, spread, table
 from servers import MODEL_NAME, Server, our_command
 from texts import FreshPrompts, heldout_tokens
-from twostroke.model.load import load
+from twostroke.model.loader import load
 
 _HERE = Path(__file__).parent
 _ALONE, _IDLE, _SLOW = "alone", "idle connections", "slow streams"

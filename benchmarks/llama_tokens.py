@@ -16,7 +16,7 @@ import environments
 from twostroke.lab.compress.walk import Stream
 from twostroke.lab.measure.compare import held_out_text, pieces_of
 from twostroke.model.families import build_program
-from twostroke.model.load import load
+from twostroke.model.loader import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -13,7 +13,7 @@ from quality import engine_logits
 from report import caption, machine_facts, save, table
 from texts import heldout_tokens, pieces
 from twostroke.core.options import AUTO_BITS, DEFAULT_ACTIVATION_BITS, ComputeOptions
-from twostroke.model.load import load
+from twostroke.model.loader import load
 
 _THREADS = "2"
 _PIECE = 512

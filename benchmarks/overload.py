@@ -23,7 +23,7 @@ from quiet import Watch
 from report import caption, machine_facts, note, positive, save, table
 from servers import MODEL_NAME, Server, our_command
 from texts import FreshPrompts, heldout_tokens
-from twostroke.model.load import load
+from twostroke.model.loader import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

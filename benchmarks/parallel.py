@@ -23,7 +23,7 @@ from pipe import WorkerError
 from records import Entry, Record, keep
 from report import caption, machine_facts, note, positive, save, table
 from texts import FreshPrompts, heldout_tokens
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from workload import WORKS
 
 if TYPE_CHECKING:

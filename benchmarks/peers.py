@@ -33,7 +33,7 @@ from texts import FreshPrompts, heldout_tokens, pieces
 from twostroke.core.frozen import Frozen
 from twostroke.core.options import ComputeOptions
 from twostroke.lab.measure.divergence import compare
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from workload import WORKS
 
 if TYPE_CHECKING:

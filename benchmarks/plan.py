@@ -33,7 +33,7 @@ from twostroke.lab.planner import (
 from twostroke.lab.planner.calibration import calibration_shapes, measured_points
 from twostroke.lab.planner.reference_calibration import REFERENCE
 from twostroke.lab.planner.roofline import Roofline, kv_bytes
-from twostroke.model.load import build_tokenizer, load
+from twostroke.model.loader import build_tokenizer, load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,7 +27,7 @@ from report import caption, machine_facts, note, positive, save, spread, table
 from servers import MODEL_NAME, Server, our_command
 from texts import FreshPrompts, heldout_tokens
 from twostroke.model.hub import resolve
-from twostroke.model.load import load
+from twostroke.model.loader import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

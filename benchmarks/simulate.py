@@ -41,7 +41,7 @@ from twostroke.lab.planner.calibration import measured_points
 from twostroke.lab.planner.question import Question
 from twostroke.lab.planner.served import group_steps, read_steps
 from twostroke.lab.simulator import RequestArrival, Setup, Workload, read_trace, simulate
-from twostroke.model.load import load as load_model
+from twostroke.model.loader import load as load_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -21,7 +21,7 @@ from texts import FreshPrompts, heldout_tokens
 from twostroke.backends.machine_limits import machine
 from twostroke.core.options import ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.engine.engine import build
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from workload import PROMPT_LENGTH, WORKS, Timing, Work
 
 if TYPE_CHECKING:

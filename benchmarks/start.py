@@ -20,7 +20,7 @@ from records import Entry, Record, keep
 from report import caption, machine_facts, note, positive, save, spread, table
 from twostroke.core.hardware import num_cores
 from twostroke.model.hub import resolve
-from twostroke.model.load import build_tokenizer, load
+from twostroke.model.loader import build_tokenizer, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from twostroke.lab.compress.twin import twin_of
 from twostroke.model.families import build_program
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.weights.gguf import Metadata, read_gguf
 from twostroke.model.weights.write_gguf import Value, write_gguf
 

@@ -20,7 +20,7 @@ from twostroke.core.errors import ModelFormatError, QualityError
 from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.engine.canary import REPORT_KEY, Canary, FirstLoad
 from twostroke.model.families import build_program
-from twostroke.model.load import build_tokenizer
+from twostroke.model.loader import build_tokenizer
 from twostroke.model.quant import QuantTensor
 from twostroke.model.weights import GgufTokenizer, LoadedModel, load_path
 

@@ -15,7 +15,7 @@ from twostroke.core.hardware import memory_available
 from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.engine.canary import MAX_DRIFT, Canary, measure_canary
 from twostroke.model.families import build_program
-from twostroke.model.load import build_tokenizer
+from twostroke.model.loader import build_tokenizer
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.weights import load_path
 

@@ -18,7 +18,6 @@ from twostroke.cli.terminal import Bar
 from twostroke.core.files import megabytes
 from twostroke.core.options import CacheOptions, EngineOptions
 from twostroke.model import hub as fetch
-from twostroke.model import load as loading
 from twostroke.model.hub import inventory, names
 from twostroke.model.hub.catalogue import PackagedModel, WheelPart
 from twostroke.model.hub.disk import DownloadProgress, ignore, locked
@@ -276,7 +275,7 @@ def test_pull_names_the_nearest(cli: Cli, own_cache: Path) -> None:
 def test_several_are_pulled_one_after_the_other(
     cli: Cli, mini: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(loading, "pull", slow_pull)
+    monkeypatch.setattr(loader, "pull", slow_pull)
     ran = cli(*command, "maxi", "mini")
     assert (ran.code, ran.err) == (0, "")
     first, _, second, _ = ran.out.splitlines()
@@ -287,7 +286,7 @@ def test_several_are_pulled_one_after_the_other(
 def test_one_that_cannot_be_pulled_does_not_keep_back_the_others(
     cli: Cli, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "pull", pull_of_known)
+    monkeypatch.setattr(loader, "pull", pull_of_known)
     ran = cli("pull", "mimi", "mini", "maxi")
     assert ran.code == 3
     assert "mini is ready" in ran.out
@@ -300,7 +299,7 @@ def test_one_that_cannot_be_pulled_does_not_keep_back_the_others(
 def test_pull_fetches_and_says_nothing_in_between_to_a_script(
     cli: Cli, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "pull", slow_pull)
+    monkeypatch.setattr(loader, "pull", slow_pull)
     ran = cli("pull", "mini")
     assert (ran.code, ran.out, ran.err) == (0, f"mini is ready: /there/mini.gguf\n{LICENCE}", "")
 
@@ -311,7 +310,7 @@ def test_an_interrupted_pull_says_that_nothing_was_kept(
     def interrupted(name: str, watch: Watcher) -> Path:
         raise KeyboardInterrupt(f"Fetching {name!r} was interrupted; nothing was kept.")
 
-    monkeypatch.setattr(loading, "pull", interrupted)
+    monkeypatch.setattr(loader, "pull", interrupted)
     for line in (("pull", "mini"), ("generate", "mini", "-p", "a")):
         ran = cli(*line)
         assert ran.code == 130
@@ -376,7 +375,7 @@ def test_a_choice_is_shown_above_the_bar(
         watch(DownloadProgress("choose", 0, None, "taking Q4_K_M"))
         return slow_pull(name, watch)
 
-    monkeypatch.setattr(loading, "pull", choosing)
+    monkeypatch.setattr(loader, "pull", choosing)
     assert cli("pull", "mini").err == "taking Q4_K_M\n"
     screen = Screen(monkeypatch)
     with Bar() as bar:

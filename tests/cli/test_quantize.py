@@ -20,7 +20,7 @@ from twostroke.lab.compress import quantize as module
 from twostroke.lab.compress.calibrate import own_pieces
 from twostroke.lab.compress.saved_work import Matrices
 from twostroke.lab.measure.compare import held_out_text
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.weights.gguf import read_gguf
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ from twostroke.lab.simulator.traces import read_trace
 from twostroke.lab.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from twostroke.lab.train.record import RecordedAnswer, SampleStore, kept_answers
 from twostroke.model.hub.records import ModelRecord, StoredFile, stored_records
-from twostroke.model.load import build_tokenizer
+from twostroke.model.loader import build_tokenizer
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.weights import load_heads, load_path
 from twostroke.server.auth.keys import ApiKeys

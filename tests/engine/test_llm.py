@@ -26,7 +26,7 @@ from twostroke.core.options import BatchOptions, CacheOptions, ComputeOptions, E
 from twostroke.core.request import FinishReason
 from twostroke.engine import engine as build_module
 from twostroke.engine.engine import build
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.weights import weights_identity
 
 if TYPE_CHECKING:

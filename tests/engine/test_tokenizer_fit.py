@@ -9,7 +9,7 @@ import pytest
 
 from support.tiny import Tiny, write_tiny_folder
 from twostroke.core.errors import ModelFormatError
-from twostroke.model.load import build_tokenizer
+from twostroke.model.loader import build_tokenizer
 from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
 from twostroke.engine.structured_output.grammar import Grammars
 from twostroke.engine.structured_output.schema.verify import UncheckedError
-from twostroke.model.load import build_tokenizer, load
+from twostroke.model.loader import build_tokenizer, load
 
 if TYPE_CHECKING:
     from twostroke.engine.structured_output.grammar import GrammarMatcher

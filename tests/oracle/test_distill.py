@@ -17,7 +17,7 @@ from twostroke.core.errors import QualityError, TwostrokeError, UsageError
 from twostroke.core.files import alone
 from twostroke.lab.train.options import DistillOptions, StudentShape
 from twostroke.model.families import build_program
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.quant.floats import SCALE_OFFSETS
 

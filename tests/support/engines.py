@@ -23,7 +23,7 @@ from twostroke.engine.loop import EngineLoop
 from twostroke.engine.model_card import ModelCard
 from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
 from twostroke.model.families import build_program
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.program.cost import CostModel
 from twostroke.model.tokenizer import from_gguf
 from twostroke.model.weights import GgufTokenizer, weights_identity

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.lab.measure.compare import held_out_text
-from twostroke.model.load import build_tokenizer
+from twostroke.model.loader import build_tokenizer
 
 if TYPE_CHECKING:
     from twostroke.model.weights import LoadedModel

@@ -22,7 +22,7 @@ from huggingface_hub import constants
 
 from twostroke.core.errors import DownloadError
 from twostroke.core.frozen import Frozen
-from twostroke.model import load as loading
+from twostroke.model import loader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,7 +117,7 @@ def hub_at(cache: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def refusal(name: str, kind: type[Exception] = DownloadError) -> str:
     """Return the sentence with which a pull of that name is refused."""
     with pytest.raises(kind) as caught:
-        loading.pull(name)
+        loader.pull(name)
     message = str(caught.value)
     assert "\n" not in message
     assert message.endswith(".")

@@ -32,7 +32,7 @@ from twostroke.engine.process import messages as wire
 from twostroke.engine.process import supervisor
 from twostroke.engine.process.remote import RemoteEngine
 from twostroke.model.families import build_program
-from twostroke.model.load import load
+from twostroke.model.loader import load
 
 if TYPE_CHECKING:
     import random

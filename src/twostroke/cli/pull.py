@@ -61,7 +61,7 @@ def command(models: tuple[str, ...]) -> None:
 
 def _pull(model: str) -> None:
     from twostroke.model.hub import find, find_draft, known_draft, resolve
-    from twostroke.model.load import load
+    from twostroke.model.loader import load
 
     try:
         path, state = resolve(model), "already here"
@@ -82,7 +82,7 @@ def _pull(model: str) -> None:
 
 def fetch(model: str, *, quiet: bool = False) -> Path:
     """Return the path of `model`, after fetching it if it is not here; errors as `pull`."""
-    from twostroke.model.load import pull
+    from twostroke.model.loader import pull
 
     with Bar(quiet=quiet) as bar:
         return pull(model, watcher(bar, model))

@@ -35,7 +35,7 @@ from twostroke.engine.speculation.heads import MOST_WAITING
 from twostroke.model.families import build_program
 from twostroke.model.families.heads import EAGLE, NUMBERS, TABLE, build_heads, last_hidden
 from twostroke.model.hub import known_draft
-from twostroke.model.load import build_tokenizer, load
+from twostroke.model.loader import build_tokenizer, load
 from twostroke.model.program.kv_layout import FORMATS as CACHE_FORMATS
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.tokenizer import Translation

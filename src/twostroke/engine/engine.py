@@ -51,7 +51,7 @@ from twostroke.engine.speculation import (
 )
 from twostroke.model.families import build_program
 from twostroke.model.families.heads import last_hidden
-from twostroke.model.load import build_tokenizer, load
+from twostroke.model.loader import build_tokenizer, load
 from twostroke.model.program.mesh import ONE_RANK, Mesh
 from twostroke.model.weights import GgufTokenizer, LoadedModel, release_tensors, weights_identity
 

@@ -27,7 +27,7 @@ from twostroke.engine.engine import Engine, build
 from twostroke.engine.progress_bar import ProgressBar
 from twostroke.engine.prompts import encode_gap, encode_text, ending_gaps, to_hints
 from twostroke.engine.redraw import EncodedPrompt, SettledStream, with_seed
-from twostroke.model.load import pull
+from twostroke.model.loader import pull
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator

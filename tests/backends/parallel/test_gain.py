@@ -20,7 +20,7 @@ from twostroke.backends.parallel.predicted_speed import (
 )
 from twostroke.core.hardware import Hardware
 from twostroke.model.families import build_program
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.program import BatchShape
 from twostroke.model.program.cost import CostModel
 from twostroke.model.program.mesh import Mesh

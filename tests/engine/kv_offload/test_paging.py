@@ -27,7 +27,7 @@ from twostroke.engine.kv_offload.disk_index import DiskIndex
 from twostroke.engine.kv_offload.manager import OffloadManager
 from twostroke.engine.kv_offload.redis import RedisTier
 from twostroke.model.families import build_program
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.program.kv_layout import PageGroups
 
 if TYPE_CHECKING:

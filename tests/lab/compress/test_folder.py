@@ -12,7 +12,7 @@ from twostroke.core.json_io import read_json
 from twostroke.lab.compress.quantize import quantize
 from twostroke.lab.compress.report import report_of
 from twostroke.lab.measure.compare import held_out_text
-from twostroke.model.load import build_tokenizer, load
+from twostroke.model.loader import build_tokenizer, load
 
 if TYPE_CHECKING:
     from pathlib import Path

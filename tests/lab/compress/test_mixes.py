@@ -16,7 +16,7 @@ from twostroke.lab.compress.grids import GRIDS
 from twostroke.lab.compress.mixes import FLOATS, MIXES, fitting, float_format, formats_of
 from twostroke.lab.compress.quantize import quantize
 from twostroke.model.families import build_program
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.lab.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
-from twostroke.model.load import build_tokenizer, load
+from twostroke.model.loader import build_tokenizer, load
 
 
 @pytest.fixture(autouse=True)

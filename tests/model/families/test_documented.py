@@ -12,7 +12,7 @@ from support.tiny import tiny_of, write_tiny_gguf
 from support.tiny_families import FAMILIES
 from support.vocabulary_kinds import GGUF_KINDS, kind_metadata
 from twostroke.model.families import ARCHITECTURES, MODEL_TYPES
-from twostroke.model.load import build_tokenizer, load
+from twostroke.model.loader import build_tokenizer, load
 from twostroke.model.quant import FORMATS
 from twostroke.model.tokenizer.pretokenizers import PIECES, PRE_TOKENIZERS
 

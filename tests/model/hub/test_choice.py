@@ -9,7 +9,7 @@ from twostroke.model.hub.file_selection import (
     FileSelection,
     RepoFile,
     add_weights,
-    choose,
+    choose_files,
     quantization,
 )
 from twostroke.model.hub.names import HubName
@@ -24,7 +24,7 @@ def repo(*paths: str) -> list[RepoFile]:
 
 
 def chosen(asked: str | None, *paths: str) -> FileSelection:
-    return choose(HubName("o/r", asked), repo(*paths))
+    return choose_files(HubName("o/r", asked), repo(*paths))
 
 
 def names(choice: FileSelection) -> list[str]:
@@ -112,7 +112,7 @@ def test_a_split_model_with_a_part_missing_is_refused() -> None:
 
 def test_only_needed_files_of_a_safetensors_repository_are_chosen() -> None:
     files = repo(*SMALL, "chat_template.jinja", "model.safetensors", "vocab.json", *NOISE)
-    choice = choose(HubName("o/r"), files)
+    choice = choose_files(HubName("o/r"), files)
     assert names(choice) == [*SMALL, "chat_template.jinja"]
     whole = add_weights(choice, None, files)
     assert names(whole) == [*SMALL, "chat_template.jinja", "model.safetensors"]
@@ -123,7 +123,7 @@ def test_the_index_says_which_shards_are_fetched() -> None:
     parts = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     index = "model.safetensors.index.json"
     files = repo(*SMALL, index, *parts, "consolidated.safetensors")
-    choice = choose(HubName("o/r"), files)
+    choice = choose_files(HubName("o/r"), files)
     weights = {"weight_map": {"a": parts[0], "b": parts[1], "c": parts[0]}}
     assert names(add_weights(choice, weights, files)) == [*SMALL, index, *parts]
     with pytest.raises(ModelFormatError, match=r"names 'none\.safetensors', which does not exist"):

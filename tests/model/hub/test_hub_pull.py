@@ -10,7 +10,7 @@ import pytest
 
 from support.hub import COMMIT, Hub, Repo, partials, refusal, stored
 from twostroke.model import hub as fetch
-from twostroke.model import load as loading
+from twostroke.model import loader
 from twostroke.model.hub.disk import DownloadProgress
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ NAME = "hf:o/r"
 def test_a_model_is_fetched_named_and_loaded(hub: Hub, hub_cache: Path, gguf: bytes) -> None:
     hub.repos["o/r"] = Repo({"tiny-Q4_0.gguf": gguf, "README.md": b"read me"})
     seen: list[DownloadProgress] = []
-    path = loading.pull(NAME, seen.append)
+    path = loader.pull(NAME, seen.append)
     assert path.read_bytes() == gguf
     assert path.parent.name == COMMIT
     assert {p.phase for p in seen} == {"download", "verify"}
@@ -30,8 +30,8 @@ def test_a_model_is_fetched_named_and_loaded(hub: Hub, hub_cache: Path, gguf: by
     assert done == sorted(done)
     assert seen[-1] == DownloadProgress("verify", len(gguf), len(gguf))
     for name in (NAME, "hf:o/r:q4_0", "https://huggingface.co/o/r"):
-        assert loading.pull(name) == path
-    model = loading.load(NAME)
+        assert loader.pull(name) == path
+    model = loader.load(NAME)
     assert (model.name, model.licence) == ("o/r", "apache-2.0")
     assert len(hub.transfers) == 1
 
@@ -40,7 +40,7 @@ def test_the_hub_s_own_client_finds_what_was_fetched(
     hub: Hub, hub_cache: Path, gguf: bytes
 ) -> None:
     hub.repos["o/r"] = Repo({"a-Q4_0.gguf": gguf, "config.json": b"{}"})
-    path = loading.pull(NAME)
+    path = loader.pull(NAME)
     found = huggingface_hub.hf_hub_download(
         "o/r", "a-Q4_0.gguf", cache_dir=hub_cache, local_files_only=True
     )
@@ -54,7 +54,7 @@ def test_files_fetched_by_another_program_are_used(hub: Hub, hub_cache: Path, gg
     hub.repos["o/r"] = Repo({"a-Q4_0.gguf": gguf})
     theirs = huggingface_hub.hf_hub_download("o/r", "a-Q4_0.gguf", cache_dir=hub_cache)
     hub.asked.clear()
-    assert str(loading.pull(NAME)) == theirs
+    assert str(loader.pull(NAME)) == theirs
     assert hub.transfers == []
     assert fetch.remove(NAME) == 0
     assert stored(hub_cache), "what others fetched is theirs"
@@ -65,9 +65,9 @@ def test_only_needed_files_of_a_safetensors_repository_are_fetched(
 ) -> None:
     noise = {"pytorch_model.bin": b"!", "modeling.py": b"import os", "README.md": b"hello"}
     hub.repos["o/r"] = Repo({**folder, **noise}, licence=None)
-    path = loading.pull(NAME)
+    path = loader.pull(NAME)
     assert {file.name for file in path.iterdir()} == set(folder)
-    assert loading.load(NAME).name == "o/r"
+    assert loader.load(NAME).name == "o/r"
     listing = fetch.find(NAME)
     assert (listing.family, listing.number_format, listing.licence) == (
         "llama",
@@ -80,7 +80,7 @@ def test_only_needed_files_of_a_safetensors_repository_are_fetched(
 def test_all_parts_of_a_split_model_are_fetched(hub: Hub, gguf: bytes) -> None:
     parts = {f"m-Q8_0-0000{n}-of-00002.gguf": gguf + bytes([n]) for n in (1, 2)}
     hub.repos["o/r"] = Repo({**parts, "m-F16.gguf": b"GGUF"})
-    path = loading.pull("hf:o/r:Q8_0")
+    path = loader.pull("hf:o/r:Q8_0")
     assert path.name == "m-Q8_0-00001-of-00002.gguf"
     assert path.with_name("m-Q8_0-00002-of-00002.gguf").read_bytes() == gguf + b"\2"
 
@@ -88,7 +88,7 @@ def test_all_parts_of_a_split_model_are_fetched(hub: Hub, gguf: bytes) -> None:
 def test_a_choice_is_reported(hub: Hub, gguf: bytes) -> None:
     hub.repos["o/r"] = Repo({"m-Q4_0.gguf": gguf, "m-Q8_0.gguf": gguf + b"8"})
     seen: list[DownloadProgress] = []
-    loading.pull(NAME, seen.append)
+    loader.pull(NAME, seen.append)
     assert seen[0].phase == "choose"
     assert "taking Q4_0; others: Q8_0" in (seen[0].note or "")
     assert fetch.find(NAME).name == "hf:o/r:Q4_0"
@@ -99,7 +99,7 @@ def test_a_broken_connection_resumes_where_it_stopped(
 ) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
     hub.cuts.extend([1_200_000, 1_200_000])
-    assert loading.pull(NAME).read_bytes() == gguf
+    assert loader.pull(NAME).read_bytes() == gguf
     starts = [int((asked.range or "").removeprefix("bytes=")[:-1]) for asked in hub.transfers]
     assert starts[0] == 0
     assert 1_000_000 <= starts[1] <= 1_200_000
@@ -114,13 +114,13 @@ def test_a_later_pull_continues_an_interrupted_one(hub: Hub, hub_cache: Path, gg
 
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
     with pytest.raises(KeyboardInterrupt, match=r"Interrupted. [23] MB are kept: pull again"):
-        loading.pull(NAME, interrupt)
+        loader.pull(NAME, interrupt)
     (partial,) = partials(hub_cache)
     size = partial.stat().st_size
     assert 2_000_000 < size < len(gguf)
     assert not list(hub_cache.rglob("a.gguf"))
     hub.asked.clear()
-    assert loading.pull(NAME).read_bytes() == gguf
+    assert loader.pull(NAME).read_bytes() == gguf
     assert [asked.range for asked in hub.transfers] == [f"bytes={size}-"]
 
 
@@ -128,7 +128,7 @@ def test_a_server_without_ranges_starts_again(hub: Hub, hub_cache: Path, gguf: b
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
     hub.knows_ranges = False
     hub.cuts.append(1_500_000)
-    assert loading.pull(NAME).read_bytes() == gguf
+    assert loader.pull(NAME).read_bytes() == gguf
 
 
 def test_a_connection_that_always_breaks_fails_and_keeps_the_received_bytes(
@@ -148,7 +148,7 @@ def test_only_one_of_several_concurrent_pulls_downloads(hub: Hub, gguf: bytes) -
     paths: list[Path] = []
 
     def run() -> None:
-        paths.append(loading.pull(NAME, lambda progress: phases.append(progress.phase)))
+        paths.append(loader.pull(NAME, lambda progress: phases.append(progress.phase)))
 
     threads = [threading.Thread(target=run) for _ in range(3)]
     for thread in threads:
@@ -165,9 +165,9 @@ def test_a_new_commit_is_another_model_that_shares_equal_files(
     hub: Hub, hub_cache: Path, gguf: bytes
 ) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
-    loading.pull(f"hf:o/r@{COMMIT}")
+    loader.pull(f"hf:o/r@{COMMIT}")
     hub.repos["o/r"].commit = "f" * 40
-    path = loading.pull(NAME)
+    path = loader.pull(NAME)
     assert path.parent.name == "f" * 40
     assert len(hub.transfers) == 1
     assert fetch.remove(NAME) == 0, "the other commit still links to it"

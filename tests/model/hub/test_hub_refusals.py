@@ -14,7 +14,7 @@ from support.gguf_writer import gguf_bytes
 from support.hub import TOKEN, Hub, Repo, git_sha1, refusal, stored
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.model import hub as fetch
-from twostroke.model import load as loading
+from twostroke.model import loader
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,13 +31,13 @@ def test_damaged_downloads_are_deleted(hub: Hub, hub_cache: Path, gguf: bytes) -
         assert "'a.gguf' arrived damaged" in refusal(NAME)
         assert stored(hub_cache) == []
         setattr(hub, fault, False)
-    assert loading.pull(NAME).read_bytes() == gguf
+    assert loader.pull(NAME).read_bytes() == gguf
 
 
 def test_requests_to_a_busy_hub_are_retried(hub: Hub, gguf: bytes) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
     hub.refusals.extend([(429, {}), (500, {}), (503, {})])
-    assert loading.pull(NAME).read_bytes() == gguf
+    assert loader.pull(NAME).read_bytes() == gguf
 
 
 def test_each_error_status_of_the_hub_is_one_sentence(hub: Hub, gguf: bytes) -> None:
@@ -63,7 +63,7 @@ def test_a_gated_repository_says_where_its_licence_is(
     monkeypatch.setenv("HF_TOKEN", "nonsense")
     assert "You may not read" in refusal(NAME)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert loading.pull(NAME).read_bytes() == gguf
+    assert loader.pull(NAME).read_bytes() == gguf
     assert {asked.token for asked in hub.transfers} == {None}, "a token left the hub"
 
 
@@ -74,7 +74,7 @@ def test_private_and_missing_repositories_are_not_found(
     for name in (NAME, "hf:o/none"):
         assert "has no model 'o/" in refusal(name, ModelNotFoundError)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert loading.pull(NAME).read_bytes() == gguf
+    assert loader.pull(NAME).read_bytes() == gguf
     message = refusal("hf:o/r@dev", ModelNotFoundError)
     assert message == f"'o/r' has no revision 'dev': see {hub.url}/o/r."
     assert "has no 'Q8_0'" in refusal("hf:o/r:Q8_0", ModelNotFoundError)
@@ -90,13 +90,13 @@ def test_without_a_network_the_cache_still_works(
     hub: Hub, gguf: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.repos["o/r"] = Repo({"a-Q4_0.gguf": gguf})
-    path = loading.pull(NAME)
+    path = loader.pull(NAME)
     shutil.rmtree(tmp_path / "cache")  # the hub's cache still has it
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert loading.pull(NAME) == path
-    assert loading.load(NAME).name == "o/r"
+    assert loader.pull(NAME) == path
+    assert loader.load(NAME).name == "o/r"
     with pytest.raises(ModelNotFoundError, match="has no 'Q8_0', but Q4_0"):
-        loading.pull("hf:o/r:Q8_0")
+        loader.pull("hf:o/r:Q8_0")
     assert "could not be reached for 'o/other'" in refusal("hf:o/other")
 
 
@@ -113,7 +113,7 @@ def test_an_unsupported_family_is_refused_after_the_first_bytes(hub: Hub, hub_ca
     hub.repos["o/r"] = Repo({"a.gguf": strange})
     seen: list[DownloadProgress] = []
     with pytest.raises(ModelFormatError, match="architecture 'strange', which is not supported"):
-        loading.pull(NAME, seen.append)
+        loader.pull(NAME, seen.append)
     assert seen[-1].done_bytes <= 2 << 20
     assert stored(hub_cache) == []
 

@@ -13,7 +13,7 @@ from support.commands import started
 from support.hub import COMMIT, Hub, Repo, partials, stored
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.model import hub as fetch
-from twostroke.model import load as loading
+from twostroke.model import loader
 from twostroke.model.hub.disk import ignore, locked
 from twostroke.model.hub.records import stored_records
 
@@ -28,7 +28,7 @@ NAME = "hf:o/r"
 def pulled(hub: Hub, folder: dict[str, bytes]) -> Path:
     """The folder of a model that was pulled."""
     hub.repos["o/r"] = Repo(folder)
-    return loading.pull(NAME)
+    return loader.pull(NAME)
 
 
 def test_a_pulled_model_is_listed_with_its_facts(hub: Hub, pulled: Path) -> None:
@@ -44,7 +44,7 @@ def test_loading_a_model_counts_as_use(pulled: Path, monkeypatch: pytest.MonkeyP
     record, now = fetch.find(NAME), time.time()
     os.utime(record.file, (now - 2 * 86400, now - 2 * 86400))
     assert [one.name for one in fetch.unused(1)] == [NAME]
-    loading.load(NAME)
+    loader.load(NAME)
     assert fetch.unused(1) == []
     monkeypatch.setattr("time.time", lambda: now + 2 * 86400)
     assert [one.name for one in fetch.unused(1)] == [NAME]
@@ -68,11 +68,11 @@ def test_a_truncated_or_missing_file_is_named_and_fetched_again(
     assert not fetch.list_models()[-1].is_here
     with pytest.raises(ModelNotFoundError, match="'twostroke pull hf:o/r'"):
         fetch.resolve(NAME)
-    assert (loading.pull(NAME) / "model.safetensors").read_bytes() == folder["model.safetensors"]
+    assert (loader.pull(NAME) / "model.safetensors").read_bytes() == folder["model.safetensors"]
     blob.unlink()
     with pytest.raises(ModelFormatError, match=r"model\.safetensors' cannot be read: No such file"):
         fetch.verify(NAME)
-    assert (loading.pull(NAME) / "model.safetensors").read_bytes() == folder["model.safetensors"]
+    assert (loader.pull(NAME) / "model.safetensors").read_bytes() == folder["model.safetensors"]
     fetch.verify(NAME)
 
 
@@ -95,9 +95,9 @@ def test_removing_keeps_what_another_model_needs(
     hub: Hub, hub_cache: Path, gguf: bytes, folder: dict[str, bytes]
 ) -> None:
     hub.repos["o/r"] = Repo({**folder, "a-Q4_0.gguf": gguf, "a-Q8_0.gguf": gguf + b"8"})
-    loading.pull("hf:o/r:Q4_0")
-    loading.pull("hf:o/r:Q8_0")
-    path = loading.pull("hf:o/r:safetensors")
+    loader.pull("hf:o/r:Q4_0")
+    loader.pull("hf:o/r:Q8_0")
+    path = loader.pull("hf:o/r:safetensors")
     assert fetch.remove("hf:o/r:Q4_0") == len(gguf)
     assert {file.name for file in path.iterdir()} == {*folder, "a-Q8_0.gguf"}
     fetch.verify("hf:o/r:Q8_0")
@@ -123,7 +123,7 @@ def test_leftovers_are_listed_unless_their_download_still_runs(
 
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
     with pytest.raises(KeyboardInterrupt):
-        loading.pull(NAME, interrupt)
+        loader.pull(NAME, interrupt)
     (partial,) = partials(hub_cache)
     other = partial.with_name("download-of-another-program.incomplete")
     other.write_bytes(b"theirs")
@@ -141,10 +141,10 @@ def test_a_complete_cache_is_not_written(
     hub: Hub, hub_cache: Path, gguf: bytes, tmp_path: Path
 ) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf, "README.md": b"hello"})
-    path = loading.pull(NAME)
+    path = loader.pull(NAME)
     (tmp_path / "cache" / "models" / "hub").rename(tmp_path / "gone")
     before = {path: path.lstat().st_mtime_ns for path in hub_cache.rglob("*")}
-    assert loading.pull(NAME) == path
+    assert loader.pull(NAME) == path
     assert {path: path.lstat().st_mtime_ns for path in hub_cache.rglob("*")} == before
 
 
@@ -181,7 +181,7 @@ def test_the_next_command_resumes_a_stopped_download(
     assert not list(hub_cache.rglob("a.gguf"))
     hub.pause_s = 0.0
     hub.asked.clear()
-    assert loading.pull(NAME).read_bytes() == gguf
+    assert loader.pull(NAME).read_bytes() == gguf
     assert hub.transfers[0].range is not None
 
 

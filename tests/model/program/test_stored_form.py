@@ -15,7 +15,7 @@ import pytest
 from support.tiny import FAMILIES, tiny_of, write_tiny_folder
 from twostroke.engine.kv_offload.tier import KvCacheSpec
 from twostroke.model.families import build_program
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.program.kv_layout import PageGroups
 from twostroke.model.program.stored_form import stored_form
 

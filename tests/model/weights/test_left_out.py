@@ -25,7 +25,7 @@ from twostroke.core import errors
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.lab.compress.hf_files import config_of
 from twostroke.lab.compress.quantize import stored
-from twostroke.model.load import build_tokenizer
+from twostroke.model.loader import build_tokenizer
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.tokenizer import from_gguf
 from twostroke.model.weights import load_path, safetensors

@@ -29,7 +29,7 @@ from twostroke.core.errors import TwostrokeError
 from twostroke.core.hardware import resolve_num_threads, return_freed_memory
 from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.core.options import AUTO_BITS, DEFAULT_ACTIVATION_BITS
-from twostroke.model.load import build_tokenizer
+from twostroke.model.loader import build_tokenizer
 from twostroke.model.weights import weights_identity
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from twostroke.core.errors import BackendError, TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available, num_cores
 from twostroke.core.transport.channel import Channel, ChannelClosedError, MessageType, connect
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.weights import weights_identity
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
 from twostroke.core.hardware import memory_available, num_cores, return_freed_memory
 from twostroke.core.transport.channel import Channel, ChannelClosedError, MessageType
 from twostroke.model.families import build_program
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.program.kv_layout import PageGroups
 from twostroke.model.weights import weights_identity
 

@@ -35,8 +35,8 @@ from twostroke.engine.process.pending import FullQueue, PendingCalls, RemoteOutp
 from twostroke.engine.process.supervisor import Supervisor
 from twostroke.engine.status import Health
 from twostroke.model.families import build_program
-from twostroke.model.load import build_tokenizer
-from twostroke.model.load import load as load_model
+from twostroke.model.loader import build_tokenizer
+from twostroke.model.loader import load as load_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

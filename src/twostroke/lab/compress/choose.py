@@ -14,7 +14,7 @@ from twostroke.lab.compress.round import round_matrix
 from twostroke.lab.compress.saved_work import SavedWork
 from twostroke.lab.compress.sensitivity import Trials, formats_for, sensitivity_of
 from twostroke.lab.compress.walk import round_products, watched
-from twostroke.model.load import build_tokenizer
+from twostroke.model.loader import build_tokenizer
 from twostroke.model.quant import FORMATS
 
 if TYPE_CHECKING:

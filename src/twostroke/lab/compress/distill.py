@@ -25,7 +25,7 @@ from twostroke.lab.train.options import StudentShape
 from twostroke.lab.train.shorten import choose_layers, kept_names, shortened
 from twostroke.lab.train.teach import Teacher, other_tokens, same_tokens
 from twostroke.model.families import build_program
-from twostroke.model.load import build_tokenizer, load
+from twostroke.model.loader import build_tokenizer, load
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.tokenizer.translation import Translation
 from twostroke.model.weights import target_identity

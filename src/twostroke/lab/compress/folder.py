@@ -23,7 +23,7 @@ from twostroke.lab.compress.report import make_report
 from twostroke.lab.compress.round import round_to
 from twostroke.lab.compress.walk import round_products, watched
 from twostroke.model.families import ARCHITECTURES, build_program
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.program import ops
 from twostroke.model.quant import FORMATS, QuantTensor, grouped
 from twostroke.model.quant.format import pack_planes

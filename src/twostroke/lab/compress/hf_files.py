@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.json_io import read_json, write_json
 from twostroke.lab.measure.compare import held_out_text
-from twostroke.model.load import build_tokenizer
+from twostroke.model.loader import build_tokenizer
 from twostroke.model.tokenizer import from_tokenizer_json
 from twostroke.model.tokenizer.pretokenizers import pre_tokenizer
 from twostroke.model.tokenizer.template_files import FOLDERS

@@ -31,7 +31,7 @@ from twostroke.lab.train.answers import collect
 from twostroke.lab.train.options import LearnOptions
 from twostroke.model.families import build_program
 from twostroke.model.families.rope import ROPE_TABLES
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.weights import GgufTokenizer
 from twostroke.model.weights.file_names import is_needed

@@ -26,7 +26,7 @@ from twostroke.lab.measure.divergence import LogitsComparison  # noqa: TC001 - m
 from twostroke.lab.measure.questions import Flips, choices
 from twostroke.lab.measure.single_step import NUM_CYCLES, Shape, SingleStep
 from twostroke.model.families import build_program
-from twostroke.model.load import build_tokenizer, load
+from twostroke.model.loader import build_tokenizer, load
 from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS, PageGroups
 
 if TYPE_CHECKING:

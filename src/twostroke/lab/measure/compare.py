@@ -27,7 +27,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.options import BatchOptions, EngineOptions
 from twostroke.lab.measure.divergence import compare
 from twostroke.model.families import build_program
-from twostroke.model.load import build_tokenizer, load
+from twostroke.model.loader import build_tokenizer, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -32,7 +32,7 @@ from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.lab.measure.report_text import Label, labels
 from twostroke.lab.measure.single_step import FILL_ROWS, SingleStep
 from twostroke.model.families import build_program
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.program.cost import Cost, CostModel
 from twostroke.model.program.kv_layout import FORMATS, PageGroups
 

@@ -30,7 +30,7 @@ from twostroke.lab.measure.report_text import Label, labels
 from twostroke.lab.measure.single_step import SingleStep
 from twostroke.model.families import build_program
 from twostroke.model.families.heads import last_hidden
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.program import ops
 from twostroke.model.program.kv_layout import PageGroups
 from twostroke.model.program.shard import shard

@@ -133,7 +133,7 @@ def load_planned_model(model: str) -> PlannedModel:
     hub_name = parse_hub_name(model)
     if hub_name is not None and find_record(hub_name) is None:
         return _from_hub(hub_name)
-    from twostroke.model.load import load  # not needed for configurations
+    from twostroke.model.loader import load  # not needed for configurations
 
     loaded = load(model)
     return _model_of_weights(loaded, loaded.name, weights_identity(loaded.tensors))

@@ -15,7 +15,7 @@ from twostroke.lab.train.learn import Learner
 from twostroke.lab.train.lesson import Lesson, Target, frequent_tokens
 from twostroke.lab.train.start import first_weights
 from twostroke.model.families.heads import build_heads, heads_for
-from twostroke.model.load import load
+from twostroke.model.loader import load
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.weights import HeadsFacts, target_identity
 from twostroke.model.weights.heads import save_heads, stored_shapes

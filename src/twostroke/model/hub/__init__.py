@@ -1,4 +1,4 @@
-"""Finds models by name, fetches them, and keeps track of those that are here."""
+"""Finds models by name, fetches them, and manages the models on this machine."""
 
 from __future__ import annotations
 

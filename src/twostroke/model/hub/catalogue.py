@@ -1,4 +1,4 @@
-"""Models with short names (catalogue.toml), and models that are named by a Python package."""
+"""Models with short names (catalogue.toml), and models that a Python package contains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class WheelPart(Frozen):
-    """A file inside a wheel: a model, or a piece of one."""
+    """A file inside a wheel: a model, or a part of a model."""
 
     package: str
     version: str
@@ -23,7 +23,7 @@ class WheelPart(Frozen):
 
     @property
     def requirement(self) -> str:
-        """The exact release, in pip's words."""
+        """The exact release, as a requirement for pip."""
         return f"{self.package}=={self.version}"
 
 
@@ -35,7 +35,7 @@ class HubFile(Frozen):
     path: str
 
     def __str__(self) -> str:
-        """The name as users type it, with the commit."""
+        """Return the name as users type it, with the commit."""
         return f"hf:{self.repository}:{self.path}@{self.revision}"
 
     @property
@@ -46,7 +46,7 @@ class HubFile(Frozen):
 
 
 class PackagedModel(Frozen):
-    """A model file, which comes from the hub or is joined from `parts` in order.
+    """A model file that is fetched from the hub, or joined from `parts` in order.
 
     `hub` is the publisher's file on the hub, which is tried first. The parts come from Python
     packages, for machines that cannot reach the hub. A model may have only one of the two sources.
@@ -70,20 +70,20 @@ class PackagedModel(Frozen):
 
 
 def _read_entry(name: str, entry: Mapping[str, Any]) -> PackagedModel:
-    facts = dict(entry)
-    del facts["reason"]
-    address = [facts.pop(key, None) for key in ("repository", "revision", "file")]
-    hub = HubFile(*address) if all(address) else None
-    if "package" not in facts:
-        return PackagedModel(name, parts=(), hub=hub, **facts)
-    package, version, path = (facts.pop(key) for key in ("package", "version", "path"))
+    fields = dict(entry)
+    del fields["reason"]
+    hub_fields = [fields.pop(key, None) for key in ("repository", "revision", "file")]
+    hub = HubFile(*hub_fields) if all(hub_fields) else None
+    if "package" not in fields:
+        return PackagedModel(name, parts=(), hub=hub, **fields)
+    package, version, path = (fields.pop(key) for key in ("package", "version", "path"))
     parts = []
-    for index in range(facts.pop("num_parts", 1)):
+    for index in range(fields.pop("num_parts", 1)):
         numbers = {"index": index, "n": index + 1}
         part_package = package.format(**numbers)
         folder = part_package.replace("-", "_")
         parts.append(WheelPart(part_package, version, path.format(folder=folder, **numbers)))
-    return PackagedModel(name, parts=tuple(parts), hub=hub, **facts)
+    return PackagedModel(name, parts=tuple(parts), hub=hub, **fields)
 
 
 _ENTRIES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())

@@ -22,13 +22,13 @@ _SPARE_BYTES = 16 << 20  # left free by a download
 
 
 class ModelFolder(Frozen):
-    """A folder for models; users move it with the environment variable `variable`."""
+    """A folder for models; users can move it with the environment variable `variable`."""
 
     folder: Path
     variable: str = "TWOSTROKE_CACHE"
 
-    def need(self, name: str, num_bytes: int) -> None:
-        """Raise DownloadError unless `num_bytes` more fit onto its disk."""
+    def require_space(self, name: str, num_bytes: int) -> None:
+        """Raise DownloadError unless the folder's disk has room for `num_bytes` more."""
         free = shutil.disk_usage(self.folder).free
         if free < num_bytes + _SPARE_BYTES:
             raise DownloadError(
@@ -38,29 +38,29 @@ class ModelFolder(Frozen):
             )
 
     @contextmanager
-    def filling(self, name: str, kept: Callable[[], str]) -> Iterator[None]:
-        """Download the model `name` into it.
+    def report_failures(self, name: str, describe_kept: Callable[[], str]) -> Iterator[None]:
+        """Turn disk errors and interrupts inside the block into messages for the user.
 
-        `kept` says what is left of the download when it is interrupted or the disk fails.
+        `describe_kept` returns a sentence about the part of the download that is kept.
         """
         try:
             yield
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"Interrupted. {kept()}") from None
+            raise KeyboardInterrupt(f"Interrupted. {describe_kept()}") from None
         except OSError as error:
             full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
             reason = "The disk is full" if full else error.strerror or str(error)
             raise DownloadError(
-                f"{name!r} cannot be written to {str(self.folder)!r}: {reason}. {kept()} Free some "
-                f"space there, or set {self.variable} to a folder that you can write to."
+                f"{name!r} cannot be written to {str(self.folder)!r}: {reason}. {describe_kept()} "
+                f"Free some space there, or set {self.variable} to a folder that you can write to."
             ) from None
 
 
 @contextmanager
 def locked(path: Path, watch: Watcher) -> Iterator[None]:
-    """Hold the lock file at `path`; `watch` sees if another process holds it.
+    """Hold the lock file at `path`; report to `watch` if another process holds it.
 
-    The empty file stays: to remove it would be a race.
+    The empty file stays, because deleting it would be a race.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
@@ -78,26 +78,28 @@ def is_locked(path: Path) -> bool:
         return not locks(file.fileno())
 
 
-def file_sha256(path: Path, watch: Watcher, before: int = 0, total_bytes: int | None = None) -> str:
-    """Return the SHA-256 of a file, in hexadecimal.
+def file_sha256(
+    path: Path, watch: Watcher, bytes_before: int = 0, total_bytes: int | None = None
+) -> str:
+    """Return the SHA-256 of a file, in hexadecimal, reporting progress to `watch`.
 
-    If it is one of several, `before` bytes of `total_bytes` were checked before it.
+    If the file is one of several, `bytes_before` of `total_bytes` were checked before it.
     """
-    digest, done = hashlib.sha256(), before
+    digest, done_bytes = hashlib.sha256(), bytes_before
     total = path.stat().st_size if total_bytes is None else total_bytes
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
-            done += len(chunk)
-            watch(DownloadProgress("verify", done, total))
+            done_bytes += len(chunk)
+            watch(DownloadProgress("verify", done_bytes, total))
     return digest.hexdigest()
 
 
 class DownloadProgress(Frozen):
-    """The state of a download or a check.
+    """The progress of a download or a check.
 
     `phase` is "choose" (`note` names the choice), "wait" (another process fetches the same model),
-    "download", "unpack" or "verify". `total_bytes` is None while it is not known.
+    "download", "unpack" or "verify". `total_bytes` is None if unknown.
     """
 
     phase: str
@@ -107,11 +109,11 @@ class DownloadProgress(Frozen):
 
 
 Watcher: TypeAlias = "Callable[[DownloadProgress], None]"
-# Takes the path of a file's beginning, and the file's name for errors. Returns the model's family,
-# None if the beginning is too short; raises ModelFormatError if the model cannot run here.
+# Called with the path of an incomplete file, and the file's name for errors. Returns the model's
+# family, None if the file is too short; raises ModelFormatError if the model cannot run here.
 Inspect: TypeAlias = "Callable[[Path, str], str | None]"
 
 
 def ignore(progress: DownloadProgress) -> None:
-    """Watch nothing."""
+    """Ignore progress reports."""
     del progress

@@ -1,9 +1,9 @@
-"""The Hugging Face hub over HTTP: what a repository has, and its files in the hub's own cache.
+"""The Hugging Face hub: lists the files of a repository and downloads them to the hub's cache.
 
-This is the only module that imports huggingface_hub, the extra `hub`, and it does so only for a
-name that asks for the hub. The client knows addresses, tokens, mirrors and proxies (HF_ENDPOINT,
-HF_TOKEN, HF_HOME, ...) and keeps the cache. Large files are transferred here: the client does not
-resume after an interruption, compares no checksums, and cannot stop at the first megabytes.
+This is the only module that imports huggingface_hub, the extra `hub`, and only for names of the
+hub. The client knows addresses, tokens, mirrors and proxies (HF_ENDPOINT, HF_TOKEN, HF_HOME, ...)
+and manages the cache. Large files are downloaded here instead: the client does not resume after an
+interruption, compares no checksums, and cannot stop after the first megabytes.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-PAUSES_S: tuple[float, ...] = (1.0, 2.0, 4.0)  # before a busy hub is asked again
-_BUSY: Final = {408, 429, 500, 502, 503, 504}
+RETRY_PAUSES_S: tuple[float, ...] = (1.0, 2.0, 4.0)  # before a request is repeated
+_RETRY_STATUSES: Final = {408, 429, 500, 502, 503, 504}
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
-_LOGIN: Final = "log in with 'hf auth login' or set HF_TOKEN"
+_LOGIN_ADVICE: Final = "log in with 'hf auth login' or set HF_TOKEN"
 
 
 class HubUnreachableError(DownloadError):
-    """The hub could not be asked."""
+    """The hub could not be reached."""
 
 
 class Listing(Frozen):
     """A repository at one commit: its files and its licence.
 
-    `is_cached` says that the hub could not be reached: these are the files in its cache.
+    `is_cached`: the hub could not be reached, and these are the files in its cache.
     """
 
     commit: str
@@ -72,9 +72,9 @@ class Hub:
         self._client: Any = huggingface_hub
         self._errors: Any = errors
         self._utils: Any = utils
-        self._utils.disable_progress_bars("huggingface_hub.http_get")  # we show our own
+        self._utils.disable_progress_bars("huggingface_hub.http_get")  # callers show their own
         self._timeout_s: float = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        # HTTP errors and those of sockets, of the HTTP library that this version uses.
+        # The exceptions of the HTTP library that this version of the client uses.
         self._failures: tuple[type[BaseException], ...] = errors.HfHubHTTPError.__bases__
 
     @property
@@ -85,11 +85,11 @@ class Hub:
     def listing(self) -> Listing:
         """Return the files on the hub, or in its cache if the hub cannot be reached.
 
-        Raises UnreachableError if the cache has none.
+        Raises HubUnreachableError if the cache has none.
         """
         api = self._client.HfApi(library_name="twostroke")
         try:
-            info = self._ask(
+            info = self._retry(
                 lambda: api.model_info(
                     self.name.repo,
                     revision=self.name.revision,
@@ -129,29 +129,29 @@ class Hub:
         return self._folder / "snapshots" / commit
 
     def lock(self, file: RepoFile) -> Path:
-        """Return the lock of a large file, which other programs take as well."""
+        """Return the path of a large file's lock, which other programs use, too."""
         return self.cache / ".locks" / self._folder.name / f"{file.sha256}.lock"
 
     def missing_bytes(self, file: RepoFile) -> int:
-        """Return how much of a file has not arrived."""
+        """Return how many bytes of a file have not been downloaded."""
         if file.sha256 is None or self._has_blob(file):
             return 0
         return file.num_bytes - (file_size(self._partial(file)) or 0)
 
     def transfer(
-        self, commit: str, file: RepoFile, grew: Callable[[Path, int], None], watch: Watcher
+        self, commit: str, file: RepoFile, on_growth: Callable[[Path, int], None], watch: Watcher
     ) -> None:
-        """Download a large file into the cache's blobs, from where an earlier try ended.
+        """Download a large file into the cache's blobs; continue an earlier incomplete download.
 
-        `grew` gets the partial file and its size, and may refuse it by an error: then it is
-        deleted. `watch` sees the check of its SHA-256.
+        `on_growth` gets the partial file and its size, and may refuse the file by a
+        ModelFormatError: then it is deleted. `watch` gets the progress of the SHA-256 check.
         """
         if self._has_blob(file):
             return
         partial = self._partial(file)
         partial.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._receive_all(commit, file, partial, grew)
+            self._receive_all(commit, file, partial, on_growth)
         except ModelFormatError:
             partial.unlink()
             raise
@@ -164,16 +164,16 @@ class Hub:
         place_file(partial, self._blob(file))
 
     def link(self, commit: str, file: RepoFile) -> None:
-        """Give a file its place in the snapshot; the client downloads it if it is small."""
+        """Link a file into the snapshot; the client downloads the file if it is small."""
         force = file.sha256 is None  # the copy in the cache is damaged
-        self._ask(
+        self._retry(
             lambda: self._client.hf_hub_download(
                 self.name.repo, file.path, revision=commit, force_download=force
             )
         )
 
     def remember(self, commit: str) -> None:
-        """Note in the cache which commit the revision is."""
+        """Store in the cache which commit the revision is."""
         ref = self._folder / "refs" / self.name.revision
         if self.name.revision != commit:
             ref.parent.mkdir(parents=True, exist_ok=True)
@@ -193,31 +193,31 @@ class Hub:
         return self._folder / "blobs" / f"{file.sha256}.incomplete"
 
     def _receive_all(
-        self, commit: str, file: RepoFile, partial: Path, grew: Callable[[Path, int], None]
+        self, commit: str, file: RepoFile, partial: Path, on_growth: Callable[[Path, int], None]
     ) -> None:
-        """Ask until the whole file is here, or until several requests in a row give nothing."""
+        """Send requests until the file is complete, or until several in a row return nothing."""
         size, num_failures = file_size(partial) or 0, 0
         while size < file.num_bytes:
-            before = size
+            old_size = size
             problem = DownloadError(f"The hub ends {file.path!r} too early: try again.")
             try:
                 for size in self._receive(commit, file, partial):
-                    grew(partial, size)
-                    if size > file.num_bytes:  # not what was announced
+                    on_growth(partial, size)
+                    if size > file.num_bytes:  # more than announced
                         return
             except HubUnreachableError as error:
                 problem = error
             if size < file.num_bytes:
-                num_failures = 0 if size > before else num_failures + 1
-                if num_failures > len(PAUSES_S):
+                num_failures = 0 if size > old_size else num_failures + 1
+                if num_failures > len(RETRY_PAUSES_S):
                     raise problem
-                time.sleep(PAUSES_S[0])
+                time.sleep(RETRY_PAUSES_S[0])
 
     def read_range(self, commit: str, file: RepoFile, start: int, num_bytes: int) -> bytes:
-        """Return a part of a file, from the network alone."""
+        """Return a byte range of a file, always from the network."""
         if not num_bytes:
             return b""
-        response = self._ask(lambda: self._get(commit, file, f"{start}-{start + num_bytes - 1}"))
+        response = self._retry(lambda: self._get(commit, file, f"{start}-{start + num_bytes - 1}"))
         skipped = 0 if response.status_code == 206 else start  # a server without ranges
         content = bytearray()
         try:
@@ -226,17 +226,17 @@ class Hub:
                 if len(content) >= skipped + num_bytes:
                     break
         except self._failures as error:
-            raise self._explained(error) from None
+            raise self._user_error(error) from None
         finally:
             response.close()
-        found = bytes(content[skipped : skipped + num_bytes])
-        if len(found) < num_bytes:
+        requested = bytes(content[skipped : skipped + num_bytes])
+        if len(requested) < num_bytes:
             raise DownloadError(f"The hub ends {file.path!r} too early: try again.")
-        return found
+        return requested
 
     def _receive(self, commit: str, file: RepoFile, partial: Path) -> Iterator[int]:
-        """Append what one request gives, and yield the size after each piece."""
-        response = self._ask(lambda: self._get(commit, file, f"{file_size(partial) or 0}-"))
+        """Append the response to one request; yield the partial file's size after each chunk."""
+        response = self._retry(lambda: self._get(commit, file, f"{file_size(partial) or 0}-"))
         try:
             # A server without ranges starts again.
             with partial.open("ab" if response.status_code == 206 else "wb") as out:
@@ -245,12 +245,12 @@ class Hub:
                     out.flush()
                     yield out.tell()
         except self._failures as error:
-            raise self._explained(error) from None
+            raise self._user_error(error) from None
         finally:
             response.close()
 
     def _get(self, commit: str, file: RepoFile, span: str) -> Any:
-        """Ask for the bytes of a file in `span`."""
+        """Request the byte range `span` of a file."""
         url = self._client.hf_hub_url(
             self.name.repo, file.path, revision=commit, endpoint=self.endpoint
         )
@@ -259,9 +259,9 @@ class Hub:
         return self._open(url, headers)
 
     def _open(self, url: str, headers: dict[str, str]) -> Any:
-        session = self._utils.get_session()
-        request = session.build_request("GET", url, headers=headers, timeout=self._timeout_s)
-        response = session.send(request, stream=True, follow_redirects=True)
+        client = self._utils.get_session()
+        request = client.build_request("GET", url, headers=headers, timeout=self._timeout_s)
+        response = client.send(request, stream=True, follow_redirects=True)
         try:
             self._utils.hf_raise_for_status(response)
         except self._failures:
@@ -269,38 +269,43 @@ class Hub:
             raise
         return response
 
-    def _ask(self, call: Callable[[], T]) -> T:
-        """Return what `call` returns; repeat it while the hub is busy."""
-        for pause_s in (*PAUSES_S, None):
+    def _retry(self, call: Callable[[], T]) -> T:
+        """Return the result of `call`; repeat the call while the hub is busy."""
+        for pause_s in (*RETRY_PAUSES_S, None):
             try:
                 return call()
             except self._failures as error:
-                if pause_s is None or _status(error) not in _BUSY:
-                    raise self._explained(error) from None
+                if pause_s is None or _status(error) not in _RETRY_STATUSES:
+                    raise self._user_error(error) from None
             time.sleep(pause_s)
         raise AssertionError
 
-    def _explained(self, error: BaseException) -> BaseException:
-        """Return the error that tells a user what to do about a failure of the client."""
+    def _user_error(self, error: BaseException) -> BaseException:
+        """Convert a failure of the client to an error that tells the user what to do."""
         errors, repo, status = self._errors, self.name.repo, _status(error)
         if isinstance(error, errors.OfflineModeIsEnabled):
             return HubUnreachableError(f"{repo!r} cannot be fetched: HF_HUB_OFFLINE is set.")
         if isinstance(error, errors.GatedRepoError):
-            return DownloadError(f"{repo!r} is gated: accept its licence at {self.page}; {_LOGIN}.")
+            return DownloadError(
+                f"{repo!r} is gated: accept its licence at {self.page}; {_LOGIN_ADVICE}."
+            )
         if isinstance(error, errors.RevisionNotFoundError):
             revision = self.name.revision
             return ModelNotFoundError(f"{repo!r} has no revision {revision!r}: see {self.page}.")
         if isinstance(error, errors.RepositoryNotFoundError):
             return ModelNotFoundError(
-                f"The hub has no model {repo!r}, or not for you: check the name, or {_LOGIN}."
+                f"The hub has no model {repo!r}, or you may not read it: check the name, or "
+                f"{_LOGIN_ADVICE}."
             )
         if status in {401, 403}:
-            return DownloadError(f"You may not read {repo!r} ({self.page}): {_LOGIN}.")
+            return DownloadError(f"You may not read {repo!r} ({self.page}): {_LOGIN_ADVICE}.")
         if status is not None:
-            advice = "it is busy; try again later" if status in _BUSY else f"see {self.page}"
+            advice = (
+                "it is busy; try again later" if status in _RETRY_STATUSES else f"see {self.page}"
+            )
             return DownloadError(f"The hub answered {repo!r} with status {status}: {advice}.")
         if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
-            return error  # of the disk, not of the network
+            return error  # from the disk, not from the network
         return HubUnreachableError(
             f"The hub at {self.endpoint} could not be reached for {repo!r}: check the network, the "
             "proxy settings or HF_ENDPOINT."
@@ -308,14 +313,14 @@ class Hub:
 
 
 def unfinished_files(caches: set[Path]) -> Iterator[tuple[Path, Path]]:
-    """Yield each unfinished download in the client's cache and in `caches`, and its lock."""
+    """Yield each unfinished download in the client's cache and in `caches`, with its lock."""
     with suppress(ImportError):
         from huggingface_hub import constants
 
         caches = caches | {Path(constants.HF_HUB_CACHE)}
     for cache in sorted(caches):
         for path in sorted(cache.glob("models--*/blobs/*.incomplete")):
-            if len(path.stem) == 64:  # the client's own files have other names
+            if len(path.stem) == 64:  # the client's files have other names
                 yield path, cache / ".locks" / path.parents[1].name / f"{path.stem}.lock"
 
 
@@ -334,8 +339,8 @@ def _repo_files(siblings: list[Any]) -> Iterator[RepoFile]:
     for sibling in siblings:
         sha256 = sibling.lfs.sha256 if sibling.lfs else None
         size = sibling.lfs.size if sibling.lfs else sibling.size
-        known = isinstance(size, int) and (sha256 is None or _SHA256.fullmatch(sha256))
-        if known and is_safe_path(sibling.rfilename):
+        is_valid = isinstance(size, int) and (sha256 is None or _SHA256.fullmatch(sha256))
+        if is_valid and is_safe_path(sibling.rfilename):
             yield RepoFile(sibling.rfilename, size, sha256)
 
 
@@ -344,5 +349,5 @@ def _licence(info: Any) -> str | None:
     card = info.card_data
     name = getattr(card, "license_name", None) or getattr(card, "license", None)
     link = getattr(card, "license_link", None)
-    shown = f"{name} ({link})" if link else str(name)
-    return "".join(filter(str.isprintable, shown))[:200] if name else None
+    text = f"{name} ({link})" if link else str(name)
+    return "".join(filter(str.isprintable, text))[:200] if name else None

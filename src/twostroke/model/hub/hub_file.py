@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from twostroke.model.hub.catalogue import HubFile
 
 _TIMEOUT_S: Final = 10.0
-RETRY_PAUSES_S: tuple[float, ...] = (1.0, 2.0, 4.0)  # between requests that bring nothing
+RETRY_PAUSES_S: tuple[float, ...] = (1.0, 2.0, 4.0)  # between requests that return nothing
 _RANGE: Final = re.compile(r"bytes (\d+)-")
 
 
@@ -31,11 +31,11 @@ class HubUnavailableError(DownloadError):
     """The hub cannot be reached, or does not have the file."""
 
 
-def receive(file: HubFile, partial: Path, num_bytes: int, grew: Callable[[int], None]) -> None:
+def receive(file: HubFile, partial: Path, num_bytes: int, on_growth: Callable[[int], None]) -> None:
     """Download the missing end of `partial`, which is complete with `num_bytes`.
 
-    `grew` is called with the size of the partial file as it grows. An interrupted transfer
-    continues in the same call, or in a later one.
+    `on_growth` is called with the size of the partial file as it grows. An interrupted transfer
+    continues in the same call, or in a later call.
 
     Raises:
         HubUnavailableError: the hub cannot be reached, does not have the file, or stops sending.
@@ -45,22 +45,22 @@ def receive(file: HubFile, partial: Path, num_bytes: int, grew: Callable[[int], 
     size = file_size(partial) or 0
     pauses = iter(RETRY_PAUSES_S)
     while size < num_bytes:
-        before = size
+        old_size = size
         problem = HubUnavailableError(
             f"The hub sent only the beginning of {file.path!r}: try again."
         )
         try:
             for received in _append(file, partial, size):
                 size = received
-                grew(size)
-                if size > num_bytes:  # its checksum will be wrong: do not fill the disk with it
+                on_growth(size)
+                if size > num_bytes:  # the file is wrong: do not fill the disk
                     break
         except HubUnavailableError as error:
             problem = error
-        if size > before:
+        if size > old_size:
             pauses = iter(RETRY_PAUSES_S)
-        elif (pause_s := next(pauses, None)) is None or before == 0:
-            raise problem  # at once if nothing has ever come: the caller may have another source
+        elif (pause_s := next(pauses, None)) is None or old_size == 0:
+            raise problem  # without a retry if nothing arrived: the caller may have another source
         else:
             time.sleep(pause_s)
 

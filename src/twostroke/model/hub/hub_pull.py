@@ -1,4 +1,4 @@
-"""Fetches a model of the hub: chosen, refused early if it cannot run, and recorded."""
+"""Fetches a model of the hub: selects its files, refuses unsupported models, writes a record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from twostroke.model.hub.file_selection import (
     SAFETENSORS,
     FileSelection,
     add_weights,
-    choose,
+    choose_files,
     quantization,
 )
 from twostroke.model.hub.hub import Hub, Listing
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from twostroke.model.hub.file_selection import RepoFile
     from twostroke.model.hub.names import HubName
 
-# A GGUF file's table of contents ends within some megabytes: it is looked for at these sizes.
+# A GGUF file's header ends within some megabytes: try to read it at these sizes.
 _INSPECTED_BYTES: Final = tuple(1 << power for power in (16, 20, 22, 23, 24, 25, 26))
 
 
@@ -39,127 +39,129 @@ def pull_from_hub(name: HubName, inspect: Inspect, watch: Watcher) -> ModelRecor
     Raises:
         ModelNotFoundError: there is no such repository, revision or file.
         ModelFormatError: the model cannot run here; at most some megabytes were fetched.
-        DownloadError: network, disk, rights or checksum failed; what has arrived is kept.
+        DownloadError: network, disk, rights or checksum failed; the received part is kept.
     """
-    pull = _HubDownload(Hub(name), inspect, watch)
-    with pull.place.filling(str(name), pull.kept):
-        return pull.run()
+    download = _HubDownload(Hub(name), inspect, watch)
+    with download.cache_folder.report_failures(str(name), download.describe_kept):
+        return download.run()
 
 
 class _HubDownload:
-    """One download: `wanted` are its large files, of `total_bytes` that are not here yet."""
+    """One download: `large_files` have `total_bytes` and are not on this machine yet."""
 
     def __init__(self, hub: Hub, inspect: Inspect, watch: Watcher) -> None:
         self.hub = hub
         self.name = hub.name
         self.inspect = inspect
         self.watch = watch
-        self.place = ModelFolder(hub.cache, "HF_HOME")
+        self.cache_folder = ModelFolder(hub.cache, "HF_HOME")
         self.listing = Listing("", (), None)
-        self.were_here: set[RepoFile] = set()
-        self.wanted: list[RepoFile] = []
+        self.existing_files: set[RepoFile] = set()
+        self.large_files: list[RepoFile] = []
         self.total_bytes = 0
 
     def run(self) -> ModelRecord:
         self.listing = self.hub.listing()
-        choice = choose(self.name, self.listing.files)
-        if choice.note:
-            self.watch(DownloadProgress("choose", note=choice.note))
-        self.were_here = {file for file in self.listing.files if self.is_here(file)}
-        if choice.entry is None:
-            choice = self.fetch_small_files(choice)
-        self.fetch(choice.files, choice.entry)
-        if not self.listing.is_cached and not self.were_here.issuperset(choice.files):
+        selection = choose_files(self.name, self.listing.files)
+        if selection.note:
+            self.watch(DownloadProgress("choose", note=selection.note))
+        self.existing_files = {file for file in self.listing.files if self.is_here(file)}
+        if selection.entry is None:
+            selection = self.fetch_small_files(selection)
+        self.fetch(selection.files, selection.entry)
+        if not self.listing.is_cached and not self.existing_files.issuperset(selection.files):
             self.hub.remember(self.listing.commit)
-        return self.record(choice)
+        return self.record(selection)
 
     def path(self, name: str | None) -> Path:
-        """Return the place of a file in the cache, or of the model's folder."""
+        """Return the path of a file in the cache, or of the model's folder for None."""
         return self.hub.snapshot(self.listing.commit) / (name or "")
 
     def is_here(self, file: RepoFile) -> bool:
         return file_size(self.path(file.path)) == file.num_bytes
 
     def family(self, entry: str | None) -> str | None:
-        """Return the model's family; ModelFormatError if it cannot run."""
+        """Return the model's family; ModelFormatError if the model cannot run here."""
         name = entry or CONFIG
         return self.inspect(self.path(name), name)
 
-    def fetch_small_files(self, choice: FileSelection) -> FileSelection:
-        """Fetch the configuration first, to refuse what cannot run; then find the weights."""
-        self.fetch([file for file in choice.files if file.path == CONFIG])
+    def fetch_small_files(self, selection: FileSelection) -> FileSelection:
+        """Fetch the configuration first, to refuse unsupported models; then select the weights."""
+        self.fetch([file for file in selection.files if file.path == CONFIG])
         self.family(None)
-        self.fetch(choice.files)
-        has_index = any(file.path == INDEX for file in choice.files)
+        self.fetch(selection.files)
+        has_index = any(file.path == INDEX for file in selection.files)
         index = read_json(self.path(INDEX)) if has_index else None
-        return add_weights(choice, index, self.listing.files)
+        return add_weights(selection, index, self.listing.files)
 
     def fetch(self, files: Sequence[RepoFile], entry: str | None = None) -> None:
-        """Fetch the files that are missing; the GGUF file `entry` is inspected as it arrives."""
+        """Fetch the missing files; the GGUF file `entry` is inspected while it arrives."""
         missing = [file for file in files if not self.is_here(file)]
         if not missing:  # the cache may be read-only
             return
-        self.place.folder.mkdir(parents=True, exist_ok=True)
-        self.wanted = [file for file in missing if file.sha256]
-        self.total_bytes = sum(file.num_bytes for file in self.wanted)
-        self.place.need(str(self.name), sum(map(self.hub.missing_bytes, missing)))
+        self.cache_folder.folder.mkdir(parents=True, exist_ok=True)
+        self.large_files = [file for file in missing if file.sha256]
+        self.total_bytes = sum(file.num_bytes for file in self.large_files)
+        self.cache_folder.require_space(str(self.name), sum(map(self.hub.missing_bytes, missing)))
         for file in missing:
             if file.sha256:
                 self.transfer(file, is_entry=file.path == entry)
             self.hub.link(self.listing.commit, file)
 
     def transfer(self, file: RepoFile, *, is_entry: bool) -> None:
-        before = sum(one.num_bytes for one in self.wanted[: self.wanted.index(file)])
-        sizes = [*_INSPECTED_BYTES, file.num_bytes] if is_entry else []
+        earlier_files = self.large_files[: self.large_files.index(file)]
+        bytes_before = sum(earlier.num_bytes for earlier in earlier_files)
+        inspect_sizes = [*_INSPECTED_BYTES, file.num_bytes] if is_entry else []
 
-        def grew(partial: Path, size: int) -> None:
-            self.watch(
-                DownloadProgress("download", min(before + size, self.total_bytes), self.total_bytes)
-            )
-            if sizes and size >= sizes[0]:
+        def on_growth(partial: Path, size: int) -> None:
+            done_bytes = min(bytes_before + size, self.total_bytes)
+            self.watch(DownloadProgress("download", done_bytes, self.total_bytes))
+            if inspect_sizes and size >= inspect_sizes[0]:
                 is_known = self.inspect(partial, file.path) is not None
-                sizes[:] = [] if is_known else [one for one in sizes if one > size]
+                inspect_sizes[:] = [] if is_known else [n for n in inspect_sizes if n > size]
 
         with locked(self.hub.lock(file), self.watch):
-            self.hub.transfer(self.listing.commit, file, grew, self.watch)
+            self.hub.transfer(self.listing.commit, file, on_growth, self.watch)
 
-    def kept(self) -> str:
-        """Say how much of the wanted files has arrived."""
-        kept = self.total_bytes - sum(map(self.hub.missing_bytes, self.wanted))
-        if not kept:
+    def describe_kept(self) -> str:
+        """Return a sentence about the received part of the large files."""
+        kept_bytes = self.total_bytes - sum(map(self.hub.missing_bytes, self.large_files))
+        if not kept_bytes:
             return "Nothing was kept."
-        return f"{megabytes(kept)} are kept: pull again to continue."
+        return f"{megabytes(kept_bytes)} are kept: pull again to continue."
 
-    def record(self, choice: FileSelection) -> ModelRecord:
-        """Write down what was fetched."""
-        snapshot, path = self.path(None), self.path(choice.entry)
-        old = next((one for one in stored_records() if one.path == path), None)
-        number_format = choice.number_format
-        if choice.entry is None:
+    def record(self, selection: FileSelection) -> ModelRecord:
+        """Write and return the record of the fetched model."""
+        snapshot, path = self.path(None), self.path(selection.entry)
+        old_record = next((record for record in stored_records() if record.path == path), None)
+        old_names = old_record.requested_names if old_record else ()
+        number_format = selection.number_format
+        if selection.entry is None:
             config = read_json(self.path(CONFIG))
             dtype = str(config.get("dtype") or config.get("torch_dtype"))
-            short = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-            number_format = short.get(dtype, SAFETENSORS)
+            format_by_dtype = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+            number_format = format_by_dtype.get(dtype, SAFETENSORS)
         selector = self.name.file
-        if choice.note and choice.entry:  # the typed name fits others as well
-            selector = quantization(choice.entry) or choice.entry
+        if selection.note and selection.entry:  # the typed name matches other models, too
+            selector = quantization(selection.entry) or selection.entry
         record = ModelRecord(
             name=str(replace(self.name, file=selector)),
             title=f"{self.name.repo.split('/')[1]} ({number_format})",
             path=path,
-            files=tuple(self.stored(file, old) for file in choice.files),
+            files=tuple(self.stored(file, old_record) for file in selection.files),
             source=(f"{self.hub.page}/tree/{self.listing.commit}",),
-            licence=self.listing.licence or (old.licence if old else None),
-            family=self.family(choice.entry),
+            licence=self.listing.licence or (old_record.licence if old_record else None),
+            family=self.family(selection.entry),
             number_format=number_format,
-            asked=tuple(dict.fromkeys((*(old.asked if old else ()), str(self.name)))),
+            requested_names=tuple(dict.fromkeys((*old_names, str(self.name)))),
             snapshot=snapshot,
         )
         record.write()
         return record
 
-    def stored(self, file: RepoFile, old: ModelRecord | None) -> StoredFile:
+    def stored(self, file: RepoFile, old_record: ModelRecord | None) -> StoredFile:
         path = self.path(file.path)
-        before = {one.path: one.ours for one in old.files} if old else {}
-        ours = before.get(path, file not in self.were_here)
-        return StoredFile(path, file.num_bytes, file.sha256 or file_sha256(path, ignore), ours)
+        old_files = old_record.files if old_record else ()
+        was_ours = {old_file.path: old_file.is_ours for old_file in old_files}
+        is_ours = was_ours.get(path, file not in self.existing_files)
+        return StoredFile(path, file.num_bytes, file.sha256 or file_sha256(path, ignore), is_ours)

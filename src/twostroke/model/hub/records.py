@@ -25,18 +25,18 @@ _logger = logging.getLogger("twostroke.fetch")
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """A file of a model; `ours` is false if another program had fetched it before."""
+    """A file of a model; `is_ours` is false if another program fetched it before."""
 
     path: Path
     num_bytes: int = msgspec.field(name="bytes")
     sha256: str | None
-    ours: bool = True
+    is_ours: bool = msgspec.field(name="ours", default=True)
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A model that was fetched, or that can be fetched by a short name.
 
-    `path` is what is loaded: a GGUF file or a folder. `asked` are the names that users typed.
+    `path` is the GGUF file or folder to load. `requested_names` are the names that users typed.
     `snapshot` is its folder in the hub's cache, None for a packaged model.
     """
 
@@ -48,13 +48,13 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     licence: str | None = None
     family: str | None = None
     number_format: str | None = msgspec.field(name="format", default=None)
-    asked: tuple[str, ...] = ()
+    requested_names: tuple[str, ...] = msgspec.field(name="asked", default=())
     snapshot: Path | None = None
     good_for: str | None = None
 
     @property
     def file(self) -> Path:
-        """Where this record is kept."""
+        """The path of this record's JSON file."""
         if self.snapshot is None:
             return self.path.with_name(f"{self.path.name}.json")
         repo = self.snapshot.parent.parent.name.removeprefix("models--")
@@ -63,31 +63,31 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its files."""
+        """The size of its files in bytes."""
         return sum(file.num_bytes for file in self.files)
 
     @property
     def is_here(self) -> bool:
-        """Whether all its files are here, by their sizes: hashing them takes too long."""
+        """Whether all files exist with their right sizes; checking hashes would take too long."""
         return all(file_size(file.path) == file.num_bytes for file in self.files)
 
     @property
     def is_partly_here(self) -> bool:
-        """Whether some of its files are here."""
+        """Whether some of its files exist."""
         return any(file.path.exists() for file in self.files)
 
     @property
     def last_used(self) -> float | None:
-        """When it was last loaded or fetched, in seconds since 1970."""
+        """The time of the last load or fetch, in seconds since 1970; None if unknown."""
         return self.file.stat().st_mtime if self.file.exists() else None
 
     def touch(self) -> None:
-        """Note that it is used now, where the cache can be written."""
+        """Note that the model is used now, if the cache is writable."""
         if os.access(self.file, os.W_OK):
             os.utime(self.file)
 
     def write(self) -> None:
-        """Write it to its file."""
+        """Write the record to its JSON file."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         raw = msgspec.json.encode(self, enc_hook=str)
         write_checked_json(self.file, msgspec.json.decode(raw))
@@ -104,7 +104,7 @@ def hub_folder() -> Path:
 
 
 def stored_records() -> Iterator[ModelRecord]:
-    """Yield the records of fetched models, even of those whose files have gone."""
+    """Yield the records of fetched models, even if their files no longer exist."""
     for file in sorted([*models_folder().glob("*.gguf.json"), *hub_folder().glob("*.json")]):
         record = _read(file)
         if record is not None:
@@ -112,7 +112,7 @@ def stored_records() -> Iterator[ModelRecord]:
 
 
 def record_of_package(model: PackagedModel) -> ModelRecord | None:
-    """Return the record of a packaged model, None if it is neither here nor in the catalogue."""
+    """Return the record of a packaged model; None if it is neither fetched nor in the catalogue."""
     path = models_folder() / model.file_name
     if model.file_bytes is None:
         return _read(path.with_name(f"{path.name}.json"))
@@ -135,13 +135,13 @@ def new_record(model: PackagedModel, file: StoredFile) -> ModelRecord:
 
 
 def sources_of(model: PackagedModel) -> tuple[str, ...]:
-    """Return the places that a model may come from, in the order in which they are asked."""
+    """Return the sources of a model, in the order in which they are tried."""
     hub = () if model.hub is None else (str(model.hub),)
     return (*hub, *(f"pypi:{part.requirement}:{part.path}" for part in model.parts))
 
 
 def _read(file: Path) -> ModelRecord | None:
-    """Return a record, None if it is missing or damaged; the log names a damaged one."""
+    """Return a record; None if it is missing or damaged. A damaged record is logged."""
     try:
         if not file.exists():
             return None
@@ -158,11 +158,11 @@ def _read(file: Path) -> ModelRecord | None:
 
 
 @cache
-def _warn(file: Path, reason: str) -> None:
-    """Say once that a record is left out."""
+def _warn(path: Path, reason: str) -> None:
+    """Log once that a record is ignored."""
     _logger.warning(
         "The record %s of a model is left out: %s Pull the model again, or delete the record.",
-        file,
+        path,
         reason,
     )
 

@@ -33,7 +33,7 @@ from twostroke.engine.scheduler.config import max_len
 from twostroke.engine.speculation import SpeculationStats
 from twostroke.engine.status import RunningRequests
 from twostroke.model.families import build_program
-from twostroke.model.load import build_tokenizer, load
+from twostroke.model.loader import build_tokenizer, load
 from twostroke.model.program.kv_layout import PageGroups
 from twostroke.model.weights import weights_identity
 from twostroke.server.models.residency import ModelResidency, ModelUse

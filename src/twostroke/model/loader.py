@@ -1,4 +1,4 @@
-"""From a model's name to its files on this machine, its checked weights and its tokenizer."""
+"""Loads models by name: finds their files, checks their weights, builds their tokenizers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ModelFormatError
-from twostroke.model import hub as fetch
+from twostroke.model import hub
 from twostroke.model.built_in_templates import template_source
 from twostroke.model.tokenizer import from_gguf, from_tokenizer_json
 from twostroke.model.weights import GgufTokenizer, load_path, peek_family
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
 
 
 def pull(name: str, watch: Watcher | None = None) -> Path:
-    """Fetch the model called `name`, unless it is here, and return its path.
+    """Return the path of the model called `name`; fetch it if it is not on this machine.
 
     Raises:
         ModelNotFoundError: the name is not known.
         ModelFormatError: the model cannot run here; at most some megabytes were fetched.
-        DownloadError: it cannot be fetched whole.
+        DownloadError: the model cannot be fetched completely.
     """
-    return fetch.pull(name, peek_family, watch)
+    return hub.pull(name, peek_family, watch)
 
 
 def load(name: str) -> LoadedModel:
-    """Map and check the model called `name`, which must be here (see `pull`).
+    """Map and check the model called `name`, which must be on this machine (see `pull`).
 
     Raises:
-        ModelNotFoundError: it is not here, or the name is not known.
-        ModelFormatError: it cannot be read, or it cannot run here.
+        ModelNotFoundError: the model is not on this machine, or the name is not known.
+        ModelFormatError: the model cannot be read, or it cannot run here.
     """
-    found = fetch.use(name)
-    return load_path(found.path, found.name, found.licence)
+    local_model = hub.use(name)
+    return load_path(local_model.path, local_model.name, local_model.licence)
 
 
 def build_tokenizer(loaded: LoadedModel, chat_template: str | None = None) -> Tokenizer:
-    """Return the tokenizer from a model's files; `chat_template` replaces the model's own.
+    """Return the tokenizer from a model's files; `chat_template` replaces the model's template.
 
     Raises:
-        ModelFormatError: it cannot be read, or the model has no row for some of its tokens.
+        ModelFormatError: the tokenizer cannot be read, or has more tokens than the model.
         UsageError: there is no chat template of that name.
     """
     tokenizer = _own_tokenizer(loaded)
