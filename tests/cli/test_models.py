@@ -18,6 +18,7 @@ from twostroke.cli.terminal import Bar
 from twostroke.core.files import megabytes
 from twostroke.core.options import CacheOptions, EngineOptions
 from twostroke.model import hub as fetch
+from twostroke.model import loader
 from twostroke.model.hub import inventory, names
 from twostroke.model.hub.catalogue import PackagedModel, WheelPart
 from twostroke.model.hub.disk import DownloadProgress, ignore, locked

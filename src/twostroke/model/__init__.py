@@ -1,4 +1,4 @@
-"""What a model is: its Program, families, formats, weights, tokenizer, and where its files are.
+"""A model: its Program, families, number formats, weights and tokenizer, and its files.
 
 `load` returns a `LoadedModel`, `pull` fetches its files, and `build_program` returns the `Program`
 that backends run. The names below are imported on first use.

@@ -17,7 +17,7 @@ from twostroke.model.hub import hub as hub_module
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub_module, "PAUSES_S", (0.001,))
+    monkeypatch.setattr(hub_module, "RETRY_PAUSES_S", (0.001,))
     with hub_at(tmp_path / "hf" / "hub", monkeypatch) as hub:
         yield hub
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_reached_or_read_is_one_sentence(hub, gguf, monkeypatch):
     ):
         with pytest.raises(kind, match=words):
             load_planned_model(name)
-    monkeypatch.setattr(hub_module, "PAUSES_S", ())
+    monkeypatch.setattr(hub_module, "RETRY_PAUSES_S", ())
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")

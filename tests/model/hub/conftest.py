@@ -38,6 +38,6 @@ def hub_cache(tmp_path: Path) -> Path:
 @pytest.fixture
 def hub(hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub_module, "PAUSES_S", (0.001, 0.001, 0.001))
+    monkeypatch.setattr(hub_module, "RETRY_PAUSES_S", (0.001, 0.001, 0.001))
     with hub_at(hub_cache, monkeypatch) as hub:
         yield hub
