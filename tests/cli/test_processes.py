@@ -346,7 +346,9 @@ def test_peak_memory_stays_near_the_model_s(smollm2_path: Path) -> None:
         with started(*line, *size, script=script) as process:
             out, err = process.communicate(timeout=60)
     assert json.loads(out)["usage"]["completion_tokens"] > 0
-    assert int(err) < 1.6 * smollm2_path.stat().st_size + cache_bytes
+    # A second copy of the weights would double it. How much of the mapped libraries counts depends
+    # on the system's page cache: 1.57 to 1.68 times were seen.
+    assert int(err) < 1.85 * smollm2_path.stat().st_size + cache_bytes
 
 
 def test_ctrl_c_while_the_last_one_is_answered_is_the_same_one() -> None:
