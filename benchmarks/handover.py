@@ -82,7 +82,7 @@ def _prefill_worker(given: argparse.Namespace) -> None:
         assert look is not None
 
         def address() -> dict[str, Any]:
-            lender = look().lender
+            lender = look().prefill_side
             assert lender is not None
             return {"address": f"{given.host}:{lender.port}"}
 
@@ -124,7 +124,7 @@ class Pair:
         """Return what the decode engine says of its transfers."""
         look = self.engine.client.disaggregation_stats
         assert look is not None
-        return look().borrower
+        return look().decode_side
 
     def ask(self, prompt: list[int]) -> float:
         """Have the prompt answered with a token; return when it came."""

@@ -102,7 +102,9 @@ def measure(card: ModelCard, facts: BackendFacts, num_streams: int) -> Run:
     pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
     config = SchedulerConfig(context_length=card.context_length, max_running=num_streams)
     scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(BatchOptions()))
-    speculator = build_speculator(SpeculationOptions(), card.cost.per_step(), None, 1)
+    speculator = build_speculator(
+        SpeculationOptions(), card.cost.per_step(), limits=None, rows_together=1
+    )
     loop = EngineLoop(backend, scheduler, speculator, card.cost.per_step())
     try:
         prompts = [[1 + n % 250, *range(2, _PROMPT + 1)] for n in range(num_streams)]

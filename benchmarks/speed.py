@@ -169,9 +169,9 @@ def _measure_rows(
 def _run_once(engine: Engine, row: Row, limits: Hardware, prompts: FreshPrompts) -> None:
     work, loop = row.work, engine.client.loop
     job = prompts.job(work)
-    before, watch = loop.snapshot().strokes, Watch()
+    before, watch = loop.snapshot().phases, Watch()
     timing = run_job(engine.client, job, work.num_tokens)
-    row.add(timing, loop.snapshot().strokes - before, limits, watch.others_share())
+    row.add(timing, loop.snapshot().phases - before, limits, watch.others_share())
 
 
 def _speed_text(rows: list[Row], engine: Engine, limits: Hardware) -> list[str]:

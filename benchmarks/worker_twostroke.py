@@ -62,9 +62,9 @@ def main() -> None:
         def run(prompts: list[list[int]], num_tokens: int, kept: int) -> dict[str, Any]:
             del kept  # the prefix cache finds by itself what it has seen before
             rank_times()
-            before, before_s = client.loop.snapshot().strokes, _processor_s()
+            before, before_s = client.loop.snapshot().phases, _processor_s()
             timing = run_job(client, prompts, num_tokens)
-            strokes = client.loop.snapshot().strokes - before
+            strokes = client.loop.snapshot().phases - before
             stroke = strokes.prefill if num_tokens == 1 else strokes.decode
             used = [after - began for began, after in zip(before_s, _processor_s(), strict=True)]
             return {

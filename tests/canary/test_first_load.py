@@ -110,7 +110,9 @@ def test_a_file_must_repeat_the_canary_of_its_report(smollm2_path: Path) -> None
     sound = Canary((0.1,) * 63, tuple(range(64)))
     other = replace(sound, nats=(0.5,) * 63)
     assert first_load(loaded, sound).fault(sound) is None
-    assert "0.40 nats from those in its report" in (first_load(loaded, other).fault(sound) or "")
+    assert "0.40 nats from the scores in its report" in (
+        first_load(loaded, other).fault(sound) or ""
+    )
     near, coarse = replace(sound, nats=(0.3,) * 63), ComputeOptions(activation_bits=8)
     assert first_load(loaded, sound).fault(near) is not None
     assert first_load(loaded, sound, EngineOptions(coarse)).fault(near) is None

@@ -13,7 +13,7 @@ from twostroke.backends.create import auto_kv_format, create_backend
 from twostroke.backends.kv_size import size_kv_cache
 from twostroke.core.hardware import memory_available
 from twostroke.core.options import CacheOptions, ComputeOptions
-from twostroke.engine.canary import MAX_DRIFT, Canary, measure_canary
+from twostroke.engine.canary import MAX_DRIFT_NATS, Canary, measure_canary
 from twostroke.model.families import build_program
 from twostroke.model.loader import build_tokenizer
 from twostroke.model.quant import FORMATS, QuantTensor
@@ -54,14 +54,14 @@ def assert_refused(loaded: LoadedModel, good: Canary, title: str) -> None:
     if title in GARBAGE:
         assert canary.fault(), f"{title}: {canary.easy_nats}"
     else:
-        assert canary.drift(good) > MAX_DRIFT, f"{title}: {canary.drift(good)}"
+        assert canary.drift(good) > MAX_DRIFT_NATS, f"{title}: {canary.drift(good)}"
 
 
 def test_common_faults_are_refused(smollm2_path: Path) -> None:
     loaded = load_path(smollm2_path)
     good = measured(loaded)
     assert good.fault() is None
-    assert measured(loaded, bits=8).drift(good) < MAX_DRIFT
+    assert measured(loaded, bits=8).drift(good) < MAX_DRIFT_NATS
     for title in OFTEN:
         assert_refused(loaded, good, title)
 

@@ -105,8 +105,8 @@ def test_no_cancellation_of_a_reading_is_lost(tmp_path: Path, instant: int) -> N
         async with faked(str(write_tiny_gguf(tmp_path / "tiny.gguf"))) as (engine, _):
 
             def answer() -> None:
-                ((_, found),) = engine._asked.values()
-                found.set_result(engine._last)
+                ((_, found),) = engine._inquiries.values()
+                found.set_result(engine._last_status)
 
             return await cancel_at((engine.read(), answer), instant)
 

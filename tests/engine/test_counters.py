@@ -13,7 +13,13 @@ from support.servers import wait_for
 from twostroke.core.request import FinishReason
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
-from twostroke.engine.counters import MAX_SECONDS, TIME_BOUNDS_S, Histogram, Seconds, ServiceCounter
+from twostroke.engine.counters import (
+    MAX_SECONDS,
+    TIME_BOUNDS_S,
+    Histogram,
+    ServiceCounter,
+    SumHistory,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -130,11 +136,11 @@ def test_cancelled_answers_are_counted_as_cancelled(tmp_path: Path) -> None:
 
 def test_the_last_seconds_are_those_before_this_one() -> None:
     now, sums = [10.0], [0]
-    seconds = Seconds(lambda: sums[0], clock=lambda: now[0])
+    seconds = SumHistory(lambda: sums[0], clock=lambda: now[0])
 
     def count(at_s: float, much: int) -> None:
         now[0] = at_s
-        seconds.turn(at_s)
+        seconds.advance(at_s)
         sums[0] += much
 
     count(10.5, 1)
@@ -157,10 +163,10 @@ def test_the_last_seconds_are_those_before_this_one() -> None:
 
 def test_only_the_last_seconds_are_remembered() -> None:
     now, sums = [0.0], [0]
-    seconds = Seconds(lambda: sums[0], clock=lambda: now[0])
+    seconds = SumHistory(lambda: sums[0], clock=lambda: now[0])
     for second in range(500):
         now[0] = float(second)
-        seconds.turn(now[0])
+        seconds.advance(now[0])
         sums[0] += 1
     span = seconds.span(60)
     assert (span.last - span.first, span.seconds) == (60, 60)

@@ -214,7 +214,7 @@ def test_states_that_are_not_finite_are_an_error(
 
     monkeypatch.setattr(backend, "run", run)
     assert len(list(client.embed([[7, 8]], EmbeddingParams(), CALLER))) == 1
-    with pytest.raises(TwostrokeError, match="are not numbers"):
+    with pytest.raises(TwostrokeError, match="are not finite numbers"):
         list(client.embed([[7, 8], [66]], EmbeddingParams(), CALLER))
 
 

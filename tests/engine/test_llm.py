@@ -63,7 +63,7 @@ def test_a_model_is_a_path_or_a_name(path: Path) -> None:
     with LLM(path, EngineOptions(ComputeOptions("reference"), SMALL)) as llm:
         assert llm.generate("hello", GREEDY)[0][0].usage.completion_tokens == 8
     for wrong in (None, 5, b"smollm2"):
-        with pytest.raises(UsageError, match="by a name or a path"):
+        with pytest.raises(UsageError, match="must be a name or a path"):
             LLM(wrong)  # type: ignore[arg-type]
 
 
@@ -130,9 +130,9 @@ def test_each_prompt_can_have_its_own_params(llm: LLM) -> None:
 
 @pytest.mark.parametrize("wrong", [{"max_tokens": 5}, 5, "5", [{"max_tokens": 5}]])
 def test_params_of_another_kind_are_refused(llm: LLM, wrong: Any) -> None:
-    with pytest.raises(UsageError, match=r"must be SamplingParams, .* not (dict|int|str)\."):
+    with pytest.raises(UsageError, match=r"must be a SamplingParams, .* got (dict|int|str)\."):
         llm.generate("a", wrong)
-    with pytest.raises(UsageError, match="must be SamplingParams"):
+    with pytest.raises(UsageError, match="must be a SamplingParams"):
         next(llm.stream("a", wrong))
 
 

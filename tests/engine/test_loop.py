@@ -94,7 +94,7 @@ def test_a_request_without_a_token_to_draw_fails_alone(
         monkeypatch.setattr(backend, "run", draw_nothing_for_99)
         assert answers(client, [[5], [99]]) == [
             *expected,
-            "The engine failed on this request: its logits leave no token to draw.",
+            "The engine failed on this request: its logits leave no token to sample.",
         ]
         assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 
@@ -124,7 +124,7 @@ def test_undrawable_tokens_after_wrong_drafts_do_not_matter(
         assert answer.token_ids == expected
         assert answer.usage.rejected_tokens > 0
         right = Hints("ngram", tuple(expected))
-        with pytest.raises(TwostrokeError, match="leave no token to draw"):
+        with pytest.raises(TwostrokeError, match="leave no token to sample"):
             client.generate([5], GREEDY, Caller(tenant="other"), right).wait()
         assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 
@@ -214,7 +214,7 @@ def test_counts_add_up(tmp_path: Path) -> None:
         assert totals.prompt_tokens == 120
         assert totals.cached_tokens == 64
         assert totals.completion_tokens == 8
-        strokes = client.loop.snapshot().strokes
+        strokes = client.loop.snapshot().phases
         assert strokes.prefill.rows == 40 + 2 * 8
         assert strokes.decode.rows == strokes.decode.steps == 5
         assert strokes.decode.bytes > 0
@@ -315,7 +315,7 @@ def test_steps_grow_again_when_there_is_memory(
 
         def generate() -> None:
             assert len(client.generate(prompt, long).wait()[0].token_ids) == 70
-            limits.append(client.loop.snapshot().most_tokens)
+            limits.append(client.loop.snapshot().max_step_tokens)
 
         monkeypatch.setattr(backend, "run", refuse_large)
         assert client.loop.snapshot().num_shortages == 0
@@ -339,12 +339,12 @@ def test_a_limit_waits_for_twice_as_many_steps_after_each_shortage() -> None:
     assert not limit.lower(plan, ValueError("no"))
     for _ in range(9):
         assert limit.lower(plan, error("No memory."))
-        assert limit.most_tokens == 50
+        assert limit.max_tokens == 50
         waits.append(0)
-        while limit.most_tokens == 50 and waits[-1] < 10_000:
-            limit.count_clean()
+        while limit.max_tokens == 50 and waits[-1] < 10_000:
+            limit.count_success()
             waits[-1] += 1
-        assert limit.most_tokens == 100
+        assert limit.max_tokens == 100
     assert waits == [64, 128, 256, 512, 1024, 2048, 4096, 4096, 4096]
     single = StepPlan((Slice(greedy_request([1]), 0, 1, samples=True),))
     assert not limit.lower(single, error("No memory."))

@@ -81,7 +81,7 @@ def run(given: argparse.Namespace) -> bool:
                     wrong.append(f"{constraint.text}\n    {answer.text!r}")
         elapsed_s = time.monotonic() - began
         snapshot = client.loop.snapshot()
-    guesses, meter = snapshot.speculation, snapshot.strokes
+    guesses, meter = snapshot.speculation, snapshot.phases
     step_s = meter.prefill.time_s + meter.decode.time_s
     print(f"{given.model}: {given.answers} answers in {elapsed_s:.0f} s")
     for what, count in sorted(kept.items()):

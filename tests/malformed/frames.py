@@ -54,7 +54,7 @@ _INTEGERS: tuple[int, ...] = (
 )
 _INTEGERS += (-(2**31), -(2**63))
 PARAMS = SamplingParams(max_tokens=3, temperature=0, logit_bias={3: 1.0}, stop=["a"], seed=1)
-REQUESTS: list[wire.Request] = [
+REQUESTS: list[wire.ServerMessage] = [
     wire.Generate(1, [[1, 2], [3]], PARAMS, ANYONE, NO_HINTS),
     wire.EmbedTexts(2, [[1, 2]], EmbeddingParams(), ANYONE),
     wire.Cancel(1),
@@ -65,7 +65,7 @@ REQUESTS: list[wire.Request] = [
 END = Output(0, "x", (4,), finish_reason=FinishReason.STOP, usage=Usage(1, 0, 1))
 
 
-def damaged_frame(message: wire.Request | wire.Answer, rng: random.Random) -> bytes:
+def damaged_frame(message: wire.ServerMessage | wire.EngineMessage, rng: random.Random) -> bytes:
     """Return a message's frame after a change: of its bytes, of its values, or of its length."""
     body = bytearray(wire.encode(message))
     pick = rng.random()
@@ -112,7 +112,7 @@ def _exchanged(values: Any, rng: random.Random) -> Any:
 class _Link(Wire):
     """A wire whose process does not end with it."""
 
-    def send(self, message: wire.Answer) -> None:
+    def send(self, message: wire.EngineMessage) -> None:
         with suppress(OSError), self._lock:
             self._socket.send(wire.pack(message), socket.MSG_DONTWAIT)
 
@@ -136,7 +136,7 @@ class EngineEnd:
         try:
             ours.sendall(frame + wire.pack(wire.Close()))
             if len(frame) != 4 + int.from_bytes(frame[:4], "little"):  # it waits for the rest
-                frames = Frames(wire.requests)
+                frames = Frames(wire.server_messages)
                 found = list(frames.feed(frame + wire.pack(wire.Close())))
                 return f"{len(found)} messages"
             desk.run()
@@ -153,7 +153,7 @@ class EngineEnd:
             assert time.monotonic() - began_s < _MOST_S, f"took long: {frame[:80]!r}"
 
 
-def answers(ready: wire.EngineReady, ids: tuple[int, int, int]) -> list[wire.Answer]:
+def answers(ready: wire.EngineReady, ids: tuple[int, int, int]) -> list[wire.EngineMessage]:
     """Return what an engine may say to what was asked for with these ids."""
     generated, compiled, read = ids
     error = OverloadedError("full")
@@ -168,7 +168,7 @@ def answers(ready: wire.EngineReady, ids: tuple[int, int, int]) -> list[wire.Ans
         wire.OutputBatch([(generated, Output(0, "h", (5,))), (generated, END)]),
         wire.Compiled(compiled, ("a",)),
         wire.Compiled(compiled, (), error),
-        wire.StatusReply(read, ready.reading),
+        wire.StatusReply(read, ready.status),
         wire.Heartbeat(StepProgress(3, 0.0)),
     ]
 
@@ -200,10 +200,10 @@ class ServerEnd:
         for _ in range(4):
             await asyncio.sleep(0)
         is_refused = process.is_killed
-        engine._life._has_ended = True
-        for task in list(engine._life._tasks):
+        engine._supervisor._has_ended = True
+        for task in list(engine._supervisor._tasks):
             task.cancel()  # no other process is started
-        engine.gave_up("over")
+        engine.on_give_up("over")
         _, waiting = await asyncio.wait(tasks, timeout=_MOST_S)
         frame = damaged[:300]
         for task in waiting:

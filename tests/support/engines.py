@@ -150,7 +150,7 @@ def tiny_client(
     config = SchedulerConfig(context_length=card.context_length, **limits)
     scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(batch or BatchOptions()))
     speculation = speculation or SpeculationOptions("off")
-    speculator = build_speculator(speculation, card.cost.per_step(), None, 1)
+    speculator = build_speculator(speculation, card.cost.per_step(), limits=None, rows_together=1)
     loop = EngineLoop(backend, scheduler, speculator, card.cost.per_step())
     try:
         yield Client(card, loop), backend

@@ -69,14 +69,14 @@ def compare(case: Case, count: int, seed: int, folder: Path) -> Found:
         Server("prefill", (*command, *role, *cache), folder, stack)
         handover = DisaggregationOptions("decode", None, (address,), "always", case.link)
         llm = stack.enter_context(LLM(case.model, _options(case, handover)))
-        wait_until(lambda: view(llm).borrower.peers[0].state == "up")
+        wait_until(lambda: view(llm).decode_side.peers[0].state == "up")
         found: list[Any] = []
         rng = random.Random(seed)
         while len(found) < count:
             part = slice(len(found), len(found) + rng.randint(1, _MOST_TOGETHER))
             found += map(_all_of, llm.generate(prompts[part], params[part]))
         check_clean(llm)
-        borrower = view(llm).borrower
+        borrower = view(llm).decode_side
     different = [
         n for n, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]
     ]

@@ -67,7 +67,7 @@ def prefill(path: Path, link: str = "shared", **given: Any) -> Iterator[tuple[LL
     if link == "sockets":
         given["backend"] = "reference"  # its memory cannot be shared
     with LLM(path, options(handover, **given)) as llm:
-        yield llm, f"{host}:{view(llm).lender.port}"
+        yield llm, f"{host}:{view(llm).prefill_side.port}"
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def decode(
     """Yield a decode engine that has met the prefill engine at `address`."""
     handover = DisaggregationOptions("decode", None, (address,), rule, peer_link)
     with LLM(path, options(handover, **given)) as llm:
-        wait_until(lambda: view(llm).borrower.peers[0].state == "up")
+        wait_until(lambda: view(llm).decode_side.peers[0].state == "up")
         yield llm
 
 

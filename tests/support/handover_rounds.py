@@ -63,7 +63,7 @@ def play_each(folder: Path, link: str, counts: Counter[str]) -> None:
             for (kind, fault), some, tokens in zip(
                 itertools.product(KINDS, FAULTS), prompts, expected, strict=True
             ):
-                wait_until(lambda: view(second).borrower.peers[0].state == "up")
+                wait_until(lambda: view(second).decode_side.peers[0].state == "up")
                 plan[:] = [kind, fault]
                 if kind == "Abort":
                     second.engine.client.generate(some[0], SAMPLED).cancel()
@@ -73,7 +73,9 @@ def play_each(folder: Path, link: str, counts: Counter[str]) -> None:
                     wait_until(lambda: not plan)
                 for llm in (first, second):
                     check_clean(llm)
-            counts.update({f"transfers {k}": n for k, n in view(second).borrower.transfers.items()})
+            counts.update(
+                {f"transfers {k}": n for k, n in view(second).decode_side.transfers.items()}
+            )
 
 
 def play_round(
@@ -129,7 +131,9 @@ def play_round(
             is_on[0] = False
             for llm in (first, second):
                 check_clean(llm)
-            counts.update({f"transfers {k}": n for k, n in view(second).borrower.transfers.items()})
+            counts.update(
+                {f"transfers {k}": n for k, n in view(second).decode_side.transfers.items()}
+            )
     counts["rounds"] += 1
 
 

@@ -17,7 +17,7 @@ from twostroke.engine.loop import EngineLoop
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.child import EngineProcess
 from twostroke.engine.process.main import RequestHandler
-from twostroke.engine.process.served import facts_of, take_reading
+from twostroke.engine.process.served import engine_facts, read_status
 from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
 from twostroke.model.program.kv_layout import PageGroups
 
@@ -99,9 +99,9 @@ class Process(EngineProcess):
 
     def __init__(self, rng: random.Random, card: ModelCard, computed: set[int]) -> None:
         self.socket, self._theirs = socket.socketpair()
-        self.frames = Frames(wire.answers)
-        self._received = Frames(wire.requests)
-        self.began_s = 0.0
+        self.frames = Frames(wire.engine_messages)
+        self._received = Frames(wire.server_messages)
+        self.start_s = 0.0
         self.is_dead = False
         self.desk: RequestHandler | None = None
         self._rng, self._card = rng, card
@@ -129,14 +129,14 @@ class Process(EngineProcess):
         self.scheduler = Scheduler(config, self.pool, self.index, policy)
         guessing = rng.choice(_GUESSING)
         cost = card.cost.per_step()
-        speculator = build_speculator(guessing, cost, None, 1)
+        speculator = build_speculator(guessing, cost, limits=None, rows_together=1)
         loop = Loop(cast("Any", self.backend), self.scheduler, speculator, cost)
         client = Client(card, loop)
         self.desk = RequestHandler(cast("Any", _Engine(client)), cast("Any", self))
         about = wire.EngineCard(CONTEXT, "tiny", self._card.cost.cache, None, None, 0.0)
-        return wire.EngineReady(about, facts_of(client), take_reading(client, ()))
+        return wire.EngineReady(about, engine_facts(client), read_status(client, ()))
 
-    def send(self, message: wire.Answer) -> None:
+    def send(self, message: wire.EngineMessage) -> None:
         """Send as the engine's end does."""
         self._theirs.sendall(wire.pack(message))
 
@@ -150,7 +150,7 @@ class Process(EngineProcess):
         for message in self._received.feed(data):
             if isinstance(message, wire.Generate):
                 assert message.id not in self._computed, "asked again, though it may have killed"
-            self.desk._do(message)
+            self.desk._handle(message)
 
     def step(self) -> None:
         """Take a step; the process may die of it."""

@@ -49,14 +49,14 @@ class FakeProcess:
     """Stands in for an engine's process: the test holds its end of the socket, `theirs`."""
 
     pid = 0
-    began_s = 0.0
+    start_s = 0.0
 
     def __init__(self) -> None:
         self.socket, self.theirs = socket.socketpair()
-        self.frames = Frames(wire.answers)
+        self.frames = Frames(wire.engine_messages)
         self.is_killed = False
 
-    def say(self, message: wire.Answer) -> None:
+    def say(self, message: wire.EngineMessage) -> None:
         self.theirs.sendall(wire.pack(message))
 
     def is_asked(self) -> bool:
@@ -67,7 +67,7 @@ class FakeProcess:
         except BlockingIOError:
             return False
 
-    def receive(self) -> Iterator[wire.Answer] | None:
+    def receive(self) -> Iterator[wire.EngineMessage] | None:
         data = self.socket.recv(1 << 20)
         return self.frames.feed(data) if data else None
 
@@ -89,13 +89,13 @@ async def faked(model: str) -> AsyncIterator[tuple[RemoteEngine, FakeProcess]]:
     process: Any = FakeProcess()
     load = wire.LoadModel(wire.VERSION, model, options(), "warning")
     engine_ = RemoteEngine(load, card, process, ready)
-    engine_.life._num_failures = 1000  # no other process follows
+    engine_.supervisor._num_failures = 1000  # no other process follows
     engine_.attach(lambda: None)
     try:
         yield engine_, process
     finally:
-        engine_.life._has_ended = True
-        for task in list(engine_.life._tasks):
+        engine_.supervisor._has_ended = True
+        for task in list(engine_.supervisor._tasks):
             task.cancel()
         if not process.is_killed:
             asyncio.get_running_loop().remove_reader(process.socket)

@@ -69,7 +69,7 @@ class ServiceMachine:
         with (
             patch.object(supervisor, "EngineProcess", self._make),
             patch.object(supervisor, "BACK_OFF_S", (0.0,) * 1000),
-            patch.object(supervisor, "_MOST_DEATHS", 1 << 60),
+            patch.object(supervisor, "_MAX_DEATHS", 1 << 60),
         ):
             self.engine = RemoteEngine(_LOAD, self.card, self.process, ready)
             self.engine.attach(lambda: None)
@@ -129,7 +129,7 @@ class ServiceMachine:
             assert self.deaths[key] > 2, "refused without its fault"
             self.counts["killers refused"] += 1
         except EngineDiedError:
-            assert outputs is None or outputs.has_begun, "it would have been answered"
+            assert outputs is None or outputs.has_started, "it would have been answered"
             self.deaths[key] += 1
             self.counts["told"] += 1
         except TwostrokeError as error:
@@ -251,12 +251,12 @@ class ServiceMachine:
             if self.process.desk is not None and not self.process.scheduler.has_work:
                 break
         self.process.read()
-        process, book = self.process, self.engine._book
+        process, book = self.process, self.engine._pending
         assert process.desk is not None
         assert not book.open
         assert not book.unsent
         assert not process.desk._open
-        assert not process.desk.waiting
+        assert not process.desk.call_by_request
         stats = process.scheduler.stats()
         assert stats.num_referenced_pages == stats.num_waiting == stats.num_running == 0
         self.count_pages()
@@ -271,15 +271,17 @@ class ServiceMachine:
     def check(self) -> None:
         for error in self.wrong:
             raise error
-        book = self.engine._book
+        book = self.engine._pending
         assert book.unsent.keys() <= book.open.keys()
-        if book.unsent and book.is_up and book._alone is None:
+        if book.unsent and book.is_up and book._running_alone is None:
             first = next(iter(book.unsent.values()))
-            assert book.suspects.must_run_alone(first.message), "it waits for nothing"
+            assert book.crash_history.must_run_alone(first.message), "it waits for nothing"
             assert len(book.open) > len(book.unsent), "it waits for nobody"
         process = self.process
         if process.desk is not None:
             check_scheduler(process.scheduler)
             check_index(process.index)
             ids = {request.id for request in process.scheduler.view().running}
-            assert not ids & process.desk.waiting.keys(), "it holds pages, and nobody was told"
+            assert not ids & process.desk.call_by_request.keys(), (
+                "it holds pages, and nobody was told"
+            )

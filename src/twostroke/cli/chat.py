@@ -224,7 +224,7 @@ class ChatSession:
         from twostroke.engine.output import join
 
         loop = self.engine.client.loop
-        before = loop.snapshot().strokes
+        before = loop.snapshot().phases
         generation = self.engine.client.generate(tokens, params)
         outputs: list[Output] = []
         try:
@@ -239,7 +239,7 @@ class ChatSession:
         finally:
             generation.cancel()
         completion = join(outputs)
-        strokes = loop.snapshot().strokes - before
+        strokes = loop.snapshot().phases - before
         hardware = self.engine.limits.above(
             bytes_per_s=strokes.max_bytes_per_s,
             flops_per_s=strokes.max_flops_per_s,

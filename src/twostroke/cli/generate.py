@@ -100,7 +100,7 @@ def command(**values: Any) -> None:
         tokens, params = _encode(card, text, params, system, suffix, raw=raw)
         hints = to_hints(engine.card, "auto", prediction)
         completion = _run(engine, tokens, params, hints, show=not as_json)
-        strokes = engine.client.loop.snapshot().strokes
+        strokes = engine.client.loop.snapshot().phases
     if not quiet or as_json:
         _report(engine, completion, strokes, as_json=as_json)
     if completion.schema_miss:

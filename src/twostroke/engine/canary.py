@@ -1,6 +1,7 @@
-"""A canary: a short text that a sound model predicts well, and garbage does not.
+"""The canary: a short text that a working model predicts well, and a damaged model does not.
 
-It is scored at a file's first load; ADR 0031 has the statistics.
+Each model scores the text at its first load, so that a model that generates garbage is refused.
+ADR 0031 has the statistics.
 """
 
 from __future__ import annotations
@@ -36,33 +37,38 @@ if TYPE_CHECKING:
     from twostroke.model.tokenizer import Tokenizer
     from twostroke.model.weights import LoadedModel
 
-VERSION: Final = 1  # of text and limits: raise it when either changes
+VERSION: Final = 1  # raise it when the text or a limit changes
 REPORT_KEY: Final = "twostroke.report"  # metadata of a GGUF file
 REPORT_FILE: Final = "twostroke-report.json"  # in a folder
 
-# A copy, a list that everybody knows, and counting: predictable in every language, in words or in
-# bytes.
+# A repeated line, the days of the week, and counting: predictable for every model and tokenizer.
 _TEXT: Final = (
     "river stone cloud music paper\n" * 2
     + "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday.\n"
     + ", ".join(map(str, range(1, 41)))
 )
 _NUM_TOKENS: Final = 64
-_NUM_EASY: Final = 32  # the last tokens, after the pattern is known
+_NUM_EASY_TOKENS: Final = 32  # the last tokens, which continue a clear pattern
 
-MAX_NATS: Final = 0.8  # of an easy token; files of 3 to 16 bits had at most 0.15, Q2_K 0.48
-MAX_DRIFT: Final = 0.12  # root mean square in nats, from a recorded canary; sound files had 0.061
-_COARSE: Final = 2  # times as much with 8-bit activations: with int8 keys sound files had 0.119
-_LEAST_JUDGED: Final = 20_000_000  # values in layers; nothing is known about smaller models
+# Nats for each easy token. Working files of 3 to 16 bits had at most 0.15, and of Q2_K 0.48.
+MAX_NATS: Final = 0.8
+# Nats (root mean square) from a recorded canary. Working files had at most 0.061.
+MAX_DRIFT_NATS: Final = 0.12
+# Factor of `MAX_DRIFT_NATS` with 8-bit activations. Working files with int8 keys had 0.119 nats.
+_COARSE_DRIFT_RATIO: Final = 2
+# Values in the layers. Smaller models may be too weak to predict the text.
+_MIN_JUDGED_VALUES: Final = 20_000_000
 
 _logger = logging.getLogger("twostroke.engine")
 
 
 class Canary(Frozen):
-    """A model's answers to the canary.
+    """A model's scores of the canary.
 
-    `nats[i]` is the negative log-probability of token i + 1, `likeliest` the likeliest token at
-    each place.
+    Attributes:
+        nats: the negative log-probability of each token but the first.
+        likeliest: the likeliest token at each of these positions.
+        version: the version of the text.
     """
 
     nats: tuple[float, ...]
@@ -71,48 +77,49 @@ class Canary(Frozen):
 
     @property
     def easy_nats(self) -> float:
-        """The mean over the tokens that a sound model predicts."""
-        easy = self.nats[-_NUM_EASY:]
+        """The mean over the tokens that a working model predicts well."""
+        easy = self.nats[-_NUM_EASY_TOKENS:]
         return sum(easy) / len(easy)
 
     @property
     def is_finite(self) -> bool:
-        """Whether all logits were numbers."""
+        """Whether all logits were finite."""
         return bool(self.nats)
 
     def drift(self, recorded: Canary) -> float:
-        """Return how far the log-probabilities are from recorded ones (root mean square, nats).
+        """Return the difference from recorded log-probabilities (root mean square, in nats).
 
-        Infinity where the text has other tokens.
+        Infinity if the text has other tokens than the recorded one.
         """
         if len(self.nats) != len(recorded.nats) or not self.nats:
             return math.inf
         return math.dist(self.nats, recorded.nats) / math.sqrt(len(self.nats))
 
     def fault(self) -> str | None:
-        """Return what is wrong with the answers, None if they are plausible."""
+        """Describe why the scores show a damaged model; None if they are plausible."""
         if not self.is_finite:
             return "its logits are not finite numbers"
-        if len(self.nats) > _NUM_EASY and len(set(self.likeliest[-_NUM_EASY:])) == 1:
+        if len(self.nats) > _NUM_EASY_TOKENS and len(set(self.likeliest[-_NUM_EASY_TOKENS:])) == 1:
             return "it answers with one token again and again"
         if self.easy_nats > MAX_NATS:
-            found, most = math.exp(min(self.easy_nats, 99.0)), math.exp(MAX_NATS)
-            return f"its perplexity on counting is {found:.3g}, and must be below {most:.1f}"
+            perplexity = math.exp(min(self.easy_nats, 99.0))
+            limit = math.exp(MAX_NATS)
+            return f"its perplexity on counting is {perplexity:.3g}, and must be below {limit:.1f}"
         return None
 
 
 def measure_canary(backend: Backend, tokenizer: Tokenizer, context_length: int) -> Canary:
-    """Return a backend's answers to the canary; no request may be running."""
+    """Score the canary with a backend; no request may be running."""
     return score_canary(backend, canary_tokens(tokenizer, context_length))
 
 
 def canary_tokens(tokenizer: Tokenizer, context_length: int) -> list[int]:
-    """Return the canary's tokens, as many as fit."""
+    """Return the first tokens of the canary's text, up to the context length."""
     return tokenizer.encode(_TEXT, add_special=True)[: min(_NUM_TOKENS, context_length)]
 
 
 def score_canary(backend: Backend, tokens: Sequence[int]) -> Canary:
-    """Return a backend's answers to these tokens, which are those of `canary_tokens`."""
+    """Score the tokens of `canary_tokens` with a backend."""
     logits = backend.score(tokens)
     if not np.isfinite(logits).all():
         return Canary((), ())
@@ -127,18 +134,24 @@ def _nats(logits: NDArray[np.float32], token: int) -> float:
 
 
 class FirstLoad(Frozen):
-    """What the check of a model's first load needs, gathered before its tensors are read.
+    """The check at a model's first load, prepared before its tensors are read.
 
-    `identity` tells apart files, and ways to compute them. A model that is not `judged`, because it
-    embeds or is too small, has to give finite logits and to repeat a recorded canary, no more.
-    `accepts` turns a refusal into a warning.
+    Attributes:
+        name: the model's name.
+        identity: identifies the model's files and the arithmetic on them.
+        tokens: the canary's tokens.
+        recorded: the canary in the report of the model's files, if any.
+        is_judged: whether the perplexity is checked. For models that are small or made for
+            embeddings, only finite logits and the drift from a recorded canary are.
+        accepts: whether to use a damaged model with a warning.
+        max_drift: the largest allowed drift from the recorded canary, in nats.
     """
 
     name: str
     identity: str
     tokens: list[int]
     recorded: Canary | None
-    judged: bool
+    is_judged: bool
     accepts: bool
     max_drift: float
 
@@ -150,7 +163,7 @@ class FirstLoad(Frozen):
         program: Program,
         options: EngineOptions,
     ) -> FirstLoad:
-        """Describe the check of `loaded`."""
+        """Return the check for a model that is loaded with these options."""
         size = sum(
             math.prod(shape) for key, shape in program.weight_shapes.items() if key[:4] == "blk."
         )
@@ -161,18 +174,18 @@ class FirstLoad(Frozen):
             identity=_identity(loaded, options),
             tokens=canary_tokens(tokenizer, program.context_length),
             recorded=_recorded(loaded),
-            judged=size >= _LEAST_JUDGED and loaded.pooling is None,
+            is_judged=size >= _MIN_JUDGED_VALUES and loaded.pooling is None,
             accepts=options.accept_quality,
-            max_drift=MAX_DRIFT * (_COARSE if min(ACTIVATION_BITS) in used else 1),
+            max_drift=MAX_DRIFT_NATS * (_COARSE_DRIFT_RATIO if min(ACTIVATION_BITS) in used else 1),
         )
 
     def check(self, backend: Backend) -> None:
-        """Score the canary, unless this file has passed before.
+        """Score the canary, unless this file has passed the check before.
 
-        Models that are not judged are scored each time: that takes milliseconds, or they embed.
+        Models that are not judged are scored at each load: the result is not stored.
 
         Raises:
-            QualityError: the model writes garbage, or not what its report says.
+            QualityError: the model generates garbage, or differs from the scores in its report.
         """
         path = env.cache_dir() / "canaries" / f"{self.identity}.json"
         if _has_passed(path) or len(self.tokens) < 2:
@@ -180,13 +193,15 @@ class FirstLoad(Frozen):
         canary = score_canary(backend, self.tokens)
         fault = self.fault(canary)
         if fault is None:
-            if not self.judged:
+            if not self.is_judged:
                 return
-            with suppress(OSError):  # then the next load checks again
+            with suppress(OSError):  # the next load checks again
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, {"model": self.name, "version": VERSION})
         elif self.accepts:
-            _logger.warning("%s writes garbage: %s. It is used as you asked.", self.name, fault)
+            _logger.warning(
+                "%s writes garbage: %s. It is used, as accept_quality says.", self.name, fault
+            )
         else:
             raise QualityError(
                 "{model} would write garbage: {fault}. Its file may be damaged or badly quantized; "
@@ -197,19 +212,21 @@ class FirstLoad(Frozen):
             )
 
     def fault(self, canary: Canary) -> str | None:
-        """Return what is wrong with the model's answers, None if nothing is."""
-        fault = canary.fault() if self.judged or not canary.is_finite else None
+        """Describe why the model is damaged; None if its scores are plausible."""
+        fault = canary.fault() if self.is_judged or not canary.is_finite else None
         if fault is not None or self.recorded is None or self.recorded.version != VERSION:
             return fault
         drift = canary.drift(self.recorded)
         if drift <= self.max_drift:
             return None
-        most = f"at most {self.max_drift:g}"
-        return f"its answers are {drift:.2f} nats from those in its report ({most})"
+        return (
+            f"its scores differ by {drift:.2f} nats from the scores in its report "
+            f"(at most {self.max_drift:g})"
+        )
 
 
 def read_report(loaded: LoadedModel) -> str | None:
-    """Return the text of the report in a model's files, None if they have none."""
+    """Return the text of the quality report in a model's files; None without a report."""
     source = loaded.tokenizer_source
     if isinstance(source, GgufTokenizer):
         text = source.metadata.get(REPORT_KEY)
@@ -229,25 +246,26 @@ def _recorded(loaded: LoadedModel) -> Canary | None:
 
 
 class _HasCanary(Frozen):
-    """The part of a report that a load reads."""
+    """The part of a quality report that is read at a load."""
 
     canary: Canary | None = None
 
 
 def _identity(loaded: LoadedModel, options: EngineOptions) -> str:
-    """Return what changes with a model's files, and with the arithmetic on them."""
-    source, compute = loaded.tokenizer_source, options.compute
+    """Return a hash that changes with the model's files, and with the arithmetic on them."""
+    source = loaded.tokenizer_source
+    compute = options.compute
     paths = [mapping.path for mapping in loaded.mappings]
     if not isinstance(source, GgufTokenizer):
         paths += [source.path, loaded.path / "config.json", loaded.path / REPORT_FILE]
-    how = (
+    arithmetic = (
         VERSION,
         compute.backend,
         compute.level,
         compute.activation_bits,
         options.cache.kv_format,
     )
-    text = repr((how, [_stamp(path) for path in paths]))
+    text = repr((arithmetic, [_stamp(path) for path in paths]))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 

@@ -40,8 +40,8 @@ class ChatOptions(TypedDict, total=False):
     is "auto", "none", "required", or the name of the function to call. `chat_template_kwargs` are
     variables for the model's chat template, such as `enable_thinking`. With
     `continue_final_message` the answer continues the last message, an assistant's. `speculate`
-    names the method that guesses tokens, and `prediction` is the text of the expected answer; both
-    change the speed and never the answers.
+    names the speculation method, and `prediction` is the text of the expected answer: both change
+    the speed and never the answers.
     """
 
     tools: Sequence[Mapping[str, Any]]
@@ -64,9 +64,10 @@ def check_options(options: Mapping[str, object]) -> None:
 def encode_conversation(
     card: ModelCard, messages: Sequence[Message], params: SamplingParams, options: ChatOptions
 ) -> tuple[list[int], SamplingParams, Hints, AnswerFormat, tuple[Function, ...]]:
-    """Return a conversation's tokens, the parameters and hints of its answer, and their form.
+    """Encode a conversation.
 
-    Last come the functions that the answer may call.
+    Returns its token ids, the parameters and the hints of its answer, the format in which the
+    answer is read, and the functions that the answer may call.
 
     Raises:
         RequestError: the model has no chat template, the template refuses the messages, or an
@@ -158,7 +159,8 @@ class ChunkReader:
 
     def __init__(self, reading: AnswerFormat, tokenizer: Tokenizer) -> None:
         """Read answers in the form that `reading` describes."""
-        self._reading, self._tokenizer = reading, tokenizer
+        self._reading = reading
+        self._tokenizer = tokenizer
         self._answers: dict[int, CallCollector] = {}  # by choice
 
     def read(self, output: Output) -> AnswerChunk:
@@ -233,7 +235,7 @@ class CallCollector:
 
 
 def _to_calls(written_calls: list[WrittenCall]) -> tuple[AnswerCall, ...]:
-    """Return the calls, without a call that the end of the answer cut off."""
+    """Return calls with parsed arguments; drop a call that the end of the answer cut off."""
     calls: list[AnswerCall] = []
     for written in written_calls:
         with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""How callers use an engine: they submit prompts and read outputs, blocking or not."""
+"""The client of an engine in this process: submits prompts and texts, and returns their outputs."""
 
 from __future__ import annotations
 
@@ -28,18 +28,25 @@ if TYPE_CHECKING:
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.structured_output.grammar import GrammarMatcher, Grammars
 
-_MAX_SHOWN: Final = 40  # characters of a wrong word that an error repeats
+_MAX_QUOTED_CHARS: Final = 40  # of a wrong value, in an error
 
 
 class Caller(Frozen):
-    """Who asks. A lower `priority` goes first; tenants do not share cached prefixes.
+    """The sender of requests: their priority, tenant and deadlines.
 
-    Tenants that compete at one priority get computed tokens in proportion to their `weight`.
-    `prompt_field` is what errors call the prompt: "prompt", "messages" for a conversation, or
-    "input" for texts to embed. `service` is the class of service that requests are counted under,
-    one of `core.request.SERVICE_TIERS`; `names_class` is whether the request asks for it by name.
-    `cuts_limit` lowers a `max_tokens` above what fits. A request is refused, or ended, if it does
-    not start within `start_within_s` or end within `timeout_s`, of which `spent_s` are over.
+    Attributes:
+        priority: requests with a lower number start first.
+        tenant: tenants do not share cached prefixes.
+        prompt_field: the name of the prompt in errors: "prompt", "messages" for a conversation,
+            or "input" for texts to embed.
+        service: the service tier under which requests are counted, one of `SERVICE_TIERS`.
+        names_class: whether the request names its service tier.
+        cuts_limit: whether a `max_tokens` that does not fit into the context is lowered instead of
+            refused.
+        weight: tenants of equal priority get computed tokens in proportion to their weights.
+        start_within_s: seconds from arrival to the first step; a later request is refused.
+        timeout_s: seconds from arrival to the end; a request that takes longer is ended.
+        spent_s: seconds of `timeout_s` that were used before the engine got the request.
     """
 
     priority: int = 0
@@ -54,9 +61,9 @@ class Caller(Frozen):
     spent_s: float = 0.0
 
 
-_ANYONE: Final = Caller()
-UNDRAWN: Final = SamplingParams()  # of requests that draw no token
-_serial = itertools.count(1)
+_DEFAULT_CALLER: Final = Caller()
+UNSAMPLED: Final = SamplingParams()  # of requests that sample no token
+_request_numbers = itertools.count(1)
 
 
 class Client:
@@ -66,11 +73,12 @@ class Client:
         """Submit to `loop`, which runs the model of `card`."""
         self.card = card
         self.loop = loop
+        # Set by `engine/disaggregation`: returns its counts.
         self.disaggregation_stats: Callable[[], DisaggregationStats] | None = None
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The compiled constraints of this model; imported with the first constraint."""
+        """The grammar compiler of this model; imported with the first constraint."""
         from twostroke.engine.structured_output.grammar import Grammars
 
         return Grammars(self.card.tokenizer, self._vocab_size)
@@ -79,144 +87,168 @@ class Client:
         self,
         tokens: Sequence[int],
         params: SamplingParams,
-        caller: Caller = _ANYONE,
+        caller: Caller = _DEFAULT_CALLER,
         hints: Hints = NO_HINTS,
     ) -> Generation:
-        """Queue a prompt and return its outputs, which any thread may read.
+        """Submit a prompt and return its outputs, which any thread may read.
 
         Raises:
-            RequestError: the prompt is empty, has an unknown token, or can never fit, or the
-                constraint cannot be used.
+            RequestError: the prompt is empty, has an unknown token, or is longer than the context,
+                or the constraint cannot be used.
             OverloadedError: the queue is full.
             EngineStoppedError: the engine no longer runs.
         """
         generation = Generation(self.loop)
-        self.queue(generation, [tokens], params, caller, hints, None)
+        self.submit_prompts(generation, [tokens], params, caller=caller, hints=hints, grammar=None)
         return generation
 
     def generate_many_async(
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
-        caller: Caller = _ANYONE,
+        caller: Caller = _DEFAULT_CALLER,
         hints: Hints = NO_HINTS,
         grammar: GrammarMatcher | None = None,
     ) -> AsyncGeneration:
-        """Queue prompts, all or none, and return outputs to read in the running event loop.
+        """Submit prompts, all or none, and return outputs to read in the running event loop.
 
-        Choice `i` of prompt `p` has index `p * n + i`. `grammar` is the constraint of `params`,
-        compiled by `grammars` in another thread; without it the event loop is blocked while the
-        constraint is compiled.
+        Choice `i` of prompt `p` has index `p * n + i`. `grammar` is the compiled constraint of
+        `params`. Compile it with `grammars` in another thread: without `grammar` it is compiled
+        here, which blocks the event loop.
 
         Raises:
             RequestError, OverloadedError, EngineStoppedError: as `generate`.
         """
         generation = AsyncGeneration(self.loop)
-        self.queue(generation, prompts, params, caller, hints, grammar)
+        self.submit_prompts(
+            generation, prompts, params, caller=caller, hints=hints, grammar=grammar
+        )
         return generation
 
     def embed(
-        self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller = _ANYONE
+        self,
+        texts: Sequence[Sequence[int]],
+        params: EmbeddingParams,
+        caller: Caller = _DEFAULT_CALLER,
     ) -> Iterator[Embedding]:
-        """Yield the embeddings of texts (token ids) in order; leaving early cancels the others.
+        """Yield the embeddings of texts (token ids) in order; stopping early cancels the others.
 
-        The first texts are queued at once; the others wait for room in the queue.
+        The first texts are submitted at once, the others as the queue has room.
 
         Raises:
-            RequestError: a text is empty, has an unknown token, or can never fit, or the model
-                cannot embed in this way.
+            RequestError: a text is empty, has an unknown token, or is longer than the context, or
+                the model does not support the pooling or the dimensions.
             OverloadedError: the queue has no room for the first text.
             EngineStoppedError: the engine no longer runs.
             TwostrokeError: the engine failed on a text.
         """
         generation = Generation(self.loop)
-        self.queue_texts(generation, texts, params, caller)
+        self.submit_texts(generation, texts, params, caller)
         return in_order(generation)
 
     def embed_async(
-        self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller = _ANYONE
+        self,
+        texts: Sequence[Sequence[int]],
+        params: EmbeddingParams,
+        caller: Caller = _DEFAULT_CALLER,
     ) -> AsyncGeneration:
-        """Queue texts as `embed` does; each has one output, for `Embedding.of`.
+        """Submit texts as `embed` does, and return an output for each; read it with `Embedding.of`.
 
         Raises:
             RequestError, OverloadedError, EngineStoppedError: as `embed`.
         """
         generation = AsyncGeneration(self.loop)
-        self.queue_texts(generation, texts, params, caller)
+        self.submit_texts(generation, texts, params, caller)
         return generation
 
-    def queue(
+    def submit_prompts(
         self,
         generation: Outputs,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
+        *,
         caller: Caller,
         hints: Hints,
         grammar: GrammarMatcher | None,
     ) -> None:
-        """Queue prompts, whose outputs go to `generation`; the rest as `generate_many_async`."""
+        """Submit prompts whose outputs go to `generation`; otherwise as `generate_many_async`."""
         params = self.card.sampling.fill(params)
         self._check_hints(hints)
         self._check_prompts(prompts, params, caller)
         self._check_params(params)
         if grammar is None and params.constraint is not None:
             grammar = self.grammars.compile(params.constraint)
-        tokenizer, mailbox = self.card.tokenizer, generation.mailbox
-        choices: list[OutputProcessor] = []
+        processors: list[OutputProcessor] = []
         for tokens in prompts:
-            for request in self._requests(tokens, params, caller, hints, grammar):
-                choices.append(
-                    OutputProcessor(request, len(choices), mailbox, tokenizer, caller.service)
+            requests = self._requests(tokens, params, caller=caller, hints=hints, grammar=grammar)
+            for request in requests:
+                processors.append(
+                    OutputProcessor(
+                        request,
+                        index=len(processors),
+                        mailbox=generation.mailbox,
+                        tokenizer=self.card.tokenizer,
+                        service=caller.service,
+                    )
                 )
-        generation.submit(choices)
+        generation.submit(processors)
 
-    def queue_texts(
+    def submit_texts(
         self,
         generation: Outputs,
         texts: Sequence[Sequence[int]],
         params: EmbeddingParams,
         caller: Caller,
     ) -> None:
-        """Queue texts, whose embeddings go to `generation`; the rest as `embed_async`."""
-        card, mailbox = self.card, generation.mailbox
+        """Submit texts whose embeddings go to `generation`; otherwise as `embed_async`."""
+        card = self.card
         pooling = choose_pooling(params, card.name, card.pooling, card.embedding_width)
-        self._check_prompts(texts, UNDRAWN, caller, pooling)
+        self._check_prompts(texts, UNSAMPLED, caller, pooling)
         if pooling is Pooling.NONE:
             check_token_values(texts, params.dimensions or card.embedding_width)
         embedders = []
         for index, tokens in enumerate(texts):
-            request = new_request(tokens, UNDRAWN, caller, pooling)
-            embedders.append(Embedder(request, index, mailbox, params.dimensions, caller.service))
+            request = new_request(tokens, UNSAMPLED, caller, pooling)
+            embedders.append(
+                Embedder(
+                    request,
+                    index=index,
+                    mailbox=generation.mailbox,
+                    dimensions=params.dimensions,
+                    service=caller.service,
+                )
+            )
         generation.submit_gradually(embedders)
 
     def _requests(
         self,
         tokens: Sequence[int],
         params: SamplingParams,
+        *,
         caller: Caller,
         hints: Hints,
         grammar: GrammarMatcher | None,
     ) -> Iterator[Request]:
-        """Yield one prompt's n requests."""
+        """Yield the `n` requests of one prompt."""
         first_seed = secrets.randbits(64) if params.seed is None else params.seed
         constraint = params.constraint
-        ends = frozenset() if params.ignore_eos else self.card.tokenizer.eos_ids
+        end_ids = frozenset() if params.ignore_eos else self.card.tokenizer.eos_ids
         if params.end_ids or params.stop_token_ids:  # otherwise all requests share one set
-            ends = ends.union(params.end_ids, params.stop_token_ids)
+            end_ids = end_ids.union(params.end_ids, params.stop_token_ids)
         for index in range(params.n):
             request = new_request(tokens, params, caller)
             request.seed = (first_seed + index) % 2**64
-            request.end_ids = ends
+            request.end_ids = end_ids
             request.hints = hints
             request.matcher = grammar.another(constraint) if grammar and constraint else None
             yield request
 
     def _check_hints(self, hints: Hints) -> None:
-        known = ("auto", "off", *self.loop.speculator.methods)
-        if hints.speculate not in known:
-            word = hints.speculate[:_MAX_SHOWN]
-            reason = f"must be one of {', '.join(known)} here, got {{word!r}}."
-            raise RequestError(reason + nearest(word, known), field="speculate", word=word)
+        methods = ("auto", "off", *self.loop.speculator.methods)
+        if hints.speculate not in methods:
+            word = hints.speculate[:_MAX_QUOTED_CHARS]
+            reason = f"must be one of {', '.join(methods)} here, got {{word!r}}."
+            raise RequestError(reason + nearest(word, methods), field="speculate", word=word)
         if hints.prediction:
             self._check_ids(hints.prediction, "prediction")
 
@@ -227,18 +259,20 @@ class Client:
         caller: Caller,
         pooling: Pooling | None = None,
     ) -> None:
-        """Refuse prompts that can never run."""
-        for place, tokens in enumerate(prompts):
+        """Refuse prompts that are empty, longer than the context, or have unknown tokens."""
+        for index, tokens in enumerate(prompts):
             self.loop.check(new_request(tokens, params, caller, pooling))
             field = caller.prompt_field
-            self._check_ids(tokens, field if len(prompts) == 1 else f"{field}[{place}]")
+            self._check_ids(tokens, field if len(prompts) == 1 else f"{field}[{index}]")
 
     def _check_ids(self, tokens: Sequence[int], field: str) -> None:
         limit = self._vocab_size
         if min(tokens) < 0 or max(tokens) >= limit:
-            place = next(i for i, token in enumerate(tokens) if not 0 <= token < limit)
-            wrong = f"the first is {tokens[place]}, at index {place}."
-            raise RequestError(f"has token ids outside 0 to {limit - 1}: {wrong}", field=field)
+            index = next(i for i, token in enumerate(tokens) if not 0 <= token < limit)
+            first_wrong = f"the first is {tokens[index]}, at index {index}."
+            raise RequestError(
+                f"has token ids outside 0 to {limit - 1}: {first_wrong}", field=field
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         limit = self._vocab_size
@@ -256,9 +290,9 @@ class Client:
 def new_request(
     tokens: Sequence[int], params: SamplingParams, caller: Caller, pooling: Pooling | None = None
 ) -> Request:
-    """Return a prompt's request, or that of a text to embed."""
+    """Return a new request for a prompt, or with `pooling` for a text to embed."""
     return Request(
-        id=f"r{next(_serial)}",
+        id=f"r{next(_request_numbers)}",
         tokens=list(tokens),
         num_prompt=len(tokens),
         params=params,

@@ -1,4 +1,4 @@
-"""Counts of a running engine, and the snapshot in which others read them."""
+"""Counts of a running engine: histograms, sums over steps, and the snapshot of all of them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,159 @@ if TYPE_CHECKING:
 LATENCIES: Final = ("queue", "ttft", "tpot", "itl", "e2e")
 COMPLETED: Final = (FinishReason.STOP, FinishReason.LENGTH)
 
-_NUM_RECENT: Final = 120  # steps
+_NUM_RECENT_STEPS: Final = 120
+
+
+# Upper bounds of buckets from 10 microseconds to hours, 20 a decade: percentiles have an error of
+# at most 6%.
+_DECADE: Final = (
+    *("1", "1.1", "1.25", "1.4", "1.6", "1.8", "2", "2.25", "2.5", "2.8"),
+    *("3.2", "3.6", "4", "4.5", "5", "5.6", "6.3", "7.1", "8", "9"),
+)
+TIME_BOUNDS_S: Final = tuple(float(f"{step}e{power}") for power in range(-5, 4) for step in _DECADE)
+ROW_BOUNDS: Final = tuple(float(2**power) for power in range(15))
+BOUNDS: Final = {"seconds": TIME_BOUNDS_S, "rows": ROW_BOUNDS}
+
+
+class Distribution(Frozen):
+    """The distribution of some values over buckets.
+
+    Attributes:
+        unit: a name in `BOUNDS`, which has the upper bounds of the buckets.
+        counts: the values in each bucket; the last bucket has no upper bound.
+        sum: the sum of all values.
+    """
+
+    unit: str
+    counts: tuple[int, ...]
+    sum: float
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """The upper bounds of the buckets, inclusive; the last bucket has none."""
+        return BOUNDS[self.unit]
+
+    def __sub__(self, earlier: Distribution) -> Distribution:
+        """Return the distribution of the values counted since `earlier`."""
+        pairs = zip(self.counts, earlier.counts, strict=True)
+        counts = tuple([count - earlier_count for count, earlier_count in pairs])
+        return Distribution(self.unit, counts, self.sum - earlier.sum)
+
+    @property
+    def count(self) -> int:
+        """The number of values."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float | None:
+        """The mean of the values; None without values."""
+        count = self.count
+        return self.sum / count if count else None
+
+    def percentile(self, fraction: float) -> float | None:
+        """Return an estimate of a percentile, such as the median for 0.5; None without values.
+
+        The estimate interpolates linearly within a bucket.
+        """
+        cumulative = list(accumulate(self.counts))
+        if not cumulative[-1]:
+            return None
+        rank = fraction * cumulative[-1]
+        bucket = bisect_left(cumulative, rank) if rank else bisect_right(cumulative, 0)
+        num_below = cumulative[bucket - 1] if bucket else 0
+        low = self.bounds[bucket - 1] if bucket else 0.0
+        high = self.bounds[min(bucket, len(self.bounds) - 1)]
+        return low + (high - low) * (rank - num_below) / self.counts[bucket]
+
+    def cumulative(self, bounds: Sequence[float]) -> Iterator[tuple[float, int]]:
+        """Yield each of `bounds` with the number of values up to it; `bounds` are own bounds."""
+        cumulative = list(accumulate(self.counts))
+        for bound in bounds:
+            yield bound, cumulative[bisect_left(self.bounds, bound)]
+
+
+class Histogram:
+    """Counts values into buckets. Not thread-safe."""
+
+    __slots__ = ("_bounds", "_counts", "_read", "_sum", "_unit")
+
+    def __init__(self, unit: str = "seconds") -> None:
+        """Start with empty buckets: one up to each of the unit's `BOUNDS`, and one above."""
+        self._unit = unit
+        self._bounds = BOUNDS[unit]
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+        self._read: Distribution | None = None
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Add a value, `count` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+        self._read = None
+
+    def read(self) -> Distribution:
+        """Return the distribution so far; the same object until another value is added."""
+        if self._read is None:
+            self._read = Distribution(self._unit, tuple(self._counts), self._sum)
+        return self._read
+
+
+T = TypeVar("T")
+
+MAX_SECONDS: Final = 130  # that a history remembers
+
+
+class TimeSpan(Frozen, Generic[T]):
+    """The sums at the beginning (`first`) and at the end (`last`) of a span of whole seconds."""
+
+    first: T
+    last: T
+    seconds: int
+
+
+class SumHistory(Generic[T]):
+    """Remembers growing sums as they were at the beginning of each second. Not thread-safe."""
+
+    def __init__(self, read: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> None:
+        """Get the sums from `read`, which returns immutable values."""
+        self._read = read
+        self._clock = clock
+        self._start_s = clock()
+        # (second, sums at its beginning), for seconds in which the sums changed.
+        self._marks: deque[tuple[int, T]] = deque([(0, read())], maxlen=MAX_SECONDS + 2)
+
+    def advance(self, now_s: float) -> None:
+        """Store the sums if a new second has begun; call this before each change of the sums."""
+        second = int(now_s - self._start_s)
+        if second != self._marks[-1][0]:
+            self._marks.append((second, self._read()))
+
+    def span(self, seconds: int, ago_s: int = 0) -> TimeSpan[T]:
+        """Return the sums at both ends of a span that ended `ago_s` ago.
+
+        The span is shorter than `seconds` if the history is.
+        """
+        last = max(0, int(self._clock() - self._start_s) - ago_s)
+        first = max(0, last - seconds)
+        return TimeSpan(self._at(first), self._at(last), last - first)
+
+    def _at(self, second: int) -> T:
+        """Return the sums at the beginning of a second: they are the same until the next mark."""
+        for marked_second, sums in self._marks:
+            if marked_second >= second:
+                return sums
+        return self._read()
 
 
 class PhaseTotals(Frozen):
-    """Sums over the steps of one kind; `rows` are tokens computed.
+    """Sums over the steps of one phase, prefill or decode.
 
-    `collective_s` is what rank 0 spent in collectives, waiting for other ranks included;
-    `crowded_s` are the seconds of steps with fewer threads than all.
+    Attributes:
+        rows: tokens computed.
+        time_s: time of the steps.
+        kernel_s: part of `time_s` in kernels.
+        collective_s: time of rank 0 in collectives, waiting for other ranks included.
+        crowded_s: time of steps that ran with fewer threads, because other processes were busy.
     """
 
     steps: int = 0
@@ -50,7 +195,7 @@ class PhaseTotals(Frozen):
     crowded_s: float = 0.0
 
     def __sub__(self, earlier: PhaseTotals) -> PhaseTotals:
-        """Return what was added since `earlier`."""
+        """Return the sums over the steps since `earlier`."""
         return PhaseTotals(*map(sub, astuple(self), astuple(earlier)))
 
     @property
@@ -64,22 +209,22 @@ class PhaseTotals(Frozen):
         return self.bytes / self.time_s if self.time_s else 0.0
 
     def mfu(self, hardware: Hardware) -> float:
-        """Model FLOPs utilization: FLOPs a second over the machine's peak."""
+        """Return the model FLOPs utilization: FLOPs a second over the machine's peak."""
         return self.flops_per_s / hardware.peak
 
     def mbu(self, hardware: Hardware) -> float:
-        """Model bandwidth utilization: bytes a second over the machine's bandwidth."""
+        """Return the model bandwidth utilization: bytes a second over the machine's bandwidth."""
         return self.bytes_per_s / hardware.bandwidth
 
 
 class PrefillDecodeTotals(Frozen):
-    """Sums for prefill and decode; a step is prefill if most of its rows are prompt tokens."""
+    """Sums over prefill steps (most of their rows are prompt tokens) and over decode steps."""
 
     prefill: PhaseTotals = PhaseTotals()
     decode: PhaseTotals = PhaseTotals()
 
     def __sub__(self, earlier: PrefillDecodeTotals) -> PrefillDecodeTotals:
-        """Return what was added since `earlier`."""
+        """Return the sums over the steps since `earlier`."""
         return PrefillDecodeTotals(self.prefill - earlier.prefill, self.decode - earlier.decode)
 
     @property
@@ -94,10 +239,12 @@ class PrefillDecodeTotals(Frozen):
 
 
 class TierTotals(Frozen):
-    """Counts of a tier since the engine's start; `stored` is as of now, None if it is not known.
+    """Counts of a KV offload tier since the engine's start.
 
-    `saved_s` is the computing that fetched pages have saved, less the time for them. `slow` counts
-    transfers that were given up, or not begun, because computing is faster.
+    Attributes:
+        slow: transfers that were stopped, or not started, because computing is faster.
+        saved_s: computing time that fetched pages saved, less the time of the fetches.
+        pages_stored, bytes_stored: the contents of the tier now; None if unknown.
     """
 
     tier: str
@@ -116,10 +263,16 @@ class TierTotals(Frozen):
 
 
 class TimedRows(NamedTuple):
-    """One step: its rows, how many of them were prompt tokens, its requests, and its time.
+    """The size and time of one step.
 
-    `attended` counts pairs of a row and a position that it attends to. `turn_s` is the time since
-    the end of the step before, with all that the loop does between two; 0 after a pause.
+    Attributes:
+        rows: tokens computed.
+        prompt_rows: prompt tokens among them.
+        requests: requests in the step.
+        step_s: time of the step.
+        attended: pairs of a row and a position that it attends to.
+        interval_s: time since the end of the previous step, with the loop's work in between; 0
+            after a pause.
     """
 
     rows: int
@@ -127,15 +280,15 @@ class TimedRows(NamedTuple):
     requests: int
     step_s: float
     attended: int = 0
-    turn_s: float = 0.0
+    interval_s: float = 0.0
 
 
 class ServiceTotals(Frozen):
-    """Sums for one class of service.
+    """Sums for one service tier.
 
-    Prompts are counted at their first token, `completion_tokens` as they are generated. `ends` are
-    by finish reason; `latencies` are in seconds, by the names in `LATENCIES`. Texts to embed are
-    not answers: they are counted separately, when their vectors are ready.
+    Prompts are counted at their first token, and `completion_tokens` as they are generated. `ends`
+    counts answers by finish reason. `latencies` are in seconds, by the names in `LATENCIES`. Texts
+    to embed are counted separately, when their vectors are ready.
     """
 
     prompt_tokens: int
@@ -148,15 +301,18 @@ class ServiceTotals(Frozen):
 
     @property
     def answers(self) -> int:
-        """How many answers were completed."""
+        """The number of completed answers."""
         return sum(self.ends.get(reason, 0) for reason in COMPLETED)
 
 
 class SpeculationTotals(Frozen):
-    """Guesses: `proposed` and `accepted` by source, `accepted_at` by place after the newest token.
+    """Counts of draft tokens.
 
-    `passes` are slices with guesses; each drew one token besides the accepted ones. `saved_s`
-    estimates how much longer the same tokens would have taken without guesses.
+    Attributes:
+        proposed, accepted: draft tokens by proposer.
+        accepted_at: accepted draft tokens by their offset after the newest token.
+        passes: slices with drafts. Each yields one token besides the accepted drafts.
+        saved_s: estimated time that the same tokens would have taken longer without drafts.
     """
 
     proposed: dict[str, int]
@@ -167,18 +323,25 @@ class SpeculationTotals(Frozen):
 
 
 class Snapshot(Frozen):
-    """The engine's counts at one moment; sums are since its start, `age_s` seconds ago.
+    """The engine's counts at one moment. Sums are since its start.
 
-    `services` are by class of service. `prefill_rows` and `decode_rows` are the distributions of a
-    step's rows; `recent_steps` are the last steps. `scheduler` also counts the requests and pages
-    in each state now. `num_compiled` counts kernels compiled and graphs captured while steps ran.
-    `num_shortages` counts steps for which the memory was too short, and a step may compute
-    `most_tokens` now.
+    Attributes:
+        age_s: seconds since the engine's start.
+        services: sums by service tier.
+        phases: sums over prefill and decode steps.
+        prefill_rows, decode_rows: the distribution of the rows of a step.
+        recent_steps: the last steps.
+        speculation: counts of draft tokens.
+        scheduler: counts of the scheduler, with the requests and pages in each state now.
+        tiers: counts of the KV offload tiers.
+        num_compiled: kernels compiled and graphs captured while steps ran.
+        num_shortages: steps that failed because the memory was too short.
+        max_step_tokens: tokens that a step may compute now.
     """
 
     age_s: float
     services: dict[str, ServiceTotals]
-    strokes: PrefillDecodeTotals
+    phases: PrefillDecodeTotals
     prefill_rows: Distribution
     decode_rows: Distribution
     recent_steps: tuple[TimedRows, ...]
@@ -187,34 +350,36 @@ class Snapshot(Frozen):
     tiers: tuple[TierTotals, ...] = ()
     num_compiled: int = 0
     num_shortages: int = 0
-    most_tokens: int | None = None
+    max_step_tokens: int | None = None
 
 
 class ServiceCounter:
-    """Counts for one class of service; the loop's lock guards it."""
+    """Counts for one service tier. Callers hold the engine loop's lock."""
 
     def __init__(self) -> None:
         """Count from 0."""
-        self.gaps: list[float] = []  # times of the tokens that precede this step's
+        self.gaps: list[float] = []  # times of the tokens before this step's tokens
         self.num_tokens = 0
         self._latencies = {name: Histogram() for name in LATENCIES}
-        self._num_prompt = self._num_cached = 0
-        self._embedded_texts = self._embedded_tokens = 0
+        self._num_prompt = 0
+        self._num_cached = 0
+        self._embedded_texts = 0
+        self._embedded_tokens = 0
         self._ends: Counter[FinishReason] = Counter()
 
     def begin(self, request: Request, now_s: float) -> None:
-        """Count a request that gets its first token."""
+        """Count a request at its first token."""
         self._num_prompt += request.num_prompt
         self._num_cached += request.num_cached
         self._latencies["queue"].observe(request.started_s - request.arrival_s)
         self._latencies["ttft"].observe(now_s - request.arrival_s)
 
     def count_gaps(self, now_s: float) -> None:
-        """Count the times between this step's tokens and the previous ones."""
+        """Count the time between each token of this step and the token before it."""
         gaps = self.gaps
         if not gaps:
             return
-        if gaps.count(gaps[0]) == len(gaps):  # as in most steps
+        if gaps.count(gaps[0]) == len(gaps):  # equal in most steps
             self._latencies["itl"].observe(now_s - gaps[0], len(gaps))
         else:
             for before_s, count in Counter(gaps).items():
@@ -222,8 +387,10 @@ class ServiceCounter:
         gaps.clear()
 
     def end(self, request: Request, last: Output) -> None:
-        """Count a request that has ended with the output `last`; a text only if it has a vector."""
-        reason, timings, usage = last.finish_reason, last.timings, last.usage
+        """Count a request with its last output; a text to embed only if it succeeded."""
+        reason = last.finish_reason
+        timings = last.timings
+        usage = last.usage
         assert reason is not None
         assert timings is not None
         assert usage is not None
@@ -243,228 +410,107 @@ class ServiceCounter:
     def read(self) -> ServiceTotals:
         """Return the sums so far."""
         return ServiceTotals(
-            self._num_prompt,
-            self._num_cached,
-            self.num_tokens,
-            dict(self._ends),
-            {name: histogram.read() for name, histogram in self._latencies.items()},
-            self._embedded_texts,
-            self._embedded_tokens,
+            prompt_tokens=self._num_prompt,
+            cached_tokens=self._num_cached,
+            completion_tokens=self.num_tokens,
+            ends=dict(self._ends),
+            latencies={name: histogram.read() for name, histogram in self._latencies.items()},
+            embedded_texts=self._embedded_texts,
+            embedded_tokens=self._embedded_tokens,
         )
 
 
 class Counters:
-    """The engine's counts; the loop's lock guards them."""
+    """All counts of an engine. Callers hold the engine loop's lock."""
 
     def __init__(
         self,
         cost: StepCost,
+        *,
         scheduler: Callable[[], SchedulerStats],
         speculation: SpeculationStats,
         tiers: Callable[[], tuple[TierTotals, ...]] = tuple,
-        limit: StepLimit | None = None,
+        step_limit: StepLimit | None = None,
     ) -> None:
-        """Count work by `cost`; snapshots include the counts of the others."""
-        self._tiers, self._limit = tiers, limit
+        """Compute the work of steps with `cost`; include the other counts in snapshots."""
+        self._tiers = tiers
+        self._step_limit = step_limit
         self.services = {service: ServiceCounter() for service in SERVICE_TIERS}
         self._cost = cost
         self._scheduler = scheduler
         self._speculation = speculation
-        self._began_s = time.monotonic()
-        self._strokes = PrefillDecodeTotals()
-        self._prefill_rows, self._decode_rows = Histogram("rows"), Histogram("rows")
-        self._recent: deque[TimedRows] = deque(maxlen=_NUM_RECENT)
+        self._start_s = time.monotonic()
+        self._phases = PrefillDecodeTotals()
+        self._prefill_rows = Histogram("rows")
+        self._decode_rows = Histogram("rows")
+        self._recent: deque[TimedRows] = deque(maxlen=_NUM_RECENT_STEPS)
         self._num_compiled = 0
-        self.seconds = Seconds(self.snapshot)
+        self.history = SumHistory(self.snapshot)
 
     def add_step(
-        self, plan: StepPlan, batch: BatchShape, result: StepResult, turn_s: float = 0.0
+        self, plan: StepPlan, batch: BatchShape, result: StepResult, interval_s: float = 0.0
     ) -> None:
-        """Count one step, whose shape is `batch`; `turn_s` as in `TimedRows`."""
-        prompt_rows, rows = plan.num_prompt_rows, batch.num_rows
-        cost, strokes = self._cost.of(batch), self._strokes
+        """Count one step, whose shape is `batch`; `interval_s` is as in `TimedRows`."""
+        prompt_rows = plan.num_prompt_rows
+        rows = batch.num_rows
+        cost = self._cost.of(batch)
+        phases = self._phases
         is_prefill = 2 * prompt_rows > rows
-        old = strokes.prefill if is_prefill else strokes.decode
+        old = phases.prefill if is_prefill else phases.decode
         new = PhaseTotals(
-            old.steps + 1,
-            old.rows + rows,
-            old.flops + cost.flops,
-            old.bytes + cost.bytes,
-            old.time_s + result.elapsed_s,
-            old.kernel_s + result.kernel_s,
-            old.collective_s + result.collective_s,
-            old.crowded_s + result.crowded_s,
+            steps=old.steps + 1,
+            rows=old.rows + rows,
+            flops=old.flops + cost.flops,
+            bytes=old.bytes + cost.bytes,
+            time_s=old.time_s + result.elapsed_s,
+            kernel_s=old.kernel_s + result.kernel_s,
+            collective_s=old.collective_s + result.collective_s,
+            crowded_s=old.crowded_s + result.crowded_s,
         )
         if is_prefill:
-            self._strokes = PrefillDecodeTotals(new, strokes.decode)
+            self._phases = PrefillDecodeTotals(new, phases.decode)
             self._prefill_rows.observe(rows)
         else:
-            self._strokes = PrefillDecodeTotals(strokes.prefill, new)
+            self._phases = PrefillDecodeTotals(phases.prefill, new)
             self._decode_rows.observe(rows)
-        counts = rows, prompt_rows, len(plan.slices)
         self._num_compiled += result.num_compiled
-        self._recent.append(TimedRows(*counts, result.elapsed_s, batch.num_attended(), turn_s))
+        self._recent.append(
+            TimedRows(
+                rows=rows,
+                prompt_rows=prompt_rows,
+                requests=len(plan.slices),
+                step_s=result.elapsed_s,
+                attended=batch.num_attended(),
+                interval_s=interval_s,
+            )
+        )
 
     def count_gaps(self, now_s: float) -> None:
-        """Count the times between this step's tokens and the previous ones."""
+        """Count the time between each token of this step and the token before it."""
         for service in self.services.values():
             service.count_gaps(now_s)
 
     def snapshot(self) -> Snapshot:
         """Return all counts as of now."""
-        guesses, limit = self._speculation, self._limit
+        drafts = self._speculation
+        step_limit = self._step_limit
         return Snapshot(
-            age_s=time.monotonic() - self._began_s,
+            age_s=time.monotonic() - self._start_s,
             services={name: service.read() for name, service in self.services.items()},
-            strokes=self._strokes,
+            phases=self._phases,
             prefill_rows=self._prefill_rows.read(),
             decode_rows=self._decode_rows.read(),
             recent_steps=tuple(self._recent),
             speculation=SpeculationTotals(
-                dict(guesses.proposed),
-                dict(guesses.accepted),
-                dict(guesses.accepted_at),
-                guesses.passes,
-                guesses.saved_s,
+                proposed=dict(drafts.proposed),
+                accepted=dict(drafts.accepted),
+                accepted_at=dict(drafts.accepted_at),
+                passes=drafts.passes,
+                saved_s=drafts.saved_s,
             ),
             scheduler=self._scheduler(),
             tiers=self._tiers(),
             num_compiled=self._num_compiled,
-            num_shortages=limit.num_shortages if limit else 0,
-            most_tokens=limit.most_tokens if limit else None,
+            num_shortages=step_limit.num_shortages if step_limit else 0,
+            max_step_tokens=step_limit.max_tokens if step_limit else None,
         )
-
-
-_DECADE: Final = (
-    *("1", "1.1", "1.25", "1.4", "1.6", "1.8", "2", "2.25", "2.5", "2.8"),
-    *("3.2", "3.6", "4", "4.5", "5", "5.6", "6.3", "7.1", "8", "9"),
-)
-
-# From 10 microseconds to hours, twenty to a decade: percentiles have an error of at most 6%.
-TIME_BOUNDS_S: Final = tuple(float(f"{step}e{power}") for power in range(-5, 4) for step in _DECADE)
-ROW_BOUNDS: Final = tuple(float(2**power) for power in range(15))
-
-
-BOUNDS: Final = {"seconds": TIME_BOUNDS_S, "rows": ROW_BOUNDS}
-
-
-class Distribution(Frozen):
-    """`counts[i]` values are at most `bounds[i]` and above the previous bound; the last are above.
-
-    `sum` is the sum of all values, `unit` a name in `BOUNDS`.
-    """
-
-    unit: str
-    counts: tuple[int, ...]
-    sum: float
-
-    @property
-    def bounds(self) -> tuple[float, ...]:
-        """The upper bounds of all buckets but the last."""
-        return BOUNDS[self.unit]
-
-    def __sub__(self, earlier: Distribution) -> Distribution:
-        """Return what was counted since `earlier`."""
-        pairs = zip(self.counts, earlier.counts, strict=True)
-        counts = tuple([late - early for late, early in pairs])
-        return Distribution(self.unit, counts, self.sum - earlier.sum)
-
-    @property
-    def count(self) -> int:
-        """The number of values."""
-        return sum(self.counts)
-
-    @property
-    def mean(self) -> float | None:
-        """The mean; None without values."""
-        count = self.count
-        return self.sum / count if count else None
-
-    def percentile(self, share: float) -> float | None:
-        """Return about the value that `share` of all values are below; None without values.
-
-        Values are assumed to lie evenly within a bucket.
-        """
-        below = list(accumulate(self.counts))
-        if not below[-1]:
-            return None
-        rank = share * below[-1]
-        place = bisect_left(below, rank) if rank else bisect_right(below, 0)
-        before = below[place - 1] if place else 0
-        low = self.bounds[place - 1] if place else 0.0
-        high = self.bounds[min(place, len(self.bounds) - 1)]
-        return low + (high - low) * (rank - before) / self.counts[place]
-
-    def cumulative(self, bounds: Sequence[float]) -> Iterator[tuple[float, int]]:
-        """Yield how many values are at most each of `bounds`, a part of the distribution's own."""
-        below = list(accumulate(self.counts))
-        for bound in bounds:
-            yield bound, below[bisect_left(self.bounds, bound)]
-
-
-class Histogram:
-    """Counts values into buckets. Not thread-safe."""
-
-    __slots__ = ("_bounds", "_counts", "_read", "_sum", "_unit")
-
-    def __init__(self, unit: str = "seconds") -> None:
-        """Have a bucket up to each of the unit's `BOUNDS`, and one above."""
-        self._unit, self._bounds = unit, BOUNDS[unit]
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-        self._read: Distribution | None = None
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """Count a value, `count` times."""
-        self._counts[bisect_left(self._bounds, value)] += count
-        self._sum += value * count
-        self._read = None
-
-    def read(self) -> Distribution:
-        """Return the counts so far: the same ones again if nothing was counted since."""
-        if self._read is None:
-            self._read = Distribution(self._unit, tuple(self._counts), self._sum)
-        return self._read
-
-
-T = TypeVar("T")
-
-MAX_SECONDS: Final = 130
-
-
-class TimeSpan(Frozen, Generic[T]):
-    """Sums at the beginning and at the end of some whole seconds."""
-
-    first: T
-    last: T
-    seconds: int
-
-
-class Seconds(Generic[T]):
-    """Remembers sums at the beginning of each second in which they changed. Not thread-safe."""
-
-    def __init__(self, read: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> None:
-        """Take sums from `read`, which returns immutable values."""
-        self._read = read
-        self._clock = clock
-        self._began_s = clock()
-        self._marks: deque[tuple[int, T]] = deque([(0, read())], maxlen=MAX_SECONDS + 2)
-
-    def turn(self, now_s: float) -> None:
-        """Keep the sums if a new second has begun; call this before each change."""
-        second = int(now_s - self._began_s)
-        if second != self._marks[-1][0]:
-            self._marks.append((second, self._read()))
-
-    def span(self, seconds: int, ago_s: int = 0) -> TimeSpan[T]:
-        """Return the last whole `seconds` up to `ago_s`, or as many as there have been."""
-        last = max(0, int(self._clock() - self._began_s) - ago_s)
-        first = max(0, last - seconds)
-        return TimeSpan(self._at(first), self._at(last), last - first)
-
-    def _at(self, second: int) -> T:
-        """Return the sums at the beginning of a second: nothing changed until the next mark."""
-        for at, sums in self._marks:
-            if at >= second:
-                return sums
-        return self._read()

@@ -1,27 +1,44 @@
-"""What a hand-over's two sides tell about themselves."""
+"""Statistics of disaggregation: of the prefill side, and of the decode side.
+
+The state of a server has these structs as JSON; names of fields that differ there are given here.
+"""
 
 from __future__ import annotations
+
+import msgspec
 
 from twostroke.core.frozen import Frozen
 
 
 class PrefillSideStats(Frozen):
-    """A prefill engine's connections, the prompts that it reads for them, and sums."""
+    """Statistics of an engine that prefills prompts for decode engines.
+
+    Attributes:
+        port: the port on which decode engines connect.
+        num_peers: connected decode engines.
+        num_prefilling: prompts being prefilled for them now.
+        num_prompts: prompts prefilled for them since the start.
+        num_leased_pages: pages offered to them since the start.
+        num_expired_leases: offers that were not fetched in time.
+    """
 
     port: int
     num_peers: int
-    num_reading: int
+    num_prefilling: int = msgspec.field(name="num_reading")
     num_prompts: int
-    num_pages_lent: int
-    num_leases_late: int
+    num_leased_pages: int = msgspec.field(name="num_pages_lent")
+    num_expired_leases: int = msgspec.field(name="num_leases_late")
 
 
 class PrefillPeerStats(Frozen):
-    """A prefill engine as a decode engine sees it; rates are 0.0 until they were measured.
+    """A prefill engine as a decode engine sees it. Rates are 0.0 until they are measured.
 
-    `overhead_s` is what transfers took beyond the queue there, computing, and moving.
-    `state` is "up", "down" or "refused"; `link` is "" without a connection, else the `title` of
-    its `Way`.
+    Attributes:
+        state: "up", "down" or "refused".
+        link: the `title` of the connection's transfer method; "" without a connection.
+        num_open: KV transfers from it that have not ended.
+        queue_flops: the work that its queue has, in FLOPs.
+        overhead_s: mean time of a transfer besides the queue, the computation and the copying.
     """
 
     address: str
@@ -37,9 +54,14 @@ class PrefillPeerStats(Frozen):
 class DecodeSideStats(Frozen):
     """A decode engine's prefill engines, and sums since its start.
 
-    `decisions` are by the words of `choice.REASONS`, `transfers` by those of `ongoing.OUTCOMES`.
-    Transfers took `seconds` from the question to their end, where the rule had counted on
-    `expected_s`, and `fetch_s` of these from offers of pages until these could be used.
+    Attributes:
+        rule: the placement rule, as the option names it.
+        decisions: placements of prompts, by reason.
+        transfers: ended KV transfers, by outcome.
+        num_bytes: bytes fetched.
+        seconds: time of all transfers, from the request to the prefill engine to the end.
+        expected_s: the time that the placement rule predicted for these transfers.
+        fetch_s: part of `seconds` from offers of pages until the pages could be used.
     """
 
     rule: str
@@ -53,8 +75,8 @@ class DecodeSideStats(Frozen):
 
 
 class DisaggregationStats(Frozen):
-    """An engine's role, and what it lent or borrowed."""
+    """An engine's role in disaggregation, and the statistics of each of its sides."""
 
     role: str
-    lender: PrefillSideStats | None = None
-    borrower: DecodeSideStats | None = None
+    prefill_side: PrefillSideStats | None = msgspec.field(name="lender", default=None)
+    decode_side: DecodeSideStats | None = msgspec.field(name="borrower", default=None)

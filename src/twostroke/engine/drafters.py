@@ -1,4 +1,4 @@
-"""Models that guess tokens for the target: a smaller draft model, or trained heads."""
+"""Models that draft tokens for a target model: a smaller draft model, or trained heads."""
 
 from __future__ import annotations
 
@@ -52,17 +52,20 @@ if TYPE_CHECKING:
     from twostroke.model.tokenizer import Tokenizer
     from twostroke.model.weights import LoadedHeads, LoadedModel
 
-_MANY_ROWS = 256  # of a step of heads, unless requests have more guesses
-_SPARE_TOKENS = 128  # of a request, besides its window, for waiting states and guesses
+_MIN_STEP_ROWS = 256  # of a step of heads; more if the requests can have more drafts
+_SPARE_TOKENS = 128  # of a request, besides its window, for waiting states and drafts
 _PACKED = FORMATS["Q8_0"]
 _logger = logging.getLogger("twostroke.engine")
 
 
 class Draft(Frozen):
-    """A draft that fits its target; its files are mapped and its weights not read yet.
+    """A draft model that fits its target. Its files are mapped, and its weights are not read yet.
 
-    `words` are None if both models have the same vocabulary. An optional draft, which the user
-    did not name, is left out if it cannot be read or does not fit into memory.
+    Attributes:
+        loaded: the draft model's files.
+        words: translates tokens between the two vocabularies; None if they are the same.
+        is_optional: whether the engine starts without the draft model if it cannot be read or does
+            not fit into memory. It is optional if the user did not name it.
     """
 
     loaded: LoadedModel
@@ -70,41 +73,47 @@ class Draft(Frozen):
     is_optional: bool = False
 
     @classmethod
-    def wanted(cls, options: SpeculationOptions, model: str, target: ModelCard) -> Self | None:
-        """Open the draft that the options ask for, by name or as the catalogue's for `model`.
+    def from_options(
+        cls, options: SpeculationOptions, model: str, target: ModelCard
+    ) -> Self | None:
+        """Open the draft model that the options name, or the catalogue's draft for `model`.
+
+        Returns None if the options use no draft model, or an optional one cannot be opened.
 
         Raises:
-            UsageError: the catalogue has no draft, and `method` needs one; and as `of`.
+            UsageError: the method "draft" has no draft model in the catalogue, or its tokens cannot
+                express the target's text.
+            ModelNotFoundError, ModelFormatError: the draft model is missing or damaged.
         """
         is_required = options.method == "draft"
         if options.draft not in {None, PARTNER}:
             return cls.of(options.draft, target)
-        is_welcome = is_required or (options.method == "auto" and not options.heads)
-        if options.draft is None or not is_welcome:
+        is_useful = is_required or (options.method == "auto" and not options.heads)
+        if options.draft is None or not is_useful:
             return None
-        known = known_draft(model)
-        if known is None:
+        draft_name = known_draft(model)
+        if draft_name is None:
             if not is_required:
                 return None
             raise UsageError(
-                f"The catalogue has no draft for {target.name} that is in the cache: name one with "
+                f"The catalogue has no draft model for {target.name} in the cache: name one with "
                 "--draft MODEL."
             )
         try:
-            return replace(cls.of(known, target), is_optional=not is_required)
+            return replace(cls.of(draft_name, target), is_optional=not is_required)
         except TwostrokeError as error:
             if is_required:
                 raise
-            _leave_out(known, error)
+            _warn_unused(draft_name, error)
             return None
 
     @classmethod
     def of(cls, model: str, target: ModelCard) -> Self:
-        """Open `model`, any name that `loading.load` takes.
+        """Open `model`, any name that `model.load.load` takes, as a draft for `target`.
 
         Raises:
-            UsageError: its tokens cannot express the target's text.
-            ModelNotFoundError, ModelFormatError: as `loading.load`.
+            UsageError: the vocabulary of one model cannot express the other's text.
+            ModelNotFoundError, ModelFormatError: the draft model is missing or damaged.
         """
         loaded = load(model)
         tokenizer = build_tokenizer(loaded)
@@ -114,20 +123,21 @@ class Draft(Frozen):
         to_draft = Translation(target.tokenizer, tokenizer)
         if not to_target.is_able() or not to_draft.is_able():
             raise UsageError(
-                f"{loaded.name} cannot be a draft of {target.name}: one vocabulary cannot express "
-                "the other's text. Take a smaller model of the same family."
+                f"{loaded.name} cannot draft for {target.name}: the vocabulary of one model cannot "
+                "express the other's text. Use a smaller model of the same family."
             )
         return cls(loaded, TokenTranslator(to_draft, to_target))
 
     def build(
         self, options: EngineOptions, target: ModelCard, backend: Backend, hardware: Hardware | None
     ) -> DraftModel | None:
-        """Read the weights; the draft shares the threads of `backend`, which is closed later.
+        """Read the weights and return the draft model, which shares the threads of `backend`.
 
-        Returns None if the draft is optional and cannot be built.
+        Close the draft model before `backend`. Returns None if the draft model is optional and
+        cannot be built.
 
         Raises:
-            MemoryLimitError: the draft does not fit into memory with its target.
+            MemoryLimitError: the draft model does not fit into memory with its target.
         """
         program = build_program(self.loaded.spec)
         length = min(program.context_length, target.context_length)
@@ -145,11 +155,11 @@ class Draft(Frozen):
         except TwostrokeError as error:
             if isinstance(error, MemoryLimitError):
                 error = MemoryLimitError(
-                    f"The draft does not fit into memory with {target.name}. {error}"
+                    f"The draft model does not fit into memory with {target.name}. {error}"
                 )
             if not self.is_optional:
                 raise error from None
-            _leave_out(self.loaded.name, error)
+            _warn_unused(self.loaded.name, error)
             return None
         cost = cost_model(program, self.loaded.tensors, size.kv_format, options.compute.backend)
         return DraftModel(
@@ -165,7 +175,7 @@ class Draft(Frozen):
     def _size(
         self, program: Program, length: int, options: EngineOptions, backend: Backend
     ) -> CacheSize:
-        """Return the size of the draft's cache, for no more tokens than the target's."""
+        """Return the size of the draft model's KV cache: room for the target's tokens at most."""
         size = size_kv_cache(
             program,
             replace(options.cache, context_length=length, memory_bytes=None),
@@ -176,26 +186,26 @@ class Draft(Frozen):
             max_running=options.batch.effective_max_running,
             auto_format=auto_kv_format(options.compute),
         )
-        for_one = -(-size.context_length // size.page_size) * len(program.cache_groups)
+        pages_of_one_request = -(-size.context_length // size.page_size) * len(program.cache_groups)
         facts = backend.facts
         num_target = facts.num_pages * facts.page_size // size.page_size
-        num_pages = min(size.num_pages, max(num_target, for_one))
+        num_pages = min(size.num_pages, max(num_target, pages_of_one_request))
         cache_bytes = size.cache_bytes // size.num_pages * num_pages
         return replace(size, num_pages=num_pages, cache_bytes=cache_bytes)
 
 
 class DraftHeads(Frozen):
-    """Heads that fit their target; their files are mapped and their weights not read yet.
+    """Heads that fit their target. Their files are mapped, and their weights are not read yet.
 
-    `table` is the target's embedding, which an EAGLE head reads.
+    `table` is the target's embedding table, which an EAGLE head reads.
     """
 
     loaded: LoadedHeads
     table: QuantTensor
 
     @classmethod
-    def wanted(cls, options: SpeculationOptions, target: LoadedModel) -> Self | None:
-        """Open the heads that the options name, if they do; raises as `of`."""
+    def from_options(cls, options: SpeculationOptions, target: LoadedModel) -> Self | None:
+        """Open the heads that the options name; None if they name none. Raises as `of`."""
         return cls.of(options.heads, options.method, target) if options.heads else None
 
     @classmethod
@@ -203,12 +213,13 @@ class DraftHeads(Frozen):
         """Open the heads in `folder` for `method`, which may be "auto".
 
         Raises:
-            UsageError: they are of another kind, or of another model.
-            ModelNotFoundError, ModelFormatError: there are none, or they are damaged.
+            UsageError: the heads are of another method, or were trained for another model.
+            ModelNotFoundError, ModelFormatError: the heads are missing or damaged.
         """
         loaded = load_heads(Path(folder))
         facts = loaded.facts
-        kind, shape = facts.spec.kind, facts.spec.layer
+        kind = facts.spec.kind
+        shape = facts.spec.layer
         if method not in {"auto", kind}:
             raise UsageError(
                 f"{folder} holds {kind} heads: use --speculate {kind}, or auto, not {method}."
@@ -217,21 +228,25 @@ class DraftHeads(Frozen):
         fits = (shape.vocab_size, shape.hidden_size) == sizes
         if not fits or facts.target_id != target_identity(target.tensors):
             raise UsageError(
-                f"{folder} holds heads of {facts.target}, which cannot guess for "
-                f"{target.name}: train its own with `twostroke train-heads {target.name}`."
+                f"{folder} holds heads of {facts.target}, which cannot draft for "
+                f"{target.name}: train heads for it with `twostroke train-heads {target.name}`."
             )
         return cls(loaded, target.tensors[TABLE])
 
     def build(
-        self, options: EngineOptions, max_running: int, backend: Backend, hardware: Hardware | None
+        self, options: EngineOptions, backend: Backend, hardware: Hardware | None
     ) -> EagleHeads | MedusaHeads:
-        """Read the weights; heads share the threads of `backend`, which is closed later.
+        """Read the weights and return the heads, which share the threads of `backend`.
+
+        Close the heads before `backend`.
 
         Raises:
-            MemoryLimitError: their pages do not fit into memory with the target's.
+            MemoryLimitError: the pages of the heads do not fit into memory with the target's.
         """
         facts = self.loaded.facts
-        is_eagle, layer = facts.spec.kind == EAGLE, facts.spec.layer
+        max_running = options.batch.effective_max_running
+        is_eagle = facts.spec.kind == EAGLE
+        layer = facts.spec.layer
         program = build_heads(facts.spec)
         compute = options_for_drafts(options.compute)
         tensors = self._tensors(packed=is_native(compute))
@@ -239,7 +254,7 @@ class DraftHeads(Frozen):
         num_tokens = _SPARE_TOKENS + (layer.window.size if layer.window else 0)
         num_pages = (-(-num_tokens // page_size) + 1) * max_running if is_eagle else 1
         cache_bytes = num_pages * program.page_bytes(page_size, CACHE_FORMATS[kv_format])
-        rows = min(MOST_WAITING * max_running, max(_MANY_ROWS, facts.spec.depth * max_running))
+        rows = min(MOST_WAITING * max_running, max(_MIN_STEP_ROWS, facts.spec.depth * max_running))
         free_bytes = memory_free(compute, program, tensors, rows) - unused_bytes(compute, backend)
         if cache_bytes > free_bytes:
             raise MemoryLimitError(
@@ -261,13 +276,14 @@ class DraftHeads(Frozen):
         cost = cost_model(program, tensors, kv_format, compute.backend).per_step()
         step_time = StepTimeModel(cost, hardware, runner.facts.rows_together)
         rate = AcceptanceRate(facts.right_if_sure, facts.accepted[0])
-        given = runner, step_time, rate, facts.token_ids
         if not is_eagle:
-            return MedusaHeads(*given, len(facts.accepted))
-        return EagleHeads(*given, context_length=length, token_budget=rows)
+            return MedusaHeads(runner, step_time, rate, facts.token_ids, len(facts.accepted))
+        return EagleHeads(
+            runner, step_time, rate, facts.token_ids, context_length=length, token_budget=rows
+        )
 
     def _tensors(self, *, packed: bool) -> Mapping[str, QuantTensor]:
-        """Return all weights; with `packed`, matrices in blocks of 8 bits."""
+        """Return the weights of the heads; with `packed`, matrices in the format Q8_0."""
         tensors = {TABLE: self.table, NUMBERS: numbers_table(self.loaded.facts.spec.depth)}
         for name, tensor in self.loaded.tensors.items():
             fits = len(tensor.shape) == 2 and tensor.shape[1] % _PACKED.block_size == 0
@@ -278,12 +294,15 @@ class DraftHeads(Frozen):
         return tensors
 
 
-def _leave_out(name: str, error: TwostrokeError) -> None:
+def _warn_unused(name: str, error: TwostrokeError) -> None:
     _logger.warning("%s is not used as a draft (--draft none: no draft): %s", name, error)
 
 
 def has_same_tokens(ours: Tokenizer, theirs: Tokenizer) -> bool:
-    """Return whether each id means the same text to both; either may have rows without a text."""
+    """Whether each token id stands for the same text in both tokenizers.
+
+    Ids after the last token with a text, which pad a vocabulary, are not compared.
+    """
     size = min(ours.vocab_size, theirs.vocab_size)
     return max(ours.num_text_ids, theirs.num_text_ids) <= size and all(
         ours.token_text(token_id) == theirs.token_text(token_id) for token_id in range(size)

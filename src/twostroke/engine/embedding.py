@@ -1,4 +1,4 @@
-"""Embeddings: the hidden states of a text become a vector of length 1."""
+"""Embeddings: pools the hidden states of a text into a vector of length 1."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 
 
 class Embedding(Frozen, eq=False):
-    """One text's vector, of length 1, with its usage and its timings.
+    """The embedding of one text.
 
-    With the pooling "none", `vector` (tokens, width) has a vector for each token.
+    Attributes:
+        index: the number of the text.
+        vector: (width,), a vector of length 1; with the pooling "none" (tokens, width), a vector
+            for each token.
     """
 
     index: int
@@ -45,7 +48,7 @@ class Embedding(Frozen, eq=False):
 
     @classmethod
     def of(cls, output: Output) -> Embedding:
-        """Return the embedding in the only output of a text.
+        """Return the embedding in an output; a text has one output.
 
         Raises:
             EngineStoppedError: the text was cancelled.
@@ -59,7 +62,7 @@ class Embedding(Frozen, eq=False):
 
 
 def in_order(outputs: Iterable[Output]) -> Iterator[Embedding]:
-    """Yield embeddings in the order of their texts, each as soon as possible."""
+    """Yield embeddings in the order of their texts, as soon as all before are ready."""
     ready: dict[int, Embedding] = {}
     index = 0
     for output in outputs:
@@ -69,14 +72,14 @@ def in_order(outputs: Iterable[Output]) -> Iterator[Embedding]:
             index += 1
 
 
-MAX_TOKEN_VALUES: Final = 1 << 24  # of the vectors of all tokens of a text
+MAX_TOKEN_VALUES: Final = 1 << 24  # in the token vectors of a text, with the pooling "none"
 
 
 class Embedder(RequestListener):
-    """Adds up the hidden states of a text, or keeps all of them if they are not pooled.
+    """Sums the hidden states of a text, or keeps all of them with the pooling "none".
 
-    They are added in float64, row by row in the order of the text, so the sum does not depend on
-    how the text was divided into steps or on rows that were computed again.
+    The rows are added in float64, in the order of the text. The sum so does not depend on the steps
+    that computed the rows, or on rows that were computed twice.
     """
 
     def __init__(
@@ -87,29 +90,29 @@ class Embedder(RequestListener):
         dimensions: int | None = None,
         service: str = DEFAULT_SERVICE_TIER,
     ) -> None:
-        """Keep `dimensions` of `EmbeddingParams`; the other arguments as in `RequestListener`."""
+        """Truncate vectors to `dimensions`; the other arguments are as in `RequestListener`."""
         super().__init__(request, index, mailbox, service)
         self._dimensions = dimensions
-        self._num_added = 0  # of the text's rows
+        self._num_added = 0  # rows of the text
         self._sum: NDArray[np.float64] | None = None
         self._rows: list[Vector] = []  # of all tokens, without pooling
 
     def take(self, delta: RequestDelta, now_s: float) -> Output | None:
-        """Return the vector once the whole text is computed."""
+        """Return an output with the vector once the whole text is computed."""
         if delta.states is not None:
             self._add(delta.states)
         reason = self.request.finish_reason
         if reason is None:
             return None
         self.last_token_s = now_s
-        return self._ended(Output(self.index, "", (), embedding=self._vector()), reason)
+        return self._complete(Output(self.index, "", (), embedding=self._vector()), reason)
 
     def _add(self, states: Vector) -> None:
         end = self.request.num_computed
         first = end - len(states)
         if self._sum is None:  # sums begin with the first row that is pooled
             self._sum, self._num_added = np.zeros(states.shape[1]), first
-        assert first <= self._num_added, "a row was passed over"
+        assert first <= self._num_added, "a row is missing"
         if self.request.pooling is Pooling.NONE:
             self._rows.append(np.array(states[self._num_added - first :, : self._dimensions]))
         else:
@@ -121,16 +124,16 @@ class Embedder(RequestListener):
         if self.request.pooling is Pooling.NONE:
             return np.concatenate(self._rows).astype(np.float32)
         assert self._sum is not None
-        kept = self._sum[: self._dimensions]
-        length = np.sqrt(np.sum(kept * kept))
-        return np.asarray(kept / length if length else kept, np.float32)
+        vector = self._sum[: self._dimensions]
+        length = np.sqrt(np.sum(vector * vector))
+        return np.asarray(vector / length if length else vector, np.float32)
 
 
 def check_token_values(texts: Sequence[Sequence[int]], width: int) -> None:
-    """Check that a vector for each token of a text is not too much.
+    """Check that the token vectors of each text have at most `MAX_TOKEN_VALUES` values.
 
     Raises:
-        RequestError: a text has too many tokens.
+        RequestError: a text has too many tokens for the pooling "none".
     """
     limit = MAX_TOKEN_VALUES // width
     if (num_tokens := max(map(len, texts), default=0)) > limit:
@@ -149,12 +152,12 @@ def check_total_values(
     limit: int,
     field: str,
 ) -> None:
-    """Check that the vectors of all texts of a request have at most `limit` values together.
+    """Check that all vectors of a request have at most `limit` values together.
 
-    `width` is the length of the model's vectors, `field` the request's field with the texts.
+    `width` is the number of values of the model's vectors, `field` the request's field of texts.
 
     Raises:
-        RequestError: there are too many tokens, or with vectors of whole texts too many texts.
+        RequestError: the request has too many texts, or too many tokens with the pooling "none".
     """
     width = params.dimensions or width
     is_of_tokens = pooling is Pooling.NONE
@@ -163,21 +166,23 @@ def check_total_values(
         return
     unit = "tokens in all with the pooling 'none'" if is_of_tokens else "texts"
     reason = (
-        "takes at most {most:,} {unit}, since each vector has {width:,} values and the vectors "
-        "of a request at most {limit:,} together, got {count:,}."
+        "takes at most {max_vectors:,} {unit}, since each vector has {width:,} values and the "
+        "vectors of a request at most {limit:,} together, got {count:,}."
     )
-    facts = {"most": limit // width, "unit": unit, "width": width, "limit": limit}
+    facts = {"max_vectors": limit // width, "unit": unit, "width": width, "limit": limit}
     raise RequestError(reason.format(**facts, count=num_vectors), field=field)
 
 
 def choose_pooling(
     params: EmbeddingParams, model: str, own_pooling: str | None, width: int
 ) -> Pooling:
-    """Return the pooling that was asked for, else the model's own, else the mean.
+    """Return the requested pooling; for "auto" the pooling of the model's files, or the mean.
+
+    `own_pooling` is the pooling that the model's files name, `width` the size of its vectors.
 
     Raises:
-        RequestError: the model's own pooling is not supported, or its embeddings have only `width`
-            dimensions.
+        RequestError: the pooling of the model's files is not supported, or the request wants more
+            than `width` dimensions.
     """
     if params.dimensions is not None and params.dimensions > width:
         raise RequestError(
@@ -187,15 +192,15 @@ def choose_pooling(
             name=model,
             value=params.dimensions,
         )
-    wanted = own_pooling if params.pooling == AUTO else params.pooling
-    if wanted is None or (params.pooling == AUTO and wanted == Pooling.NONE.value):
+    name = own_pooling if params.pooling == AUTO else params.pooling
+    if name is None or (params.pooling == AUTO and name == Pooling.NONE.value):
         return Pooling.MEAN
-    if wanted not in {pooling.value for pooling in Pooling}:
+    if name not in {pooling.value for pooling in Pooling}:
         raise RequestError(
             "must be 'mean', 'last' or 'none': {name} was made for {own!r}, which is not "
             "supported.",
             field="pooling",
             name=model,
-            own=wanted,
+            own=name,
         )
-    return Pooling(wanted)
+    return Pooling(name)

@@ -1,11 +1,11 @@
-"""Puts the parts of an engine together; its helpers resolve "auto", each once, while building."""
+"""Builds an engine from a model and options; every option that is "auto" is resolved here."""
 
 from __future__ import annotations
 
 import time
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from msgspec.structs import replace
 
@@ -79,10 +79,15 @@ if TYPE_CHECKING:
 
 
 class Engine(Frozen):
-    """A running engine: `client` takes requests, `facts` are its backend's.
+    """A running engine.
 
-    `limits` are the machine's, `draft` is the name of the model that guesses tokens, and `mesh`
-    says how ranks share the model.
+    Attributes:
+        client: takes requests and returns their outputs.
+        facts: properties of the backend.
+        context_length: tokens that a prompt and its answer may have together.
+        limits: the machine's memory bandwidth and arithmetic peak.
+        draft: the name of the draft model, None without one.
+        mesh: how ranks divide the model.
     """
 
     client: Client
@@ -94,12 +99,12 @@ class Engine(Frozen):
 
     @property
     def card(self) -> ModelCard:
-        """The engine's model."""
+        """The facts about the engine's model."""
         return self.client.card
 
     def describe_gain(self) -> str:
-        """Return in a sentence what this engine's ranks should gain over one process."""
-        # One process needs nothing of it.
+        """Return a sentence with the predicted speed of this engine's ranks, and of one process."""
+        # Imported here: an engine of one process needs no module of `parallel`.
         from twostroke.backends.parallel.predicted_speed import describe_gain
 
         return describe_gain(
@@ -111,7 +116,7 @@ class Engine(Frozen):
         )
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Stop, after at most `drain_s` seconds for running requests."""
+        """Wait at most `drain_s` seconds for running requests, then stop the engine."""
         self.client.loop.close(drain_s)
 
     def __enter__(self) -> Self:
@@ -131,20 +136,24 @@ def build(
     watcher: Watcher | None = None,
     say: Callable[[str], None] = note,
 ) -> Engine:
-    """Load `model` (any name that `loading.load` takes) and start an engine for it.
+    """Load `model` (any name that `model.load.load` takes) and start an engine for it.
 
-    `accept(card)` is called before the weights are read; if it raises, the build ends.
-    `progress(done, total)` is called with bytes of weights that are ready. A `watcher` sees every
-    step, with the last hidden states of the rows that drew a token. `say` gets a line before and
-    after what takes long and is done once for a model.
+    Args:
+        model: the name or path of the model.
+        options: all options of the engine; None for the defaults.
+        progress: called as `progress(done, total)`, in bytes of weights that are ready.
+        accept: called with the model's card before the weights are read. It may raise to end the
+            build.
+        watcher: sees every step, with the last hidden states of the rows that sampled a token.
+        say: called with a line of text before and after slow work that is done once for a model.
 
     Raises:
-        ModelNotFoundError, ModelFormatError, DownloadError: there is no such model, it cannot be
-            fetched, or its files are damaged.
-        QualityError: the model writes garbage.
-        UsageError: the model cannot be divided into so many parts.
-        MemoryLimitError: weights and key-value pages do not fit.
-        BackendError: no backend can run here.
+        ModelNotFoundError, ModelFormatError, DownloadError: the model does not exist, cannot be
+            downloaded, or has damaged files.
+        QualityError: the model generates garbage.
+        UsageError: the model cannot be divided over the requested number of ranks.
+        MemoryLimitError: the weights and the KV cache do not fit into memory.
+        BackendError: the backend cannot run on this machine.
     """
     options = options or EngineOptions()
     check_tiers(options.offload)
@@ -152,71 +161,123 @@ def build(
     program = build_program(loaded.spec)
     check_backend(options, program, say)
     options = _with_known_bits(options, loaded, program, say)
-    compute, speculation = options.compute, options.speculation
+    compute = options.compute
     mesh = mesh_for(options, program)
     num_weight_bytes = weight_bytes(loaded, compute)
-    with ExitStack() as if_it_fails:
+    with ExitStack() as resources:
         ranks = _other_ranks(model, loaded, program, mesh, options)
-        if ranks:
-            if_it_fails.enter_context(ranks)
-        size = ranks.size() if ranks else _size(loaded, program, mesh, options)
+        resources.enter_context(ranks or nullcontext())
+        size = ranks.size() if ranks else _kv_cache_size(loaded, program, mesh, options)
         card = _card(loaded, program, size, options)
-        (accept or (lambda _: None))(card)
-        draft = Draft.wanted(speculation, model, card)
-        heads = DraftHeads.wanted(speculation, loaded)
+        if accept is not None:
+            accept(card)
+        sources = _DraftSources(
+            draft=Draft.from_options(options.speculation, model, card),
+            heads=DraftHeads.from_options(options.speculation, loaded),
+            watcher=watcher,
+        )
         first_load = FirstLoad.of(loaded, card.tokenizer, program, options)
         digest = weights_digest(loaded) if options.offload.is_used else ""
-        tensors, release = loaded.tensors, partial(release_tensors, loaded.mappings)
-        del loaded  # so that the tokenizer's tables are freed before the weights take their memory
+        tensors = loaded.tensors
+        release = partial(release_tensors, loaded.mappings)
+        del loaded  # frees the tokenizer's tables before the weights take their memory
         return_freed_memory()
         limits = _limits(compute, num_weight_bytes, say)
         rows = options.batch.token_budget
-        make = partial(create_backend, compute=compute, embeds=True, mesh=mesh, max_rows=rows)
-        tapped = last_hidden(program) if watcher or heads else None
-        backend = (ranks.backend if ranks else make)(
+        create = partial(create_backend, compute=compute, embeds=True, mesh=mesh, max_rows=rows)
+        tapped = last_hidden(program) if watcher or sources.heads else None
+        backend = (ranks.backend if ranks else create)(
             tensors, program, size=size, release=release, progress=progress, tapped_value=tapped
         )
-        if_it_fails.callback(backend.close)
+        resources.callback(backend.close)
         first_load.check(backend)
-        facts, running = backend.facts, options.batch.effective_max_running
-        ahead = _draws_ahead(facts, speculation, draft, heads, watcher)
-        guessing = replace(speculation, method="off") if ahead else speculation
-        scheduler = build_scheduler(options.cache, options.batch, size, facts, draws_ahead=ahead)
-        trained = heads.build(options, running, backend, limits.hardware()) if heads else None
-        _close_later(trained, if_it_fails)
-        drafter = draft.build(options, card, backend, limits.hardware()) if draft else None
-        _close_later(drafter, if_it_fails)
-        helpers = [proposer for proposer in (trained, drafter) if proposer is not None]
-        watchers = [one for one in (watcher, trained) if one is not None]
-        card = replace(card, cost=replace(card.cost, stops_rows=facts.stops_rows))
-        cost, together = card.cost.per_step(), facts.rows_together
-        speculator = build_speculator(guessing, cost, limits, together, helpers, watchers)
+        card = replace(card, cost=replace(card.cost, stops_rows=backend.facts.stops_rows))
+        scheduler, speculator, draft_name = _build_planning(
+            backend, options, card, size, limits=limits, sources=sources, resources=resources
+        )
         with ranks.own_cores() if ranks else nullcontext():  # the loop's thread computes, too
-            client = Client(card, EngineLoop(backend, scheduler, speculator, cost))
-        _begin_moving(client, digest, options, size, backend)
-        if_it_fails.pop_all()
-    name = draft.loaded.name if draft and drafter else None
-    return Engine(client, facts, size.context_length, limits, name, mesh)
+            client = Client(card, EngineLoop(backend, scheduler, speculator, card.cost.per_step()))
+        _start_kv_transfers(client, digest, options, size, backend)
+        resources.pop_all()
+    return Engine(
+        client=client,
+        facts=backend.facts,
+        context_length=size.context_length,
+        limits=limits,
+        draft=draft_name,
+        mesh=mesh,
+    )
 
 
-def _close_later(proposer: DraftModel | EagleHeads | MedusaHeads | None, stack: ExitStack) -> None:
+class _DraftSources(NamedTuple):
+    """The models that draft tokens, before their weights are read; and the watcher of steps."""
+
+    draft: Draft | None
+    heads: DraftHeads | None
+    watcher: Watcher | None
+
+
+def _build_planning(
+    backend: Backend,
+    options: EngineOptions,
+    card: ModelCard,
+    size: CacheSize,
+    *,
+    limits: MachineLimits,
+    sources: _DraftSources,
+    resources: ExitStack,
+) -> tuple[Scheduler, Speculator, str | None]:
+    """Return the scheduler and the speculator of an engine, and the name of its draft model.
+
+    Adds to `resources` what must be closed if the build fails later.
+    """
+    facts = backend.facts
+    hardware = limits.hardware()
+    speculation = options.speculation
+    draft, heads, watcher = sources
+    draws_ahead = _draws_ahead(facts, speculation, *sources)
+    if draws_ahead:
+        speculation = replace(speculation, method="off")
+    scheduler = build_scheduler(
+        options.cache, options.batch, size=size, facts=facts, draws_ahead=draws_ahead
+    )
+    head_proposer = heads.build(options, backend, hardware) if heads else None
+    _close_on_failure(head_proposer, resources)
+    draft_model = draft.build(options, card, backend, hardware) if draft else None
+    _close_on_failure(draft_model, resources)
+    speculator = build_speculator(
+        speculation,
+        card.cost.per_step(),
+        limits=limits,
+        rows_together=facts.rows_together,
+        model_proposers=[p for p in (head_proposer, draft_model) if p is not None],
+        watchers=[w for w in (watcher, head_proposer) if w is not None],
+    )
+    return scheduler, speculator, draft.loaded.name if draft and draft_model else None
+
+
+def _close_on_failure(
+    proposer: DraftModel | EagleHeads | MedusaHeads | None, resources: ExitStack
+) -> None:
     if proposer is not None:
-        stack.callback(proposer.close)
+        resources.callback(proposer.close)
 
 
 def _with_known_bits(
     options: EngineOptions, loaded: LoadedModel, program: Program, say: Callable[[str], None]
 ) -> EngineOptions:
-    """Return options with known bits of activations; garbage is refused before minutes of choosing.
+    """Return options in which `activation_bits` is chosen, where it was "auto".
+
+    The choice can take minutes, so a model that generates garbage is refused before it.
 
     Raises:
-        QualityError: the model writes garbage.
+        QualityError: the model generates garbage.
     """
     precise = replace(options.compute, activation_bits=DEFAULT_ACTIVATION_BITS)
 
     def check(backend: Backend) -> None:
-        given = replace(options, compute=precise)
-        FirstLoad.of(loaded, build_tokenizer(loaded), program, given).check(backend)
+        precise_options = replace(options, compute=precise)
+        FirstLoad.of(loaded, build_tokenizer(loaded), program, precise_options).check(backend)
 
     compute = resolve_activation_bits(
         options.compute, loaded, program, notify=say, max_weights=MAX_AUTO_WEIGHTS, check=check
@@ -224,71 +285,74 @@ def _with_known_bits(
     return replace(options, compute=compute)
 
 
-def _draws_ahead(facts: BackendFacts, options: SpeculationOptions, *guessers: object) -> bool:
-    """Whether requests draw ahead, after which nothing can be guessed; "auto" prefers it."""
+def _draws_ahead(facts: BackendFacts, options: SpeculationOptions, *proposers: object) -> bool:
+    """Whether steps start before the tokens of the previous step are known on the host.
+
+    Speculation is not possible then. The method "auto" prefers such steps to speculation.
+    """
     is_free = options.method == "off" or (options.method == "auto" and options.count is None)
-    return facts.draws_ahead > 0 and is_free and not any(guessers)
+    return facts.draws_ahead > 0 and is_free and not any(proposers)
 
 
 def build_speculator(
     options: SpeculationOptions,
     cost: StepCost,
+    *,
     limits: MachineLimits | None,
     rows_together: int,
-    helpers: Sequence[Proposer] = (),
+    model_proposers: Sequence[Proposer] = (),
     watchers: Sequence[Watcher] = (),
 ) -> Speculator:
     """Return the speculator for steps of this cost on a machine with these limits.
 
-    Up to `rows_together` rows take as long as the next power of two of them (`BackendFacts`).
-    `helpers` are proposers with models of their own.
+    `rows_together` is as in `BackendFacts`. `model_proposers` are a draft model or trained heads;
+    proposers without a model are added as the options say.
     """
     step_time = StepTimeModel(cost, limits.hardware() if limits else None, rows_together)
     proposers: list[Proposer] = []
     if options.method in {"auto", "ngram"}:
         proposers.append(NgramProposer())
-    proposers += helpers
+    proposers += model_proposers
     if options.method == "lookahead":
         proposers.append(Lookahead())
     on_request = [Lookahead()] if options.method == "auto" else []
-    budget_of = budgets(step_time, options.count)
-    return Speculator(proposers, budget_of, step_time, on_request, watchers)
+    return Speculator(proposers, budgets(step_time, options.count), step_time, on_request, watchers)
 
 
 def _other_ranks(
     model: str, loaded: LoadedModel, program: Program, mesh: Mesh, options: EngineOptions
 ) -> RankGroup | None:
-    """Start the ranks in other processes, if there are any."""
+    """Start the other ranks in their processes; None if the model runs in one process."""
     if mesh.num_ranks == 1 or options.compute.backend == "reference":
         return None
-    from twostroke.backends.parallel.rank_group import RankGroup  # one process needs nothing of it
+    from twostroke.backends.parallel.rank_group import RankGroup  # not needed in one process
 
     return RankGroup(model, loaded, program, mesh, options)
 
 
-def _begin_moving(
+def _start_kv_transfers(
     client: Client, digest: str, options: EngineOptions, size: CacheSize, backend: Backend
 ) -> None:
-    """Let pages come from tiers and from other engines, as far as the options say so."""
-    is_alone = options.disaggregation.role == "mixed"
-    if is_alone and not options.offload.is_used:
+    """Start disaggregation and KV offload, if the options say so."""
+    is_disaggregated = options.disaggregation.role != "mixed"
+    if not is_disaggregated and not options.offload.is_used:
         return
     try:
-        kind = kv_cache_spec(client.card, options, size, backend)
-        if not is_alone:
-            from twostroke.engine.disaggregation.build import (
-                start_disaggregation,  # most engines need nothing of it
-            )
+        spec = kv_cache_spec(client.card, options, size, backend)
+        if is_disaggregated:  # imported here: other engines do not need it
+            from twostroke.engine.disaggregation.build import start_disaggregation
 
-            start_disaggregation(options.disaggregation, client, backend, kind)
+            start_disaggregation(options.disaggregation, client, backend, spec)
         if options.offload.is_used:
-            start_offload(client, kind, digest, options.offload)
+            start_offload(client, spec, digest, options.offload)
     except BaseException:
         client.loop.close()
         raise
 
 
-def _size(loaded: LoadedModel, program: Program, mesh: Mesh, options: EngineOptions) -> CacheSize:
+def _kv_cache_size(
+    loaded: LoadedModel, program: Program, mesh: Mesh, options: EngineOptions
+) -> CacheSize:
     rows = options.batch.token_budget
     return size_kv_cache(
         program,
@@ -306,10 +370,10 @@ def _size(loaded: LoadedModel, program: Program, mesh: Mesh, options: EngineOpti
 def _limits(
     compute: ComputeOptions, num_weight_bytes: int, say: Callable[[str], None] = note
 ) -> MachineLimits:
-    """Return the machine's limits for steps that stream the weights.
+    """Return the machine's bandwidth and peak for steps that read all weights.
 
-    They are measured now if they are not known, while there is memory for a stream of that size. A
-    GPU without room for that goes on without them, and `say` gets a line.
+    Limits that are not stored yet are measured here, before the weights fill the memory. A GPU
+    without memory for the measurement has no limits, and `say` gets a line that tells so.
     """
     num_threads = resolve_num_threads(compute.num_threads)
     if compute.backend == "gpu":
@@ -330,15 +394,15 @@ def _limits(
 def build_scheduler(
     cache: CacheOptions,
     batch: BatchOptions,
+    *,
     size: CacheSize,
     facts: BackendFacts,
     clock: Callable[[], float] = time.monotonic,
-    *,
     draws_ahead: bool = False,
 ) -> Scheduler:
-    """Return the scheduler of a backend with these facts, its pages and its prefix cache.
+    """Return a scheduler with its page pool and prefix cache, for a backend with these facts.
 
-    With `draws_ahead`, requests draw ahead as far as the backend can.
+    With `draws_ahead`, as many steps as the backend allows start before earlier tokens are known.
     """
     pool = PagePool(facts.num_pages, facts.page_size, facts.windows, clock)
     reuse_generated = facts.one_arithmetic or not cache.strict_prefix
@@ -360,7 +424,7 @@ def _card(
 ) -> ModelCard:
     cost = cost_model(program, loaded.tensors, size.kv_format, options.compute.backend)
     identity = weights_identity(loaded.tensors)
-    loaded.release(loaded.tensors.values())  # pages around what it read
+    loaded.release(loaded.tensors.values())  # file pages that the identity has read
     sampling = options.generation.defaults(loaded.sampling)
     tokenizer = build_tokenizer(loaded, options.chat_template)
     return make_card(
@@ -382,7 +446,7 @@ def make_card(
     identity: str,
     sampling: SamplingDefaults,
 ) -> ModelCard:
-    """Return the facts about a model whose files are mapped."""
+    """Return the card of a model whose files are mapped."""
     formats = {tensor.format.name for tensor in loaded.tensors.values() if len(tensor.shape) > 1}
     return ModelCard(
         name=loaded.name,

@@ -1,4 +1,4 @@
-"""Requests whose computation fails, so that only they end, and not the others of their step."""
+"""Failures of steps: ends only the requests that fail, and makes steps smaller without memory."""
 
 from __future__ import annotations
 
@@ -30,141 +30,154 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("twostroke.engine")
 
-_FIRST_WAIT: Final = 64  # steps after the first shortage until steps may become larger
-_LONGEST_WAIT: Final = 4096
+# Steps without a shortage until the limit is raised: after the first shortage, and at most.
+_FIRST_WAIT_STEPS: Final = 64
+_MAX_WAIT_STEPS: Final = 4096
 
-# After these the backend must recover, or is lost; they are not about a request.
+# Errors of the whole backend, not of a request: the backend must recover, or is lost.
 FATAL: Final = RanksLostError, DeviceLostError
 
 
 class StepLimit:
-    """How many tokens a step may compute: fewer while the memory is too short for more.
+    """Limits the tokens of a step while the memory is too short for larger steps.
 
-    After some steps without a shortage, steps may compute twice as many tokens again. Each shortage
-    doubles the number of these steps, so that attempts that fail are rare.
+    After some steps without a shortage the limit doubles. Each shortage doubles the number of these
+    steps, so that failing steps are rare.
+
+    Attributes:
+        max_tokens: the limit.
+        num_shortages: steps that failed because the memory was too short.
     """
 
     def __init__(self, step_budget: int) -> None:
-        self.most_tokens, self.num_shortages = step_budget, 0
-        self._budget, self._wait, self._num_clean = step_budget, _FIRST_WAIT // 2, 0
+        self.max_tokens = step_budget
+        self.num_shortages = 0
+        self._budget = step_budget
+        self._wait_steps = _FIRST_WAIT_STEPS // 2
+        self._num_successes = 0  # steps since the last change of the limit
 
     def lower(self, plan: StepPlan, error: Exception) -> bool:
-        """Lower the limit if a step was too large for the memory.
+        """Lower the limit after a failed step, if the step was too large for the memory.
 
-        False: it failed for another reason, or with one token of each request.
+        Returns False if the step failed for another reason, or cannot be smaller because it had
+        one token of each request.
         """
-        num_rows = sum(part.num_rows for part in plan.slices)
+        num_rows = sum(slice_.num_rows for slice_ in plan.slices)
         if not isinstance(error, MemoryLimitError):
             return False
         self.num_shortages += 1
-        self._num_clean, self._wait = 0, min(2 * self._wait, _LONGEST_WAIT)
+        self._num_successes = 0
+        self._wait_steps = min(2 * self._wait_steps, _MAX_WAIT_STEPS)
         if num_rows == len(plan.slices):
             return False
-        self.most_tokens = max(1, num_rows // 2)
-        _logger.warning("%s Steps compute at most %d tokens now.", error, self.most_tokens)
+        self.max_tokens = max(1, num_rows // 2)
+        _logger.warning("%s Steps compute at most %d tokens now.", error, self.max_tokens)
         return True
 
-    def count_clean(self) -> None:
-        """Count a step for which there was memory; after enough of them raise the limit."""
-        if self.most_tokens == self._budget:
+    def count_success(self) -> None:
+        """Count a step that succeeded; raise the limit after enough of them."""
+        if self.max_tokens == self._budget:
             return
-        self._num_clean += 1
-        if self._num_clean >= self._wait:
-            self._num_clean = 0
-            self.most_tokens = min(2 * self.most_tokens, self._budget)
-            _logger.info("Steps may compute %d tokens again.", self.most_tokens)
+        self._num_successes += 1
+        if self._num_successes >= self._wait_steps:
+            self._num_successes = 0
+            self.max_tokens = min(2 * self.max_tokens, self._budget)
+            _logger.info("Steps may compute %d tokens again.", self.max_tokens)
 
 
 def run_each(plan: StepPlan, error: Exception, run: Run, fail: Fail) -> StepResult:
-    """Run the requests of a step that failed with `error` one by one; `fail` those that do again.
+    """Run the requests of a failed step one by one; call `fail` for requests that fail again.
+
+    `error` is the error of the step.
 
     Raises:
-        RanksLostError, DeviceLostError: out of `run`.
+        RanksLostError, DeviceLostError: raised by `run`.
     """
     if len(plan.slices) == 1:
         return _failed(plan.slices[0], error, fail)
-    parts = []
-    for piece in plan.slices:
+    results = []
+    for slice_ in plan.slices:
         try:
-            parts.append(run(StepPlan((piece,))))
+            results.append(run(StepPlan((slice_,))))
         except FATAL:
             raise
-        except Exception as its_own:  # noqa: BLE001 a kernel's failure must not end other requests
-            parts.append(_failed(piece, its_own, fail))
+        except Exception as request_error:  # noqa: BLE001 other requests must not end with it
+            results.append(_failed(slice_, request_error, fail))
     return StepResult(
-        [token for part in parts for token in part.tokens],
-        [logprobs for part in parts for logprobs in part.logprobs],
-        scores=[score for part in parts for score in part.scores],
-        states=[rows for part in parts for rows in part.states],
-        num_compiled=sum(part.num_compiled for part in parts),
+        [token for result in results for token in result.tokens],
+        [logprobs for result in results for logprobs in result.logprobs],
+        scores=[score for result in results for score in result.scores],
+        states=[rows for result in results for rows in result.states],
+        num_compiled=sum(result.num_compiled for result in results),
     )
 
 
 def find_unusable(plan: StepPlan, result: StepResult) -> Iterator[tuple[Request, TwostrokeError]]:
-    """Yield requests whose results are not numbers, or whose next token could not be drawn.
+    """Yield each request with an unusable result, and its error.
 
-    Tokens after a wrong draft, or after the request's end, do not matter.
+    A result is unusable if it has NaN or infinite values, or if no next token could be sampled.
+    Rows after a rejected draft, or after the request's end, are not checked.
     """
     if result.states:
-        pooled = [part.request for part in plan.slices if part.num_pooled]
+        pooled = [slice_.request for slice_ in plan.slices if slice_.num_pooled]
         for request, states in zip(pooled, result.states, strict=True):
             if not np.isfinite(states).all():
-                yield request, _failure("its hidden states are not numbers.")
+                yield request, _failure("its hidden states are not finite numbers.")
     if None in result.scores:
-        asked = [part.request for part in plan.slices for _ in range(part.num_scored)]
-        for request, score in zip(asked, result.scores, strict=True):
+        scored = [slice_.request for slice_ in plan.slices for _ in range(slice_.num_scored)]
+        for request, score in zip(scored, result.scores, strict=True):
             if score is None:
-                yield request, _failure("its logits are not numbers.")
+                yield request, _failure("its logits are not finite numbers.")
     if NO_TOKEN not in result.tokens:
         return
     tokens = iter(result.tokens)
-    for part in plan.slices:
-        drawn = list(islice(tokens, part.num_drawn))
-        right = right_drafts(part.drafts, part.branches, drawn)
-        drawn_tokens = drawn[:1] + [drawn[1 + draft] for draft in right]
-        for index, token in enumerate(drawn_tokens):
+    for slice_ in plan.slices:
+        sampled = list(islice(tokens, slice_.num_drawn))
+        accepted = right_drafts(slice_.drafts, slice_.branches, sampled)
+        used_tokens = sampled[:1] + [sampled[1 + draft] for draft in accepted]
+        for index, token in enumerate(used_tokens):
             if token == NO_TOKEN:
-                yield part.request, _undrawn(part.request, drawn_tokens[:index])
-            if token == NO_TOKEN or token in part.request.end_ids:
+                yield slice_.request, _no_token_error(slice_.request, used_tokens[:index])
+            if token == NO_TOKEN or token in slice_.request.end_ids:
                 break
 
 
-def _undrawn(request: Request, drawn_tokens: Sequence[int]) -> TwostrokeError:
-    """Return the error of a request that has no next token after its output and `drawn_tokens`.
+def _no_token_error(request: Request, new_tokens: Sequence[int]) -> TwostrokeError:
+    """Return the error of a request that has no next token after its output and `new_tokens`.
 
-    If the form of the answer and the request's other rules together allow no token, the error names
-    the rules. Otherwise the model's logits are at fault.
+    If the constraint and the request's other rules together allow no token, the error names the
+    rules. Otherwise the model's logits are at fault.
     """
     params, constraint = request.params, request.params.constraint
     if request.matcher is None or constraint is None:
-        return _failure("its logits leave no token to draw.")
+        return _failure("its logits leave no token to sample.")
     masks = np.zeros((1, request.matcher.num_words), np.uint32)
     try:
-        request.matcher.masks([*request.output, *drawn_tokens], (), (), masks)
+        request.matcher.masks([*request.output, *new_tokens], (), (), masks)
     except RequestError as error:
         return error
-    is_early = request.num_output + len(drawn_tokens) < params.min_tokens
-    barred = request.end_ids if is_early else ()
-    if not allows_only(masks[0], barred):
-        return _failure("its logits leave no token to draw.")
+    is_early = request.num_output + len(new_tokens) < params.min_tokens
+    forbidden = request.end_ids if is_early else ()
+    if not allows_only(masks[0], forbidden):
+        return _failure("its logits leave no token to sample.")
     rules = [
         name for name in ("min_tokens", "logit_bias", "stop_token_ids") if getattr(params, name)
     ]
     if constraint.excluded:
         rules.append("the excluded texts")
-    reason = f"leaves no token to draw after {request.num_output + len(drawn_tokens)} tokens"
+    reason = f"leaves no token to sample after {request.num_output + len(new_tokens)} tokens"
     reason += f", together with {' and '.join(rules)}: change one of them." if rules else "."
     return RequestError(reason, field=constraint.param)
 
 
-def _failed(piece: Slice, error: Exception, fail: Fail) -> StepResult:
+def _failed(slice_: Slice, error: Exception, fail: Fail) -> StepResult:
     """End a request that cannot be computed, and return an empty result for its slice."""
-    if not isinstance(error, RequestError):  # such an error is the request's own
+    if not isinstance(error, RequestError):  # a RequestError describes the request's mistake
         error = _failure(f"{type(error).__name__}: {error}")
-    fail(piece.request, error)
-    tokens = [NO_TOKEN] * piece.num_drawn
-    states = [np.zeros((0, 0), np.float32)] if piece.num_pooled else []
-    scores = [None] * piece.num_scored
+    fail(slice_.request, error)
+    tokens = [NO_TOKEN] * slice_.num_drawn
+    states = [np.zeros((0, 0), np.float32)] if slice_.num_pooled else []
+    scores = [None] * slice_.num_scored
     return StepResult(tokens, [None] * len(tokens), scores=scores, states=states)
 
 

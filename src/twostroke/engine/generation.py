@@ -1,4 +1,4 @@
-"""The outputs of requests, read blocking or in an event loop."""
+"""Readers of requests' outputs: a blocking iterator and an asynchronous one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from twostroke.engine.loop import EngineLoop
     from twostroke.engine.request_listener import RequestListener
 
-_MAX_OPEN: Final = 256  # submitted gradually: they fill steps, and leave room to other callers
-_RETRY_S: Final = 0.02
+# Requests of one call that are in the engine at once: enough to fill steps, few enough to leave
+# room in the queue to other callers.
+_MAX_OPEN_REQUESTS: Final = 256
+_RETRY_INTERVAL_S: Final = 0.02
 
 
 class Outputs:
-    """The outputs of some requests: what blocking and asynchronous readers have in common."""
+    """Submits the requests of one call and tracks their outputs; the two readers below share it."""
 
     def __init__(self, loop: EngineLoop, mailbox: Mailbox) -> None:
-        """Have no request yet."""
+        """Start without requests; outputs go to `mailbox`."""
         self.mailbox = mailbox
         self.request_ids: list[str] = []
         self._loop = loop
@@ -34,15 +36,15 @@ class Outputs:
         self._waiting: deque[RequestListener] = deque()  # not submitted yet
 
     def submit(self, listeners: Sequence[RequestListener]) -> None:
-        """Submit requests, all or none; raises as `EngineLoop.submit`."""
+        """Submit all requests, or none after an error; raises as `EngineLoop.submit`."""
         self.request_ids += [listener.request.id for listener in listeners]
         self._submit(listeners)
 
     def submit_gradually(self, listeners: Iterable[RequestListener]) -> None:
-        """Submit requests as the queue has room, the others while outputs are read.
+        """Submit requests as the queue has room; the rest follow while outputs are read.
 
         Raises:
-            OverloadedError: the queue has no room for the first one.
+            OverloadedError: the queue has no room for the first request.
             EngineStoppedError: the engine no longer runs.
         """
         self._waiting.extend(listeners)
@@ -50,7 +52,7 @@ class Outputs:
 
     @property
     def num_open(self) -> int:
-        """How many submitted requests have not had their last output."""
+        """Submitted requests whose last output has not been read."""
         return len(self.request_ids) - self._num_ended
 
     @property
@@ -59,14 +61,14 @@ class Outputs:
         return bool(self.num_open or self._waiting)
 
     def cancel(self) -> None:
-        """Stop all requests that still run; their last outputs say so."""
+        """Cancel all unfinished requests; their last outputs have the finish reason `CANCEL`."""
         self._loop.cancel(self.request_ids)
         waiting, self._waiting = self._waiting, deque()
         self.request_ids += [listener.request.id for listener in waiting]
-        deliver([(one.mailbox, one.cut(FinishReason.CANCEL)) for one in waiting])
+        deliver([(listener.mailbox, listener.cut(FinishReason.CANCEL)) for listener in waiting])
 
-    def note(self, output: Output) -> None:
-        """Take in that an output has come."""
+    def count_output(self, output: Output) -> None:
+        """Count a request as ended if this is its last output."""
         self._num_ended += output.finish_reason is not None
 
     @property
@@ -75,17 +77,22 @@ class Outputs:
         return bool(self._waiting)
 
     def submit_waiting(self) -> None:
-        """Submit those for which the queue has room; OverloadedError if it has for none so far."""
+        """Submit waiting requests while the queue has room.
+
+        Raises:
+            OverloadedError: the queue is full, and no request was submitted before either.
+        """
         try:
-            while self._waiting and self.num_open < _MAX_OPEN:
+            while self._waiting and self.num_open < _MAX_OPEN_REQUESTS:
                 self._submit_first()
         except OverloadedError:
             if not self.request_ids:
                 raise
-        self._loop.flush()  # no more come now, so no policy needs to wait for them
+        self._loop.flush()  # no policy needs to wait for more requests to fill a batch
 
     def _submit_first(self) -> None:
-        """Submit the first that waits; it counts as open before the engine may end it."""
+        """Submit the first waiting request."""
+        # Counted as open first: the engine may end the request within `submit`.
         self.request_ids.append(self._waiting[0].request.id)
         listener = self._waiting.popleft()
         try:
@@ -99,7 +106,7 @@ class Outputs:
         self._loop.submit(listeners)
 
     def _received(self, output: Output) -> Output:
-        self.note(output)
+        self.count_output(output)
         if output.error is not None:
             raise output.error
         if self._waiting:
@@ -108,59 +115,59 @@ class Outputs:
 
 
 class Generation(Outputs):
-    """The outputs of requests as a blocking iterator."""
+    """Outputs of requests as a blocking iterator."""
 
     def __init__(self, loop: EngineLoop) -> None:
-        """Wait for outputs of `loop`."""
+        """Read outputs of `loop`."""
         self._queue: queue.SimpleQueue[Output] = queue.SimpleQueue()
         super().__init__(loop, Mailbox(self._queue.put))
 
     def __iter__(self) -> Iterator[Output]:
-        """Yield outputs as `outputs` does; leaving early cancels the requests."""
+        """Yield outputs as `outputs` does; a reader that stops early cancels the requests."""
         try:
             yield from self.outputs()
         finally:
             self.cancel()
 
     def outputs(self) -> Iterator[Output]:
-        """Yield outputs as they come, until every request has had its last.
+        """Yield outputs as they arrive, until every request has ended.
 
-        A reader may leave and continue later.
+        A reader may stop and call this again later.
 
         Raises:
-            RequestError: a constraint could not be followed further.
+            RequestError: the request's constraint leaves no token to sample.
             TwostrokeError: the engine failed on a request.
         """
         while self.is_open:
             if self.num_open:
                 yield self._received(self._queue.get())
             else:
-                time.sleep(_RETRY_S)  # others fill the queue
+                time.sleep(_RETRY_INTERVAL_S)  # other callers fill the queue
                 self.submit_waiting()
 
     def wait(self) -> list[Completion]:
-        """Return the whole answers, in the order of their index."""
+        """Read all outputs and return the complete answers, in the order of their index."""
         return _join_all(list(self), len(self.request_ids))
 
 
 class AsyncGeneration(Outputs):
-    """The outputs of requests as an asynchronous iterator."""
+    """Outputs of requests as an asynchronous iterator."""
 
     def __init__(self, loop: EngineLoop) -> None:
-        """Wait in the running event loop for outputs of `loop`."""
+        """Read outputs of `loop` in the running event loop."""
         from asyncio import Queue, get_running_loop  # blocking callers need no asyncio
 
         self._queue: asyncio.Queue[Output] = Queue()
-        carry = get_running_loop().call_soon_threadsafe
-        super().__init__(loop, Mailbox(self._queue.put_nowait, carry))
+        schedule = get_running_loop().call_soon_threadsafe
+        super().__init__(loop, Mailbox(self._queue.put_nowait, schedule))
 
     async def __aiter__(self) -> AsyncIterator[Output]:
-        """Yield outputs as they come, until every request has had its last.
+        """Yield outputs as they arrive, until every request has ended.
 
-        A reader that leaves early calls `cancel`, or continues later.
+        A reader that stops early calls `cancel`, or iterates again later.
 
         Raises:
-            RequestError: a constraint could not be followed further.
+            RequestError: the request's constraint leaves no token to sample.
             TwostrokeError: the engine failed on a request.
         """
         while self.is_open:
@@ -169,18 +176,18 @@ class AsyncGeneration(Outputs):
             else:
                 from asyncio import sleep
 
-                await sleep(_RETRY_S)  # others fill the queue
+                await sleep(_RETRY_INTERVAL_S)  # other callers fill the queue
                 self.submit_waiting()
 
     async def wait(self) -> list[Completion]:
-        """Return the whole answers, in the order of their index."""
+        """Read all outputs and return the complete answers, in the order of their index."""
         return _join_all([output async for output in self], len(self.request_ids))
 
     @property
     def num_unread(self) -> int:
-        """How many outputs have come and were not read yet."""
+        """Outputs that have arrived and were not read yet."""
         return self._queue.qsize()
 
 
 def _join_all(outputs: list[Output], count: int) -> list[Completion]:
-    return [join([o for o in outputs if o.index == index]) for index in range(count)]
+    return [join([output for output in outputs if output.index == index]) for index in range(count)]

@@ -1,4 +1,4 @@
-"""The Python interface: `LLM` blocks, `AsyncLLM` is for asynchronous callers."""
+"""The Python interface: `LLM` blocks until answers are complete, `AsyncLLM` is for asyncio."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     Model = str | PathLike[str]
     ParamsOfEach = SamplingParams | Sequence[SamplingParams] | None
 
-_FOR_EMBEDDINGS = Caller(prompt_field="input")
+_EMBEDDING_CALLER = Caller(prompt_field="input")
 
 
 class LLM(AbstractContextManager["LLM"]):
@@ -61,11 +61,11 @@ class LLM(AbstractContextManager["LLM"]):
         progress: bool | None = None,
         **fields: Any,
     ) -> None:
-        """Load `model`: a path, a short name or hf:owner/repo; fetched first if not here yet.
+        """Load `model`: a path, a short name or hf:owner/repo. A missing model is downloaded first.
 
-        Options are `options`, or their fields by name, such as `num_threads=2` or
-        `context_length=4096`. `progress` shows a bar while a model is fetched, None only on a
-        terminal or in a notebook.
+        Pass options as `options`, or by field name, such as `num_threads=2` or
+        `context_length=4096`. `progress` says whether to show a bar during a download; None shows
+        it on a terminal or in a notebook only.
 
         Raises:
             TwostrokeError: the model cannot be found, read, or held in memory.
@@ -77,7 +77,7 @@ class LLM(AbstractContextManager["LLM"]):
         return _describe("LLM", self.engine)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the values that requests have for the sampling fields that they leave out."""
+        """Return the sampling parameters of a request that sets none of them itself."""
         return self.engine.card.sampling.fill(SamplingParams())
 
     def generate(
@@ -91,25 +91,41 @@ class LLM(AbstractContextManager["LLM"]):
         parse_special: bool = True,
         progress: bool | None = None,
     ) -> list[list[Completion]]:
-        """Continue prompts (texts, or lists of token ids), which share the engine's batches.
+        """Continue prompts, each a text or a list of token ids, in common batches.
 
-        Returns a list for each prompt, in order, with its `n` completions. `params` are for all
-        prompts, or a list with one for each. With a `suffix` each answer is the text between its
-        prompt and the suffix. `speculate` names the method that guesses tokens, and `prediction`
-        is the text of the expected answer; both change the speed and never the answers.
-        `parse_special` makes special tokens of their texts in prompts, except around a gap.
-        `progress` shows a bar; None shows one for several prompts, on a terminal or in a notebook.
+        Args:
+            prompts: one prompt, or a list of prompts.
+            params: sampling parameters of all prompts, or a list with one entry for each prompt.
+            suffix: fill in the middle: each answer is the text between its prompt and the suffix.
+            speculate: the speculation method. It changes the speed and never the answers.
+            prediction: the text of the expected answer, from which tokens are drafted. It changes
+                the speed and never the answers.
+            parse_special: whether the text of a special token in a prompt becomes that token.
+                With a `suffix` it never does.
+            progress: whether to show a bar. None shows it for several prompts, on a terminal or
+                in a notebook.
+
+        Returns:
+            A list for each prompt, in order, with its `n` completions.
 
         Raises:
             RequestError: a prompt is empty or can never fit, or the model cannot fill in the
                 middle.
         """
-        many = _as_prompts(prompts)
+        prompt_list = _as_prompts(prompts)
+        params_list = _as_params(params, len(prompt_list))
         card = self.engine.card
         hints = to_hints(card, speculate, prediction)
         requests = [
-            _completion(card, prompt, prompt_params, suffix, hints, parse_special=parse_special)
-            for prompt, prompt_params in zip(many, _as_params(params, len(many)), strict=True)
+            _encode_completion(
+                card,
+                prompt,
+                params=prompt_params,
+                suffix=suffix,
+                hints=hints,
+                parse_special=parse_special,
+            )
+            for prompt, prompt_params in zip(prompt_list, params_list, strict=True)
         ]
         return self._answer(requests, progress=progress)
 
@@ -157,10 +173,10 @@ class LLM(AbstractContextManager["LLM"]):
     ) -> list[Completion] | list[list[Completion]] | Iterator[AnswerChunk]:
         """Answer a conversation of messages with `role` and `content`, or a list of conversations.
 
-        A conversation has a list of `n` completions; several conversations have a list of these
-        lists, in order. With `stream` the answers to one conversation come in chunks, as they are
-        written; leaving early cancels the rest. `ChatOptions` describes the options, `progress` is
-        as in `generate`.
+        Returns a list of `n` completions for one conversation, and a list of these lists, in order,
+        for several conversations. With `stream`, yields the chunks of the answers to one
+        conversation as they are generated; a reader that stops early cancels the answers.
+        `ChatOptions` describes the options, `generate` describes `progress`.
 
         Raises:
             RequestError: the model has no chat template, or a message is not valid.
@@ -171,21 +187,23 @@ class LLM(AbstractContextManager["LLM"]):
             if isinstance(params, Sequence):
                 reason = "must be one SamplingParams for one conversation."
                 raise UsageError(reason, field="params")
-            request = _turn(card, messages, params, options)  # type: ignore[arg-type]
+            request = _encode_chat(card, messages, params, options)  # type: ignore[arg-type]
             return (
-                self._chunks(request) if stream else self._answer([request], progress=progress)[0]
+                self._stream_chunks(request)
+                if stream
+                else self._answer([request], progress=progress)[0]
             )
         if stream:
             raise UsageError("takes one conversation at a time.", field="stream")
         requests = [
-            _turn(card, conversation, its_params, options)  # type: ignore[arg-type]
-            for conversation, its_params in zip(
+            _encode_chat(card, conversation, conversation_params, options)  # type: ignore[arg-type]
+            for conversation, conversation_params in zip(
                 messages, _as_params(params, len(messages)), strict=True
             )
         ]
         return self._answer(requests, progress=progress)
 
-    def _chunks(self, request: EncodedPrompt) -> Iterator[AnswerChunk]:
+    def _stream_chunks(self, request: EncodedPrompt) -> Iterator[AnswerChunk]:
         reader = ChunkReader(request.reading, self.engine.card.tokenizer)
         for output in request.stream(self.engine.client):
             yield reader.read(output)
@@ -200,14 +218,20 @@ class LLM(AbstractContextManager["LLM"]):
         prediction: str = "",
         parse_special: bool = True,
     ) -> Iterator[Output]:
-        """Continue one prompt and yield its outputs; leaving early cancels the rest.
+        """Continue one prompt and yield its outputs; a reader that stops early cancels it.
 
-        `suffix` and the other options as in `generate`.
+        `generate` describes the options.
         """
-        card, client = self.engine.card, self.engine.client
-        hints = to_hints(card, speculate, prediction)
-        request = _completion(card, prompt, params, suffix, hints, parse_special=parse_special)
-        yield from request.stream(client)
+        card = self.engine.card
+        request = _encode_completion(
+            card,
+            prompt,
+            params=params,
+            suffix=suffix,
+            hints=to_hints(card, speculate, prediction),
+            parse_special=parse_special,
+        )
+        yield from request.stream(self.engine.client)
 
     def embed(
         self,
@@ -217,18 +241,20 @@ class LLM(AbstractContextManager["LLM"]):
         dimensions: int | None = None,
         parse_special: bool = True,
     ) -> list[Embedding]:
-        """Return a vector of length 1 for each text (or list of token ids), in order.
+        """Return an embedding of each text (or list of token ids), in order: a vector of length 1.
 
         Texts of similar meaning have similar directions, best with models made for embeddings.
-        `pooling` is "mean", "last", or "auto" for the model's own; `dimensions` keeps only that
-        many first values. `parse_special` makes special tokens of their texts.
+        `pooling` is "mean", "last", or "auto" for the pooling that the model's files name.
+        `dimensions` truncates vectors to their first values. With `parse_special`, the text of a
+        special token becomes that token.
 
         Raises:
-            RequestError: a text is empty or can never fit, or the model cannot embed in this way.
+            RequestError: a text is empty or longer than the context, or the model does not support
+                the pooling or the dimensions.
         """
-        tokens = _texts(self.engine.card, texts, parse_special=parse_special)
+        tokens = _encode_texts(self.engine.card, texts, parse_special=parse_special)
         params = EmbeddingParams(pooling, dimensions)
-        return list(self.engine.client.embed(tokens, params, _FOR_EMBEDDINGS))
+        return list(self.engine.client.embed(tokens, params, _EMBEDDING_CALLER))
 
     def close(self) -> None:
         """Stop the engine and free its memory."""
@@ -241,22 +267,29 @@ class LLM(AbstractContextManager["LLM"]):
     def _answer(
         self, prompts: list[EncodedPrompt], *, progress: bool | None = None
     ) -> list[list[Completion]]:
-        """Answer all prompts, as many at a time as the engine's queue takes."""
-        client, tokenizer = self.engine.client, self.engine.card.tokenizer
+        """Submit all prompts as the queue has room, and return their answers in order."""
+        client = self.engine.client
+        tokenizer = self.engine.card.tokenizer
         running: deque[tuple[EncodedPrompt, Generation]] = deque()
         answers: list[list[Completion]] = []
         if progress is None and len(prompts) < 2:
             progress = False
-        began_s, num_tokens = time.monotonic(), 0
+        start_s = time.monotonic()
+        num_tokens = 0
 
         def finish_first() -> None:
             nonlocal num_tokens
             prompt, generation = running[0]
             completions = prompt.settled(client, generation.wait())
             running.popleft()
-            answers.append([read_completion(c, prompt.reading, tokenizer) for c in completions])
+            answers.append(
+                [
+                    read_completion(completion, prompt.reading, tokenizer)
+                    for completion in completions
+                ]
+            )
             num_tokens += sum(len(completion.token_ids) for completion in completions)
-            rate = num_tokens / max(time.monotonic() - began_s, 1e-9)
+            rate = num_tokens / max(time.monotonic() - start_s, 1e-9)
             bar.show("Answering", len(answers), len(prompts), f"{rate:.0f} tokens/s")
 
         try:
@@ -274,7 +307,7 @@ class LLM(AbstractContextManager["LLM"]):
                 client.loop.flush()
                 while running:
                     finish_first()
-        except BaseException:  # an interrupt too must not leave the others running
+        except BaseException:  # also after Ctrl-C, no generation stays in the engine
             for _, generation in running:
                 generation.cancel()
             raise
@@ -282,7 +315,7 @@ class LLM(AbstractContextManager["LLM"]):
 
 
 class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
-    """A model that answers in this process, for asynchronous callers.
+    """A model that answers in this process, for asyncio.
 
     >>> async with AsyncLLM("smollm2") as llm:
     ...     async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=64)):
@@ -297,12 +330,12 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         progress: bool | None = None,
         **fields: Any,
     ) -> None:
-        """Load a model as `LLM` does, or use an engine that runs already.
+        """Load a model as `LLM` does, or use a running engine.
 
         This blocks until the model is loaded; `await AsyncLLM.load(...)` does not.
 
         Raises:
-            TwostrokeError: as `LLM`.
+            TwostrokeError: the model cannot be found, read, or held in memory.
         """
         if isinstance(model, Engine):
             self.engine: Engine = model
@@ -318,7 +351,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         progress: bool | None = None,
         **fields: Any,
     ) -> AsyncLLM:
-        """Load `model` without blocking the event loop."""
+        """Load `model` in another thread, so that the event loop is not blocked."""
         from asyncio import to_thread  # blocking callers need no asyncio
 
         return cls(await to_thread(_fetch_and_build, model, options, fields, progress=progress))
@@ -328,7 +361,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         return _describe("AsyncLLM", self.engine)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the values that requests have for the sampling fields that they leave out."""
+        """Return the sampling parameters of a request that sets none of them itself."""
         return self.engine.card.sampling.fill(SamplingParams())
 
     def generate(
@@ -341,15 +374,20 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         prediction: str = "",
         parse_special: bool = True,
     ) -> AsyncIterator[Output]:
-        """Continue a prompt and yield its outputs; leaving early cancels the rest.
+        """Continue a prompt and yield its outputs; a reader that stops early cancels it.
 
-        `suffix` and the other options as in `LLM.generate`.
+        `LLM.generate` describes the options.
         """
         card = self.engine.card
-        hints = to_hints(card, speculate, prediction)
-        return self._outputs(
-            _completion(card, prompt, params, suffix, hints, parse_special=parse_special)
+        request = _encode_completion(
+            card,
+            prompt,
+            params=params,
+            suffix=suffix,
+            hints=to_hints(card, speculate, prediction),
+            parse_special=parse_special,
         )
+        return self._outputs(request)
 
     async def chat(
         self,
@@ -357,12 +395,12 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         params: SamplingParams | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncIterator[AnswerChunk]:
-        """Answer a conversation and yield its chunks; leaving early cancels the rest.
+        """Answer a conversation and yield its chunks; a reader that stops early cancels the answer.
 
-        Takes the options of `LLM.chat`.
+        `ChatOptions` describes the options.
         """
         check_options(options)
-        request = _turn(self.engine.card, messages, params, options)
+        request = _encode_chat(self.engine.card, messages, params, options)
         reader = ChunkReader(request.reading, self.engine.card.tokenizer)
         outputs = self._outputs(request)
         async with aclosing(outputs):
@@ -377,15 +415,15 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         dimensions: int | None = None,
         parse_special: bool = True,
     ) -> list[Embedding]:
-        """Return a vector of length 1 for each text, in order, as `LLM.embed`."""
-        tokens = _texts(self.engine.card, texts, parse_special=parse_special)
+        """Return an embedding of each text, in order; `LLM.embed` describes the options."""
+        tokens = _encode_texts(self.engine.card, texts, parse_special=parse_special)
         params = EmbeddingParams(pooling, dimensions)
-        generation = self.engine.client.embed_async(tokens, params, _FOR_EMBEDDINGS)
+        generation = self.engine.client.embed_async(tokens, params, _EMBEDDING_CALLER)
         try:
-            found = [Embedding.of(output) async for output in generation]
+            embeddings = [Embedding.of(output) async for output in generation]
         finally:
             generation.cancel()
-        return sorted(found, key=lambda embedding: embedding.index)
+        return sorted(embeddings, key=lambda embedding: embedding.index)
 
     async def close(self) -> None:
         """Stop the engine and free its memory."""
@@ -398,51 +436,70 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         await self.close()
 
     async def _outputs(self, prompt: EncodedPrompt) -> AsyncGenerator[Output]:
+        """Yield the outputs of a prompt, checked against its schema where the grammar is wider."""
         from asyncio import to_thread
 
-        client, constraint, grammar = self.engine.client, prompt.params.constraint, None
+        client = self.engine.client
+        constraint = prompt.params.constraint
+        grammar = None
         if constraint is not None:
             grammar = await to_thread(client.grammars.compile, constraint)
-        stream = SettledStream(redrawer) if (redrawer := prompt.redrawer(client, grammar)) else None
+        redrawer = prompt.redrawer(client, grammar)
         generation = client.generate_many_async(
-            [prompt.tokens], prompt.params, prompt.caller, prompt.hints, grammar
+            [prompt.tokens],
+            prompt.params,
+            caller=prompt.caller,
+            hints=prompt.hints,
+            grammar=grammar,
         )
         client.loop.flush()
         try:
+            if redrawer is None:
+                async for output in generation:
+                    yield output
+                return
+            stream = SettledStream(redrawer)
             async for output in generation:
-                for ready in (output,) if stream is None else stream.read(output):
-                    yield ready
-            for settle in () if stream is None else stream.endings():
+                for final_output in stream.read(output):
+                    yield final_output
+            for settle in stream.endings():
                 yield await to_thread(settle)
         finally:
             generation.cancel()
 
 
-def _completion(
+def _encode_completion(
     card: ModelCard,
     prompt: Text,
+    *,
     params: SamplingParams | None,
     suffix: str,
     hints: Hints,
-    *,
     parse_special: bool,
 ) -> EncodedPrompt:
-    params = _checked(params)
+    """Return a prompt to continue, or with a `suffix` a gap to fill, as token ids."""
+    params = _check_params(params)
     if suffix:
-        tokens, params = encode_gap(card, prompt, suffix), ending_gaps(card, params)
+        tokens = encode_gap(card, prompt, suffix)
+        params = ending_gaps(card, params)
     else:
         tokens = encode_text(card, prompt, parse_special=parse_special)
-    return EncodedPrompt(tokens, with_seed(params), Caller(prompt_field="prompt"), hints)
+    return EncodedPrompt(
+        tokens=tokens,
+        params=with_seed(params),
+        caller=Caller(prompt_field="prompt"),
+        hints=hints,
+    )
 
 
-def _turn(
+def _encode_chat(
     card: ModelCard,
     messages: Sequence[Message],
     params: SamplingParams | None,
     options: ChatOptions,
 ) -> EncodedPrompt:
     tokens, params, hints, reading, functions = encode_conversation(
-        card, messages, _checked(params), options
+        card, messages, _check_params(params), options
     )
     return EncodedPrompt(
         tokens=tokens,
@@ -455,7 +512,7 @@ def _turn(
 
 
 def _are_conversations(messages: Sequence[object]) -> bool:
-    """Whether a list has conversations, and not messages."""
+    """Whether a list has conversations, not messages."""
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__getitem__"):
         return False
     return bool(messages) and all(
@@ -463,7 +520,7 @@ def _are_conversations(messages: Sequence[object]) -> bool:
     )
 
 
-def _texts(
+def _encode_texts(
     card: ModelCard, texts: Text | Sequence[Text], *, parse_special: bool
 ) -> list[list[int]]:
     return [
@@ -481,10 +538,13 @@ def _fetch_and_build(
 ) -> Engine:
     name = fspath(model) if isinstance(model, PathLike) else model
     if not isinstance(name, str):
-        raise UsageError(f"A model is given by a name or a path, not by {model!r}.")
+        raise UsageError(f"The model must be a name or a path, got {model!r}.")
     if fields:
         if options is not None:
-            reason = f"must stand in EngineOptions, or all options without it: {', '.join(fields)}."
+            reason = (
+                f"must have these values in its fields, not beside it: {', '.join(fields)}. "
+                "Pass either an EngineOptions or its fields by name."
+            )
             raise UsageError(reason, field="options")
         options = from_mapping(EngineOptions, fields)
     draft = options.speculation.draft if options is not None else None
@@ -503,7 +563,7 @@ def _describe(kind: str, engine: Engine) -> str:
 
 
 def _as_prompts(prompts: Text | Sequence[Text]) -> list[Text]:
-    """Return a list of prompts, with one prompt if only one was given."""
+    """Return a list of prompts; a single prompt becomes a list of one."""
     is_list = not isinstance(prompts, str | bytes | Mapping) and hasattr(prompts, "__getitem__")
     if not is_list or (len(prompts) > 0 and hasattr(prompts[0], "__index__")):
         return [prompts]  # type: ignore[list-item]
@@ -514,18 +574,19 @@ def _as_params(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
     if not isinstance(params, Sequence) or isinstance(params, str):
-        return [_checked(params)] * count
+        return [_check_params(params)] * count
     if len(params) != count:
         reason = f"must have one entry for each prompt: {count}, got {len(params)}."
         raise UsageError(reason, field="params")
-    return [_checked(one) for one in params]
+    return [_check_params(params_of_prompt) for params_of_prompt in params]
 
 
-def _checked(params: object) -> SamplingParams:
+def _check_params(params: object) -> SamplingParams:
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
-        kind = type(params).__name__
-        reason = f"params must be SamplingParams, as SamplingParams(max_tokens=64), not {kind}."
-        raise UsageError(reason)
+        raise UsageError(
+            "params must be a SamplingParams, such as SamplingParams(max_tokens=64), "
+            f"got {type(params).__name__}."
+        )
     return params

@@ -1,4 +1,4 @@
-"""The engine's loop: plan, run, commit, deliver, on its own thread."""
+"""The engine loop: plans, runs and commits steps, and delivers outputs, in its own thread."""
 
 from __future__ import annotations
 
@@ -40,67 +40,80 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("twostroke.engine")
 
-_END_S = 60.0  # that the last step may take
-_MOST_LOSSES = 3  # of ranks, one after another without a step that succeeds
-_LOOK_S = 0.2  # between looks at ranks that have nothing to do
+_LAST_STEP_TIMEOUT_S = 60.0  # for the step that runs when the engine is closed
+_MAX_RANK_LOSSES = 3  # in a row, without a step that succeeds
+_RANK_CHECK_INTERVAL_S = 0.2  # while there are no requests
 
 
 class EngineLoop:
     """Owns the scheduler and the backend, and runs steps while there are requests.
 
-    Steps are started as long as more may be in flight (`SchedulerConfig.steps_ahead`), and finished
-    in the same order. The lock guards the scheduler and the listeners. It is free while a
-    step runs, so requests can be added and cancelled at any time; the scheduler keeps pages in
-    flight until the commit. Outputs are delivered under the lock, so that no output follows a
-    request's last one.
+    Up to `SchedulerConfig.steps_ahead` further steps are started before the oldest is finished;
+    steps finish in the order of their start.
+
+    A lock guards the scheduler and the listeners. It is free while a step runs, so requests can be
+    added and cancelled at any time: the scheduler keeps the pages of a running step until its
+    commit. Outputs are delivered under the lock, so no output follows a request's last output.
+
+    Attributes:
+        speculator: proposes draft tokens.
+        on_step: called with each plan before it is computed.
+        pages: access to the pages for threads that transfer them.
     """
 
     def __init__(
         self, backend: Runner, scheduler: Scheduler, speculator: Speculator, cost: StepCost
     ) -> None:
-        """Start the thread. `cost` counts the work of steps."""
+        """Start the thread. `cost` gives the work of a step, for the counters."""
         self._backend = backend
-        self._ranks = cast("RankRunner", backend)  # if it has ranks
-        self._starter = cast("StartRunner", backend)  # if steps may be in flight
+        self._ranks = cast("RankRunner", backend)  # used only if the backend has ranks
+        self._starter = cast("StartRunner", backend)  # used only if `steps_ahead` > 0
         self._scheduler = scheduler
         self.speculator = speculator
         self._listeners: dict[str, RequestListener] = {}
-        self._ended: list[Request] = []
+        self._ended_requests: list[Request] = []
         self._condition = threading.Condition()
         self._stopping = False
         self._failure: str | None = None
         self._steps: deque[StepInFlight] = deque()
-        self._vitals = LoopHeartbeat()
-        self._num_losses = 0  # since a step succeeded
-        self._limit = StepLimit(scheduler.config.step_budget)
-        self.on_step: Callable[[StepPlan], None] | None = None  # before a step is computed
+        self._heartbeat = LoopHeartbeat()
+        self._num_rank_losses = 0  # since a step succeeded
+        self._step_limit = StepLimit(scheduler.config.step_budget)
+        self.on_step: Callable[[StepPlan], None] | None = None
         self.pages = PoolAccess(scheduler, backend.pages, self._condition)
-        given = scheduler.stats, speculator.stats, self.pages.totals, self._limit
-        self._counters = Counters(cost, *given)
+        self._counters = Counters(
+            cost,
+            scheduler=scheduler.stats,
+            speculation=speculator.stats,
+            tiers=self.pages.totals,
+            step_limit=self._step_limit,
+        )
         self._thread = threading.Thread(target=self._run, name="twostroke-engine", daemon=True)
         self._thread.start()
 
     def submit(self, listeners: Iterable[RequestListener], waited_s: float = 0.0) -> None:
-        """Queue requests, which have waited for `waited_s`; all or, when one is refused, none.
+        """Queue all requests, or none of them after an error.
+
+        `waited_s` is the time that the requests have waited elsewhere.
 
         Raises:
-            ContextLengthError: one can never fit.
+            ContextLengthError: a request is longer than the context or the KV cache.
             OverloadedError: the queue is full.
             EngineStoppedError: the engine no longer runs.
         """
         with self._condition:
             self._check_running()
             added: list[RequestListener] = []
-            self._counters.seconds.turn(time.monotonic())  # as it was, perhaps idle
+            self._counters.history.advance(time.monotonic())  # before the counts change
             try:
                 for listener in listeners:
                     listener.request.arrival_s = time.monotonic() - waited_s
                     listener.counter = self._counters.services[listener.service]
-                    ticket = self._scheduler.add(listener.request)
+                    state = self._scheduler.add(listener.request)
                     self._listeners[listener.request.id] = listener
                     added.append(listener)
-                    self.pages.submitted(ticket)
-            except BaseException:  # an interrupt must not leave requests that nobody reads
+                    self.pages.on_request_queued(state)
+            except BaseException:  # also after Ctrl-C, no request stays without a reader
                 for listener in added:
                     self._forget(listener, FinishReason.CANCEL)
                 raise
@@ -110,15 +123,16 @@ class EngineLoop:
         """Refuse a request that could never run, even alone.
 
         Raises:
-            RequestError, ContextLengthError: as `submit`.
+            RequestError: the prompt is empty.
+            ContextLengthError: the request is longer than the context or the KV cache.
         """
         self._scheduler.max_len(request)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """End requests at once, waiting or running; unknown and finished ones are ignored."""
+        """Cancel waiting and running requests at once; ignore unknown and finished requests."""
         with self._condition:
             for listener in filter(None, map(self._listeners.get, request_ids)):
-                self._cut(listener, FinishReason.CANCEL)
+                self._end_now(listener, FinishReason.CANCEL)
             self._condition.notify()
 
     def flush(self) -> None:
@@ -128,28 +142,28 @@ class EngineLoop:
             self._condition.notify()
 
     def snapshot(self) -> Snapshot:
-        """Return everything that the engine counts, as of now."""
+        """Return all counts of the engine, as of now."""
         with self._condition:
             return self._counters.snapshot()
 
     def span(self, seconds: int, ago_s: int = 0) -> TimeSpan[Snapshot]:
-        """Return snapshots of both ends of whole seconds that ended `ago_s` ago, if known."""
+        """Return the counts at both ends of a span of whole seconds that ended `ago_s` ago."""
         with self._condition:
-            return self._counters.seconds.span(seconds, ago_s)
+            return self._counters.history.span(seconds, ago_s)
 
     def view(self) -> RunningRequests:
-        """Return the running requests and the pages' contents, as of now."""
+        """Return the running requests and the state of all pages, as of now."""
         with self._condition:
             return take_view(self._scheduler.view(), self._listeners)
 
     def ranks(self) -> Sequence[RankState]:
-        """Return how each rank is now, if there are several."""
+        """Return the state of each rank; nothing if the model runs in one process."""
         return self._ranks.states() if self.facts.ranks else ()
 
     @property
     def progress(self) -> StepProgress:
-        """What the engine has computed."""
-        return self._vitals.progress
+        """The number of finished steps, and the age of the current step."""
+        return self._heartbeat.progress
 
     @property
     def facts(self) -> BackendFacts:
@@ -158,7 +172,7 @@ class EngineLoop:
 
     @property
     def backend(self) -> Runner:
-        """The backend; its own methods may be called while there are no requests."""
+        """The backend; call its methods only while there are no requests."""
         return self._backend
 
     @property
@@ -168,13 +182,13 @@ class EngineLoop:
 
     @property
     def health(self) -> Health:
-        """Whether the engine can answer."""
+        """Whether the engine can answer requests."""
         if self._failure is not None or self._stopping or not self._thread.is_alive():
             return Health.STOPPED
-        return self._vitals.health
+        return self._heartbeat.health
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Stop: wait up to `drain_s` seconds for running requests, then cut off the rest."""
+        """Stop the engine: wait up to `drain_s` seconds for running requests, then end the rest."""
         deadline = time.monotonic() + drain_s
         self.flush()
         while time.monotonic() < deadline and self._listeners and self._thread.is_alive():
@@ -182,9 +196,9 @@ class EngineLoop:
         with self._condition:
             self._stopping = True
             self._condition.notify()
-            if self._vitals.is_recovering:
+            if self._heartbeat.is_recovering:
                 self._ranks.give_up()
-        self._thread.join(timeout=_END_S)
+        self._thread.join(timeout=_LAST_STEP_TIMEOUT_S)
         if not self._thread.is_alive():
             pages_are_free = self.pages.close()
             self.speculator.close()
@@ -197,29 +211,29 @@ class EngineLoop:
         if self._stopping:
             raise EngineStoppedError("The engine is shutting down.")
 
-    # The lock is held while these three are called.
+    # The caller of the three methods below holds the lock.
 
-    def _cut(
+    def _end_now(
         self, listener: RequestListener, reason: FinishReason, error: TwostrokeError | None = None
     ) -> None:
-        """End a request now, and deliver its last output."""
+        """End a request without another step, and deliver its last output."""
         output = listener.cut(reason, error)
         self._end(listener, output)
         deliver([(listener.mailbox, output)])
 
     def _end(self, listener: RequestListener, output: Output) -> None:
-        """End the request of a last output, and count it."""
+        """Remove the request of a last output, and count it."""
         assert output.finish_reason is not None
         self._forget(listener, output.finish_reason)
         listener.counter.end(listener.request, output)
 
     def _forget(self, listener: RequestListener, reason: FinishReason) -> None:
-        """End a request; the backend is told when no step in flight computes it."""
+        """Remove a request; the backend forgets it once no step in flight computes it."""
         self._listeners.pop(listener.request.id, None)
         if not listener.request.is_finished:
             self._scheduler.finish(listener.request, reason)
-        self._ended.append(listener.request)
-        self.pages.ended(listener.request)
+        self._ended_requests.append(listener.request)
+        self.pages.on_request_end(listener.request)
 
     def _run(self) -> None:
         try:
@@ -233,24 +247,26 @@ class EngineLoop:
             self._failure = reason
         stopped = EngineStoppedError(f"The engine stopped: {reason}")
         with self._condition:
-            for listener in self._listeners.values():  # without the scheduler, which may be broken
+            for (
+                listener
+            ) in self._listeners.values():  # the scheduler may be broken, so it is not asked
                 output = listener.cut(FinishReason.ERROR, stopped)
                 listener.counter.end(listener.request, output)
                 deliver([(listener.mailbox, output)])
             self._listeners.clear()
 
     def _step(self) -> bool:
-        """Start a step if more may be in flight, else finish the oldest, else wait; False: stop."""
+        """Start a step, or finish the oldest step, or wait for work. Return False to stop."""
         with self._condition:
-            self._tell_ended()
+            self._release_ended()
             if self._stopping:
                 return False
             for request, error in self._scheduler.pop_overdue():
                 self._fail(request, error)
-            plan = self._scheduler.plan(self._limit.most_tokens) if self._may_start else None
+            plan = self._scheduler.plan(self._step_limit.max_tokens) if self._may_start else None
             is_idle = plan is None and not self._steps
             if is_idle:
-                self._vitals.pause(self._condition, self._idle_s)
+                self._heartbeat.pause(self._condition, self._idle_s)
         try:
             if plan is not None:
                 self._start(plan)
@@ -265,30 +281,30 @@ class EngineLoop:
 
     @property
     def _idle_s(self) -> float | None:
-        """Seconds after which the loop looks for work, and for lost ranks."""
+        """Seconds to wait for a request before the next check of the queue and of the ranks."""
         wait_s = self._scheduler.wait_s
         if not self.facts.ranks:
             return wait_s
-        return _LOOK_S if wait_s is None else min(wait_s, _LOOK_S)
+        return _RANK_CHECK_INTERVAL_S if wait_s is None else min(wait_s, _RANK_CHECK_INTERVAL_S)
 
     @property
     def _may_start(self) -> bool:
-        """Whether another step may be in flight."""
+        """Whether another step may be started."""
         return len(self._steps) <= self.config.steps_ahead
 
-    def _tell_ended(self) -> None:
-        """Let the backend and proposers drop what they keep for requests that have ended."""
-        ended, self._ended = self._ended, []
-        for request in ended:
+    def _release_ended(self) -> None:
+        """Let the backend and the proposers free their state of requests that have ended."""
+        ended_requests, self._ended_requests = self._ended_requests, []
+        for request in ended_requests:
             if request.is_in_flight:
-                self._ended.append(request)
+                self._ended_requests.append(request)
             else:
                 self._backend.forget(request)
                 self.speculator.finish(request)
 
     def _start(self, plan: StepPlan) -> None:
-        """Begin a step; a backend that takes one at a time computes it when it is finished."""
-        self._vitals.begin()
+        """Start a step. A backend without steps in flight computes it in `_finish`."""
+        self._heartbeat.begin()
         if self.on_step is not None:
             self.on_step(plan)
         step = StepInFlight(plan, self.speculator.extend(plan, self._add_drafts))
@@ -303,29 +319,31 @@ class EngineLoop:
             step.error = error
 
     def _finish(self) -> None:
-        """Wait for the oldest step in flight, and take in and deliver what it brought."""
+        """Wait for the oldest step in flight, commit its result, and deliver the outputs."""
         step = self._steps[0]
-        plan, result = step.plan, self._result(step)
+        plan = step.plan
+        result = self._result(step)
         if result is None:
             return
         for request, error in find_unusable(plan, result):
             self._fail(request, error)
         with self._condition:
-            self._counters.seconds.turn(time.monotonic())
+            self._counters.history.advance(time.monotonic())
             deltas = self._scheduler.commit(plan, result)
             self._steps.popleft()
-            self._num_losses = 0
-            self._limit.count_clean()
+            self._num_rank_losses = 0
+            self._step_limit.count_success()
             batch = BatchShape.of(plan)
-            took_s = self._vitals.finish(time.monotonic(), is_last=not self._steps)
-            self._counters.add_step(plan, batch, result, self._vitals.turn_s)
-            self.speculator.learn(plan, step.guesses, batch, result, took_s)
-            deliver(self._take(deltas))
+            step_s = self._heartbeat.finish(time.monotonic(), is_last=not self._steps)
+            self._counters.add_step(plan, batch, result, interval_s=self._heartbeat.interval_s)
+            self.speculator.learn(plan, step.drafts, batch, result, step_s)
+            deliver(self._outputs_of(deltas))
 
     def _result(self, step: StepInFlight) -> StepResult | None:
-        """Return a step's result; if it failed, run its requests one by one.
+        """Return a step's result. If the step failed, run its requests one by one.
 
-        None: there was no memory for it; it was taken back, and the next steps are smaller.
+        Returns None if the step was too large for the memory: all steps in flight are undone, and
+        later steps are smaller.
         """
         error = step.error
         if error is None:
@@ -335,45 +353,46 @@ class EngineLoop:
                 return self._backend.run(step.plan)
             except FATAL:
                 raise
-            except Exception as its_own:  # noqa: BLE001 a failure must not end other requests
-                error = its_own
-        drop_later(self._steps, self._starter, self._recall)
-        if not self._limit.lower(step.plan, error):
+            except Exception as run_error:  # noqa: BLE001 a failure must not end other requests
+                error = run_error
+        _undo_later_steps(self._steps, self._starter, self._recall)
+        if not self._step_limit.lower(step.plan, error):
             return run_each(step.plan, error, self._backend.run, self._fail)
         self._steps.clear()
-        self._vitals.busy_since_s = None
+        self._heartbeat.busy_since_s = None
         self._recall()
         return None
 
     def _recall(self) -> None:
+        """Undo the newest planned step in the scheduler."""
         with self._condition:
             self._scheduler.undo_newest_step()
 
     def _recover(self, error: RanksLostError) -> None:
-        """Let lost ranks be replaced; all requests are computed again, and go on."""
+        """Replace lost ranks; running requests are preempted, so they are computed again."""
         _logger.warning("%s Running requests wait until lost ranks are replaced.", error)
-        self._num_losses += bool(self._steps)  # not while there was nothing to do
-        if self._num_losses > _MOST_LOSSES:
+        self._num_rank_losses += bool(self._steps)  # losses without a running step do not count
+        if self._num_rank_losses > _MAX_RANK_LOSSES:
             raise error
         with self._condition:
             if self._stopping:
                 return
-            self._vitals.is_recovering = True
+            self._heartbeat.is_recovering = True
             self._steps.clear()
-            self._vitals.busy_since_s = None
+            self._heartbeat.busy_since_s = None
             self._scheduler.preempt_all()
         self._ranks.recover()
-        self._vitals.is_recovering = False
+        self._heartbeat.is_recovering = False
         _logger.info("Lost ranks were replaced; running requests continue.")
 
     def _add_drafts(
-        self, part: Slice, drafts: Sequence[int], parents: Sequence[int]
+        self, slice_: Slice, drafts: Sequence[int], parents: Sequence[int]
     ) -> Sequence[int]:
         with self._condition:
-            return self._scheduler.add_drafts(part, drafts, parents)
+            return self._scheduler.add_drafts(slice_, drafts, parents)
 
-    def _take(self, deltas: list[RequestDelta]) -> list[tuple[Mailbox, Output]]:
-        """Return a step's outputs, each with its mailbox."""
+    def _outputs_of(self, deltas: list[RequestDelta]) -> list[tuple[Mailbox, Output]]:
+        """Return the outputs of a step, each with its mailbox; end the requests that are done."""
         now_s = time.monotonic()
         outputs: list[tuple[Mailbox, Output]] = []
         for delta in deltas:
@@ -390,24 +409,26 @@ class EngineLoop:
         return outputs
 
     def _fail(self, request: Request, error: TwostrokeError) -> None:
-        """End one request that failed or is over; the others continue."""
+        """End one request with an error; the other requests continue."""
         with self._condition:
             listener = self._listeners.get(request.id)
             if listener is not None:
-                self._cut(listener, FinishReason.ERROR, error)
+                self._end_now(listener, FinishReason.ERROR, error)
 
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A step in flight, and the error with which it could not be started."""
+    """A step in flight; `error` is set if the backend could not start it."""
 
     plan: StepPlan
-    guesses: StepDrafts
+    drafts: StepDrafts
     error: Exception | None = None
 
 
-def drop_later(steps: deque[StepInFlight], runner: StartRunner, recall: Callable[[], None]) -> None:
-    """Take back all steps but the oldest: they fail with it, or follow rows that failed."""
+def _undo_later_steps(
+    steps: deque[StepInFlight], runner: StartRunner, recall: Callable[[], None]
+) -> None:
+    """Undo all steps in flight but the oldest, because they depend on rows that failed."""
     while len(steps) > 1:
         step = steps.pop()
         if step.error is None:
@@ -415,6 +436,6 @@ def drop_later(steps: deque[StepInFlight], runner: StartRunner, recall: Callable
                 runner.finish()
             except FATAL:
                 raise
-            except Exception:  # computed again
+            except Exception:  # its requests are computed again
                 _logger.debug("A step failed after another one.", exc_info=True)
         recall()

@@ -15,13 +15,21 @@ if TYPE_CHECKING:
 
 
 class ModelCard(Frozen):
-    """Facts about an engine's model. Sizes are in bytes.
+    """Facts about an engine's model.
 
-    `parses_special` says whether the texts of special tokens in raw prompts become these tokens,
-    unless a request says otherwise; those in messages of a chat never do. `pooling` is how its
-    files say that embeddings are made, None if they do not say. `container` is the kind of its
-    files, "gguf" or "safetensors". `identity` is its `weights_identity`. `sampling` are the values
-    of sampling fields that a request leaves out.
+    Attributes:
+        format: the number formats of the weights.
+        context_length: tokens that a prompt and its answer may have together.
+        file_bytes: the size of the model's files.
+        created_s: the time of loading, in seconds since 1970.
+        chat_template: the chat template; None without one.
+        cost: gives the work of a step.
+        pooling: the pooling of embeddings that the model's files name, if any.
+        container: the type of the files, "gguf" or "safetensors".
+        identity: the `weights_identity` of the files.
+        sampling: default values of the sampling fields.
+        parses_special: whether the text of a special token in a raw prompt becomes that token by
+            default. In chat messages it never does.
     """
 
     name: str
@@ -42,16 +50,16 @@ class ModelCard(Frozen):
 
     @property
     def can_chat(self) -> bool:
-        """Whether it has a chat template that can be compiled."""
+        """Whether the model has a chat template that can be compiled."""
         return self.chat_template is not None and self.chat_template.refusal is None
 
     @property
     def num_parameters(self) -> int:
-        """Values in all weights."""
+        """The number of values in all weights."""
         return sum(map(prod, self.cost.program.weight_shapes.values()))
 
     @property
     def embedding_width(self) -> int:
-        """Values in an embedding."""
+        """The number of values in an embedding."""
         program = self.cost.program
         return program.value_widths[program.last_states]

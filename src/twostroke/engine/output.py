@@ -1,4 +1,4 @@
-"""What a caller receives: pieces of text, and usage and timings at the end."""
+"""Outputs of the engine: what each step adds to an answer, and how outputs reach their readers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 
 class Usage(Frozen):
-    """Tokens of a choice; `cached_tokens` are prompt tokens found in the prefix cache.
+    """Token counts of a choice.
 
-    Guessed tokens are accepted, and then part of the completion, or rejected.
+    `cached_tokens` are prompt tokens that the prefix cache had. `accepted_tokens` and
+    `rejected_tokens` are draft tokens; accepted ones are part of `completion_tokens`.
     """
 
     prompt_tokens: int
@@ -38,8 +39,8 @@ class Usage(Frozen):
 class Timings(Frozen):
     """Times of a choice, in seconds on the engine's clock.
 
-    `started_s` is when it left the queue. Of an embedding, `first_token_s` is 0, and it was ready
-    at `last_token_s`.
+    `started_s` is when the request left the queue. An embedding is ready at `last_token_s`, and its
+    `first_token_s` is 0.
     """
 
     arrival_s: float
@@ -59,28 +60,36 @@ class Timings(Frozen):
 
     @property
     def e2e_s(self) -> float:
-        """From arrival to the last token."""
+        """Time from arrival to the last token."""
         return self.last_token_s - self.arrival_s
 
     def tpot_s(self, num_output: int) -> float | None:
-        """Time per output token after the first one; None if there is only one."""
+        """Time per output token after the first; None with fewer than two tokens."""
         if num_output < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (num_output - 1)
 
 
 class Output(Struct, array_like=True, gc=False, repr_omit_defaults=True):
-    """What one step adds to one choice.
+    """The tokens and text that one step adds to one choice.
 
-    `text` has whole characters only, and no beginning of a stop string; token ids and
-    log-probabilities may be ahead of it. `prompt_logprobs` come before the first token, or with it,
-    if the request asked for them: one for each prompt token except the first. If it asked to see
-    progress, outputs up to the first token have `num_read`, the prompt tokens read so far. These,
-    and the output with a choice's first token, have its `usage` so far. The last output has
-    `finish_reason`, `usage` and `timings`; `stop` is the stop string or token id that ended the
-    choice, `error` the failure that did. `embedding` is the vector of a text to embed, which has
-    only this output. `schema_miss`, also of the last output, is the rule of its schema that a
-    choice breaks, although it was drawn again.
+    Attributes:
+        index: the number of the choice.
+        text: new text. It has complete characters only; text that may begin a stop string is held
+            back, so `token_ids` and `logprobs` can be ahead of it.
+        token_ids: new tokens.
+        logprobs: one entry for each new token, if requested.
+        prompt_logprobs: one entry for each prompt token but the first, if requested; sent with or
+            before the first token.
+        finish_reason: why the choice ended; only the last output has it.
+        stop: the stop string or token id that ended the choice; only in the last output.
+        num_read: prompt tokens computed so far, in outputs up to the first token, if requested.
+        usage: token counts, in outputs with `num_read`, with the first token, and in the last.
+        timings: only in the last output.
+        error: the failure that ended the choice.
+        embedding: the vector of a text to embed, which has only this output.
+        schema_miss: the rule of its JSON schema that the answer breaks, although it was generated
+            again; only in the last output.
     """
 
     index: int
@@ -99,25 +108,25 @@ class Output(Struct, array_like=True, gc=False, repr_omit_defaults=True):
 
 
 class AnswerCall(Frozen):
-    """A call of a function that an answer makes."""
+    """A function call in an answer: its id, the function's name, and the arguments."""
 
     id: str
     name: str
     arguments: dict[str, Any]
 
     def as_part(self) -> dict[str, Any]:
-        """Return the call as a message of the assistant has it."""
+        """Return the call in the form of an assistant message's `tool_calls`."""
         arguments = json.dumps(self.arguments, ensure_ascii=False)
         function = {"name": self.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 class AnswerChunk(Frozen, repr_omit_defaults=True):
-    """A piece of an answer to a conversation, as it is written.
+    """A chunk of an answer to a conversation, while the answer is generated.
 
-    Each of `tool_calls` is whole. Token ids and log-probabilities may be ahead of the text. The
-    last chunk of an answer has `finish_reason`, `usage`, `timings` and, if the answer breaks its
-    schema although it was drawn again, the rule in `schema_miss`.
+    A call is in `tool_calls` once it is complete. Token ids and log-probabilities can be ahead of
+    the text. The last chunk has `finish_reason`, `usage` and `timings`. Its `schema_miss` is the
+    rule of its JSON schema that the answer breaks, although it was generated again.
     """
 
     index: int
@@ -135,12 +144,12 @@ class AnswerChunk(Frozen, repr_omit_defaults=True):
 
 
 class Completion(Frozen):
-    """One whole answer.
+    """One complete answer.
 
-    If the request asked for them, `logprobs` has an entry for each token and `prompt_logprobs` one
-    for each prompt token except the first; else they are empty. The answer to a conversation has
-    its `reasoning` and its `tool_calls` apart from its `text`. `schema_miss` is the rule of its
-    schema that it breaks, such as `uniqueItems (#)`, although it was drawn again.
+    `logprobs` has an entry for each token, and `prompt_logprobs` one for each prompt token but the
+    first; both are empty if not requested. In the answer to a conversation, `reasoning` and
+    `tool_calls` are separate from `text`. `schema_miss` is the rule of its JSON schema that the
+    answer breaks, such as `uniqueItems (#)`, although it was generated again.
     """
 
     index: int
@@ -158,7 +167,7 @@ class Completion(Frozen):
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a message of the assistant, to continue the conversation with."""
+        """The answer as an assistant message, to continue the conversation with."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -167,7 +176,7 @@ class Completion(Frozen):
         return message
 
     def __repr__(self) -> str:
-        """Show the answer, why it ended, and its number of tokens."""
+        """Show the answer, its finish reason, and its number of tokens."""
         fields = [f"text={self.text!r}"]
         if self.reasoning:
             fields.append(f"reasoning={self.reasoning!r}")
@@ -182,7 +191,7 @@ class Completion(Frozen):
 
 
 def join(outputs: list[Output]) -> Completion:
-    """Return the whole answer from all outputs of one choice."""
+    """Join all outputs of one choice into its complete answer."""
     last = outputs[-1]
     assert last.finish_reason is not None
     assert last.usage is not None
@@ -191,40 +200,50 @@ def join(outputs: list[Output]) -> Completion:
         index=last.index,
         text="".join(output.text for output in outputs),
         token_ids=tuple(token for output in outputs for token in output.token_ids),
-        logprobs=tuple(p for output in outputs for p in output.logprobs if p is not None),
+        logprobs=tuple(
+            logprob for output in outputs for logprob in output.logprobs if logprob is not None
+        ),
         finish_reason=last.finish_reason,
         stop=last.stop,
         usage=last.usage,
         timings=last.timings,
-        prompt_logprobs=tuple(p for o in outputs for p in o.prompt_logprobs if p is not None),
+        prompt_logprobs=tuple(
+            logprob
+            for output in outputs
+            for logprob in output.prompt_logprobs
+            if logprob is not None
+        ),
         schema_miss=last.schema_miss,
     )
 
 
 class Mailbox(Frozen):
-    """Where the outputs of a generation go.
+    """The destination of a generation's outputs.
 
-    `put` takes an output. `carry(put_all, outputs)` has `put_all(outputs)` called, once for all of
-    a step's outputs with equal `carry`: an event loop's `call_soon_threadsafe` does so in its
-    thread. Without it, `put` is called in any thread.
+    Attributes:
+        put: called with each output.
+        schedule: `schedule(put_all, outputs)` arranges that `put_all(outputs)` is called in the
+            reader's thread, as the `call_soon_threadsafe` of an event loop does. It is called once
+            a step for all mailboxes with an equal `schedule`. Without it, `put` is called in the
+            engine's thread.
     """
 
     put: Callable[[Output], None]
-    carry: Callable[[Callable[[Addressed], None], Addressed], Any] | None = None
+    schedule: Callable[[Callable[[Addressed], None], Addressed], Any] | None = None
 
 
 def deliver(outputs: Addressed) -> None:
-    """Put outputs into mailboxes; each event loop is woken once, not once for each output."""
-    carried: defaultdict[Any, Addressed] = defaultdict(list)
+    """Put outputs into their mailboxes; wake each event loop once, not once for each output."""
+    scheduled: defaultdict[Any, Addressed] = defaultdict(list)
     for addressed in outputs:
         mailbox, output = addressed
-        if mailbox.carry is None:
+        if mailbox.schedule is None:
             mailbox.put(output)
         else:
-            carried[mailbox.carry].append(addressed)
-    for carry, together in carried.items():
+            scheduled[mailbox.schedule].append(addressed)
+    for schedule, outputs_of_loop in scheduled.items():
         with suppress(RuntimeError):  # the event loop was closed, and its readers with it
-            carry(_put_all, together)
+            schedule(_put_all, outputs_of_loop)
 
 
 def _put_all(outputs: Addressed) -> None:

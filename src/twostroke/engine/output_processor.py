@@ -1,4 +1,4 @@
-"""One answer: tokens become text, stop strings end it."""
+"""Turns the tokens of one answer into text, and ends the answer at a stop string."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OutputProcessor(RequestListener):
-    """Turns a request's tokens into text."""
+    """Turns a request's tokens into outputs with text."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class OutputProcessor(RequestListener):
         tokenizer: Tokenizer,
         service: str = DEFAULT_SERVICE_TIER,
     ) -> None:
-        """Decode with `tokenizer`; the other arguments as in `RequestListener`."""
+        """Decode with `tokenizer`; the other arguments are as in `RequestListener`."""
         super().__init__(request, index, mailbox, service)
         params = request.params
         self._decoder = StreamDecoder(
@@ -43,12 +43,14 @@ class OutputProcessor(RequestListener):
     def take(self, delta: RequestDelta, now_s: float) -> Output:
         """Return a step's tokens and their text.
 
-        The output is the last one if a stop string is found, although the request has not ended;
-        the loop ends it then.
+        An output with a stop string is the request's last, although the scheduler has not ended the
+        request yet: the loop does so when it sees the finish reason.
         """
-        tokens, reason, counter = delta.tokens, self.request.finish_reason, self.counter
+        tokens = delta.tokens
+        reason = self.request.finish_reason
+        counter = self.counter
         if not tokens and reason is None:
-            return self._progress(Output(self.index, "", (), prompt_logprobs=delta.scores))
+            return self._with_progress(Output(self.index, "", (), prompt_logprobs=delta.scores))
         is_first = not self.first_token_s
         if is_first:
             self.first_token_s = now_s
@@ -58,7 +60,7 @@ class OutputProcessor(RequestListener):
         self.last_token_s = now_s
         if reason is None and len(tokens) == 1 and not is_first:
             text = self._decoder.known.get(tokens[0])
-            if text is not None:  # the most frequent case, which must be fast
+            if text is not None:  # fast path of the most frequent case
                 self.num_output += 1
                 counter.num_tokens += 1
                 return Output(self.index, text, tokens, delta.logprobs, delta.scores)
@@ -66,7 +68,7 @@ class OutputProcessor(RequestListener):
         stop: str | int | None = None
         text, num_read = self._read(tokens[:-1] if reason is FinishReason.STOP else tokens)
         if self._decoder.stop is not None:
-            self.num_unused = max(0, len(tokens) - 1 - num_read)  # the last token was no guess
+            self.num_unused = max(0, len(tokens) - 1 - num_read)  # the last token is no draft
             tokens = tokens[:num_read]
             reason, stop = FinishReason.STOP, self._decoder.stop
         elif reason is not None:
@@ -78,13 +80,13 @@ class OutputProcessor(RequestListener):
         if is_first and self.request.hints.shows_progress:
             output.num_read = self.request.num_prompt
         if reason is not None:
-            return self._ended(output, reason, stop)
+            return self._complete(output, reason, stop)
         if is_first:
             output.usage = self._usage()
         return output
 
-    def _progress(self, output: Output) -> Output:
-        """Complete an output without tokens; after the first token no progress is shown."""
+    def _with_progress(self, output: Output) -> Output:
+        """Add the progress of the prefill to an output without tokens, if requested."""
         request = self.request
         if request.hints.shows_progress and not self.first_token_s:
             output.usage = self._usage()
@@ -92,7 +94,7 @@ class OutputProcessor(RequestListener):
         return output
 
     def _read(self, tokens: tuple[int, ...]) -> tuple[str, int]:
-        """Return the text of tokens up to a stop string, and how many tokens were read."""
+        """Return the text of tokens up to a stop string, and the number of tokens read."""
         text = ""
         for count, token in enumerate(tokens, 1):
             text += self._decoder.feed(token)

@@ -1,4 +1,4 @@
-"""`PoolAccess`: what threads that move pages do with an engine's pool and prefix cache."""
+"""`PoolAccess`: how threads that transfer KV pages use an engine's page pool and prefix cache."""
 
 from __future__ import annotations
 
@@ -19,115 +19,130 @@ if TYPE_CHECKING:
 
 
 class PoolAccess:
-    """Transfers into an engine's pages and leases of them; any thread may call its methods.
+    """Transfers into an engine's pages, and leases of its pages. Any thread may call the methods.
 
-    A transfer goes through these steps. A function in `on_submit` calls `expect` for a request that
-    was just queued, which claims its missing pages before it can start. `narrow` says which pages
-    to bring. `take` gives some of them to fill through `memory`, `arrive` publishes those that are
-    filled, and so on; each page that arrives is of use at once. `end` must follow, whatever
-    happened. `give_up` lets requests compute what has not arrived, while a peer may still write.
+    A transfer has these steps:
+
+    1. A function in `on_submit` calls `begin` for a request that was just queued. This reserves
+       the transfer of its missing pages before the request can start.
+    2. `select_missing` returns the keys of the pages to fetch.
+    3. `allocate` allocates pages for some keys. Their data is written through `memory`.
+    4. `add_arrived` publishes written pages, so that requests can use them. Steps 3 and 4 repeat.
+    5. `end` ends the transfer, also after an error.
+
+    `drop` lets requests compute the missing pages while a peer may still write to them.
 
     Attributes:
-        scheduler: the loop's, for those who are called under its lock.
-        memory: None if pages cannot be moved; then nothing else may be called.
-        on_submit: called under the loop's lock with a request that waits, so they must be quick.
-            One that begins a transfer returns true; what it leaves of the pages may be brought by
-            those after it, once it calls `submitted`.
-        on_end: called under the lock with each request that ends.
-        count: returns the counts of tiers.
-        flush: waits so many seconds until used pages are written to tiers; false if not all are.
-        on_close: called before the pages are gone, to end all transfers; false if they cannot be.
-        lock: the loop's. Who holds it sees no step begin or end.
+        scheduler: the engine loop's scheduler, for callers that hold the lock.
+        memory: the memory of the pages; None if pages cannot be transferred. No method may be
+            called then.
+        on_submit: functions that are called under the lock with each waiting request. They must
+            return quickly. A function that starts a transfer returns True, and the functions after
+            it are not called. It calls `on_request_queued` later to offer them the remaining pages.
+        on_end: functions that are called under the lock with each request that ends.
+        count: returns the counts of the KV offload tiers.
+        flush: waits up to a number of seconds until used pages are written to the tiers. Returns
+            False if some are not written.
+        on_close: functions that are called before the pages are freed, and end all transfers. They
+            return False if a transfer cannot be ended.
+        lock: the engine loop's lock. No step begins or ends while a thread holds it.
     """
 
     def __init__(
         self, scheduler: Scheduler, memory: PageMemory | None, changed: threading.Condition
     ) -> None:
-        """Use the loop's lock, `changed`; its loop is woken when a request may start."""
+        """Use `changed`, the loop's lock, and notify it when a request may start."""
         self.memory = memory
         self.on_submit: list[Callable[[RequestState], bool]] = []
         self.on_end: list[Callable[[Request], None]] = []
         self.on_close: list[Callable[[], bool]] = []
         self.count: Callable[[], tuple[TierTotals, ...]] = tuple
         self.flush: Callable[[float], bool] = lambda _: True
-        self.lock = self._changed = changed
-        self.scheduler, self._transfers = scheduler, scheduler.prefix_cache.transfers
+        self.lock = changed
+        self._changed = changed
+        self.scheduler = scheduler
+        self._transfers = scheduler.prefix_cache.transfers
 
     @property
-    def most_held(self) -> int:
-        """How many pages all transfers and leases can hold together; 0 if nothing can be moved."""
+    def max_held_pages(self) -> int:
+        """Most pages that all transfers and leases hold together; 0 without page transfers."""
         return self._transfers.max_held_pages if self.memory is not None else 0
 
     def totals(self) -> tuple[TierTotals, ...]:
-        """Return the counts of tiers."""
+        """Return the counts of the KV offload tiers."""
         return self.count()
 
-    def submitted(
-        self, ticket: RequestState, after: Callable[[RequestState], bool] | None = None
+    def on_request_queued(
+        self, state: RequestState, after: Callable[[RequestState], bool] | None = None
     ) -> None:
-        """Ask those who may bring pages of a request that waits, until one of them does."""
+        """Call the functions in `on_submit` until one starts a transfer for a waiting request.
+
+        With `after`, only the functions behind it are called.
+        """
         first = 0 if after is None else self.on_submit.index(after) + 1
-        for look in self.on_submit[first:]:
-            if ticket.request.finish_reason is not None or look(ticket):
+        for start_transfer in self.on_submit[first:]:
+            if state.request.finish_reason is not None or start_transfer(state):
                 return
 
-    def ended(self, request: Request) -> None:
-        """Tell those who may still bring pages of a request that it has ended."""
-        for look in self.on_end:
-            look(request)
+    def on_request_end(self, request: Request) -> None:
+        """Call the functions in `on_end` for a request that has ended."""
+        for end_transfer in self.on_end:
+            end_transfer(request)
 
     def close(self) -> bool:
-        """End all transfers and leases; False if something may still use their pages."""
-        have_ended = [end() for end in self.on_close]
+        """End all transfers and leases. Return False if a peer may still access their pages."""
+        have_ended = [end_all() for end_all in self.on_close]
         return all(have_ended)
 
-    def expect(self, ticket: RequestState, within_s: float = math.inf) -> Transfer | None:
-        """See `Transfers.begin`."""
+    def begin(self, state: RequestState, within_s: float = math.inf) -> Transfer | None:
+        """Begin a transfer; see `Transfers.begin`."""
         with self._changed:
-            return self._transfers.begin(ticket, within_s)
+            return self._transfers.begin(state, within_s)
 
-    def narrow(self, transfer: Transfer, exists: Callable[[PageKey], bool]) -> list[PageKey]:
-        """See `Transfers.narrow`."""
+    def select_missing(
+        self, transfer: Transfer, exists: Callable[[PageKey], bool]
+    ) -> list[PageKey]:
+        """Return the keys of the pages to fetch; see `Transfers.select_missing`."""
         with self._changed:
-            wanted = self._transfers.select_missing(transfer, exists)
+            keys = self._transfers.select_missing(transfer, exists)
             self._changed.notify_all()
-        return wanted
+        return keys
 
-    def take(self, transfer: Transfer, wanted: Sequence[PageKey]) -> list[int]:
-        """See `Transfers.take`; there may be no room now."""
+    def allocate(self, transfer: Transfer, keys: Sequence[PageKey]) -> list[int]:
+        """Allocate the pages that are free now for some keys; see `Transfers.allocate`."""
         with self._changed:
-            return self._transfers.allocate(transfer, wanted)
+            return self._transfers.allocate(transfer, keys)
 
-    def arrive(self, transfer: Transfer, arrived: Sequence[PageKey]) -> None:
-        """See `Transfers.arrive`."""
+    def add_arrived(self, transfer: Transfer, keys: Sequence[PageKey]) -> None:
+        """Publish pages that were written; see `Transfers.add_arrived`."""
         with self._changed:
-            self._transfers.add_arrived(transfer, arrived)
+            self._transfers.add_arrived(transfer, keys)
             self._changed.notify_all()
 
-    def give_up(self, transfer: Transfer) -> None:
-        """See `Transfers.drop`."""
+    def drop(self, transfer: Transfer) -> None:
+        """Let requests compute the missing pages; see `Transfers.drop`."""
         with self._changed:
             self._transfers.drop(transfer)
             self._changed.notify_all()
 
     def end(self, transfer: Transfer) -> None:
-        """See `Transfers.end`."""
+        """End a transfer; see `Transfers.end`."""
         with self._changed:
             self._transfers.end(transfer)
             self._changed.notify_all()
 
     def touch(self, keys: list[bytes]) -> None:
-        """See `Transfers.touch`."""
+        """Mark cached pages as just used; see `Transfers.touch`."""
         with self._changed:
             self._transfers.touch(keys)
 
-    def lease(self, wanted: Iterable[PageKey]) -> Lease:
-        """See `Transfers.lease`."""
+    def lease(self, keys: Iterable[PageKey]) -> Lease:
+        """Keep cached pages from eviction while they are read; see `Transfers.lease`."""
         with self._changed:
-            return self._transfers.lease(wanted)
+            return self._transfers.lease(keys)
 
     def release(self, lease: Lease) -> None:
-        """See `Transfers.release`."""
+        """End a lease; see `Transfers.release`."""
         with self._changed:
             self._transfers.release(lease)
             self._changed.notify_all()

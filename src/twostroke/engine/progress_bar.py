@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from twostroke.model.hub import DownloadProgress
 
-_PATIENCE_S: Final = 0.5  # shorter work needs no bar
+_SHOW_AFTER_S: Final = 0.5  # shorter work shows no bar
 
 
 class ProgressBar:
@@ -20,24 +20,24 @@ class ProgressBar:
     def __init__(self, *, is_on: bool | None = None, is_bytes: bool = False) -> None:
         """Show a bar if `is_on`; None shows one on a terminal or in a notebook only."""
         self._is_on = _is_watched() if is_on is None else is_on
-        self._patience_s = 0.0 if is_on else _PATIENCE_S
+        self._show_after_s = 0.0 if is_on else _SHOW_AFTER_S
         self._is_bytes = is_bytes
-        self._began_s = time.monotonic()
+        self._start_s = time.monotonic()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
     def __enter__(self) -> Self:
-        """Show it while the block runs."""
+        """Show the bar while the block runs."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Leave its last state on the screen."""
+        """Stop the bar; its last state stays on the screen."""
         if self._bar is not None:
             self._bar.stop()
 
     def show(self, label: str, done: float, total: float | None, note: str = "") -> None:
-        """Show how far the work is; `note` stands behind the bar."""
-        if not self._is_on or time.monotonic() - self._began_s < self._patience_s:
+        """Show that `done` of `total` is done; `note` is written after the bar."""
+        if not self._is_on or time.monotonic() - self._start_s < self._show_after_s:
             return
         if self._bar is None or self._task is None:
             self._bar = _make_bar(is_bytes=self._is_bytes)
@@ -46,7 +46,7 @@ class ProgressBar:
         self._bar.update(self._task, description=label, completed=done, total=total, note=note)
 
     def show_fetch(self, progress: DownloadProgress) -> None:
-        """Show a download."""
+        """Show the progress of a download."""
         if progress.phase != "choose":
             label = f"{progress.phase.capitalize()} model"
             self.show(label, progress.done_bytes, progress.total_bytes)

@@ -1,4 +1,4 @@
-"""From a caller's prompt to token ids: a text, ids, or a conversation."""
+"""Encodes prompts: a text, token ids, or a conversation become token ids within the context."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from twostroke.engine.model_card import ModelCard
     from twostroke.model.tokenizer import InfillTokens, Prompt
 
-_MAX_TOKEN_LENGTH: Final = 64  # characters; a longer text is cut before it is encoded
-_MAX_SHOWN: Final = 60  # characters of a wrong prompt that an error repeats
+_MAX_TOKEN_CHARS: Final = 64  # a text beyond this many for each token of the context is cut
+_MAX_QUOTED_CHARS: Final = 60  # of a wrong prompt, in an error
 
 
 def encode_text(
@@ -33,18 +33,22 @@ def encode_text(
     add_special: bool = True,
     parse_special: bool | None = None,
 ) -> list[int]:
-    """Return the token ids of a prompt to be continued; ids pass through.
+    """Return the token ids of a prompt to continue. Token ids are returned unchanged.
 
-    `field` is what errors call it. `add_special` adds the tokens that begin every text, unless the
-    prompt has them. `parse_special` says whether the texts of special tokens become these tokens;
-    None leaves that to the card.
+    Args:
+        card: the model.
+        prompt: a text, or token ids.
+        field: the name of the prompt in errors.
+        add_special: whether to add the tokens that begin every text, unless the prompt has them.
+        parse_special: whether the text of a special token becomes that token; None for the model's
+            default.
 
     Raises:
-        ContextLengthError: a long text has more tokens than the context; it is not encoded to its
-            end. The engine refuses other prompts that are too long.
+        ContextLengthError: a text has more tokens than the context. It is not encoded to its end.
+            The length of token ids is checked at submission.
     """
     if not isinstance(prompt, str):
-        return _listed(prompt)
+        return _token_ids(prompt)
     with _within_context(card, field):
         return card.tokenizer.encode(
             prompt,
@@ -61,14 +65,14 @@ def encode_beginning(
     add_special: bool = True,
     parse_special: bool | None = None,
 ) -> list[int]:
-    """Return as many of a prompt's first token ids as the context holds.
+    """Return the first token ids of a prompt, up to the context length.
 
-    Otherwise as `encode_text`.
+    The options are as in `encode_text`.
     """
     num_tokens = card.context_length
-    beginning = prompt[: num_tokens * _MAX_TOKEN_LENGTH]
+    beginning = prompt[: num_tokens * _MAX_TOKEN_CHARS]
     if not isinstance(beginning, str):
-        return _listed(beginning)[:num_tokens]
+        return _token_ids(beginning)[:num_tokens]
     parses = card.parses_special if parse_special is None else parse_special
     ids = card.tokenizer.encode(beginning, add_special=add_special, parse_special=parses)
     return ids[:num_tokens]
@@ -82,25 +86,25 @@ def encode_parts(
     add_special: bool = True,
     parse_special: bool | None = None,
 ) -> list[int]:
-    """Return the token ids of texts and ids that follow each other.
+    """Return the token ids of a sequence of texts and token ids.
 
-    The options mean the same as in `encode_text`.
+    The options are as in `encode_text`.
 
     Raises:
-        ContextLengthError: as `encode_text`.
+        ContextLengthError: the parts have more tokens than the context.
     """
-    tokenizer, ids = card.tokenizer, list[int]()
+    ids: list[int] = []
     parses = card.parses_special if parse_special is None else parse_special
-    for place, part in enumerate(parts):
+    for index_of_part, part in enumerate(parts):
         if isinstance(part, int):
             ids.append(part)
             continue
-        if len(ids) > card.context_length:  # before more is encoded in vain
+        if len(ids) > card.context_length:  # before more text is encoded
             raise prompt_too_long(field, len(ids), card.context_length, is_exact=False)
         with _within_context(card, field):
-            ids += tokenizer.encode(
+            ids += card.tokenizer.encode(
                 part,
-                add_special=add_special and place == 0,
+                add_special=add_special and index_of_part == 0,
                 parse_special=parses,
                 most=card.context_length,
             )
@@ -108,14 +112,16 @@ def encode_parts(
 
 
 def encode_gap(card: ModelCard, prefix: str | Sequence[int], suffix: str) -> list[int]:
-    """Return the prompt for an answer between `prefix`, a text or ids, and `suffix`.
+    """Return a fill-in-the-middle prompt, whose answer comes between `prefix` and `suffix`.
+
+    `prefix` is a text or token ids.
 
     Raises:
-        RequestError: the model has no tokens for this.
-        ContextLengthError: as `encode_text`.
+        RequestError: the model has no tokens for filling in the middle.
+        ContextLengthError: the prompt has more tokens than the context.
     """
     tokens = _infill_tokens(card)
-    prefix = prefix if isinstance(prefix, str) else _listed(prefix)
+    prefix = prefix if isinstance(prefix, str) else _token_ids(prefix)
     with _within_context(card, "prompt"):
         return encode_infill(card.tokenizer, tokens, prefix, suffix, card.context_length)
 
@@ -124,20 +130,20 @@ def encode_rendered(card: ModelCard, prompt: Prompt, field: str = "messages") ->
     """Return the token ids of a conversation that a chat template has rendered.
 
     Raises:
-        ContextLengthError: as `encode_text`.
+        ContextLengthError: the conversation has more tokens than the context.
     """
     with _within_context(card, field):
         return card.tokenizer.encode_prompt(prompt, most=card.context_length)
 
 
 def ending_gaps(card: ModelCard, params: SamplingParams) -> SamplingParams:
-    """Return `params` for an answer between prefix and suffix, which has more end tokens.
+    """Return `params` with the further end tokens of fill-in-the-middle answers.
 
     Raises:
-        RequestError: the model has no tokens for this.
+        RequestError: the model has no tokens for filling in the middle.
     """
-    ends = _infill_tokens(card).end_ids
-    return params if params.ignore_eos else replace(params, end_ids=ends)
+    end_ids = _infill_tokens(card).end_ids
+    return params if params.ignore_eos else replace(params, end_ids=end_ids)
 
 
 def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
@@ -160,11 +166,11 @@ def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
 
 
 def encode_chat(card: ModelCard, messages: Sequence[Mapping[str, object]]) -> list[int]:
-    """Return the token ids of a conversation, up to where the answer begins.
+    """Return the token ids of a conversation, up to the beginning of the answer.
 
     Raises:
-        RequestError: the model has no chat template, or it refuses the messages.
-        ContextLengthError: as `encode_text`.
+        RequestError: the model has no chat template, or the template refuses the messages.
+        ContextLengthError: the conversation has more tokens than the context.
     """
     return encode_rendered(card, chat_of(card).render(messages))
 
@@ -174,8 +180,11 @@ def encode_turn(
 ) -> tuple[list[int], SamplingParams]:
     """Return the token ids of a conversation, and the parameters of its answer.
 
+    The returned parameters have the constraint that the model's reasoning needs.
+
     Raises:
-        RequestError: as `encode_chat`.
+        RequestError: the model has no chat template, or the template refuses the messages.
+        ContextLengthError: the conversation has more tokens than the context.
     """
     chat = chat_of(card)
     turn = chat.turn(chat.render(messages))
@@ -183,7 +192,11 @@ def encode_turn(
 
 
 def chat_of(card: ModelCard) -> Chat:
-    """Return the chat template of a model; RequestError if it has none."""
+    """Return the chat template of a model.
+
+    Raises:
+        RequestError: the model has no chat template.
+    """
     if card.chat_template is None:
         reason = "The model {name} has no chat template: use plain completions instead."
         raise RequestError(reason, field="messages", name=card.name)
@@ -192,7 +205,7 @@ def chat_of(card: ModelCard) -> Chat:
 
 @contextmanager
 def _within_context(card: ModelCard, field: str) -> Iterator[None]:
-    """Raise errors about too many tokens with the caller's name of the prompt."""
+    """Raise a tokenizer's error about too many tokens as an error about the request's field."""
     try:
         yield
     except TooManyTokensError as error:
@@ -201,16 +214,17 @@ def _within_context(card: ModelCard, field: str) -> Iterator[None]:
         ) from None
 
 
-def _listed(prompt: Sequence[int]) -> list[int]:
+def _token_ids(prompt: Sequence[int]) -> list[int]:
     try:
         if not isinstance(prompt, (bytes, bytearray)):
             return list(map(index, prompt))
     except TypeError:
         pass
-    shown = repr(prompt)
-    shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
+    quoted = repr(prompt)
+    if len(quoted) > _MAX_QUOTED_CHARS:
+        quoted = f"{quoted[:_MAX_QUOTED_CHARS]}..."
     reason = "must be a text or a list of token ids, got {value}."
-    raise RequestError(reason, field="prompt", value=shown)
+    raise RequestError(reason, field="prompt", value=quoted)
 
 
 def _infill_tokens(card: ModelCard) -> InfillTokens:

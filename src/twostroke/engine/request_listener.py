@@ -1,4 +1,4 @@
-"""What the loop tells about one request, and the outputs that follow from it."""
+"""Turns what steps compute for one request into the outputs that its caller reads."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 
 class RequestListener(ABC):
-    """Turns the outcome of steps for one request into outputs for its caller.
+    """Turns the results of steps for one request into outputs for its caller.
 
-    It lives from submission to its last output. Times are on the engine's clock, 0 for what has
-    not happened yet.
+    The engine loop keeps a listener from a request's submission to its last output.
 
     Attributes:
-        counter: where the request is counted; the loop sets it at submission.
+        counter: counts the requests of the service tier; the loop sets it at submission.
         num_output: tokens in the outputs so far.
-        num_unused: right guesses that were discarded because they follow a stop string.
+        num_unused: correct draft tokens that were discarded because they follow a stop string.
+        first_token_s: time of the first token on the engine's clock; 0 before it.
+        last_token_s: time of the newest token on the engine's clock; 0 before the first.
     """
 
     counter: ServiceCounter
@@ -33,31 +34,36 @@ class RequestListener(ABC):
     def __init__(
         self, request: Request, index: int, mailbox: Mailbox, service: str = DEFAULT_SERVICE_TIER
     ) -> None:
-        """Make outputs with `index` for `mailbox`; `service` as in `Caller`."""
+        """Make outputs with `index` for `mailbox`. `service` is as in `Caller`."""
         self.request = request
         self.index = index
         self.mailbox = mailbox
         self.service = service
         self.num_output = 0
         self.num_unused = 0
-        self.first_token_s = self.last_token_s = 0.0
+        self.first_token_s = 0.0
+        self.last_token_s = 0.0
 
     @abstractmethod
     def take(self, delta: RequestDelta, now_s: float) -> Output | None:
-        """Return the output of a step, if it has one."""
+        """Return the output that a step's `delta` of this request gives, or None."""
 
     def cut(self, reason: FinishReason, error: TwostrokeError | None = None) -> Output:
-        """Return the last output of a request that ends without another step."""
-        return self._ended(Output(self.index, self._rest(), (), error=error), reason)
+        """End the request without another step, and return its last output."""
+        return self._complete(Output(self.index, self._rest(), (), error=error), reason)
 
     def _rest(self) -> str:
-        """Return text that was held back."""
+        """Return the text that was held back; nothing is held back by default."""
         return ""
 
-    def _ended(self, output: Output, reason: FinishReason, stop: str | int | None = None) -> Output:
-        """Complete the last output."""
+    def _complete(
+        self, output: Output, reason: FinishReason, stop: str | int | None = None
+    ) -> Output:
+        """Complete the last output with its finish reason, usage and timings."""
         request = self.request
-        output.finish_reason, output.stop, output.usage = reason, stop, self._usage()
+        output.finish_reason = reason
+        output.stop = stop
+        output.usage = self._usage()
         output.timings = Timings(
             request.arrival_s, request.started_s, self.first_token_s, self.last_token_s
         )
@@ -67,9 +73,9 @@ class RequestListener(ABC):
         request = self.request
         num_accepted = request.num_accepted - self.num_unused
         return Usage(
-            request.num_prompt,
-            request.num_cached,
-            self.num_output,
-            num_accepted,
-            request.num_drafted - num_accepted,
+            prompt_tokens=request.num_prompt,
+            cached_tokens=request.num_cached,
+            completion_tokens=self.num_output,
+            accepted_tokens=num_accepted,
+            rejected_tokens=request.num_drafted - num_accepted,
         )

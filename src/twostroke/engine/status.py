@@ -1,4 +1,4 @@
-"""Whether an engine can answer, and how far it is."""
+"""The state of a running engine: its health, the progress of its steps, its running requests."""
 
 from __future__ import annotations
 
@@ -21,20 +21,25 @@ if TYPE_CHECKING:
 
 _STALLED_AFTER_S: Final = 60.0
 
+Pages = tuple[tuple[int, ...], ...]
+
 
 class Health(Enum):
-    """Whether the engine can answer."""
+    """Whether an engine can answer requests."""
 
     READY = "ready"
-    STALLED = "stalled"  # one step has been running for a minute
-    RECOVERING = "recovering"  # lost ranks are replaced; requests go on afterwards
+    STALLED = "stalled"  # a step has been running for a minute
+    RECOVERING = "recovering"  # lost ranks are being replaced; requests continue afterwards
     STOPPED = "stopped"
 
 
 class StepProgress(Frozen):
-    """How many steps an engine has finished, and for how long the present one has run.
+    """The progress of an engine.
 
-    `step_s` is 0.0 between steps. `is_recovering`: lost ranks are replaced.
+    Attributes:
+        num_steps: finished steps.
+        step_s: seconds since the start of the current step; 0.0 between steps.
+        is_recovering: whether lost ranks are being replaced.
     """
 
     num_steps: int
@@ -43,62 +48,64 @@ class StepProgress(Frozen):
 
 
 class LoopHeartbeat:
-    """What tells whether an engine's loop gets on; it is written by the loop alone.
+    """Records the progress of an engine loop. Only the loop writes to it.
 
-    `busy_since_s` is since when the oldest step in flight is the only one that keeps it waiting.
+    Attributes:
+        num_steps: finished steps.
+        busy_since_s: since when the loop waits for the oldest step in flight; None without a step.
+        is_recovering: whether lost ranks are being replaced.
+        interval_s: time between the ends of the last two steps; 0.0 if the loop paused between.
     """
 
     def __init__(self) -> None:
         """Begin with no step."""
-        self.num_steps = 0  # that were finished
+        self.num_steps = 0
         self.busy_since_s: float | None = None
         self.is_recovering = False
-        self.turn_s = 0.0  # between the ends of the last two steps; 0 if the loop paused there
-        self._ended_s: float | None = None  # the last step, unless the loop has paused since
+        self.interval_s = 0.0
+        self._step_end_s: float | None = None  # end of the last step; None after a pause
 
-    def pause(self, condition: Condition, most_s: float | None) -> None:
-        """Wait, for there is nothing to do."""
-        self._ended_s = None
-        condition.wait(timeout=most_s)
+    def pause(self, condition: Condition, timeout_s: float | None) -> None:
+        """Wait for a request, because there are none."""
+        self._step_end_s = None
+        condition.wait(timeout=timeout_s)
 
     def begin(self) -> None:
-        """Note that a step was started."""
+        """Record the start of a step."""
         if self.busy_since_s is None:
             self.busy_since_s = time.monotonic()
 
     def finish(self, now_s: float, *, is_last: bool) -> float:
-        """Note that a step was finished, the last one in flight or not; return its seconds."""
+        """Record the end of a step, and return its seconds. `is_last`: no step is in flight now."""
         assert self.busy_since_s is not None
-        took_s = now_s - self.busy_since_s
+        step_s = now_s - self.busy_since_s
         self.num_steps += 1
         self.busy_since_s = None if is_last else now_s
-        self.turn_s = 0.0 if self._ended_s is None else now_s - self._ended_s
-        self._ended_s = now_s
-        return took_s
+        self.interval_s = 0.0 if self._step_end_s is None else now_s - self._step_end_s
+        self._step_end_s = now_s
+        return step_s
 
     @property
     def progress(self) -> StepProgress:
-        """How far the engine is."""
-        began_s = self.busy_since_s
-        step_s = 0.0 if began_s is None else time.monotonic() - began_s
+        """The progress, as of now."""
+        start_s = self.busy_since_s
+        step_s = 0.0 if start_s is None else time.monotonic() - start_s
         return StepProgress(self.num_steps, step_s, self.is_recovering)
 
     @property
     def health(self) -> Health:
-        """Whether an engine that runs can answer."""
+        """Whether a running engine can answer requests."""
         if self.is_recovering:
             return Health.RECOVERING
         return Health.STALLED if self.progress.step_s > _STALLED_AFTER_S else Health.READY
 
 
-Pages = tuple[tuple[int, ...], ...]
-
-
-@dataclass(slots=True)  # not frozen, which would triple its cost: there may be hundreds
+@dataclass(slots=True)  # not frozen: that would triple the time to make hundreds of them
 class RequestView:
-    """A running request; times are on the engine's clock, 0 for what has not happened yet.
+    """A running request.
 
-    `pages` are those that it holds, a tuple for each cache group (with `NO_PAGE`).
+    Times are on the engine's clock, and 0 until the event. `pages` has the request's page indices,
+    a tuple for each cache group; missing pages are `NO_PAGE`.
     """
 
     id: str
@@ -117,7 +124,7 @@ class RequestView:
 
 
 class RunningRequests(Frozen):
-    """Running requests, by rank; the other fields are those of `SchedulerView`."""
+    """Running requests, by priority; the other fields are as in `SchedulerView`."""
 
     stats: SchedulerStats
     running: tuple[RequestView, ...]
@@ -126,18 +133,22 @@ class RunningRequests(Frozen):
     waiting_since_s: float | None
 
 
-def take_view(seen: SchedulerView, listeners: Mapping[str, RequestListener]) -> RunningRequests:
-    """Return the scheduler's view, with the progress of each request."""
+def take_view(view: SchedulerView, listeners: Mapping[str, RequestListener]) -> RunningRequests:
+    """Return the scheduler's view, with the progress of each request's output."""
     running = [
-        _request(request, listeners.get(request.id), pages)
-        for request, pages in zip(seen.running, seen.pages, strict=True)
+        _view_request(request, listeners.get(request.id), pages)
+        for request, pages in zip(view.running, view.pages, strict=True)
     ]
     return RunningRequests(
-        seen.stats, tuple(running), seen.reference_counts, seen.cached_pages, seen.waiting_since_s
+        stats=view.stats,
+        running=tuple(running),
+        counts=view.reference_counts,
+        cached=view.cached_pages,
+        waiting_since_s=view.waiting_since_s,
     )
 
 
-def _request(request: Request, listener: RequestListener | None, pages: Pages) -> RequestView:
+def _view_request(request: Request, listener: RequestListener | None, pages: Pages) -> RequestView:
     return RequestView(
         id=request.id,
         service=DEFAULT_SERVICE_TIER if listener is None else listener.service,

@@ -110,7 +110,7 @@ def test_a_prompt_that_another_engine_reads_has_the_same_tokens(
         expected = answers(alone, prompts, GREEDY)
     with pair(path, "tcp", **ON_GPU) as (first, second):
         assert answers(second, prompts, GREEDY) == expected
-        borrower = view(second).borrower
+        borrower = view(second).decode_side
         assert borrower.transfers["done"] >= 2
         assert borrower.peers[0].link == "socket"
         for llm in (first, second):

@@ -61,10 +61,10 @@ def _outcomes(folder: Path, answer: Callable[[PeerConnection, Any], None], withi
         expected = answers(alone, [PROMPT], SAMPLED)
     with scripted_prefill(answer) as address, decode(path, address) as llm:
         generation = llm.engine.client.generate(PROMPT, SAMPLED)
-        wait_until(lambda: view(llm).borrower.transfers, within_s)
+        wait_until(lambda: view(llm).decode_side.transfers, within_s)
         assert [[choice.token_ids for choice in generation.wait()]] == expected
         check_clean(llm)
-        return view(llm).borrower.transfers
+        return view(llm).decode_side.transfers
 
 
 def test_pages_whose_lease_has_ended_are_not_used(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_lease_ends_though_nothing_more_is_heard(
     with pair(path, "shared") as (first, second):
         assert answers(second, [PROMPT], SAMPLED)
         check_clean(first)
-        assert view(first).lender.num_leases_late
+        assert view(first).prefill_side.num_expired_leases
 
 
 @pytest.mark.parametrize("order", ["forward", "backward", "at once"])

@@ -46,9 +46,9 @@ def test_another_format_is_refused_and_prompts_are_read_here(
     with prefill(path, kv_format="int8") as (_, address):
         handover = DisaggregationOptions("decode", None, (address,), "always")
         with LLM(path, options(handover, kv_format="f16")) as llm:
-            wait_until(lambda: view(llm).borrower.peers[0].state == "refused")
+            wait_until(lambda: view(llm).decode_side.peers[0].state == "refused")
             assert llm.generate(["hello"])
-            assert view(llm).borrower.decisions["gone"] == 1
+            assert view(llm).decode_side.decisions["gone"] == 1
     assert "has another format of keys and values (--kv-format)" in caplog.text
 
 
@@ -59,7 +59,7 @@ def test_a_refusal_leaves_no_open_file(tmp_path: Path) -> None:
         assert count, "nothing is shared"
         handover = DisaggregationOptions("decode", None, (address,), "always")
         with LLM(path, options(handover, kv_format="f16")) as llm:
-            wait_until(lambda: view(llm).borrower.peers[0].state == "refused")
+            wait_until(lambda: view(llm).decode_side.peers[0].state == "refused")
             wait_until(lambda: _num_shared() == count)
 
 

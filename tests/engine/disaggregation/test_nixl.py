@@ -88,7 +88,7 @@ def _check_tokens(folder: Path, link: str, family: str) -> None:
         expected = answers(alone, prompts, SAMPLED)
     with pair(path, link) as (first, second):
         assert answers(second, prompts, SAMPLED) == expected
-        borrower = view(second).borrower
+        borrower = view(second).decode_side
         assert borrower.peers[0].link == TITLES[link]
         assert set(borrower.transfers) == {"done"}
         assert borrower.transfers["done"] >= 8
@@ -132,10 +132,10 @@ def test_the_way_that_is_measured_to_be_faster_is_taken(
     monkeypatch.setattr(ways, "_min_seconds", measure)
     path = write_tiny_gguf(tmp_path / "m.gguf")
     with prefill(path, "tcp") as (_, address), decode(path, address, peer_link=link) as llm:
-        assert view(llm).borrower.peers[0].link == title
+        assert view(llm).decode_side.peers[0].link == title
         assert not left
         assert answers(llm, [list(range(3, 60))], SAMPLED)
-        assert view(llm).borrower.transfers == {"done": 1}
+        assert view(llm).decode_side.transfers == {"done": 1}
 
 
 def test_without_nixl_there_auto_takes_the_socket_and_nixl_is_refused(
@@ -145,12 +145,12 @@ def test_without_nixl_there_auto_takes_the_socket_and_nixl_is_refused(
     path = write_tiny_gguf(tmp_path / "m.gguf")
     there = DisaggregationOptions("prefill", "127.0.0.2:0", peer_link="socket")
     with LLM(path, options(there)) as first:
-        address = f"127.0.0.2:{view(first).lender.port}"
+        address = f"127.0.0.2:{view(first).prefill_side.port}"
         with decode(path, address, peer_link="auto") as llm:
-            assert view(llm).borrower.peers[0].link == "socket"
+            assert view(llm).decode_side.peers[0].link == "socket"
         here = DisaggregationOptions("decode", None, (address,), "always", "nixl")
         with LLM(path, options(here)) as llm:
-            wait_until(lambda: view(llm).borrower.peers[0].state == "refused")
+            wait_until(lambda: view(llm).decode_side.peers[0].state == "refused")
             assert llm.generate(["hello"])
     assert "does not move pages by NIXL: its --peer-link is socket" in caplog.text
 
@@ -178,10 +178,10 @@ def test_nixl_that_fails_twice_in_turn_is_replaced_by_the_socket(
         expected = answers(alone, prompts, SAMPLED)
     with prefill(path, "tcp") as (_, address), decode(path, address, peer_link="auto") as llm:
         for prompt, tokens in zip(prompts, expected, strict=True):
-            wait_until(lambda: view(llm).borrower.peers[0].state == "up")
+            wait_until(lambda: view(llm).decode_side.peers[0].state == "up")
             assert answers(llm, [prompt], SAMPLED) == [tokens]
-        assert view(llm).borrower.peers[0].link == "socket"
-        assert view(llm).borrower.transfers == {"lost": 2, "done": 1}
+        assert view(llm).decode_side.peers[0].link == "socket"
+        assert view(llm).decode_side.transfers == {"lost": 2, "done": 1}
 
 
 def test_pages_that_a_peer_may_write_are_held_until_the_carrier_is_closed(
@@ -221,7 +221,7 @@ def test_pages_that_a_peer_may_write_are_held_until_the_carrier_is_closed(
         assert answers(llm, [prompt], SAMPLED) == expected
         wait_until(lambda: bool(held))
         assert held[0] == len(targets) == 6
-        assert view(llm).borrower.transfers == {"late": 1}
+        assert view(llm).decode_side.transfers == {"late": 1}
         check_clean(llm)
 
 

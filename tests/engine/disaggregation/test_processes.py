@@ -57,17 +57,17 @@ def test_a_prefill_engine_that_reads_prompts_between_its_deaths_is_started_again
             engine.attach(lambda: None)
             prompts = ([number, *range(3, 200)] for number in range(3, 200))
             for num_read in range(1, 5):
-                while view(llm).borrower.transfers.get("done", 0) < num_read:  # busy: some are late
+                while view(llm).decode_side.transfers.get("done", 0) < num_read:
                     prompt = next(prompts)
                     await asyncio.to_thread(llm.generate, [prompt], SamplingParams(max_tokens=1))
                 await asyncio.sleep(1.2)  # two pulses, which tell of the pages
-                pid = engine.life.pid
+                pid = engine.supervisor.pid
                 os.kill(pid, signal.SIGKILL)
                 await until(
-                    lambda pid=pid: engine.life.pid != pid and engine.health is Health.READY
+                    lambda pid=pid: engine.supervisor.pid != pid and engine.health is Health.READY
                 )
                 await asyncio.to_thread(
-                    wait_until, lambda: view(llm).borrower.peers[0].state == "up"
+                    wait_until, lambda: view(llm).decode_side.peers[0].state == "up"
                 )
 
     asyncio.run(run())

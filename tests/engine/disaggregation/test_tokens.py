@@ -52,11 +52,11 @@ def test_the_tokens_are_those_of_one_engine(
         expected = answers(alone, prompts, SAMPLED)
     with pair(path, link, kv_format=kv_format) as (first, second):
         assert answers(second, prompts, SAMPLED) == expected
-        borrower = view(second).borrower
+        borrower = view(second).decode_side
         assert set(borrower.transfers) == {"done"}
         assert borrower.transfers["done"] >= 8
         assert borrower.peers[0].link == ("shared memory" if link == "shared" else "socket")
-        assert view(first).lender.num_leases_late == 0
+        assert view(first).prefill_side.num_expired_leases == 0
         hits = second.engine.client.loop.snapshot().scheduler.num_hit_tokens
         assert hits > sum(map(len, prompts)) - 16 * len(prompts) - 1
         for llm in (first, second):
@@ -71,7 +71,7 @@ def test_several_answers_of_a_prompt_share_one_transfer(tmp_path: Path) -> None:
         expected = answers(alone, prompts, params)
     with pair(path, "shared", speculate="ngram") as (_, second):
         assert answers(second, prompts, params) == expected
-        assert view(second).borrower.transfers["done"] <= len(prompts)
+        assert view(second).decode_side.transfers["done"] <= len(prompts)
 
 
 def test_a_prompt_that_was_read_there_is_not_read_again(tmp_path: Path) -> None:
@@ -79,10 +79,10 @@ def test_a_prompt_that_was_read_there_is_not_read_again(tmp_path: Path) -> None:
     prompts = random_prompts(random.Random(4), 1)
     with pair(path, "shared") as (first, second):
         expected = answers(first, prompts, SAMPLED)
-        before = first.engine.client.loop.snapshot().strokes
+        before = first.engine.client.loop.snapshot().phases
         assert answers(second, prompts, SAMPLED) == expected
-        assert view(second).borrower.transfers == {"done": 1}
-        assert first.engine.client.loop.snapshot().strokes == before
+        assert view(second).decode_side.transfers == {"done": 1}
+        assert first.engine.client.loop.snapshot().phases == before
 
 
 def test_a_small_pool_reads_here_what_it_has_no_room_for(tmp_path: Path) -> None:
@@ -93,6 +93,6 @@ def test_a_small_pool_reads_here_what_it_has_no_room_for(tmp_path: Path) -> None
         page_bytes = alone.engine.client.loop.pages.memory.page_bytes
     with pair(path, "shared", memory=60 * page_bytes) as (first, second):
         assert answers(second, prompts, SAMPLED) == expected
-        assert view(second).borrower.decisions["full"] > 0
+        assert view(second).decode_side.decisions["full"] > 0
         for llm in (first, second):
             check_clean(llm)

@@ -213,7 +213,7 @@ def test_other_engines_are_asked_for_what_the_tiers_lack(tmp_path: Path) -> None
         pages, left = client.loop.pages, []
 
         def other_engine(ticket: RequestState) -> bool:
-            transfer = pages.expect(ticket)
+            transfer = pages.begin(ticket)
             if transfer is not None:
                 left.append((transfer.first_page, len(transfer.keys)))
                 pages.end(transfer)
@@ -355,7 +355,7 @@ def test_the_first_request_gives_pages_more_time(
 ) -> None:
     waits: list[float] = []
     with engine(tmp_path) as (client, paging):
-        monkeypatch.setattr(client.loop.pages, "expect", lambda _, within_s: waits.append(within_s))
+        monkeypatch.setattr(client.loop.pages, "begin", lambda _, within_s: waits.append(within_s))
         for is_measured in (False, True):
             monkeypatch.setattr(paging, "_is_measured", lambda is_measured=is_measured: is_measured)
             answer(client, [8, *PROMPT])

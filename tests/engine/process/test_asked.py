@@ -94,8 +94,8 @@ def test_a_timeout_that_the_engine_did_not_keep_says_whether_anything_was_comput
         message = wire.Generate(1, [[1]], SamplingParams(), Caller(timeout_s=-1), NO_HINTS)
         outputs = RemoteOutputs(message, 1, lambda _: None)
         book.add(outputs)
-        outputs.has_begun = has_begun
-        book.end_late()
+        outputs.has_started = has_begun
+        book.end_timed_out()
         with pytest.raises(DeadlineError) as late:
             await outputs.accepted
         assert late.value.facts["is_unrun"] is not has_begun

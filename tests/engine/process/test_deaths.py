@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_an_engine_that_dies_before_it_listens_is_an_error(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_ENTRY", "twostroke.no_such_module")
+    monkeypatch.setattr(launch, "_ENTRY_MODULE", "twostroke.no_such_module")
     with pytest.raises(EngineStoppedError, match="did not start: its process ended with exit"):
         RemoteEngine.start(model, options(), "warning", lambda *_: None)
 
@@ -68,7 +68,7 @@ def test_an_engine_does_not_have_the_key_of_clients(
 
     async def run() -> None:
         async with started(model) as engine:
-            environment = read_environment(engine.life.pid)
+            environment = read_environment(engine.supervisor.pid)
             assert b"PATH=" in environment
             assert b"sk-of-clients" not in environment
 
@@ -81,10 +81,10 @@ def test_what_was_cancelled_is_not_asked_of_the_next_process(model: str) -> None
             running = await ask(engine, LONG)
             await first_of(running)
             left, kept = await ask(engine, LONG), await ask(engine)
-            os.kill(engine.life.pid, signal.SIGSTOP)  # it does not read that these are cancelled
+            os.kill(engine.supervisor.pid, signal.SIGSTOP)  # it reads no cancellation
             for outputs in (left, running):
                 outputs.cancel()
-            os.kill(engine.life.pid, signal.SIGKILL)
+            os.kill(engine.supervisor.pid, signal.SIGKILL)
             for outputs in (left, running):
                 reasons = [output.finish_reason async for output in outputs]
                 assert reasons[-1] is FinishReason.CANCEL
@@ -97,13 +97,13 @@ def test_what_was_cancelled_is_not_asked_of_the_next_process(model: str) -> None
 def test_a_constraint_that_kills_its_engine_is_not_compiled_twice(model: str) -> None:
     async def run() -> None:
         async with started(model) as engine:
-            os.kill(engine.life.pid, signal.SIGSTOP)
+            os.kill(engine.supervisor.pid, signal.SIGSTOP)
             begun = asyncio.create_task(engine.compile(Constraint("regex", "a")))
             await asyncio.sleep(0)
-            engine.take(wire.RequestsStarted([*engine._asked]))
+            engine.on_message(wire.RequestsStarted([*engine._inquiries]))
             waiting = asyncio.create_task(engine.compile(Constraint("regex", "b")))
             await asyncio.sleep(0)
-            os.kill(engine.life.pid, signal.SIGKILL)
+            os.kill(engine.supervisor.pid, signal.SIGKILL)
             with pytest.raises(EngineDiedError):
                 await begun
             assert await waiting == ()
@@ -124,7 +124,7 @@ def test_a_system_that_lacks_something_for_a_moment_is_asked_again(
     async def run() -> None:
         async with started(model) as engine:
             monkeypatch.setattr(socket, "socketpair", scarce)
-            os.kill(engine.life.pid, signal.SIGKILL)
+            os.kill(engine.supervisor.pid, signal.SIGKILL)
             await until(lambda: engine.health is Health.RECOVERING)
             assert await texts(await ask(engine))
             assert not refusals
@@ -135,16 +135,16 @@ def test_a_system_that_lacks_something_for_a_moment_is_asked_again(
 def test_a_process_that_hangs_while_it_loads_is_replaced(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_LOADING_S", 5.0)
+    monkeypatch.setattr(supervisor, "_MAX_LOAD_SILENCE_S", 5.0)
 
     async def run() -> None:
         async with started(model) as engine:
-            pid = engine.life.pid
+            pid = engine.supervisor.pid
             os.kill(pid, signal.SIGKILL)
-            await until(lambda: engine.life.pid != pid)
-            os.kill(engine.life.pid, signal.SIGSTOP)
+            await until(lambda: engine.supervisor.pid != pid)
+            os.kill(engine.supervisor.pid, signal.SIGSTOP)
             assert await texts(await ask(engine))
-            assert engine.life.num_deaths >= 2
+            assert engine.supervisor.num_deaths >= 2
 
     asyncio.run(run())
 
@@ -163,24 +163,24 @@ def test_a_failure_of_the_watch_does_not_end_it(
     async def run() -> None:
         async with started(model) as engine:
             monkeypatch.setattr(supervisor.ProgressWatchdog, "fault", fault)
-            await until(lambda: engine.life.num_deaths == 1)
+            await until(lambda: engine.supervisor.num_deaths == 1)
             assert await texts(await ask(engine))
 
     asyncio.run(run())
-    assert caplog.text.count("could not be looked after") == 1
+    assert caplog.text.count("progress could not be checked") == 1
 
 
 def test_an_engine_that_ran_for_a_while_was_no_failed_start(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "BACK_OFF_S", (0.0,))
-    monkeypatch.setattr(supervisor, "_SETTLED_S", 0.0)
+    monkeypatch.setattr(supervisor, "_STABLE_AFTER_S", 0.0)
 
     async def run() -> None:
         async with started(model) as engine:
             for count in (1, 2):
-                os.kill(engine.life.pid, signal.SIGKILL)
-                await until(lambda count=count: engine.life.num_deaths == count)
+                os.kill(engine.supervisor.pid, signal.SIGKILL)
+                await until(lambda count=count: engine.supervisor.num_deaths == count)
                 await until(lambda: engine.health is Health.READY)
 
     asyncio.run(run())
@@ -190,9 +190,9 @@ class Recorder:
     """Takes what a desk sends."""
 
     def __init__(self) -> None:
-        self.sent: list[wire.Answer] = []
+        self.sent: list[wire.EngineMessage] = []
 
-    def send(self, message: wire.Answer) -> None:
+    def send(self, message: wire.EngineMessage) -> None:
         self.sent.append(message)
 
 
@@ -203,18 +203,18 @@ def test_whatever_fails_at_the_desk_is_answered(
     with build(model, options()) as engine:
         recorder = Recorder()
         desk = RequestHandler(engine, cast("Any", recorder))
-        desk._do(wire.Compile(1, constraint))
+        desk._handle(wire.Compile(1, constraint))
         desk._compiler.submit(int).result()  # after it
         assert recorder.sent == [wire.RequestsStarted([1]), wire.Compiled(1)]
 
-        def fail(*_: object) -> None:
+        def fail(*_: object, **__: object) -> None:
             raise ValueError("odd")
 
         monkeypatch.setattr(engine.client.grammars, "compile", fail)
-        monkeypatch.setattr(engine.client, "queue", fail)
-        desk._do(wire.Compile(2, constraint))
+        monkeypatch.setattr(engine.client, "submit_prompts", fail)
+        desk._handle(wire.Compile(2, constraint))
         desk._compiler.submit(int).result()
-        desk._do(wire.Generate(3, PROMPTS, GREEDY, ANYONE, NO_HINTS))
+        desk._handle(wire.Generate(3, PROMPTS, GREEDY, ANYONE, NO_HINTS))
         *_, compiled, accepted = recorder.sent
     assert isinstance(compiled, wire.Compiled)
     assert isinstance(accepted, wire.Accepted)
@@ -230,8 +230,8 @@ def test_what_is_cancelled_while_its_constraint_is_compiled_does_not_run(model: 
         held, compiled = threading.Event(), desk._compiler.submit(int)
         desk._compiler.submit(held.wait)
         compiled.result()
-        desk._do(wire.Generate(1, PROMPTS, params, ANYONE, NO_HINTS))
-        desk._do(wire.Cancel(1))
+        desk._handle(wire.Generate(1, PROMPTS, params, ANYONE, NO_HINTS))
+        desk._handle(wire.Cancel(1))
         held.set()
         desk._compiler.submit(int).result()
         ends = [o for m in recorder.sent if isinstance(m, wire.OutputBatch) for _, o in m.outputs]
@@ -253,7 +253,7 @@ def test_a_text_that_ends_while_it_is_submitted_is_counted() -> None:
     class Quick(Outputs):
         def _submit(self, _listeners: object) -> None:
             assert self.is_open
-            self.note(Output(0, "", (), finish_reason=FinishReason.STOP))
+            self.count_output(Output(0, "", (), finish_reason=FinishReason.STOP))
             ends.append(self.is_open)
 
     ends: list[bool] = []

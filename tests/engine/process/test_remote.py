@@ -120,7 +120,7 @@ def test_cancelled_requests_end(model: str) -> None:
             reasons = [output.finish_reason async for output in outputs]
             assert reasons[-1] is FinishReason.CANCEL
             reading = await idle(engine)
-            assert reading.snapshot.strokes.prefill.steps > 0
+            assert reading.snapshot.phases.prefill.steps > 0
             assert len(reading.spans) == 1
 
     asyncio.run(run())
@@ -134,7 +134,7 @@ def test_a_death_costs_what_was_computed_and_nothing_that_waited(model: str, num
             running = await ask(engine, LONG)
             await first_of(running)
             waiting = [await ask(engine) for _ in range(3)]
-            pid, began_s = engine.life.pid, time.monotonic()
+            pid, began_s = engine.supervisor.pid, time.monotonic()
             os.kill(pid, number)
             with pytest.raises(EngineDiedError, match="send the request again"):
                 await texts(running)
@@ -144,8 +144,8 @@ def test_a_death_costs_what_was_computed_and_nothing_that_waited(model: str, num
             for outputs in waiting:
                 assert await texts(outputs) == expected
             assert await texts(await during) == expected
-            assert engine.life.pid != pid
-            assert engine.life.num_deaths == 1
+            assert engine.supervisor.pid != pid
+            assert engine.supervisor.num_deaths == 1
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
             await idle(engine)
@@ -154,14 +154,14 @@ def test_a_death_costs_what_was_computed_and_nothing_that_waited(model: str, num
 
 
 def test_a_process_that_is_stopped_is_replaced(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_LEAST_LIMIT_S", 1.0)
+    monkeypatch.setattr(supervisor, "_MIN_STEP_LIMIT_S", 1.0)
 
     async def run() -> None:
         async with started(model) as engine:
-            pid = engine.life.pid
+            pid = engine.supervisor.pid
             os.kill(pid, signal.SIGSTOP)
             assert await texts(await ask(engine))
-            assert engine.life.pid != pid
+            assert engine.supervisor.pid != pid
 
     asyncio.run(run())
 
@@ -175,11 +175,11 @@ def test_a_request_that_kills_its_engine_is_not_asked_twice(model: str) -> None:
             poison, fine = await ask(engine, LONG), await ask(engine)
             running.cancel()
             await first_of(poison)
-            os.kill(engine.life.pid, signal.SIGKILL)
+            os.kill(engine.supervisor.pid, signal.SIGKILL)
             with pytest.raises(EngineDiedError):
                 await texts(poison)
             assert await texts(fine)
-            assert engine.life.num_deaths == 1
+            assert engine.supervisor.num_deaths == 1
 
     asyncio.run(run())
 
@@ -188,8 +188,8 @@ def test_a_request_whose_prompt_is_being_read_has_begun(model: str) -> None:
     async def run() -> None:
         async with started(model, max_running=1, token_budget=8) as engine:
             reading = await engine.generate([[1] * 4000], GREEDY, ANYONE, NO_HINTS)
-            await until(lambda: reading.has_begun)
-            os.kill(engine.life.pid, signal.SIGKILL)
+            await until(lambda: reading.has_started)
+            os.kill(engine.supervisor.pid, signal.SIGKILL)
             with pytest.raises(EngineDiedError):
                 await texts(reading)
 
@@ -199,13 +199,13 @@ def test_a_request_whose_prompt_is_being_read_has_begun(model: str) -> None:
 def test_requests_that_are_cancelled_while_no_engine_runs_are_not_asked_again(model: str) -> None:
     async def run() -> None:
         async with started(model) as engine:
-            os.kill(engine.life.pid, signal.SIGKILL)
+            os.kill(engine.supervisor.pid, signal.SIGKILL)
             await until(lambda: engine.health is Health.RECOVERING)
             asking = asyncio.create_task(ask(engine, LONG))
             await asyncio.sleep(0.01)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-            assert not engine._book.open
+            assert not engine._pending.open
             await until(lambda: engine.health is Health.READY)
             assert await texts(await ask(engine))
 
@@ -221,8 +221,8 @@ def test_an_engine_that_dies_at_each_start_is_given_up(
     async def run() -> None:
         with RemoteEngine.start(model, options(), "warning", lambda *_: None) as engine:
             engine.attach(lambda: ended.append(1))
-            monkeypatch.setattr(launch, "_ENTRY", "twostroke.no_such_module")
-            os.kill(engine.life.pid, signal.SIGKILL)
+            monkeypatch.setattr(launch, "_ENTRY_MODULE", "twostroke.no_such_module")
+            os.kill(engine.supervisor.pid, signal.SIGKILL)
             await until(lambda: engine.health is Health.RECOVERING)
             waiting = asyncio.create_task(ask(engine))
             with pytest.raises(EngineStoppedError, match="died 3 times in a row"):
@@ -251,11 +251,11 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path, model: str) -> Non
 def test_what_is_not_a_message_ends_the_process(model: str) -> None:
     async def run() -> None:
         async with started(model) as engine:
-            pid = engine.life.pid
-            engine.life._process.socket.send(b"\xff" * 64)
-            await until(lambda: engine.life.num_deaths == 1)
+            pid = engine.supervisor.pid
+            engine.supervisor._process.socket.send(b"\xff" * 64)
+            await until(lambda: engine.supervisor.num_deaths == 1)
             assert await texts(await ask(engine))
-            assert engine.life.pid != pid
+            assert engine.supervisor.pid != pid
 
     asyncio.run(run())
 
@@ -263,8 +263,8 @@ def test_what_is_not_a_message_ends_the_process(model: str) -> None:
 def test_nothing_is_left_when_the_server_dies(model: str) -> None:
     async def run() -> int:
         engine = RemoteEngine.start(model, options(), "warning", lambda *_: None)
-        engine.life._process.socket.close()  # as the system does for a server that was killed
-        return engine.life._process._process.wait(5)
+        engine.supervisor._process.socket.close()  # as the system does for a server that was killed
+        return engine.supervisor._process._process.wait(5)
 
     assert asyncio.run(run()) == 0
 
@@ -283,13 +283,13 @@ def test_an_engine_that_hangs_is_read_with_the_spans_that_are_asked(model: str) 
     async def run() -> None:
         async with started(model) as engine:
             assert len((await engine.read([(10, 0), (60, 0)])).spans) == 2
-            os.kill(engine.life.pid, signal.SIGSTOP)
+            os.kill(engine.supervisor.pid, signal.SIGSTOP)
             assert len((await engine.read([(10, 0)])).spans) == 1
             reading = asyncio.create_task(engine.read([(10, 0)] * 3))
             await asyncio.sleep(0)
-            os.kill(engine.life.pid, signal.SIGKILL)
+            os.kill(engine.supervisor.pid, signal.SIGKILL)
             assert len((await reading).spans) == 3
-            await until(lambda: engine.life.num_deaths == 1 and engine.life.is_up)
+            await until(lambda: engine.supervisor.num_deaths == 1 and engine.supervisor.is_up)
 
     asyncio.run(run())
 
@@ -298,19 +298,19 @@ def test_a_timeout_is_kept_by_the_server_while_the_engine_hangs_or_starts(model:
     async def run() -> None:
         hasty = Caller(timeout_s=0.5)
         async with started(model) as engine:
-            os.kill(engine.life.pid, signal.SIGSTOP)
+            os.kill(engine.supervisor.pid, signal.SIGSTOP)
             began = time.monotonic()
             with pytest.raises(DeadlineError, match=r"its timeout of 0\.5 s"):
                 await engine.generate(PROMPTS, GREEDY, hasty, NO_HINTS)
             assert 0.5 < time.monotonic() - began < 2
-            os.kill(engine.life.pid, signal.SIGKILL)
-            await until(lambda: not engine.life.is_up)
-            assert 0.1 < engine.life.back_s < 30, "it knows how long loading took"
+            os.kill(engine.supervisor.pid, signal.SIGKILL)
+            await until(lambda: not engine.supervisor.is_up)
+            assert 0.1 < engine.supervisor.restart_in_s < 30, "it knows how long loading took"
             hasty = Caller(timeout_s=0.01)
             with pytest.raises(DeadlineError):  # later if it was back first, on a busy machine
                 await texts(await engine.generate(PROMPTS, GREEDY, hasty, NO_HINTS))
             assert await texts(await ask(engine))
-            assert engine.life.back_s == 0
+            assert engine.supervisor.restart_in_s == 0
             assert (await idle(engine)).snapshot.services["default"].answers == 1
 
     asyncio.run(run())
@@ -322,9 +322,9 @@ def test_a_full_queue_is_not_asked_again_for_a_moment(model: str) -> None:
             running = await ask(engine, LONG)
             await first_of(running)
             waiting = await ask(engine)
-            sent: list[wire.Request] = []
-            send = engine.life.send
-            engine._book._send = lambda message: sent.append(message) or send(message)
+            sent: list[wire.ServerMessage] = []
+            send = engine.supervisor.send
+            engine._pending._send = lambda message: sent.append(message) or send(message)
             errors = []
             for _ in range(3):
                 with pytest.raises(OverloadedError) as got:
@@ -375,7 +375,7 @@ def test_a_process_that_is_ready_twice_is_not_asked_twice(model: str) -> None:
             reading = asyncio.create_task(engine.read())
             await until(process.is_asked)
             process.say(wire.EngineReady(*_ready_of(engine)))
-            process.say(wire.StatusReply(1, engine._last))
+            process.say(wire.StatusReply(1, engine._last_status))
             await reading
             assert not process.is_asked()
 
@@ -384,7 +384,7 @@ def test_a_process_that_is_ready_twice_is_not_asked_twice(model: str) -> None:
 
 def _ready_of(engine: RemoteEngine) -> tuple[wire.EngineCard, Any, Any]:
     card = wire.EngineCard(4096, "", engine.card.cost.cache, None, None, 0.0)
-    return card, engine.facts, engine._last
+    return card, engine.facts, engine._last_status
 
 
 def test_numbers_that_no_frame_holds_are_refused_and_do_not_wait(model: str) -> None:
@@ -396,6 +396,6 @@ def test_numbers_that_no_frame_holds_are_refused_and_do_not_wait(model: str) -> 
             with pytest.raises(RequestError, match="64 bits"):
                 await engine.embed([[1]], EmbeddingParams(dimensions=2**64), ANYONE)
             assert not process.is_asked()
-            assert not engine._book.open
+            assert not engine._pending.open
 
     asyncio.run(run())

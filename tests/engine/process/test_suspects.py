@@ -41,12 +41,12 @@ class Desk:
     def ask(self, prompt: int, *, begins: bool = False) -> RemoteOutputs:
         outputs = RemoteOutputs(asked(next(self._ids), prompt), 1, lambda _: None)
         self.book.add(outputs)
-        outputs.has_begun = begins
+        outputs.has_started = begins
         return outputs
 
     def die(self) -> None:
         self.sent.clear()
-        self.book.end_begun(DEATH, [])
+        self.book.end_started(DEATH, [])
         self.book.is_up = True
         self.book.send_waiting()
 
@@ -65,9 +65,9 @@ def test_what_was_there_at_two_deaths_runs_alone() -> None:
         other = desk.ask(1, begins=True)
         suspect, late = desk.ask(7), desk.ask(2)
         assert desk.sent == [other.message.id]  # it waits for the other, and others for it
-        desk.book.drop(other)
+        desk.book.remove(other)
         assert desk.sent == [other.message.id, suspect.message.id]
-        desk.book.speaks(suspect)
+        desk.book.on_output(suspect)
         assert desk.sent[2:] == [late.message.id]
 
     run(work())
@@ -81,7 +81,7 @@ def test_a_suspect_that_leaves_lets_others_go() -> None:
             desk.die()
         suspect, late = desk.ask(7), desk.ask(2)
         assert desk.sent == [suspect.message.id]
-        desk.book.drop(suspect)
+        desk.book.remove(suspect)
         assert desk.sent[1:] == [late.message.id]
 
     run(work())
@@ -106,11 +106,11 @@ def test_one_death_alone_after_two_is_enough_and_innocents_are_not_refused() -> 
     suspects = CrashHistory()
     killer, innocent = asked(1, 7), asked(2, 8)
     for _ in range(2):
-        suspects.note([killer, innocent])
+        suspects.record_death([killer, innocent])
     for message in (killer, innocent):
         assert suspects.must_run_alone(message)
         assert not suspects.is_refused(message)
-    suspects.note([asked(3, 7)])
+    suspects.record_death([asked(3, 7)])
     assert suspects.is_refused(asked(4, 7))
     suspects.clear(innocent)
     assert not suspects.must_run_alone(innocent)
@@ -120,18 +120,18 @@ def test_one_death_alone_after_two_is_enough_and_innocents_are_not_refused() -> 
 def test_what_was_asked_several_times_has_seen_one_death() -> None:
     suspects = CrashHistory()
     for _ in range(2):
-        suspects.note([asked(number, 7) for number in range(4)])
+        suspects.record_death([asked(number, 7) for number in range(4)])
     assert suspects.num_deaths(asked(9, 7)) == 2
-    suspects.note([asked(1, 7), asked(2, 7)])
+    suspects.record_death([asked(1, 7), asked(2, 7)])
     assert suspects.is_refused(asked(9, 7))  # nothing else was there
 
 
 def test_four_deaths_among_others_are_enough() -> None:
     suspects = CrashHistory()
     for _ in range(3):
-        suspects.note([asked(1, 7), asked(2, 8)])
+        suspects.record_death([asked(1, 7), asked(2, 8)])
     assert not suspects.is_refused(asked(1, 7))
-    suspects.note([asked(1, 7), asked(2, 8)])
+    suspects.record_death([asked(1, 7), asked(2, 8)])
     assert suspects.is_refused(asked(1, 7))
 
 
@@ -139,7 +139,7 @@ def test_suspects_are_forgotten_after_an_hour_and_when_there_are_many() -> None:
     now = [0.0]
     suspects = CrashHistory(lambda: now[0])
     for number in range(4097):
-        suspects.note([asked(1, number)])
+        suspects.record_death([asked(1, number)])
     assert suspects.num_deaths(asked(1, 0)) == 0
     assert suspects.num_deaths(asked(1, 1)) == 1
     now[0] = 3601.0
@@ -148,10 +148,10 @@ def test_suspects_are_forgotten_after_an_hour_and_when_there_are_many() -> None:
 
 def test_requests_differ_by_what_they_ask_and_not_by_who_asks() -> None:
     suspects = CrashHistory()
-    suspects.note([wire.Compile(1, Constraint("regex", "a"))])
+    suspects.record_death([wire.Compile(1, Constraint("regex", "a"))])
     assert suspects.num_deaths(wire.Compile(2, Constraint("regex", "a"))) == 1
     assert suspects.num_deaths(wire.Compile(3, Constraint("regex", "b"))) == 0
-    suspects.note([asked(1, 7)])
+    suspects.record_death([asked(1, 7)])
     assert suspects.num_deaths(wire.Generate(2, [[7]], LONG, ANYONE, NO_HINTS)) == 0
 
 
@@ -163,15 +163,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 async def kill_while_it_computes(engine: RemoteEngine) -> None:
     """Ask for something that kills the process before it says a word."""
-    os.kill(engine.life.pid, signal.SIGSTOP)
+    os.kill(engine.supervisor.pid, signal.SIGSTOP)
     asking = asyncio.create_task(ask(engine, LONG))
     await asyncio.sleep(0)
-    engine.take(wire.RequestsStarted([*engine._book.open]))
+    engine.on_message(wire.RequestsStarted([*engine._pending.open]))
     deaths = engine.num_deaths
-    os.kill(engine.life.pid, signal.SIGKILL)
+    os.kill(engine.supervisor.pid, signal.SIGKILL)
     with pytest.raises(EngineDiedError):
         await asking
-    await until(lambda: engine.life.is_up and engine.num_deaths > deaths)
+    await until(lambda: engine.supervisor.is_up and engine.num_deaths > deaths)
 
 
 def test_a_killer_is_refused_and_does_not_end_the_server(
@@ -194,10 +194,10 @@ def test_a_killer_is_refused_and_does_not_end_the_server(
 def test_an_answer_clears_a_suspect(model: str) -> None:
     async def work() -> None:
         async with started(model) as engine:
-            suspects = engine._book.suspects
+            suspects = engine._pending.crash_history
             suspect = wire.Generate(0, [list(PROMPTS[0])], GREEDY, ANYONE, NO_HINTS)
             for _ in range(2):
-                suspects.note([suspect])
+                suspects.record_death([suspect])
             assert suspects.must_run_alone(suspect)
             alone, other = await asyncio.gather(ask(engine), ask(engine, LONG))
             other.cancel()

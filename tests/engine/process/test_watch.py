@@ -12,12 +12,12 @@ def pulses(
     watch: ProgressWatchdog, seconds: float, *, step_s: float = 0.0, steps: int = 0
 ) -> str | None:
     """Let time pass with pulses; return the first fault."""
-    begin = watch._looked_s
+    begin = watch._last_check_s
     for tick in range(int(seconds * 4)):
         now = begin + (tick + 1) / 4
         if fault := watch.fault(now):
             return fault
-        watch.hear(now, StepProgress(steps, step_s and step_s + tick / 4))
+        watch.on_message(now, StepProgress(steps, step_s and step_s + tick / 4))
     return None
 
 
@@ -35,10 +35,10 @@ def test_silence_is_a_fault_after_five_seconds() -> None:
 
 def test_a_step_grows_older_while_the_engine_is_silent() -> None:
     watch = ProgressWatchdog(0.1, 0.0)
-    watch.hear(1.0, StepProgress(7, 0.5))
+    watch.on_message(1.0, StepProgress(7, 0.5))
     assert watch.progress_at(1.25) == StepProgress(7, 0.5)
     assert watch.progress_at(4.0) == StepProgress(7, 3.5)
-    watch.hear(5.0, StepProgress(8, 0.0))
+    watch.on_message(5.0, StepProgress(8, 0.0))
     assert watch.progress_at(5.25) == StepProgress(8, 0.0)
     assert watch.progress_at(9.0) == StepProgress(8, 4.0)
 
@@ -56,8 +56,8 @@ def test_large_models_have_longer_steps(longest_s: float, limit_s: float) -> Non
 
 def test_a_step_may_take_twice_the_longest_so_far() -> None:
     watch = ProgressWatchdog(0.1, 0.0)
-    watch.hear(0.5, StepProgress(1, 4.0))
-    watch.hear(1.0, StepProgress(2, 0.0))
+    watch.on_message(0.5, StepProgress(1, 4.0))
+    watch.on_message(1.0, StepProgress(2, 0.0))
     assert watch.limit_s == 8.0
 
 
@@ -65,7 +65,7 @@ def test_replacing_ranks_may_take_long() -> None:
     watch = ProgressWatchdog(0.1, 0.0)
     for tick in range(400):
         assert watch.fault(tick / 4) is None
-        watch.hear(tick / 4, StepProgress(3, 100.0, is_recovering=True))
+        watch.on_message(tick / 4, StepProgress(3, 100.0, is_recovering=True))
 
 
 def test_a_server_that_did_not_run_itself_does_not_blame_the_engine() -> None:
@@ -79,8 +79,8 @@ def test_a_pause_of_all_processes_is_no_long_step() -> None:
     watch = ProgressWatchdog(0.1, 0.0)
     assert pulses(watch, 1, step_s=0.1, steps=1) is None
     assert watch.fault(9.0) is None  # both were stopped at 1.0
-    watch.hear(9.01, StepProgress(1, 8.9))
+    watch.on_message(9.01, StepProgress(1, 8.9))
     assert watch.fault(9.25) is None
     fault = pulses(watch, 60, step_s=9.2, steps=1)
     assert fault is not None
-    assert watch._looked_s < 14.5
+    assert watch._last_check_s < 14.5

@@ -54,7 +54,7 @@ def test_requests_arrive_as_they_were_however_they_are_cut() -> None:
     data = b"".join(map(wire.pack, REQUESTS))
     rng = random.Random(1)
     for _ in range(20):
-        frames, found, start = Frames(wire.requests), [], 0
+        frames, found, start = Frames(wire.server_messages), [], 0
         while start < len(data):
             end = start + rng.randrange(1, 200)
             found += frames.feed(data[start:end])
@@ -63,7 +63,7 @@ def test_requests_arrive_as_they_were_however_they_are_cut() -> None:
 
 
 def test_messages_are_taken_even_if_the_reader_stops_at_one() -> None:
-    frames = Frames(wire.requests)
+    frames = Frames(wire.server_messages)
     for message in frames.feed(b"".join(map(wire.pack, REQUESTS))):
         assert message == REQUESTS[0]
         break
@@ -75,7 +75,7 @@ def test_outputs_arrive_as_they_were(shape: tuple[int, ...]) -> None:
     vector = np.arange(4, dtype=np.float32).reshape(shape)
     said = wire.OutputBatch([(1, Output(0, "hello", (5,))), (2, LAST), (3, Output(0, "", ()))])
     said.outputs[2][1].embedding = vector
-    (found,) = Frames(wire.answers).feed(wire.pack(said))
+    (found,) = Frames(wire.engine_messages).feed(wire.pack(said))
     assert found.outputs[:2] == said.outputs[:2]
     assert np.array_equal(found.outputs[2][1].embedding, vector)
 
@@ -89,20 +89,22 @@ def test_outputs_arrive_as_they_were(shape: tuple[int, ...]) -> None:
     ],
 )
 def test_errors_arrive_with_their_class_and_their_sentence(error: TwostrokeError) -> None:
-    (found,) = Frames(wire.answers).feed(wire.pack(wire.Accepted(1, error)))
+    (found,) = Frames(wire.engine_messages).feed(wire.pack(wire.Accepted(1, error)))
     assert type(found.error) is type(error)
     assert found.error.sentence(str.upper) == error.sentence(str.upper)
     assert found.error.field == error.field
 
 
 def test_an_error_of_the_server_arrives_as_what_both_ends_know() -> None:
-    (found,) = Frames(wire.answers).feed(wire.pack(wire.Accepted(1, ServerStoppingError("over"))))
+    (found,) = Frames(wire.engine_messages).feed(
+        wire.pack(wire.Accepted(1, ServerStoppingError("over")))
+    )
     assert found.error.code == "engine_stopped"
 
 
 def test_a_frame_that_is_too_large_is_refused_by_its_head() -> None:
     with pytest.raises(WireError, match="bytes"):
-        list(Frames(wire.requests).feed((MAX_FRAME + 1).to_bytes(4, "little")))
+        list(Frames(wire.server_messages).feed((MAX_FRAME + 1).to_bytes(4, "little")))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -117,7 +119,7 @@ def test_damaged_frames_are_refused_or_are_messages(seed: int) -> None:
             del body[rng.randrange(len(body)) :]
         frame = len(body).to_bytes(4, "little") + body
         try:
-            (found,) = Frames(wire.requests).feed(frame)
+            (found,) = Frames(wire.server_messages).feed(frame)
         except WireError:
             continue
         assert isinstance(found, (*map(type, REQUESTS), wire.EmbedTexts))
@@ -125,10 +127,10 @@ def test_damaged_frames_are_refused_or_are_messages(seed: int) -> None:
 
 def test_a_message_of_the_other_side_is_refused() -> None:
     with pytest.raises(WireError):
-        list(Frames(wire.requests).feed(wire.pack(wire.RequestsStarted([1]))[:-1] + b"\xff"))
+        list(Frames(wire.server_messages).feed(wire.pack(wire.RequestsStarted([1]))[:-1] + b"\xff"))
     unknown = msgspec.msgpack.encode([99, 1])
     with pytest.raises(WireError):
-        list(Frames(wire.answers).feed(len(unknown).to_bytes(4, "little") + unknown))
+        list(Frames(wire.engine_messages).feed(len(unknown).to_bytes(4, "little") + unknown))
 
 
 def test_an_error_of_an_unknown_kind_is_refused() -> None:
@@ -137,4 +139,4 @@ def test_an_error_of_an_unknown_kind_is_refused() -> None:
     assert len(unknown) == len(frame)
     assert unknown != frame
     with pytest.raises(WireError, match="cannot be read"):
-        list(Frames(wire.answers).feed(unknown))
+        list(Frames(wire.engine_messages).feed(unknown))

@@ -65,17 +65,17 @@ def test_the_catalogues_draft_is_used_if_it_is_asked_for(
     with monkeypatch.context() as poor:
         poor.setattr("twostroke.engine.drafters.memory_free", lambda *_: 100_000_000)
         assert drafts(draft="auto") == (None, ("ngram", "lookahead"))
-        with pytest.raises(MemoryLimitError, match="The draft does not fit into memory with tiny"):
+        with pytest.raises(MemoryLimitError, match="The draft model does not fit into memory"):
             drafts(draft="auto", method="draft")
     known[0] = None
     assert drafts(draft="auto") == (None, ("ngram", "lookahead"))
-    with pytest.raises(UsageError, match=r"The catalogue has no draft for tiny.*--draft MODEL"):
+    with pytest.raises(UsageError, match=r"The catalogue has no draft model .*--draft MODEL"):
         drafts(draft="auto", method="draft")
 
 
 def test_a_draft_that_does_not_fit_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twostroke.engine.drafters.memory_free", lambda *_: 100_000_000)
-    with pytest.raises(MemoryLimitError, match="The draft does not fit into memory with tiny"):
+    with pytest.raises(MemoryLimitError, match="The draft model does not fit into memory"):
         engine_of(path, draft=str(path))
 
 

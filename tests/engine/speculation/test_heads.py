@@ -92,7 +92,7 @@ def test_all_backends_run_heads(path: Path, heads: dict[str, str], backend: str,
 def test_steps_of_heads_have_no_more_rows_than_there_is_memory_for(
     path: Path, heads: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guessers, "_MANY_ROWS", 1)
+    monkeypatch.setattr(guessers, "_MIN_STEP_ROWS", 1)
     monkeypatch.setattr(guessers, "MOST_WAITING", 8)
     make, most, counts = guessers.create_backend, [0], list[int]()
 
@@ -233,7 +233,7 @@ def test_heads_with_a_shorter_context_start_again(path: Path, tmp_path: Path) ->
 
 def test_heads_of_another_model_are_refused(tmp_path: Path, heads: dict[str, str]) -> None:
     other = write_tiny_gguf(tmp_path / "other.gguf", Tiny(hidden_size=32, head_dim=16))
-    with pytest.raises(UsageError, match=r"heads of tiny, which cannot guess for other: train"):
+    with pytest.raises(UsageError, match=r"heads of tiny, which cannot draft for other: train"):
         engine_of(other, method="eagle", heads=heads["eagle"])
 
 

@@ -62,7 +62,7 @@ def simulated(load: Workload, batch: BatchOptions):
     clock, steps = Clock(START_S), []
     facts = BackendFacts("simulated", "", 1, NUM_PAGES, PAGE_SIZE, (None,), 0, 0)
     size = CacheSize(CONTEXT, NUM_PAGES, PAGE_SIZE, 0)
-    scheduler = build_scheduler(CacheOptions(), batch, size, facts, clock.read)
+    scheduler = build_scheduler(CacheOptions(), batch, size=size, facts=facts, clock=clock.read)
     plan_next = scheduler.plan
 
     def plan():

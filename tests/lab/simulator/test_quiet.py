@@ -63,7 +63,7 @@ def fleet_of(seed: int, seen: list[object], *, is_quiet: bool) -> SimulatedFleet
     replicas = []
     for number in range(count):
         sizes = CacheSize(CONTEXT, num_pages, size, 0)
-        scheduler = build_scheduler(cache, batch, sizes, facts, clock.read)
+        scheduler = build_scheduler(cache, batch, size=sizes, facts=facts, clock=clock.read)
         watch(scheduler, number, clock, seen, is_quiet=is_quiet)
         replicas.append(SimulatedReplica(scheduler, times, clock, VOCAB_SIZE, size))
     routing = chance.choice(tuple(POLICIES))

@@ -46,7 +46,9 @@ def serve(load, totals):
     clock, batch = Clock(START_S), BatchOptions(max_running=1, max_waiting_requests=1 << 20)
     facts = BackendFacts("simulated", "", 1, 8, 16, (None,), 0, 0)
     size = CacheSize(64, 8, 16, 0)
-    scheduler = build_scheduler(CacheOptions(prefix_cache=False), batch, size, facts, clock.read)
+    scheduler = build_scheduler(
+        CacheOptions(prefix_cache=False), batch, size=size, facts=facts, clock=clock.read
+    )
     replica = SimulatedReplica(scheduler, lambda _: totals, clock, 100, 16)
     fleet = SimulatedFleet([replica], "round-robin", clock, 100)
     fleet.run(load)

@@ -49,7 +49,7 @@ def start_disaggregation(
             link=link,
         )
         client.disaggregation_stats = lambda: DisaggregationStats(
-            options.role, lender=prefill_side.stats()
+            options.role, prefill_side=prefill_side.stats()
         )
     else:
         decode_side = DecodeSide(
@@ -60,7 +60,7 @@ def start_disaggregation(
             page_file=_page_file(options, backend),
         )
         client.disaggregation_stats = lambda: DisaggregationStats(
-            options.role, borrower=decode_side.stats()
+            options.role, decode_side=decode_side.stats()
         )
 
 

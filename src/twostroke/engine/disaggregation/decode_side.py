@@ -129,6 +129,6 @@ class DecodeSide:
         if now_s - self._measured_s > _SPEED_AGE_S:
             self._measured_s = now_s
             span = self._loop.span(_SPEED_WINDOW_S)
-            recent = (span.last.strokes - span.first.strokes).prefill
-            self._prefill_flops_per_s = recent.flops_per_s or span.last.strokes.prefill.flops_per_s
+            recent = (span.last.phases - span.first.phases).prefill
+            self._prefill_flops_per_s = recent.flops_per_s or span.last.phases.prefill.flops_per_s
         return self._prefill_flops_per_s

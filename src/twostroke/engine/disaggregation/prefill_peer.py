@@ -329,7 +329,7 @@ class PrefillPeer:
         self.expected_s += transfer.expected_s
         if outcome == DONE:
             self._overhead.learn(transfer.expected_s, took_s, now_s)
-        self._pages.give_up(transfer.transfer)
+        self._pages.drop(transfer.transfer)
         self._ended_transfers.append(transfer)
         self._release_pages()
 
@@ -481,7 +481,7 @@ class PrefillPeer:
                 return  # the prefill engine has been sent an `Abort`
             max_pages = method.max_pages(self._spec.page_bytes)
             keys = [offered.key for offered in selected[:max_pages]]
-            targets = self._pages.take(transfer.transfer, keys)
+            targets = self._pages.allocate(transfer.transfer, keys)
             fetched, remaining = selected[: len(targets)], selected[len(targets) :]
             if remaining and not fetched:
                 self._end(transfer, NO_ROOM)
@@ -543,7 +543,7 @@ class PrefillPeer:
                 self._end(transfer, TIMED_OUT)
                 return
             self._num_nixl_failures = 0
-            self._pages.arrive(transfer.transfer, fetch.keys)
+            self._pages.add_arrived(transfer.transfer, fetch.keys)
             now_s = time.monotonic()
             transfer.due_s = now_s + transfer.patience_s
             self._learn_speed(len(fetch.keys) * self._spec.page_bytes, now_s - fetch.began_s)

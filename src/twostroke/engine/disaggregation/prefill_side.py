@@ -105,17 +105,17 @@ class PrefillSide:
             return PrefillSideStats(
                 port=self._listener.port,
                 num_peers=len(self._decode_peers),
-                num_reading=sum(len(peer.prompts) for peer in self._decode_peers),
+                num_prefilling=sum(len(peer.prompts) for peer in self._decode_peers),
                 num_prompts=self.num_prompts,
-                num_pages_lent=self.num_leased_pages,
-                num_leases_late=self.num_expired_leases,
+                num_leased_pages=self.num_leased_pages,
+                num_expired_leases=self.num_expired_leases,
             )
 
     def load(self) -> tuple[float, float]:
         """Return the FLOPs of prompts that wait or are prefilled, and the speed in FLOP/s."""
         span = self.loop.span(_SPEED_WINDOW_S)
-        recent = (span.last.strokes - span.first.strokes).prefill
-        flops_per_s = recent.flops_per_s or self.loop.snapshot().strokes.prefill.flops_per_s
+        recent = (span.last.phases - span.first.phases).prefill
+        flops_per_s = recent.flops_per_s or self.loop.snapshot().phases.prefill.flops_per_s
         with self.pages.lock:
             requests = [
                 prompt.request
@@ -518,7 +518,7 @@ class _PeerPrompt(RequestListener):
             return None
         self.first_token_s = self.last_token_s = now_s
         self.counter.begin(self.request, now_s)
-        return self._ended(Output(self.index, "", ()), reason)
+        return self._complete(Output(self.index, "", ()), reason)
 
     def _end(self, output: Output) -> None:
         if output.finish_reason is not FinishReason.LENGTH:

@@ -39,7 +39,7 @@ def start_offload(
     loop.speculator.times_steps = True
     model = hashlib.sha256(f"{model_digest} {stored_form(program.ops)}".encode()).hexdigest()
     spec = replace(spec, model=model)
-    if not loop.pages.most_held:
+    if not loop.pages.max_held_pages:
         raise UsageError(
             "needs more pages than those of the longest request: raise {other}, or lower {more}.",
             field=options.field,

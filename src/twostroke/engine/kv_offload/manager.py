@@ -179,7 +179,7 @@ class OffloadManager:
         slack_s = max(_MAX_LOSS_RATIO * prefill_s, min(_MIN_SLACK_S, prefill_s / 20))
         if not self._is_measured():
             slack_s = max(_MIN_PREFILL_S, prefill_s / 2)
-        transfer = self._pages.expect(state, slack_s)
+        transfer = self._pages.begin(state, slack_s)
         if transfer is None:
             return False
         self._transfers.add(transfer)
@@ -199,14 +199,14 @@ class OffloadManager:
                 with self._pages.lock:
                     self._transfers.discard(transfer)
                     self._pages.end(transfer)
-                    self._pages.submitted(load.state, self._on_submit)
+                    self._pages.on_request_queued(load.state, self._on_submit)
 
     def _fetch(self, transfer: Transfer, began_s: float, slack_s: float) -> None:
         """Fetch the missing pages of a transfer, in order, as long as that saves time."""
         if transfer.is_dropped or self._is_closing:
             return
         tier_by_key = self._find(transfer)
-        missing = self._pages.narrow(transfer, tier_by_key.__contains__)
+        missing = self._pages.select_missing(transfer, tier_by_key.__contains__)
         if not missing or transfer.is_dropped:
             return
         index_by_key = {key: index for index, key in enumerate(transfer.keys, transfer.first_page)}
@@ -265,7 +265,7 @@ class OffloadManager:
         """Fetch some pages, in order, until one fails; return the number fetched."""
         memory, count = self._pages.memory, 0
         assert memory is not None
-        pages = self._pages.take(transfer, window)
+        pages = self._pages.allocate(transfer, window)
         for key, page in zip(window, pages, strict=False):
             tier, began_s = tier_by_key[key], time.perf_counter()
             if transfer.is_dropped:
@@ -278,7 +278,7 @@ class OffloadManager:
             tier.record_read(took_s)
             tier.add(pages_read=1, bytes_read=memory.page_bytes, read_s=took_s)
             count += 1
-        self._pages.arrive(transfer, window[:count])
+        self._pages.add_arrived(transfer, window[:count])
         return count
 
     # The writing thread.

@@ -1,4 +1,4 @@
-"""The engine's process as its server sees it: started, spoken with, and ended."""
+"""The server's handle of an engine process: starts it, receives its messages, and ends it."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ from twostroke.engine.process.launch import LaunchedProcess
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_CLOSE_S: Final = 5.0
-_CHUNK: Final = 1 << 16  # larger ones are mapped by malloc for each read: 15 us
+_CLOSE_TIMEOUT_S: Final = 5.0
+_READ_BYTES: Final = 1 << 16  # malloc maps larger buffers anew for each read, in 15 us
 
 
 class EngineProcess:
-    """One process with an engine, which a server starts and ends."""
+    """A process that runs an engine; the server owns it."""
 
     def __init__(self, load: wire.LoadModel, launched: LaunchedProcess | None = None) -> None:
-        """Have a process load, the launched one or a new one.
+        """Send `load` to the launched process, or to a new one.
 
         Raises:
             BackendError: the operating system refuses a process.
         """
-        self.began_s = time.monotonic()
+        self.start_s = time.monotonic()
         launched = launched or LaunchedProcess()
         self.socket, self._process = launched.socket, launched.process
-        self.frames = Frames(wire.answers)
-        with suppress(OSError):  # it has died already, as the next `receive` says
+        self.frames = Frames(wire.engine_messages)
+        with suppress(OSError):  # the process has died; the next `receive` tells so
             self.socket.sendall(wire.pack(load))
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The process id."""
         return self._process.pid
 
     def wait_ready(self, progress: Callable[[int, int], None]) -> wire.EngineReady:
-        """Wait until the engine takes requests; errors as `build`.
+        """Wait until the engine takes requests; call `progress(done, total)` with bytes loaded.
 
         Raises:
             EngineStoppedError: the process died.
+            TwostrokeError: the engine could not be built; errors are as in `build`.
         """
         while True:
             messages = self.receive()
@@ -63,14 +64,14 @@ class EngineProcess:
                     case wire.Log():
                         log(message)
 
-    def receive(self) -> Iterator[wire.Answer] | None:
-        """Return the messages that have come; None if the process has closed its end.
+    def receive(self) -> Iterator[wire.EngineMessage] | None:
+        """Return the messages that have arrived; None if the process has closed the connection.
 
         Raises:
-            WireError: something else has come.
+            WireError: the received bytes are not messages.
         """
         try:
-            data = self.socket.recv(_CHUNK)
+            data = self.socket.recv(_READ_BYTES)
         except BlockingIOError:
             return iter(())
         except OSError:
@@ -78,11 +79,11 @@ class EngineProcess:
         return self.frames.feed(data) if data else None
 
     def kill(self) -> None:
-        """End it now; twice does no harm."""
+        """Kill the process; it may be dead already."""
         self._process.kill()
 
     def describe_end(self) -> str:
-        """End it if it has not, and return how it ended."""
+        """Wait up to a second for the process to end, else kill it; describe how it ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         self.kill()
@@ -96,17 +97,17 @@ class EngineProcess:
         return f"its process was ended by {name}"
 
     def close(self) -> None:
-        """Let it end, or end it after some seconds."""
+        """Ask the process to end, and kill it after some seconds."""
         with suppress(OSError):
             self.socket.settimeout(1.0)
             self.socket.sendall(wire.pack(wire.Close()))
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_CLOSE_S)
+            self._process.wait(_CLOSE_TIMEOUT_S)
         self.kill()
         self._process.wait()
         self.socket.close()
 
 
 def log(message: wire.Log) -> None:
-    """Write a line of the engine's into this process's log."""
+    """Write the engine's log record into this process's log."""
     logging.getLogger(message.logger).log(message.level, "%s", message.text)

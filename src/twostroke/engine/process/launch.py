@@ -1,6 +1,7 @@
-"""Starts the process of an engine, before what it shall load is known.
+"""Starts an engine process early: before the server has read its options.
 
-It imports what it needs at once, while the server's process imports what that needs.
+The engine process and the server's process can so import their modules at the same time. This
+module imports little, so that the engine process starts as early as possible.
 """
 
 from __future__ import annotations
@@ -13,45 +14,48 @@ from typing import Final
 from twostroke.core import env
 from twostroke.core.errors import BackendError
 
-_ENTRY: Final = "twostroke.engine.process.main"
+_ENTRY_MODULE: Final = "twostroke.engine.process.main"
 
 
 class LaunchedProcess:
-    """A process that waits for a `wire.Load` at the other end of `socket`."""
+    """An engine process that waits for a `LoadModel` message.
+
+    `socket` is the server's end of the connection, and `process` the process.
+    """
 
     def __init__(self) -> None:
-        """Start it; a terminal's Ctrl-C does not reach it.
+        """Start the process in a session of its own, so that Ctrl-C does not reach it.
 
         Raises:
             BackendError: the operating system refuses a process.
         """
         try:
-            self.socket, theirs = socket.socketpair()
+            self.socket, child_socket = socket.socketpair()
         except OSError as error:
-            raise _refused(error) from None
-        number = theirs.fileno()
+            raise _start_error(error) from None
+        descriptor = child_socket.fileno()
         try:
             self.process = subprocess.Popen(  # noqa: S603 - this package's own program
-                [sys.executable, "-P", "-m", _ENTRY, str(number)],
+                [sys.executable, "-P", "-m", _ENTRY_MODULE, str(descriptor)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=(number,),
+                pass_fds=(descriptor,),
                 env=env.engine_environment(),
                 start_new_session=True,
             )
         except OSError as error:
             self.socket.close()
-            raise _refused(error) from None
+            raise _start_error(error) from None
         finally:
-            theirs.close()
+            child_socket.close()
 
     def close(self) -> None:
-        """End it, if it has not ended."""
+        """Kill the process, and close the connection."""
         self.process.kill()
         self.process.wait()
         self.socket.close()
 
 
-def _refused(error: OSError) -> BackendError:
-    reason = f"The operating system refuses a process for the engine: {error.strerror}."
+def _start_error(error: OSError) -> BackendError:
+    reason = f"The operating system cannot start a process for the engine: {error.strerror}."
     return BackendError(reason)

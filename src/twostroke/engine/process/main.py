@@ -1,7 +1,7 @@
-"""The engine's own process: it loads a model, then does what a server asks by messages.
+"""The program of an engine process: loads a model, then handles the messages of its server.
 
-It is started with the number of an inherited socket. Nothing listens, and the end of the socket is
-the end of the process. Signals are left to the server, which drains first.
+Its argument is the descriptor of an inherited socket. It opens no port, and it exits when the
+server closes the socket. It ignores SIGINT and SIGTERM, because the server drains requests first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from twostroke.engine.engine import build
 from twostroke.engine.generation import Outputs
 from twostroke.engine.output import Mailbox
 from twostroke.engine.process import messages as wire
-from twostroke.engine.process.served import facts_of, take_reading
+from twostroke.engine.process.served import engine_facts, read_status
 from twostroke.engine.speculation import StepTimeModel
 from twostroke.engine.status import Health
 from twostroke.model.program import BatchShape
@@ -43,26 +43,26 @@ if TYPE_CHECKING:
     from twostroke.engine.request_listener import RequestListener
     from twostroke.engine.structured_output.grammar import GrammarMatcher
 
-_PULSE_S: Final = 0.5
-_RETRY_S: Final = 0.02  # between looks for room in the queue for texts
-_CHUNK: Final = 1 << 16  # as in child.py
-_PROGRESS_S: Final = 0.05  # between reports while weights load
+_HEARTBEAT_INTERVAL_S: Final = 0.5
+_RETRY_INTERVAL_S: Final = 0.02  # between attempts to submit texts to a full queue
+_READ_BYTES: Final = 1 << 16  # as in child.py
+_PROGRESS_INTERVAL_S: Final = 0.05  # between reports while weights load
 _PR_SET_PDEATHSIG: Final = 1
 
 
 class Wire:
-    """This end of the socket. Any thread may send, one receives."""
+    """The connection to the server. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Take over a connected socket."""
         self._socket = sock
-        self._poll = select.poll()  # not `select`: a busy server's numbers go beyond 1023
+        self._poll = select.poll()  # `select` takes no descriptor above 1023
         self._poll.register(sock, select.POLLIN)
-        self._frames = Frames(wire.requests)
+        self._frames = Frames(wire.server_messages)
         self._lock = threading.Lock()
 
-    def send(self, message: wire.Answer) -> None:
-        """Send a message; the process ends if nobody reads it any more."""
+    def send(self, message: wire.EngineMessage) -> None:
+        """Send a message; end the process if the server has closed the connection."""
         frame = wire.pack(message)
         try:
             with self._lock:
@@ -70,21 +70,24 @@ class Wire:
         except OSError:
             os._exit(0)
 
-    def receive(self, timeout_s: float) -> list[wire.Request]:
-        """Return the messages that come in time; the process ends with the other end."""
+    def receive(self, timeout_s: float) -> list[wire.ServerMessage]:
+        """Return the messages that arrive within the timeout.
+
+        Ends the process if the server has closed the connection.
+        """
         if not self._poll.poll(timeout_s * 1000):
             return []
         try:
-            data = self._socket.recv(_CHUNK)
+            data = self._socket.recv(_READ_BYTES)
         except OSError:
             data = b""
         if not data:
-            os._exit(0)  # a kernel may run for long: nothing would be lost by not waiting
+            os._exit(0)  # without waiting for a step that may take long
         return list(self._frames.feed(data))
 
 
-class _Log(logging.Handler):
-    """Sends log records to the server, whose log they belong to."""
+class _ServerLogHandler(logging.Handler):
+    """Sends log records to the server, which writes them to its log."""
 
     def __init__(self, wire_: Wire) -> None:
         super().__init__()
@@ -95,39 +98,47 @@ class _Log(logging.Handler):
 
 
 class _OpenCall(Outputs):
-    """What one message asked for; `id` is the message's."""
+    """The requests of one `Generate` or `EmbedTexts` message; `id` is the message's."""
 
-    is_cancelled = False  # perhaps while its constraint is compiled, before it is queued
+    is_cancelled = False  # the server may cancel a call while its constraint is compiled
 
-    def __init__(self, desk: RequestHandler, id_: int, waited_s: float) -> None:
-        super().__init__(desk.loop, Mailbox(partial(desk.put, id_), desk.carry))
-        self.id, self._desk, self._waited_s = id_, desk, waited_s
+    def __init__(self, handler: RequestHandler, id_: int, waited_s: float) -> None:
+        super().__init__(handler.loop, Mailbox(partial(handler.put, id_), handler.send_outputs))
+        self.id = id_
+        self._handler = handler
+        self._waited_s = waited_s
 
     def _submit(self, listeners: Sequence[RequestListener]) -> None:
-        waiting, ids = self._desk.waiting, [listener.request.id for listener in listeners]
-        waiting.update(dict.fromkeys(ids, self.id))  # before a step can have them
+        call_by_request = self._handler.call_by_request
+        request_ids = [listener.request.id for listener in listeners]
+        # Before `submit`, because a step may start the requests at once.
+        call_by_request.update(dict.fromkeys(request_ids, self.id))
         try:
             self._loop.submit(listeners, self._waited_s)
         except BaseException:
-            for request_id in ids:
-                waiting.pop(request_id, None)
+            for request_id in request_ids:
+                call_by_request.pop(request_id, None)
             raise
 
 
 class RequestHandler:
-    """Does what messages ask of an engine, and sends what comes of it."""
+    """Handles the server's messages with an engine, and sends its replies and outputs.
+
+    `call_by_request` has the call id of each request that no step has started yet.
+    """
 
     def __init__(self, engine: Engine, wire_: Wire) -> None:
         """Serve `engine`."""
         self.loop = engine.client.loop
-        self.waiting: dict[str, int] = {}  # requests without pages: what they were asked for as
-        self._client, self._wire = engine.client, wire_
+        self.call_by_request: dict[str, int] = {}
+        self._client = engine.client
+        self._wire = wire_
         self._open: dict[int, _OpenCall] = {}
-        self._gradual: set[int] = set()  # texts that the queue had no room for yet
-        self._said: list[tuple[int, Output]] = []
-        self._saying = threading.Lock()
+        self._partly_submitted: set[int] = set()  # calls whose texts wait for room in the queue
+        self._outputs: list[tuple[int, Output]] = []  # to be sent, each with the id of its call
+        self._outputs_lock = threading.Lock()
         self._compiler = ThreadPoolExecutor(1, "twostroke-compile")
-        self._pulse_s = 0.0
+        self._heartbeat_s = 0.0  # time of the last one
         self._failure: EngineStoppedError | None = None
         self.loop.on_step = self._on_step
 
@@ -138,26 +149,27 @@ class RequestHandler:
             TwostrokeError: the engine stopped by itself.
         """
         while True:
-            timeout_s = _RETRY_S if self._gradual else _PULSE_S
+            timeout_s = _RETRY_INTERVAL_S if self._partly_submitted else _HEARTBEAT_INTERVAL_S
             for message in self._wire.receive(timeout_s):
                 if isinstance(message, wire.Close):
                     return
-                self._do(message)
-            for id_ in list(self._gradual):
-                self._top_up(id_)
+                self._handle(message)
+            for id_ in list(self._partly_submitted):
+                self._submit_more(id_)
             now_s = time.monotonic()
-            if now_s - self._pulse_s >= _PULSE_S:
-                self._pulse_s = now_s
-                self._wire.send(wire.Heartbeat(self.loop.progress, self._num_lent()))
+            if now_s - self._heartbeat_s >= _HEARTBEAT_INTERVAL_S:
+                self._heartbeat_s = now_s
+                self._wire.send(wire.Heartbeat(self.loop.progress, self._num_pages_leased()))
                 if self.loop.health is Health.STOPPED:
                     raise self._failure or EngineStoppedError("The engine stopped.")
 
-    def _num_lent(self) -> int:
-        view = self._client.disaggregation_stats
-        lender = view().lender if view is not None else None
-        return lender.num_pages_lent if lender is not None else 0
+    def _num_pages_leased(self) -> int:
+        if self._client.disaggregation_stats is None:
+            return 0
+        prefill_side = self._client.disaggregation_stats().prefill_side
+        return prefill_side.num_leased_pages if prefill_side is not None else 0
 
-    def _do(self, message: wire.Request) -> None:
+    def _handle(self, message: wire.ServerMessage) -> None:
         match message:
             case wire.Generate():
                 self._generate(message)
@@ -165,14 +177,14 @@ class RequestHandler:
                 self._open[message.id] = _OpenCall(self, message.id, message.waited_s)
                 self._start(message)
             case wire.Cancel():
-                if (asked := self._open.get(message.id)) is not None:
-                    asked.is_cancelled = True
-                    asked.cancel()
+                if (call := self._open.get(message.id)) is not None:
+                    call.is_cancelled = True
+                    call.cancel()
             case wire.Compile():
                 self._compiler.submit(self._compile, message)
             case wire.GetStatus():
-                reading = take_reading(self._client, message.spans)
-                self._wire.send(wire.StatusReply(message.id, reading))
+                status = read_status(self._client, message.spans)
+                self._wire.send(wire.StatusReply(message.id, status))
             case wire.Flush():
                 self.loop.flush()
             case wire.LoadModel() | wire.Close():
@@ -182,7 +194,7 @@ class RequestHandler:
         self._open[message.id] = _OpenCall(self, message.id, message.waited_s)
         constraint = message.params.constraint
         grammar = self._client.grammars.known(constraint) if constraint else None
-        if constraint and grammar is None:  # forgotten, or known to a process that died
+        if constraint and grammar is None:  # evicted, or compiled by an earlier process
             self._compiler.submit(self._start, message, constraint)
         else:
             self._start(message, grammar=grammar)
@@ -193,110 +205,126 @@ class RequestHandler:
         constraint: Constraint | None = None,
         grammar: GrammarMatcher | None = None,
     ) -> None:
-        """Queue what was asked for, and say whether that was possible."""
-        asked, client, caller = self._open[message.id], self._client, message.caller
+        """Submit the requests of a call, and tell the server whether they were accepted.
+
+        A `constraint` is compiled first; `grammar` is a compiled one.
+        """
+        call = self._open[message.id]
         try:
             if isinstance(message, wire.EmbedTexts):
-                client.queue_texts(asked, message.texts, message.params, caller)
-                if asked.has_waiting:
-                    self._gradual.add(message.id)
+                self._client.submit_texts(call, message.texts, message.params, message.caller)
+                if call.has_waiting:
+                    self._partly_submitted.add(message.id)
             else:
-                grammar = self._grammar(message.id, constraint) if constraint else grammar
-                prompts, params, hints = message.prompts, message.params, message.hints
-                client.queue(asked, prompts, params, caller, hints, grammar)
+                if constraint is not None:
+                    grammar = self._compile_grammar(message.id, constraint)
+                self._client.submit_prompts(
+                    call,
+                    message.prompts,
+                    message.params,
+                    caller=message.caller,
+                    hints=message.hints,
+                    grammar=grammar,
+                )
         except BaseException as error:  # noqa: BLE001 the server waits for an answer, whatever fails
             self._open.pop(message.id, None)
-            if not isinstance(error, EngineStoppedError):  # else the next process is asked
-                self._wire.send(wire.Accepted(message.id, _told(error)))
+            if not isinstance(error, EngineStoppedError):  # the server will ask the next process
+                self._wire.send(wire.Accepted(message.id, _to_wire_error(error)))
         else:
             self._wire.send(wire.Accepted(message.id))
-            if asked.is_cancelled:
-                asked.cancel()
+            if call.is_cancelled:
+                call.cancel()
 
-    def _top_up(self, id_: int) -> None:
-        asked = self._open.get(id_)
-        if asked is not None:
-            asked.submit_waiting()
-        if asked is None or not asked.has_waiting:
-            self._gradual.discard(id_)
+    def _submit_more(self, id_: int) -> None:
+        call = self._open.get(id_)
+        if call is not None:
+            call.submit_waiting()
+        if call is None or not call.has_waiting:
+            self._partly_submitted.discard(id_)
 
     def _compile(self, message: wire.Compile) -> None:
         try:
-            gaps = self._grammar(message.id, message.constraint, message.limit_s).gaps
+            gaps = self._compile_grammar(message.id, message.constraint, message.limit_s).gaps
         except BaseException as error:  # noqa: BLE001 the server waits for an answer, whatever fails
-            self._wire.send(wire.Compiled(message.id, (), _told(error)))
+            self._wire.send(wire.Compiled(message.id, (), _to_wire_error(error)))
         else:
             self._wire.send(wire.Compiled(message.id, gaps))
 
-    def _grammar(
+    def _compile_grammar(
         self, id_: int, constraint: Constraint, limit_s: float = math.inf
     ) -> GrammarMatcher:
-        """Compile a constraint; if that kills the process, what asked for it is to blame."""
+        """Compile a constraint; tell the server before, because this may kill the process."""
         self._wire.send(wire.RequestsStarted([id_]))
         return self._client.grammars.compile(constraint, limit_s)
 
-    # The engine's thread, or the one that cancels, calls these.
+    # The engine's thread, or a thread that cancels, calls the methods below.
 
     def put(self, id_: int, output: Output) -> None:
-        """Take an output; `carry` sends it."""
-        asked = self._open.get(id_)
+        """Take an output of the call `id_`, for `send_outputs` to send."""
+        call = self._open.get(id_)
         if isinstance(output.error, EngineStoppedError):
             self._failure = output.error
-            return  # what waits is asked for again, of the next process
-        if asked is None:
+            return  # the server sends waiting requests to the next process
+        if call is None:
             return
-        self._said.append((id_, output))
-        asked.note(output)
-        if not asked.is_open:
+        self._outputs.append((id_, output))
+        call.count_output(output)
+        if not call.is_open:
             del self._open[id_]
-            for request_id in asked.request_ids:
-                self.waiting.pop(request_id, None)
+            for request_id in call.request_ids:
+                self.call_by_request.pop(request_id, None)
 
-    def carry(self, put_all: Callable[[Addressed], None], outputs: Addressed) -> None:
+    def send_outputs(self, put_all: Callable[[Addressed], None], outputs: Addressed) -> None:
         """Send the outputs of a step in one message."""
-        with self._saying:
+        with self._outputs_lock:
             put_all(outputs)
-            said, self._said = self._said, []
-        if said:
-            self._wire.send(wire.OutputBatch(said))
+            outputs_to_send, self._outputs = self._outputs, []
+        if outputs_to_send:
+            self._wire.send(wire.OutputBatch(outputs_to_send))
 
     def _on_step(self, plan: StepPlan) -> None:
-        """Tell what holds pages from now on: if this step kills the process, that is to blame."""
-        if not self.waiting:
+        """Tell the server which calls this step is the first to compute.
+
+        If the step kills this process, the server holds these calls responsible.
+        """
+        if not self.call_by_request:
             return
-        ids = {self.waiting.pop(part.request.id, None) for part in plan.slices}
-        if began := sorted(id_ for id_ in ids if id_ is not None):
-            self._wire.send(wire.RequestsStarted(began))
+        ids = {self.call_by_request.pop(slice_.request.id, None) for slice_ in plan.slices}
+        if started := sorted(id_ for id_ in ids if id_ is not None):
+            self._wire.send(wire.RequestsStarted(started))
 
 
 def main(descriptor: str) -> int:
-    """Load what the first message names, and serve it over the socket of this number."""
+    """Load the model that the first message names and serve it; return the exit code.
+
+    `descriptor` is the number of the socket that is connected to the server.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
     link = Wire(socket.socket(fileno=int(descriptor)))
-    load = _first(link)
+    load = _receive_load(link)
     root = logging.getLogger("twostroke")
-    root.addHandler(_Log(link))
+    root.addHandler(_ServerLogHandler(link))
     root.setLevel(load.log_level.upper())
     root.propagate = False
     # The server reads the same files for the model's card, and logs these notices itself.
     logging.getLogger("twostroke.weights").setLevel(logging.ERROR)
     try:
         with _build(load, link) as engine:
-            desk = RequestHandler(engine, link)
-            engine.client.grammars.prepare()  # now, before a stream would have to wait for it
+            handler = RequestHandler(engine, link)
+            engine.client.grammars.prepare()  # now: later, running requests would wait for it
             tune_garbage_collector()
             link.send(_ready(engine))
-            desk.run()
+            handler.run()
     except TwostrokeError as error:
         return _fail(link, error)
     except MemoryError:
         reason = "Memory ran out: lower --context-length or --kv-memory, or take a smaller model."
         return _fail(link, MemoryLimitError(reason))
     except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        return _fail(link, BackendError(f"{place}{error.strerror or error}."))
+        path = f"{error.filename}: " if error.filename else ""
+        return _fail(link, BackendError(f"{path}{error.strerror or error}."))
     return 0
 
 
@@ -305,16 +333,17 @@ def _fail(link: Wire, error: TwostrokeError) -> int:
     return error.exit_code
 
 
-def _told(error: BaseException) -> TwostrokeError:
-    """Return what the server is told of an error."""
+def _to_wire_error(error: BaseException) -> TwostrokeError:
+    """Return an error that can be sent to the server; log other errors than `TwostrokeError`."""
     if isinstance(error, TwostrokeError):
         return error
     logging.getLogger("twostroke.engine").error("A request could not begin.", exc_info=error)
     return BackendError(f"The engine could not begin: {type(error).__name__}: {error}")
 
 
-def _first(link: Wire) -> wire.LoadModel:
-    messages: list[wire.Request] = []
+def _receive_load(link: Wire) -> wire.LoadModel:
+    """Wait for the first message, which says what to load."""
+    messages: list[wire.ServerMessage] = []
     while not messages:
         messages = link.receive(60.0)
     load = messages[0]
@@ -326,13 +355,14 @@ def _first(link: Wire) -> wire.LoadModel:
 
 
 def _build(load: wire.LoadModel, link: Wire) -> Engine:
-    said_s = 0.0
+    """Build the engine, and report the progress to the server."""
+    reported_s = 0.0
 
     def progress(done: int, total: int) -> None:
-        nonlocal said_s
+        nonlocal reported_s
         now_s = time.monotonic()
-        if now_s - said_s > _PROGRESS_S or done == total:
-            said_s = now_s
+        if now_s - reported_s > _PROGRESS_INTERVAL_S or done == total:
+            reported_s = now_s
             link.send(wire.Loading(done, total))
 
     say = logging.getLogger("twostroke.serve").info
@@ -343,18 +373,26 @@ def _build(load: wire.LoadModel, link: Wire) -> Engine:
 
 
 def _ready(engine: Engine) -> wire.EngineReady:
-    client, card, hardware = engine.client, engine.card, engine.limits.hardware()
+    """Return the message that the engine takes requests, with the facts about it."""
+    client, card = engine.client, engine.card
+    hardware = engine.limits.hardware()
     config = client.loop.config
-    longest = BatchShape.prefill(config.step_budget, config.context_length - config.step_budget)
-    longest_s = StepTimeModel(card.cost.per_step(), hardware).seconds(longest)
-    about = wire.EngineCard(
-        card.context_length, card.identity, card.cost.cache, engine.draft, hardware, longest_s
+    largest_step = BatchShape.prefill(
+        config.step_budget, config.context_length - config.step_budget
     )
-    return wire.EngineReady(about, facts_of(client), take_reading(client, ()))
+    engine_card = wire.EngineCard(
+        context_length=card.context_length,
+        identity=card.identity,
+        cache=card.cost.cache,
+        draft=engine.draft,
+        hardware=hardware,
+        longest_step_s=StepTimeModel(card.cost.per_step(), hardware).seconds(largest_step),
+    )
+    return wire.EngineReady(engine_card, engine_facts(client), read_status(client, ()))
 
 
 def _die_with_parent() -> None:
-    """Let the system kill this process when its parent dies, in whatever it is doing then."""
+    """Have the operating system kill this process when its parent dies, even during a step."""
     parent = os.getppid()
     with suppress(OSError, AttributeError):  # not on every system
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -365,4 +403,4 @@ def _die_with_parent() -> None:
 if __name__ == "__main__":
     code = main(sys.argv[1])
     sys.stderr.flush()
-    os._exit(code)  # without waiting for a constraint that takes for ever
+    os._exit(code)  # at once: the compiler's thread may still run

@@ -1,7 +1,7 @@
-"""The messages between a server and an engine in another process; they travel in frames.
+"""The messages between a server and its engine process, encoded in MessagePack and sent in frames.
 
-No message holds a path but `LoadModel`, nor a descriptor or a pointer; nothing is executed that
-came in one.
+Only `LoadModel` holds a path. No message holds a file descriptor or a pointer, and nothing in a
+message is executed as code.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from twostroke.engine.process.served import EngineFacts, EngineStatus
 from twostroke.engine.status import StepProgress
 from twostroke.model.program.kv_layout import CacheFormat
 
-VERSION: Final = 3  # raise it when a message changes
+VERSION: Final = 4  # raise it when a message changes
 
-_PLAIN: Final = (str, int, float, bool, type(None))  # facts of errors that stay what they are
+_PLAIN_TYPES: Final = (str, int, float, bool, type(None))  # facts of errors are sent unchanged
 
 
 class EngineCard(Frozen):
-    """What a server cannot read from the model's files, or should not measure again.
+    """Facts about a loaded model that a server cannot read from the model's files.
 
-    `draft` is the name of the model that guesses. `hardware` is None if the machine was not
-    measured. `longest_step_s` is what the cost model says of the largest step, 0.0 if it cannot.
+    `draft` is the name of the draft model, if any. `hardware` is None if the machine was not
+    measured. `longest_step_s` is the predicted time of the largest step, 0.0 if unknown.
     """
 
     context_length: int
@@ -48,11 +48,11 @@ class EngineCard(Frozen):
     longest_step_s: float
 
 
-# To the engine. `id` numbers what a server asks for.
+# From the server. `id` is the number of a call; the engine's replies repeat it.
 
 
 class LoadModel(Frozen, array_like=True, tag=1):
-    """The first message: what to load."""
+    """The first message: load this model with these options."""
 
     version: int
     model: str
@@ -61,7 +61,7 @@ class LoadModel(Frozen, array_like=True, tag=1):
 
 
 class Generate(Frozen, array_like=True, tag=2):
-    """Prompts to answer; their requests have waited for `waited_s` already."""
+    """Answer prompts. Their requests have waited `waited_s` seconds in the server."""
 
     id: int
     prompts: list[list[int]]
@@ -72,7 +72,7 @@ class Generate(Frozen, array_like=True, tag=2):
 
 
 class EmbedTexts(Frozen, array_like=True, tag=3):
-    """Texts to embed."""
+    """Embed texts. Their requests have waited `waited_s` seconds in the server."""
 
     id: int
     texts: list[list[int]]
@@ -82,13 +82,13 @@ class EmbedTexts(Frozen, array_like=True, tag=3):
 
 
 class Cancel(Frozen, array_like=True, tag=4):
-    """End what was asked for."""
+    """Cancel the requests of a call."""
 
     id: int
 
 
 class Compile(Frozen, array_like=True, tag=5):
-    """A constraint to compile within a time, and to keep for requests that have it."""
+    """Compile a constraint within `limit_s` seconds, and cache it for later requests."""
 
     id: int
     constraint: Constraint
@@ -96,34 +96,34 @@ class Compile(Frozen, array_like=True, tag=5):
 
 
 class GetStatus(Frozen, array_like=True, tag=6):
-    """Ask for a `EngineStatus` with these spans: their seconds, and how long ago they ended."""
+    """Send an `EngineStatus`. Each span is a length in seconds, and the seconds since its end."""
 
     id: int
     spans: list[tuple[int, int]]
 
 
 class Flush(Frozen, array_like=True, tag=7):
-    """No more requests come now."""
+    """Start a batch that is not full: no more requests come now."""
 
 
 class Close(Frozen, array_like=True, tag=8):
-    """Stop."""
+    """End the process."""
 
 
-Request = LoadModel | Generate | EmbedTexts | Cancel | Compile | GetStatus | Flush | Close
+ServerMessage = LoadModel | Generate | EmbedTexts | Cancel | Compile | GetStatus | Flush | Close
 
 # From the engine.
 
 
 class Loading(Frozen, array_like=True, tag=1):
-    """Bytes of weights that are ready, of how many."""
+    """Progress of loading: `done` of `total` bytes of weights are ready."""
 
     done: int
     total: int
 
 
 class Log(Frozen, array_like=True, tag=2):
-    """A line for the server's log."""
+    """Write a line to the server's log."""
 
     logger: str
     level: int
@@ -135,7 +135,7 @@ class EngineReady(Frozen, array_like=True, tag=3):
 
     card: EngineCard
     facts: EngineFacts
-    reading: EngineStatus
+    status: EngineStatus
 
 
 class EngineFailed(Frozen, array_like=True, tag=4):
@@ -145,26 +145,29 @@ class EngineFailed(Frozen, array_like=True, tag=4):
 
 
 class Accepted(Frozen, array_like=True, tag=5):
-    """Requests were queued; or not, with the error."""
+    """The requests of a call were queued, or refused with `error`."""
 
     id: int
     error: TwostrokeError | None = None
 
 
 class RequestsStarted(Frozen, array_like=True, tag=6):
-    """These hold pages, or are compiled, from now on: they are to blame for a death."""
+    """The calls of these ids use the engine from now on, so they may be the cause if it dies.
+
+    Their requests are in a step, or their constraints are being compiled.
+    """
 
     ids: list[int]
 
 
 class OutputBatch(Frozen, array_like=True, tag=7):
-    """The outputs of a step, each with the id of what was asked for."""
+    """The outputs of a step, each with the id of its call."""
 
     outputs: list[tuple[int, Output]]
 
 
 class Compiled(Frozen, array_like=True, tag=8):
-    """A constraint is known; `gaps` are as a matcher's."""
+    """A constraint was compiled, or refused with `error`. `gaps` are as in `GrammarMatcher`."""
 
     id: int
     gaps: tuple[str, ...] = ()
@@ -175,17 +178,17 @@ class StatusReply(Frozen, array_like=True, tag=9):
     """The answer to `GetStatus`."""
 
     id: int
-    reading: EngineStatus
+    status: EngineStatus
 
 
 class Heartbeat(Frozen, array_like=True, tag=10):
-    """The process lives, whatever its engine does; it has lent so many pages to decode engines."""
+    """The process is alive; `num_pages_leased` pages were leased to decode engines so far."""
 
     progress: StepProgress
-    num_lent: int = 0
+    num_pages_leased: int = 0
 
 
-Answer = (
+EngineMessage = (
     Loading
     | Log
     | EngineReady
@@ -201,70 +204,83 @@ Answer = (
 T = TypeVar("T")
 
 
-class _ErrorForm(Frozen, array_like=True):
-    """An error: the name of its class, and its arguments. `fields` are the facts that are one."""
+class _EncodedError(Frozen, array_like=True):
+    """An error as a message holds it: the name of its class, and its arguments.
 
-    kind: str
+    `fields` are the names of the facts that are of the type `Field`.
+    """
+
+    class_name: str
     reason: str
     field: str | None
     facts: dict[str, str | int | float | bool | None]
     fields: tuple[str, ...]
 
 
-def _to_form(value: object) -> object:
+def _encode_other(value: object) -> object:
     if isinstance(value, TwostrokeError):
         facts: dict[str, Any] = {
-            name: fact if type(fact) in _PLAIN else str(fact) for name, fact in value.facts.items()
+            name: fact if type(fact) in _PLAIN_TYPES else str(fact)
+            for name, fact in value.facts.items()
         }
         fields = tuple(name for name, fact in value.facts.items() if isinstance(fact, Field))
-        return _ErrorForm(_name(type(value)), value.reason, value.field, facts, fields)
+        return _EncodedError(
+            class_name=_shared_class_name(type(value)),
+            reason=value.reason,
+            field=value.field,
+            facts=facts,
+            fields=fields,
+        )
     if isinstance(value, np.ndarray):
         return [*value.shape, value.astype("<f4").tobytes()]
-    raise TypeError(f"{type(value).__name__} does not travel")
+    raise TypeError(f"a message cannot hold a {type(value).__name__}")
 
 
-def _from_form(kind: type, value: Any) -> object:
-    if kind is TwostrokeError:
-        form = msgspec.convert(value, _ErrorForm)
-        facts: dict[str, Any] = dict(form.facts)
-        facts.update({name: Field(facts[name]) for name in form.fields if name in facts})
-        return _kinds()[form.kind](form.reason, field=form.field, **facts)
+def _decode_other(type_: type, value: Any) -> object:
+    if type_ is TwostrokeError:
+        encoded = msgspec.convert(value, _EncodedError)
+        facts: dict[str, Any] = dict(encoded.facts)
+        facts.update({name: Field(facts[name]) for name in encoded.fields if name in facts})
+        error_class = _error_classes()[encoded.class_name]
+        return error_class(encoded.reason, field=encoded.field, **facts)
     *shape, data = value
     return np.frombuffer(data, "<f4").reshape(shape)
 
 
 @cache
-def _kinds() -> dict[str, type[TwostrokeError]]:
-    """Return the errors that both ends know, by name."""
-    found: dict[str, type[TwostrokeError]] = {}
-    waiting = [TwostrokeError]
-    while waiting:
-        kind = waiting.pop()
-        if kind.__module__ == TwostrokeError.__module__:
-            found[kind.__name__] = kind
-            waiting += kind.__subclasses__()
-    return found
+def _error_classes() -> dict[str, type[TwostrokeError]]:
+    """Return the error classes of `core.errors`, which both processes know, by name."""
+    classes: dict[str, type[TwostrokeError]] = {}
+    pending = [TwostrokeError]
+    while pending:
+        class_ = pending.pop()
+        if class_.__module__ == TwostrokeError.__module__:
+            classes[class_.__name__] = class_
+            pending += class_.__subclasses__()
+    return classes
 
 
-def _name(kind: type[TwostrokeError]) -> str:
-    """Return the name of the nearest class that both ends know."""
-    return next(one.__name__ for one in kind.__mro__ if one.__module__ == TwostrokeError.__module__)
+def _shared_class_name(class_: type[TwostrokeError]) -> str:
+    """Return the name of the nearest base class in `core.errors`, which both processes know."""
+    return next(
+        base.__name__ for base in class_.__mro__ if base.__module__ == TwostrokeError.__module__
+    )
 
 
-_encoder: Final = msgspec.msgpack.Encoder(enc_hook=_to_form)
-requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(
-    Request, dec_hook=_from_form
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=_encode_other)
+server_messages: Final[msgspec.msgpack.Decoder[ServerMessage]] = msgspec.msgpack.Decoder(
+    ServerMessage, dec_hook=_decode_other
 )
-answers: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(
-    Answer, dec_hook=_from_form
+engine_messages: Final[msgspec.msgpack.Decoder[EngineMessage]] = msgspec.msgpack.Decoder(
+    EngineMessage, dec_hook=_decode_other
 )
 
 
 def encode(value: object) -> bytes:
-    """Return a message, or a part of one, in MessagePack."""
+    """Encode a message, or a part of a message, as MessagePack."""
     return _encoder.encode(value)
 
 
-def pack(message: Request | Answer) -> bytes:
-    """Return a message's frame."""
+def pack(message: ServerMessage | EngineMessage) -> bytes:
+    """Return the frame of a message, ready to be sent."""
     return frame(encode(message))

@@ -1,4 +1,8 @@
-"""What was asked of an engine in another process, until its last output."""
+"""The open calls of an engine in another process, and the history of its crashes.
+
+A call is one `Generate` or `EmbedTexts` message. `PendingCalls` keeps calls until their last
+output and sends them to the process. `CrashHistory` finds requests that kill engines.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +27,23 @@ if TYPE_CHECKING:
     from twostroke.engine.client import Caller
     from twostroke.engine.scheduler.config import SchedulerConfig
 
-_FULL_S: Final = 0.05  # that a full queue is taken to stay so
-_MOST_FULL: Final = 1000
-_GRACE_S: Final = 0.25  # for the engine's own answer to a timeout
+_QUEUE_FULL_S: Final = 0.05  # a full queue is assumed to stay full for this time
+_MAX_REFUSALS: Final = 1000  # that are remembered
+_TIMEOUT_GRACE_S: Final = 0.25  # in which the engine ends a timed-out request itself
 
 
 class RemoteOutputs:
-    """The outputs of what one message asked for; `num_open` of its answers have not ended."""
+    """The outputs of one call, read in the event loop.
+
+    Attributes:
+        message: the message of the call.
+        received_s: when the server got the call, on the monotonic clock.
+        accepted: done when the engine has queued the call, or refused it.
+        has_started: whether a step has computed a request of the call.
+        is_cancelled: whether the caller has cancelled the call.
+        num_open: answers that have not ended.
+        num_requests, num_tokens: the size of the call in the queue.
+    """
 
     def __init__(
         self,
@@ -37,15 +51,16 @@ class RemoteOutputs:
         num_open: int,
         cancel: Callable[[RemoteOutputs], None],
     ) -> None:
-        """Wait in the running event loop for outputs; `cancel` ends what still runs."""
+        """Read outputs in the running event loop; `cancel(self)` cancels the call."""
         self.message = message
-        self.asked_s = time.monotonic()
+        self.received_s = time.monotonic()
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.has_begun = False  # some of it holds pages, or did
+        self.has_started = False
         self.is_cancelled = False
         self.num_open = num_open
-        if isinstance(message, wire.EmbedTexts):  # its texts are queued as there is room
-            self.num_requests, self.num_tokens = 1, sum(map(len, message.texts))
+        if isinstance(message, wire.EmbedTexts):  # its texts are submitted as the queue has room
+            self.num_requests = 1
+            self.num_tokens = sum(map(len, message.texts))
         else:
             self.num_requests = num_open
             self.num_tokens = sum(map(len, message.prompts)) * message.params.n
@@ -54,11 +69,11 @@ class RemoteOutputs:
         self._num_unread_ends = num_open
 
     async def __aiter__(self) -> AsyncIterator[Output]:
-        """Yield outputs as they come, until every answer has had its last.
+        """Yield outputs as they arrive, until every answer has ended.
 
         Raises:
-            RequestError: a constraint could not be followed further.
-            EngineStoppedError: the engine died meanwhile.
+            RequestError: the request's constraint leaves no token to sample.
+            EngineStoppedError: the engine died.
             TwostrokeError: the engine failed on an answer.
         """
         while self._num_unread_ends:
@@ -70,248 +85,263 @@ class RemoteOutputs:
 
     @property
     def num_unread(self) -> int:
-        """How many outputs have come and were not read yet."""
+        """Outputs that have arrived and were not read yet."""
         return self._unread.qsize()
 
     def cancel(self) -> None:
-        """Stop all that still runs."""
+        """Cancel the answers that have not ended."""
         self._cancel(self)
 
     def put(self, output: Output) -> None:
-        """Take an output."""
-        self.has_begun = True
-        if not self.accepted.done():  # a quick step's output overtakes the word that it was queued
+        """Add an output of the engine."""
+        self.has_started = True
+        if not self.accepted.done():  # the output of a quick step can arrive before `Accepted`
             self.accepted.set_result(None)
         self.num_open -= output.finish_reason is not None
         self._unread.put_nowait(output)
 
     def fail(self, error: TwostrokeError) -> None:
-        """End with an error."""
+        """End the call with an error."""
         if self.accepted.done():
             self.end(FinishReason.ERROR, error)
         else:
             self.accepted.set_exception(error)
 
     def end(self, reason: FinishReason, error: TwostrokeError | None = None) -> None:
-        """End all answers that have not ended."""
+        """End the answers that have not ended, with this reason."""
         usage = Usage(0, 0, 0)
         while self.num_open:
             self.put(Output(0, "", (), finish_reason=reason, usage=usage, error=error))
 
 
 class FullQueue:
-    """Knows for a moment whose requests found the queue full, and refuses more of them at once.
+    """Refuses requests in the server for a moment after the engine's queue was full for them.
 
-    So a flood costs the engine little of the time that it has for others.
+    A flood of requests of one tenant and priority then costs the engine little time.
     """
 
     def __init__(self) -> None:
-        """Know of nothing."""
+        """Start without a refusal."""
         self._refused: dict[tuple[str, int], tuple[float, str, dict[str, Any]]] = {}
 
-    def note(self, caller: Caller, error: TwostrokeError) -> None:
-        """Take in an error of the engine."""
+    def record_error(self, caller: Caller, error: TwostrokeError) -> None:
+        """Remember an error of the engine, if it says that the queue is full."""
         if isinstance(error, OverloadedError) and error.facts.get("is_full"):
-            if len(self._refused) >= _MOST_FULL:
+            if len(self._refused) >= _MAX_REFUSALS:
                 self._refused.clear()
-            found = time.monotonic(), error.reason, dict(error.facts)
-            self._refused[caller.tenant, caller.priority] = found
+            refusal = (time.monotonic(), error.reason, dict(error.facts))
+            self._refused[caller.tenant, caller.priority] = refusal
 
     def check(self, caller: Caller) -> None:
-        """Raise the OverloadedError of a moment ago."""
-        found = self._refused.get((caller.tenant, caller.priority))
-        if found is not None and time.monotonic() - found[0] < _FULL_S:
-            _, reason, facts = found
+        """Repeat an OverloadedError that the engine gave this tenant and priority just now."""
+        refusal = self._refused.get((caller.tenant, caller.priority))
+        if refusal is None:
+            return
+        refused_s, reason, facts = refusal
+        if time.monotonic() - refused_s < _QUEUE_FULL_S:
             raise OverloadedError(reason, **facts)
 
 
 class PendingCalls:
-    """What is open at an engine, in the order in which it was asked for.
+    """The open calls of an engine, in the order of their arrival.
 
     Attributes:
-        open: what has not ended, by the message's id.
-        unsent: what of it waits for the process.
+        open: calls that have not ended, by message id.
+        unsent: open calls that were not sent to the process yet, by message id.
+        crash_history: finds calls that must run alone or are refused.
+        is_up: whether calls may be sent to the process.
     """
 
-    def __init__(self, send: Callable[[wire.Request], None]) -> None:
-        """Give messages to `send` while `is_up`."""
+    def __init__(self, send: Callable[[wire.ServerMessage], None]) -> None:
+        """Call `send` with messages for the process, while `is_up`."""
         self.open: dict[int, RemoteOutputs] = {}
         self.unsent: dict[int, RemoteOutputs] = {}
-        self.suspects = CrashHistory()
+        self.crash_history = CrashHistory()
         self.is_up = True
         self._send = send
-        self._alone: RemoteOutputs | None = None  # a suspect that was sent and has no output
+        # A suspected call that was sent; other calls wait until its first output.
+        self._running_alone: RemoteOutputs | None = None
 
     def check_room(self, new: RemoteOutputs, config: SchedulerConfig, room_s: float) -> None:
-        """Refuse what finds too much waiting for the process; its caller may come in `room_s`.
+        """Refuse a call if too many calls wait for the process; it may be sent again in `room_s`.
 
-        As in the scheduler's queue, what would be computed later does not count, up to another
-        queue of the same size.
+        The limits are the same as in the scheduler's queue. Calls of the same tenant that would run
+        before the new call must fit into one queue, and all waiting calls into two.
 
         Raises:
             OverloadedError: too many requests or tokens wait.
         """
-        caller, requests, tokens = new.message.caller, [0, 0], [0, 0]  # before it, and in all
-        for waits in self.unsent.values():
-            other = waits.message.caller
+        caller = new.message.caller
+        requests = [0, 0]  # that would run before the new call, and in all
+        tokens = [0, 0]
+        for waiting in self.unsent.values():
+            other = waiting.message.caller
             is_before = other.tenant == caller.tenant and other.priority <= caller.priority
             for i in range(0 if is_before else 1, 2):
-                requests[i] += waits.num_requests
-                tokens[i] += waits.num_tokens
+                requests[i] += waiting.num_requests
+                tokens[i] += waiting.num_tokens
         for i in range(2):
-            most, most_tokens = config.max_waiting_requests << i, config.max_waiting_tokens << i
-            if requests[i] >= most:
+            max_requests = config.max_waiting_requests << i
+            max_tokens = config.max_waiting_tokens << i
+            if requests[i] >= max_requests:
                 reason = f"{requests[i]} requests wait until the engine can take them."
                 raise OverloadedError(reason, room_s=room_s)
-            if tokens[i] and tokens[i] + new.num_tokens > most_tokens:
+            if tokens[i] and tokens[i] + new.num_tokens > max_tokens:
                 reason = f"{tokens[i]} tokens wait until the engine can take them."
                 raise OverloadedError(reason, room_s=room_s)
 
     def add(self, outputs: RemoteOutputs) -> None:
-        """Open what was asked for, and send it as soon as it may go."""
+        """Add a call, and send it as soon as it may run."""
         id_ = outputs.message.id
-        self.open[id_] = self.unsent[id_] = outputs
+        self.open[id_] = outputs
+        self.unsent[id_] = outputs
         self.send_waiting()
 
-    def drop(self, outputs: RemoteOutputs) -> None:
-        """Forget what has ended; others may then go."""
+    def remove(self, outputs: RemoteOutputs) -> None:
+        """Remove a call that has ended; calls that waited for it are sent."""
         id_ = outputs.message.id
         del self.open[id_]
         self.unsent.pop(id_, None)
-        self.speaks(outputs)
+        self.on_output(outputs)
 
-    def speaks(self, outputs: RemoteOutputs) -> None:
-        """Note an output, or the end: others need not wait for it."""
-        if outputs is self._alone:
-            self._alone = None
+    def on_output(self, outputs: RemoteOutputs) -> None:
+        """Send calls that waited for the first output, or the end, of a suspected call."""
+        if outputs is self._running_alone:
+            self._running_alone = None
         if self.unsent:
             self.send_waiting()
 
     def send_waiting(self) -> None:
-        """Send what may go now.
+        """Send the calls that may run now.
 
-        A suspect goes when nothing else is computed; the rest goes after its first output.
+        A suspected call is sent when no other call runs. Other calls wait for its first output.
         """
-        while self.unsent and self.is_up and self._alone is None:
+        while self.unsent and self.is_up and self._running_alone is None:
             id_, outputs = next(iter(self.unsent.items()))
-            if self.suspects.must_run_alone(outputs.message):
+            if self.crash_history.must_run_alone(outputs.message):
                 if len(self.open) > len(self.unsent):
                     return
-                self._alone = outputs
+                self._running_alone = outputs
             del self.unsent[id_]
-            self._send(replace(outputs.message, waited_s=time.monotonic() - outputs.asked_s))
+            self._send(replace(outputs.message, waited_s=time.monotonic() - outputs.received_s))
 
-    def end_begun(self, error: TwostrokeError, compiled: Sequence[wire.Compile]) -> bool:
-        """End what a process has begun that died; the rest waits for the next.
+    def end_started(self, error: TwostrokeError, compiled: Sequence[wire.Compile]) -> bool:
+        """After the death of the process, fail the calls that it had started.
 
-        Constraints in `compiled` were compiled meanwhile. Returns whether there was any of both.
+        The other calls wait for the next process. `compiled` are the constraints that the process
+        was compiling. Returns whether any call had started or any constraint was being compiled.
         """
-        self.is_up, self._alone = False, None
-        begun = [outputs for outputs in self.open.values() if outputs.has_begun]
-        running: list[wire.Request] = [*(outputs.message for outputs in begun), *compiled]
-        self.suspects.note(running)
+        self.is_up = False
+        self._running_alone = None
+        started = [outputs.message for outputs in self.open.values() if outputs.has_started]
+        running: list[wire.ServerMessage] = [*started, *compiled]
+        self.crash_history.record_death(running)
         for outputs in list(self.open.values()):
-            if outputs.is_cancelled or outputs.has_begun:
+            if outputs.is_cancelled or outputs.has_started:
                 del self.open[outputs.message.id]
             if outputs.is_cancelled:
                 outputs.end(FinishReason.CANCEL)
-            elif outputs.has_begun:
+            elif outputs.has_started:
                 outputs.fail(error)
         self.unsent = dict(self.open)
         return bool(running)
 
-    def end_late(self) -> None:
-        """End what is past its timeout, though the engine has not done so."""
-        now_s = time.monotonic() - _GRACE_S
+    def end_timed_out(self) -> None:
+        """Fail calls after their timeout, if the engine has not ended them itself."""
+        limit_s = time.monotonic() - _TIMEOUT_GRACE_S
         for id_, outputs in list(self.open.items()):
             caller = outputs.message.caller
-            if outputs.asked_s + caller.timeout_s - caller.spent_s < now_s:
+            if outputs.received_s + caller.timeout_s - caller.spent_s < limit_s:
                 if id_ not in self.unsent:
                     self._send(wire.Cancel(id_))
-                self.drop(outputs)
+                self.remove(outputs)
                 error = DeadlineError.of_timeout(caller.timeout_s)
-                error.facts["is_unrun"] = not outputs.has_begun
+                error.facts["is_unrun"] = not outputs.has_started
                 outputs.fail(error)
 
     def end_all(self, error: TwostrokeError) -> None:
-        """End everything: no process follows."""
+        """Fail all calls: no other process will be started."""
         for outputs in self.open.values():
             outputs.fail(error)
         self.open.clear()
         self.unsent.clear()
 
 
-_MOST_KNOWN: Final = 4096
-_FORGET_S: Final = 3600.0  # after the last death
+_MAX_RECORDS: Final = 4096
+_RECORD_TTL_S: Final = 3600.0  # from the last death
 _DEATHS_TO_SUSPECT: Final = 2
-_DEATHS_TO_REFUSE: Final = 4  # even if there were always others
+_DEATHS_TO_REFUSE: Final = 4  # even if other requests ran at each death
 
 
-class _Record(msgspec.Struct):
+class _CrashRecord(msgspec.Struct):
     num_deaths: int = 0
-    was_alone: bool = False  # at the last one
+    was_alone: bool = False  # at the last death
     died_s: float = 0.0
 
 
 class CrashHistory:
-    """Counts deaths by what was asked for, whoever asks and however often."""
+    """Counts the deaths of engine processes for each request that ran at the time.
+
+    Requests with the same content count as one, from whichever caller. A request that saw two
+    deaths must run alone. It is refused after a death at which it ran alone, and after four deaths.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Know of no death."""
+        """Start without a death."""
         self._clock = clock
-        self._records: OrderedDict[bytes, _Record] = OrderedDict()  # the latest death last
+        self._records: OrderedDict[bytes, _CrashRecord] = OrderedDict()  # the latest death last
 
-    def note(self, running: Sequence[wire.Request]) -> None:
-        """Note a death while `running` were computed."""
-        keys = set(map(_key, running))  # the same may have been asked several times
+    def record_death(self, running: Sequence[wire.ServerMessage]) -> None:
+        """Count a death for the requests that were running."""
+        keys = set(map(_content_hash, running))  # several calls may have the same content
         for key in keys:
-            record = self._known(key) or _Record()
+            record = self._recent_record(key) or _CrashRecord()
             record.num_deaths += 1
             record.was_alone = len(keys) == 1
             record.died_s = self._clock()
             self._records[key] = record
             self._records.move_to_end(key)
-        while len(self._records) > _MOST_KNOWN:
+        while len(self._records) > _MAX_RECORDS:
             self._records.popitem(last=False)
 
-    def clear(self, message: wire.Request) -> None:
-        """Note that a request was answered: it is not what kills."""
+    def clear(self, message: wire.ServerMessage) -> None:
+        """Forget the deaths of a request that was answered: it does not kill engines."""
         if self._records:
-            self._records.pop(_key(message), None)
+            self._records.pop(_content_hash(message), None)
 
-    def num_deaths(self, message: wire.Request) -> int:
-        """Return how many deaths a request has seen."""
-        record = self._known(_key(message)) if self._records else None
+    def num_deaths(self, message: wire.ServerMessage) -> int:
+        """Return the number of deaths at which a request was running."""
+        record = self._recent_record(_content_hash(message)) if self._records else None
         return record.num_deaths if record is not None else 0
 
-    def must_run_alone(self, message: wire.Request) -> bool:
-        """Return whether nothing else may be computed beside a request."""
+    def must_run_alone(self, message: wire.ServerMessage) -> bool:
+        """Whether no other request may run at the same time as this request."""
         return self.num_deaths(message) >= _DEATHS_TO_SUSPECT
 
-    def is_refused(self, message: wire.Request) -> bool:
-        """Return whether a request has killed engines."""
+    def is_refused(self, message: wire.ServerMessage) -> bool:
+        """Whether a request is refused, because engines died of it."""
         deaths = self.num_deaths(message)
         if deaths <= _DEATHS_TO_SUSPECT:
             return False
-        return deaths >= _DEATHS_TO_REFUSE or self._records[_key(message)].was_alone
+        return deaths >= _DEATHS_TO_REFUSE or self._records[_content_hash(message)].was_alone
 
-    def _known(self, key: bytes) -> _Record | None:
+    def _recent_record(self, key: bytes) -> _CrashRecord | None:
         record = self._records.get(key)
-        if record is not None and self._clock() - record.died_s > _FORGET_S:
+        if record is not None and self._clock() - record.died_s > _RECORD_TTL_S:
             del self._records[key]
             return None
         return record
 
 
-def _key(message: wire.Request) -> bytes:
-    """Return what is the same whenever the same is asked for."""
+def _content_hash(message: wire.ServerMessage) -> bytes:
+    """Return a hash that requests with the same content share."""
     match message:
         case wire.Generate():
-            asked: object = (message.prompts, message.params)
+            content: object = (message.prompts, message.params)
         case wire.EmbedTexts():
-            asked = (message.texts, message.params)
+            content = (message.texts, message.params)
         case wire.Compile():
-            asked = message.constraint
+            content = message.constraint
         case _:
             raise AssertionError(message)
-    return hashlib.sha256(wire.encode(asked)).digest()
+    return hashlib.sha256(wire.encode(content)).digest()

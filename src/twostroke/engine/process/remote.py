@@ -1,8 +1,8 @@
-"""An engine in a process of its own, which may die: the server's side.
+"""`RemoteEngine`: the server's side of an engine in another process, which may die.
 
-What waited for its first step when the process died is asked for again of the next one. What held
-pages gets an error, since it may be what killed the process; what was there at several deaths is
-computed alone, then refused (`Suspects`).
+When the process dies, a new one is started. Requests that no step had started are sent to the new
+process. The other requests get an error, because one of them may have killed the process. A request
+that was running at several deaths runs alone, and is refused later (`CrashHistory`).
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
     from twostroke.engine.process.served import EngineFacts, EngineStatus
     from twostroke.engine.status import StepProgress
 
-_READ_S = 1.0  # that a reading may take; then the last one is returned
+_STATUS_TIMEOUT_S = 1.0  # after it, the last known status is returned
 _logger = logging.getLogger("twostroke.serve")
 
 
 class RemoteEngine:
-    """Implements `ServedEngine` with a process that is started again whenever it dies."""
+    """A `ServedEngine` in its own process, which is started again when it dies."""
 
     def __init__(
         self,
@@ -67,23 +67,23 @@ class RemoteEngine:
         process: EngineProcess | None,
         ready: wire.EngineReady,
     ) -> None:
-        """Serve the model of `card` through `process`, which has loaded `load`."""
+        """Serve the model of `card` with `process`, which has loaded `load` and sent `ready`."""
         self.card = card
         self.facts: EngineFacts = ready.facts
         self.draft = ready.card.draft
         self.limits = (
             MachineLimits.of_hardware(ready.card.hardware) if ready.card.hardware else None
         )
-        self._last: EngineStatus = ready.reading
-        self._spans: list[tuple[int, int]] = []  # that it has
+        self._last_status: EngineStatus = ready.status
+        self._last_spans: list[tuple[int, int]] = []  # the spans of the last status
         self._ids = itertools.count(1)
-        self._asked: dict[int, tuple[wire.Compile | wire.GetStatus, asyncio.Future[Any]]] = {}
-        self._compiling: set[int] = set()  # of what is asked
-        self._ended: str | None = None
+        self._inquiries: dict[int, tuple[wire.Compile | wire.GetStatus, asyncio.Future[Any]]] = {}
+        self._compiling: set[int] = set()  # inquiries whose constraints are being compiled
+        self._stop_reason: str | None = None
         self._on_end: Callable[[], None] = lambda: None
-        self._life = Supervisor(load, process, ready, self)
-        self._book = PendingCalls(self._life.send)
-        self._full = FullQueue()
+        self._supervisor = Supervisor(load, process, ready, self)
+        self._pending = PendingCalls(self._supervisor.send)
+        self._full_queue = FullQueue()
 
     @classmethod
     def start(
@@ -95,17 +95,24 @@ class RemoteEngine:
         launched: LaunchedProcess | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Self:
-        """Start an engine for `model` and wait until it takes requests; errors as `build`.
+        """Start an engine for `model`, and wait until it takes requests.
 
-        Its first process is the launched one, or a new one; `meanwhile` is called while it loads.
+        Args:
+            model: the name or path of the model.
+            options: all options of the engine.
+            log_level: the log level of the engine process.
+            progress: called as `progress(done, total)`, in bytes of weights that are ready.
+            launched: a process to use; a new process is started without it.
+            meanwhile: called while the process loads.
 
         Raises:
-            EngineStoppedError: its process died.
+            EngineStoppedError: the process died.
+            TwostrokeError: the engine could not be built; errors are as in `build`.
         """
         load = wire.LoadModel(wire.VERSION, model, options, log_level)
         process = EngineProcess(load, launched)
         try:
-            loaded = load_model(model)  # its header, while the process reads the weights
+            loaded = load_model(model)  # only the header; the process reads the weights meanwhile
             tokenizer = build_tokenizer(loaded, options.chat_template)
             program = build_program(loaded.spec)
             meanwhile()
@@ -113,13 +120,12 @@ class RemoteEngine:
             cost = cost_model(program, loaded.tensors, backend=options.compute.backend)
             stops_rows = ready.facts.backend.stops_rows
             cost = replace(cost, cache=ready.card.cache, stops_rows=stops_rows)
-            about = ready.card
             card = make_card(
                 loaded,
                 tokenizer,
-                context_length=about.context_length,
+                context_length=ready.card.context_length,
                 cost=cost,
-                identity=about.identity,
+                identity=ready.card.identity,
                 sampling=options.generation.defaults(loaded.sampling),
             )
             return cls(load, card, process, ready)
@@ -129,14 +135,14 @@ class RemoteEngine:
             raise
 
     def attach(self, on_end: Callable[[], None]) -> None:
-        """Begin in the running event loop; `on_end` is called if the engine is given up."""
+        """Start to serve in the running event loop; call `on_end` if the engine ends for good."""
         self._on_end = on_end
-        self._life.attach()
+        self._supervisor.attach()
 
     def close(self) -> None:
-        """End the process, after the event loop."""
-        self._ended = self._ended or "The engine is shutting down."
-        self._life.close()
+        """End the process; call this after the event loop has ended."""
+        self._stop_reason = self._stop_reason or "The engine is shutting down."
+        self._supervisor.close()
 
     def __enter__(self) -> Self:
         """Use the engine in a `with` block, which closes it."""
@@ -148,242 +154,260 @@ class RemoteEngine:
 
     @property
     def health(self) -> Health:
-        """Whether the engine can answer."""
-        if self._ended is not None:
+        """Whether the engine can answer requests."""
+        if self._stop_reason is not None:
             return Health.STOPPED
-        is_recovering = not self._life.is_up or self.progress.is_recovering
+        is_recovering = not self._supervisor.is_up or self.progress.is_recovering
         return Health.RECOVERING if is_recovering else Health.READY
 
     @property
     def progress(self) -> StepProgress:
-        """What its process has computed."""
-        return self._life.progress
+        """The progress of the engine's steps."""
+        return self._supervisor.progress
 
     @property
     def num_deaths(self) -> int:
-        """How often its process has died."""
-        return self._life.num_deaths
+        """How often the engine process has died."""
+        return self._supervisor.num_deaths
 
     @property
-    def life(self) -> Supervisor:
-        """What keeps its process alive."""
-        return self._life
+    def supervisor(self) -> Supervisor:
+        """The supervisor that starts the process again."""
+        return self._supervisor
 
     @property
     def memory_bytes(self) -> int:
-        """What the engine's process used when it was last asked, and this one now."""
-        return self._last.memory_bytes + memory_used()
+        """Memory of the engine's process at its last status, and of this process now."""
+        return self._last_status.memory_bytes + memory_used()
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
     ) -> RemoteOutputs:
-        """Queue prompts, all or none."""
-        texts = [list(tokens) for tokens in prompts]
-        message = wire.Generate(next(self._ids), texts, params, caller, hints)
-        return await self._ask(message, len(texts) * params.n)
+        """Submit prompts, all or none."""
+        message = wire.Generate(
+            id=next(self._ids),
+            prompts=[list(tokens) for tokens in prompts],
+            params=params,
+            caller=caller,
+            hints=hints,
+        )
+        return await self._submit(message, num_answers=len(prompts) * params.n)
 
     async def embed(
         self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller
     ) -> RemoteOutputs:
-        """Queue texts."""
-        tokens = [list(text) for text in texts]
-        return await self._ask(
-            wire.EmbedTexts(next(self._ids), tokens, params, caller), len(tokens)
+        """Submit texts to embed."""
+        message = wire.EmbedTexts(
+            id=next(self._ids),
+            texts=[list(tokens) for tokens in texts],
+            params=params,
+            caller=caller,
         )
+        return await self._submit(message, num_answers=len(texts))
 
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
-        """Compile a constraint in the engine's process."""
+        """Compile and cache a constraint in the engine's process; return its `gaps`."""
         message = wire.Compile(next(self._ids), constraint, limit_s)
-        self._check_harmless(message)
+        self._check_no_killer(message)
         gaps: tuple[str, ...] = await self._inquire(message)
-        self._book.suspects.clear(message)
+        self._pending.crash_history.clear(message)
         return gaps
 
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
-        """Return counts and spans; if the engine does not answer now, what it said last."""
-        if self._life.is_up:
+        """Return the engine's status, or its last known status if it does not answer in time."""
+        if self._supervisor.is_up:
             message = wire.GetStatus(next(self._ids), list(spans))
             try:
-                async with asyncio.timeout(_READ_S):
-                    reading: EngineStatus | None = await self._inquire(message)
+                async with asyncio.timeout(_STATUS_TIMEOUT_S):
+                    status: EngineStatus | None = await self._inquire(message)
             except TimeoutError:
-                _logger.debug("The engine took long to say what it does.")
+                _logger.debug("The engine did not send its status in time.")
             else:
-                if reading is not None:
-                    self._last, self._spans = reading, message.spans
-                    return reading
-        if self._spans == list(spans):
-            return self._last
-        nothing = TimeSpan(self._last.snapshot, self._last.snapshot, 0)
-        return replace(self._last, spans=(nothing,) * len(spans))
+                if status is not None:
+                    self._last_status = status
+                    self._last_spans = message.spans
+                    return status
+        if self._last_spans == list(spans):
+            return self._last_status
+        empty_span = TimeSpan(self._last_status.snapshot, self._last_status.snapshot, 0)
+        return replace(self._last_status, spans=(empty_span,) * len(spans))
 
     def flush(self) -> None:
         """Start a batch that is not full."""
-        if self._life.is_up:
-            self._life.send(wire.Flush())
+        if self._supervisor.is_up:
+            self._supervisor.send(wire.Flush())
 
     def cancel(self, outputs: RemoteOutputs) -> None:
-        """End what `outputs` were asked for; does nothing after its end."""
+        """Cancel the call of `outputs`, unless it has ended."""
         id_ = outputs.message.id
-        if id_ in self._book.unsent:
-            self._book.drop(outputs)
+        if id_ in self._pending.unsent:
+            self._pending.remove(outputs)
             outputs.end(FinishReason.CANCEL)
-        elif id_ in self._book.open:
+        elif id_ in self._pending.open:
             outputs.is_cancelled = True  # the process may die before it reads this
-            self._life.send(wire.Cancel(id_))
+            self._supervisor.send(wire.Cancel(id_))
 
-    async def _ask(
+    async def _submit(
         self, message: wire.Generate | wire.EmbedTexts, num_answers: int
     ) -> RemoteOutputs:
+        """Open a call, and wait until the engine has accepted it."""
         outputs = self._open(message, num_answers)
         try:
             await outputs.accepted
-        except asyncio.CancelledError:  # the client has left
+        except asyncio.CancelledError:  # the client has disconnected
             outputs.cancel()
             raise
         return outputs
 
     def _open(self, message: wire.Generate | wire.EmbedTexts, num_answers: int) -> RemoteOutputs:
-        """Put a message into the book; errors as `generate`, but for those of the process."""
+        """Add a call to the pending ones.
+
+        Raises:
+            EngineStoppedError, EngineKillerError, OverloadedError, RequestError: the server
+                refuses the call; the engine may refuse it later.
+        """
         self._check_running()
-        self._check_harmless(message)
-        self._full.check(message.caller)
-        _check_numbers(message)
+        self._check_no_killer(message)
+        self._full_queue.check(message.caller)
+        _check_integers(message)
         outputs = RemoteOutputs(message, num_answers, self.cancel)
-        self._book.check_room(outputs, self.facts.config, self._life.back_s)
-        self._book.add(outputs)
+        self._pending.check_room(outputs, self.facts.config, self._supervisor.restart_in_s)
+        self._pending.add(outputs)
         return outputs
 
     async def _inquire(self, message: wire.Compile | wire.GetStatus) -> Any:
+        """Send a message, and wait for the reply to it."""
         self._check_running()
-        found: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked[message.id] = message, found
-        if self._life.is_up:
-            self._life.send(message)
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._inquiries[message.id] = (message, reply)
+        if self._supervisor.is_up:
+            self._supervisor.send(message)
         try:
-            return await found
+            return await reply
         finally:
-            self._asked.pop(message.id, None)
+            self._inquiries.pop(message.id, None)
             self._compiling.discard(message.id)
 
-    def _check_harmless(self, message: wire.Generate | wire.EmbedTexts | wire.Compile) -> None:
-        if self._book.suspects.is_refused(message):
+    def _check_no_killer(self, message: wire.Generate | wire.EmbedTexts | wire.Compile) -> None:
+        """Refuse a request that engines died of."""
+        if self._pending.crash_history.is_refused(message):
             raise EngineKillerError(
                 "The engine died each time that it computed this request, so it is refused for "
                 "an hour. Please report it, with the server's log."
             )
 
     def _check_running(self) -> None:
-        if self._ended is not None:
-            raise EngineStoppedError(self._ended)
+        if self._stop_reason is not None:
+            raise EngineStoppedError(self._stop_reason)
 
-    # What follows is called by the supervisor.
+    # The methods below implement `ProcessObserver`: the supervisor calls them.
 
-    def take(self, message: wire.Answer) -> None:
-        """Pass on what the process has sent."""
+    def on_message(self, message: wire.EngineMessage) -> None:
+        """Handle a message of the process."""
         match message:
             case wire.OutputBatch():
                 for id_, output in message.outputs:
-                    self._said(id_, output)
+                    self._on_output(id_, output)
             case wire.RequestsStarted():
-                for outputs in filter(None, map(self._book.open.get, message.ids)):
-                    outputs.has_begun = True
-                self._compiling.update(self._asked.keys() & message.ids)
+                for outputs in filter(None, map(self._pending.open.get, message.ids)):
+                    outputs.has_started = True
+                self._compiling.update(self._inquiries.keys() & message.ids)
             case wire.Accepted():
-                self._accepted(message)
+                self._on_accepted(message)
             case wire.Compiled():
-                self._check_asked(message.id, wire.Compile)
+                self._check_reply(message.id, wire.Compile)
                 self._reply(message.id, message.gaps, message.error)
             case wire.StatusReply():
-                self._check_asked(message.id, wire.GetStatus)
-                self._reply(message.id, message.reading)
+                self._check_reply(message.id, wire.GetStatus)
+                self._reply(message.id, message.status)
 
-    def died(self) -> bool:
-        """Tell those whose requests the process was computing; return whether there were any."""
+    def on_death(self) -> bool:
+        """Fail the calls that the process had started; return whether there were any."""
         error = EngineDiedError(
             f"{EngineDiedError.SENTENCE}, and is starting again: send the request again.",
-            room_s=self._life.back_s,
+            room_s=self._supervisor.restart_in_s,
         )
-        asked_for = [self._asked[id_][0] for id_ in self._compiling]
-        compiled = [message for message in asked_for if isinstance(message, wire.Compile)]
-        was_busy = self._book.end_begun(error, compiled)
+        compiling = [self._inquiries[id_][0] for id_ in self._compiling]
+        compiled = [message for message in compiling if isinstance(message, wire.Compile)]
+        was_busy = self._pending.end_started(error, compiled)
         for id_ in self._compiling:
             self._reply(id_, None, error)
-        for asked, _ in list(self._asked.values()):
-            if isinstance(asked, wire.GetStatus):
-                self._reply(asked.id, None)
+        for message, _ in list(self._inquiries.values()):
+            if isinstance(message, wire.GetStatus):
+                self._reply(message.id, None)
         return was_busy
 
-    def look(self) -> None:
-        """End what is past its timeout."""
-        self._book.end_late()
+    def on_tick(self) -> None:
+        """Fail calls after their timeout."""
+        self._pending.end_timed_out()
 
-    def runs_again(self, ready: wire.EngineReady) -> None:
-        """Ask the new process for what still waits, in the order in which it came."""
+    def on_restart(self, ready: wire.EngineReady) -> None:
+        """Send the waiting calls to the new process, in the order of their arrival."""
         self.facts = ready.facts
-        count = len(self._book.open)
+        count = len(self._pending.open)
         noun = "request" if count == 1 else "requests"
         _logger.info("The engine runs again; %d %s had waited for it.", count, noun)
-        self._book.is_up = True
-        self._book.send_waiting()
-        for message, _ in self._asked.values():
-            self._life.send(message)
+        self._pending.is_up = True
+        self._pending.send_waiting()
+        for message, _ in self._inquiries.values():
+            self._supervisor.send(message)
 
-    def failed_to_load(self, error: TwostrokeError) -> bool:  # noqa: ARG002
-        """Have another process tried."""
+    def on_load_failure(self, error: TwostrokeError) -> bool:  # noqa: ARG002
+        """Return False: the supervisor starts another process."""
         return False
 
-    def gave_up(self, reason: str) -> None:
-        """Tell everybody."""
-        self._ended = reason
+    def on_give_up(self, reason: str) -> None:
+        """Fail all calls: no other process will be started."""
+        self._stop_reason = reason
         self._fail_all(EngineStoppedError(reason))
         self._on_end()
 
     def _fail_all(self, error: TwostrokeError) -> None:
-        self._book.end_all(error)
-        for id_ in list(self._asked):
+        self._pending.end_all(error)
+        for id_ in list(self._inquiries):
             self._reply(id_, None, error)
 
-    def _said(self, id_: int, output: Output) -> None:
-        outputs = self._book.open.get(id_)
+    def _on_output(self, id_: int, output: Output) -> None:
+        outputs = self._pending.open.get(id_)
         if outputs is None:
             return
         outputs.put(output)
         if outputs.num_open:
-            self._book.speaks(outputs)
+            self._pending.on_output(outputs)
         else:
             if output.error is None and not outputs.is_cancelled:
-                self._book.suspects.clear(outputs.message)
-            self._book.drop(outputs)
+                self._pending.crash_history.clear(outputs.message)
+            self._pending.remove(outputs)
 
-    def _accepted(self, message: wire.Accepted) -> None:
-        outputs = self._book.open.get(message.id)
+    def _on_accepted(self, message: wire.Accepted) -> None:
+        outputs = self._pending.open.get(message.id)
         if outputs is None:
             return
         if message.error is not None:
-            self._full.note(outputs.message.caller, message.error)
-            self._book.drop(outputs)
+            self._full_queue.record_error(outputs.message.caller, message.error)
+            self._pending.remove(outputs)
             outputs.fail(message.error)
         elif not outputs.accepted.done():  # else an earlier process has accepted it
             outputs.accepted.set_result(None)
 
-    def _check_asked(self, id_: int, kind: type[wire.Request]) -> None:
-        """Raise WireError if the process answers what was asked as if it were something else."""
-        if id_ in self._asked and not isinstance(self._asked[id_][0], kind):
-            raise WireError("The engine's answer does not fit what it was asked.")
+    def _check_reply(self, id_: int, message_type: type[wire.ServerMessage]) -> None:
+        """Raise WireError if a reply has the id of a message of another type."""
+        if id_ in self._inquiries and not isinstance(self._inquiries[id_][0], message_type):
+            raise WireError("The engine's reply has the id of a message of another type.")
 
     def _reply(self, id_: int, value: object, error: TwostrokeError | None = None) -> None:
-        _, found = self._asked.get(id_, (None, None))
-        if found is None or found.done():
+        """Give an inquiry its result or error, unless it has one or was cancelled."""
+        _, reply = self._inquiries.get(id_, (None, None))
+        if reply is None or reply.done():
             return
         if error is None:
-            found.set_result(value)
+            reply.set_result(value)
         else:
-            found.set_exception(error)
+            reply.set_exception(error)
 
 
-def _check_numbers(message: wire.Generate | wire.EmbedTexts) -> None:
-    """Refuse a message that cannot be sent, before it waits among others."""
+def _check_integers(message: wire.Generate | wire.EmbedTexts) -> None:
+    """Refuse a message with an integer that MessagePack cannot hold."""
     try:
         wire.encode(message)
     except OverflowError:

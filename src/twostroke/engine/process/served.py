@@ -1,4 +1,4 @@
-"""An engine as a server uses it: in the server's process, or in one of its own."""
+"""The engine interface that a server uses, and its implementation in the server's own process."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 class EngineFacts(Frozen):
-    """An engine's backend, its scheduler's limits, and its methods of guessing tokens.
+    """Facts about an engine that do not change while it runs.
 
-    With `keeps_pages` it has a page cache.
+    `methods` are the names of its speculation methods. `keeps_pages` says whether it has KV
+    offload.
     """
 
     backend: BackendFacts
@@ -41,9 +42,10 @@ class EngineFacts(Frozen):
 
 
 class EngineStatus(Frozen):
-    """An engine at one moment: counts, running requests, pages, ranks, and the spans asked for.
+    """The state of an engine at one moment.
 
-    `memory_bytes` is what the engine's process uses. `handover` is None in the role "mixed".
+    `spans` are the counts of the requested time spans, in order. `memory_bytes` is the memory of
+    the engine's process. `disaggregation` is None in the role "mixed".
     """
 
     snapshot: Snapshot
@@ -51,143 +53,148 @@ class EngineStatus(Frozen):
     ranks: tuple[RankState, ...]
     spans: tuple[TimeSpan[Snapshot], ...]
     memory_bytes: int
-    handover: DisaggregationStats | None = None
+    disaggregation: DisaggregationStats | None = None
 
 
 class ServedOutputs(Protocol):
-    """The outputs of what was asked for, to read in the running event loop."""
+    """The outputs of one call, to read in the running event loop."""
 
     def __aiter__(self) -> AsyncIterator[Output]:
-        """Yield outputs as `AsyncGeneration` does, and raise its errors."""
+        """Yield outputs and raise errors as `AsyncGeneration` does."""
 
     def cancel(self) -> None:
-        """Stop all that still runs; its last outputs say so."""
+        """Cancel all unfinished requests; their last outputs have the finish reason `CANCEL`."""
 
     @property
     def num_unread(self) -> int:
-        """How many outputs have come and were not read yet."""
+        """Outputs that have arrived and were not read yet."""
 
 
 class ServedEngine(Protocol):
-    """What a server needs of an engine."""
+    """The engine interface that a server uses."""
 
     card: ModelCard
 
     @property
     def facts(self) -> EngineFacts:
-        """What stays the same, and the same object, as long as the engine is not started again."""
+        """Facts about the engine: the same object until the engine process is started again."""
 
     @property
     def health(self) -> Health:
-        """Whether the engine can answer."""
+        """Whether the engine can answer requests."""
 
     @property
     def progress(self) -> StepProgress:
-        """What it has computed, as far as is known."""
+        """The progress of the engine's steps at the last report."""
 
     @property
     def memory_bytes(self) -> int:
-        """What all of its processes used when they were last asked, and this one now."""
+        """Memory of the engine's process at its last status, and of the server's process now."""
 
     @property
     def num_deaths(self) -> int:
-        """How often its process has died."""
+        """How often the engine process has died."""
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
     ) -> ServedOutputs:
-        """Queue prompts, all or none; arguments and errors as `Client.generate_many_async`."""
+        """Submit prompts, all or none; errors are as in `Client.generate_many_async`."""
 
     async def embed(
         self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller
     ) -> ServedOutputs:
-        """Queue texts; errors as `Client.embed_async`."""
+        """Submit texts to embed; errors are as in `Client.embed_async`."""
 
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
-        """Compile a constraint, and return its `gaps`; requests with it then start at once.
+        """Compile and cache a constraint for later requests; return its `gaps`.
 
         Raises:
-            RequestError: it cannot be used, or takes longer than `limit_s`.
+            RequestError: the constraint cannot be used, or takes longer than `limit_s` to compile.
             EngineStoppedError: the engine no longer runs.
         """
 
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
-        """Return counts and `spans` (seconds, how long ago they ended), as of now or just before.
+        """Return the engine's status, as of now or shortly before.
 
-        Only the last `MAX_SECONDS` are known.
+        Each of `spans` is a length in seconds, and the seconds since its end; the engine remembers
+        the last `MAX_SECONDS`.
         """
 
     def flush(self) -> None:
         """Start a batch that is not full: no more requests come now."""
 
     def attach(self, on_end: Callable[[], None]) -> None:
-        """Begin in the running event loop; `on_end` is called if the engine is given up."""
+        """Start to serve in the running event loop; call `on_end` if the engine ends for good."""
 
 
 class LocalEngine:
-    """An engine in the server's process: if one of them crashes, so does the other."""
+    """An engine in the server's process: a crash of the engine ends the server, too."""
 
     def __init__(self, client: Client) -> None:
         """Serve through `client`."""
-        self.card, self._facts = client.card, facts_of(client)
-        self._client, self._loop = client, client.loop
+        self.card = client.card
+        self._facts = engine_facts(client)
+        self._client = client
+        self._loop = client.loop
         self._compiler = ThreadPoolExecutor(1, "twostroke-compile")
 
     @property
     def facts(self) -> EngineFacts:
-        """The backend's, the scheduler's and the speculator's."""
+        """Facts about the backend, the scheduler and the speculator."""
         return self._facts
 
     @property
     def health(self) -> Health:
-        """Whether the engine can answer."""
+        """Whether the engine can answer requests."""
         return self._loop.health
 
     @property
     def progress(self) -> StepProgress:
-        """What it has computed."""
+        """The progress of the engine's steps."""
         return self._loop.progress
 
     @property
     def memory_bytes(self) -> int:
-        """What this process uses."""
+        """Memory of this process."""
         return memory_used()
 
     @property
     def num_deaths(self) -> int:
-        """Zero: who could count them has died, too."""
+        """Always 0: this process would have died, too."""
         return 0
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
     ) -> ServedOutputs:
-        """Queue prompts, all or none."""
+        """Submit prompts, all or none."""
         grammar = None
         if params.constraint is not None:
             grammar = self._client.grammars.known(params.constraint)
             grammar = grammar or await self._matcher(params.constraint)
-        return self._client.generate_many_async(prompts, params, caller, hints, grammar)
+        return self._client.generate_many_async(
+            prompts, params, caller=caller, hints=hints, grammar=grammar
+        )
 
     async def embed(
         self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller
     ) -> ServedOutputs:
-        """Queue texts."""
+        """Submit texts to embed."""
         return self._client.embed_async(texts, params, caller)
 
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
-        """Compile a constraint in another thread, one at a time."""
+        """Compile a constraint in the compiler's thread, one at a time; return its `gaps`."""
         return (await self._matcher(constraint, limit_s)).gaps
 
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
-        """Return counts and spans as of now."""
-        return take_reading(self._client, spans)
+        """Return the engine's status, as of now."""
+        return read_status(self._client, spans)
 
     def flush(self) -> None:
         """Start a batch that is not full."""
         self._loop.flush()
 
     def attach(self, on_end: Callable[[], None]) -> None:
-        """Do nothing: the engine has its own thread."""
+        """Do nothing: the engine loop has its own thread."""
 
     async def _matcher(self, constraint: Constraint, limit_s: float = math.inf) -> GrammarMatcher:
         compile_ = self._client.grammars.compile
@@ -196,22 +203,26 @@ class LocalEngine:
         )
 
     def close(self) -> None:
-        """End the compiling thread after its present constraint."""
+        """End the compiler's thread after its present constraint."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
 
-def facts_of(client: Client) -> EngineFacts:
-    """Return what stays the same about an engine in this process."""
+def engine_facts(client: Client) -> EngineFacts:
+    """Return the facts about an engine in this process."""
     loop = client.loop
     return EngineFacts(
         loop.facts, loop.config, loop.speculator.methods, keeps_pages=bool(loop.pages.totals())
     )
 
 
-def take_reading(client: Client, spans: Sequence[tuple[int, int]]) -> EngineStatus:
-    """Return counts and spans of an engine in this process, as of now."""
+def read_status(client: Client, spans: Sequence[tuple[int, int]]) -> EngineStatus:
+    """Return the status of an engine in this process, as of now."""
     loop = client.loop
-    found = tuple(loop.span(seconds, ago_s) for seconds, ago_s in spans)
-    handover = client.disaggregation_stats() if client.disaggregation_stats else None
-    ranks, used = tuple(loop.ranks()), memory_used()
-    return EngineStatus(loop.snapshot(), loop.view(), ranks, found, used, handover)
+    return EngineStatus(
+        snapshot=loop.snapshot(),
+        view=loop.view(),
+        ranks=tuple(loop.ranks()),
+        spans=tuple(loop.span(seconds, ago_s) for seconds, ago_s in spans),
+        memory_bytes=memory_used(),
+        disaggregation=client.disaggregation_stats() if client.disaggregation_stats else None,
+    )

@@ -1,4 +1,7 @@
-"""Keeps an engine's process alive: watches that its steps finish, and starts it again."""
+"""Keeps an engine process running: kills it if it makes no progress, and starts it again.
+
+`Supervisor` owns the process, and `ProgressWatchdog` judges from its heartbeats whether it hangs.
+"""
 
 from __future__ import annotations
 
@@ -19,44 +22,50 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
 
-BACK_OFF_S: Final = (0.0, 0.5, 1.0, 2.0, 4.0)  # before each start, after deaths in a row
-_MOST_DEATHS: Final = 20  # in a row, though requests may be to blame for them
-_LOOK_S: Final = 0.25
-_LOADING_S: Final = 300.0  # of silence that a process may take to load
-_SETTLED_S: Final = 60.0  # after which a process was no failed start, though nobody asked it
+BACK_OFF_S: Final = (0.0, 0.5, 1.0, 2.0, 4.0)  # before a start, by the number of deaths in a row
+_MAX_DEATHS: Final = 20  # in a row, even if requests may have caused them
+_CHECK_INTERVAL_S: Final = 0.25
+_MAX_LOAD_SILENCE_S: Final = 300.0  # without a message while the process loads
+_STABLE_AFTER_S: Final = 60.0  # a process that ran this long has started well, even if idle
+
+_SILENT_AFTER_S: Final = 1.5  # without a message: some heartbeats are missing
+_MIN_STEP_LIMIT_S: Final = 5.0
+_LONGEST_STEP_RATIO: Final = 2.0  # limit of a step, over the longest step so far
+_PREDICTED_STEP_RATIO: Final = 10.0  # limit of a step, over the largest step's predicted time
 
 _logger = logging.getLogger("twostroke.serve")
 
 
 class ProcessObserver(Protocol):
-    """Who speaks with the process; all is called in the event loop."""
+    """The user of a supervised process. All methods are called in the event loop."""
 
-    def take(self, message: wire.Answer) -> None:
-        """Take what the process has sent."""
+    def on_message(self, message: wire.EngineMessage) -> None:
+        """Handle a message of the process."""
 
-    def died(self) -> bool:
-        """The process has died; return whether what it was asked for may be to blame."""
+    def on_death(self) -> bool:
+        """The process has died; return whether a request may have killed it."""
 
-    def look(self) -> None:
-        """Some time has passed."""
+    def on_tick(self) -> None:
+        """Called several times a second."""
 
-    def runs_again(self, ready: wire.EngineReady) -> None:
-        """Another process takes requests."""
+    def on_restart(self, ready: wire.EngineReady) -> None:
+        """A new process takes requests."""
 
-    def failed_to_load(self, error: TwostrokeError) -> bool:
-        """The process could not load; return whether that is all, until somebody wakes another."""
+    def on_load_failure(self, error: TwostrokeError) -> bool:
+        """The process could not load; return True to start no other process until `wake`."""
 
-    def gave_up(self, reason: str) -> None:
-        """No other process will start."""
+    def on_give_up(self, reason: str) -> None:
+        """No other process will be started."""
 
 
 class Supervisor:
-    """Runs one process after another.
+    """Runs an engine process, and starts a new one when it dies.
 
     Attributes:
-        is_up: one takes requests.
-        rests: there is none, until `wake`.
-        load_s: how long the last one took to load.
+        is_up: whether a process takes requests.
+        is_resting: whether there is no process, until `wake`.
+        num_deaths: deaths of processes so far.
+        load_s: seconds that the last process took to load.
     """
 
     def __init__(
@@ -64,42 +73,46 @@ class Supervisor:
         load: wire.LoadModel,
         process: EngineProcess | None,
         ready: wire.EngineReady,
-        guest: ProcessObserver,
+        observer: ProcessObserver,
     ) -> None:
-        """Take over a process that has loaded `load`, or rest if there is none; `attach` begins."""
-        self.rests = process is None
+        """Own a process that has loaded `load`, or rest without one; call `attach` next."""
+        self.is_resting = process is None
         self.num_deaths = 0
         self.load_s = 0.0
         self._process: EngineProcess
-        self._load, self._guest = load, guest
+        self._load = load
+        self._observer = observer
         self._unsent = bytearray()
-        self._num_failures = 0  # deaths in a row, each before an output or a page that was lent
-        self._num_blameless = 0  # of them since a request was last to blame
-        self._num_lent = 0  # pages, by this process
-        self._why = ""  # the process ended, if it or the watch has said so
-        self._failure: TwostrokeError | None = None  # that the process has reported
+        # Deaths in a row of processes that gave no output and leased no page.
+        self._num_failures = 0
+        self._num_unexplained = 0  # the last of them, at which no request was running
+        self._num_pages_leased = 0  # by this process
+        self._end_cause = ""  # why the process ended, if the process or the watchdog has told
+        self._failure: TwostrokeError | None = None  # the last error that the process has sent
         self._has_ended = False
         self._tasks: set[asyncio.Task[None]] = set()
         if process is not None:
             self._process = process
-            self._begin(ready)
+            self._on_ready(ready)
         else:
             self.is_up = False
             self._expect_load()
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The process id."""
         return self._process.pid
 
     @property
     def progress(self) -> StepProgress:
-        """What the process has computed, as it said last; a step grows older while it is silent."""
-        return self._watch.progress_at(time.monotonic()) if self.is_up else self._watch.progress
+        """The progress at the last heartbeat; a step's time includes the silence since then."""
+        return (
+            self._watchdog.progress_at(time.monotonic()) if self.is_up else self._watchdog.progress
+        )
 
     @property
-    def back_s(self) -> float:
-        """Seconds until a process takes requests: the pause, and what loading took last time."""
+    def restart_in_s(self) -> float:
+        """Expected seconds until a process takes requests: rest of the pause and of the load."""
         if self.is_up:
             return 0.0
         passed_s = time.monotonic() - self._changed_s
@@ -110,49 +123,52 @@ class Supervisor:
         return BACK_OFF_S[min(max(self._num_failures, 1), len(BACK_OFF_S)) - 1]
 
     def attach(self) -> None:
-        """Begin in the running event loop."""
-        if not self.rests:
+        """Start to watch and to receive in the running event loop."""
+        if not self.is_resting:
             self._listen()
-        self._spawn(self._look())
+        self._spawn(self._watch_process())
 
     def wake(self) -> None:
-        """Start a process, which takes requests once it has loaded.
+        """Start a process; it takes requests once it has loaded.
 
         Raises:
             BackendError: the operating system refuses a process.
         """
         self._process = EngineProcess(self._load)
-        self.rests, self._failure, self._why = False, None, ""
-        self._num_failures = self._num_blameless = 0
+        self.is_resting = False
+        self._failure = None
+        self._end_cause = ""
+        self._num_failures = self._num_unexplained = 0
         self._expect_load()
         self._listen()
 
     def retire(self) -> None:
-        """Hear no more of the process, which has nothing to do; `rest` follows."""
+        """Stop to receive from the idle process; call `rest` next."""
         self._stop_listening()
         self.is_up = False
 
     async def rest(self) -> None:
-        """End the process that was retired; return once its memory is free."""
-        self.rests = True
+        """End the retired process; return once its memory is free."""
+        self.is_resting = True
         await asyncio.to_thread(self._process.close)
 
     def refuse(self, error: TwostrokeError) -> None:
-        """End the process, which has loaded something else than it should."""
-        self.is_up, self._failure = False, error
+        """Kill the process, because it has loaded the wrong model."""
+        self.is_up = False
+        self._failure = error
         self._process.kill()
 
     def close(self) -> None:
-        """End the process, after the event loop."""
+        """End the process; call this after the event loop has ended."""
         self._has_ended = True
-        if self.rests:
+        if self.is_resting:
             return
         if not self.is_up:
-            self._process.kill()  # it does not listen while it loads
+            self._process.kill()  # it reads no message while it loads
         self._process.close()
 
-    def send(self, message: wire.Request) -> None:
-        """Send a message, what the socket does not take now as soon as it does."""
+    def send(self, message: wire.ServerMessage) -> None:
+        """Send a message; bytes for which the socket has no room are sent later."""
         frame = wire.pack(message)
         if not self._unsent:
             try:
@@ -160,7 +176,7 @@ class Supervisor:
             except BlockingIOError:
                 pass
             except OSError:
-                return  # it has died: what is open is dealt with then
+                return  # it has died; `_on_death` handles the open calls
         if frame:
             if not self._unsent:
                 asyncio.get_running_loop().add_writer(self._process.socket, self._send_rest)
@@ -176,15 +192,17 @@ class Supervisor:
         if not self._unsent:
             asyncio.get_running_loop().remove_writer(self._process.socket)
 
-    def _begin(self, ready: wire.EngineReady) -> None:
-        self.is_up, self._num_lent = True, 0
-        self._began_s = self._changed_s = time.monotonic()
-        self.load_s = self._began_s - self._process.began_s
-        self._watch = ProgressWatchdog(ready.card.longest_step_s, self._began_s)
+    def _on_ready(self, ready: wire.EngineReady) -> None:
+        """Note that a process takes requests."""
+        self.is_up = True
+        self._num_pages_leased = 0
+        self._ready_s = self._changed_s = time.monotonic()
+        self.load_s = self._ready_s - self._process.start_s
+        self._watchdog = ProgressWatchdog(ready.card.longest_step_s, self._ready_s)
 
     def _expect_load(self) -> None:
         self._changed_s = time.monotonic()
-        self._watch = ProgressWatchdog(0.0, self._changed_s, _LOADING_S)
+        self._watchdog = ProgressWatchdog(0.0, self._changed_s, _MAX_LOAD_SILENCE_S)
 
     def _listen(self) -> None:
         self._process.socket.settimeout(0)
@@ -194,64 +212,67 @@ class Supervisor:
         try:
             messages = self._process.receive()
             if messages is None:
-                self._died()
+                self._on_death()
                 return
             for message in messages:
-                self._take(message)
+                self._on_message(message)
         except WireError as error:
-            self._why = str(error)
+            self._end_cause = str(error)
             self._process.kill()
-            self._died()
+            self._on_death()
 
-    def _take(self, message: wire.Answer) -> None:
+    def _on_message(self, message: wire.EngineMessage) -> None:
         progress = message.progress if isinstance(message, wire.Heartbeat) else None
-        self._watch.hear(time.monotonic(), progress)
+        self._watchdog.on_message(time.monotonic(), progress)
         match message:
             case wire.OutputBatch():
-                self._num_failures = self._num_blameless = 0
-                self._guest.take(message)
-            case wire.Heartbeat() if message.num_lent > self._num_lent:
-                self._num_failures = self._num_blameless = 0
-                self._num_lent = message.num_lent
+                self._num_failures = self._num_unexplained = 0
+                self._observer.on_message(message)
+            case wire.Heartbeat() if message.num_pages_leased > self._num_pages_leased:
+                self._num_failures = self._num_unexplained = 0
+                self._num_pages_leased = message.num_pages_leased
             case wire.Log():
                 log(message)
             case wire.EngineFailed():
-                self._why, self._failure = str(message.error), message.error
+                self._end_cause = str(message.error)
+                self._failure = message.error
             case wire.EngineReady() if not self.is_up:
-                self._begin(message)
-                self._guest.runs_again(message)
+                self._on_ready(message)
+                self._observer.on_restart(message)
             case _:
-                self._guest.take(message)
+                self._observer.on_message(message)
 
-    async def _look(self) -> None:
-        """End a process that makes no progress, whatever fails while that is looked at."""
-        said = ""
+    async def _watch_process(self) -> None:
+        """Kill a process that makes no progress. An error in a check does not end the watch."""
+        last_error = ""
         while not self._has_ended:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_INTERVAL_S)
             try:
-                self._guest.look()
-                fault = None if self.rests else self._watch.fault(time.monotonic())
+                self._observer.on_tick()
+                fault = None if self.is_resting else self._watchdog.fault(time.monotonic())
                 if fault is not None:
-                    self._why = f"It was killed, since {fault}."
+                    self._end_cause = f"It was killed, since {fault}."
                     self._process.kill()
             except Exception as error:
-                if repr(error) != said:
-                    _logger.exception("The engine could not be looked after; it is tried again.")
-                said = repr(error)
+                if repr(error) != last_error:
+                    _logger.exception("The engine's progress could not be checked; trying again.")
+                last_error = repr(error)
 
-    def _died(self) -> None:
+    def _on_death(self) -> None:
+        """Tell the observer that the process has died, and start the next one."""
         if self._has_ended:
             return
         self._stop_listening()
         self._process.socket.close()
         self.num_deaths += 1
-        has_run, self.is_up = self.is_up, False
+        had_loaded = self.is_up
+        self.is_up = False
         self._expect_load()
-        if has_run and self._changed_s - self._began_s > _SETTLED_S:
-            self._num_failures = self._num_blameless = 0
+        if had_loaded and self._changed_s - self._ready_s > _STABLE_AFTER_S:
+            self._num_failures = self._num_unexplained = 0
         self._num_failures += 1
-        self._num_blameless = 0 if self._guest.died() else self._num_blameless + 1
-        self._spawn(self._revive(has_run=has_run))
+        self._num_unexplained = 0 if self._observer.on_death() else self._num_unexplained + 1
+        self._spawn(self._restart(had_loaded=had_loaded))
 
     def _stop_listening(self) -> None:
         loop = asyncio.get_running_loop()
@@ -259,42 +280,46 @@ class Supervisor:
         loop.remove_writer(self._process.socket)
         self._unsent.clear()
 
-    async def _revive(self, *, has_run: bool) -> None:
-        """Start the next process, unless too many have died one after another."""
-        how = await asyncio.to_thread(self._process.describe_end)
+    async def _restart(self, *, had_loaded: bool) -> None:
+        """Start the next process, unless too many have died in a row."""
+        end = await asyncio.to_thread(self._process.describe_end)
         if self._has_ended:
             return
-        why, self._why = f"{how}. {self._why}".strip(), ""
+        cause = f"{end}. {self._end_cause}".strip()
+        self._end_cause = ""
         failure, self._failure = self._failure, None
-        if not has_run and failure is not None and self._guest.failed_to_load(failure):
-            self.rests = True
+        if not had_loaded and failure is not None and self._observer.on_load_failure(failure):
+            self.is_resting = True
             return
-        what = "died" if has_run else "did not start"
-        while self._num_blameless <= len(BACK_OFF_S) and self._num_failures < _MOST_DEATHS:
+        event = "died" if had_loaded else "did not start"
+        while self._num_unexplained <= len(BACK_OFF_S) and self._num_failures < _MAX_DEATHS:
             pause_s = self._pause_s
-            _logger.warning("The engine %s: %s It starts again in %g s.", what, why, pause_s)
+            _logger.warning("The engine %s: %s It starts again in %g s.", event, cause, pause_s)
             await asyncio.sleep(pause_s)
             if self._has_ended:
-                return  # nobody would end another
+                return  # `close` was called: a new process would not be ended
             try:
                 self._process = EngineProcess(self._load)
-            except TwostrokeError as error:  # the system lacks something, perhaps for a moment
+            except (
+                TwostrokeError
+            ) as error:  # the system has no process or memory, perhaps for a moment
                 self._num_failures += 1
-                self._num_blameless += 1
-                what, why = "did not start", str(error)
+                self._num_unexplained += 1
+                event = "did not start"
+                cause = str(error)
                 continue
             self._listen()
             return
         count = self._num_failures
-        self._give_up(f"The engine died {count} times in a row; the last time {why}")
+        self._give_up(f"The engine died {count} times in a row; the last time {cause}")
 
     def _give_up(self, reason: str) -> None:
-        if self._guest.failed_to_load(EngineStoppedError(reason)):
-            self.rests = True
+        if self._observer.on_load_failure(EngineStoppedError(reason)):
+            self.is_resting = True
             return
         _logger.error("%s The server stops.", reason)
         self._has_ended = True
-        self._guest.gave_up(reason)
+        self._observer.on_give_up(reason)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -302,31 +327,38 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
 
-_LATE_S: Final = 1.5  # of silence: some pulses are missing
-_LEAST_LIMIT_S: Final = 5.0
-_TIMES_LONGEST: Final = 2.0  # the longest step so far
-_TIMES_PREDICTED: Final = 10.0  # the longest step at the machine's limits
-
-
 class ProgressWatchdog:
-    """Judges from pulses whether an engine still makes progress. Times are on a monotonic clock."""
+    """Judges from messages and heartbeats whether an engine makes progress.
 
-    def __init__(self, longest_s: float, now_s: float, least_s: float = 0.0) -> None:
-        """Expect no step over `longest_s` at the machine's limits; allow at least `least_s`."""
+    Times are on a monotonic clock.
+    """
+
+    def __init__(self, predicted_s: float, now_s: float, min_limit_s: float = 0.0) -> None:
+        """Allow steps some multiple of `predicted_s`, the predicted time of the largest step.
+
+        Steps and silence may last at least `min_limit_s`.
+        """
         self.progress = StepProgress(0, 0.0)
-        self._predicted_s, self._least_s = longest_s, least_s
+        self._predicted_s = predicted_s
+        self._min_limit_s = min_limit_s
         self._longest_s = 0.0
-        self._heard_s = self._looked_s = self._resumed_s = now_s
+        self._last_message_s = now_s
+        self._last_check_s = now_s
+        self._resumed_s = now_s  # since when this process runs without a pause
 
     @property
     def limit_s(self) -> float:
-        """How long a step, or silence, may take."""
-        known_s = _TIMES_LONGEST * self._longest_s
-        return max(_LEAST_LIMIT_S, self._least_s, known_s, _TIMES_PREDICTED * self._predicted_s)
+        """Seconds that a step, or silence, may last."""
+        return max(
+            _MIN_STEP_LIMIT_S,
+            self._min_limit_s,
+            _LONGEST_STEP_RATIO * self._longest_s,
+            _PREDICTED_STEP_RATIO * self._predicted_s,
+        )
 
-    def hear(self, now_s: float, progress: StepProgress | None = None) -> None:
-        """Note that a message has come, a pulse with the engine's progress."""
-        self._heard_s = now_s
+    def on_message(self, now_s: float, progress: StepProgress | None = None) -> None:
+        """Note a message; a heartbeat has the engine's `progress`."""
+        self._last_message_s = now_s
         if progress is None:
             return
         before, self.progress = self.progress, progress
@@ -334,17 +366,21 @@ class ProgressWatchdog:
             self._longest_s = max(self._longest_s, before.step_s)
 
     def progress_at(self, now_s: float) -> StepProgress:
-        """Return the progress; while pulses are missing, the step is older than the last one said.
+        """Return the last progress; add the silence to its step if heartbeats are missing.
 
-        Without a step, the silence itself counts as one, as a process that is stopped has none.
+        Silence counts as a step, too: a stopped process may have no step and sends no heartbeat.
         """
-        known, silent_s = self.progress, self._silent_s(now_s)
-        return replace(known, step_s=known.step_s + silent_s) if silent_s > _LATE_S else known
+        progress = self.progress
+        silent_s = self._silent_s(now_s)
+        if silent_s <= _SILENT_AFTER_S:
+            return progress
+        return replace(progress, step_s=progress.step_s + silent_s)
 
     def fault(self, now_s: float) -> str | None:
-        """Return why the process is to be ended, if it is; ask this several times a second."""
-        paused_s, self._looked_s = now_s - self._looked_s, now_s
-        if paused_s > 1.0:  # this process itself did not run, and perhaps none did
+        """Return why the process must be killed, or None; call this several times a second."""
+        paused_s = now_s - self._last_check_s
+        self._last_check_s = now_s
+        if paused_s > 1.0:  # this process was paused, and perhaps the whole machine
             self._resumed_s = now_s - 1.0
         silent_s = self._silent_s(now_s)
         step_s = min(self.progress.step_s, now_s - self._resumed_s)
@@ -355,4 +391,4 @@ class ProgressWatchdog:
         return None
 
     def _silent_s(self, now_s: float) -> float:
-        return now_s - max(self._heard_s, self._resumed_s)
+        return now_s - max(self._last_message_s, self._resumed_s)

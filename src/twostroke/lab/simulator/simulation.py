@@ -291,7 +291,9 @@ def _replicas(
     )
     replicas = []
     for _ in range(setup.replicas):
-        scheduler = build_scheduler(setup.cache, setup.batch, size, facts, clock.read)
+        scheduler = build_scheduler(
+            setup.cache, setup.batch, size=size, facts=facts, clock=clock.read
+        )
         speculator = None
         if setup.acceptance is not None:
             proposer = SimulatedProposer(

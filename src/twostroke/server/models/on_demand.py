@@ -22,7 +22,7 @@ from twostroke.core.errors import (
     TwostrokeError,
 )
 from twostroke.core.files import megabytes
-from twostroke.engine.client import UNDRAWN, new_request
+from twostroke.engine.client import UNSAMPLED, new_request
 from twostroke.engine.counters import Counters
 from twostroke.engine.engine import make_card
 from twostroke.engine.process import messages as wire
@@ -81,7 +81,7 @@ class OnDemandEngine(RemoteEngine):
         self.num_loads = self.num_unloads = self.num_failed_loads = 0
         self.loading_s = self.worth = 0.0
         self.changed: Callable[[], None] = lambda: None
-        self._book.is_up = False
+        self._pending.is_up = False
         self._began_s = self._used_s = self._loaded_s = time.monotonic()
         self._wanted_since_s: float | None = None  # by what is no request
         self._is_leaving = False
@@ -156,14 +156,14 @@ class OnDemandEngine(RemoteEngine):
         """Where the model is."""
         if self._is_leaving:
             return ModelResidency.LEAVING
-        if self._life.rests:
+        if self._supervisor.is_resting:
             return ModelResidency.OUT
-        return ModelResidency.IN if self._life.is_up else ModelResidency.LOADING
+        return ModelResidency.IN if self._supervisor.is_up else ModelResidency.LOADING
 
     @property
     def load_s(self) -> float:
         """How long it loads: as it did last, or by its size."""
-        return self._life.load_s or self.expected_load_s
+        return self._supervisor.load_s or self.expected_load_s
 
     @property
     def expected_load_s(self) -> float:
@@ -173,7 +173,7 @@ class OnDemandEngine(RemoteEngine):
     @property
     def num_waiting(self) -> int:
         """How many requests wait until it is loaded."""
-        return len(self._book.unsent)
+        return len(self._pending.unsent)
 
     @property
     def expires_s(self) -> float:
@@ -183,18 +183,20 @@ class OnDemandEngine(RemoteEngine):
     @property
     def memory_bytes(self) -> int:
         """What the engine's process used when it was last asked; 0 without one."""
-        return 0 if self._life.rests else self._last.memory_bytes
+        return 0 if self._supervisor.is_resting else self._last_status.memory_bytes
 
     def view(self, now_s: float) -> ModelUse:
         """Return what `decide` needs to know of it."""
-        compiling = any(isinstance(asked, wire.Compile) for asked, _ in self._asked.values())
-        state, is_in = self.residence, self._life.is_up
-        num_running = len(self._book.open) - len(self._book.unsent) + (compiling and is_in)
+        compiling = any(
+            isinstance(inquiry, wire.Compile) for inquiry, _ in self._inquiries.values()
+        )
+        state, is_in = self.residence, self._supervisor.is_up
+        num_running = len(self._pending.open) - len(self._pending.unsent) + (compiling and is_in)
         if num_running and is_in:
             self._used_s = now_s
         if compiling and not is_in and self._wanted_since_s is None:
             self._wanted_since_s = now_s
-        since = [outputs.asked_s for outputs in self._book.unsent.values()]
+        since = [outputs.received_s for outputs in self._pending.unsent.values()]
         if self._wanted_since_s is not None:
             since.append(self._wanted_since_s)
         return ModelUse(
@@ -213,7 +215,7 @@ class OnDemandEngine(RemoteEngine):
 
     def want(self) -> None:
         """Have it loaded in its turn, though nobody sends a request yet."""
-        if self._life.rests and self._wanted_since_s is None:
+        if self._supervisor.is_resting and self._wanted_since_s is None:
             self._wanted_since_s = time.monotonic()
         self._used_s = time.monotonic()
         self.changed()
@@ -227,41 +229,41 @@ class OnDemandEngine(RemoteEngine):
         """Let requests wait, as its memory is promised; or let them in again."""
         if is_closed != self.is_closed:
             self.is_closed = is_closed
-            self._book.is_up = self._life.is_up and not is_closed
-            self._book.send_waiting()
+            self._pending.is_up = self._supervisor.is_up and not is_closed
+            self._pending.send_waiting()
 
     def wake(self) -> None:
         """Load it."""
         _logger.info("Loading %s.", self.card.name)
         self._used_s = time.monotonic()
         try:
-            self._life.wake()
+            self._supervisor.wake()
         except TwostrokeError as error:
-            self.failed_to_load(error)
+            self.on_load_failure(error)
 
     def leave(self) -> Coroutine[None, None, None]:
         """Return what unloads it, as it has nothing to do; from now on it is not there."""
-        self._book.is_up = self.is_closed = False
+        self._pending.is_up = self.is_closed = False
         self._is_leaving, self.keep_s = True, self.default_keep_s
-        self._life.retire()  # now: should it die before it is ended, no other is to start
+        self._supervisor.retire()  # now: should it die before it is ended, no other is to start
         return self._rest()
 
     async def _rest(self) -> None:
         began_s = time.monotonic()
         try:
-            await self._life.rest()
+            await self._supervisor.rest()
         finally:
             self._is_leaving = False
         self.num_unloads += 1
         _logger.info("Unloaded %s in %.1f s.", self.card.name, time.monotonic() - began_s)
         self.changed()
 
-    async def _ask(
+    async def _submit(
         self, message: wire.Generate | wire.EmbedTexts, num_answers: int
     ) -> RemoteOutputs:
         self._used_s = time.monotonic()
-        if self._life.is_up and not self.is_closed:
-            return await super()._ask(message, num_answers)
+        if self._supervisor.is_up and not self.is_closed:
+            return await super()._submit(message, num_answers)
         self._check_fits(message)
         self._check_may_load()
         # An objective for the first token is for a model that is there.
@@ -273,10 +275,10 @@ class OnDemandEngine(RemoteEngine):
         return outputs
 
     async def _inquire(self, message: wire.Compile | wire.GetStatus) -> object:
-        if isinstance(message, wire.Compile) and not self._life.is_up:
+        if isinstance(message, wire.Compile) and not self._supervisor.is_up:
             self._check_may_load()
-            if len(self._asked) >= self.facts.config.max_waiting_requests:
-                raise OverloadedError(f"{len(self._asked)} requests wait for the model.")
+            if len(self._inquiries) >= self.facts.config.max_waiting_requests:
+                raise OverloadedError(f"{len(self._inquiries)} requests wait for the model.")
         self.changed()
         return await super()._inquire(message)
 
@@ -292,7 +294,9 @@ class OnDemandEngine(RemoteEngine):
         most_tokens = groups.max_tokens(backend.num_pages, context_length)
         caller = message.caller
         if isinstance(message, wire.EmbedTexts):
-            requests = [new_request(one, UNDRAWN, caller, Pooling.LAST) for one in message.texts]
+            requests = [
+                new_request(tokens, UNSAMPLED, caller, Pooling.LAST) for tokens in message.texts
+            ]
         else:
             requests = [new_request(one, message.params, caller) for one in message.prompts]
         for request in requests:
@@ -302,38 +306,38 @@ class OnDemandEngine(RemoteEngine):
         if self._refusal is not None and time.monotonic() < self._refusal[0]:
             raise self._refusal[1]
 
-    def runs_again(self, ready: wire.EngineReady) -> None:
+    def on_restart(self, ready: wire.EngineReady) -> None:
         """Give the process what waits."""
         if ready.card.identity != self.card.identity:
             reason = "Its files are not those with which the server was started: start it again."
-            self._life.refuse(ModelFormatError(reason))
+            self._supervisor.refuse(ModelFormatError(reason))
             return
         self._refusal, self._wanted_since_s = None, None
         self._used_s = self._loaded_s = time.monotonic()
         self.num_loads += 1
-        self.loading_s += self._life.load_s
+        self.loading_s += self._supervisor.load_s
         if not self._is_on_gpu:  # whose memory a process does not see
-            self.num_bytes = max(self.num_bytes, ready.reading.memory_bytes)
-        self.facts, self._last, self.draft = ready.facts, ready.reading, ready.card.draft
+            self.num_bytes = max(self.num_bytes, ready.status.memory_bytes)
+        self.facts, self._last_status, self.draft = ready.facts, ready.status, ready.card.draft
         self.limits = (
             MachineLimits.of_hardware(ready.card.hardware) if ready.card.hardware else None
         )
-        name, load_s, count = self.card.name, self._life.load_s, len(self._book.open)
+        name, load_s, count = self.card.name, self._supervisor.load_s, len(self._pending.open)
         noun = "request" if count == 1 else "requests"
         _logger.info("Loaded %s in %.1f s; %d %s had waited.", name, load_s, count, noun)
-        self._book.is_up = not self.is_closed
-        self._book.send_waiting()
-        for message, _ in self._asked.values():
-            self._life.send(message)
+        self._pending.is_up = not self.is_closed
+        self._pending.send_waiting()
+        for message, _ in self._inquiries.values():
+            self._supervisor.send(message)
         self.changed()
 
-    def died(self) -> bool:
+    def on_death(self) -> bool:
         """Tell those whose requests the process was computing."""
-        is_to_blame = super().died()
+        is_to_blame = super().on_death()
         self.changed()
         return is_to_blame
 
-    def failed_to_load(self, error: TwostrokeError) -> bool:
+    def on_load_failure(self, error: TwostrokeError) -> bool:
         """Tell those who wait, and leave it at that for some seconds."""
         name = self.card.name
         _logger.error("%s cannot be loaded: %s", name, error)
@@ -350,6 +354,8 @@ class OnDemandEngine(RemoteEngine):
 def _nothing_read(card: ModelCard, num_pages: int) -> EngineStatus:
     """Return what is known of an engine that has not run."""
     stats = SchedulerStats(0, 0, 0, num_pages, *[0] * 6)
-    counters = Counters(card.cost.per_step(), lambda: stats, SpeculationStats())
+    counters = Counters(
+        card.cost.per_step(), scheduler=lambda: stats, speculation=SpeculationStats()
+    )
     view = RunningRequests(stats, (), (0,) * num_pages, (), None)
     return EngineStatus(counters.snapshot(), view, (), (), 0)

@@ -29,30 +29,30 @@ _BORROWED: Final = (
 )
 _LENT: Final = (
     ("num_prompts", "prompts_read", "Prompts that were read for decode engines."),
-    ("num_pages_lent", "pages_lent", "Pages that were offered to decode engines."),
-    ("num_leases_late", "leases_late", "Offers that were not fetched in time."),
+    ("num_leased_pages", "pages_lent", "Pages that were offered to decode engines."),
+    ("num_expired_leases", "leases_late", "Offers that were not fetched in time."),
 )
 
 
 def describe_handover(reading: EngineStatus, card: ModelCard) -> dict[str, Any] | None:
     """Return an engine's part in a hand-over for /api/state; None without a role."""
-    if reading.handover is None:
+    if reading.disaggregation is None:
         return None
     ratio = prefill_per_decode(reading, card)
-    described: dict[str, Any] = to_builtins(reading.handover)
+    described: dict[str, Any] = to_builtins(reading.disaggregation)
     return described | ({} if ratio is None else {"prefill_per_decode": ratio})
 
 
 def handover_metrics(reading: EngineStatus, card: ModelCard) -> Iterator[Metric]:
     """Yield what an engine lent or borrowed; nothing without a role."""
-    view = reading.handover
-    if view is not None and view.borrower is not None:
-        yield from _borrowed(view.borrower)
+    view = reading.disaggregation
+    if view is not None and view.decode_side is not None:
+        yield from _borrowed(view.decode_side)
         if (ratio := prefill_per_decode(reading, card)) is not None:
             text = "Prefill engines that one such decode engine can use, by measured rates."
             yield GaugeMetricFamily("twostroke_handover_prefill_per_decode", text, ratio)
-    if view is not None and view.lender is not None:
-        yield from _lent(view.lender)
+    if view is not None and view.prefill_side is not None:
+        yield from _lent(view.prefill_side)
 
 
 def prefill_per_decode(reading: EngineStatus, card: ModelCard) -> float | None:
@@ -62,8 +62,8 @@ def prefill_per_decode(reading: EngineStatus, card: ModelCard) -> float | None:
     of their answers' steps.
     """
     borrower, decode = (
-        reading.handover and reading.handover.borrower,
-        reading.snapshot.strokes.decode,
+        reading.disaggregation and reading.disaggregation.decode_side,
+        reading.snapshot.phases.decode,
     )
     services = reading.snapshot.services.values()
     pace = max((peer.flops_per_s for peer in borrower.peers), default=0.0) if borrower else 0.0

@@ -137,6 +137,6 @@ def _numerics(engine: ServedEngine) -> str:
 
 def _work_s(reading: EngineStatus) -> float:
     """Return how long an engine's queue takes, at the pace of past prefill."""
-    stats, prefill = reading.snapshot.scheduler, reading.snapshot.strokes.prefill
+    stats, prefill = reading.snapshot.scheduler, reading.snapshot.phases.prefill
     pace_s = prefill.time_s / prefill.rows if prefill.rows else 0.0
     return pace_s * (stats.num_waiting_tokens + stats.num_uncomputed)

@@ -98,7 +98,7 @@ _SCHEDULER: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
 _ENGINE: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
     ("num_compiled", CounterMetricFamily, "late_compilations", "Kernels made after the start."),
     ("num_shortages", CounterMetricFamily, "memory_shortages", "Steps too large for the memory."),
-    ("most_tokens", GaugeMetricFamily, "step_token_limit", "Tokens that a step may compute."),
+    ("max_step_tokens", GaugeMetricFamily, "step_token_limit", "Tokens that a step may compute."),
 )
 
 _TIERS: Final[tuple[tuple[type[Family], str, str, str], ...]] = (
@@ -267,7 +267,7 @@ def _residents(roster: ModelPool) -> Iterator[Metric]:
 def _utilization(limits: MachineLimits | None, span: TimeSpan[Snapshot]) -> Iterator[Metric]:
     """Yield the shares of the machine that the last seconds used."""
     seconds = WINDOWS[0]
-    strokes = span.last.strokes - span.first.strokes
+    strokes = span.last.phases - span.first.phases
     both = {("prefill",): strokes.prefill, ("decode",): strokes.decode}
     busy = {label: stroke.time_s / max(1, span.seconds) for label, stroke in both.items()}
     text = f"Share of the last {seconds} seconds spent in steps."
@@ -338,7 +338,7 @@ def _services(services: Mapping[str, ServiceTotals]) -> Iterator[Metric]:
 
 
 def _strokes(snapshot: Snapshot) -> Iterator[Metric]:
-    both = (("prefill", snapshot.strokes.prefill), ("decode", snapshot.strokes.decode))
+    both = (("prefill", snapshot.phases.prefill), ("decode", snapshot.phases.decode))
     for key, name, text in _STROKES:
         counts = [((label,), getattr(stroke, key)) for label, stroke in both]
         yield _counter(f"step_{name}", text, "stroke", samples=counts)
@@ -429,7 +429,7 @@ def llama_metrics(snapshot: Snapshot) -> Iterator[Metric]:
 
     A step with prompt and answer tokens counts as what most of its tokens are.
     """
-    prefill, decode = snapshot.strokes.prefill, snapshot.strokes.decode
+    prefill, decode = snapshot.phases.prefill, snapshot.phases.decode
     services, scheduler = snapshot.services.values(), snapshot.scheduler
     num_prompt = sum(totals.prompt_tokens - totals.cached_tokens for totals in services)
     num_predicted = sum(totals.completion_tokens for totals in services)

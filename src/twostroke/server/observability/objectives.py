@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import UsageError
 from twostroke.core.request import BATCH_SERVICE_TIER, SERVICE_TIERS
-from twostroke.engine.counters import Seconds
+from twostroke.engine.counters import SumHistory
 from twostroke.server.options import Objective
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Goodput:
         self.limits = limits_of(objectives)
         self._clock = clock
         self._counts: Counts = Counter()
-        self._seconds = Seconds(self.read, clock)
+        self._seconds = SumHistory(self.read, clock)
 
     @property
     def has_objectives(self) -> bool:
@@ -155,6 +155,6 @@ class Goodput:
         names = list(measures)
         if not names:
             return
-        self._seconds.turn(self._clock())
+        self._seconds.advance(self._clock())
         for name in (*names, ALL) if is_all else names:
             self._counts[service, name, result] += count

@@ -116,8 +116,8 @@ class DashboardState:
         limits_now, hardware = self._limits or getattr(self._engine, "limits", None), None
         if limits_now:
             hardware = limits_now.above(
-                bytes_per_s=snapshot.strokes.max_bytes_per_s,
-                flops_per_s=snapshot.strokes.max_flops_per_s,
+                bytes_per_s=snapshot.phases.max_bytes_per_s,
+                flops_per_s=snapshot.phases.max_flops_per_s,
                 may_measure=False,
             )
         limits = asdict(hardware) if hardware else None
@@ -317,7 +317,7 @@ def _rates(span: TimeSpan[Snapshot]) -> dict[str, Any]:
 
 def _window(span: TimeSpan[Snapshot], hardware: Hardware | None) -> dict[str, Any]:
     first, last, seconds = span.first, span.last, max(1, span.seconds)
-    strokes = last.strokes - first.strokes
+    strokes = last.phases - first.phases
     return {
         **_rates(span),
         "speculation": {
