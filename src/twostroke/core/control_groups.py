@@ -1,11 +1,11 @@
 """Limits that Linux control groups (versions 1 and 2) set on this process.
 
-A process belongs to one group in each hierarchy (`/proc/self/cgroup`). The groups above it limit
-the process, too, so all mounted levels up to the root are read (`/proc/self/mountinfo`). Sources:
+A process belongs to one group in each hierarchy (`/proc/self/cgroup`). The limits of the parent
+groups also apply, so all mounted levels up to the root are read (`/proc/self/mountinfo`). Sources:
 cgroups(7), proc(5), and Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst of Linux.
 
-Swap does not count as memory, since swapped-out weights or pages would stall every step. So limits
-of swap are not read. `memory.soft_limit_in_bytes`, `memory.low` and `cpu.shares` are no limits.
+Swap does not count as memory, since swapped-out weights or pages would stall every step, so limits
+of swap are not read. `memory.soft_limit_in_bytes`, `memory.low` and `cpu.shares` are not limits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _ROOT: Final = Path("/")
-# Version 1 reports a limit near 2^63 where there is none.
+# Version 1 reports a limit near 2^63 if there is no limit.
 _UNLIMITED: Final = 1 << 60
 
 
 class MemoryLimit(Frozen):
-    """The memory limit of a group, and how much of it is still free.
+    """The memory limit of a group, and how many bytes of it are free.
 
-    `source` names the limit's file, such as "memory.max of /sys/fs/cgroup/system.slice".
+    `source` names the file of the limit, such as "memory.max of /sys/fs/cgroup/system.slice".
     """
 
     limit_bytes: int
@@ -37,14 +37,14 @@ class MemoryLimit(Frozen):
 
 
 class CoreLimit(Frozen):
-    """The processor time that a group may use each second, in cores; `source` names the file."""
+    """The processor seconds per second that a group may use; `source` names the file."""
 
     num_cores: float
     source: str
 
 
 class _Mount(Frozen):
-    """A mounted hierarchy: the folder `folder` shows its group `root`."""
+    """A mounted hierarchy: the folder `folder` shows the group `root`."""
 
     version: int
     controllers: frozenset[str]  # of version 1
@@ -53,7 +53,7 @@ class _Mount(Frozen):
 
 
 def memory_limits(root: Path = _ROOT) -> list[MemoryLimit]:
-    """Return the limits of memory at every level; `root` is the folder with proc and sys."""
+    """Return the memory limits of every level; `root` is the folder that has proc and sys."""
     limits: list[MemoryLimit] = []
     for version, groups in _hierarchies(root, "memory"):
         read = _memory_limits_1 if version == 1 else _memory_limits_2
@@ -68,11 +68,12 @@ def core_limits(root: Path = _ROOT) -> list[CoreLimit]:
         for group in groups:
             folder = _within(root, group)
             if version == 1:
-                name, words = "cpu.cfs_quota_us", _words(folder / "cpu.cfs_quota_us")
-                words += _words(folder / "cpu.cfs_period_us")
+                name = "cpu.cfs_quota_us"
+                words = _words(folder / name) + _words(folder / "cpu.cfs_period_us")
             else:
-                name, words = "cpu.max", _words(folder / "cpu.max")
-            # Microseconds in each period, and the period's length.
+                name = "cpu.max"
+                words = _words(folder / name)
+            # The words are the microseconds of each period, and the length of the period.
             if len(words) == 2 and all(map(_is_number, words)) and int(words[1]):
                 num_cores = int(words[0]) / int(words[1])
                 limits.append(CoreLimit(num_cores, f"{name} of {group}"))
@@ -80,7 +81,7 @@ def core_limits(root: Path = _ROOT) -> list[CoreLimit]:
 
 
 def _memory_limits_2(root: Path, groups: Sequence[str]) -> Iterator[MemoryLimit]:
-    """Yield limits of version 2. Beyond `memory.high` a group is slowed until it is below again."""
+    """Yield the limits of version 2; above `memory.high` the system slows a group down."""
     for group in groups:
         folder = _within(root, group)
         stat, used_bytes = _table(folder / "memory.stat"), _number(folder / "memory.current") or 0
@@ -93,7 +94,7 @@ def _memory_limits_2(root: Path, groups: Sequence[str]) -> Iterator[MemoryLimit]
 
 
 def _memory_limits_1(root: Path, groups: Sequence[str]) -> Iterator[MemoryLimit]:
-    """Yield limits of version 1; the last one covers levels that are not mounted, too."""
+    """Yield the limits of version 1; the last limit includes levels that are not mounted."""
     for group in groups:
         folder = _within(root, group)
         limit = _number(folder / "memory.limit_in_bytes")
@@ -107,7 +108,7 @@ def _memory_limits_1(root: Path, groups: Sequence[str]) -> Iterator[MemoryLimit]
 
 
 def _memory_limit_1(root: Path, group: str, name: str, limit: int) -> Iterator[MemoryLimit]:
-    """Yield a limit of version 1 and the bytes that are left of it."""
+    """Yield a limit of version 1, unless it is so large that it is no limit."""
     if limit >= _UNLIMITED:
         return
     folder = _within(root, group)
@@ -117,7 +118,7 @@ def _memory_limit_1(root: Path, group: str, name: str, limit: int) -> Iterator[M
 
 
 def _free(limit_bytes: int, used_bytes: int, reclaimable_bytes: int) -> int:
-    """Return the bytes that can be taken: the system drops cached files before it refuses any."""
+    """Return the bytes that can be allocated: the system drops cached files before it refuses."""
     return max(0, limit_bytes - max(0, used_bytes - reclaimable_bytes))
 
 
@@ -140,7 +141,7 @@ def _hierarchies(root: Path, controller: str) -> Iterator[tuple[int, list[str]]]
 
 
 def _usual_mounts(controller: str) -> list[_Mount]:
-    """Return where hierarchies are mounted nearly everywhere, if no mount can be read."""
+    """Return the usual mounts, for systems whose mounts cannot be read."""
     return [
         _Mount(2, frozenset(), "/", "/sys/fs/cgroup"),
         _Mount(1, frozenset((controller,)), "/", f"/sys/fs/cgroup/{controller}"),
@@ -159,7 +160,7 @@ def _below(mount: _Mount, path: str) -> str:
 
 
 def _levels(root: Path, mount: _Mount, path: str) -> list[str]:
-    """Return the folders of a group and of those above it, innermost first.
+    """Return the folders of a group and of its parents, innermost first.
 
     A container may see only its own subtree, with or without its own namespace. If the path of the
     group then does not lie below the mounted root, the mounted root is the group.
@@ -176,7 +177,7 @@ def _levels(root: Path, mount: _Mount, path: str) -> list[str]:
 
 
 def _own_groups(root: Path) -> Iterator[tuple[frozenset[str], str]]:
-    """Yield the controllers and path of each group of this process; none for version 2."""
+    """Yield the controllers (empty for version 2) and the path of each of this process's groups."""
     for line in _lines(root / "proc/self/cgroup"):
         parts = line.split(":", 2)
         if len(parts) == 3:
@@ -197,7 +198,7 @@ def _mounts(root: Path) -> Iterator[_Mount]:
 
 
 def _unescaped(text: str) -> str:
-    """Return a path of mountinfo, in which blanks are written as octal numbers."""
+    """Return a path of mountinfo with its octal escapes replaced."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
@@ -215,7 +216,7 @@ def _is_number(word: str) -> bool:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Return the numbers of a file with a name and a number in each line."""
+    """Return the numbers of a file whose lines are a name and a number, by name."""
     pairs = (line.split() for line in _lines(path))
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and _is_number(pair[1])}
 
@@ -226,7 +227,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of a file; none if it cannot be read."""
+    """Return the lines of a file; empty if it cannot be read."""
     try:
         # Names of groups may be any bytes.
         return path.read_bytes().decode(errors="surrogateescape").split("\n")

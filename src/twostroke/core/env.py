@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def cache_dir() -> Path:
-    """Return the folder for downloaded models and measured machine facts.
+    """Return the folder for downloaded models, measured machine limits and chosen bits.
 
-    `TWOSTROKE_CACHE` if set, else `$XDG_CACHE_HOME/twostroke`, else `~/.cache/twostroke`.
+    It is `TWOSTROKE_CACHE` if set, else `$XDG_CACHE_HOME/twostroke`, else `~/.cache/twostroke`.
 
     Raises:
         UsageError: the user has no home folder, as in some containers.
@@ -53,7 +53,7 @@ def cpu_level() -> str | None:
 
 
 def num_threads() -> str | None:
-    """Return `TWOSTROKE_NUM_THREADS`, unparsed, or None for one thread per available core."""
+    """Return the text of `TWOSTROKE_NUM_THREADS`; None if it is not set."""
     return os.environ.get("TWOSTROKE_NUM_THREADS") or None
 
 
@@ -67,13 +67,14 @@ def api_key() -> str | None:
     """Return the key for a server's clients from `TWOSTROKE_API_KEY`, None if not set.
 
     Raises:
-        UsageError: it is set and empty: a secret that was not filled in must not open a server.
+        UsageError: the variable is set and empty. A secret that was not filled in must not make a
+            server open to all.
     """
     return _secret("TWOSTROKE_API_KEY", "key")
 
 
 def client_api_key() -> str | None:
-    """Return the key that this program, as a client, shows to a server; None if there is none."""
+    """Return the key that this program, as a client, sends to servers; None if it has no key."""
     return os.environ.get("TWOSTROKE_API_KEY", "").strip() or None
 
 
@@ -87,7 +88,7 @@ def replica_key() -> str | None:
 
 
 def _secret(name: str, kind: str = "secret") -> str | None:
-    """Return the value of a variable, None if it is not set; UsageError if it is empty."""
+    """Return the value of a variable; None if it is not set, UsageError if it is empty."""
     secret = os.environ.get(name)
     if secret is not None and not secret.strip():
         raise UsageError(f"{name} is empty: set it to a {kind}, or unset it.")
@@ -95,26 +96,28 @@ def _secret(name: str, kind: str = "secret") -> str | None:
 
 
 def launcher() -> dict[str, str]:
-    """Return what a launcher of ranks, such as torchrun or mpirun, has set of its variables."""
-    names = (
+    """Return the variables that a launcher of ranks, such as torchrun or mpirun, has set."""
+    name_groups = (
         ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
         ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"),
     )
-    return {name: os.environ[name] for group in names for name in group if os.environ.get(name)}
+    return {
+        name: os.environ[name] for group in name_groups for name in group if os.environ.get(name)
+    }
 
 
 def rank_secret() -> bytes:
-    """Return what ranks of several machines must know, from `TWOSTROKE_RANK_SECRET`.
+    """Return the secret that all ranks of a model share, from `TWOSTROKE_RANK_SECRET`.
 
     Raises:
-        UsageError: it is set and empty, as by a script whose file was not there.
+        UsageError: the variable is set and empty, as by a script that found no file of secrets.
     """
     return (_secret("TWOSTROKE_RANK_SECRET") or "").encode()
 
 
 def peer_secret() -> bytes:
-    """Return what decode and prefill engines must know, from `TWOSTROKE_PEER_SECRET`.
+    """Return the secret that decode and prefill engines share, from `TWOSTROKE_PEER_SECRET`.
 
     Raises:
         UsageError: it is set and empty.
@@ -123,7 +126,7 @@ def peer_secret() -> bytes:
 
 
 def store_key() -> bytes:
-    """Return the secret that seals pages in a store, from `TWOSTROKE_STORE_KEY`: 32 bytes.
+    """Return the key that encrypts pages in a page store, from `TWOSTROKE_STORE_KEY`: 32 bytes.
 
     Raises:
         UsageError: it is not set, or not 64 hexadecimal digits.
@@ -132,8 +135,10 @@ def store_key() -> bytes:
     with suppress(ValueError):
         if len(text) == 64:
             return bytes.fromhex(text)
-    what = "not 64 hexadecimal digits" if text else "not set"
-    reason = f"needs a secret, and TWOSTROKE_STORE_KEY is {what}: make one by openssl rand -hex 32."
+    fault = "not 64 hexadecimal digits" if text else "not set"
+    reason = (
+        f"needs a secret, and TWOSTROKE_STORE_KEY is {fault}: make one by openssl rand -hex 32."
+    )
     raise UsageError(reason, field="page_store")
 
 
@@ -155,12 +160,12 @@ def hub_endpoint() -> str:
 
 
 def hub_is_offline() -> bool:
-    """Whether `HF_HUB_OFFLINE` forbids to ask the hub."""
+    """Whether `HF_HUB_OFFLINE` forbids requests to the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
 def link() -> str | None:
-    """Return the kind of link between hosts forced by `TWOSTROKE_LINK`, or None for the fastest."""
+    """Return the link between hosts that `TWOSTROKE_LINK` forces; None for the fastest one."""
     return os.environ.get("TWOSTROKE_LINK") or None
 
 
@@ -170,17 +175,17 @@ def ray_address() -> str | None:
 
 
 def use_ray_token(token: str) -> None:
-    """Let Ray, in this process and those that it starts, demand and show a token."""
+    """Make Ray require and send a token, in this process and in its child processes."""
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
 
 
 def notify_socket() -> str | None:
-    """Return the address of systemd's socket, if systemd has started this process."""
+    """Return the address of systemd's notification socket; None without systemd."""
     return os.environ.get("NOTIFY_SOCKET") or None
 
 
 def watchdog_s() -> float | None:
-    """Return how often systemd wants to hear from this process, if it does."""
+    """Return the seconds within which systemd expects a sign of life; None if it expects none."""
     period_us, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
     if not period_us.isdigit() or (pid and pid != str(os.getpid())):
         return None
@@ -188,22 +193,22 @@ def watchdog_s() -> float | None:
 
 
 def set_default(name: str, value: str) -> None:
-    """Set a variable that a library reads, unless the user has."""
+    """Set a variable that a library reads, unless the user has set it."""
     os.environ.setdefault(name, value)
 
 
 def engine_environment() -> dict[str, str]:
-    """Return this process's environment for its engine, which needs no client's key."""
+    """Return this process's environment for its engine process, without the API key."""
     return {name: value for name, value in os.environ.items() if name != "TWOSTROKE_API_KEY"}
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment with `changes`, for a program that it starts."""
+    """Return this process's environment with `changes`, for a child process."""
     return {**os.environ, **changes}
 
 
 def install_command(extra: str) -> str:
-    """Return a command for a shell that adds an extra such as "train" to this installation.
+    """Return the shell command that adds an extra such as "train" to this installation.
 
     If the package was installed from a clone or from a wheel in a folder, the command names the
     clone or the wheel.
@@ -216,7 +221,7 @@ def install_command(extra: str) -> str:
 
 
 def _source() -> Path | None:
-    """Return the clone or the file that was installed; None if it came from a package index."""
+    """Return the clone or wheel that was installed; None if it came from a package index."""
     try:
         text = distribution("twostroke").read_text("direct_url.json")
         address = urlsplit(json.loads(text)["url"]) if text else None

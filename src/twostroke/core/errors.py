@@ -1,4 +1,4 @@
-"""Errors and notices that a user can act on: what was wrong, the limit, the option to change."""
+"""Errors and notices that a user can act on: each names the fault, the limit and the remedy."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Final, Self
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    Naming = Callable[[str], str]  # from the engine's name of a field to the caller's
+    Naming = Callable[[str], str]  # maps the engine's name of a field to the caller's name
     from collections.abc import Sequence
 
-_FACT: Final = re.compile(r"\{(\w+)(!r)?\}")
-_SAME_START_SHARE: Final = 0.7  # of the letters of both words
-_OTHER_START_SHARE: Final = 0.8
-_MAX_NAME_LENGTH: Final = 200  # longer words are cut: comparing takes time
+_PLACEHOLDER: Final = re.compile(r"\{(\w+)(!r)?\}")
+# The least ratio of equal letters for words with the same and with another first letter.
+_SAME_START_RATIO: Final = 0.7
+_OTHER_START_RATIO: Final = 0.8
+_MIN_PREFIX_LENGTH: Final = 4  # letters of a word that begins a longer word
+_MAX_COMPARED_LENGTH: Final = 200  # longer words are cut, because comparing takes time
 
 
 class Field(str):
@@ -29,13 +31,17 @@ class Field(str):
 class TwostrokeError(Exception):
     """The base of every error that Twostroke raises on purpose.
 
-    An error about a field has the field's name (or a path such as `messages[3].content`), and its
-    reason continues the sentence: "must be at least 1, got 0.". A reason that begins with a
-    capital letter is a whole sentence. `facts` replace their names in braces in the reason
-    (`{name}`, or `{name!r}` as Python writes them), and the field replaces `{field}`.
+    A reason that begins with a capital letter is a whole sentence. Any other reason continues the
+    field's name: field `n`, reason "must be at least 1, got 0.".
 
-    `exit_code` is the command line's, `http_status` the server's, and `code` a short
-    machine-readable word (OpenAI's `error.code`).
+    Attributes:
+        reason: the sentence, or its rest after the field's name. `{name}` stands for a fact, and
+            `{name!r}` for its `repr`; `{field}` stands for the field.
+        field: the engine's name of the wrong field, or a path such as `messages[3].content`.
+        facts: the values of the placeholders in the reason, by name.
+        exit_code: the exit code of the command line.
+        http_status: the status of a server's response.
+        code: a short machine-readable word (OpenAI's `error.code`).
     """
 
     exit_code = 1
@@ -53,7 +59,7 @@ class TwostrokeError(Exception):
         return self.sentence()
 
     def sentence(self, naming: Naming = str) -> str:
-        """Return the sentence; `naming` gives the caller's name of each field."""
+        """Return the sentence; `naming` maps the engine's name of a field to the caller's."""
         reason, field = self.reason, self.field and naming(self.field)
         is_whole = field is None or reason[:1].isupper()
         facts: dict[str, object] = {
@@ -63,13 +69,13 @@ class TwostrokeError(Exception):
         if field is not None:
             facts["field"] = field
 
-        def fact(found: re.Match[str]) -> str:
-            if found[1] not in facts:
-                return found[0]
-            return repr(facts[found[1]]) if found[2] else str(facts[found[1]])
+        def fact_text(match: re.Match[str]) -> str:
+            if match[1] not in facts:
+                return match[0]
+            return repr(facts[match[1]]) if match[2] else str(facts[match[1]])
 
-        # Not str.format: reasons quote callers, whose "{field:>9999999999}" it would obey.
-        reason = _FACT.sub(fact, reason)
+        # Not str.format: a reason may quote a caller's "{field:>9999999999}".
+        reason = _PLACEHOLDER.sub(fact_text, reason)
         text = reason if is_whole else f"{field} {reason}"
         return text[:-1] if text.endswith("..") and not text.endswith("...") else text
 
@@ -91,7 +97,7 @@ class ModelNotFoundError(TwostrokeError):
 
 
 class ModelFormatError(TwostrokeError):
-    """A model file is truncated, damaged, or of a kind that is not supported."""
+    """A model file is truncated, damaged, or has a format that is not supported."""
 
     exit_code = 4
     http_status = 500
@@ -99,7 +105,7 @@ class ModelFormatError(TwostrokeError):
 
 
 class QualityError(ModelFormatError):
-    """A model's files can be read, and what the model writes is garbage."""
+    """A model's files can be read, but its output is garbage."""
 
     code = "model_quality"
 
@@ -118,7 +124,7 @@ class MemoryLimitError(TwostrokeError):
 
 
 class UnreachableError(TwostrokeError):
-    """No plan does what is asked: it does not fit, or its objectives cannot be met."""
+    """No plan meets the request: the model does not fit, or an objective cannot be met."""
 
     exit_code = 9
 
@@ -142,7 +148,7 @@ class RanksLostError(BackendError):
 
 
 class DeviceLostError(BackendError):
-    """A GPU has failed in a way that ends the process's use of it; the engine must start again."""
+    """A GPU failed, and this process can no longer use it: the engine must start again."""
 
     code = "device_lost"
 
@@ -158,9 +164,9 @@ class RequestError(TwostrokeError):
 class ContextLengthError(RequestError):
     """A prompt, or a prompt with its answer, can never fit.
 
-    If the context length is the reason, the facts have `context_length`, `num_prompt` and, if the
-    prompt alone fits, `num_answer`, in tokens; `least` is "at least " if the prompt was not counted
-    to its end. Protocols replace the sentence by their own.
+    If the context length is the reason, the facts have these numbers of tokens: `context_length`,
+    `num_prompt` and, if the prompt alone fits, `num_answer`. The fact `least` is "at least " if the
+    prompt was not counted to its end. Protocols write their own sentence from the facts.
     """
 
     code = "context_length_exceeded"
@@ -169,9 +175,9 @@ class ContextLengthError(RequestError):
 class OverloadedError(TwostrokeError):
     """The queue is full; the same request may be accepted later.
 
-    If it is known when, the facts have `room_s`, the seconds until then, and perhaps `turn_s`, how
-    long the request's own tokens will keep the queue. `is_full` says that shorter requests of the
-    same caller would be refused, too.
+    The facts may have `room_s`, the seconds until the queue has room; `turn_s`, the seconds for
+    which the request's own tokens will occupy the queue; and `is_full`, whether shorter requests of
+    the same caller are refused as well.
     """
 
     http_status = 429
@@ -179,15 +185,20 @@ class OverloadedError(TwostrokeError):
 
 
 class DeadlineError(TwostrokeError):
-    """The request's time was over before it was answered."""
+    """The request was not answered within its timeout."""
 
     http_status = 504
     code = "deadline_exceeded"
 
     @classmethod
-    def of_timeout(cls, timeout_s: float, what: str = "was stopped: it took longer than") -> Self:
-        """Return the error of a request that is past its own timeout."""
-        return cls(f"The request {what} its timeout of {timeout_s:g} s.")
+    def of_timeout(
+        cls, timeout_s: float, predicate: str = "was stopped: it took longer than"
+    ) -> Self:
+        """Return the error of a request that is past its own timeout.
+
+        `predicate` continues "The request", and "its timeout" follows.
+        """
+        return cls(f"The request {predicate} its timeout of {timeout_s:g} s.")
 
 
 class EngineStoppedError(TwostrokeError):
@@ -198,10 +209,10 @@ class EngineStoppedError(TwostrokeError):
 
 
 class EngineDiedError(EngineStoppedError):
-    """The engine's process died while it computed the request; another one starts.
+    """The engine's process died while it computed the request; another process starts.
 
-    The error has the words `SENTENCE` in every protocol, so that a router can recognize it. Some
-    protocols have no field for the error's code.
+    The message contains `SENTENCE` in every protocol, so that a router recognizes the error in
+    protocols that have no field for its code.
     """
 
     code = "engine_died"
@@ -209,13 +220,13 @@ class EngineDiedError(EngineStoppedError):
 
 
 class ModelNotLoadedError(EngineStoppedError):
-    """One of several models cannot be loaded now; the others are served."""
+    """One of a server's models cannot be loaded now; its other models are served."""
 
     code = "model_not_loaded"
 
 
 class EngineKillerError(RequestError):
-    """The engine died each time that it computed the request, the last time alone."""
+    """The engine died each time it computed the request, the last time without other requests."""
 
     code = "engine_killer"
 
@@ -227,37 +238,38 @@ class SchemaMissError(TwostrokeError):
     code = "schema_miss"
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` for the known word most like `word`, or an empty string.
+def nearest(word: str, known_words: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the known word most similar to `word`, or an empty string.
 
-    Upper and lower case are the same. Words are alike if most of their letters are the same (more
-    of them if the first letters differ), or if one, of at least four letters, begins the other.
+    Case is ignored. Two words are similar if most of their letters are equal (more if their first
+    letters differ), or if one of them, with at least four letters, begins the other.
     """
-    return _nearest(word[: _MAX_NAME_LENGTH + 1], tuple(known))
+    return _nearest(word[: _MAX_COMPARED_LENGTH + 1], tuple(known_words))
 
 
 @lru_cache(1024)  # clients send the same unknown fields in each request
 def _nearest(word: str, known_words: tuple[str, ...]) -> str:
-    wanted = _bare(word[:_MAX_NAME_LENGTH])
-    matcher = SequenceMatcher(None, "", wanted)
-    alike: dict[float, str] = {}
+    bare_word = _bare(word[:_MAX_COMPARED_LENGTH])
+    matcher = SequenceMatcher(None, "", bare_word)
+    name_by_ratio: dict[float, str] = {}
     for name in known_words:
-        bare = _bare(name)
-        matcher.set_seq1(bare)
-        least_share = _SAME_START_SHARE if wanted[:1] == bare[:1] else _OTHER_START_SHARE
-        short, long = sorted((wanted, bare), key=len)
-        begins = len(short) >= 4 and long.startswith(short)
-        bounds = (matcher.real_quick_ratio, matcher.quick_ratio)  # not below the ratio, and fast
-        if not begins and any(bound() < least_share for bound in bounds):
+        bare_name = _bare(name)
+        matcher.set_seq1(bare_name)
+        has_same_start = bare_word[:1] == bare_name[:1]
+        min_ratio = _SAME_START_RATIO if has_same_start else _OTHER_START_RATIO
+        short, long = sorted((bare_word, bare_name), key=len)
+        is_prefix = len(short) >= _MIN_PREFIX_LENGTH and long.startswith(short)
+        upper_bounds = (matcher.real_quick_ratio, matcher.quick_ratio)  # faster than the ratio
+        if not is_prefix and any(bound() < min_ratio for bound in upper_bounds):
             continue
-        share = matcher.ratio()
-        if name != word and (share >= least_share or begins):
-            alike.setdefault(share, name)
-    return f" Did you mean '{alike[max(alike)]}'?" if alike else ""
+        ratio = matcher.ratio()
+        if name != word and (ratio >= min_ratio or is_prefix):
+            name_by_ratio.setdefault(ratio, name)
+    return f" Did you mean '{name_by_ratio[max(name_by_ratio)]}'?" if name_by_ratio else ""
 
 
 def _bare(word: str) -> str:
-    return word.lower().lstrip("-")  # options begin with it
+    return word.lower().lstrip("-")
 
 
 MAX_NAME_LENGTH: Final = 120
@@ -266,13 +278,13 @@ _logger = logging.getLogger("twostroke.weights")
 
 
 def warn_of_wrong_token_id(key: str, value: object) -> None:
-    """Log that a special token of a file is left out because no token has its id."""
+    """Log that a special token of a model file is left out, because no token has its id."""
     id_text = "-1" if value == (1 << 32) - 1 else str(value)[:40]
     notice(f"{key} is {id_text}, which is not the id of a token: left out.")
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first names in quotes, and the number of other names."""
+    """Return the first names in quotes, and the number of further names."""
     text = ", ".join(repr(name[:MAX_NAME_LENGTH]) for name in names[:_MAX_NAMES])
     num_more = len(names) - _MAX_NAMES
     return f"{text} and {num_more} more" if num_more > 0 else text
@@ -280,5 +292,5 @@ def first_names(names: Sequence[str]) -> str:
 
 @cache
 def notice(text: str) -> None:
-    """Log a sentence as a warning, unless it was logged before."""
+    """Log a sentence as a warning, once in a process."""
     _logger.warning("%s", text)

@@ -1,4 +1,4 @@
-"""Read files within a size limit, replace them in one step, lock them, and write large ones."""
+"""Files: safe reads with a size limit, atomic replacement, locks, and large outputs."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8, which editors on Windows write
 
 
 class IrregularFileError(OSError):
-    """A path names a folder, a pipe, a socket, a device or a link where a file should be."""
+    """A path names a folder, pipe, socket, device or link, not a regular file."""
 
 
 def open_regular_file(path: Path, *, follows_links: bool = True) -> BinaryIO:
-    """Open a file to read its bytes, and never wait for the writer of a pipe.
+    """Open a regular file to read its bytes; a pipe is refused, since opening one may block.
 
-    Without `follows_links`, a symbolic link is refused, too. Pipes in /dev and /proc, which a shell
-    opens for `<(command)`, are read.
+    Pipes in /dev and /proc, which a shell opens for `<(command)`, are accepted. Without
+    `follows_links`, a symbolic link is refused.
 
     Raises:
-        IrregularFileError: it is not a regular file.
-        OSError: it is missing, or cannot be opened.
+        IrregularFileError: the path is not a regular file.
+        OSError: the file is missing, or cannot be opened.
     """
     if path.parts[:2] in {("/", "dev"), ("/", "proc")}:
         return path.open("rb")
@@ -52,9 +52,9 @@ def open_regular_file(path: Path, *, follows_links: bool = True) -> BinaryIO:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether anything has this name, also a folder, a pipe or a link that leads nowhere.
+    """Return whether a path exists, be it a file, folder, pipe or dangling link.
 
-    An optional file that is there and is no file is damaged, and must not count as left out.
+    An optional file whose path exists but is not a file is damaged, and must not count as absent.
     """
     return os.path.lexists(path)
 
@@ -76,15 +76,14 @@ def _irregular(path: Path) -> IrregularFileError:
         stat.S_IFSOCK: "it is a socket",
         stat.S_IFLNK: "it is a symbolic link",
     }
-    why = kinds.get(stat.S_IFMT(mode), "it is a device")
-    return IrregularFileError(errno.EINVAL, f"{why}, not a file", str(path))
+    kind = kinds.get(stat.S_IFMT(mode), "it is a device")
+    return IrregularFileError(errno.EINVAL, f"{kind}, not a file", str(path))
 
 
 def read_at_most(file: BinaryIO, max_bytes: int) -> bytes:
-    """Return the rest of an open file, but no more than the first `max_bytes`.
+    """Return the rest of an open file, at most `max_bytes` of it.
 
-    A read reserves memory for its limit, and a pipe has no size that could be its limit: chunks
-    keep the memory small.
+    The file is read in chunks, since a single read reserves memory for all of `max_bytes`.
     """
     chunks: list[bytes] = []
     while max_bytes > 0 and (chunk := file.read(min(max_bytes, _CHUNK_BYTES))):
@@ -99,7 +98,7 @@ def read_small_file(path: Path) -> bytes:
         with open_regular_file(path) as file:
             raw = read_at_most(file, MAX_JSON_BYTES + 1)
     except OSError as error:
-        name = path.name or str(path)  # of "." there is none
+        name = path.name or str(path)  # "." has no name
         raise ModelFormatError(f"{name!r} cannot be read: {error.strerror}.") from None
     if len(raw) > MAX_JSON_BYTES:
         raise ModelFormatError(f"{path.name!r} is larger than {MAX_JSON_BYTES} bytes.")
@@ -117,14 +116,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def place_file(part: Path, path: Path) -> None:
-    """Give a whole file its name, so that neither is lost with the power."""
+    """Rename a finished file, so that neither its data nor its name is lost at a power failure."""
     _sync(part)
     part.replace(path)
     _sync(path.parent)
 
 
 def file_size(path: Path) -> int | None:
-    """Return a file's size, None if it cannot be seen."""
+    """Return a file's size in bytes; None if it does not exist or cannot be read."""
     try:
         return path.stat().st_size
     except OSError:
@@ -132,7 +131,7 @@ def file_size(path: Path) -> int | None:
 
 
 def megabytes(num_bytes: int) -> str:
-    """Return a size as people read it."""
+    """Return a size for people, such as "98 MB" or "12.3 GB"."""
     if num_bytes >= 10**13:
         return f"{num_bytes / 1e12:,.1f} TB"
     if 0 < num_bytes < 10**6:
@@ -149,7 +148,7 @@ def _sync(path: Path) -> None:
 
 
 def locks(descriptor: int) -> bool:
-    """Lock an open file until it is closed; False if another process holds it."""
+    """Lock an open file until it is closed; return False if another process holds the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -159,16 +158,16 @@ def locks(descriptor: int) -> bool:
 
 @contextmanager
 def unfinished(out: Path) -> Iterator[Path]:
-    """Yield a hidden path beside `out`; the file there becomes `out` after the block.
+    """Yield a hidden path beside `out`; after the block, the file there is renamed to `out`.
 
     If the block fails or is interrupted, the hidden file is removed, and `out` stays as it was.
 
     Raises:
-        UsageError: another process makes it.
+        UsageError: another process is writing `out`.
         TwostrokeError: the disk cannot be written.
     """
     part = out.with_name(f".{out.stem}.part{out.suffix}")
-    with _told(out), alone(out.with_name(f".{out.name}.lock"), out):
+    with _write_errors(out), alone(out.with_name(f".{out.name}.lock"), out):
         try:
             if out.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -181,16 +180,18 @@ def unfinished(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def unfinished_folder(out: Path) -> Iterator[Path]:
-    """Yield a hidden folder beside `out`, which becomes `out` after the block; as `unfinished`.
+    """Yield a hidden folder beside `out`; after the block, it is renamed to `out`.
+
+    If the block fails or is interrupted, the hidden folder is removed.
 
     Raises:
-        UsageError: `out` is there already, or another process makes it.
+        UsageError: `out` exists already, or another process is writing it.
         TwostrokeError: the disk cannot be written.
     """
     if out.exists():
         raise UsageError(f"{str(out)!r} is there already.", field="out")
     part = out.with_name(f".{out.name}.part")
-    with _told(out), alone(out.with_name(f".{out.name}.lock"), out):
+    with _write_errors(out), alone(out.with_name(f".{out.name}.lock"), out):
         try:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
@@ -202,15 +203,15 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def alone(path: Path, out: Path) -> Iterator[None]:
-    """Be the only process that makes `out`, by a lock file at `path`.
+    """Hold the lock file at `path` during the block, so that no other process writes `out`.
 
     Raises:
-        UsageError: another process makes it.
+        UsageError: another process holds the lock.
     """
     with path.open("ab") as file:
-        taken = not locks(file.fileno())
-        # The other one may have removed the file just before it was locked here.
-        if taken or not os.fstat(file.fileno()).st_nlink:
+        is_locked = not locks(file.fileno())
+        # The other process may have removed the file just before it was locked here.
+        if is_locked or not os.fstat(file.fileno()).st_nlink:
             raise UsageError(f"Another command writes {str(out)!r} now.", field="out")
         try:
             yield
@@ -219,8 +220,8 @@ def alone(path: Path, out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _told(out: Path) -> Iterator[None]:
-    """Say of each failure that `out` was not written."""
+def _write_errors(out: Path) -> Iterator[None]:
+    """Make errors and Ctrl-C in the block say that `out` was not written."""
     try:
         yield
     except OSError as error:
@@ -232,7 +233,7 @@ def _told(out: Path) -> Iterator[None]:
 
 
 def need(path: Path, num_bytes: float) -> None:
-    """Raise TwostrokeError if the disk of the file `path` has fewer bytes free."""
+    """Raise TwostrokeError if the disk of the file `path` has fewer than `num_bytes` free."""
     free = shutil.disk_usage(path.parent).free
     if free < num_bytes:
         needed, left = megabytes(int(num_bytes)), megabytes(free)

@@ -1,4 +1,4 @@
-"""This machine: its memory, its cores, its memory nodes, and the limits of its speed."""
+"""This machine: its memory, its cores, its NUMA nodes, and the limits of its speed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,17 @@ _NODES = Path("/sys/devices/system/node")
 
 
 class Hardware(Frozen):
-    """The limits that measured speeds are compared with, and where they come from.
+    """The limits of a machine's speed, with which measured speeds are compared.
 
-    `bandwidth` is in bytes/s for streams the size of a model; `peak` in operations/s (one
-    multiply-add is two) of the best arithmetic that the kernels of this level can use.
+    Attributes:
+        name: the processor or device.
+        num_threads: how many threads the limits are for.
+        memory_bytes: the size of the memory.
+        bandwidth: bytes per second, for a stream of the size of a model.
+        peak: operations per second of the fastest arithmetic that the kernels use; a multiply-add
+            counts as two operations.
+        peak_kind: the kind of that arithmetic.
+        source: how the limits were found.
     """
 
     name: str
@@ -39,32 +46,32 @@ class Hardware(Frozen):
 
 
 class MemoryNode(Frozen):
-    """Cores that this process may use, and that are near one part of the memory."""
+    """A NUMA node: the cores near one part of the memory that this process may use."""
 
-    number: int  # the operating system's
+    number: int  # as the operating system counts
     cores: tuple[int, ...]
 
 
 def memory_total() -> int:
-    """Return the bytes of memory that this process can have at most, control groups included."""
+    """Return the most bytes of memory that this process can have, within control groups."""
     limit = memory_limit()
     return limit.limit_bytes if limit else _memory_of_machine()
 
 
 def memory_available() -> int:
-    """Return the bytes that can still be taken without swapping, control groups included."""
+    """Return the bytes that can be allocated without swapping, within control groups."""
     limits = memory_limits(_ROOT)
     return min([_available_on_machine(), *(limit.free_bytes for limit in limits)])
 
 
 def memory_limit() -> MemoryLimit | None:
-    """Return the control group with the least limit of memory; None if the machine has less."""
+    """Return the lowest memory limit of a control group; None if the machine's memory is less."""
     limit = min(memory_limits(_ROOT), key=lambda limit: limit.limit_bytes, default=None)
     return limit if limit and limit.limit_bytes < _memory_of_machine() else None
 
 
 def scarcest_memory() -> MemoryLimit | None:
-    """Return the control group that leaves the least memory; None if the machine leaves less."""
+    """Return the limit with the fewest free bytes; None if the machine has fewer free bytes."""
     limit = min(memory_limits(_ROOT), key=lambda limit: limit.free_bytes, default=None)
     return limit if limit and limit.free_bytes < _available_on_machine() else None
 
@@ -81,7 +88,7 @@ def _available_on_machine() -> int:
 
 
 def memory_used() -> int:
-    """Return the bytes of memory that this process holds (its resident size)."""
+    """Return the resident size of this process in bytes; 0 if it is unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -97,13 +104,13 @@ def return_freed_memory() -> None:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may keep busy, quotas of control groups included."""
+    """Return how many cores this process may keep busy, within quotas of control groups."""
     quota = core_limit()
     return max(1, int(quota.num_cores)) if quota else _num_allowed_cores()
 
 
 def core_limit() -> CoreLimit | None:
-    """Return the least quota of processor time; None if it is more than the allowed cores."""
+    """Return the lowest quota of processor time; None if it exceeds the allowed cores."""
     limit = min(core_limits(_ROOT), key=lambda limit: limit.num_cores, default=None)
     return limit if limit and limit.num_cores < _num_allowed_cores() else None
 
@@ -116,7 +123,7 @@ def _num_allowed_cores() -> int:
 
 
 def resolve_num_threads(requested: int | None) -> int:
-    """Return the number of compute threads: as requested, else the environment's, else every core.
+    """Return the number of compute threads: `requested`, else the environment's, else all cores.
 
     Raises:
         UsageError: `TWOSTROKE_NUM_THREADS` is not a number from 1 to 1024.
@@ -133,16 +140,16 @@ def resolve_num_threads(requested: int | None) -> int:
 
 
 def processor_name() -> str:
-    """Return the processor's own name, or its architecture."""
+    """Return the name of the processor, or its architecture if the name is unknown."""
     words = _words(Path("/proc/cpuinfo"), after="model name\t:")
     return " ".join(words) or platform.processor() or platform.machine()
 
 
 def memory_nodes(folder: Path = _NODES) -> tuple[MemoryNode, ...]:
-    """Return the nodes that have cores for this process; none if the system does not report them.
+    """Return the nodes that have cores for this process; empty if the system does not report them.
 
-    `folder` is laid out as Documentation/ABI/stable/sysfs-devices-node of Linux says. If a core is
-    missing or on two nodes, no nodes are returned: a mistake must not keep threads away from cores.
+    `folder` has the layout of Documentation/ABI/stable/sysfs-devices-node of Linux. If a core is
+    missing, or on two nodes, the result is empty, so that a mistake keeps no thread from a core.
     """
     if not hasattr(os, "sched_getaffinity"):
         return ()
@@ -158,47 +165,51 @@ def memory_nodes(folder: Path = _NODES) -> tuple[MemoryNode, ...]:
 
 
 def threads_by_node(nodes: Sequence[MemoryNode], num_threads: int) -> dict[MemoryNode, int]:
-    """Return how many threads to bind to each node, in order; {} for no binding.
+    """Return how many threads to bind to each node; empty to bind none.
 
-    All cores in a row are divided into `num_threads` equal parts; each thread goes to the node with
-    the middle of its part, so that nodes have their share of threads to less than one. Threads
-    that would all be on one node are left to the system.
+    The cores of all nodes, in a row, are divided into `num_threads` equal parts. Each thread goes
+    to the node with the middle of its part, so a node's number of threads differs from its share by
+    less than one. If all threads would be on one node, the operating system places them.
     """
-    node_of = [node for node in nodes for _ in node.cores]
-    middles = [(2 * i + 1) * len(node_of) // (2 * num_threads) for i in range(num_threads)]
-    placed = Counter(node_of[middle] for middle in middles) if nodes else {}
-    return dict(placed) if len(placed) > 1 else {}
+    if not nodes:
+        return {}
+    node_of_core = [node for node in nodes for _ in node.cores]
+    num_all = len(node_of_core)
+    middles = [(2 * i + 1) * num_all // (2 * num_threads) for i in range(num_threads)]
+    counts = Counter(node_of_core[middle] for middle in middles)
+    return dict(counts) if len(counts) > 1 else {}
 
 
 class OtherPrograms:
-    """Measures the processor time of other programs since it was created."""
+    """Measures the processor time that other programs have used since this object was created."""
 
     def __init__(self) -> None:
-        """Start."""
-        self._began_s, self._before_s = time.monotonic(), _others_s()
+        """Start measuring."""
+        self._began_s = time.monotonic()
+        self._before_s = _others_s()
 
     def share(self) -> float | None:
-        """Return their share of all processors' time so far; None if it is unknown."""
+        """Return the share of all processors' time, from 0 to 1; None if it is unknown."""
         after_s = _others_s()
         if self._before_s is None or after_s is None:
             return None
-        whole_s = (time.monotonic() - self._began_s) * (os.cpu_count() or 1)
-        return max(0.0, after_s - self._before_s) / whole_s
+        total_s = (time.monotonic() - self._began_s) * (os.cpu_count() or 1)
+        return max(0.0, after_s - self._before_s) / total_s
 
 
 def _others_s() -> float | None:
-    """Return for how many seconds other programs have kept processors busy since the start."""
+    """Return the processor seconds of other programs since the machine's start; None if unknown."""
     times = _words(Path("/proc/stat"), after="cpu", num_words=8)
     if len(times) < 8:
         return None
     user, nice, system, _, _, *interrupts = map(int, times)
-    own = os.times()
-    busy = user + nice + system + sum(interrupts)
-    return busy / os.sysconf("SC_CLK_TCK") - own.user - own.system
+    own_times = os.times()
+    busy_ticks = user + nice + system + sum(interrupts)
+    return busy_ticks / os.sysconf("SC_CLK_TCK") - own_times.user - own_times.system
 
 
 def _numbers(path: Path) -> set[int]:
-    """Return the numbers in a list such as `0-3,8,10-11`; none if it is missing or damaged."""
+    """Return the numbers in a file such as `0-3,8,10-11`; empty if it is missing or damaged."""
     try:
         parts = [part.split("-") for part in path.read_text().strip().split(",")]
         return {n for part in parts for n in range(int(part[0]), int(part[-1]) + 1)}
@@ -207,10 +218,10 @@ def _numbers(path: Path) -> set[int]:
 
 
 def _words(path: Path, after: str = "", num_words: int | None = None) -> list[str]:
-    """Return the words after `after` in the first line that begins so; none if there is no line."""
+    """Return the words after `after` in the first line that begins with it."""
     try:
         with path.open(errors="replace") as lines:
-            found = next((line for line in lines if line.startswith(after)), after)
+            line = next((line for line in lines if line.startswith(after)), after)
     except OSError:
         return []
-    return found.removeprefix(after).split()[:num_words]
+    return line.removeprefix(after).split()[:num_words]

@@ -1,4 +1,4 @@
-"""JSON: encoded for readers of lines, and small files that are read with a size limit."""
+"""JSON: text that line readers do not split, and small files with a checksum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHECKSUM_BYTES = 16
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a small file; ModelFormatError if there is none."""
+    """Return the JSON object in a small file; ModelFormatError if it has none."""
     value = _parse(path)
     if not isinstance(value, dict):
         raise ModelFormatError(f"{path.name!r} is damaged: it is not a JSON object.")
@@ -33,16 +33,16 @@ def write_json(path: Path, values: Mapping[str, object]) -> None:
 
 
 def write_checked_json(path: Path, values: Mapping[str, object]) -> None:
-    """As `write_json`, with a checksum of name and values, which `read_checked_json` compares."""
+    """Replace a small file by a JSON object with a checksum of the file's name and the values."""
     write_json(path, {**values, _CHECKSUM_KEY: _checksum(path, values)})
 
 
 def read_checked_json(path: Path) -> dict[str, Any]:
-    """Return values that `write_checked_json` wrote, or all of a file without a checksum.
+    """Return the values that `write_checked_json` wrote; a file without a checksum is accepted.
 
     Raises:
-        ModelFormatError: the file cannot be read, has another file's name, or its values have
-            changed since they were written.
+        ModelFormatError: the file cannot be read, was renamed, or its values have changed since
+            they were written.
     """
     values = read_json(path)
     checksum = values.pop(_CHECKSUM_KEY, None)
@@ -66,7 +66,7 @@ def _parse(path: Path) -> Any:
 _encode = msgspec.json.Encoder().encode
 
 # JSON allows these characters in strings, but Python's `str.splitlines` and the line readers of
-# several clients end a line at them. (JSON always escapes the other characters at which they do.)
+# several clients end a line at them. (JSON always escapes the other characters that end lines.)
 _LINE_ENDS: Final = {
     b"\xe2\x80\xa8": rb"\u2028",  # line separator
     b"\xe2\x80\xa9": rb"\u2029",  # paragraph separator
@@ -75,12 +75,12 @@ _LINE_ENDS: Final = {
 
 
 def encode_json(body: Any) -> bytes:
-    """Return a value as one line of JSON, which no line reader splits."""
+    """Return a value as one line of JSON, in UTF-8, that no line reader splits."""
     return escape_line_ends(_encode(body))
 
 
 def escape_line_ends(data: bytes) -> bytes:
-    """Return the same JSON, with escapes for the characters at which some readers end a line."""
+    """Return the JSON with escapes for the characters at which some line readers end a line."""
     if data.isascii():  # much faster than three searches
         return data
     for character, escaped in _LINE_ENDS.items():

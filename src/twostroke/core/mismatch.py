@@ -66,7 +66,7 @@ class Mismatch(Frozen):
 
 
 def find_mismatch(kind: Any, data: Any, path: str = "") -> Mismatch | None:
-    """Return the first value of some data that does not fit a type; None without such a value.
+    """Return the mismatch of the first value that does not fit a type; None if all values fit.
 
     Args:
         kind: the type.
@@ -81,7 +81,7 @@ def find_mismatch(kind: Any, data: Any, path: str = "") -> Mismatch | None:
 
 
 def _find(data: Any, kinds: list[inspect.Type], path: str) -> Mismatch | None:
-    """Return a value that does not fit, or the first such value inside it."""
+    """Return the mismatch of a value, or of the first wrong value inside it."""
     kinds = list(parts(kinds))
     if any(isinstance(kind, _UNCHECKED) for kind in kinds):
         return None
@@ -215,7 +215,7 @@ def _word_mismatch(word: str, kinds: list[inspect.Type], path: str) -> Mismatch 
 
 
 def _exceeded_limits(value: Any, kinds: list[inspect.Type]) -> str:
-    """Return, in words, the limits that a number or a length is outside of; empty if within."""
+    """Return the exceeded limits of a number or a length, in words; empty if it is within them."""
     if value is None or isinstance(value, bool):
         return ""
     size = _size(value)
@@ -229,7 +229,7 @@ def _exceeded_limits(value: Any, kinds: list[inspect.Type]) -> str:
 
 
 def _size(value: Any) -> Any:
-    """Return a number itself, and the length of anything else."""
+    """Return a number itself, and the length of any other value."""
     return value if isinstance(value, int | float) else len(value)
 
 
@@ -265,7 +265,7 @@ def type_of(kind: Any) -> inspect.Type:
 
 
 def parts(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
-    """Yield annotations, and the alternatives of unions instead of these."""
+    """Yield the types, with each union replaced by its alternatives."""
     for kind in kinds:
         if isinstance(kind, inspect.Metadata):
             yield kind
@@ -277,7 +277,7 @@ def parts(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
 
 
 def extra_of(kind: inspect.Type) -> dict[str, Any]:
-    """Return the marks of an annotation; empty for a type without them."""
+    """Return the `extra` values of an annotation; empty for other types."""
     return (kind.extra or {}) if isinstance(kind, inspect.Metadata) else {}
 
 

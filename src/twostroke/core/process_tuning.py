@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 # A step of 256 streams makes about a thousand objects, which live until their callers have read
 # them. By default that is one or two collections a step, a tenth of its time
 # (`make bench WHAT=overhead`).
-_OBJECTS_A_COLLECTION = 10_000
+_OBJECTS_PER_COLLECTION = 10_000
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Collect no cycles while the block runs, which makes none."""
+    """Turn cyclic garbage collection off during a block that creates no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -35,52 +35,59 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def tune_garbage_collector() -> None:
-    """Exempt all present objects from cyclic collection, and collect new ones rarely.
+    """Exempt all present objects from cyclic collection, and collect new objects rarely.
 
-    Call it once the model is loaded, in a process that only serves it. Reference counts free what
-    requests leave; cycles stay longer and take a megabyte or two.
+    Call this function when the model is loaded, in a process that only serves it. Reference counts
+    free the objects of requests; cycles stay longer, and take one or two megabytes.
     """
     gc.collect()
     gc.freeze()
-    gc.collect()  # what grows old is compared with what is found now: collected at a quarter of it
-    gc.set_threshold(_OBJECTS_A_COLLECTION)
+    # Python postpones a full collection until new objects exceed a quarter of the objects that the
+    # last full collection saw. After this one, that number is small.
+    gc.collect()
+    gc.set_threshold(_OBJECTS_PER_COLLECTION)
 
 
-_SLICE_NS: Final = 100_000  # the shortest that Linux has
-_SET_ATTR: Final = {"x86_64": 314, "aarch64": 274}  # the number of sched_setattr
-_RESET_ON_FORK: Final = 1
+_TIME_SLICE_NS: Final = 100_000  # the shortest time slice of Linux
+_SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}  # the number of the system call
+_RESET_ON_FORK: Final = 1  # SCHED_FLAG_RESET_ON_FORK
 
 
 def request_short_time_slices(thread: int = 0) -> bool:
-    """Ask for short slices for a thread, but not its children; return whether that was granted.
+    """Ask for short time slices for a thread, not for its children; return whether it got them.
 
-    `thread` is the system's number of one of this process, 0 for the calling one.
+    `thread` is the system's id of a thread of this process; 0 is the calling thread.
 
-    Linux since 6.12 lets a thread with a short slice interrupt those with long ones when it wakes.
-    An event loop, which works for a moment, then does not wait behind threads that compute. Its
-    share of the time stays the same.
+    Since Linux 6.12, a thread with a short slice interrupts threads with long slices when it wakes.
+    So an event loop, which works for a moment at a time, does not wait for threads that compute.
+    Its share of the processor time stays the same.
     """
-    number = _SET_ATTR.get(platform.machine())
-    if sys.platform != "linux" or number is None:
+    call_number = _SCHED_SETATTR.get(platform.machine())
+    if sys.platform != "linux" or call_number is None:
         return False
     try:
         if os.sched_getscheduler(0) != os.SCHED_OTHER:
             return False
-    except OSError:  # musl has none, and containers may forbid it
+    except OSError:  # musl has no such function, and containers may forbid it
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)
-    if nice < 0:  # which children would lose
+    if nice < 0:  # with _RESET_ON_FORK, children would lose the higher priority
         return False
-    fields = (48, os.SCHED_OTHER, _RESET_ON_FORK, nice, 0, _SLICE_NS, 0, 0)
-    attributes = ctypes.create_string_buffer(struct.pack("=IIQiIQQQ", *fields))
-    return bool(ctypes.CDLL(None).syscall(number, thread, attributes, 0) == 0)
+    layout = struct.Struct("=IIQiIQQQ")  # `struct sched_attr` of sched_setattr(2)
+    packed = layout.pack(layout.size, os.SCHED_OTHER, _RESET_ON_FORK, nice, 0, _TIME_SLICE_NS, 0, 0)
+    attributes = ctypes.create_string_buffer(packed)
+    return bool(ctypes.CDLL(None).syscall(call_number, thread, attributes, 0) == 0)
 
 
-_EVERY_S: Final = 60.0
+_TRIM_INTERVAL_S: Final = 60.0
 
 
 def trim() -> bool:
-    """Give back free memory; return whether this system's C library can."""
+    """Return freed memory to the operating system; return whether the C library can do so.
+
+    glibc returns by itself only the free memory at the end of its heap. Requests leave holes
+    between blocks that live longer, so that a busy server grows by some kilobytes a request.
+    """
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if give_back is None:
         return False
@@ -89,23 +96,24 @@ def trim() -> bool:
 
 
 async def trim_regularly() -> NoReturn:
-    """Trim every minute, in a thread: it takes some milliseconds.
+    """Collect cycles and trim the heap every minute.
 
-    Cycles are collected here, since what they free may belong to the event loop.
+    Collecting first halves the growth that trimming leaves. It runs on the event loop, since the
+    freed objects may belong to the loop; trimming takes some milliseconds, and runs in a thread.
     """
     while True:
-        await asyncio.sleep(_EVERY_S)
+        await asyncio.sleep(_TRIM_INTERVAL_S)
         gc.collect()
         await asyncio.to_thread(trim)
 
 
-_MOST_FILES: Final = 1 << 16  # if the system lets it
+_MAX_OPEN_FILES: Final = 1 << 16  # if the system allows it
 
 
 def raise_open_file_limit() -> int:
-    """Raise the limit of open files, which shells set low; return how many there may be."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(_MOST_FILES, hard) if hard >= 0 else _MOST_FILES  # -1 is none
-    if 0 <= soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return most
+    """Raise the limit of open files and connections, which shells set low; return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a negative number is no limit
+    limit = min(_MAX_OPEN_FILES, hard) if hard >= 0 else _MAX_OPEN_FILES
+    if 0 <= soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit

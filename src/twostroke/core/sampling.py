@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen; values are checked when the object is built."""
+"""`SamplingParams`: how the tokens of a request are sampled, and when its answer ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_TOKENS = MAX_ID  # more than any context holds
 
 
 class Bounds(Frozen):
-    """A number's meaning and its bounds, both included; with `above`, `low` is not."""
+    """The description and the bounds of a number; with `above`, `low` itself is excluded."""
 
     kind: type[int | float]
     low: float
@@ -60,29 +60,35 @@ def _default_text(name: str) -> str:
 
 
 class SamplingParams(OptionStruct, repr_omit_defaults=True):
-    """Everything that decides which token comes next and when to end.
+    """How the next token is sampled, and when the answer ends.
 
-    The order of application is: logit bias, repetition, frequency and presence penalties,
-    minimum tokens (end tokens barred), the constraint's mask, temperature, top-k, min-p, top-p,
-    draw.
+    The rules apply in this order: logit bias; repetition, frequency and presence penalties;
+    `min_tokens` (end tokens are barred); the constraint's mask; temperature; top-k; min-p; top-p;
+    sampling.
 
     Attributes:
-        max_tokens: None for as many as the context holds; may be 0 with `prompt_logprobs`.
-        temperature: 0 is greedy: the largest logit, the lowest id among equals. None here, and in
-            `top_k`, `top_p`, `min_p` and `repetition_penalty`, is the model's default
-            (`SamplingDefaults`).
-        seed: None draws a new one for each request.
-        stop, stop_token_ids: kept as tuples; lists, or a single stop string, may be given. Empty
-            stop strings are left out: clients send them for "none".
-        logprobs: None for none, 0 for the chosen token's alone, k for the k likeliest tokens as
-            well; from the model's own distribution, before all of the above.
+        max_tokens: the most tokens of the answer; None fills the context. It may be 0 with
+            `prompt_logprobs`.
+        temperature: 0 is greedy: the token with the largest logit, and of equal logits the lowest
+            id. None in this field, and in `top_k`, `top_p`, `min_p` and `repetition_penalty`, is
+            the model's default (`SamplingDefaults`).
+        logit_bias: numbers to add to logits, by token id.
+        seed: the seed of the random numbers; None takes a new seed for each request.
+        stop: strings that end the answer. A single string may be given. Empty strings are removed,
+            because clients send them for "none".
+        stop_token_ids: token ids that end the answer.
+        include_stop: whether the answer's text includes the stop string that ended it.
+        ignore_eos: whether the model's end tokens do not end the answer.
+        logprobs: None reports no log-probabilities; 0 of each sampled token; k also of the k
+            likeliest tokens. They are of the model's own distribution, before all rules above.
         prompt_logprobs: the same for each prompt token except the first.
-        constraint: the answer matches it, or begins as a match if it was cut. An answer that
-            cannot grow any more ends, even before `min_tokens`.
-        preface: text before the answer, such as reasoning, that `constraint` and `stop` ignore.
-        shown_ids: special tokens that the answer's text includes; it leaves out the others.
-        end_ids: end the answer as `stop_token_ids` do; they are the model's, so the limits of the
-            caller's do not apply.
+        constraint: the rule that the answer follows; an answer that is cut is the beginning of such
+            a text. An answer that cannot continue ends, even before `min_tokens`.
+        preface: reasoning before the answer, to which `constraint` and `stop` do not apply.
+        shown_ids: special tokens that the answer's text includes; other special tokens are left
+            out.
+        end_ids: the model's tokens that end the answer. They do not count towards the limit of
+            `stop_token_ids`.
         drops_space: whether to remove a space at the start of the answer's text, for chats with
             tokenizers that put a space before every text (SentencePiece).
 
@@ -227,7 +233,7 @@ class SamplingParams(OptionStruct, repr_omit_defaults=True):
     drops_space: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values that no request may carry."""
+        """Check each value, and that the values fit together."""
         for name, bounds in BOUNDS.items():
             value = getattr(self, name)
             if value is None and name in _MAY_BE_NONE:
@@ -278,7 +284,7 @@ class SamplingParams(OptionStruct, repr_omit_defaults=True):
 
     @property
     def values(self) -> SamplingValues:
-        """The fields that may be None, as numbers; for None, the number without effect."""
+        """The fields that have defaults, as numbers; None becomes the number that has no effect."""
         values = {name: getattr(self, name) for name in DEFAULTED}
         return SamplingValues(
             **{name: value for name, value in values.items() if value is not None}
@@ -286,7 +292,7 @@ class SamplingParams(OptionStruct, repr_omit_defaults=True):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the choice depends on the tokens so far."""
+        """Whether a penalty applies, so that sampling depends on the tokens so far."""
         return (
             self.repetition_penalty not in {None, 1.0}
             or self.presence_penalty != 0.0
@@ -314,7 +320,7 @@ BOUNDS: Final = _bounds()
 
 
 class SamplingValues(Frozen):
-    """The values of the fields that have defaults; each value here has no effect."""
+    """Values of the fields in `DEFAULTED`. The defaults of this class have no effect."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -339,10 +345,10 @@ def _check(param: str, value: object, bounds: Bounds) -> None:
         raise RequestError(f"must be {kind}, got {{value!r}}.", field=param, value=value)
     assert isinstance(value, int | float)
     if not bounds.low <= value <= bounds.high or (bounds.above and value == bounds.low):
-        low, high, given = (_text(number) for number in (bounds.low, bounds.high, value))
+        low, high = _text(bounds.low), _text(bounds.high)
         span = f"greater than {low} and at most" if bounds.above else f"from {low} to"
         hint = " Write 0 to draw from all tokens." if param == "top_k" and value == -1 else ""
-        raise RequestError(f"must be {span} {high}, got {given}.{hint}", field=param)
+        raise RequestError(f"must be {span} {high}, got {_text(value)}.{hint}", field=param)
 
 
 def _text(number: float) -> str:
@@ -359,17 +365,18 @@ OPENAI_DEFAULTS: Final = SamplingParams(
 class SamplingDefaults(Frozen):
     """Values of the fields in `DEFAULTED` for requests that leave them out.
 
-    `recommended` has the values from the operator or the model's files. `usual` has a value for
-    each field, which applies where `recommended` has none.
+    Attributes:
+        recommended: the values that the operator or the model's files name; None for other fields.
+        usual: a value for each field, which applies if `recommended` has None.
     """
 
     recommended: SamplingParams = SamplingParams()
     usual: SamplingParams = LOCAL_DEFAULTS
 
     def fill(self, params: SamplingParams, usual: SamplingParams | None = None) -> SamplingParams:
-        """Return `params` with a value for each of these fields.
+        """Return `params` with a value for each field in `DEFAULTED`.
 
-        `usual` are the defaults that a protocol documents; they replace `self.usual`.
+        `usual` has the defaults that a protocol documents; they replace `self.usual`.
         """
         missing = [name for name in DEFAULTED if getattr(params, name) is None]
         if not missing:

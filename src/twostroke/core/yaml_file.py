@@ -1,4 +1,4 @@
-"""Reads YAML files that people write; errors name the line and the nearest word."""
+"""Reads YAML files as structs; errors name the line and the nearest known name."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ if TYPE_CHECKING:
 
     from twostroke.core.mismatch import Mismatch
 
-    Steps = Sequence[str | int]  # from the root of the file to a value
+    Steps = Sequence[str | int]  # the names and indices from the root of the file to a value
 
 T = TypeVar("T", bound=Frozen)
 
 _STEP = re.compile(r"[^.\[\]]+")
-_KINDS = {
+_TYPE_TEXTS = {
     "str": "a text", "int": "a number", "float": "a fraction", "bool": "yes or no",
     "list": "a list", "dict": "fields (name: value)", "null": "nothing",
 }  # fmt: skip
-_WANTED = _KINDS | {"int": "a whole number such as 2048", "float": "a number such as 2.5 or 1e3"}
+_EXPECTED_TYPE_TEXTS = _TYPE_TEXTS | {
+    "int": "a whole number such as 2048",
+    "float": "a number such as 2.5 or 1e3",
+}
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 # Numbers as YAML 1.2 has them: PyYAML takes 1e3 for a text, 010 for 8 and 1:30 for 90.
-_NUMBERS = {
+_NUMBER_PATTERNS = {
     _INT: re.compile(r"[-+]?(0|[1-9][0-9]*)$"),
     _FLOAT: re.compile(
         r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[1-9][0-9]*(?=[eE]))([eE][-+]?[0-9]+)?$"
@@ -40,14 +43,14 @@ _NUMBERS = {
 
 
 class YamlFile:
-    """The values of a file, and the lines at which they stand."""
+    """The values of a file, and their line numbers."""
 
     def __init__(self, path: Path, needs: str) -> None:
-        """Parse a file; `needs` says what to install if PyYAML is missing.
+        """Parse a file; `needs` is the error's text if PyYAML is not installed.
 
         Raises:
-            UsageError: it is not YAML; with the line.
-            ModelFormatError: it cannot be read.
+            UsageError: the file is not YAML, or PyYAML is missing.
+            ModelFormatError: the file cannot be read.
         """
         self._name, data = path.name, read_small_file(path)
         try:
@@ -67,10 +70,10 @@ class YamlFile:
             raise UsageError(f"{path.name}{line}: this is not YAML: {problem}.") from None
 
     def read(self, kind: type[T]) -> T:
-        """Return the values as `kind`.
+        """Return the values as a struct of the class `kind`.
 
         Raises:
-            UsageError: a value is wrong, or a field is not known.
+            UsageError: a value is wrong, or a field is unknown.
         """
         try:
             return msgspec.convert(self._values, kind)
@@ -83,24 +86,24 @@ class YamlFile:
             raise self._explained(mismatch) from None
 
     def at(self, path: Steps, text: str) -> UsageError:
-        """Return an error with the line of the node at `path`, or of its nearest parent."""
+        """Return an error with the line of the value at `path`, or of its nearest parent."""
         node, line = self._root, 1 if self._root is None else self._root.start_mark.line + 1
         for step in path:
             children = node.value if node is not None and node.id != "scalar" else []
             if isinstance(step, int):
                 node = mark = children[step] if step < len(children) else None
-                if isinstance(node, tuple):  # in a value of any name, which the path does not say
+                if isinstance(node, tuple):  # an entry of a mapping, whose name the path leaves out
                     break
             else:
-                pairs = [one for one in children if isinstance(one, tuple)]
-                mark, node = next((one for one in pairs if one[0].value == step), (None, None))
+                pairs = [child for child in children if isinstance(child, tuple)]
+                mark, node = next((pair for pair in pairs if pair[0].value == step), (None, None))
             if mark is None:
                 break
             line = mark.start_mark.line + 1
         return UsageError(f"{self._name}, line {line}: {text}")
 
     def _explained(self, mismatch: Mismatch) -> UsageError:
-        """Return the error about a value that does not fit, with its line."""
+        """Return the error about a value that does not fit its type, with the line."""
         where = f" ({mismatch.path})" if mismatch.path else ""
         actual = mismatch.actual
         match mismatch.problem:
@@ -115,27 +118,27 @@ class YamlFile:
                 words = ", ".join(mismatch.expected)
                 reason = f"{mismatch.path} must be one of {words}, got '{actual}'.{hint}"
             case "type":
-                types = [_WANTED[name] for name in mismatch.expected if name != "null"]
+                types = [_EXPECTED_TYPE_TEXTS[name] for name in mismatch.expected if name != "null"]
                 kind = "float" if isinstance(actual, float) else str(actual)
                 expected = " or ".join(types) or "nothing"
-                reason = f"must be {expected}, got {_KINDS.get(kind, kind)}{where}."
+                reason = f"must be {expected}, got {_TYPE_TEXTS.get(kind, kind)}{where}."
             case _:
                 reason = f"must {mismatch.limits}, got {actual}{where}."
         return self.at(steps(mismatch.path), reason)
 
 
 def steps(path: str) -> list[str | int]:
-    """Return the steps of a path such as `models[2].weights`."""
-    return [int(one) if one.isdecimal() else one for one in _STEP.findall(path)]
+    """Return the names and indices in a path such as `models[2].weights`."""
+    return [int(word) if word.isdecimal() else word for word in _STEP.findall(path)]
 
 
 def _loader(yaml: Any) -> Any:
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Reads numbers as YAML 1.2 has them; whole ones become integers. Names stand once."""
+        """Reads numbers as YAML 1.2 has them, whole numbers as integers; a name may occur once."""
 
         yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {
-            first: [one for one in found if one[0] not in _NUMBERS]
-            for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+            first: [resolver for resolver in resolvers if resolver[0] not in _NUMBER_PATTERNS]
+            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
 
         def compose_mapping_node(self, anchor: str | None) -> Any:
@@ -151,7 +154,7 @@ def _loader(yaml: Any) -> Any:
             value: float = super().construct_yaml_float(node)
             return int(value) if value.is_integer() else value
 
-    for tag, pattern in _NUMBERS.items():
+    for tag, pattern in _NUMBER_PATTERNS.items():
         Loader.add_implicit_resolver(tag, pattern, list("-+.0123456789"))
     Loader.add_constructor(_FLOAT, Loader.construct_yaml_float)
     return Loader

@@ -55,7 +55,7 @@ def test_a_server_frees_cycles_and_trims_again_and_again(monkeypatch: pytest.Mon
             return True
 
         monkeypatch.setattr(process_tuning, "trim", trim)
-        monkeypatch.setattr(process_tuning, "_EVERY_S", 0.001)
+        monkeypatch.setattr(process_tuning, "_TRIM_INTERVAL_S", 0.001)
         node = Node()
         node.itself = node  # type: ignore[attr-defined]
         gone = weakref.ref(node)

@@ -1,1 +1,1 @@
-"""Frames over sockets, which processes of one version exchange."""
+"""Messages over sockets between processes of the same version."""

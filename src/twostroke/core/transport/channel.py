@@ -1,4 +1,7 @@
-"""`Channel`: messages between rank 0 and one other rank, over a socket."""
+"""`Channel`: messages between rank 0 and one other rank, over a socket.
+
+A message is its type and the length of its body, each in four bytes, and the body.
+"""
 
 from __future__ import annotations
 
@@ -19,50 +22,50 @@ from twostroke.core.transport.handshake import admit, introduce
 
 _logger = logging.getLogger("twostroke.ranks")
 
-_HEAD: Final = struct.Struct("<II")  # kind, bytes of the body
-_MAX_BODY: Final = 1 << 30
-_CHUNK: Final = 1 << 16
+_HEAD: Final = struct.Struct("<II")  # type, bytes of the body
+_MAX_BODY_BYTES: Final = 1 << 30
+_CHUNK_BYTES: Final = 1 << 16
 _SPIN_S: Final = 0.0008  # about the time between the steps of a small model
-_PATIENCE_S: Final = 2.0  # with a peer that has not proved itself
-_PAUSE_S: Final = 0.05  # after a connection that could not be accepted
-_MOST_STRANGERS: Final = 32  # that are reported
+_HANDSHAKE_TIMEOUT_S: Final = 2.0
+_ACCEPT_PAUSE_S: Final = 0.05  # after a connection that could not be accepted
+_MAX_REPORTED_STRANGERS: Final = 32  # hosts without the secret that are logged
 _SIDES: Final = (b"rank", b"zero")
 
 
 class MessageType(IntEnum):
-    """What a message is; all bodies but that of a frame are JSON of a struct in `job.py`."""
+    """The type of a message. The body of a `FRAME` is binary, other bodies are JSON structs."""
 
-    HELLO = 1  # to rank 0: who I am
-    JOB = 2  # from rank 0: what to load
-    READY = 3  # to rank 0: loaded, or reset
-    FRAME = 4  # from rank 0: a step
-    EVALUATE = 5  # from rank 0: a sequence, on separate pages
-    RESET = 6  # from rank 0: a step failed; begin again
-    FAILED = 7  # to rank 0: my part failed
-    BEAT = 8  # both ways: I live
-    COPY = 9  # from rank 0: pages
-    TIMES = 10  # from rank 0: say how long your operations took; and the answer
-    MEASURE = 11  # from rank 0: meet the others, so that it can measure the link
-    END = 12  # from rank 0
-    LEAVE = 13  # to rank 0: this rank is not started again
+    HELLO = 1  # to rank 0: the sender's rank and machine
+    JOB = 2  # from rank 0: the model to load
+    READY = 3  # to rank 0: the model is loaded, or the state is reset
+    FRAME = 4  # from rank 0: a step to run
+    EVALUATE = 5  # from rank 0: a sequence to compute on separate pages
+    RESET = 6  # from rank 0: a step failed; drop the state of steps
+    FAILED = 7  # to rank 0: this rank failed
+    BEAT = 8  # both ways: a heartbeat
+    COPY = 9  # from rank 0: pages to copy
+    TIMES = 10  # from rank 0: asks for the times of operations; to rank 0: the times
+    MEASURE = 11  # from rank 0: connect to the other ranks, so that the link can be measured
+    END = 12  # from rank 0: exit
+    LEAVE = 13  # to rank 0: this rank exits, and must not be started again
 
 
 class ChannelClosedError(BackendError):
-    """The other end is gone, or sent what is not a message."""
+    """The other process is gone, or sent bytes that are not a message."""
 
 
 class Message(Frozen):
-    """A message; its body is a copy."""
+    """A received message; the body is a copy of the received bytes."""
 
     kind: MessageType
     body: bytes
 
 
 class Channel:
-    """Sends and receives whole messages. Any thread may send, one at a time receives."""
+    """Sends and receives messages. Any thread may send; only one thread at a time may receive."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Take over a connected stream socket."""
+        """Use a connected stream socket, which this object closes."""
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -72,20 +75,20 @@ class Channel:
         self._is_open = True
 
     def send(self, kind: MessageType, body: bytes = b"") -> None:
-        """Send a message; waits while the other end does not read.
+        """Send a message; block while the other process does not read.
 
         Raises:
-            ChannelClosedError: the other end is gone.
+            ChannelClosedError: the other process is gone.
         """
         with self._lock:
             head = _HEAD.pack(kind, len(body))
-            if len(body) < _CHUNK:  # a copy is quicker than a list of parts
+            if len(body) < _CHUNK_BYTES:  # a copy is faster than a list of parts
                 self._send_all(head + body)
             else:
                 self._send_all(head, body)
 
     def beat(self, body: bytes = b"") -> None:
-        """Send a heartbeat, unless a message is on its way, which says the same."""
+        """Send a heartbeat, unless another thread is sending a message, which serves as one."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -94,19 +97,20 @@ class Channel:
             if sent < len(beat):
                 self._send_all(beat[sent:])
         except BlockingIOError:
-            pass  # the other end has not read for long: it will find many
+            pass  # the other process has many unread heartbeats
         except OSError as error:
             raise ChannelClosedError(f"The connection ended: {error}.") from None
         finally:
             self._lock.release()
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Return the next message, or None if none comes in time.
+        """Return the next message, or None if no message arrives within `timeout_s`.
 
-        Spins for a moment before it sleeps, because the next step usually follows at once.
+        Without a timeout the wait has no limit. The thread spins for a moment before it sleeps,
+        because the next step usually follows at once.
 
         Raises:
-            ChannelClosedError: the other end is gone, or what it sent is not a message.
+            ChannelClosedError: the other process is gone, or sent bytes that are not a message.
         """
         now = time.monotonic()
         spin_until = now + (_SPIN_S if timeout_s is None else min(_SPIN_S, timeout_s))
@@ -124,7 +128,7 @@ class Channel:
         return message
 
     def is_cut(self) -> bool:
-        """Whether the other end is gone, even if some of its messages are still unread."""
+        """Whether the other process is gone, even if some of its messages are unread."""
         if not self._is_open:
             return True
         poll = select.poll()
@@ -132,30 +136,30 @@ class Channel:
         return bool(poll.poll(0))
 
     def notice_silence(self, after_s: int) -> None:
-        """Let the connection end once the other host has been unreachable for a few seconds."""
+        """Make the connection fail when the other host is unreachable for `after_s` seconds."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, after_s - 1)
-        # Those are for when nothing is on its way; this is for data that nobody confirms.
+        # Keep-alive detects an idle connection to a lost host; this, data that is not acknowledged.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, after_s * 1000)
 
     def own_address(self) -> str:
-        """This end's network address."""
+        """Return the network address of this end of the connection."""
         host: str = self._socket.getsockname()[0]
         return host
 
     def fileno(self) -> int:
-        """The socket's number, for `select`."""
+        """Return the file descriptor of the socket, for `select`."""
         return self._socket.fileno()
 
     def cut(self) -> None:
-        """End the connection: both ends stop waiting for each other."""
+        """End the connection, so that neither process waits for the other."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket; twice does no harm."""
+        """Close the socket; a second call does nothing."""
         self._is_open = False
         self.cut()
         self._socket.close()
@@ -173,13 +177,13 @@ class Channel:
             raise ChannelClosedError(f"The connection ended: {error}.") from None
 
     def _next(self) -> Message | None:
-        """Take a whole message out of what was received."""
+        """Remove the first complete message from the received bytes; None if there is none."""
         data = self._received
         if len(data) < _HEAD.size:
             return None
         kind, size = _HEAD.unpack_from(data)
-        if not MessageType.HELLO <= kind <= MessageType.LEAVE or size > _MAX_BODY:
-            raise ChannelClosedError("What arrived is not a message of a rank.")
+        if not MessageType.HELLO <= kind <= MessageType.LEAVE or size > _MAX_BODY_BYTES:
+            raise ChannelClosedError("The received bytes are not a message of a rank.")
         end = _HEAD.size + size
         if len(data) < end:
             return None
@@ -188,9 +192,9 @@ class Channel:
         return message
 
     def _read(self) -> bool:
-        """Read what has arrived; return whether anything had."""
+        """Read the bytes that have arrived; return whether there were any."""
         try:
-            data = self._socket.recv(_CHUNK, socket.MSG_DONTWAIT)
+            data = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -207,13 +211,13 @@ class Channel:
 
 
 class Listener:
-    """Where other ranks connect to rank 0 by TCP; those without the secret are dropped."""
+    """Accepts the TCP connections of other ranks to rank 0, and drops others without the secret."""
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
-        """Listen; port 0 takes a free one.
+        """Listen at an address; port 0 takes a free one.
 
         Raises:
-            PortInUseError: the address is taken, or is not one of this machine.
+            PortInUseError: the address is taken, or does not belong to this machine.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -233,15 +237,15 @@ class Listener:
         threading.Thread(target=self._accept, name="twostroke-ranks", daemon=True).start()
 
     def accept(self, timeout_s: float) -> Channel | None:
-        """Return the connection of the next rank that knows the secret, or None."""
+        """Return the connection of the next rank that knows the secret; None after the timeout."""
         with suppress(Empty):
             return self._greeted.get(timeout=timeout_s)
         return None
 
     def close(self) -> None:
-        """Accept no more ranks."""
+        """Stop listening, and close connections that were not returned yet."""
         self.is_open = False
-        with suppress(OSError):  # ends `accept`
+        with suppress(OSError):  # ends `accept` in the other thread
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._close_unaccepted()
@@ -255,51 +259,57 @@ class Listener:
         while self.is_open:
             try:
                 sock, address = self._socket.accept()
-                # A stranger that says nothing must not keep ranks waiting.
+                # A process that sends nothing must not delay other connections.
                 threading.Thread(target=self._greet, args=(sock, address[0]), daemon=True).start()
             except (OSError, RuntimeError):  # closed, or too many strangers at once
-                time.sleep(_PAUSE_S)
+                time.sleep(_ACCEPT_PAUSE_S)
 
     def _greet(self, sock: socket.socket, host: str) -> None:
         try:
-            sock.settimeout(_PATIENCE_S)
+            sock.settimeout(_HANDSHAKE_TIMEOUT_S)
             admit(sock, self._secret, _SIDES)
             channel = Channel(sock)
         except OSError as error:
             sock.close()
-            self._tell_stranger(host, has_spoken=isinstance(error, PermissionError))
+            self._log_stranger(host, has_answered=isinstance(error, PermissionError))
             return
         self._greeted.put(channel)
-        if not self.is_open:  # closed meanwhile: nobody accepts the connection any more
+        if not self.is_open:  # closed meanwhile, so that the connection would never be accepted
             self._close_unaccepted()
 
-    def _tell_stranger(self, host: str, *, has_spoken: bool) -> None:
-        """Report a connection that was refused; those like an earlier one are not."""
-        why = "it did not answer as a rank does"
-        if has_spoken:
-            why = "it does not know their secret (TWOSTROKE_RANK_SECRET)"
-        known = self._strangers
-        if (host, why) in known or len(known) == _MOST_STRANGERS or not self.is_open:
+    def _log_stranger(self, host: str, *, has_answered: bool) -> None:
+        """Log a refused connection, once for each host and reason."""
+        reason = "it did not answer as a rank does"
+        if has_answered:
+            reason = "it does not know their secret (TWOSTROKE_RANK_SECRET)"
+        logged = self._strangers
+        is_full = len(logged) == _MAX_REPORTED_STRANGERS
+        if (host, reason) in logged or is_full or not self.is_open:
             return
-        known.add((host, why))
-        _logger.warning("A process at %s was refused among the ranks: %s.", host, why)
+        logged.add((host, reason))
+        _logger.warning("A process at %s was refused among the ranks: %s.", host, reason)
 
 
 def connect(
     host: str, port: int, secret: bytes, timeout_s: float, *, has_listened: bool = False
 ) -> Channel:
-    """Connect to rank 0's `Listener`; waits until it listens, unless it `has_listened` before.
+    """Connect to rank 0's `Listener`, and do the handshake.
+
+    Until `timeout_s` is over, a refused connection is tried again, because rank 0 may not listen
+    yet. If rank 0 `has_listened` before, a refused connection means that it has ended.
 
     Raises:
-        ChannelClosedError: it does not answer in time, or does not know the secret.
+        ChannelClosedError: rank 0 does not answer in time, or has another secret.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            sock = socket.create_connection((host, port), timeout=_PATIENCE_S)
+            sock = socket.create_connection((host, port), timeout=_HANDSHAKE_TIMEOUT_S)
             break
         except UnicodeError:
-            reason = f"Rank 0 cannot be at '{host}', as no host has such a name: set MASTER_ADDR."
+            reason = (
+                f"Rank 0 cannot be at '{host}', which is not the name of a host: set MASTER_ADDR."
+            )
             raise ChannelClosedError(reason) from None
         except OSError as error:
             has_ended = has_listened and isinstance(error, ConnectionRefusedError)
@@ -312,7 +322,7 @@ def connect(
     except OSError:
         sock.close()
         reason = (
-            f"What listens at {host}:{port} is not rank 0, or has another secret: check "
+            f"The process at {host}:{port} is not rank 0, or has another secret: check "
             "MASTER_PORT and TWOSTROKE_RANK_SECRET."
         )
         raise ChannelClosedError(reason) from None

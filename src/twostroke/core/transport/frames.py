@@ -1,7 +1,7 @@
-"""Frames of messages: the length of a body in four bytes, lowest first, and the body.
+"""Frames of messages: the length of the body in four bytes, little-endian, and the body.
 
-Bodies are in MessagePack. They come from files that wait for them (`read_frame`), or in pieces
-(`Frames`).
+A body is MessagePack. `read_frame` reads frames from a blocking file; `Frames` takes the bytes of
+an asynchronous connection as they arrive.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _HEAD: Final = struct.Struct("<I")
 
 
 class WireError(BackendError):
-    """What arrived is not a message of the other end."""
+    """The received bytes are not a message of the other process."""
 
 
 def frame(body: bytes) -> bytes:
-    """Return a body as a frame."""
+    """Return the frame of a body."""
     return _HEAD.pack(len(body)) + body
 
 
 def read_frame(file: BufferedReader, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
-    """Wait for a message, and return it.
+    """Wait for the next message of a file, and return it decoded.
 
     Raises:
-        WireError: the file ended, or a frame is too large, or not a message.
+        WireError: the file ended, or the frame is too large or not a message.
         OSError, ValueError: the file cannot be read.
     """
     size = _size(_read(file, _HEAD.size))
@@ -43,28 +43,30 @@ def read_frame(file: BufferedReader, decoder: msgspec.msgpack.Decoder[Any]) -> A
 
 
 class Frames:
-    """Cuts what arrives into messages."""
+    """Splits the bytes of a connection into messages."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
-        """Decode with `requests` or `answers`."""
+        """Decode each body with `decoder`."""
         self._decoder = decoder
         self._received = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Yield the messages that are complete with `data`.
+        """Take the next bytes, and yield the messages that they complete.
 
         Raises:
-            WireError: a frame is too large, or not a message.
+            WireError: a frame is too large or not a message.
         """
         self._received += data
-        received, start = self._received, 0
+        received = self._received
+        start = 0
         try:
             while len(received) - start >= _HEAD.size:
                 size = _size(received, start)
                 end = start + _HEAD.size + size
                 if len(received) < end:
                     break
-                body, start = bytes(memoryview(received)[start + _HEAD.size : end]), end
+                body = bytes(memoryview(received)[start + _HEAD.size : end])
+                start = end
                 yield _decode(self._decoder, body)
         finally:
             del received[:start]

@@ -1,7 +1,8 @@
-"""How two processes prove to each other that they know a secret, without sending it.
+"""A handshake by which two processes prove that they know a secret, without sending it.
 
-Both sign the nonces of both. `sides` name who connects and who listens, so that a proof of one
-protocol or direction is of no use in another.
+Each process sends a nonce and an HMAC of both nonces. `sides` are the names of the process that
+connects and of the process that listens; they are signed as well, so that an HMAC of one protocol
+or direction is not valid in another.
 """
 
 from __future__ import annotations
@@ -16,48 +17,58 @@ if TYPE_CHECKING:
 
     Sides = tuple[bytes, bytes]
 
-_NONCE: Final = 32
-_MAC: Final = 32
+_NONCE_BYTES: Final = 32
+_MAC_BYTES: Final = 32
 
 
 def admit(sock: socket.socket, secret: bytes, sides: Sides) -> None:
-    """Check the process that connected, as the one that listens.
+    """Do the handshake as the process that listens.
 
     Raises:
-        PermissionError: it does not know the secret.
-        OSError: it does not answer.
+        PermissionError: the process that connected does not know the secret.
+        OSError: the process that connected does not answer in time.
     """
-    nonce = os.urandom(_NONCE)
-    sock.sendall(nonce)
-    answer = receive_exactly(sock, _NONCE + _MAC)
-    theirs, mac = answer[:_NONCE], answer[_NONCE:]
-    if not hmac.compare_digest(mac, _mac(secret, sides[0], nonce, theirs)):
+    own_nonce = os.urandom(_NONCE_BYTES)
+    sock.sendall(own_nonce)
+    answer = receive_exactly(sock, _NONCE_BYTES + _MAC_BYTES)
+    peer_nonce, mac = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+    if not hmac.compare_digest(mac, _mac(secret, sides[0], own_nonce, peer_nonce)):
         raise PermissionError("it does not know the secret")
-    sock.sendall(_mac(secret, sides[1], theirs, nonce))
+    sock.sendall(_mac(secret, sides[1], peer_nonce, own_nonce))
 
 
 def introduce(sock: socket.socket, secret: bytes, sides: Sides) -> None:
-    """Check the process that listens, as the one that connected; errors as `admit`."""
-    theirs, nonce = receive_exactly(sock, _NONCE), os.urandom(_NONCE)
-    sock.sendall(nonce + _mac(secret, sides[0], theirs, nonce))
-    if not hmac.compare_digest(receive_exactly(sock, _MAC), _mac(secret, sides[1], nonce, theirs)):
+    """Do the handshake as the process that connected.
+
+    Raises:
+        PermissionError: the process that listens does not know the secret.
+        OSError: the process that listens does not answer in time.
+    """
+    peer_nonce = receive_exactly(sock, _NONCE_BYTES)
+    own_nonce = os.urandom(_NONCE_BYTES)
+    sock.sendall(own_nonce + _mac(secret, sides[0], peer_nonce, own_nonce))
+    mac = receive_exactly(sock, _MAC_BYTES)
+    if not hmac.compare_digest(mac, _mac(secret, sides[1], own_nonce, peer_nonce)):
         raise PermissionError("it does not know the secret")
 
 
 def receive_exactly(sock: socket.socket, count: int) -> bytes:
-    """Return `count` bytes; OSError if the other end closes before, or exceeds the timeout.
+    """Return the next `count` bytes of a socket; OSError if they do not arrive in time.
 
-    The timeout is for all of them together, for peers that send a byte now and then.
+    The socket's timeout is for all bytes together, so that a peer cannot send one byte now and then
+    for ever.
     """
-    data, patience_s, began_s = b"", sock.gettimeout(), time.monotonic()
+    data = b""
+    timeout_s = sock.gettimeout()
+    started_s = time.monotonic()
     while len(data) < count:
-        if patience_s is not None:
-            sock.settimeout(max(1e-3, began_s + patience_s - time.monotonic()))
-        part = sock.recv(count - len(data))
-        if not part:
+        if timeout_s is not None:
+            sock.settimeout(max(1e-3, started_s + timeout_s - time.monotonic()))
+        chunk = sock.recv(count - len(data))
+        if not chunk:
             raise ConnectionError("the connection ended")
-        data += part
-    sock.settimeout(patience_s)
+        data += chunk
+    sock.settimeout(timeout_s)
     return data
 
 
