@@ -29,10 +29,10 @@ from report import ROOT, caption, machine_facts, note, save, table
 from twostroke.backends.activation_bits.choice import choosing_text
 from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.lab.compress.allocate import Goal
-from twostroke.lab.compress.calibrate import own_pieces
+from twostroke.lab.compress.calibrate import generated_pieces
 from twostroke.lab.compress.mixes import MIXES, formats_of, is_rounded
 from twostroke.lab.compress.quantize import quantize
-from twostroke.lab.compress.report import bits_of
+from twostroke.lab.compress.report import bits_per_value
 from twostroke.lab.compress.threads import own_threads
 from twostroke.lab.compress.walk import Stream
 from twostroke.lab.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
@@ -131,7 +131,7 @@ def twin_and_pieces(model: str, num_tokens: int) -> tuple[Path, list[list[int]]]
         twin.main(model, str(source))
     loaded = load(str(source))
     if not path.exists():
-        path.write_text(json.dumps(own_pieces(loaded, num_tokens)))
+        path.write_text(json.dumps(generated_pieces(loaded, num_tokens)))
     pieces: list[list[int]] = json.loads(path.read_text())
     text = "\n".join(map(build_tokenizer(loaded).decode, pieces))
     _check_differ(text, choosing_text(), held_out_text())
@@ -227,7 +227,7 @@ def _scored(source: Path, made: dict[Path, float]) -> Iterator[tuple[str, ...]]:
     reports = (report for report in found if not report.generated)
     for path, report in zip(missing, reports, strict=True):
         tensors = read_gguf(path).tensors
-        bits, score = bits_of({key: tensors[key] for key in products}), report.comparison
+        bits, score = bits_per_value({key: tensors[key] for key in products}), report.comparison
         figures = f"{score.mean_kl:.4f}", f"{score.max_kl:.2f}", f"{score.top1_agreement:.1%}"
         shown = path.stem, f"{bits:.2f}", *figures, f"{agreement(path):.1%}", f"{made[path]:.0f}"
         note("  ".join(shown))

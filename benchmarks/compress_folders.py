@@ -19,10 +19,10 @@ from goals import SMOLLM2
 from report import caption, machine_facts, note, save, table
 from twostroke.core.json_io import write_json
 from twostroke.core.options import CacheOptions, ComputeOptions
-from twostroke.lab.compress.folder import published_names, reordered
+from twostroke.lab.compress.folder import published_names, undo_rope_order
 from twostroke.lab.compress.hf_files import config_of, write_tokenizer
 from twostroke.lab.compress.quantize import quantize
-from twostroke.lab.compress.report import bits_of
+from twostroke.lab.compress.report import bits_per_value
 from twostroke.lab.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
 from twostroke.model.loader import load
 from twostroke.model.quant import FORMATS, QuantTensor
@@ -90,7 +90,7 @@ def _measure(model: str, makers: list[str], num_tokens: int) -> Iterator[tuple[s
         }
         score = report.comparison
         figures = f"{score.mean_kl:.4f}", f"{score.max_kl:.2f}", f"{score.top1_agreement:.1%}"
-        yield path.name, f"{bits_of(layers):.2f}", *figures, f"{taken:.0f}"
+        yield path.name, f"{bits_per_value(layers):.2f}", *figures, f"{taken:.0f}"
 
 
 def _with_ratio(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -109,7 +109,9 @@ def _write_floats(path: Path, folder: Path) -> None:
     write_tokenizer(source, folder)
     names = published_names(source)
     tensors = {
-        names[key]: reordered(source, key, QuantTensor.from_floats(t.dequantize(), FORMATS["F32"]))
+        names[key]: undo_rope_order(
+            source, key, QuantTensor.from_floats(t.dequantize(), FORMATS["F32"])
+        )
         for key, t in source.tensors.items()
     }
     write_safetensors(folder / "model.safetensors", tensors)

@@ -17,7 +17,7 @@ from twostroke.core.errors import TwostrokeError
 from twostroke.core.files import unfinished
 from twostroke.lab.compress import choose
 from twostroke.lab.compress import quantize as module
-from twostroke.lab.compress.calibrate import own_pieces
+from twostroke.lab.compress.calibrate import generated_pieces
 from twostroke.lab.compress.saved_work import Matrices
 from twostroke.lab.measure.compare import held_out_text
 from twostroke.model.loader import load
@@ -108,7 +108,7 @@ def test_a_mix_is_chosen_for_a_goal_and_measured_once(
     assert report["target"] == "5.2 bits"
     assert len({tensor.format.name for tensor in read_gguf(Path(out)).tensors.values()}) > 3
     again = mixed("--size", "120K")
-    assert "known from before" in again.err
+    assert "from an earlier measurement" in again.err
     assert 100_000 < Path(out).stat().st_size <= 120_000
     assert mixed("--kl", "0.001").code == 0
     asked = json.loads(cli("report", out, "--json").out)
@@ -124,12 +124,14 @@ def test_a_mix_is_chosen_for_a_goal_and_measured_once(
         ran = mixed(*goal)
         assert (ran.code, ran.err.count("twostroke: ")) == (2, 1), ran.err
         assert sentence in ran.err
-        assert "--kl" in goal or "known from before" not in ran.err  # before any other work
+        assert (
+            "--kl" in goal or "from an earlier measurement" not in ran.err
+        )  # before any other work
 
 
 def test_a_model_calibrates_itself_on_the_same_pieces_each_time(tiny: str) -> None:
     source = load(tiny)
-    first, again = (own_pieces(source, 2000) for _ in range(2))
+    first, again = (generated_pieces(source, 2000) for _ in range(2))
     assert first == again
     assert 1500 < sum(map(len, first)) < 2200
     assert max(map(len, first)) <= source.spec.context_length
@@ -143,7 +145,7 @@ def test_a_source_of_as_few_bits_is_told_before_and_after(
     ran = cli("quantize", str(small), "--to", "q4_1", "--out", out, *text)
     assert doubt in ran.err
     before, after = ran.err.split("Scoring the written file")
-    assert "it gets no smaller, and no better" in before
+    assert "it will be neither smaller nor better" in before
     assert "again.gguf has" in after
     assert "it did not get smaller" in after
     assert doubt in cli("report", out).out
@@ -227,7 +229,7 @@ def test_nothing_is_named_that_cannot_pass(
             ran = cli("quantize", tiny, *goal, "--out", str(folder / "x.gguf"), *text)
             assert ", and the disk has " in ran.err
             assert "Rounded" not in ran.err
-    for stage in ("rounded_to", "make_report"):  # while it rounds, and once the file is whole
+    for stage in ("round_matrices", "make_report"):  # while it rounds, and once the file is whole
         with monkeypatch.context() as patch:
             patch.setattr(module, stage, lambda *_: signal.raise_signal(signal.SIGINT))
             refused("x.gguf' was not written", 130)

@@ -128,7 +128,7 @@ def make_bits(folder: Path, number: int) -> list[Path]:
 def make_sensitivity(folder: Path, number: int) -> list[Path]:
     path = folder / f"sensitivity-{number}.json"
     found = Sensitivity(f"model{number}", {"a": {"Q4_K": 0.125}}, {"a 3": 0.5 + number})
-    sensitivity._keep(path, found)
+    sensitivity._write(path, found)
     return [path]
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from twostroke.lab.compress.round import factors_of
+from twostroke.lab.compress.round import inverse_factors
 from twostroke.model.quant.fit import fit_scale, whole_codes
 from twostroke.model.quant.iq_quants import nearest_level
 
@@ -39,7 +39,7 @@ def plain_rounding(weight: Floats, moments: Moments, grid: BlockGrid) -> Floats:
     wide = moments.damped
     slopes = wide @ (right - values)
     for i, block in enumerate(blocks):
-        own, inner = wide[block, block], factors_of(moments.damped[block, block])
+        own, inner = wide[block, block], inverse_factors(moments.damped[block, block])
         held = values[block].copy()
         wanted = held + (inner @ inner.T) @ slopes[block]
         error = wanted - held

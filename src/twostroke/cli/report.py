@@ -23,9 +23,9 @@ def command(model: str, as_json: bool) -> None:
 
     It is as old as the file: nothing is measured now.
     """
-    from twostroke.lab.compress.report import report_of
+    from twostroke.lab.compress.report import load_report
 
-    report = report_of(model)
+    report = load_report(model)
     if as_json:
         click.echo(report.encode())
     else:

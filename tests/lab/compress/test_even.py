@@ -11,7 +11,7 @@ from support.tiny import tiny_of, write_tiny_gguf
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.lab.compress.equalize import ChannelEqualizer, divided_moments
 from twostroke.lab.compress.grids import group_grid
-from twostroke.lab.compress.round import moments_of, round_to, squares_of
+from twostroke.lab.compress.round import damped_moments, outer_products, round_to
 from twostroke.lab.compress.saved_work import Matrices
 from twostroke.lab.compress.twin import twin_of
 from twostroke.lab.compress.walk import round_products
@@ -47,12 +47,12 @@ def test_factors_that_move_change_no_answer(family: str, tmp_path: Path) -> None
         return round_to(weight, moments, grid, fmt)
 
     names = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
-    evener = ChannelEqualizer(program, in_bytes, Matrices(tmp_path / "kept"))
-    made = dict(round_products(program, tensors, names, PIECES, in_bytes, evener=evener))
-    kinds = {name.split(".")[2] for name in evener.changed}
+    equalizer = ChannelEqualizer(program, in_bytes, Matrices(tmp_path / "kept"))
+    made = dict(round_products(program, tensors, names, PIECES, in_bytes, equalizer=equalizer))
+    kinds = {name.split(".")[2] for name in equalizer.changed}
     assert {"attn_norm", "ffn_norm", "ffn_up", "attn_v"} <= kinds
     right = ReferenceBackend(program, tensors, 5, 16).score(PIECES[0])
-    found = ReferenceBackend(program, tensors | made | evener.changed, 5, 16).score(PIECES[0])
+    found = ReferenceBackend(program, tensors | made | equalizer.changed, 5, 16).score(PIECES[0])
     assert np.abs(found - right).max() < 0.1 * np.abs(right).max()
 
 
@@ -72,9 +72,9 @@ def test_uneven_channels_are_rounded_with_less_error(tmp_path: Path) -> None:
     right = ReferenceBackend(program, tensors, 5, 16).score(PIECES[0])
     errors = []
     for folder in (None, tmp_path / "kept"):
-        evener = None if folder is None else ChannelEqualizer(program, rounded, Matrices(folder))
-        made = dict(round_products(program, tensors, names, PIECES, rounded, evener=evener))
-        changed = {} if evener is None else evener.changed
+        equalizer = None if folder is None else ChannelEqualizer(program, rounded, Matrices(folder))
+        made = dict(round_products(program, tensors, names, PIECES, rounded, equalizer=equalizer))
+        changed = {} if equalizer is None else equalizer.changed
         found = ReferenceBackend(program, tensors | made | changed, 5, 16).score(PIECES[0])
         errors.append(np.square(found - right).mean())
     assert errors[1] < 0.8 * errors[0]  # 0.48 to 0.62 with eight seeds at three levels
@@ -87,19 +87,21 @@ def test_what_was_interrupted_goes_on_with_the_same_factors(tmp_path: Path) -> N
 
     def run(folder: str, count: int | None = None) -> dict[str, QuantTensor]:
         store = Matrices(tmp_path / folder)
-        evener = ChannelEqualizer(program, rounded, store)
+        equalizer = ChannelEqualizer(program, rounded, store)
 
         def known(name: str) -> QuantTensor | None:
             return store.get(name, tensors[name].shape, FMT)
 
         found = {}
-        matrices = round_products(program, tensors, names, PIECES, rounded, known, evener=evener)
+        matrices = round_products(
+            program, tensors, names, PIECES, rounded, known, equalizer=equalizer
+        )
         for name, tensor in matrices:
             found[name] = tensor
             store.add(name, tensor)
             if len(found) == count:
                 return found
-        return found | evener.changed
+        return found | equalizer.changed
 
     whole = run("whole")
     for count in (2, 6, 9):
@@ -117,9 +119,9 @@ def test_matrices_of_zeros_leave_all_else_finite(part: str, tmp_path: Path) -> N
     zeros = np.zeros(loaded.tensors[name].shape, np.float32)
     tensors = loaded.tensors | {name: QuantTensor.from_floats(zeros, FORMATS["F32"])}
     names = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
-    evener = ChannelEqualizer(program, rounded, Matrices(tmp_path / "kept"))
-    made = dict(round_products(program, tensors, names, PIECES, rounded, evener=evener))
-    for tensor in (made | evener.changed).values():
+    equalizer = ChannelEqualizer(program, rounded, Matrices(tmp_path / "kept"))
+    made = dict(round_products(program, tensors, names, PIECES, rounded, equalizer=equalizer))
+    for tensor in (made | equalizer.changed).values():
         assert np.isfinite(tensor.dequantize()).all()
 
 
@@ -129,7 +131,7 @@ def test_kept_factors_that_are_no_numbers_are_chosen_again(tmp_path: Path) -> No
         store = Matrices(tmp_path / str(place))
         kept = np.array([[1.0, value]], np.float32)
         store.add("x.factors", QuantTensor.from_floats(kept, FORMATS["F32"]))
-        known = ChannelEqualizer(build_program(loaded.spec), rounded, store).known("x", 2)
+        known = ChannelEqualizer(build_program(loaded.spec), rounded, store).load("x", 2)
         assert (known is not None) == (value == 2.0)
 
 
@@ -146,6 +148,6 @@ def test_moments_of_divided_inputs_are_those_that_would_be_measured() -> None:
     rng = np.random.default_rng(0)
     inputs = rng.standard_normal((300, 32)).astype(np.float32)
     factors = np.exp(rng.uniform(-1, 1, 32)).astype(np.float32)
-    moments = divided_moments(moments_of([squares_of(inputs)]), factors)
+    moments = divided_moments(damped_moments([outer_products(inputs)]), factors)
     inverse = moments.factor @ moments.factor.T
     np.testing.assert_allclose(inverse @ moments.damped, np.eye(32), atol=1e-3)

@@ -10,7 +10,7 @@ from support.tiny import tiny_of, write_tiny_folder, write_tiny_gguf
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.json_io import read_json
 from twostroke.lab.compress.quantize import quantize
-from twostroke.lab.compress.report import report_of
+from twostroke.lab.compress.report import load_report
 from twostroke.lab.measure.compare import held_out_text
 from twostroke.model.loader import build_tokenizer, load
 
@@ -38,7 +38,7 @@ def test_folders_answer_as_their_sources_do(tmp_path: Path) -> None:
             report = folder_of(source, "w8a16", out)
             assert report.comparison.mean_kl < 2e-3  # rows of queries and keys have their order
             assert 8 < report.bits <= 8.5
-            assert report_of(str(out)) == report
+            assert load_report(str(out)) == report
             first, second = (build_tokenizer(load(str(each))) for each in (source, out))
             assert first.encode(held_out_text()) == second.encode(held_out_text())
             config = read_json(out / "config.json")

@@ -13,7 +13,7 @@ from twostroke.core.errors import TwostrokeError
 from twostroke.core.json_io import read_json
 from twostroke.lab.compress.allocate import Goal
 from twostroke.lab.compress.grids import GRIDS
-from twostroke.lab.compress.mixes import FLOATS, MIXES, fitting, float_format, formats_of
+from twostroke.lab.compress.mixes import FLOATS, MIXES, float_format, format_for_width, formats_of
 from twostroke.lab.compress.quantize import quantize
 from twostroke.model.families import build_program
 from twostroke.model.loader import load
@@ -48,7 +48,7 @@ def test_medium_mixes_are_finer_at_both_ends_and_in_each_third_layer() -> None:
 
 def test_rows_that_fill_no_super_block_have_the_next_larger_format(tiny: str) -> None:
     for name in GRIDS:
-        found = FORMATS[fitting(name, 32)]
+        found = FORMATS[format_for_width(name, 32)]
         assert found.block_size <= 32
         assert found.bits_per_value >= FORMATS[name].bits_per_value
     found = formats(tiny, "q4_k_m")

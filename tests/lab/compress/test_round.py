@@ -8,7 +8,7 @@ import numpy as np
 
 from support.plain_rounding import plain_rounding
 from twostroke.lab.compress.grids import GRIDS, group_grid
-from twostroke.lab.compress.round import moments_of, round_matrix, round_to, squares_of
+from twostroke.lab.compress.round import damped_moments, outer_products, round_matrix, round_to
 from twostroke.model.quant import FORMATS, QuantTensor, grouped
 from twostroke.model.weights.gguf import read_gguf
 from twostroke.model.weights.write_gguf import write_gguf
@@ -29,7 +29,7 @@ def case(rng: np.random.Generator, width: int, outputs: int) -> tuple[Floats, Fl
 
 def test_compensated_rounding_is_closer_than_plain_rounding() -> None:
     inputs, weight = case(np.random.default_rng(0), 256, 48)
-    moments = moments_of([squares_of(inputs)])
+    moments = damped_moments([outer_products(inputs)])
     for name in GRIDS:
         plain = QuantTensor.from_floats(weight, FORMATS[name])
         rounded = round_matrix(weight, moments, name)
@@ -44,7 +44,7 @@ def test_groups_of_one_sign_reach_zero_with_their_zero_point() -> None:
     rng = np.random.default_rng(0)
     fmt, grid = grouped(4, 32, "f16", zero=True), group_grid(4, 32, "F16")
     inputs, _ = case(rng, 128, 8)
-    moments = moments_of([squares_of(inputs)])
+    moments = damped_moments([outer_products(inputs)])
     near = 5 + rng.random((24, 128)).astype(np.float32)
     for weight in (near, -near, np.full_like(near, 0.37), near - 5.5):
         plain = QuantTensor.from_floats(weight, fmt)
@@ -61,7 +61,7 @@ def test_groups_of_one_sign_reach_zero_with_their_zero_point() -> None:
 
 def test_inputs_that_are_all_zero_leave_weights_rounded_plainly() -> None:
     _, weight = case(np.random.default_rng(0), 256, 8)
-    moments = moments_of([np.zeros((256, 256), np.float32)])
+    moments = damped_moments([np.zeros((256, 256), np.float32)])
     for name in GRIDS:
         error, plain = (
             np.linalg.norm(made.dequantize() - weight)
@@ -77,7 +77,7 @@ def test_kernels_round_as_their_definition_does_with_any_number_of_threads() -> 
     for seed, (width, outputs) in enumerate([(256, 70), (768, 33), (96, 32), (576, 20)]):
         inputs, weight = case(np.random.default_rng(seed), width, outputs)
         weight[3, 40:72] = 0  # also a group of zeros
-        moments = moments_of([squares_of(inputs)])
+        moments = damped_moments([outer_products(inputs)])
         for name, grid in GRIDS.items():
             if width % FORMATS[name].block_size:
                 continue

@@ -24,7 +24,7 @@ from support.tiny_weights import folder_weights
 from twostroke.core import errors
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.lab.compress.hf_files import config_of
-from twostroke.lab.compress.quantize import stored
+from twostroke.lab.compress.quantize import gguf_contents
 from twostroke.model.loader import build_tokenizer
 from twostroke.model.quant import FORMATS, QuantTensor
 from twostroke.model.tokenizer import from_gguf
@@ -201,7 +201,7 @@ def test_parts_of_another_model_in_a_gguf_file_are_left_out(
     with caplog.at_level(logging.WARNING):
         load_path(write_gguf(tmp_path / "a.gguf", tiny_metadata(Tiny()), tensors))
     assert "'v.blk.0.attn_q.weight', which 'llama' does not read" in caplog.text
-    _, fixed = stored(load_path(tmp_path / "a.gguf"))  # which `quantize` keeps
+    _, fixed = gguf_contents(load_path(tmp_path / "a.gguf"))  # which `quantize` keeps
     assert fixed == {}
 
 

@@ -1,4 +1,4 @@
-"""The text that a model is calibrated on: a user's, or its own answers and some documentation."""
+"""Calibration text: a user's text, or the model's own answers and some documentation."""
 
 from __future__ import annotations
 
@@ -19,60 +19,60 @@ if TYPE_CHECKING:
     from twostroke.engine.generation import Generation
     from twostroke.model.weights import LoadedModel
 
-_PIECE: Final = 512  # tokens that run as one sequence
-_LEAST_TOKENS: Final = 1024
-_SHARED_CHARACTERS: Final = 200  # a run of the held-out text that calibration text must not have
-_DOCUMENTED: Final = 3  # every third token is of documentation
-_CONTEXT: Final = 512
-_STREAMS: Final = 32  # in a batch
+_PIECE_TOKENS: Final = 512  # tokens of a sequence
+_MIN_TOKENS: Final = 1024
+_OVERLAP_CHARACTERS: Final = 200  # of the held-out text that calibration text must not contain
+_DOCUMENTATION_DIVISOR: Final = 3  # one third of the tokens is documentation
+_CONTEXT_TOKENS: Final = 512
+_STREAMS: Final = 32
 _ANSWER_TOKENS: Final = 160
-_TEMPERATURES: Final = (0.7, 1.0)  # in turn
+_TEMPERATURES: Final = (0.7, 1.0)  # alternating
 
 
 def text_pieces(source: LoadedModel, text: str, num_tokens: int) -> list[list[int]]:
-    """Return `num_tokens` tokens of a user's text in pieces.
+    """Return the first `num_tokens` tokens of a user's text as sequences.
 
     Raises:
-        UsageError: the text is too short, or has parts of the held-out text.
+        UsageError: the text is too short, or contains parts of the held-out text.
     """
     held_out = held_out_text()
-    for start in range(0, len(held_out) - _SHARED_CHARACTERS, _SHARED_CHARACTERS // 2):
-        if held_out[start : start + _SHARED_CHARACTERS] in text:
+    for start in range(0, len(held_out) - _OVERLAP_CHARACTERS, _OVERLAP_CHARACTERS // 2):
+        if held_out[start : start + _OVERLAP_CHARACTERS] in text:
             message = "The calibration text has parts of the held-out text, which scores the file."
             raise UsageError(message, field="text")
-    pieces = pieces_of(text, [str(source.path)], _PIECE, num_tokens)
-    found = sum(map(len, pieces))
-    if found < _LEAST_TOKENS:
+    pieces = pieces_of(text, [str(source.path)], _PIECE_TOKENS, num_tokens)
+    count = sum(map(len, pieces))
+    if count < _MIN_TOKENS:
         raise UsageError(
-            f"The calibration text has {found} tokens, {_LEAST_TOKENS} are needed.", field="text"
+            f"The calibration text has {count} tokens, {_MIN_TOKENS} are needed.", field="text"
         )
     return pieces
 
 
-def own_pieces(source: LoadedModel, num_tokens: int) -> list[list[int]]:
-    """Return the model's answers to prompts, with these, and some of Python's documentation.
+def generated_pieces(source: LoadedModel, num_tokens: int) -> list[list[int]]:
+    """Return prompts with the model's answers, and some of Python's documentation, as sequences.
 
-    Answers are most of it: their moments fit other text better than those of documentation. The
-    same model gives the same pieces.
+    Most tokens are answers, because their moments predict other text better than documentation.
+    The same model gives the same sequences.
     """
     documents = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
     path = str(source.path)
-    pieces = pieces_of(documents, [path], _PIECE, num_tokens // _DOCUMENTED)
+    pieces = pieces_of(documents, [path], _PIECE_TOKENS, num_tokens // _DOCUMENTATION_DIVISOR)
     num_left = num_tokens - sum(map(len, pieces))
     options = EngineOptions(
-        cache=CacheOptions(context_length=min(_CONTEXT, source.spec.context_length)),
+        cache=CacheOptions(context_length=min(_CONTEXT_TOKENS, source.spec.context_length)),
         batch=BatchOptions(max_running=_STREAMS),
         speculation=SpeculationOptions(method="off"),
     )
-    asked: list[tuple[list[int], Generation]] = []
-    source.release(source.tensors.values())  # the engine has weights of its own
+    answers: list[tuple[list[int], Generation]] = []
+    source.release(source.tensors.values())  # the engine loads its own weights
     with build(path, options) as engine:
         card, num_expected = engine.card, 0
         for number, prompt in enumerate(prompts(0, chat=card.can_chat)):
             if num_expected >= num_left:
                 break
             params = replace(
-                OPENAI_DEFAULTS,  # to learn from whole distributions
+                OPENAI_DEFAULTS,  # samples the whole distribution
                 max_tokens=_ANSWER_TOKENS,
                 temperature=_TEMPERATURES[number % len(_TEMPERATURES)],
                 seed=number,
@@ -80,6 +80,6 @@ def own_pieces(source: LoadedModel, num_tokens: int) -> list[list[int]]:
             )
             tokens = encode_prompt(card, prompt)[-card.context_length // 2 :]
             num_expected += len(tokens) + _ANSWER_TOKENS
-            asked.append((tokens, engine.client.generate(tokens, params)))
-        answered = [[*tokens, *answer.wait()[0].token_ids] for tokens, answer in asked]
-    return pieces + answered
+            answers.append((tokens, engine.client.generate(tokens, params)))
+        sequences = [[*tokens, *answer.wait()[0].token_ids] for tokens, answer in answers]
+    return pieces + sequences

@@ -1,4 +1,4 @@
-"""Rounds a model's matrices: to given formats, or to those that reach a goal best."""
+"""Rounds a model's matrices, to given formats or to formats that reach a goal."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.lab.compress.allocate import Goal, size_limit, within_kl, within_size
-from twostroke.lab.compress.calibrate import own_pieces, text_pieces
+from twostroke.lab.compress.calibrate import generated_pieces, text_pieces
 from twostroke.lab.compress.report import TextFacts
 from twostroke.lab.compress.round import round_matrix
 from twostroke.lab.compress.saved_work import SavedWork
 from twostroke.lab.compress.sensitivity import Trials, formats_for, sensitivity_of
-from twostroke.lab.compress.walk import round_products, watched
+from twostroke.lab.compress.walk import round_products, with_progress
 from twostroke.model.loader import build_tokenizer
 from twostroke.model.quant import FORMATS
 
@@ -27,79 +27,88 @@ if TYPE_CHECKING:
     Notice = Callable[[str], None]
 
 _NUM_ATTEMPTS: Final = 4
-_NEAR: Final = 0.85  # of a divergence that is asked for: good enough
-_AIM: Final = 0.9  # of it, in the next attempt
+_MIN_KL_RATIO: Final = 0.85  # an attempt this close below the requested divergence is accepted
+_TARGET_KL_RATIO: Final = 0.9  # ratio to the requested divergence that the next attempt aims at
 
 
 class CalibrationText:
-    """The text that a model is calibrated on: of the user, or the model's own answers.
+    """The text that a model is calibrated on: a user's text, or the model's own answers.
 
-    `kept` has what was made of the model before.
+    The text is made when it is first needed. `saved_work` has the results of earlier commands.
     """
 
     def __init__(
         self, source: LoadedModel, text: str | None, num_tokens: int, notice: Notice
     ) -> None:
-        """Take what the text is made from; it is made when it is first needed."""
-        self._source, self._given, self._num_tokens = source, text, num_tokens
-        self._notice, self.kept = notice, SavedWork(source)
+        """Use a user's `text`, or `num_tokens` tokens of the model's answers without one."""
+        self._source = source
+        self._text = text
+        self._num_tokens = num_tokens
+        self._notice = notice
+        self.saved_work = SavedWork(source)
         self.facts: TextFacts | None = None
 
     @cached_property
     def pieces(self) -> list[list[int]]:
-        """The text as tokens."""
-        text = self._given
+        """The text as token sequences."""
+        text = self._text
         if text is None:
-            pieces = self.kept.pieces(self._num_tokens, self._asked)
+            pieces = self.saved_work.pieces(self._num_tokens, self._generate)
             text = "\n".join(map(build_tokenizer(self._source).decode, pieces))
         else:
             pieces = text_pieces(self._source, text, self._num_tokens)
         self.facts = TextFacts.of(text, pieces)
         return pieces
 
-    def _asked(self) -> list[list[int]]:
-        self._notice("Asking the model for text to calibrate on")
-        return own_pieces(self._source, self._num_tokens)
+    def _generate(self) -> list[list[int]]:
+        self._notice("Generating calibration text with the model")
+        return generated_pieces(self._source, self._num_tokens)
 
 
-def rounded_to(
+def round_matrices(
     program: Program,
     tensors: Mapping[str, QuantTensor],
     formats: Mapping[str, str],
     calibration: CalibrationText,
     notice: Notice,
 ) -> dict[str, QuantTensor]:
-    """Return the matrices in `formats`, rounded, by name; after an interruption, the others."""
+    """Round matrices to `formats` and return them by name.
+
+    Matrices that an interrupted command has rounded are loaded.
+    """
     pieces = calibration.pieces
-    store = calibration.kept.matrices(tensors, sorted(formats.items()), pieces)
+    store = calibration.saved_work.matrices(tensors, sorted(formats.items()), pieces)
     matrices = round_products(
         program,
         tensors,
-        formats,
-        pieces,
-        lambda name, weight, moments: round_matrix(weight, moments, formats[name]),
-        lambda name: store.get(name, tensors[name].shape, FORMATS[formats[name]]),
+        names=formats,
+        pieces=pieces,
+        round_weight=lambda name, weight, moments: round_matrix(weight, moments, formats[name]),
+        load_rounded=lambda name: store.get(name, tensors[name].shape, FORMATS[formats[name]]),
     )
-    return store.all_of(watched(matrices, len(formats), notice))
+    return store.all_of(with_progress(matrices, len(formats), notice))
 
 
 def check_size(
     tensors: Mapping[str, QuantTensor], names: Iterable[str], goal: Goal, other_bytes: int
 ) -> float:
-    """Return the bytes that these matrices have at most.
+    """Return an upper bound for the bytes of these matrices, before hours of work.
 
     Raises:
-        UsageError: no formats are so small; before hours of work.
+        UsageError: no mix of formats is small enough for the goal.
     """
     shapes = {name: tensors[name].shape for name in names}
     formats = {name: formats_for(shape[1]) for name, shape in shapes.items()}
-    values = {name: prod(shape) for name, shape in shapes.items()}
-    largest = (max(FORMATS[one].num_bytes(values[name]) for one in formats[name]) for name in names)
-    return min(size_limit(formats, values, goal, other_bytes), sum(largest))
+    num_values = {name: prod(shape) for name, shape in shapes.items()}
+    largest = sum(
+        max(FORMATS[format_name].num_bytes(num_values[name]) for format_name in formats[name])
+        for name in names
+    )
+    return min(size_limit(formats, num_values, goal, other_bytes), largest)
 
 
 class FormatChooser:
-    """Finds the formats that reach a goal, by what was measured of the model."""
+    """Chooses the formats that reach a goal, by the measured sensitivity of each matrix."""
 
     def __init__(
         self,
@@ -110,46 +119,63 @@ class FormatChooser:
         calibration: CalibrationText,
         notice: Notice,
     ) -> None:
-        """Measure the model's sensitivity, if it is not known.
+        """Load the model's sensitivity, or measure it.
 
-        `tensors` are the source's, but for those that have their format already; `names` are the
-        matrices to choose for.
+        `tensors` are the source's tensors, some of them already in their final format. `names` are
+        the matrices whose formats are chosen.
         """
-        self._program, self._tensors, self._calibration = program, tensors, calibration
+        self._program = program
+        self._tensors = tensors
+        self._calibration = calibration
         self._notice = notice
         self._trials = Trials(program, source.tensors, str(source.path))
-        known = source.tensors, names, calibration.pieces, self._trials, notice
-        self._kl = sensitivity_of(program, *known).kl
+        sensitivity = sensitivity_of(
+            program,
+            source.tensors,
+            names=names,
+            pieces=calibration.pieces,
+            trials=self._trials,
+            notice=notice,
+        )
+        self._kl = sensitivity.kl
         self._sizes = {name: tensors[name].num_values for name in names}
 
     def reach(self, goal: Goal, other_bytes: int) -> dict[str, QuantTensor]:
-        """Return the rounded matrices; `other_bytes` is what the file has besides them.
+        """Round the matrices so that the file reaches `goal`; return them by name.
+
+        `other_bytes` is the size of the file without these matrices.
 
         Raises:
-            UsageError: no mix reaches the goal.
+            UsageError: no mix of formats reaches the goal.
+            TwostrokeError: all attempts missed the requested divergence.
         """
         if goal.kl is None:
             return self._rounded(within_size(self._kl, self._sizes, goal, other_bytes))
-        fixed = self._trials.kl(self._tensors)  # of embeddings and logits
-        budget = room = goal.kl - fixed
-        if room <= 0:
-            message = f"is too small: embeddings and logits alone have a KL of {fixed:.3g}."
+        fixed_kl = self._trials.kl(self._tensors)  # of embeddings and logits
+        available_kl = goal.kl - fixed_kl
+        budget = available_kl
+        if available_kl <= 0:
+            message = f"is too small: embeddings and logits alone have a KL of {fixed_kl:.3g}."
             raise UsageError(message, field="kl")
         best: tuple[float, dict[str, QuantTensor]] | None = None
-        nearest = float("inf")
+        lowest_kl = float("inf")
         for _ in range(_NUM_ATTEMPTS):
-            found = self._rounded(within_kl(self._kl, self._sizes, budget))
-            measured = self._trials.kl({**self._tensors, **found})
-            self._notice(f"KL on the choosing text: {measured:.3g}, {goal.kl:g} asked for")
-            nearest = min(nearest, measured)
-            if measured <= goal.kl and (best is None or measured > best[0]):
-                best = measured, found
-            if _NEAR * goal.kl <= measured <= goal.kl:
+            matrices = self._rounded(within_kl(self._kl, self._sizes, budget))
+            kl = self._trials.kl({**self._tensors, **matrices})
+            self._notice(f"KL on the validation text: {kl:.3g}; requested: {goal.kl:g}")
+            lowest_kl = min(lowest_kl, kl)
+            if kl <= goal.kl and (best is None or kl > best[0]):
+                best = kl, matrices
+            if _MIN_KL_RATIO * goal.kl <= kl <= goal.kl:
                 break
-            budget *= _AIM * room / max(measured - fixed, room / 8)
+            budget *= _TARGET_KL_RATIO * available_kl / max(kl - fixed_kl, available_kl / 8)
         if best is None:
-            raise TwostrokeError(f"The mixes that were tried have a KL of {nearest:.3g} at least.")
+            raise TwostrokeError(
+                f"No attempt reached a KL of {goal.kl:g}: the lowest was {lowest_kl:.3g}."
+            )
         return best[1]
 
     def _rounded(self, formats: dict[str, str]) -> dict[str, QuantTensor]:
-        return rounded_to(self._program, self._tensors, formats, self._calibration, self._notice)
+        return round_matrices(
+            self._program, self._tensors, formats, self._calibration, self._notice
+        )

@@ -1,4 +1,4 @@
-"""Makes a smaller model that answers like a larger one, and writes it as a GGUF file."""
+"""Trains a smaller model on a larger model's answers, and writes it as a GGUF file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from twostroke.core.files import alone, need, unfinished
 from twostroke.core.frozen import Frozen
 from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.engine.drafters import has_same_tokens
-from twostroke.lab.compress.quantize import stored
-from twostroke.lab.compress.report import scoring_backend, sound_canary
+from twostroke.lab.compress.quantize import gguf_contents
+from twostroke.lab.compress.report import check_canary, scoring_backend
 from twostroke.lab.train.answers import collect
 from twostroke.lab.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from twostroke.lab.train.descent import Descent, train
@@ -46,9 +46,10 @@ if TYPE_CHECKING:
 FILE_NAME: Final = "student.gguf"
 _ABOUT_FILE, _LAYERS_FILE, _WIDTHS_FILE = "about.json", "layers.json", "widths.json"
 _MATRIX, _VECTOR = FORMATS["F16"], FORMATS["F32"]
-_CHOOSING_ANSWERS, _CHOOSING_TOKENS = 4, 128  # of each, by which layers are chosen
+_NUM_SELECTION_ANSWERS = 4  # answers by which layers and widths are selected
+_SELECTION_TOKENS = 128  # of each of these answers
 T = TypeVar("T")
-_ARRAY, _BOOL = 9, 7  # types of GGUF values
+_GGUF_ARRAY, _GGUF_BOOL = 9, 7  # types of GGUF values
 
 
 class _KeptLayers(msgspec.Struct, frozen=True):
@@ -56,7 +57,7 @@ class _KeptLayers(msgspec.Struct, frozen=True):
 
 
 class Student(Frozen):
-    """A model to be trained: the metadata of its file, its facts and its first weights."""
+    """A model to be trained: metadata and fixed tensors of its file, and its first weights."""
 
     metadata: dict[str, Value]
     fixed: dict[str, QuantTensor]
@@ -71,16 +72,17 @@ def distill(
     options: DistillOptions,
     report: Report,
 ) -> Path:
-    """Train `student`, a model or a part of the teacher, on the teacher's answers.
+    """Train `student` on the teacher's answers, and return the path of its GGUF file.
 
-    Answers, weights and the optimizer's state are kept in `folder`, and the student as it is by
-    then, once it passes the canary; the same call continues. Returns the student's file.
+    `student` is a model, or the shape of a part of the teacher. Answers, weights and the state of
+    the optimizer are saved in `folder`; the student's file is written at each checkpoint, if it
+    passes the canary. The same call continues an interrupted training.
 
     Raises:
-        UsageError: the student is no smaller than its teacher or has another text, the folder
-            holds other training or is in use, or the prompts cannot be read.
+        UsageError: the student is not smaller than its teacher, or cannot express its text; the
+            folder belongs to other training or is in use; or the prompts cannot be read.
         QualityError: the student writes garbage.
-        TwostrokeError: a model cannot be loaded or is no GGUF file, or the disk is full.
+        TwostrokeError: a model cannot be loaded or is not a GGUF file, or the disk is full.
     """
     loaded = load(teacher)
     shape = student if isinstance(student, StudentShape) else None
@@ -89,7 +91,7 @@ def distill(
         _check_smaller(base, loaded)
     else:
         shape.check(base.spec)
-    metadata, fixed = stored(base)
+    metadata, fixed = gguf_contents(base)
     translation = _translation(loaded, base)
     about = {
         "teacher": target_identity(loaded.tensors),
@@ -101,7 +103,7 @@ def distill(
     }
     if shape is not None and shape.is_narrower:
         about |= {"kv_heads": shape.kv_heads, "feed_forward": shape.feed_forward}
-    with _claimed(folder, about):
+    with _locked_folder(folder, about):
         saved = load_checkpoint(folder, about)
         answers = collect(teacher, loaded.spec, folder / "answers", options, report)
         examples = list(
@@ -110,24 +112,34 @@ def distill(
             else same_tokens(answers, options.length)
         )
         del answers
-        begun = Student(metadata, fixed, base.spec, base.tensors)
+        first = Student(metadata, fixed, base.spec, base.tensors)
         if shape is not None:
-            begun = _cut(begun, shape, examples, folder, report)
+            first = _cut_student(first, shape, examples, folder, report)
         run = _DistillRun.begin(
-            begun, folder, about, None if translation else Teacher(loaded), examples, options
+            first,
+            folder,
+            about=about,
+            teacher=None if translation else Teacher(loaded),
+            examples=examples,
+            options=options,
         )
         if saved is None:
-            report(f"before: {_told(run.imitator.test(), is_same=translation is None)}")
+            report(f"before: {_describe(run.imitator.test(), is_same=translation is None)}")
         else:
             run.imitator.descent.restore(saved.arrays, saved.seconds, saved.num_steps)
-        what = "training so far was kept"
-        train(run.imitator.descent, run.imitator.stepper(), run.save, what, report)
+        train(
+            run.imitator.descent,
+            run.imitator.stepper(),
+            run.save,
+            "training so far was kept",
+            report,
+        )
         run.write()
         return run.path
 
 
 class _DistillRun(Frozen):
-    """A student in training, and the folder in which it is saved."""
+    """A student in training, and the folder of its files."""
 
     student: Student
     folder: Path
@@ -144,23 +156,30 @@ class _DistillRun(Frozen):
         examples: list[Example],
         options: DistillOptions,
     ) -> _DistillRun:
-        """Make the student's weights ready to be trained."""
+        """Prepare the student's weights and optimizer for training."""
         model = TorchModel(build_program(student.spec), student.tensors)
         for weight in model.weights.values():
             weight.requires_grad_()
         descent = Descent(model.weights, options.learning_rate, 60 * options.minutes)
-        imitator = Imitator(model, lambda: model.weights, descent, teacher, examples, options.seed)
+        imitator = Imitator(
+            model,
+            lambda: model.weights,
+            descent=descent,
+            teacher=teacher,
+            examples=examples,
+            seed=options.seed,
+        )
         return cls(student, folder, about, imitator)
 
     @property
     def path(self) -> Path:
-        """The student's file."""
+        """Path of the student's file."""
         return self.folder / FILE_NAME
 
     def save(self) -> str:
-        """Write a checkpoint, and the student if it is sound; return how well it does."""
+        """Write a checkpoint, and the student's file if it passes; return a line of progress."""
         imitator, descent = self.imitator, self.imitator.descent
-        told = _told(imitator.test(), is_same=imitator.teacher is not None)
+        text = _describe(imitator.test(), is_same=imitator.teacher is not None)
         arrays = descent.arrays()
         save_checkpoint(
             self.folder, Checkpoint(self.about, (), descent.seconds, descent.num_steps, arrays)
@@ -168,11 +187,11 @@ class _DistillRun(Frozen):
         try:
             self.write()
         except QualityError as error:
-            return f"{told}; no student yet: {error}"
-        return f"{told}; the student so far is in {self.path}"
+            return f"{text}; no student yet: {error}"
+        return f"{text}; the student so far is in {self.path}"
 
     def write(self) -> None:
-        """Write the student; QualityError if it would write garbage, and then there is no file."""
+        """Write the student's file; QualityError without a file if it would write garbage."""
         student = self.student
         tensors = dict(student.fixed)
         for name, weight in self.imitator.model.weights.items():
@@ -183,11 +202,11 @@ class _DistillRun(Frozen):
             write_gguf(part, student.metadata | {"general.file_type": 1}, tensors)
             written = load(str(part))
             with closing(scoring_backend(written)) as backend:
-                sound_canary(written, backend)
+                check_canary(written, backend)
 
 
 def _check_smaller(base: LoadedModel, teacher: LoadedModel) -> None:
-    sizes = [sum(t.num_values for t in one.tensors.values()) for one in (base, teacher)]
+    sizes = [sum(t.num_values for t in model.tensors.values()) for model in (base, teacher)]
     if sizes[0] >= sizes[1]:
         raise UsageError(
             f"{base.name} has {sizes[0] / 1e6:,.0f} million weights, its teacher {teacher.name} "
@@ -197,14 +216,14 @@ def _check_smaller(base: LoadedModel, teacher: LoadedModel) -> None:
 
 
 @contextmanager
-def _claimed(folder: Path, about: dict[str, Any]) -> Iterator[None]:
-    """Be the only one in a folder, and note what it is for; refuse one with other work."""
+def _locked_folder(folder: Path, about: dict[str, Any]) -> Iterator[None]:
+    """Lock a folder, and record its purpose; UsageError if it belongs to other training."""
     path, lock = folder / _ABOUT_FILE, folder / ".lock"
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(alone(lock, folder))
-            has_work = path.is_file() and any(one not in {path, lock} for one in folder.iterdir())
+            has_work = path.is_file() and any(file not in {path, lock} for file in folder.iterdir())
             if has_work and _read(path, dict, folder) != about:
                 raise UsageError(
                     f"{folder} holds training for another model or with other options: use the "
@@ -217,26 +236,26 @@ def _claimed(folder: Path, about: dict[str, Any]) -> Iterator[None]:
 
 
 def _translation(teacher: LoadedModel, student: LoadedModel) -> Translation | None:
-    """Return how the teacher's tokens become the student's, None if they are the same."""
-    theirs, own = build_tokenizer(teacher), build_tokenizer(student)
-    if has_same_tokens(own, theirs):
+    """Return the translation of the teacher's tokens to the student's; None if they are equal."""
+    teacher_tokenizer, student_tokenizer = build_tokenizer(teacher), build_tokenizer(student)
+    if has_same_tokens(student_tokenizer, teacher_tokenizer):
         return None
-    found = Translation(theirs, own)
-    if not found.is_able():
+    translation = Translation(teacher_tokenizer, student_tokenizer)
+    if not translation.is_able():
         raise UsageError(
             f"the vocabulary of {student.name} cannot express the text of {teacher.name}.",
             field="student",
         )
-    return found
+    return translation
 
 
-def _cut(
+def _cut_student(
     student: Student, shape: StudentShape, examples: list[Example], folder: Path, report: Report
 ) -> Student:
-    """Return the part of a teacher that has a shape; what it keeps is chosen once."""
+    """Return the part of a teacher that has a shape; the selection is saved in `folder`."""
     texts = [
-        [int(token) for token in example.tokens[-_CHOOSING_TOKENS:]]
-        for example in learned(examples)[:_CHOOSING_ANSWERS]
+        [int(token) for token in example.tokens[-_SELECTION_TOKENS:]]
+        for example in learned(examples)[:_NUM_SELECTION_ANSWERS]
     ]
     spec = student.spec
     if shape.layers is not None and shape.layers < spec.num_layers:
@@ -246,60 +265,62 @@ def _cut(
         else:
             layers = choose_layers(spec, student.tensors, texts, shape.layers, report)
             write_checked_json(path, {"kept": layers})
-        student = _shorter(student, layers)
+        student = _with_layers(student, layers)
     if not shape.is_narrower:
         return student
     path = folder / _WIDTHS_FILE
     if path.is_file():
         widths = _read(path, Widths, folder)
     else:
-        counts = shape.kv_heads or spec.num_kv_heads, shape.feed_forward or spec.ffn_size
-        widths = choose_widths(student.spec, student.tensors, texts, counts[0], counts[1])
+        kv_heads = shape.kv_heads or spec.num_kv_heads
+        feed_forward = shape.feed_forward or spec.ffn_size
+        widths = choose_widths(student.spec, student.tensors, texts, kv_heads, feed_forward)
         write_checked_json(path, msgspec.to_builtins(widths))
         report(
-            f"widths: {counts[0]} of {spec.num_kv_heads} heads of keys and values, "
-            f"{counts[1]:,} of {spec.ffn_size:,} channels of each feed-forward remain"
+            f"widths: {kv_heads} of {spec.num_kv_heads} heads of keys and values, "
+            f"{feed_forward:,} of {spec.ffn_size:,} channels of each feed-forward remain"
         )
-    return _narrower(student, widths)
+    return _with_widths(student, widths)
 
 
 def _read(path: Path, kind: type[T], folder: Path) -> T:
-    """Return the choice of an earlier run; raises UsageError if its file is damaged."""
+    """Return the selection of an earlier run; UsageError if its file is damaged."""
     try:
         return msgspec.convert(read_checked_json(path), kind)
     except (ModelFormatError, msgspec.ValidationError) as error:
         raise UsageError(f"{path} is damaged ({error}): delete {folder} to start again.") from None
 
 
-def _shorter(whole: Student, kept: list[int]) -> Student:
-    spec = shortened(whole.spec, kept)
-    names = kept_names(list(build_program(spec).weight_shapes), kept)
-    tensors = {own: whole.tensors[name] for own, name in names}
-    prefix = whole.spec.architecture
-    changed: dict[str, Value] = {f"{prefix}.block_count": len(kept)}
+def _with_layers(student: Student, kept_layers: list[int]) -> Student:
+    spec = shortened(student.spec, kept_layers)
+    names = kept_names(list(build_program(spec).weight_shapes), kept_layers)
+    tensors = {new_name: student.tensors[name] for new_name, name in names}
+    prefix = student.spec.architecture
+    changed: dict[str, Value] = {f"{prefix}.block_count": len(kept_layers)}
     if spec.window is not None:
         slides = bytes(spec.window.slides)
         changed[f"{prefix}.attention.sliding_window_pattern"] = (
-            struct.pack("<IIQ", _ARRAY, _BOOL, len(slides)) + slides
+            struct.pack("<IIQ", _GGUF_ARRAY, _GGUF_BOOL, len(slides)) + slides
         )
-    return Student(whole.metadata | changed, whole.fixed, spec, tensors)
+    return Student(student.metadata | changed, student.fixed, spec, tensors)
 
 
-def _narrower(whole: Student, widths: Widths) -> Student:
-    spec, own = widths.narrowed(whole.spec), f"{whole.spec.architecture}."
+def _with_widths(student: Student, widths: Widths) -> Student:
+    spec = widths.narrowed(student.spec)
+    prefix = student.spec.architecture
     changed: dict[str, Value] = {
-        f"{own}attention.head_count": spec.num_heads,
-        f"{own}attention.head_count_kv": spec.num_kv_heads,
-        f"{own}attention.key_length": spec.head_dim,  # programs would take width / heads
-        f"{own}attention.value_length": spec.head_dim,
-        f"{own}rope.dimension_count": spec.rope.dim,
-        f"{own}feed_forward_length": spec.ffn_size,
+        f"{prefix}.attention.head_count": spec.num_heads,
+        f"{prefix}.attention.head_count_kv": spec.num_kv_heads,
+        f"{prefix}.attention.key_length": spec.head_dim,  # the default is width / heads
+        f"{prefix}.attention.value_length": spec.head_dim,
+        f"{prefix}.rope.dimension_count": spec.rope.dim,
+        f"{prefix}.feed_forward_length": spec.ffn_size,
     }
-    tensors = widths.cut(whole.spec, whole.tensors)
-    return Student(whole.metadata | changed, whole.fixed, spec, tensors)
+    tensors = widths.cut(student.spec, student.tensors)
+    return Student(student.metadata | changed, student.fixed, spec, tensors)
 
 
-def _told(likeness: Likeness, *, is_same: bool) -> str:
+def _describe(likeness: Likeness, *, is_same: bool) -> str:
     figure = "KL from the teacher" if is_same else "loss"
     share = "same top token" if is_same else "right tokens"
     return f"held out: {figure} {likeness.loss:.3f}, {share} {likeness.right:.1%}"

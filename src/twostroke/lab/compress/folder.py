@@ -1,8 +1,8 @@
 """Writes a model as a compressed-tensors folder, which vLLM and transformers load.
 
-Source: the compressed-tensors repository, README and `compressors/pack_quantized`: codes with half
-of their range added, in 32-bit words from the lowest bit on; a scale for each group, and a zero
-point if codes have 4 bits.
+Source: the compressed-tensors repository, README and `compressors/pack_quantized`. Codes are offset
+by half of their range and stored in 32-bit words, lowest bits first. Each group has a scale, and a
+zero point if codes have 4 bits.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from twostroke.engine.canary import REPORT_FILE
 from twostroke.lab.compress.equalize import ChannelEqualizer
 from twostroke.lab.compress.grids import group_grid
 from twostroke.lab.compress.hf_files import config_of, write_tokenizer
-from twostroke.lab.compress.mixes import tell_left_in_floats
+from twostroke.lab.compress.mixes import report_left_in_floats
 from twostroke.lab.compress.report import make_report
 from twostroke.lab.compress.round import round_to
-from twostroke.lab.compress.walk import round_products, watched
+from twostroke.lab.compress.walk import round_products, with_progress
 from twostroke.model.families import ARCHITECTURES, build_program
 from twostroke.model.loader import load
 from twostroke.model.program import ops
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     Notice = Callable[[str], None]
 
 FOLDER_TARGETS: Final = {"w4a16": 4, "w8a16": 8}  # bits
-_GROUPS: Final = (128, 64, 32)  # that vLLM's kernels take
-_IN_WORD: Final = 8  # codes of 4 bits
+_GROUP_SIZES: Final = (128, 64, 32)  # that vLLM's kernels support
+_CODES_PER_WORD: Final = 8  # of 4 bits
 
 
 def write_folder(
@@ -64,16 +64,16 @@ def write_folder(
     program = build_program(source.spec)
     products = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
     widths = {key: source.tensors[key].shape[-1] for key in products}
-    floats = {key: width for key, width in widths.items() if width % _GROUPS[-1]}
-    tell_left_in_floats(floats, len(products), f"{_GROUPS[-1]} values", notice)
+    floats = {key: width for key, width in widths.items() if width % _GROUP_SIZES[-1]}
+    report_left_in_floats(floats, len(products), f"{_GROUP_SIZES[-1]} values", notice)
     products = [key for key in products if key not in floats]
-    group = next(size for size in _GROUPS if not any(widths[key] % size for key in products))
+    group = next(size for size in _GROUP_SIZES if not any(widths[key] % size for key in products))
     dtype = "F16" if config.get("torch_dtype", config.get("dtype")) == "float16" else "BF16"
     bits = FOLDER_TARGETS[target]
     fmt = grouped(bits, group, dtype.lower(), zero=bits == 4)
     grid = group_grid(bits, group, dtype)
 
-    def rounded(_: str, weight: Floats, moments: Moments) -> QuantTensor:
+    def round_weight(_: str, weight: Floats, moments: Moments) -> QuantTensor:
         return round_to(weight, moments, grid, fmt)
 
     tensors = {
@@ -86,21 +86,27 @@ def write_folder(
     ]
     need(part, sum(sizes))
     pieces = calibration.pieces
-    store = calibration.kept.matrices(tensors, f"{fmt.name} evened", pieces)
-    evener = ChannelEqualizer(program, rounded, store)
+    store = calibration.saved_work.matrices(tensors, f"{fmt.name} evened", pieces)
+    equalizer = ChannelEqualizer(program, round_weight, store)
     matrices = round_products(
-        *(program, tensors, products, pieces, rounded),
-        lambda name: store.get(name, tensors[name].shape, fmt),
-        evener=evener,
+        program,
+        tensors,
+        names=products,
+        pieces=pieces,
+        round_weight=round_weight,
+        load_rounded=lambda name: store.get(name, tensors[name].shape, fmt),
+        equalizer=equalizer,
     )
-    tensors |= store.all_of(watched(matrices, len(products), notice)) | evener.changed
-    tensors = {key: reordered(source, key, tensor) for key, tensor in tensors.items()}
+    tensors |= store.all_of(with_progress(matrices, len(products), notice)) | equalizer.changed
+    tensors = {key: undo_rope_order(source, key, tensor) for key, tensor in tensors.items()}
     stored: dict[str, QuantTensor | StoredArray] = {}
     for key, tensor in tensors.items():
-        stored |= _parts(names[key], tensor, dtype) if key in products else {names[key]: tensor}
+        stored |= (
+            _stored_parts(names[key], tensor, dtype) if key in products else {names[key]: tensor}
+        )
     write_safetensors(part / "model.safetensors", stored)
     config |= {"quantization_config": _quantization(bits, group, [names[key] for key in floats])}
-    config.pop("dtype", None)  # the newer name, which would count
+    config.pop("dtype", None)  # the newer name has precedence over torch_dtype
     config["torch_dtype"] = "float16" if dtype == "F16" else "bfloat16"
     write_json(part / "config.json", config)
     _check(part, tensors)
@@ -112,10 +118,10 @@ def write_folder(
 
 
 def published_names(source: LoadedModel) -> dict[str, str]:
-    """Return the names of a model's tensors in such a folder.
+    """Return the published name of each tensor.
 
     Raises:
-        TwostrokeError: it has stacked weights.
+        TwostrokeError: the model has stacked weights.
     """
     family = ARCHITECTURES[source.spec.architecture]
     if family.fused or source.spec.experts is not None:
@@ -123,8 +129,8 @@ def published_names(source: LoadedModel) -> dict[str, str]:
     return {key: published_name(key, family.layer_names) for key in source.tensors}
 
 
-def reordered(source: LoadedModel, key: str, tensor: QuantTensor) -> QuantTensor:
-    """Undo the order that GGUF files have for rotation in neighbouring pairs."""
+def undo_rope_order(source: LoadedModel, key: str, tensor: QuantTensor) -> QuantTensor:
+    """Undo the row order that GGUF files have for RoPE in adjacent pairs."""
     kind = key.split(".")[-2]
     if not source.spec.rope.interleaved or kind not in {"attn_q", "attn_k"}:
         return tensor
@@ -134,8 +140,10 @@ def reordered(source: LoadedModel, key: str, tensor: QuantTensor) -> QuantTensor
     return QuantTensor(tensor.format, tensor.shape, np.ascontiguousarray(data))
 
 
-def _parts(name: str, tensor: QuantTensor, dtype: str) -> dict[str, QuantTensor | StoredArray]:
-    """Return the tensors that make a quantized matrix."""
+def _stored_parts(
+    name: str, tensor: QuantTensor, dtype: str
+) -> dict[str, QuantTensor | StoredArray]:
+    """Return the tensors that represent a quantized matrix, by published name."""
     module = name.removesuffix(".weight")
     rows = tensor.shape[0]
     blocks = tensor.data.reshape(rows, -1, tensor.format.block_bytes)
@@ -149,14 +157,14 @@ def _parts(name: str, tensor: QuantTensor, dtype: str) -> dict[str, QuantTensor 
         f"{module}.weight_shape": StoredArray("I64", np.array(tensor.shape, np.int64)),
     }
     if has_zeros:
-        points = np.pad(blocks[:, :, size].T, ((0, 0), (0, -rows % _IN_WORD)))
+        points = np.pad(blocks[:, :, size].T, ((0, 0), (0, -rows % _CODES_PER_WORD)))
         words = pack_planes(points, 4, run=1).view(np.int32).T  # along the outputs
         parts[f"{module}.weight_zero_point"] = StoredArray("I32", np.ascontiguousarray(words))
     return parts
 
 
 def _quantization(bits: int, group: int, float_weights: list[str]) -> dict[str, Any]:
-    """Return the quantization_config; `float_weights` are matrices that are not quantized."""
+    """Return the quantization_config; `float_weights` are the matrices in floats."""
     weights = {
         "num_bits": bits,
         "type": "int",
@@ -177,8 +185,8 @@ def _quantization(bits: int, group: int, float_weights: list[str]) -> dict[str, 
 
 
 def _check(folder: Path, tensors: Mapping[str, QuantTensor]) -> None:
-    """Check that the folder is read back bit for bit."""
+    """Check that loading the folder gives the same tensors, bit for bit."""
     read = load(str(folder)).tensors
     for key, tensor in tensors.items():
         if key not in read or not np.array_equal(read[key].dequantize(), tensor.dequantize()):
-            raise ModelFormatError(f"The written folder has another {key} than was rounded.")
+            raise ModelFormatError(f"{key} of the written folder differs from the rounded matrix.")

@@ -1,4 +1,4 @@
-"""Block formats as grids: levels, scales and how they are packed."""
+"""Block formats as grids: levels, scales, and packing into bytes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ if TYPE_CHECKING:
     Packer = Callable[[Floats, Floats, Bytes], Bytes]
 
 
-class Rounded(Frozen, eq=False):
-    """Groups of a matrix: levels int8 (groups, values), scale and smallest value (groups, 1).
+class RoundedGroups(Frozen, eq=False):
+    """A rounded matrix as groups.
 
-    Levels of a format with a table are places in it. Scales are whole multiples of the tops, of
-    super-blocks (super-blocks, 1), and smallest values of the bottoms, where the format has these.
+    Attributes:
+        levels: int8 (groups, values); indices if the format has a table.
+        scales: (groups, 1); multiples of `tops` in formats with super-blocks.
+        smallest: smallest value (groups, 1); multiples of `bottoms` in formats with super-blocks.
+        tops: scale of each super-block's scales (super-blocks, 1).
+        bottoms: scale of each super-block's smallest values (super-blocks, 1).
     """
 
     levels: NDArray[np.int8]
@@ -39,27 +43,32 @@ class Rounded(Frozen, eq=False):
 
     @property
     def shares(self) -> Floats:
-        """The scales in units of their tops, (super-blocks, groups)."""
+        """Scales in units of their tops: (super-blocks, groups)."""
         return _shares(self.scales, self.tops)
 
     @property
     def depths(self) -> Floats:
-        """Smallest values below zero in units of their bottoms, (super-blocks, groups)."""
+        """Negated smallest values in units of their bottoms: (super-blocks, groups)."""
         return _shares(-self.smallest, self.bottoms)
 
 
 class BlockGrid(Frozen):
-    """A block format as steps: a value is a scale times a level, plus a smallest value if any.
+    """A block format: a value is scale times level, plus the group's smallest value if any.
 
-    Levels are the entries of `table`, or whole numbers from `low` to `high`. Trials of a scale
-    make the value farthest from zero as large as one of `peaks`; without them the format has a
-    smallest value, which with `has_whole_zeros` is a whole number of scales below zero. `group`
-    values share a scale; scales of `num_groups` groups are whole shares, from the first of `shares`
-    to the last, of a float16. `pack` maps what was rounded to bytes
-    (blocks, block_bytes).
+    Attributes:
+        pack: converts a rounded matrix to bytes (blocks, block_bytes).
+        low, high: range of levels that are whole numbers.
+        peaks: levels that the value farthest from zero may get; each gives a candidate for the
+            scale. Empty for formats with a smallest value.
+        table: levels; empty for whole numbers.
+        group: values that share a scale.
+        num_groups: groups of a super-block.
+        shares: range of the whole numbers that scales of groups are, times a float16.
+        has_bfloat_scales: scales are bfloat16 instead of float16.
+        has_whole_zeros: smallest values are whole multiples of the scale.
     """
 
-    pack: Callable[[Rounded], Bytes]
+    pack: Callable[[RoundedGroups], Bytes]
     low: int
     high: int
     peaks: tuple[float, ...] = ()
@@ -76,50 +85,50 @@ def _shares(values: Floats, units: Floats) -> Floats:
     return np.rint(np.divide(rows, units, out=np.zeros_like(rows), where=units != 0))
 
 
-def _pack_around_zero(rounded: Rounded, bits: int) -> Bytes:
+def _pack_around_zero(rounded: RoundedGroups, bits: int) -> Bytes:
     codes = rounded.levels.astype(np.float32) + np.float32(1 << (bits - 1))
     return np.concatenate([half_bytes(rounded.scales), pack_codes(codes, bits)], axis=1)
 
 
-def _pack_from_smallest(rounded: Rounded, bits: int) -> Bytes:
+def _pack_from_smallest(rounded: RoundedGroups, bits: int) -> Bytes:
     codes = pack_codes(rounded.levels.astype(np.float32), bits)
     return np.concatenate([half_bytes(rounded.scales), half_bytes(rounded.smallest), codes], axis=1)
 
 
-def _pack_bytes(rounded: Rounded) -> Bytes:
+def _pack_bytes(rounded: RoundedGroups) -> Bytes:
     return np.concatenate([half_bytes(rounded.scales), rounded.levels.view(np.uint8)], axis=1)
 
 
-def _pack_nl(rounded: Rounded) -> Bytes:
+def _pack_nl(rounded: RoundedGroups) -> Bytes:
     codes = pack_planes(rounded.levels.view(np.uint8), 4, run=16)
     return np.concatenate([half_bytes(rounded.scales), codes], axis=1)
 
 
-def _pack_xs(rounded: Rounded) -> Bytes:
+def _pack_xs(rounded: RoundedGroups) -> Bytes:
     return pack_iq4_xs(rounded.tops, rounded.shares, rounded.levels.view(np.uint8).reshape(-1, 256))
 
 
-def _pack_k(rounded: Rounded, bits: int) -> Bytes:
+def _pack_k(rounded: RoundedGroups, bits: int) -> Bytes:
     shares = rounded.shares.astype(np.uint8), rounded.depths.astype(np.uint8)
     codes = rounded.levels.view(np.uint8).reshape(-1, 256)
     return pack_super_blocks((rounded.tops, rounded.bottoms), shares, codes, bits)
 
 
-def _pack_groups_of_16(rounded: Rounded, half: int, pack: Packer) -> Bytes:
+def _pack_groups_of_16(rounded: RoundedGroups, half: int, pack: Packer) -> Bytes:
     codes = (rounded.levels + np.int8(half)).view(np.uint8).reshape(-1, 256)
     return pack(rounded.tops, rounded.shares, codes)
 
 
-def _groups_of_16(half: int, pack: Packer, peaks: tuple[float, ...], most: int) -> BlockGrid:
-    shares = -most, most - 1
+def _groups_of_16(half: int, pack: Packer, peaks: tuple[float, ...], max_share: int) -> BlockGrid:
+    shares = -max_share, max_share - 1
     pack_levels = partial(_pack_groups_of_16, half=half, pack=pack)
     return BlockGrid(pack_levels, -half, half - 1, peaks, group=16, num_groups=16, shares=shares)
 
 
 def group_grid(bits: int, group: int, dtype: str) -> BlockGrid:
-    """Return the grid of published groups, whose scales are F16 or BF16.
+    """Return the grid of the groups in compressed-tensors folders; scales are F16 or BF16.
 
-    Those of 4 bits have zero points, those of 8 bits none.
+    Groups of 4 bits have zero points, groups of 8 bits have none.
     """
     is_bfloat = dtype == "BF16"
     pack_scale = encode_bfloat if is_bfloat else half_bytes
@@ -133,7 +142,7 @@ def group_grid(bits: int, group: int, dtype: str) -> BlockGrid:
 
 
 def _pack_group(
-    rounded: Rounded, pack_scale: Callable[[Floats], Bytes], *, has_zeros: bool
+    rounded: RoundedGroups, pack_scale: Callable[[Floats], Bytes], *, has_zeros: bool
 ) -> Bytes:
     scales = pack_scale(rounded.scales)
     if not has_zeros:
@@ -162,7 +171,7 @@ def _super_blocks(bits: int) -> BlockGrid:
     return BlockGrid(partial(_pack_k, bits=bits), 0, high, num_groups=8, shares=(0, 63))
 
 
-_TABLE = tuple(IQ4_LEVELS.tolist())
+_IQ4_TABLE = tuple(IQ4_LEVELS.tolist())
 _IQ4_PEAKS = tuple(np.linspace(-165, -95, 15).tolist() + np.linspace(95, 145, 9).tolist())
 _Q6_PEAKS = (-33.0, -32.5, -32.0, -31.5, -31.0, -30.5, -30.0, 31.0)
 
@@ -172,8 +181,10 @@ GRIDS = {
     "Q5_0": _around_zero(5),
     "Q5_1": _from_smallest(5),
     "Q8_0": BlockGrid(_pack_bytes, -127, 127, (127.0, 126.0, 125.0)),
-    "IQ4_NL": BlockGrid(_pack_nl, -127, 113, _IQ4_PEAKS, _TABLE),
-    "IQ4_XS": BlockGrid(_pack_xs, -127, 113, _IQ4_PEAKS, _TABLE, num_groups=8, shares=(-32, 31)),
+    "IQ4_NL": BlockGrid(_pack_nl, -127, 113, _IQ4_PEAKS, _IQ4_TABLE),
+    "IQ4_XS": BlockGrid(
+        _pack_xs, -127, 113, _IQ4_PEAKS, _IQ4_TABLE, num_groups=8, shares=(-32, 31)
+    ),
     "Q3_K": _groups_of_16(4, pack_q3_k, _peaks(4), 32),
     "Q4_K": _super_blocks(4),
     "Q5_K": _super_blocks(5),

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder besides its weights, also for a model in a GGUF file."""
+"""Configuration and tokenizer files of a Hugging Face folder, also made from a GGUF file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
     from twostroke.model.weights import LoadedModel
 
-# Architectures of GGUF files that need nothing in config.json but sizes.
-_PLAIN: Final = {
+# Architectures of GGUF files whose config.json needs only sizes.
+_PLAIN_ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-_COPIED: Final = (
+_TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
     "generation_config.json",
@@ -35,36 +35,36 @@ _COPIED: Final = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_CONTROL, _USER_DEFINED = 3, 4  # types of tokens in GGUF files
+_CONTROL, _USER_DEFINED = 3, 4  # token types in GGUF files
 _BYTE_LEVEL: Final = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 
 def config_of(source: LoadedModel) -> dict[str, Any]:
-    """Return the config.json of a model, made from a GGUF file's facts if it has none.
+    """Return the config.json of a model; it is made from the metadata of a GGUF file.
 
     Raises:
-        TwostrokeError: its family cannot be written yet.
+        TwostrokeError: the model's family is not supported.
     """
     spec = source.spec
     if not isinstance(source.tokenizer_source, GgufTokenizer):
         config = read_json(source.path / "config.json")
         if "text_config" in config:
             raise TwostrokeError(f"{source.name} is part of a vision model, which stays as it is.")
-        # As the tensors are, where these contradict the file.
+        # The tensors decide if they contradict the file.
         return config | {
             "tie_word_embeddings": spec.tied_embeddings,
             "vocab_size": spec.vocab_size,
         }
     is_scaled = spec.rope.scaled_frequencies is not None or spec.rope.dim != spec.head_dim
     has_biases = spec.qkv_bias != (spec.architecture == "qwen2") or spec.output_bias
-    if spec.architecture not in _PLAIN or is_scaled or spec.window or has_biases:
-        names = ", ".join(_PLAIN)
+    if spec.architecture not in _PLAIN_ARCHITECTURES or is_scaled or spec.window or has_biases:
+        names = ", ".join(_PLAIN_ARCHITECTURES)
         raise TwostrokeError(
             f"{source.name} is a GGUF file for which no config.json can be written: only plain "
             f"models of {names} can. Give the model's safetensors folder."
         )
     return {
-        "architectures": [_PLAIN[spec.architecture]],
+        "architectures": [_PLAIN_ARCHITECTURES[spec.architecture]],
         "model_type": spec.architecture,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.ffn_size,
@@ -87,24 +87,25 @@ def write_tokenizer(source: LoadedModel, folder: Path) -> None:
     """Write the tokenizer's files into `folder`.
 
     Raises:
-        TwostrokeError: a GGUF file's tokenizer cannot be written, or cuts text differently then.
+        TwostrokeError: the tokenizer of a GGUF file cannot be written, or the written tokenizer
+            splits text differently.
     """
-    held = source.tokenizer_source
-    if not isinstance(held, GgufTokenizer):
-        for name in _COPIED:
+    tokenizer_source = source.tokenizer_source
+    if not isinstance(tokenizer_source, GgufTokenizer):
+        for name in _TOKENIZER_FILES:
             if (source.path / name).is_file():
                 shutil.copyfile(source.path / name, folder / name)
         for name in FOLDERS:
             if (source.path / name).is_dir():
                 shutil.copytree(source.path / name, folder / name, dirs_exist_ok=True)
         return
-    if held.metadata.get("tokenizer.ggml.model") != "gpt2":
+    if tokenizer_source.metadata.get("tokenizer.ggml.model") != "gpt2":
         raise TwostrokeError(
             f"{source.name} has a tokenizer that is not byte-level BPE, the only kind that can be "
             "written as tokenizer.json yet. Give the model's safetensors folder."
         )
-    write_json(folder / "tokenizer.json", _tokenizer_json(held.metadata))
-    tokens = held.metadata["tokenizer.ggml.tokens"]
+    write_json(folder / "tokenizer.json", _tokenizer_json(tokenizer_source.metadata))
+    tokens = tokenizer_source.metadata["tokenizer.ggml.tokens"]
     config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": source.spec.context_length,
@@ -130,14 +131,14 @@ def write_tokenizer(source: LoadedModel, folder: Path) -> None:
 
 
 def _tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a byte-level BPE tokenizer as Hugging Face's tokenizers read it."""
+    """Return a byte-level BPE tokenizer in the format of Hugging Face tokenizers."""
     tokens = list(metadata["tokenizer.ggml.tokens"])
     kinds = list(metadata.get("tokenizer.ggml.token_type", []))
     pre = pre_tokenizer(str(metadata.get("tokenizer.ggml.pre") or "default"))
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     cuts = [
-        {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False}
-        for one in pre.patterns
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in pre.patterns
     ]
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", pre.add_bos)
     bos = metadata.get("tokenizer.ggml.bos_token_id")
@@ -155,7 +156,9 @@ def _tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
             "type": "Sequence",
             "pretokenizers": [*cuts, {**_BYTE_LEVEL, "use_regex": False}],
         },
-        "post_processor": _beginning(tokens[bos], bos) if adds_bos and bos is not None else None,
+        "post_processor": _bos_post_processor(tokens[bos], bos)
+        if adds_bos and bos is not None
+        else None,
         "decoder": {**_BYTE_LEVEL, "use_regex": False},
         "model": {
             "type": "BPE",
@@ -172,13 +175,13 @@ def _tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _beginning(token: str, id_: int) -> dict[str, Any]:
-    """Return the post-processor that puts a token before each text."""
-    first = {"SpecialToken": {"id": token, "type_id": 0}}
-    one, two = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+def _bos_post_processor(token: str, id_: int) -> dict[str, Any]:
+    """Return the post-processor that prepends a token to each text."""
+    bos = {"SpecialToken": {"id": token, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
         "type": "TemplateProcessing",
-        "single": [first, one],
-        "pair": [first, one, first, two],
+        "single": [bos, first],
+        "pair": [bos, first, bos, second],
         "special_tokens": {token: {"id": token, "ids": [int(id_)], "tokens": [token]}},
     }

@@ -1,4 +1,4 @@
-"""What `--to` names: the format of each matrix, as programs that read GGUF files expect it."""
+"""The mixes of formats that `--to` names, as other programs expect them in GGUF files."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ if TYPE_CHECKING:
 
 
 class FormatMix(Frozen):
-    """Formats by kind of matrix; `file_type` is the mix's number in GGUF files.
+    """Formats by kind of matrix.
 
-    Matrices of a kind in `finer` have its format in layers that `is_finer(layer, num_layers)`
-    chooses, all other matrices of layers have `layers`, embeddings and logits `tables`.
+    Attributes:
+        file_type: number of the mix in GGUF files.
+        layers: format of the matrices of layers.
+        tables: format of embeddings and logits.
+        finer: formats of some kinds of matrices in layers for which `is_finer(layer, num_layers)`
+            is true.
+        is_finer: chooses these layers.
     """
 
     file_type: int
@@ -38,7 +43,7 @@ def _first_eighth(layer: int, count: int) -> bool:
 
 
 def _ends_and_each_third(layer: int, count: int) -> bool:
-    """The first and the last eighth of the layers, and each third one between them."""
+    """Whether a layer is in the first or last eighth, or every third layer between them."""
     eighth = count // 8
     return layer < eighth or layer >= 7 * count // 8 or (layer - eighth) % 3 == 2
 
@@ -70,14 +75,14 @@ MIXES = {
 
 FLOATS = frozenset({"F32", "F16", "BF16"})
 
-# What takes the place of a format whose super-blocks do not fill a row.
+# Replaces a format whose super-blocks do not fill a row.
 FALLBACKS = {"Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
 def formats_of(
     program: Program, tensors: Mapping[str, QuantTensor], mix: FormatMix
 ) -> dict[str, str]:
-    """Return the format of each matrix: floats if its rows fill no whole blocks."""
+    """Return the format of each matrix; it is a float format if blocks do not fill the rows."""
     num_layers = 1 + max((layer_of(key) for key in tensors if key.startswith("blk.")), default=0)
     formats: dict[str, str] = {}
     for op in program.ops:
@@ -89,7 +94,7 @@ def formats_of(
             kind = weight.name.split(".")[-2]
             if kind in mix.finer and mix.is_finer(layer_of(weight.name), num_layers):
                 name = mix.finer[kind]
-            name = fitting(name, width)
+            name = format_for_width(name, width)
             if width % FORMATS[name].block_size:
                 name = float_format(tensors[weight.name])
             formats[weight.name] = name
@@ -97,7 +102,7 @@ def formats_of(
 
 
 def float_format(tensor: QuantTensor) -> str:
-    """Return the format of a matrix that is not rounded: of 16 bits, unless values overflow."""
+    """Return the format of a matrix that is not rounded: 16 bits, or 32 if values overflow."""
     if tensor.format.name in {"F16", "BF16"}:
         return tensor.format.name
     return "F16" if np.abs(tensor.dequantize()).max() <= np.finfo(np.float16).max else "F32"
@@ -106,19 +111,19 @@ def float_format(tensor: QuantTensor) -> str:
 def left_in_floats(
     formats: Mapping[str, str], tensors: Mapping[str, QuantTensor], mix: FormatMix
 ) -> dict[str, int]:
-    """Return the matrices that have no format of the mix, with the widths of their rows."""
+    """Return the row widths of the matrices that get a float format instead of the mix's."""
     if mix.layers in FLOATS:
         return {}
     return {key: tensors[key].shape[-1] for key, name in formats.items() if name in FLOATS}
 
 
-def tell_left_in_floats(
+def report_left_in_floats(
     widths: Mapping[str, int], num_matrices: int, name: str, notice: Callable[[str], None]
 ) -> None:
-    """Say which matrices keep 16 or more bits, as their rows do not fill blocks.
+    """Report which matrices keep 16 or more bits because blocks do not fill their rows.
 
     Raises:
-        TwostrokeError: these are all the matrices, so that nothing would get smaller.
+        TwostrokeError: no matrix can be rounded.
     """
     if not widths:
         return
@@ -131,25 +136,25 @@ def tell_left_in_floats(
     notice(f"{facts}: kept in floats of 16 bits.")
 
 
-def fitting(name: str, width: int) -> str:
-    """Return a format, or what takes its place where rows of `width` do not fill its blocks."""
+def format_for_width(name: str, width: int) -> str:
+    """Return a format, or its replacement if its blocks do not fill rows of `width` values."""
     return FALLBACKS.get(name, name) if width % FORMATS[name].block_size else name
 
 
 def layer_of(key: str) -> int:
-    """Return the number of the layer that a matrix belongs to."""
+    """Return the number of a matrix's layer."""
     return int(key.split(".")[1])
 
 
 def is_rounded(key: str, name: str) -> bool:
-    """Whether a matrix is rounded for its inputs: those of layers, in a format of GRIDS."""
+    """Whether a matrix is rounded with calibration: a matrix of a layer, in a format of GRIDS."""
     return key.startswith("blk.") and name in GRIDS
 
 
 def file_type_of(tensors: Iterable[QuantTensor]) -> int:
-    """Return the number of the mix that is named after the format of most values."""
+    """Return the file type of the mix named after the format with the most values."""
     counts: dict[str, int] = {}
     for tensor in tensors:
         counts[tensor.format.name] = counts.get(tensor.format.name, 0) + tensor.num_values
-    most = max(counts, key=counts.__getitem__)
-    return next((mix.file_type for mix in MIXES.values() if mix.layers == most), 0)
+    most_common = max(counts, key=counts.__getitem__)
+    return next((mix.file_type for mix in MIXES.values() if mix.layers == most_common), 0)

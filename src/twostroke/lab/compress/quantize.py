@@ -1,4 +1,4 @@
-"""Quantizes a model: rounds its weights, writes a GGUF file, reads it back and scores it."""
+"""Quantizes a model: rounds its weights, writes them to a file, loads and scores the file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.files import megabytes, need, unfinished, unfinished_folder
 from twostroke.core.options import ComputeOptions
 from twostroke.engine.canary import REPORT_KEY
-from twostroke.lab.compress.choose import CalibrationText, FormatChooser, check_size, rounded_to
+from twostroke.lab.compress.choose import CalibrationText, FormatChooser, check_size, round_matrices
 from twostroke.lab.compress.folder import FOLDER_TARGETS, write_folder
 from twostroke.lab.compress.mixes import (
     MIXES,
@@ -18,14 +18,14 @@ from twostroke.lab.compress.mixes import (
     formats_of,
     is_rounded,
     left_in_floats,
-    tell_left_in_floats,
+    report_left_in_floats,
 )
 from twostroke.lab.compress.report import (
     FileReport,
-    bits_of,
+    bits_per_value,
+    check_canary,
     make_report,
     scoring_backend,
-    sound_canary,
 )
 from twostroke.lab.train.answers import collect
 from twostroke.lab.train.options import LearnOptions
@@ -51,17 +51,17 @@ if TYPE_CHECKING:
 
 TARGETS: Final = (*MIXES, *FOLDER_TARGETS)
 
-_CHOSEN: Final = "q4_k_m"  # the mix whose tables a chosen mix has
-_REPORT_BYTES: Final = 8192  # at most
+_DEFAULT_MIX: Final = "q4_k_m"  # gives the tables of a mix that is chosen for a goal
+_MAX_REPORT_BYTES: Final = 8192
 _NUM_ANSWER_TOKENS: Final = 20_000  # of the answers that a rounded model is tuned on
 _DAMAGED: Final = "{model} writes garbage: {fault}. Its file may be damaged: fetch it again."
-# What describes the old file alone, or is written anew.
-_DROPPED = ("split.", "quantize.", "twostroke.", "general.alignment")
+# Prefixes of metadata that describes only the old file, or is written anew.
+_DROPPED_KEYS = ("split.", "quantize.", "twostroke.", "general.alignment")
 
 
 def quantize(
     model: str,
-    wanted: str | Goal,
+    target: str | Goal,
     out: Path,
     text: str | None,
     num_tokens: int,
@@ -69,94 +69,117 @@ def quantize(
     *,
     tuning_minutes: float = 0.0,
 ) -> FileReport:
-    """Write `model` as `wanted` (of TARGETS), or as the best mix for a goal, to `out`.
+    """Quantize a model, write it to `out`, and return the report that is also in the file.
 
-    `out` is a GGUF file, or a folder for FOLDER_TARGETS. Nothing is written if anything fails; the
-    same call then goes on from what the cache folder has.
-    Calibrates on some `num_tokens` tokens of `text`, without one on the model's own answers. Then
-    scales and norms of a file learn from the model for `tuning_minutes`. The report is in the file,
-    too.
+    If anything fails, nothing is written, and the same call later continues from saved work.
+
+    Args:
+        model: name or path of a GGUF file or model folder.
+        target: a name of `TARGETS`; or a goal, for which the best mix of formats is chosen.
+        out: path of a GGUF file, or of a folder for `FOLDER_TARGETS`.
+        text: calibration text; None for the model's own answers.
+        num_tokens: calibration tokens.
+        notice: gets lines of progress.
+        tuning_minutes: time for which scales and norms of the file are trained on the model's
+            answers; needs PyTorch.
 
     Raises:
-        UsageError: the text is too short, or has parts of the held-out text; no mix reaches the
-            goal.
-        QualityError: the model writes garbage, or the written file would.
+        UsageError: the text is too short, or contains parts of the held-out text; no mix reaches
+            the goal.
+        QualityError: the model or the written file writes garbage.
         TwostrokeError: the model is not a GGUF file of plain layers, or the disk is full.
     """
-    is_folder = wanted in FOLDER_TARGETS
+    is_folder = target in FOLDER_TARGETS
     if not is_folder and out.suffix != ".gguf":
         raise UsageError(f"The file {out.name!r} must end with .gguf.", field="out")
-    check_can_run(ComputeOptions(backend="cpu"))  # which scores the file
+    check_can_run(ComputeOptions(backend="cpu"))  # this backend scores the file
     source = load(model)
     if any(mapping.path.resolve() == out.resolve() for mapping in source.mappings):
         raise UsageError("must not be the source's file.", field="out")
     with closing(scoring_backend(source)) as backend:
-        sound_canary(source, backend, _DAMAGED)
+        check_canary(source, backend, _DAMAGED)
     calibration = CalibrationText(source, text, num_tokens, notice)
-    if isinstance(wanted, str) and is_folder:
+    if isinstance(target, str) and is_folder:
         if tuning_minutes:
             raise UsageError("is for GGUF files, not for folders.", field="tuning_minutes")
         with unfinished_folder(out) as part:
-            report = write_folder(source, wanted, part, calibration, notice)
+            report = write_folder(source, target, part, calibration, notice)
     else:
         with unfinished(out) as part:
-            report = _write(source, wanted, part, calibration, notice, tuning_minutes)
+            report = _write(
+                source,
+                target,
+                part=part,
+                calibration=calibration,
+                notice=notice,
+                tuning_minutes=tuning_minutes,
+            )
         if out.stat().st_size >= source.file_bytes:
             notice(
                 f"{out.name} has {megabytes(out.stat().st_size)}, its source "
                 f"{megabytes(source.file_bytes)}: it did not get smaller."
             )
-    calibration.kept.drop()
+    calibration.saved_work.drop()
     return report
 
 
 def _write(
     source: LoadedModel,
-    wanted: str | Goal,
+    target: str | Goal,
+    *,
     part: Path,
     calibration: CalibrationText,
     notice: Notice,
     tuning_minutes: float,
 ) -> FileReport:
-    metadata, fixed = stored(source)
+    """Write the GGUF file `part`, first without and then with its report."""
+    metadata, fixed = gguf_contents(source)
     program = build_program(source.spec)
-    mix = MIXES[wanted if isinstance(wanted, str) else _CHOSEN]
+    mix = MIXES[target if isinstance(target, str) else _DEFAULT_MIX]
     formats = formats_of(program, source.tensors, mix)
     tensors = dict(source.tensors)
     floats = left_in_floats(formats, source.tensors, mix)
-    tell_left_in_floats(floats, len(formats), mix.layers, notice)
+    report_left_in_floats(floats, len(formats), mix.layers, notice)
     rounded = {key: name for key, name in formats.items() if is_rounded(key, name)}
     for key in formats.keys() - rounded.keys():
         tensors[key] = QuantTensor.from_floats(tensors[key].dequantize(), FORMATS[formats[key]])
-    if isinstance(wanted, str):
-        _tell_if_no_finer(source.tensors, formats, notice)
-        other_bytes = _other_bytes(source, tensors, fixed, rounded)
-        _tell_if_larger(source, other_bytes + _size(source.tensors, rounded), notice)
-        need(part, _size(source.tensors, formats))
+    other_bytes = _bytes_of_others(source, tensors, fixed, rounded)
+    if isinstance(target, str):
+        _warn_if_not_fewer_bits(source.tensors, formats, notice)
+        _warn_if_larger(source, other_bytes + _size_in_formats(source.tensors, rounded), notice)
+        need(part, _size_in_formats(source.tensors, formats))
         file_type = mix.file_type
         if rounded:
-            tensors |= rounded_to(program, tensors, rounded, calibration, notice)
+            tensors |= round_matrices(program, tensors, rounded, calibration, notice)
     else:
-        other_bytes = _other_bytes(source, tensors, fixed, rounded)
-        if wanted.kl is None:
-            need(part, other_bytes + check_size(tensors, rounded, wanted, other_bytes))
-        chooser = FormatChooser(program, source, tensors, list(rounded), calibration, notice)
-        tensors |= chooser.reach(wanted, other_bytes)
+        if target.kl is None:
+            need(part, other_bytes + check_size(tensors, rounded, target, other_bytes))
+        chooser = FormatChooser(
+            program,
+            source,
+            tensors=tensors,
+            names=list(rounded),
+            calibration=calibration,
+            notice=notice,
+        )
+        tensors |= chooser.reach(target, other_bytes)
         need(part, sum(tensor.num_bytes for tensor in tensors.values()))
-        chosen = {key: tensors[key].format.name for key in rounded}
-        _tell_if_no_finer(source.tensors, chosen, notice)
+        formats_by_key = {key: tensors[key].format.name for key in rounded}
+        _warn_if_not_fewer_bits(source.tensors, formats_by_key, notice)
         file_type = file_type_of(tensors[key] for key in rounded)
-    target = wanted if isinstance(wanted, str) else wanted.describe()
+    target_name = target if isinstance(target, str) else target.describe()
     if tuning_minutes:
-        folder = calibration.kept.folder("tuning", target, calibration.pieces, tuning_minutes)
+        folder = calibration.saved_work.folder(
+            "tuning", target_name, calibration.pieces, tuning_minutes
+        )
         tensors |= _tuned_tensors(source, tensors, tuning_minutes, folder, notice)
-    everything = tensors | fixed
-    written: dict[str, Value] = {"general.file_type": file_type}
-    write_gguf(part, metadata | written, everything)
+    all_tensors = tensors | fixed
+    new_metadata: dict[str, Value] = {"general.file_type": file_type}
+    write_gguf(part, metadata | new_metadata, all_tensors)
     notice("Scoring the written file on held-out text")
-    report = make_report(source, part, target, calibration.facts)
+    report = make_report(source, part, target_name, calibration.facts)
     part.unlink()  # it may still be mapped
-    write_gguf(part, metadata | written | {REPORT_KEY: report.encode()}, everything)
+    write_gguf(part, metadata | new_metadata | {REPORT_KEY: report.encode()}, all_tensors)
     load(str(part))
     return report
 
@@ -176,63 +199,73 @@ def _tuned_tensors(
 
     options = LearnOptions(num_tokens=_NUM_ANSWER_TOKENS)
     answers = collect(str(source.path), source.spec, folder / "answers", options, notice)
-    return tune(source, tensors, answers, minutes, folder, notice)
+    return tune(source, tensors, answers, minutes=minutes, folder=folder, report=notice)
 
 
-def _tell_if_larger(source: LoadedModel, num_bytes: float, notice: Notice) -> None:
-    """Say before the work starts that the file will not be smaller than its source."""
+def _warn_if_larger(source: LoadedModel, num_bytes: float, notice: Notice) -> None:
+    """Warn before the work starts if the file will not be smaller than its source."""
     if num_bytes >= source.file_bytes:
         notice(
             f"The source has {megabytes(source.file_bytes)}, the result will have some "
-            f"{megabytes(int(num_bytes))}: it gets no smaller, and no better. Fewer bits would "
-            "make it smaller, such as --to iq4_nl, or --size."
+            f"{megabytes(int(num_bytes))}: it will be neither smaller nor better. Use fewer bits, "
+            "such as --to iq4_nl, or --size."
         )
 
 
-def _size(tensors: Mapping[str, QuantTensor], formats: Mapping[str, str]) -> float:
+def _size_in_formats(tensors: Mapping[str, QuantTensor], formats: Mapping[str, str]) -> float:
     return sum(FORMATS[name].num_bytes(tensors[key].num_values) for key, name in formats.items())
 
 
-def _other_bytes(
+def _bytes_of_others(
     source: LoadedModel,
     tensors: Mapping[str, QuantTensor],
     fixed: Mapping[str, QuantTensor],
     rounded: Collection[str],
 ) -> int:
-    """Return the bytes of a file besides those of rounded matrices: at most so many."""
-    whole = sum(tensor.num_bytes for tensor in (*source.tensors.values(), *fixed.values()))
+    """Return an upper bound for the bytes of a file without its rounded matrices."""
+    all_tensors = (*source.tensors.values(), *fixed.values())
+    header_bytes = source.file_bytes - sum(tensor.num_bytes for tensor in all_tensors)
     others = [tensors[key] for key in tensors.keys() - set(rounded)] + list(fixed.values())
-    kept = [tensor.num_bytes for tensor in others]
-    head = source.file_bytes - whole  # metadata, and the table of tensors
-    return sum(kept) + head + _REPORT_BYTES + DEFAULT_ALIGNMENT * (len(tensors) + len(fixed))
+    other_bytes = sum(tensor.num_bytes for tensor in others)
+    padding = DEFAULT_ALIGNMENT * (len(tensors) + len(fixed))
+    return other_bytes + header_bytes + _MAX_REPORT_BYTES + padding
 
 
-def stored(source: LoadedModel) -> tuple[dict[str, Value], dict[str, QuantTensor]]:
-    """Return the metadata of a model's GGUF file, and the tensors that stay as they are."""
-    held = source.tokenizer_source
-    if not isinstance(held, GgufTokenizer) or not isinstance(held.metadata, Metadata):
-        raise TwostrokeError(f"{source.name} is not a GGUF file: only these can be quantized yet.")
-    # A model in a folder is loaded from the one GGUF file there, or from the first of its parts.
+def gguf_contents(source: LoadedModel) -> tuple[dict[str, Value], dict[str, QuantTensor]]:
+    """Return the metadata of a model's GGUF file, and the tensors that are copied unchanged.
+
+    Raises:
+        TwostrokeError: the model is not a GGUF file, or has stacked weights.
+    """
+    tokenizer = source.tokenizer_source
+    if not isinstance(tokenizer, GgufTokenizer) or not isinstance(tokenizer.metadata, Metadata):
+        raise TwostrokeError(
+            f"{source.name} is not a GGUF file: only GGUF files can be quantized to GGUF yet."
+        )
+    metadata = tokenizer.metadata
+    # The file of a model in a folder is its only GGUF file, or the first of its parts.
     files = read_gguf_parts(source.mappings[0].path)
     fixed = {key: tensor for key, tensor in files.tensors.items() if key in ROPE_TABLES}
     needed = {key for key in files.tensors if is_needed(key)}
     if needed - fixed.keys() != source.tensors.keys():
         raise TwostrokeError(f"{source.name} has stacked weights, which cannot be quantized yet.")
-    raw: dict[str, Value] = {
-        key: held.metadata.raw(key) for key in held.metadata if not key.startswith(_DROPPED)
+    copied: dict[str, Value] = {
+        key: metadata.raw(key) for key in metadata if not key.startswith(_DROPPED_KEYS)
     }
-    return raw, fixed
+    return copied, fixed
 
 
-def _tell_if_no_finer(
+def _warn_if_not_fewer_bits(
     tensors: Mapping[str, QuantTensor], formats: Mapping[str, str], notice: Notice
 ) -> None:
+    """Warn if the source's layers have no more bits per weight than the result."""
     products = {key: tensors[key] for key in formats if key.startswith("blk.")}
-    values = sum(tensor.num_values for tensor in products.values())
-    bits = bits_of(products)
-    wanted = 8 * _size(products, {key: formats[key] for key in products}) / values
-    if bits <= wanted:
+    num_values = sum(tensor.num_values for tensor in products.values())
+    source_bits = bits_per_value(products)
+    result_bytes = _size_in_formats(products, {key: formats[key] for key in products})
+    result_bits = 8 * result_bytes / num_values
+    if source_bits <= result_bits:
         notice(
-            f"The source already has {bits:.2f} bits for each weight, the result {wanted:.2f}: "
-            "figures against it say nothing about the original model."
+            f"The source already has {source_bits:.2f} bits for each weight, the result "
+            f"{result_bits:.2f}: comparisons with it say nothing about the original model."
         )

@@ -1,4 +1,4 @@
-"""The report in a written model: how it differs from its source, its sizes, speed and canary."""
+"""The report in a written model's file: divergence from its source, sizes, speed and canary."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ if TYPE_CHECKING:
     from twostroke.model.weights import LoadedModel
 
 _PAGE_SIZE = 16
-_CONTEXT = 64  # tokens before the one whose time is measured
-_NUM_STEPS = 5
+_CONTEXT_TOKENS = 64  # before the token whose decode step is timed
+_NUM_TIMED_STEPS = 5
 _REMOVED = "The new file would write garbage: {fault}. It was removed."
 _STORED_TOKENS = 1024  # whose keys and values count as memory
 
 
 class TextFacts(Frozen):
-    """A text that took part: the SHA-256 of its UTF-8, and the tokens of it that were used."""
+    """SHA-256 of a text in UTF-8, and the number of its tokens that were used."""
 
     sha256: str
     num_tokens: int
 
     @classmethod
     def of(cls, text: str, pieces: list[list[int]]) -> TextFacts:
-        """Describe a text of which these pieces were used."""
+        """Return the facts of a text; `pieces` are the token sequences that were used."""
         return cls(hashlib.sha256(text.encode()).hexdigest(), sum(map(len, pieces)))
 
 
 class MatrixReport(Frozen):
-    """The matrices of one kind, such as `ffn_down`: their formats, and the bits of a value."""
+    """All matrices of one kind, such as `ffn_down`: formats, bits per value, and bytes."""
 
     name: str
     formats: str
@@ -66,10 +66,10 @@ class MatrixReport(Frozen):
 
 
 class _FileMeasurement(Frozen):
-    """What a file showed when it was read back.
+    """Measurements of a written file.
 
-    `memory_bytes` are those of the weights, and of the keys and values of 1,024 tokens. `machine`
-    is what computed `tokens_per_s`, one stream's.
+    `memory_bytes` counts the weights, and keys and values of 1,024 tokens. `tokens_per_s` is for
+    one stream on `machine`. `choices` are its answers to the questions.
     """
 
     canary: Canary
@@ -80,9 +80,23 @@ class _FileMeasurement(Frozen):
 
 
 class FileReport(Frozen):
-    """All about a written model. Bits are those of a weight of a layer, with its scales.
+    """The report in a written model's file.
 
-    `rows_per_s` is the speed of prompts.
+    Attributes:
+        source, source_sha256, source_bits: name, digest, and bits per layer weight of the source.
+        target: the requested format or goal.
+        bits: bits per weight of the layers, with scales.
+        kinds: formats by kind of matrix.
+        num_bytes: size of the weights.
+        memory_bytes: size of the weights, and of keys and values of 1,024 tokens.
+        comparison: divergence from the source on held-out text.
+        held_out, calibration: the texts; `calibration` is None if nothing was calibrated.
+        rows_per_s: prefill speed.
+        tokens_per_s: decode speed of one stream.
+        machine: the machine of both speeds.
+        canary: answers that later loads must reproduce.
+        flips: questions that the file answers differently.
+        version: version of the report.
     """
 
     source: str
@@ -105,7 +119,7 @@ class FileReport(Frozen):
 
     @property
     def doubt(self) -> str | None:
-        """Why the comparison says nothing about the original model, None if it does."""
+        """Why the comparison says nothing about the original model; None if it does."""
         if self.source_bits > self.bits:
             return None
         return (
@@ -121,26 +135,28 @@ class FileReport(Frozen):
 def make_report(
     source: LoadedModel, path: Path, target: str, calibration: TextFacts | None
 ) -> FileReport:
-    """Read the file at `path` back and score it against its source on held-out text.
+    """Load the file at `path`, and compare it with its source on held-out text.
 
     Raises:
-        QualityError: it writes garbage.
+        QualityError: the file writes garbage.
     """
     written, text = load(str(path)), held_out_text()
-    source.release(source.tensors.values())  # what rounding read
+    source.release(source.tensors.values())  # memory that rounding used
     measured = _measure(written)
     pieces = pieces_of(text, [str(source.path)])
     compute = ComputeOptions(backend="cpu", activation_bits=DEFAULT_ACTIVATION_BITS)
-    right, other = (Subject(str(one), compute, CacheOptions()) for one in (source.path, path))
-    (scored, *_) = compare_subjects(right, [other], pieces, lambda _: None)
+    expected, actual = (
+        Subject(str(model_path), compute, CacheOptions()) for model_path in (source.path, path)
+    )
+    (scored, *_) = compare_subjects(expected, [actual], pieces, lambda _: None)
     with closing(scoring_backend(source)) as backend:
-        asked = choices(backend, build_tokenizer(source))
+        source_choices = choices(backend, build_tokenizer(source))
     return FileReport(
         source=source.name,
         source_sha256=_files_sha256(source),
-        source_bits=bits_of(_layers(source.tensors)),
+        source_bits=bits_per_value(_layers(source.tensors)),
         target=target,
-        bits=bits_of(_layers(written.tensors)),
+        bits=bits_per_value(_layers(written.tensors)),
         kinds=_kinds(written.tensors),
         num_bytes=sum(tensor.num_bytes for tensor in written.tensors.values()),
         memory_bytes=measured.memory_bytes,
@@ -151,30 +167,32 @@ def make_report(
         tokens_per_s=measured.tokens_per_s,
         machine=measured.machine,
         canary=measured.canary,
-        flips=Flips.between(asked, measured.choices),
+        flips=Flips.between(source_choices, measured.choices),
     )
 
 
-def sound_canary(loaded: LoadedModel, backend: CpuBackend, told: str = _REMOVED) -> Canary:
-    """Return the canary of a model, which is new unless `told` says otherwise.
+def check_canary(loaded: LoadedModel, backend: CpuBackend, message: str = _REMOVED) -> Canary:
+    """Run the canary prompt on a model and return the result.
+
+    `message` is the text of the error, with fields `model` and `fault`.
 
     Raises:
-        QualityError: it writes garbage.
+        QualityError: the model writes garbage.
     """
     program, tokenizer = build_program(loaded.spec), build_tokenizer(loaded)
     first_load = FirstLoad.of(loaded, tokenizer, program, EngineOptions())
     canary = score_canary(backend, first_load.tokens)
     if fault := first_load.fault(canary):
-        raise QualityError(told, model=loaded.name, fault=fault)
+        raise QualityError(message, model=loaded.name, fault=fault)
     return canary
 
 
-def report_of(model: str) -> FileReport:
+def load_report(model: str) -> FileReport:
     """Return the report in a model's files.
 
     Raises:
-        ModelFormatError: they have none, or it is damaged.
-        TwostrokeError: as `loading.load`.
+        ModelFormatError: the files have no report, or it is damaged.
+        TwostrokeError: as `load`.
     """
     loaded = load(model)
     text = read_report(loaded)
@@ -186,8 +204,8 @@ def report_of(model: str) -> FileReport:
         raise ModelFormatError(f"{loaded.name}: its report is damaged: {error}.") from None
 
 
-def bits_of(tensors: Mapping[str, QuantTensor]) -> float:
-    """Return the bits that a value takes, on average."""
+def bits_per_value(tensors: Mapping[str, QuantTensor]) -> float:
+    """Return the average number of bits per value."""
     values = sum(tensor.num_values for tensor in tensors.values())
     return 8 * sum(tensor.num_bytes for tensor in tensors.values()) / values
 
@@ -196,7 +214,7 @@ def _measure(loaded: LoadedModel) -> _FileMeasurement:
     program, tokenizer = build_program(loaded.spec), build_tokenizer(loaded)
     with closing(scoring_backend(loaded)) as backend:
         return _FileMeasurement(
-            sound_canary(loaded, backend),
+            check_canary(loaded, backend),
             backend.facts.weight_bytes + _stored_bytes(program),
             1 / _step_s(backend, program, _shape(program)),
             backend.facts.full_detail,
@@ -205,7 +223,7 @@ def _measure(loaded: LoadedModel) -> _FileMeasurement:
 
 
 def scoring_backend(loaded: LoadedModel) -> CpuBackend:
-    """Return the backend that scores a model, with pages for one short stream."""
+    """Return a backend that scores a model, with pages for one short stream."""
     program = build_program(loaded.spec)
     groups = PageGroups(_PAGE_SIZE, tuple(group.window for group in program.cache_groups))
     num_pages = _shape(program).num_pages(groups)
@@ -216,8 +234,8 @@ def scoring_backend(loaded: LoadedModel) -> CpuBackend:
 
 
 def _shape(program: Program) -> Shape:
-    """Return the step whose time is measured."""
-    return Shape.decode(1, min(_CONTEXT, program.context_length - NUM_CYCLES - 2))
+    """Return the shape of the timed step."""
+    return Shape.decode(1, min(_CONTEXT_TOKENS, program.context_length - NUM_CYCLES - 2))
 
 
 def _stored_bytes(program: Program) -> int:
@@ -228,14 +246,14 @@ def _stored_bytes(program: Program) -> int:
 def _step_s(backend: CpuBackend, program: Program, shape: Shape) -> float:
     single = SingleStep(backend, program, shape)
     try:
-        single.run()  # the first one fills caches
-        return statistics.median(single.run().elapsed_s for _ in range(_NUM_STEPS))
+        single.run()  # fills caches
+        return statistics.median(single.run().elapsed_s for _ in range(_NUM_TIMED_STEPS))
     finally:
         single.close()
 
 
 def _kinds(tensors: Mapping[str, QuantTensor]) -> tuple[MatrixReport, ...]:
-    """Return the kinds of matrices, in the order of `tensors`."""
+    """Return a report for each kind of matrix, in the order of `tensors`."""
     groups: dict[str, dict[str, QuantTensor]] = {}
     for key, tensor in tensors.items():
         if len(tensor.shape) == 2:
@@ -245,20 +263,20 @@ def _kinds(tensors: Mapping[str, QuantTensor]) -> tuple[MatrixReport, ...]:
         MatrixReport(
             name,
             ", ".join(sorted({tensor.format.name for tensor in group.values()})),
-            bits_of(group),
-            sum(tensor.num_bytes for tensor in group.values()),
+            bits=bits_per_value(group),
+            num_bytes=sum(tensor.num_bytes for tensor in group.values()),
         )
         for name, group in groups.items()
     )
 
 
 def _layers(tensors: Mapping[str, QuantTensor]) -> dict[str, QuantTensor]:
-    """Return the matrices of layers."""
+    """Return the matrices of the layers."""
     return {k: t for k, t in tensors.items() if k.startswith("blk.") and len(t.shape) == 2}
 
 
 def _files_sha256(loaded: LoadedModel) -> str:
-    """Return the SHA-256 of a model's weight files, one after another."""
+    """Return the SHA-256 of all weight files of a model, in order."""
     digest = hashlib.sha256()
     for mapping in loaded.mappings:
         with mapping.path.open("rb") as file:

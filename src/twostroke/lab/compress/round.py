@@ -1,12 +1,12 @@
 """Rounds a matrix to a block format so that its products change least.
 
-Columns are rounded one after another. The error of each is made up for by the columns after it, as
-far as the inputs are correlated (GPTQ, arXiv:2210.17323); scales are fitted when a block is
-reached. Then a sweep codes each block again, with scales about the best for its codes, for what all
-others leave to make up for (block coordinate descent, as QuantEase, arXiv:2309.01885). Shares of a
-super-block's scale are fitted in the same way; the scale itself when the super-block is reached.
+Columns are rounded in order. Later columns compensate the error of each column where inputs are
+correlated (GPTQ, arXiv:2210.17323). The scale of a block is fitted when the block is reached. Then
+a second pass rounds each block again, with scales near the best for its codes, given the remaining
+error of all other blocks (block coordinate descent, as QuantEase, arXiv:2309.01885). Scales of
+groups in a super-block are fitted the same way; the super-block's scale when it is reached.
 
-`native/compress` does it; tests/support/plain_rounding.py is its definition in NumPy.
+`native/compress` implements this; tests/support/plain_rounding.py defines it in NumPy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from twostroke.backends.cpu.library import choose_level, load_library
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import resolve_num_threads
-from twostroke.lab.compress.grids import GRIDS, Rounded
+from twostroke.lab.compress.grids import GRIDS, RoundedGroups
 from twostroke.model.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
@@ -30,53 +30,53 @@ if TYPE_CHECKING:
     from twostroke.lab.compress.grids import BlockGrid
     from twostroke.model.quant import Floats, Format
 
-    Run = Callable[..., Iterable[Any]]  # as map, or a pool's
+    Run = Callable[..., Iterable[Any]]  # like `map`, or a pool's `map`
 
-_SHRINKAGE = 0.3  # of products of two inputs: few rows show them larger than they are
-_DAMPING = 0.001  # of the mean second moment, added to each
-_LEAST = np.float32(1e-12)  # where all inputs are 0
+_SHRINKAGE_SHARE = 0.3  # of correlations between inputs, which few rows overestimate
+_DAMPING_SHARE = 0.001  # of the mean second moment, added to each
+_MIN_MOMENT = np.float32(1e-12)  # if all inputs are 0
 
-_FACTORED_AT_ONCE = 128
+_MAX_DIRECT_WIDTH = 128
 _NUM_BANDS = 4
 
 _FLOATS = ctypes.POINTER(c_float)
 
 
 class Moments(Frozen, eq=False):
-    """Second moments of a product's inputs (width, width), damped; `factor` as of `factors_of`."""
+    """Damped second moments of a product's inputs, and their `inverse_factors`: (width, width)."""
 
     damped: Floats
     factor: Floats
 
 
-def squares_of(inputs: Floats) -> Floats:
-    """Return the sum over inputs (rows, width) of the products of each two, (width, width)."""
+def outer_products(inputs: Floats) -> Floats:
+    """Return the sum of outer products of inputs (rows, width): (width, width)."""
     return inputs.T @ inputs
 
 
-def moments_of(parts: Iterable[Floats], run: Run = map) -> Moments:
-    """Return the moments for products of inputs (width, width), summed by parts of the text.
+def damped_moments(parts: Iterable[Floats], run: Run = map) -> Moments:
+    """Return the moments for sums of outer products (width, width) of several parts of the text.
 
-    They are shrunk towards their diagonal and damped, so that errors are not made up for by what
-    inputs share in these few rows alone. `run` may use threads.
+    Moments are shrunk towards their diagonal and damped, so that rounding does not rely on
+    correlations that only these few rows have. `run` may use threads.
     """
     rest = iter(parts)
     damped = next(rest).copy()
     for part in rest:
         damped += part
     diagonal = np.diag(damped).copy()
-    damped *= 1 - _SHRINKAGE
-    np.fill_diagonal(damped, diagonal + _DAMPING * diagonal.mean() + _LEAST)
-    return Moments(damped, factors_of(damped, run))
+    damped *= 1 - _SHRINKAGE_SHARE
+    np.fill_diagonal(damped, diagonal + _DAMPING_SHARE * diagonal.mean() + _MIN_MOMENT)
+    return Moments(damped, inverse_factors(damped, run))
 
 
-def factors_of(moments: Floats, run: Run = map) -> Floats:
-    """Return the lower triangles F with F @ F.T the inverse of moments (..., width, width).
+def inverse_factors(moments: Floats, run: Run = map) -> Floats:
+    """Return lower triangular matrices F with F @ F.T the inverse of moments (..., width, width).
 
-    float32 is enough: shrinking keeps moments far from singular. `run` may use threads; the result
-    does not depend on their number.
+    float32 is precise enough, because shrinkage keeps moments far from singular. `run` may use
+    threads; the result does not depend on their number.
     """
-    if moments.ndim == 2 and len(moments) > _FACTORED_AT_ONCE:
+    if moments.ndim == 2 and len(moments) > _MAX_DIRECT_WIDTH:
         return _factor_by_halves(moments, run)
     turned = moments.swapaxes(-1, -2)[..., ::-1, ::-1]
     upper = np.linalg.cholesky(turned)[..., ::-1, ::-1]
@@ -84,15 +84,15 @@ def factors_of(moments: Floats, run: Run = map) -> Floats:
 
 
 def _factor_by_halves(moments: Floats, run: Run) -> Floats:
-    """Return the factor of moments [[A, B.T], [B, D]], of which the lower triangle is read.
+    """Return the factor of moments [[A, B.T], [B, D]]; only the lower triangle is read.
 
-    It is [[V, 0], [-W @ X @ V, W]] with W that of D, X = W.T @ B, and V that of A - X.T @ X. Zeros
-    of triangles are left out, band by band.
+    The factor is [[V, 0], [-W @ X @ V, W]] with W the factor of D, X = W.T @ B, and V the factor of
+    A - X.T @ X. Zeros of triangles are skipped, band by band.
     """
     half = len(moments) // 2
     factor = np.zeros_like(moments)
     first, cross, last = factor[:half, :half], factor[half:, :half], factor[half:, half:]
-    last[:] = factors_of(moments[half:, half:], run)
+    last[:] = inverse_factors(moments[half:, half:], run)
     between, product = np.empty_like(cross), np.empty_like(cross)
     rest = moments[:half, :half].copy()
 
@@ -111,7 +111,7 @@ def _factor_by_halves(moments: Floats, run: Run) -> Floats:
     upper, lower = _bands(half), _bands(len(last))
     list(run(turn, lower))
     list(run(reduce, reversed(upper)))
-    first[:] = factors_of(rest, run)
+    first[:] = inverse_factors(rest, run)
     np.negative(between, out=between)
     list(run(spread, upper))
     list(run(join, reversed(lower)))
@@ -136,28 +136,30 @@ def round_matrix(
 def round_to(
     weight: Floats, moments: Moments, grid: BlockGrid, fmt: Format, num_threads: int | None = None
 ) -> QuantTensor:
-    """Return a matrix (outputs, inputs) in a format whose grid is `grid`."""
+    """Return a matrix (outputs, inputs) rounded to a format with the grid `grid`."""
     data = grid.pack(round_groups(weight, moments, grid, num_threads))
     return QuantTensor(fmt, weight.shape, data.reshape(len(weight), -1))
 
 
 def round_groups(
     weight: Floats, moments: Moments, grid: BlockGrid, num_threads: int | None = None
-) -> Rounded:
-    """Return a matrix (outputs, inputs) as groups, row by row."""
+) -> RoundedGroups:
+    """Return a matrix (outputs, inputs) as rounded groups, row by row."""
     num_outputs, num_inputs = weight.shape
     num_groups = num_inputs // grid.group
     blocks = moments.damped.reshape(num_groups, grid.group, num_groups, grid.group)
-    own = np.einsum("iaib->iab", blocks)
-    factors = factors_of(own)
+    diagonal_blocks = np.einsum("iaib->iab", blocks)
+    factors = inverse_factors(diagonal_blocks)
     inverses = factors @ factors.swapaxes(1, 2)
     levels = np.empty((num_outputs * num_groups, grid.group), np.int8)
     scales, smallest = (np.empty((len(levels), 1), np.float32) for _ in range(2))
     tops, bottoms = (np.empty((len(levels) // grid.num_groups, 1), np.float32) for _ in range(2))
-    given = (weight, moments.damped, moments.factor, factors, inverses)
-    read = [np.ascontiguousarray(array, dtype=np.float32) for array in given]
+    inputs = [
+        np.ascontiguousarray(array, dtype=np.float32)
+        for array in (weight, moments.damped, moments.factor, factors, inverses)
+    ]
     record = _RoundRecord(
-        *(array.ctypes.data_as(_FLOATS) for array in read),
+        *(array.ctypes.data_as(_FLOATS) for array in inputs),
         levels.ctypes.data_as(ctypes.POINTER(c_int8)),
         *(array.ctypes.data_as(_FLOATS) for array in (scales, smallest, tops, bottoms)),
         num_outputs,
@@ -167,11 +169,11 @@ def round_groups(
     shape = _grid_record(grid)
     threads = resolve_num_threads(num_threads)
     library.ts_round(ctypes.byref(shape), ctypes.byref(record), threads)
-    return Rounded(levels, scales, smallest, tops, bottoms)
+    return RoundedGroups(levels, scales, smallest, tops, bottoms)
 
 
 class _GridRecord(ctypes.Structure):
-    """As in native/compress/round.h."""
+    """The grid, as in native/compress/round.h."""
 
     _fields_ = (
         ("peaks", _FLOATS),
@@ -189,7 +191,7 @@ class _GridRecord(ctypes.Structure):
 
 
 class _RoundRecord(ctypes.Structure):
-    """As in native/compress/round.h."""
+    """Inputs and outputs of a call, as in native/compress/round.h."""
 
     _fields_ = (
         *((name, _FLOATS) for name in ("weight", "moments", "factor")),
@@ -204,15 +206,17 @@ class _RoundRecord(ctypes.Structure):
 def _grid_record(grid: BlockGrid) -> _GridRecord:
     peaks = (c_float * len(grid.peaks))(*grid.peaks)
     table = (c_float * len(grid.table))(*grid.table) if grid.table else None
+    least_share, most_share = grid.shares
     return _GridRecord(
-        peaks,
-        table,
-        grid.low,
-        grid.high,
-        len(grid.peaks),
-        grid.group,
-        grid.num_groups,
-        *grid.shares,
-        grid.has_bfloat_scales,
-        grid.has_whole_zeros,
+        peaks=peaks,
+        table=table,
+        low=grid.low,
+        high=grid.high,
+        num_peaks=len(grid.peaks),
+        group=grid.group,
+        num_groups=grid.num_groups,
+        least_share=least_share,
+        most_share=most_share,
+        bfloat_scales=grid.has_bfloat_scales,
+        whole_zeros=grid.has_whole_zeros,
     )

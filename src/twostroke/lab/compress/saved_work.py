@@ -1,6 +1,6 @@
-"""Keeps what an interrupted `quantize` has done, in the cache folder, so that it can go on.
+"""Saves the work of `quantize` in the cache folder, so that an interrupted command can continue.
 
-The text that a model gives for its own calibration is kept for the next command, too.
+Calibration text that a model generated is also saved, for later commands.
 """
 
 from __future__ import annotations
@@ -30,68 +30,72 @@ if TYPE_CHECKING:
 
     Pieces = Sequence[Sequence[int]]
 
-_METHOD: Final = 2  # raised when prompts or rounding change what would be made
+_METHOD_VERSION: Final = 2  # raised when prompts or rounding change the results
 _DIGEST_BYTES: Final = 16
-_OLDEST_S: Final = 7 * 24 * 3600  # what was interrupted before is dropped
+_MAX_AGE_S: Final = 7 * 24 * 3600  # older work of interrupted commands is removed
 
 
 class SavedWork:
-    """What was made of one model."""
+    """Saved results for one model."""
 
     def __init__(self, source: LoadedModel) -> None:
-        """Find the folder for `source`; drop what was interrupted long ago."""
+        """Find the folder for `source`, and remove old work of interrupted commands."""
         self._identity = weights_identity(source.tensors)[:24]
         self._root = env.cache_dir() / "quantize"
         self._used: set[Path] = set()
         for folder in self._root.glob("*"):
             with suppress(OSError):
-                if folder.stat().st_mtime < time.time() - _OLDEST_S:
+                if folder.stat().st_mtime < time.time() - _MAX_AGE_S:
                     shutil.rmtree(folder)
 
     def pieces(self, num_tokens: int, make: Callable[[], list[list[int]]]) -> list[list[int]]:
-        """Return the model's own calibration text: from before, else what `make` returns."""
-        path = env.cache_dir() / "calibration" / f"{self._identity}-{num_tokens}-{_METHOD}.json"
+        """Return the model's saved calibration text, or else save and return `make()`."""
+        path = (
+            env.cache_dir()
+            / "calibration"
+            / f"{self._identity}-{num_tokens}-{_METHOD_VERSION}.json"
+        )
         with suppress(TwostrokeError, msgspec.MsgspecError):
             return msgspec.convert(read_checked_json(path).get("pieces"), list[list[int]])
         pieces = make()
-        with suppress(OSError):  # it is then made again next time
+        with suppress(OSError):  # a full disk: the next command makes it again
             path.parent.mkdir(parents=True, exist_ok=True)
             write_checked_json(path, {"pieces": pieces})
         return pieces
 
     def matrices(
-        self, tensors: Mapping[str, QuantTensor], what: object, pieces: Pieces
+        self, tensors: Mapping[str, QuantTensor], formats: object, pieces: Pieces
     ) -> Matrices:
-        """Return the store of matrices that are rounded for `pieces` to `what`, by name.
+        """Return the store of matrices that are rounded to `formats` on these `pieces`.
 
-        `tensors` are all of the model, those that are not rounded in their final formats.
+        `tensors` are all tensors of the model; tensors that are not rounded have final formats.
         """
-        formats = sorted((name, tensor.format.name) for name, tensor in tensors.items())
-        folder = self.folder(formats, what, [list(piece) for piece in pieces])
+        tensor_formats = sorted((name, tensor.format.name) for name, tensor in tensors.items())
+        folder = self.folder(tensor_formats, formats, [list(piece) for piece in pieces])
         return Matrices(folder)
 
-    def folder(self, *what: object) -> Path:
-        """Return the folder for work that `what` describes in full."""
-        digest = hashlib.sha256(repr((_METHOD, *what)).encode()).hexdigest()
+    def folder(self, *description: object) -> Path:
+        """Return the folder for work that the values of `description` determine."""
+        digest = hashlib.sha256(repr((_METHOD_VERSION, *description)).encode()).hexdigest()
         folder = self._root / f"{self._identity}-{digest[:16]}"
         self._used.add(folder)
         return folder
 
     def drop(self) -> None:
-        """Remove all work that was asked for: the command is done."""
+        """Remove all folders that this command used, because it is done."""
         for folder in self._used:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 class Matrices:
-    """Rounded matrices, each in a file of its own."""
+    """Rounded matrices, each in its own file."""
 
     def __init__(self, folder: Path) -> None:
-        """Keep them in `folder`."""
+        """Use the files in `folder`."""
         self._folder = folder
 
     def get(self, name: str, shape: tuple[int, ...], fmt: Format) -> QuantTensor | None:
-        """Return a matrix that was rounded before, None if there is none."""
+        """Return a saved matrix; None if there is none, or its file is damaged."""
         try:
             content = read_regular_file(self._path(name))
         except OSError:
@@ -99,20 +103,20 @@ class Matrices:
         num_bytes = shape[0] * fmt.num_bytes(shape[1])
         codes, digest = content[:num_bytes], content[num_bytes:]
         if len(codes) != num_bytes or digest != _digest(name, codes, shape, fmt):
-            return None  # it is damaged, or of an earlier version
+            return None  # damaged, or of an earlier version
         return QuantTensor(fmt, shape, np.frombuffer(codes, np.uint8).reshape(shape[0], -1))
 
     def all_of(self, matrices: Iterable[tuple[str, QuantTensor]]) -> dict[str, QuantTensor]:
-        """Return matrices by name, each of which is kept as it comes."""
-        found = {}
+        """Save each matrix when it arrives, and return all by name."""
+        tensors = {}
         for name, tensor in matrices:
-            found[name] = tensor
+            tensors[name] = tensor
             if self.get(name, tensor.shape, tensor.format) is None:
                 self.add(name, tensor)
-        return found
+        return tensors
 
     def add(self, name: str, tensor: QuantTensor) -> None:
-        """Keep a matrix; a full disk is no reason to stop."""
+        """Save a matrix; errors such as a full disk are ignored."""
         path = self._path(name)
         part = path.with_suffix(".part")
         with suppress(OSError):
@@ -126,7 +130,7 @@ class Matrices:
 
 
 def _digest(name: str, codes: bytes, shape: tuple[int, ...], fmt: Format) -> bytes:
-    """Return the digest that follows a matrix in its file, so that damage is noticed."""
+    """Return the digest that follows a matrix in its file, to detect damage."""
     hashed = hashlib.blake2b(codes, digest_size=_DIGEST_BYTES)
     hashed.update(repr((name, shape, fmt.name)).encode())
     return hashed.digest()

@@ -1,9 +1,10 @@
-"""Measures how much each matrix of a model may err: a tree of trials on the choosing text.
+"""Measures how much errors of each matrix change a model's output, by a tree of trials.
 
-All matrices are rounded to one format of few bits. A trial uses these for one part of the model and
-measures the divergence: first for each kind of matrix, then for halves of the depth of the part
-that diverges most, again and again. Within a part divergence is shared by the errors of products,
-which are also sampled in every other format.
+All matrices are rounded to one format with few bits. A trial uses the rounded matrices in one part
+of the model, and measures the divergence on the validation text. The first parts are the kinds of
+matrices; then the part with the largest divergence is halved by depth, several times. Within a
+part, the divergence is divided in proportion to the errors of products, which are also sampled in
+every other format.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from twostroke.core.errors import TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.lab.compress.grids import GRIDS
-from twostroke.lab.compress.mixes import fitting, layer_of
+from twostroke.lab.compress.mixes import format_for_width, layer_of
 from twostroke.lab.compress.round import round_matrix
 from twostroke.lab.compress.threads import own_threads
-from twostroke.lab.compress.walk import Stream, round_products, watched
+from twostroke.lab.compress.walk import Stream, round_products, with_progress
 from twostroke.lab.measure.compare import pieces_of
 from twostroke.model.program import ops
 from twostroke.model.quant import FORMATS
@@ -40,25 +41,29 @@ if TYPE_CHECKING:
 
     Notice = Callable[[str], None]
 
-_METHOD: Final = 3  # raised when text, constants or rounding change what is measured
-_BASE: Final = "IQ4_NL"  # of the trials
+_METHOD_VERSION: Final = 3  # raised when text, constants or rounding change the results
+_TRIAL_FORMAT: Final = "IQ4_NL"
 _NUM_SPLITS: Final = 10
-_LEAST_SHARE: Final = 0.02  # of its parent's divergence that a part has at least
-_SAMPLED: Final = 32  # outputs of a matrix that are rounded to the other formats
-_PIECE: Final = 128
-_NUM_TOKENS: Final = 512  # of the choosing text
+_MIN_SHARE: Final = 0.02  # of its parent's divergence that a part has at least
+_NUM_SAMPLED_OUTPUTS: Final = 32  # of a matrix that are rounded to the other formats
+_PIECE_TOKENS: Final = 128
+_NUM_TOKENS: Final = 512  # of the validation text
 
 
 class Sensitivity(Frozen):
-    """What was measured: `kl[name][format]` is what a matrix in this format adds to the KL.
+    """Measured sensitivity of a model, as stored.
 
-    `trials` are the divergences of the parts, by the first matrix and the number of matrices.
+    Attributes:
+        identity: identifies weights and calibration text.
+        kl: by matrix and format, the KL divergence that this format of the matrix adds.
+        trials: divergence by part: its first matrix and its number of matrices.
+        method: version of the method.
     """
 
     identity: str
     kl: dict[str, dict[str, float]]
     trials: dict[str, float]
-    method: int = _METHOD
+    method: int = _METHOD_VERSION
 
 
 def sensitivity_of(
@@ -69,63 +74,64 @@ def sensitivity_of(
     trials: Trials,
     notice: Notice,
 ) -> Sensitivity:
-    """Return the sensitivity to the matrices `names`, measured now or before.
+    """Return the sensitivity to the matrices `names`; measure it unless it is stored.
 
-    It is kept in the cache folder by the identity of the weights and the calibration text; trials
-    that were measured before the command was stopped are not measured again.
+    It is stored in the cache folder by the identity of the weights and the calibration text.
+    Trials of an interrupted command are not repeated.
     """
     text = hashlib.sha256(repr([list(piece) for piece in pieces]).encode()).hexdigest()
     identity = f"{weights_identity(tensors)[:24]}-{text[:8]}"
     path = env.cache_dir() / "sensitivity" / f"{identity}.json"
-    known = _read(path, identity)
-    if known is not None and known.kl:
-        notice("The model's sensitivity is known from before")
-        return known
+    saved = _read(path, identity)
+    if saved is not None and saved.kl:
+        notice("Using the model's sensitivity from an earlier measurement")
+        return saved
     notice("Measuring errors of the matrices in each format")
-    coded: dict[str, QuantTensor] = {}
+    matrices: dict[str, QuantTensor] = {}
     losses: dict[str, dict[str, float]] = {}
 
-    def rounded(name: str, weight: Floats, moments: Moments) -> QuantTensor:
-        coded[name] = round_matrix(weight, moments, _BASE)
-        losses[name] = _losses(weight, moments)
-        return coded[name]
+    def round_weight(name: str, weight: Floats, moments: Moments) -> QuantTensor:
+        matrices[name] = round_matrix(weight, moments, _TRIAL_FORMAT)
+        losses[name] = _losses_by_format(weight, moments)
+        return matrices[name]
 
-    for _ in watched(round_products(program, tensors, names, pieces, rounded), len(names), notice):
+    rounding = round_products(program, tensors, names, pieces, round_weight)
+    for _ in with_progress(rounding, len(names), notice):
         pass
     num_kinds = len({name.split(".", 2)[2] for name in names})
     num_trials = min(num_kinds + _NUM_SPLITS, len(names))
-    measured = dict(known.trials) if known is not None else {}
+    measured = dict(saved.trials) if saved is not None else {}
 
     def measure(part: Sequence[str]) -> float:
         key = f"{part[0]} {len(part)}"
         if key not in measured:
-            measured[key] = trials.kl({name: coded[name] for name in part})
-            _keep(path, Sensitivity(identity, {}, measured))
+            measured[key] = trials.kl({name: matrices[name] for name in part})
+            _write(path, Sensitivity(identity, {}, measured))
             notice(f"Measured {len(measured)} of {num_trials} parts of the model")
         return measured[key]
 
     kl: dict[str, dict[str, float]] = {}
     for part, divergence in _tree(names, measure):
-        whole = sum(losses[name][_BASE] for name in part) or 1.0
+        total_loss = sum(losses[name][_TRIAL_FORMAT] for name in part) or 1.0
         for name in part:
-            kl[name] = {fmt: divergence * loss / whole for fmt, loss in losses[name].items()}
-    found = Sensitivity(identity, kl, measured)
-    _keep(path, found)
-    return found
+            kl[name] = {fmt: divergence * loss / total_loss for fmt, loss in losses[name].items()}
+    sensitivity = Sensitivity(identity, kl, measured)
+    _write(path, sensitivity)
+    return sensitivity
 
 
 class Trials:
-    """The right answers to the choosing text, and how far other weights are from them."""
+    """The model's expected logits on the validation text, and divergence of changed weights."""
 
     def __init__(self, program: Program, tensors: Mapping[str, QuantTensor], path: str) -> None:
-        """Compute the right answers of the model at `path`."""
+        """Compute the expected logits of the model at `path`."""
         self._program, self._tensors = program, tensors
-        self._pieces = pieces_of(choosing_text(), [path], _PIECE, _NUM_TOKENS)
-        self._right = ExpectedLogits(self._logits({}))
+        self._pieces = pieces_of(choosing_text(), [path], _PIECE_TOKENS, _NUM_TOKENS)
+        self._expected = ExpectedLogits(self._logits({}))
 
     def kl(self, changed: Mapping[str, QuantTensor]) -> float:
-        """Return the mean divergence, in nats, with some weights changed."""
-        return self._right.divergence(self._logits(changed))
+        """Return the mean KL divergence in nats when the weights `changed` are replaced."""
+        return self._expected.divergence(self._logits(changed))
 
     def _logits(self, changed: Mapping[str, QuantTensor]) -> Floats:
         tensors = {**self._tensors, **changed}
@@ -139,15 +145,16 @@ class Trials:
         return np.concatenate([stream.values[last.output] for stream in streams])
 
 
-def _losses(weight: Floats, moments: Moments) -> dict[str, float]:
-    """Return the error of a matrix's outputs in each format that fits, from some outputs."""
-    rows = np.linspace(0, len(weight) - 1, min(_SAMPLED, len(weight))).astype(np.int64)
+def _losses_by_format(weight: Floats, moments: Moments) -> dict[str, float]:
+    """Return the squared error of a matrix's outputs in each possible format, by sampling."""
+    count = min(_NUM_SAMPLED_OUTPUTS, len(weight))
+    rows = np.linspace(0, len(weight) - 1, count).astype(np.int64)
     sample = weight[rows]
 
     def loss(name: str) -> float:
-        off = round_matrix(sample, moments, name, 1).dequantize() - sample
-        error = np.einsum("oi,oi->", off @ moments.damped, off)
-        return float(error) * len(weight) / len(rows)
+        error = round_matrix(sample, moments, name, 1).dequantize() - sample
+        squared_error = np.einsum("oi,oi->", error @ moments.damped, error)
+        return float(squared_error) * len(weight) / len(rows)
 
     names = formats_for(weight.shape[1])
     with own_threads() as pool:
@@ -155,18 +162,18 @@ def _losses(weight: Floats, moments: Moments) -> dict[str, float]:
 
 
 def formats_for(width: int) -> list[str]:
-    """Return the formats from which one is chosen for a matrix with rows of `width` values."""
+    """Return the formats that a matrix with rows of `width` values can have."""
     return [
         name
         for name in GRIDS
-        if fitting(name, width) == name and width % FORMATS[name].block_size == 0
+        if format_for_width(name, width) == name and width % FORMATS[name].block_size == 0
     ]
 
 
 def _tree(
     names: Collection[str], measure: Callable[[Sequence[str]], float]
 ) -> list[tuple[list[str], float]]:
-    """Return the parts of a model with their divergences."""
+    """Divide a model into parts, and return each part's matrices and divergence."""
     kinds: dict[str, list[str]] = {}
     for name in sorted(names, key=layer_of):
         kinds.setdefault(name.split(".", 2)[2], []).append(name)
@@ -176,12 +183,12 @@ def _tree(
         if not divisible:
             break
         largest = max(divisible, key=lambda part: part[1])
-        members, whole = largest
+        members, total = largest
         first, second = members[: len(members) // 2], members[len(members) // 2 :]
-        least = _LEAST_SHARE * whole
-        divergence = min(max(measure(first), least), whole - least)
-        place = parts.index(largest)
-        parts[place : place + 1] = [(first, divergence), (second, whole - divergence)]
+        min_divergence = _MIN_SHARE * total
+        divergence = min(max(measure(first), min_divergence), total - min_divergence)
+        index = parts.index(largest)
+        parts[index : index + 1] = [(first, divergence), (second, total - divergence)]
     return parts
 
 
@@ -190,11 +197,11 @@ def _read(path: Path, identity: str) -> Sensitivity | None:
         sensitivity = msgspec.convert(read_checked_json(path), Sensitivity)
     except (TwostrokeError, msgspec.MsgspecError):
         return None
-    is_right = (sensitivity.identity, sensitivity.method) == (identity, _METHOD)
-    return sensitivity if is_right else None
+    is_current = (sensitivity.identity, sensitivity.method) == (identity, _METHOD_VERSION)
+    return sensitivity if is_current else None
 
 
-def _keep(path: Path, found: Sensitivity) -> None:
-    with suppress(OSError):  # it is then measured again next time
+def _write(path: Path, sensitivity: Sensitivity) -> None:
+    with suppress(OSError):  # a full disk: the next command measures again
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_checked_json(path, msgspec.to_builtins(found))
+        write_checked_json(path, msgspec.to_builtins(sensitivity))

@@ -1,9 +1,9 @@
-"""Off-grid twins: models of the same function whose weights lie on no quantization grid.
+"""Off-grid twins: models that compute the same function with weights on no quantization grid.
 
-A file that was quantized before loses nothing when it is quantized to the same grid again, so it
-says nothing about a quantizer. In a twin, random factors have moved between each matrix and what
-stands before it: norms, the up projection of a gated feed-forward, values. Products, and which
-channels have outliers, stay about as they were.
+Quantizing an already quantized file to the same grid loses nothing, so such a file says nothing
+about a quantizer. In a twin, random factors are moved between each matrix and the operation before
+it: a norm, the up projection of a gated feed-forward, or values of attention. Products and outlier
+channels stay almost the same.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from twostroke.model.program import Op
     from twostroke.model.quant import Floats
 
-_LARGEST = 2.0  # factor; the smallest is its inverse
+_MAX_FACTOR = 2.0  # the smallest factor is its inverse
 
 
 def twin_of(
     program: Program, tensors: Mapping[str, QuantTensor], seed: int = 0
 ) -> dict[str, QuantTensor]:
-    """Return the Program's weights in float32, with factors moved between them."""
+    """Return the weights of the twin in float32, by name."""
     rng = np.random.default_rng(seed)
     weights = {name: tensors[name].dequantize() for name in program.weight_shapes}
     written = {op.output: op for op in program.ops}
@@ -47,7 +47,7 @@ def _move(
     weights: dict[str, Floats],
     rng: np.random.Generator,
 ) -> None:
-    """Move factors from the inputs of `products` to what `op` computes them from."""
+    """Move factors from the matrices of `products` into the operation `op` before them."""
     match op:
         case ops.RMSNorm(num_groups=1, weight=str(weight)):
             factors = moved = _factors(op.width, rng)
@@ -68,7 +68,7 @@ def _move(
 
 
 def _factors(count: int, rng: np.random.Generator) -> Floats:
-    factors: Floats = np.exp(rng.uniform(-1, 1, count) * np.log(_LARGEST)).astype(np.float32)
+    factors: Floats = np.exp(rng.uniform(-1, 1, count) * np.log(_MAX_FACTOR)).astype(np.float32)
     return factors
 
 

@@ -1,7 +1,7 @@
-"""Rounds a model's products in the order in which they run, each for the inputs that it will get.
+"""Rounds a model's products in the order in which they run, calibrated on their actual inputs.
 
-The calibration text runs through the model once, one operation after another. A product's inputs
-come from products that are already rounded, so later ones make up for the errors of earlier ones.
+The calibration text runs through the model once, operation by operation. A product's inputs come
+from products that are already rounded, so later products compensate errors of earlier ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from twostroke.backends.reference.operations import PagedCache, ReferenceStepState, apply
 from twostroke.backends.spans import RowSpan
 from twostroke.lab.compress.equalize import divided_moments
-from twostroke.lab.compress.round import moments_of, squares_of
+from twostroke.lab.compress.round import damped_moments, outer_products
 from twostroke.lab.compress.threads import own_threads
 from twostroke.model.program import ops
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     Rounder = Callable[[str, Floats, Moments], QuantTensor]  # name, weight, moments of its inputs
 
-_NOTICE_EVERY: Final = 14  # matrices
-_PARTS: Final = 4  # of the text, each on a thread; sums must not depend on how many of these run
+_NOTICE_INTERVAL: Final = 14  # matrices
+_NUM_PARTS: Final = 4  # of the text; fixed, since sums must not depend on the number of threads
 
 
 def round_products(
@@ -38,68 +38,78 @@ def round_products(
     tensors: Mapping[str, QuantTensor],
     names: Collection[str],
     pieces: Sequence[Sequence[int]],
-    rounded: Rounder,
-    known: Callable[[str], QuantTensor | None] = lambda _: None,
+    round_weight: Rounder,
+    load_rounded: Callable[[str], QuantTensor | None] = lambda _: None,
     *,
-    evener: ChannelEqualizer | None = None,
+    equalizer: ChannelEqualizer | None = None,
 ) -> Iterator[tuple[str, QuantTensor]]:
     """Yield the rounded weight of each Linear in `names`, in the order of the Program.
 
-    Those that `known` returns are not rounded again. Other weights are used as `tensors` has them,
-    unless an `evener` changes them. The inputs of one operation for all of `pieces` are in memory
-    at a time. The result does not depend on the number of threads.
+    Args:
+        program: the model.
+        tensors: all weights.
+        names: weights to round.
+        pieces: calibration text as token sequences.
+        round_weight: rounds a weight for the moments of its inputs.
+        load_rounded: returns a weight that was rounded before, or None.
+        equalizer: moves factors between matrices before they are rounded.
+
+    Only the inputs of one operation for all `pieces` are in memory at a time. The result does not
+    depend on the number of threads.
     """
-    held = dict(tensors)
-    products: dict[str, list[str]] = {}  # of each value
+    current = dict(tensors)
+    products: dict[str, list[str]] = {}  # weights by their input
     for op in program.ops:
         if isinstance(op, ops.Linear) and op.weight in names:
             products.setdefault(op.x, []).append(op.weight)
     moments: Moments | None = None
     with own_threads() as pool:
-        streams = [Stream(program, pieces[i::_PARTS]) for i in range(min(_PARTS, len(pieces)))]
+        streams = [
+            Stream(program, pieces[i::_NUM_PARTS]) for i in range(min(_NUM_PARTS, len(pieces)))
+        ]
         for op in program.ops:
             if isinstance(op, ops.Logits):
                 return
             if isinstance(op, ops.Linear) and op.weight in names:
                 if op.weight == products[op.x][0]:
-                    moments = None  # its room is needed
-                    factors = None if evener is None else evener.known(op.x, op.in_width)
-                    is_new = evener is not None and factors is None
-                    if is_new or any(known(name) is None for name in products[op.x]):
-                        squares = pool.map(squares_of, [stream.values[op.x] for stream in streams])
-                        moments = moments_of(squares, pool.map)
-                    if evener is not None:
+                    moments = None  # frees memory
+                    factors = None if equalizer is None else equalizer.load(op.x, op.in_width)
+                    is_new = equalizer is not None and factors is None
+                    if is_new or any(load_rounded(name) is None for name in products[op.x]):
+                        sums = pool.map(outer_products, [stream.values[op.x] for stream in streams])
+                        moments = damped_moments(sums, pool.map)
+                    if equalizer is not None:
                         if factors is None:
                             assert moments is not None
-                            factors = evener.choose(op.x, moments, held)
-                        held |= evener.move(op.x, factors, held)
+                            factors = equalizer.choose(op.x, moments, current)
+                        current |= equalizer.move(op.x, factors, current)
                         for stream in streams:
                             stream.values[op.x] = stream.values[op.x] / factors
                         moments = moments and divided_moments(moments, factors)
-                tensor = known(op.weight)
+                tensor = load_rounded(op.weight)
                 if tensor is None:
                     assert moments is not None
-                    tensor = rounded(op.weight, held[op.weight].dequantize(), moments)
+                    tensor = round_weight(op.weight, current[op.weight].dequantize(), moments)
                 yield op.weight, tensor
-                held[op.weight] = tensor
-            weights = {weight.name: held[weight.name].dequantize() for weight in op.weights}
+                current[op.weight] = tensor
+            weights = {weight.name: current[weight.name].dequantize() for weight in op.weights}
             list(pool.map(partial(Stream.run, op=op, weights=weights), streams))
 
 
-def watched(
+def with_progress(
     matrices: Iterable[tuple[str, QuantTensor]], total: int, notice: Callable[[str], None]
 ) -> Iterator[tuple[str, QuantTensor]]:
-    """Yield what `round_products` yields, and say now and then how many there were."""
-    began = time.perf_counter()
+    """Yield the matrices unchanged, and report the progress from time to time."""
+    start_s = time.perf_counter()
     for count, matrix in enumerate(matrices, start=1):
         yield matrix
-        if count % _NOTICE_EVERY == 0 or count == total:
-            left_s = (time.perf_counter() - began) * (total / count - 1)
+        if count % _NOTICE_INTERVAL == 0 or count == total:
+            left_s = (time.perf_counter() - start_s) * (total / count - 1)
             notice(f"Rounded {count} of {total} matrices, {left_s:.0f} s left")
 
 
 class Stream:
-    """Pieces on their way through the model, each a sequence with one page of its own."""
+    """Token sequences on their way through the model; each has its own KV page."""
 
     def __init__(self, program: Program, pieces: Sequence[Sequence[int]]) -> None:
         num_groups, length = len(program.cache_groups), max(map(len, pieces))
@@ -116,10 +126,15 @@ class Stream:
         self.values: dict[str, Floats] = {}
 
     def run(self, op: Op, weights: Mapping[str, Floats]) -> None:
-        """Compute `op`, and forget the values that nothing else needs."""
+        """Compute `op` for all sequences, and drop values that no later operation reads."""
         sampled = np.arange(len(self._tokens))
         step = ReferenceStepState(
-            self._tokens, self._positions, self._spans, sampled, weights, self._cache
+            tokens=self._tokens,
+            positions=self._positions,
+            spans=self._spans,
+            sampled=sampled,
+            weights=weights,
+            cache=self._cache,
         )
         self.values[op.output] = apply(op, self.values, step)  # type: ignore[arg-type]
         for name in op.inputs:
