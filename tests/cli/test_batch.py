@@ -60,7 +60,7 @@ def test_results_are_in_the_order_of_the_input(cli: Cli, tiny: str, tmp_path: Pa
         "out.jsonl",
     ]
     ran = cli("batch", given, "-o", str(out), "--model", tiny, *SMALL)
-    assert (ran.code, "is there already" in ran.err) == (2, True)
+    assert (ran.code, "exists already" in ran.err) == (2, True)
 
 
 def test_second_run_does_not_repeat_finished_lines(cli: Cli, tiny: str, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_run_cut_after_its_errors_were_named_goes_on(cli: Cli, tiny: str, tmp_
     (tmp_path / "out.jsonl.partial").write_text(json.dumps({"custom_id": "a"}) + "\n")
     errors.write_text('{"custom_id": "bad", "response": "of an earlier run"}\n')
     ran = cli("batch", given, "-o", str(out), "--model", tiny, *SMALL, "--errors", str(errors))
-    assert (ran.code, "is there already" in ran.err) == (2, True)  # a file that the user chose
+    assert (ran.code, "exists already" in ran.err) == (2, True)  # a file that the user chose
     ran = cli("batch", given, "-o", str(out), "--model", tiny, *SMALL)
     assert ran.code == 1
     assert (ids(out), ids(errors)) == (["a"], ["bad"])
@@ -101,7 +101,7 @@ def test_two_writers_of_one_file_are_refused(cli: Cli, tiny: str, tmp_path: Path
     kept = json.dumps({"custom_id": "a"}) + "\n"
     (tmp_path / "out.jsonl.partial").write_text(kept)
     words = ("batch", given, "-o", str(out), "--model", tiny, *SMALL)
-    with Results(out, goes_on=True):
+    with Results(out, resumes=True):
         ran = cli(*words)
     assert (ran.code, "is being written" in ran.err) == (2, True)
     ran = cli(*words, "--errors", str(out))
@@ -166,7 +166,7 @@ def test_wrong_options_are_one_sentence(
     options: tuple[str, ...],
     said: str,
 ) -> None:
-    monkeypatch.setattr("twostroke.server.batch.remote._MOST_TRIES", 2)
+    monkeypatch.setattr("twostroke.server.batch.remote._MAX_TRIES", 2)
     given = write(tmp_path / "in.jsonl", line("a"))
     ran = cli("batch", given, "-o", str(tmp_path / "out.jsonl"), *options)
     assert ran.code != 0
@@ -177,7 +177,7 @@ def test_wrong_options_are_one_sentence(
 def test_line_that_changed_after_its_answer_is_refused(
     cli: Cli, tmp_path: Path, busy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.server.batch.remote._MOST_PAUSE_S", 0.01)
+    monkeypatch.setattr("twostroke.server.batch.remote._MAX_PAUSE_S", 0.01)
     out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     given = write(tmp_path / "in.jsonl", line("a"), line("b"))
     assert cli("batch", given, "-o", str(out), "--url", busy, "-q").code == 0
@@ -188,14 +188,14 @@ def test_line_that_changed_after_its_answer_is_refused(
     words = ("-o", str(out), "--url", busy, "-q")
     for cut in range(len(first), len(first + second)):  # of a line that was cut nothing stays
         partial.write_text((first + second)[:cut])
-        with Results(out, goes_on=True) as results:
+        with Results(out, resumes=True) as results:
             assert list(results.ids) == ["a"]
     for changed, other, said in (
         (line("a", prompt="other"), words, "The line 'a' has"),
         (line("a"), ("-o", str(out), "--model", "other.gguf"), "--model has"),
     ):
         ran = cli("batch", write(tmp_path / "in.jsonl", changed, line("b")), *other)
-        advice = f"changed since {partial} was begun: choose another output, or remove it."
+        advice = f"changed since {partial} was started: choose another output, or remove it."
         assert (ran.code, ran.err) == (2, f"twostroke: {said} {advice}\n")
         assert partial.read_text() == first
     given = write(tmp_path / "in.jsonl", line("a"), line("b", prompt="other"))
@@ -351,7 +351,7 @@ def test_what_a_proxy_says_is_one_line(cli: Cli, tmp_path: Path, odd: str) -> No
 def test_proxy_without_a_server_is_asked_ten_times(
     cli: Cli, tmp_path: Path, odd: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.server.batch.remote._MOST_PAUSE_S", 0.01)
+    monkeypatch.setattr("twostroke.server.batch.remote._MAX_PAUSE_S", 0.01)
     given = write(tmp_path / "in.jsonl", line("gone", prompt="gone"))
     ran = cli("batch", given, "-o", str(tmp_path / "out.jsonl"), "--url", odd, "-q")
     assert ran.code == 1

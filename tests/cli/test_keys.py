@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from twostroke.server.auth.keys import ApiKeys
-from twostroke.server.batch.batch import Batch, insert
+from twostroke.server.batch.stored_batches import Batch, insert
 from twostroke.server.storage import Records, RecordsError, open_database
 
 if TYPE_CHECKING:

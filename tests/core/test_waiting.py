@@ -56,15 +56,15 @@ def event() -> Waiting:
 
 def room_of_batches() -> Waiting:
     room = BatchSlots(lambda: 1)
-    room._num_lines = 1
+    room._num_requests = 1
     return room.enter("tenant"), room.leave
 
 
-def valve_of_a_batch() -> Waiting:
-    valve = AdaptiveLimit("batch")
-    valve._most = 1
-    sent_s = valve.send()
-    return valve.wait(), lambda: valve.leave(sent_s, None, is_refused=False)
+def limit_of_a_batch() -> Waiting:
+    limit = AdaptiveLimit("batch")
+    limit._max_requests = 1
+    sent_s = limit.send()
+    return limit.wait(), lambda: limit.leave(sent_s, None, is_refused=False)
 
 
 def roster_of_models() -> Waiting:
@@ -90,7 +90,7 @@ def compiler_of_constraints() -> Waiting:
 @pytest.mark.parametrize("instant", INSTANTS)
 @pytest.mark.parametrize(
     "waiting",
-    [event, room_of_batches, valve_of_a_batch, roster_of_models, compiler_of_constraints],
+    [event, room_of_batches, limit_of_a_batch, roster_of_models, compiler_of_constraints],
 )
 def test_no_cancellation_is_lost(waiting: Callable[[], Waiting], instant: int) -> None:
     async def cancel() -> bool:

@@ -269,7 +269,7 @@ def make_partial(folder: Path, number: int) -> list[Path]:
         for line in range(4)
     ]
     (folder / "in.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in requests))
-    with Results(folder / "out", goes_on=True) as out, Results(folder / "err", goes_on=True) as err:
+    with Results(folder / "out", resumes=True) as out, Results(folder / "err", resumes=True) as err:
         files = Files(folder / "in.jsonl", out, err, "m")
         files.check(_LIMITS)
         for line in files.lines(_LIMITS):
@@ -282,7 +282,7 @@ def make_partial(folder: Path, number: int) -> list[Path]:
 
 def read_partial(folder: Path) -> Any:
     """Return the results that the next run takes over."""
-    with Results(folder / "out", goes_on=True) as out, Results(folder / "err", goes_on=True) as err:
+    with Results(folder / "out", resumes=True) as out, Results(folder / "err", resumes=True) as err:
         Files(folder / "in.jsonl", out, err, "m").check(_LIMITS)
         out.finish(iter(sorted(out.places)))
     path = folder / "out"

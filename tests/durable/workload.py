@@ -15,8 +15,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from twostroke.server.batch import batch as kept
-from twostroke.server.batch import files, openai, runner
+from twostroke.server.batch import files, openai, runner, stored_batches
 from twostroke.server.http.limits import RequestLimits
 from twostroke.server.storage import Records, RecordsError
 
@@ -66,7 +65,9 @@ def run(folder: Path, assured: dict[str, str], pipe: int) -> None:
             assured["batch"] = batch.id
         end_s = time.monotonic() + _PATIENCE_S
         while time.monotonic() < end_s:
-            find = partial(kept.find, id_=assured["batch"], tenant=TENANT, protocol="openai")
+            find = partial(
+                stored_batches.find, id_=assured["batch"], tenant=TENANT, protocol="openai"
+            )
             found = await records.read(find)
             assert found is not None, "an assured batch is lost"
             if not found.is_open:
@@ -91,7 +92,7 @@ async def again(work: Any) -> Any:
     raise AssertionError("a single fault must not last")
 
 
-async def begin(records: Records, running: runner.BatchRunner) -> kept.Batch:
+async def begin(records: Records, running: runner.BatchRunner) -> stored_batches.Batch:
     """Upload the lines and run them."""
     with records.files.begin() as file:
         for number in range(NUM_LINES):

@@ -112,7 +112,7 @@ def test_work_ends_with_its_client_and_another_tenant_does_not_wait(
             raise
 
     monkeypatch.setattr(Tokenizer, "encode", noted)
-    line = server.api._readers._turns
+    line = server.api._readers._queue
     # Without `max_tokens` the word would be refused before it is merged.
     body = {"prompt": word, "max_tokens": 10_000_000}
     connections = [server.connect() for _ in range(3)]
@@ -129,6 +129,6 @@ def test_work_ends_with_its_client_and_another_tenant_does_not_wait(
     assert not ends  # it did not wait for the first word, which is still merged
     for connection in connections:
         connection.close()
-    wait_for(lambda: line.num_waiting("anna") == 0 and line._free == line._max_turns)
+    wait_for(lambda: line.num_waiting("anna") == 0 and line._free == line._max_slots)
     # Another one may begin before the server notices that its client has left, too.
     assert set(ends) == {WorkCancelledError.__name__}

@@ -33,7 +33,7 @@ def test_long_body_waits_for_one_of_another_tenant_and_not_for_all(
     monkeypatch.setattr(BodyDecoder, "decode", slow)
     options = ServeOptions(drain_s=1, api_keys=ApiKeys({"k": "anna", "other": "ben"}))
     with live_server(tmp_path, options) as server:
-        line = server.api._readers._turns
+        line = server.api._readers._queue
         connections = []
 
         def post(key: str, word: str) -> None:

@@ -7,10 +7,9 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from twostroke.server.batch import batch as kept
-from twostroke.server.batch import files, messages, openai
-from twostroke.server.batch.batch import Batch
+from twostroke.server.batch import files, messages, openai, stored_batches
 from twostroke.server.batch.runner import BatchRunner
+from twostroke.server.batch.stored_batches import Batch
 from twostroke.server.http.error_forms import error_form
 from twostroke.server.http.errors import to_response
 from twostroke.server.http.limits import RequestLimits
@@ -95,7 +94,9 @@ class Bench:
         return batch
 
     async def found(self) -> Batch:
-        batch = await self.records.read(lambda db: kept.find(db, "b", "anna", self.protocol))
+        batch = await self.records.read(
+            lambda db: stored_batches.find(db, "b", "anna", self.protocol)
+        )
         assert batch is not None
         return batch
 

@@ -199,7 +199,7 @@ class Flood:
         what, single_s = f"{path}, {body.label}, abandoned", self._single_s(path, body)
         (plans,) = server.api._extensions
         assert isinstance(plans, Plans)
-        lines = (server.api._readers._turns, plans._thread._turns)
+        lines = (server.api._readers._queue, plans._thread._queue)
         headers = "Authorization: Bearer k\r\n"
         data = post_bytes(url_of(path), body.data, headers=headers)
         if body.media_type != "application/json":
@@ -214,7 +214,7 @@ class Flood:
             for connection in connections:
                 connection.close()
             left_s = time.process_time()
-            wait_for(lambda: all(line._free == line._max_turns for line in lines), 120)
+            wait_for(lambda: all(line._free == line._max_slots for line in lines), 120)
             rest_s = time.process_time() - left_s
         most_s = _MOST_WAITED * self._unit_s
         for name, waited_s in (("a small request", max(waits_s)), ("a stream", max(gaps_s))):
@@ -265,7 +265,7 @@ class Flood:
         body takes longer to send than to be refused, that never happens.
         """
         ends: list[str] = []
-        turns = server.api._readers._turns
+        turns = server.api._readers._queue
 
         def post(key: str) -> None:
             headers = {"authorization": f"Bearer {key}", "content-type": body.media_type}
@@ -281,7 +281,7 @@ class Flood:
         threads[-1].start()
         has_competed = False
         while threads[-1].is_alive():
-            has_arrived = turns._num_turns[False, "ben"] + turns.num_waiting("ben") > 0
+            has_arrived = turns._num_slots[False, "ben"] + turns.num_waiting("ben") > 0
             has_competed |= has_arrived and turns.num_waiting("anna") >= 2
             time.sleep(0.0005)
         for thread in threads:

@@ -94,13 +94,14 @@ def command(**values: Any) -> int:
     limits = replace(RequestLimits(), max_batch_lines=sys.maxsize)
     total = _check(path, limits)
     with (
-        Results(output, goes_on=True) as results,
-        Results(errors, goes_on=False, replaces=results.was_begun and not errors_path) as failures,
+        Results(output, resumes=True) as results,
+        Results(errors, resumes=False, replaces=results.is_resumed and not errors_path) as failures,
         Bar(quiet=quiet, counts=True) as bar,
     ):
         files = Files(path, results, failures, model)
         files.check(limits)
-        progress = BatchProgress(total, *[len(results.places)] * 2)
+        num_before = len(results.extents)
+        progress = BatchProgress(total, num_before=num_before, num_done=num_before)
 
         def show(now: BatchProgress) -> None:
             bar.show("Running lines", now.num_done, now.total)

@@ -130,7 +130,7 @@ class Api:
             options.objectives,
             has_llama_metrics=options.llama_metrics,
         )
-        self.names = self.models.names.known
+        self.names = self.models.names.served_names
         self._states = DashboardStates(self.models, limits, self.metrics.goodput)
         self._extensions = [make(engine, self.names[0], limits) for make in extensions]
         self.observers: list[Observer] = []
@@ -157,7 +157,7 @@ class Api:
         self._ignored = IgnoredFields(
             self.metrics.registry,
             is_strict=options.is_strict,
-            but=CACHE_CONTROL_FIELDS if engine.facts.keeps_pages else (),
+            effective_names=CACHE_CONTROL_FIELDS if engine.facts.keeps_pages else (),
         )
 
     def routes(self) -> list[Route]:

@@ -18,7 +18,7 @@ from twostroke.server.auth.usage_header import UsageReporter
 from twostroke.server.http import errors
 from twostroke.server.http.boundary import Boundary
 from twostroke.server.http.origins import OriginCheck, Origins
-from twostroke.server.http.request_context import LATER, served_of
+from twostroke.server.http.request_context import RETRYABLE_STATUSES, served_of
 from twostroke.server.options import ServeOptions
 from twostroke.server.protocols.responses.background import ended_by_restart
 from twostroke.server.routes import (
@@ -68,7 +68,8 @@ def build_app(api: Api) -> ASGIApp:
         if not isinstance(error, TwostrokeError):
             return errors.to_response(TwostrokeError("An unforeseen failure."), request.scope)
         is_from_client = served_of(request.scope).service is None
-        if error.http_status >= 500 and (is_from_client or error.http_status not in LATER):
+        is_final = is_from_client or error.http_status not in RETRYABLE_STATUSES
+        if error.http_status >= 500 and is_final:
             errors.report(error, request.scope)
         return errors.to_response(error, request.scope)
 
@@ -85,11 +86,8 @@ def build_app(api: Api) -> ASGIApp:
             return response
         return await respond(request, errors.UnknownPathError(explain_unknown_path(path, paths)))
 
-    handlers: dict[Any, Any] = {
-        TwostrokeError: respond,
-        HTTPException: unrouted,
-        Exception: respond,
-    }
+    handlers: dict[Any, Any] = {HTTPException: unrouted, Exception: respond}
+    handlers[TwostrokeError] = respond
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:

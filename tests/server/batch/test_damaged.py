@@ -13,8 +13,7 @@ import pytest
 from support.batch_bench import App, Bench, until
 from support.servers import live_server
 from twostroke.core.errors import UsageError
-from twostroke.server.batch import batch as kept
-from twostroke.server.batch import files, messages, openai
+from twostroke.server.batch import files, messages, openai, stored_batches
 from twostroke.server.batch.offline import BatchProgress, Files, Results, run
 from twostroke.server.http.internal_requests import InternalResponse
 from twostroke.server.http.limits import RequestLimits
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from twostroke.server.batch.batch import Batch
     from twostroke.server.batch.lines import Line
+    from twostroke.server.batch.stored_batches import Batch
 
 _NUM_LINES, _NUM_DONE = 200, 16
 
@@ -217,7 +216,7 @@ def test_a_command_whose_input_changes_keeps_its_results(tmp_path: Path) -> None
         return InternalResponse(200, {"x-request-id": "r"}, b"{}")
 
     out, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
-    with Results(out, goes_on=True) as results, Results(errors, goes_on=False) as failures:
+    with Results(out, resumes=True) as results, Results(errors, resumes=False) as failures:
         job = Files(path, results, failures)
         job.check(RequestLimits())
         progress = BatchProgress(300)
@@ -245,7 +244,9 @@ def test_a_damaged_record_of_a_batch_holds_up_no_other(records: Records, body: o
         await records.write(lambda db: db.execute(spoil, (body,)) and None)
         last = Bench(records, next_app)
         await last.runner.start(next_app)
-        listed = await records.read(lambda db: kept.page(db, "anna", openai.PROTOCOL, None, 10))
+        listed = await records.read(
+            lambda db: stored_batches.page(db, "anna", openai.PROTOCOL, None, 10)
+        )
         assert listed is not None
         assert [batch.id for batch in listed] == ["b"]
         return await last.ended()
@@ -314,7 +315,7 @@ def _none_after(app: App, count: int) -> Callable[[str, int], None]:
 
 def _lines_done(records: Records) -> set[int]:
     with records.open_reader() as db:
-        return kept.count_results(db, "b")[0]
+        return stored_batches.count_results(db, "b")[0]
 
 
 def test_a_command_runs_damaged_results_again_and_keeps_the_others(
@@ -325,7 +326,7 @@ def test_a_command_runs_damaged_results_again_and_keeps_the_others(
     path.write_text("".join(json.dumps({"custom_id": f"{i}", **asked}) + "\n" for i in range(9)))
     answer = InternalResponse(200, {"x-request-id": "r"}, b'{"choices": [{"text": "some words"}]}')
     out = tmp_path / "out"
-    with Results(out, goes_on=True) as output, Results(tmp_path / "e", goes_on=True) as errors:
+    with Results(out, resumes=True) as output, Results(tmp_path / "e", resumes=True) as errors:
         files_ = Files(path, output, errors)
         files_.check(RequestLimits())
         for line in files_.lines(RequestLimits()):
@@ -344,7 +345,7 @@ def test_a_command_runs_damaged_results_again_and_keeps_the_others(
         sent.append(line.custom_id)
         return answer
 
-    with Results(out, goes_on=True) as output, Results(tmp_path / "e", goes_on=True) as errors:
+    with Results(out, resumes=True) as output, Results(tmp_path / "e", resumes=True) as errors:
         files_ = Files(path, output, errors)
         files_.check(RequestLimits())
         asyncio.run(run(files_, send, 1, RequestLimits(), BatchProgress(9), lambda _: None))

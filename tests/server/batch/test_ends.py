@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.core.errors import TwostrokeError
-    from twostroke.server.batch.batch import Batch
+    from twostroke.server.batch.stored_batches import Batch
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_line_as_long_as_the_limit_is_read_with_its_end(tmp_path: Path, end: byt
 def test_batch_that_is_made_while_others_are_read_runs_once(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.server.batch.runner._START_S", 0.0)
+    monkeypatch.setattr("twostroke.server.batch.runner._START_TIMEOUT_S", 0.0)
     app, read = App(), records.read
     may_go_on = asyncio.Event()
 

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from twostroke.server.batch import batch as kept
-from twostroke.server.batch import files, openai, results
-from twostroke.server.batch.batch import Batch
+from twostroke.server.batch import files, openai, results, stored_batches
 from twostroke.server.batch.results import finish
 from twostroke.server.batch.runner import BatchRunner
+from twostroke.server.batch.stored_batches import Batch
 from twostroke.server.http.fair_queue import Readers
 from twostroke.server.http.limits import RequestLimits
 from twostroke.server.storage import Records
@@ -57,7 +56,7 @@ async def add(records: Records, id_: str, tenant: str, num_lines: int, num_resul
 
     def keep(db: Any) -> None:
         files.insert(db, body, tenant)
-        kept.insert(db, batch)
+        stored_batches.insert(db, batch)
         db.executemany(_INSERT, ((id_, i + 1, b'{"result":1}') for i in range(num_results)))
 
     await records.write(keep)
@@ -100,7 +99,7 @@ def test_writing_results_leaves_the_threads_of_others_alone(
 def test_long_results_of_a_tenant_are_written_between_those_of_others(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "_TURN_S", 0)
+    monkeypatch.setattr(results, "_WRITE_SLICE_S", 0)
     ended = []
 
     async def go() -> None:
@@ -125,12 +124,12 @@ def test_results_are_dropped_few_at_once(records: Records) -> None:
         await finish(records, Readers(1), ended, openai.FORM, RequestLimits())
         assert await records.read(count) == {"a": 2500, "open": 5}
         seen = list[int]()
-        while await records.write(kept.drop_results):
+        while await records.write(stored_batches.drop_results):
             seen.append((await records.read(count)).get("a", 0))
         assert seen == [1500, 500, 0]
         large = [("large", i, bytes(3 << 20)) for i in range(4)]
         await records.write(lambda db: db.executemany(_INSERT, large))
-        assert await records.write(kept.drop_results)
+        assert await records.write(stored_batches.drop_results)
         assert await records.read(count) == {"large": 2, "open": 5}
 
     asyncio.run(go())
@@ -163,6 +162,8 @@ def test_server_that_died_before_results_were_dropped_leaves_that_to_the_next(
         ended = asyncio.run(first(records))
     with closing(Records(tmp_path)) as records:
         asyncio.run(second(records))
-        found = asyncio.run(records.read(lambda db: kept.find(db, "a", "anna", openai.PROTOCOL)))
+        found = asyncio.run(
+            records.read(lambda db: stored_batches.find(db, "a", "anna", openai.PROTOCOL))
+        )
         assert (found, ended.completed, ended.unrun) == (ended, 3, 2)
         assert len(records.files.path(str(ended.output_file)).read_text().splitlines()) == 3

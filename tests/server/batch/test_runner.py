@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from support.batch_bench import DAY_S, App, Bench, until
 from twostroke.core.errors import EngineDiedError, OverloadedError, TwostrokeError
 from twostroke.server.batch import messages, openai, queueing
-from twostroke.server.batch.batch import Batch
+from twostroke.server.batch.stored_batches import Batch
 from twostroke.server.storage import Records
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def records(tmp_path: Path) -> Any:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.server.batch.queueing._MOST_PAUSE_S", 0.05)
+    monkeypatch.setattr("twostroke.server.batch.queueing._MAX_PAUSE_S", 0.05)
 
 
 @pytest.mark.parametrize("protocol", [openai.PROTOCOL, messages.PROTOCOL])
@@ -111,7 +111,7 @@ def test_refused_lines_pause_together_and_say_so_once(
 def test_a_line_that_waited_for_room_minds_a_pause(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.server.batch.queueing._MOST_PAUSE_S", 0.4)
+    monkeypatch.setattr("twostroke.server.batch.queueing._MAX_PAUSE_S", 0.4)
     times_s: list[float] = []
 
     def fail(_id: str, _times: int) -> TwostrokeError | None:
@@ -235,7 +235,7 @@ def test_batch_that_is_cancelled_after_it_was_read_does_not_run(records: Records
         bench = Bench(records, app)
         await bench.runner.cancel(stale)
         bench.runner._app = app
-        bench.runner._begin(stale)
+        bench.runner._start_task(stale)
         return await bench.ended()
 
     assert asyncio.run(go()).status == "cancelled"
@@ -266,7 +266,7 @@ def test_clock_that_jumps_does_not_change_what_is_left(
     """Neither while a server runs, nor for the next one."""
     wall, boot_s = time.time, [1000.0]
     monkeypatch.setattr(queueing, "since_boot_s", lambda: boot_s[0])
-    monkeypatch.setattr("twostroke.server.batch.runner._LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("twostroke.server.batch.runner._CHECK_INTERVAL_S", 0.01)
 
     def closed() -> App:
         app = App()
@@ -309,12 +309,12 @@ def test_clock_counts_once_the_machine_has_started_anew(monkeypatch: pytest.Monk
         expires_at=now_s + DAY_S,
         since={"validating": now_s},
     )
-    before = queueing.anchored(batch)
+    before = queueing.with_boot_deadline(batch)
     assert queueing.seconds_left(before) == pytest.approx(DAY_S, abs=1)
     monkeypatch.setattr(queueing, "boot_id", lambda: "another")
     for passed_s, left_s in ((3600, DAY_S - 3600), (2 * DAY_S, -DAY_S), (-5 * DAY_S, DAY_S)):
         monkeypatch.setattr(time, "time", lambda passed_s=passed_s: now_s + passed_s)
         assert queueing.seconds_left(before) == pytest.approx(left_s, abs=1)
-    anew = queueing.anchored(replace(before))
+    anew = queueing.with_boot_deadline(replace(before))
     monkeypatch.setattr(time, "time", lambda: now_s + 40 * DAY_S)
     assert queueing.seconds_left(anew) == pytest.approx(DAY_S, abs=1)

@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 
 from twostroke.server.http import connection
 from twostroke.server.http.limits import RequestLimits
-from twostroke.server.http.write_coalescer import WRITE, WriteCoalescer
+from twostroke.server.http.write_coalescer import WRITE_NOW, WriteCoalescer
 
 if TYPE_CHECKING:
     import pytest
@@ -51,7 +51,7 @@ async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         if number == fails_at:
             raise ValueError
         is_last = number == len(pieces) and rng.random() < 0.5
-        if is_last or rng.random() < 0.5 or not scope["extensions"][WRITE](piece):
+        if is_last or rng.random() < 0.5 or not scope["extensions"][WRITE_NOW](piece):
             await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
         if is_last:
             return
@@ -92,7 +92,7 @@ async def received(
     config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, access_log=False)
     make = partial(
         connection.HttpConnection, config, ServerState(), {}, loop, limits=limits,
-        is_draining=lambda: False, most=10, idle={},
+        is_draining=lambda: False, max_connections=10, idle_connections={},
     )  # fmt: skip
     reader, writer = await asyncio.open_connection(sock=ours[1], limit=4096)
     writer.write(sent)

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from typing import TYPE_CHECKING, Any
 
-from twostroke.server.http.write_coalescer import WriteCoalescer, read_less
+from twostroke.server.http.write_coalescer import WriteCoalescer, limit_read_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,7 +79,7 @@ def test_asyncio_can_be_told_to_read_less() -> None:
             self.has_ended = asyncio.Event()
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            read_less(transport)
+            limit_read_size(transport)
 
         def data_received(self, data: bytes) -> None:
             sizes.append(len(data))

@@ -11,7 +11,7 @@ from support.servers import LiveServer, live_server
 from twostroke.core import env
 from twostroke.core.errors import UsageError
 from twostroke.server.auth.keys import ApiKeys
-from twostroke.server.http.api_key import MAX_LENGTH
+from twostroke.server.http.api_key import MAX_WORD_LENGTH
 from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def test_a_client_with_an_empty_key_shows_none(monkeypatch: pytest.MonkeyPatch) 
         (b"# nothing\n", "has no keys"),
         (b"a b secret\n", "Line 1 of"),
         (b"k\nanna k\n", "Line 2 of"),
-        (b"x" * (MAX_LENGTH + 1), "Line 1 of"),
+        (b"x" * (MAX_WORD_LENGTH + 1), "Line 1 of"),
         (b"se\x07cret", "Line 1 of"),
         ("sécret".encode(), "ASCII"),
     ],
@@ -211,7 +211,7 @@ def test_unreadable_files_and_malformed_keys_are_refused(tmp_path: Path) -> None
         ApiKeys.read(tmp_path / "none", None)
     with pytest.raises(UsageError, match="cannot be read: it is a folder, not a file"):
         ApiKeys.read(tmp_path, None)
-    for key in ("two words", "", "é", "x" * (MAX_LENGTH + 1)):
+    for key in ("two words", "", "é", "x" * (MAX_WORD_LENGTH + 1)):
         with pytest.raises(UsageError, match=r"TWOSTROKE_API_KEY must be .* printable ASCII"):
             ApiKeys.read(None, key)
         with pytest.raises(UsageError, match="printable ASCII"):

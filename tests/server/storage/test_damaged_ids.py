@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from twostroke.server.batch import batch as batches
 from twostroke.server.batch import files, uploads
-from twostroke.server.batch.batch import Batch
+from twostroke.server.batch import stored_batches as batches
+from twostroke.server.batch.stored_batches import Batch
 from twostroke.server.storage import Records
 from twostroke.server.storage.row_digests import COLUMNS, row_digest
 from twostroke.server.storage.startup_checks import NOUNS, has_damaged_rows, stored_ids
@@ -236,7 +236,7 @@ def test_results_stay_unless_their_batch_has_ended(
     change(folder, statement)
 
     def drop(db: sqlite3.Connection) -> Any:
-        batches.keep_result(db, BATCH.id, 1, b"{}", is_ok=True)
+        batches.insert_result(db, BATCH.id, 1, b"{}", is_ok=True)
         batches.drop_results(db)
         return db.execute("SELECT count(*) FROM results").fetchone()
 

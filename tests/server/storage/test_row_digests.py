@@ -11,9 +11,9 @@ import pytest
 from twostroke.server.auth import key as keys
 from twostroke.server.auth import usage
 from twostroke.server.auth.usage import Owner
-from twostroke.server.batch import batch as batches
 from twostroke.server.batch import files
-from twostroke.server.batch.batch import Batch
+from twostroke.server.batch import stored_batches as batches
+from twostroke.server.batch.stored_batches import Batch
 from twostroke.server.generation.response_store import (
     Journal,
     ResponseStore,
@@ -53,7 +53,7 @@ def fill(folder: Path) -> None:
             )
             batches.insert(db, batch)
             batches.update(db, batch)
-            batches.keep_result(db, "word", 1, b"word", is_ok=True)
+            batches.insert_result(db, "word", 1, b"word", is_ok=True)
             key, _ = keys.add(db, "word", "word")
             keys.change(db, key, weight=2.0)
             owner = Owner("2026-01-01", "word", "word", "word", is_batch=False)

@@ -21,7 +21,7 @@ from twostroke.server.auth.usage_header import MARK, STREAMS, USAGE_HEADER
 from twostroke.server.http.error_forms import ANTHROPIC
 from twostroke.server.http.errors import ClientGoneError, report
 from twostroke.server.http.responses import abort_connection, until_disconnect
-from twostroke.server.http.write_coalescer import WRITE
+from twostroke.server.http.write_coalescer import WRITE_NOW
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -271,7 +271,7 @@ class Forwarder:
     ) -> None:
         """Pass a body on as it comes, from its first bytes on."""
         meter, send = request.meter, request.send
-        write, take = request.scope["extensions"].get(WRITE), pieces.take
+        write, take = request.scope["extensions"].get(WRITE_NOW), pieces.take
 
         def write_on(data: bytes) -> bool:
             if not write(b""):

@@ -74,14 +74,14 @@ class ProxiedRequest:
     def hold(self) -> None:
         """Count the body, which has just arrived, until `free`: it may have to be sent again."""
         num_bytes = len(self.body) - FREE_BYTES if isinstance(self.body, bytes) else 0
-        if num_bytes > 0 and self.served.arriving is not None:
-            self.served.arriving.take(self.served.tenant, num_bytes)
+        if num_bytes > 0 and self.served.body_memory is not None:
+            self.served.body_memory.take(self.served.tenant, num_bytes)
             self._num_held = num_bytes
 
     def free(self) -> None:
         """Drop the body, which is not sent any more."""
-        if self._num_held and self.served.arriving is not None:
-            self.served.arriving.give(self.served.tenant, self._num_held)
+        if self._num_held and self.served.body_memory is not None:
+            self.served.body_memory.release(self.served.tenant, self._num_held)
             self.body, self._num_held = b"", 0
 
     def request_to(self, replica: Replica) -> tuple[bytes, bytes | AsyncIterator[bytes]]:

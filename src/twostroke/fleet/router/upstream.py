@@ -19,7 +19,7 @@ from twostroke.fleet.router.response import (
     ReplicaError,
     ResponseReader,
 )
-from twostroke.server.http.write_coalescer import read_less
+from twostroke.server.http.write_coalescer import limit_read_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -172,7 +172,7 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
         self._transport = cast("asyncio.Transport", transport)
-        read_less(transport)
+        limit_read_size(transport)
         option = getattr(socket, "TCP_USER_TIMEOUT", None)  # only Linux has it
         if option is not None:
             own = transport.get_extra_info("socket")

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from twostroke.core.errors import UsageError, nearest
-from twostroke.server.http.api_key import FORM, MAX_LENGTH, WORD, Key
+from twostroke.server.http.api_key import MAX_WORD_LENGTH, WORD_FORM, WORD_PATTERN, Key
 from twostroke.server.storage import DamagedRowError, FolderMarker
 from twostroke.server.storage.row_digests import is_intact_in_sql, row_digest
 
@@ -46,8 +46,8 @@ def add(db: Connection, name: str, tenant: str, **facts: Any) -> tuple[Key, str]
         UsageError: a key of this name is there, or a word has another form.
     """
     for word in (name, tenant):
-        if not WORD.fullmatch(word):
-            raise UsageError(f"The name of a key or a tenant is {FORM}.")
+        if not WORD_PATTERN.fullmatch(word):
+            raise UsageError(f"The name of a key or a tenant is {WORD_FORM}.")
     if db.execute("SELECT 1 FROM keys WHERE name = ? AND NOT is_revoked", (name,)).fetchone():
         raise UsageError(f"There is a key '{name}': choose another name, or revoke that one first.")
     id_ = secrets.token_hex(4)
@@ -83,7 +83,7 @@ def find(db: Connection, word: str) -> Key:
     if found is not None:
         return _decode(*found)
     known = [one for pair in db.execute("SELECT id, name FROM keys") for one in pair]
-    raise UsageError(f"There is no key '{word[:MAX_LENGTH]}'.{nearest(word, known)}")
+    raise UsageError(f"There is no key '{word[:MAX_WORD_LENGTH]}'.{nearest(word, known)}")
 
 
 def change(db: Connection, key: Key, **facts: Any) -> Key:

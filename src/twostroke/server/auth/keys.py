@@ -10,7 +10,7 @@ from starlette.requests import Request
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.files import read_regular_file
 from twostroke.server.auth.key import all_keys, digest, had_keys
-from twostroke.server.http.api_key import FORM, OPEN_PATHS, WORD, Key
+from twostroke.server.http.api_key import OPEN_PATHS, WORD_FORM, WORD_PATTERN, Key
 from twostroke.server.http.errors import to_response
 from twostroke.server.http.internal_requests import sender_of
 from twostroke.server.http.origins import wants_page
@@ -61,8 +61,8 @@ class ApiKeys:
             UsageError: one has other than printable ASCII characters.
         """
         for key, tenant in tenants.items():
-            if not WORD.fullmatch(key) or (tenant and not WORD.fullmatch(tenant)):
-                raise UsageError(f"A key is {FORM}.")
+            if not WORD_PATTERN.fullmatch(key) or (tenant and not WORD_PATTERN.fullmatch(tenant)):
+                raise UsageError(f"A key is {WORD_FORM}.")
         made = [Key(tenant=tenants[key], digest=digest(key.encode())) for key in tenants]
         self._fixed = {key.digest: key for key in made}
         self._asks = asks or bool(made)
@@ -102,8 +102,8 @@ class ApiKeys:
             return None
         found = _read(path) if path is not None else {}
         if key is not None:
-            if not WORD.fullmatch(key):
-                raise UsageError(f"The key in TWOSTROKE_API_KEY must be {FORM}.")
+            if not WORD_PATTERN.fullmatch(key):
+                raise UsageError(f"The key in TWOSTROKE_API_KEY must be {WORD_FORM}.")
             found.setdefault(key, "")
         keys = cls(found, asks=asks)
         if router is not None:
@@ -200,12 +200,12 @@ class KeyCheck:
         """Pass a request on, or refuse it."""
         if scope["type"] == "http" and (sender := sender_of(scope)) is not None:
             if (own := self._keys.with_id(sender.key)) is not None:
-                served_of(scope).own(own)
+                served_of(scope).set_owner(own)
         elif scope["type"] == "http" and self._keys.are_required and not _is_open(scope):
             text = _key(scope)
             if text is not None and self._keys.is_router(text):
                 try:
-                    served_of(scope).own(_spoken_for(scope))
+                    served_of(scope).set_owner(_spoken_for(scope))
                     served_of(scope).is_from_router = True
                 except UsageError as error:
                     await to_response(error, scope)(scope, receive, send)
@@ -220,14 +220,14 @@ class KeyCheck:
                 response.headers["connection"] = "close"  # without waiting for the body
                 await response(scope, receive, send)
                 return
-            served_of(scope).own(key)
+            served_of(scope).set_owner(key)
         await self._app(scope, receive, send)
 
 
 def check_router(key: str) -> None:
     """Raise UsageError if a router's key has other than printable ASCII characters."""
-    if not WORD.fullmatch(key):
-        raise UsageError(f"The key in TWOSTROKE_REPLICA_KEY must be {FORM}.")
+    if not WORD_PATTERN.fullmatch(key):
+        raise UsageError(f"The key in TWOSTROKE_REPLICA_KEY must be {WORD_FORM}.")
 
 
 def _by_tenant(keys: Iterable[Key]) -> dict[str, list[Key]]:
@@ -280,7 +280,7 @@ def _read(path: Path) -> dict[str, str]:
         if not words or words[0].startswith("#"):
             continue
         *tenants, key = words
-        if len(words) > 2 or not all(WORD.fullmatch(word) for word in words):
+        if len(words) > 2 or not all(WORD_PATTERN.fullmatch(word) for word in words):
             message = f"Line {number} of {path} is neither 'KEY' nor 'TENANT KEY'."
             raise UsageError(message)
         if key in found:

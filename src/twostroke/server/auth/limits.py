@@ -11,7 +11,7 @@ from twostroke.core.errors import TwostrokeError
 from twostroke.server.http.error_forms import ANTHROPIC
 from twostroke.server.http.errors import to_response
 from twostroke.server.http.request_context import served_of
-from twostroke.server.http.retry_after import whole
+from twostroke.server.http.retry_after import whole_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -227,7 +227,7 @@ def _num_used(served: ServedRequest) -> int:
 
 def _error(refusal: Refusal) -> RateLimitError:
     why, wait_s = refusal
-    reason = f"Rate limit reached: {why}. Please try again in {whole(wait_s)}s."
+    reason = f"Rate limit reached: {why}. Please try again in {whole_seconds(wait_s)}s."
     return RateLimitError(reason, wait_s=wait_s)
 
 

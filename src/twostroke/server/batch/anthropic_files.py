@@ -1,4 +1,4 @@
-"""Files in the form of Anthropic's protocol, for requests with the header `anthropic-version`."""
+"""Files in Anthropic's form, for requests with the header `anthropic-version`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from twostroke.server.batch.files import FileBody, page_size, rows_of_page
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-LISTED: Final = 20
+DEFAULT_LISTED: Final = 20
 MAX_LISTED: Final = 1000
 DEFAULT_PURPOSE: Final = "user_data"
 QUERY: Final = ("after_id", "before_id", "beta", "ids", "ids[]", "limit", "page", "scope_id")
@@ -35,7 +35,7 @@ class FileMetadata(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class FileMetadataList(msgspec.Struct, kw_only=True, frozen=True):
-    """A page of files, newest first; `next_page` is the value of `page` for the next page."""
+    """A page of a list of files, newest first; `next_page` is the next request's `page`."""
 
     data: list[FileMetadata]
     has_more: bool
@@ -68,7 +68,7 @@ def metadata_page(
     db: Connection, tenant: str, query: dict[str, str], ids: list[str]
 ) -> FileMetadataList:
     """Return a page of a tenant's files; with `ids`, only these files. Raises RequestError."""
-    limit = page_size(query, LISTED, MAX_LISTED)
+    limit = page_size(query, DEFAULT_LISTED, MAX_LISTED)
     cursors = ("after_id", "page", "before_id")
     cursor_field = next((name for name in cursors if query.get(name)), None)
     is_older = cursor_field != "before_id"

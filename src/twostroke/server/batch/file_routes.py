@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 
 
 class FileRoutes:
-    """Answers requests about files."""
+    """The routes of files."""
 
     def __init__(
-        self, records: Callable[[], Records], rooms: files.StorageQuota, limits: RequestLimits
+        self, records: Callable[[], Records], quota: files.StorageQuota, limits: RequestLimits
     ) -> None:
-        """Store files in the result of `records`, which raises if the server stores no files."""
-        self._records, self._rooms, self._limits = records, rooms, limits
+        """Store files in the records that `records` returns; it raises if the server has none."""
+        self._records = records
+        self._quota = quota
+        self._limits = limits
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -50,13 +52,13 @@ class FileRoutes:
         records, tenant = self._records(), served_of(request.scope).tenant
         is_anthropic = _is_anthropic(request)
         default_purpose = anthropic_files.DEFAULT_PURPOSE if is_anthropic else ""
-        async with self._rooms.take(records, request, self._limits.max_file_bytes) as max_bytes:
+        async with self._quota.take(records, request, self._limits.max_file_bytes) as max_bytes:
             with records.files.begin() as file:
                 timeout_s = self._limits.file_timeout_s
                 fields = await read_form(request, file.write, max_bytes, timeout_s)
                 if is_anthropic:
                     fields.pop("workspace_id", None)
-                body = files.uploaded(fields, file.num_bytes, default_purpose)
+                body = files.uploaded_file(fields, file.num_bytes, default_purpose)
                 add = partial(
                     files.insert_new,
                     file=body,
@@ -64,7 +66,7 @@ class FileRoutes:
                     limits=self._limits,
                     digest=file.digest,
                 )
-                await files.keep(records, file, body.id, lambda: records.write(add))
+                await files.store_with_record(records, file, body.id, lambda: records.write(add))
         return to_json(anthropic_files.to_metadata(body) if is_anthropic else body)
 
     async def list_files(self, request: Request) -> Response:
@@ -98,8 +100,8 @@ class FileRoutes:
         records, tenant = self._records(), served_of(request.scope).tenant
         id_ = request.path_params["file_id"]
         file = await records.read(partial(files.find, id_=id_, tenant=tenant))
-        is_lines = file.purpose in {INPUT, OUTPUT}
-        media_type = "application/jsonl" if is_lines else "application/octet-stream"
+        is_jsonl = file.purpose in {INPUT, OUTPUT}
+        media_type = "application/jsonl" if is_jsonl else "application/octet-stream"
         return await files.content_of(records, file.id, media_type, file.filename)
 
 

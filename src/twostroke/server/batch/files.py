@@ -1,4 +1,4 @@
-"""Stored files: their records, their contents, and the disk space that they take."""
+"""Stored files: their records, their contents, and the quota of disk space."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ PATH: Final = "/v1/files"
 FILE_PATH: Final = f"{PATH}/{{file_id}}"
 INPUT: Final = "batch"
 OUTPUT: Final = "batch_output"
-HIDDEN: Final = "message_batch"  # belongs to a batch of Anthropic's protocol
-PART: Final = "upload_part"  # of an upload, whose id is the file's name
+HIDDEN: Final = "message_batch"  # a file of a batch in Anthropic's protocol
+PART: Final = "upload_part"  # a part of an upload, whose id is the file's name
 PURPOSES: Final = (INPUT, "user_data", "assistants", "evals", "fine-tune", "vision")
 MIN_EXPIRY_S: Final = 3600
 MAX_EXPIRY_S: Final = 2_592_000
 MAX_LISTED: Final = 10_000
-_STEPS: Final = 1 << 13  # in which a room is shared out, so that few results need a look at files
+_RESERVATION_STEPS: Final = 1 << 13  # a reservation grows by a step, so few results query the files
 _COLUMNS: Final = "id, bytes, created_at, filename, purpose, expires_at"
-# Conditions for files that clients see.
 _INTACT: Final = is_intact_in_sql("files")
+# The condition for files that clients can see.
 _VISIBLE: Final = f"purpose NOT IN ('{HIDDEN}', '{PART}') AND ifnull(expires_at > ?, 1)"
-_EXPIRY: Final = ("expires_after[anchor]", "expires_after[seconds]")
+_EXPIRY_FIELDS: Final = ("expires_after[anchor]", "expires_after[seconds]")
 
 
 class NoSuchFileError(TwostrokeError):
@@ -58,7 +58,7 @@ class NoSuchFileError(TwostrokeError):
 
 
 class DamagedFileError(NoSuchFileError):
-    """The content of a file differs from what its record says, or is not a file any more."""
+    """The content of a file does not match its record."""
 
     code = "file_damaged"
 
@@ -95,7 +95,7 @@ class DeletedFile(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def insert(db: Connection, file: FileBody, tenant: str, digest: str = "") -> None:
-    """Keep the record and the digest of a file, if no file has its id yet."""
+    """Store the record and the digest of a file, unless a file has its id already."""
     db.execute(
         f"INSERT OR IGNORE INTO files (tenant, {_COLUMNS}, digest, row_digest) "  # noqa: S608 constants
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -125,7 +125,12 @@ def insert(db: Connection, file: FileBody, tenant: str, digest: str = "") -> Non
 
 
 def find(db: Connection, id_: str, tenant: str) -> FileBody:
-    """Return a tenant's file; raises NoSuchFileError, and DamagedFileError for its record."""
+    """Return a tenant's file.
+
+    Raises:
+        NoSuchFileError: the tenant has no file with this id.
+        DamagedFileError: the file's record is damaged.
+    """
     query = f"SELECT {_INTACT}, {_COLUMNS} FROM files WHERE id = ? AND tenant = ? AND {_VISIBLE}"  # noqa: S608 constants
     row = db.execute(query, (id_, tenant, time.time())).fetchone()
     if row is None:
@@ -138,12 +143,12 @@ def find(db: Connection, id_: str, tenant: str) -> FileBody:
 
 
 async def content_of(records: Records, id_: str, media_type: str, filename: str) -> Response:
-    """Return the content of a file.
+    """Return the content of a file as a response.
 
     Raises:
-        NoSuchFileError: only its record is there.
-        DamagedFileError: it differs from what its record says, or is not a file any more.
-        RecordsError: it cannot be read.
+        NoSuchFileError: the content is missing.
+        DamagedFileError: the content does not match the file's record.
+        RecordsError: the content cannot be read.
     """
     path = records.files.path(id_)
     num_bytes, digest = await records.read(partial(size_and_digest, id_=id_))
@@ -168,35 +173,35 @@ async def content_of(records: Records, id_: str, media_type: str, filename: str)
     return FileResponse(path, stat_result=facts, media_type=media_type, filename=filename)
 
 
-async def keep(
+async def store_with_record(
     records: Records, file: Temporary, id_: str, record: Callable[[], Awaitable[object]]
 ) -> None:
-    """Give a file its name, and keep its record: both or none, also if the client leaves.
+    """Store a file's content and its record: both or none, also if the client disconnects.
 
-    Where a disk fails, nobody knows whether the record is there. Then the file stays until another
-    record is kept, after which that is known.
+    After a disk error it is not known whether the record was written. The content then stays until
+    a later record is written, after which the database can tell.
     """
 
-    async def both() -> None:
+    async def store_both() -> None:
         doubtful = records.files.doubtful
-        before = tuple(doubtful)
+        earlier_doubtful = tuple(doubtful)
         try:
             await asyncio.to_thread(file.keep, id_)
             await record()
         except RecordsError:
             doubtful.add(id_)
             raise
-        except BaseException:
+        except BaseException:  # also a cancellation: without a record the content must go
             await asyncio.to_thread(records.files.remove, id_)
             raise
         with suppress(RecordsError):
-            for one in before:
-                is_kept = await records.read(partial(_is_kept, id_=one))
-                doubtful.discard(one)
-                if not is_kept:
-                    await asyncio.to_thread(records.files.remove, one)
+            for doubtful_id in earlier_doubtful:
+                has_record = await records.read(partial(_has_record, id_=doubtful_id))
+                doubtful.discard(doubtful_id)
+                if not has_record:
+                    await asyncio.to_thread(records.files.remove, doubtful_id)
 
-    work = asyncio.create_task(both())
+    work = asyncio.create_task(store_both())
     try:
         await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -205,88 +210,94 @@ async def keep(
 
 
 class StorageQuota:
-    """The room that tenants have for files, less what is promised to uploads and results.
+    """Tracks the bytes that are reserved of each tenant's quota, for uploads and for results.
 
-    It belongs to the event loop.
+    For the event loop's thread.
     """
 
     def __init__(self, limits: RequestLimits) -> None:
-        """Begin without promises."""
+        """Start without reservations."""
         self._limits = limits
-        self._promised: Counter[str] = Counter()  # bytes by tenant
+        self._reserved_bytes: Counter[str] = Counter()  # by tenant
 
     @asynccontextmanager
-    async def take(self, records: Records, request: Request, most: int) -> AsyncIterator[int]:
-        """Yield how large the upload of a request may be, at most `most`, and keep that room.
+    async def take(self, records: Records, request: Request, max_bytes: int) -> AsyncIterator[int]:
+        """Reserve up to `max_bytes` for a request's upload during the block; yield the size.
 
         Raises:
-            BodySizeError: there is none.
+            BodySizeError: the tenant's quota is used up.
         """
         tenant = served_of(request.scope).tenant
         length = request.headers.get("content-length", "")[:20]
-        most = min(most, int(length)) if length.isdecimal() else most
-        most = await self._promise(records, tenant, 1, most)
+        max_bytes = min(max_bytes, int(length)) if length.isdecimal() else max_bytes
+        max_bytes = await self._reserve(records, tenant, 1, max_bytes)
         try:
-            yield most
+            yield max_bytes
         finally:
-            self._promised[tenant] -= most
+            self._reserved_bytes[tenant] -= max_bytes
 
-    async def _promise(self, records: Records, tenant: str, least: int, most: int) -> int:
-        """Promise a tenant from `least` to `most` bytes, and return how many.
+    async def _reserve(self, records: Records, tenant: str, min_bytes: int, max_bytes: int) -> int:
+        """Reserve from `min_bytes` to `max_bytes` for a tenant, and return the reserved size.
 
         Raises:
-            BodySizeError: there is no room.
+            BodySizeError: the tenant's quota has fewer than `min_bytes` left.
         """
-        kept = await records.read(partial(_num_bytes, tenant=tenant))
-        left = self._limits.max_files_bytes - kept - self._promised[tenant]
-        if left < least:
-            raise _full(self._limits)
-        num_bytes = min(most, left)
-        self._promised[tenant] += num_bytes
+        num_stored = await records.read(partial(_num_bytes, tenant=tenant))
+        num_free = self._limits.max_files_bytes - num_stored - self._reserved_bytes[tenant]
+        if num_free < min_bytes:
+            raise _quota_error(self._limits)
+        num_bytes = min(max_bytes, num_free)
+        self._reserved_bytes[tenant] += num_bytes
         return num_bytes
 
-    def share(self, tenant: str, num_bytes: int) -> QuotaReservation:
-        """Return the share of a batch of a tenant, which has results of this size already."""
-        self._promised[tenant] += num_bytes
+    def reserve(self, tenant: str, num_bytes: int) -> QuotaReservation:
+        """Return a reservation for a batch whose results so far have `num_bytes`."""
+        self._reserved_bytes[tenant] += num_bytes
         return QuotaReservation(tenant, num_bytes)
 
-    async def grow(self, records: Records, share: QuotaReservation, num_bytes: int) -> None:
-        """Make room in a share for the next result; raises BodySizeError if there is none."""
-        while num_bytes > share.num_left:
-            least = num_bytes - share.num_left
-            most = max(least, self._limits.max_files_bytes // _STEPS)
-            more = await self._promise(records, share.tenant, least, most)
-            share.num_bytes += more
-            share.num_left += more
-        share.num_left -= num_bytes
+    async def grow(self, records: Records, reservation: QuotaReservation, num_bytes: int) -> None:
+        """Use `num_bytes` of a reservation, which grows if needed.
 
-    def end(self, share: QuotaReservation) -> None:
-        """Take a share back, whose results are in files now."""
-        self._promised[share.tenant] -= share.num_bytes
+        Raises:
+            BodySizeError: the tenant's quota is used up.
+        """
+        while num_bytes > reservation.num_left:
+            min_bytes = num_bytes - reservation.num_left
+            max_bytes = max(min_bytes, self._limits.max_files_bytes // _RESERVATION_STEPS)
+            num_reserved = await self._reserve(records, reservation.tenant, min_bytes, max_bytes)
+            reservation.num_bytes += num_reserved
+            reservation.num_left += num_reserved
+        reservation.num_left -= num_bytes
+
+    def end(self, reservation: QuotaReservation) -> None:
+        """Release a reservation, once the results are in files."""
+        self._reserved_bytes[reservation.tenant] -= reservation.num_bytes
 
 
 class QuotaReservation:
-    """What a batch has of its tenant's room for its results."""
+    """The part of a tenant's quota that is reserved for the results of a batch."""
 
     def __init__(self, tenant: str, num_bytes: int) -> None:
-        """Begin with results of this size."""
-        self.tenant, self.num_bytes, self.num_left = tenant, num_bytes, 0
+        """Create a reservation of `num_bytes`, which are already used."""
+        self.tenant = tenant
+        self.num_bytes = num_bytes
+        self.num_left = 0
 
 
 def check_room(db: Connection, tenant: str, limits: RequestLimits) -> None:
-    """Raise BodySizeError if a tenant's files take all their room, or are too many."""
+    """Raise BodySizeError if a tenant's files use the whole quota, or are too many."""
     _check_count(db, tenant, limits)
     if _num_bytes(db, tenant) >= limits.max_files_bytes:
-        raise _full(limits)
+        raise _quota_error(limits)
 
 
 def insert_new(
     db: Connection, file: FileBody, tenant: str, limits: RequestLimits, digest: str = ""
 ) -> None:
-    """Keep the record of a tenant's new file; raises BodySizeError if there is no room."""
+    """Store the record of a tenant's new file; raises BodySizeError if it exceeds the quota."""
     _check_count(db, tenant, limits)
     if _num_bytes(db, tenant) + file.bytes > limits.max_files_bytes:
-        raise _full(limits)
+        raise _quota_error(limits)
     insert(db, file, tenant, digest)
 
 
@@ -296,24 +307,24 @@ def _check_count(db: Connection, tenant: str, limits: RequestLimits) -> None:
         raise BodySizeError(f"You have {count} files, the limit. Delete some.")
 
 
-def _full(limits: RequestLimits) -> BodySizeError:
+def _quota_error(limits: RequestLimits) -> BodySizeError:
     message = f"Your files, with those that arrive, have {limits.max_files_bytes} bytes, the limit."
     return BodySizeError(f"{message} Delete some.")
 
 
 def size_and_digest(db: Connection, id_: str) -> tuple[int | None, str]:
-    """Return the size of a file, None if it has no record, and its digest, empty if not known."""
+    """Return a file's size (None without a record) and digest (empty if it is not known)."""
     row = db.execute("SELECT bytes, digest FROM files WHERE id = ?", (id_,)).fetchone()
     return (None, "") if row is None else (int(row[0]), row[1])
 
 
-def _is_kept(db: Connection, id_: str) -> bool:
+def _has_record(db: Connection, id_: str) -> bool:
     return db.execute("SELECT 1 FROM files WHERE id = ?", (id_,)).fetchone() is not None
 
 
-def uploaded(fields: dict[str, str], num_bytes: int, default_purpose: str = "") -> FileBody:
-    """Return the record of an uploaded file; raises RequestError for wrong fields."""
-    refuse_fields(fields, ("file", "purpose", "expires_in_seconds", *_EXPIRY))
+def uploaded_file(fields: dict[str, str], num_bytes: int, default_purpose: str = "") -> FileBody:
+    """Return the record of an uploaded file; raises RequestError if a field is not valid."""
+    refuse_fields(fields, ("file", "purpose", "expires_in_seconds", *_EXPIRY_FIELDS))
     purpose = fields.get("purpose", default_purpose)
     check_purpose(purpose)
     if fields.get("expires_after[anchor]", "created_at") != "created_at":
@@ -353,7 +364,7 @@ def check_purpose(purpose: str) -> None:
 def _expiry_s(text: str, name: str) -> int:
     is_number = text.isdecimal() and len(text) <= len(str(MAX_EXPIRY_S))
     if not (is_number and MIN_EXPIRY_S <= int(text) <= MAX_EXPIRY_S):
-        field = "expires_after.seconds" if name in _EXPIRY else name
+        field = "expires_after.seconds" if name in _EXPIRY_FIELDS else name
         raise RequestError(f"must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}.", field=field)
     return int(text)
 
@@ -365,7 +376,7 @@ def new_file(
     purpose: str = OUTPUT,
     expires_after_s: int | None = None,
 ) -> FileBody:
-    """Return the record of a file that the server writes."""
+    """Return the record of a new file."""
     created_at = int(time.time())
     return FileBody(
         id=id_,
@@ -408,9 +419,9 @@ def _num_bytes(db: Connection, tenant: str) -> int:
 
 
 def delete_expired(db: Connection, now_s: float) -> list[str]:
-    """Delete the records of expired files and return their ids; inputs of open batches are kept.
+    """Delete the records of expired files, except inputs of open batches; return the files' ids.
 
-    A damaged record stays, as its time may be another.
+    A damaged record stays, as its expiry time may be wrong.
     """
     query = f"""
         SELECT id FROM files WHERE expires_at <= ? AND {_INTACT}
@@ -425,30 +436,38 @@ def delete(db: Connection, id_: str, tenant: str) -> None:
     """Delete a file's record; raises RequestError while a batch needs the file."""
     find(db, id_, tenant)
     query = "SELECT id FROM batches WHERE is_open AND input_file = ?"
-    if (using := db.execute(query, (id_,)).fetchone()) is not None:
+    if (using_batch := db.execute(query, (id_,)).fetchone()) is not None:
         reason = "is the input of {batch}, which has not ended: cancel that first."
-        raise RequestError(reason, field="file_id", batch=using[0])
+        raise RequestError(reason, field="file_id", batch=using_batch[0])
     db.execute("DELETE FROM files WHERE id = ?", (id_,))
 
 
 def page(db: Connection, tenant: str, query: dict[str, str]) -> FileList:
     """Return a page of a tenant's files; raises RequestError."""
-    limit, order = page_size(query, MAX_LISTED, MAX_LISTED), query.get("order", "desc")
+    limit = page_size(query, MAX_LISTED, MAX_LISTED)
+    order = query.get("order", "desc")
     if order not in {"asc", "desc"}:
         raise RequestError("must be asc or desc.", field="order")
-    condition, values = f"tenant = ? AND {_VISIBLE} AND {_INTACT}", [tenant, time.time()]
+    condition = f"tenant = ? AND {_VISIBLE} AND {_INTACT}"
+    values: list[object] = [tenant, time.time()]
     if "purpose" in query:
-        condition, values = f"{condition} AND purpose = ?", [*values, query["purpose"]]
+        condition += " AND purpose = ?"
+        values.append(query["purpose"])
     if after := query.get("after"):
         if (seq := _seq(db, after, tenant)) is None:
             raise RequestError("must be the id of a file.", field="after")
         comparison = "<" if order == "desc" else ">"
-        condition, values = f"{condition} AND seq {comparison} ?", [*values, seq]
+        condition += f" AND seq {comparison} ?"
+        values.append(seq)
     sql = f"SELECT {_COLUMNS} FROM files WHERE {condition} ORDER BY seq {order} LIMIT ?"  # noqa: S608 constants
     data = [_body(*row) for row in db.execute(sql, (*values, limit + 1))]
-    shown = data[:limit]
-    ends = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return FileList(data=shown, first_id=ends[0], last_id=ends[1], has_more=len(data) > limit)
+    page_files = data[:limit]
+    return FileList(
+        data=page_files,
+        first_id=page_files[0].id if page_files else None,
+        last_id=page_files[-1].id if page_files else None,
+        has_more=len(data) > limit,
+    )
 
 
 def rows_of_page(
@@ -460,18 +479,22 @@ def rows_of_page(
     is_older: bool,
     ids: list[str],
 ) -> list[FileBody] | None:
-    """Return up to `count` files before or after the file `cursor`, newest first.
+    """Return up to `count` files next to the file `cursor`, newest first; None if it is unknown.
 
-    With `ids`, only these files are returned. None if the file `cursor` does not exist.
+    The files are older than the cursor or, without `is_older`, newer. `ids`, if not empty, selects
+    files.
     """
-    condition, values = f"tenant = ? AND {_VISIBLE} AND {_INTACT}", [tenant, time.time()]
+    condition = f"tenant = ? AND {_VISIBLE} AND {_INTACT}"
+    values: list[object] = [tenant, time.time()]
     if cursor is not None:
         if (seq := _seq(db, cursor, tenant)) is None:
             return None
-        condition, values = f"{condition} AND seq {'<' if is_older else '>'} ?", [*values, seq]
+        condition += f" AND seq {'<' if is_older else '>'} ?"
+        values.append(seq)
     if ids:
-        marks = ", ".join("?" for _ in ids)
-        condition, values = f"{condition} AND id IN ({marks})", [*values, *ids]
+        placeholders = ", ".join("?" for _ in ids)
+        condition += f" AND id IN ({placeholders})"
+        values += ids
     order = "desc" if is_older else "asc"
     sql = f"SELECT {_COLUMNS} FROM files WHERE {condition} ORDER BY seq {order} LIMIT ?"  # noqa: S608 constants
     files = [_body(*row) for row in db.execute(sql, (*values, count))]
@@ -485,9 +508,9 @@ def _seq(db: Connection, id_: str, tenant: str) -> int | None:
     return None if row is None else int(row[0])
 
 
-def page_size(asked: dict[str, str], default: int, most: int) -> int:
-    """Return the size of a page; raises RequestError."""
-    limit = asked.get("limit", str(default))
-    if not (limit.isdecimal() and len(limit) <= 5 and 1 <= int(limit) <= most):
-        raise RequestError(f"must be from 1 to {most}.", field="limit")
+def page_size(query: dict[str, str], default: int, max_listed: int) -> int:
+    """Return the number of list entries that a query requests; raises RequestError."""
+    limit = query.get("limit", str(default))
+    if not (limit.isdecimal() and len(limit) <= 5 and 1 <= int(limit) <= max_listed):
+        raise RequestError(f"must be from 1 to {max_listed}.", field="limit")
     return int(limit)

@@ -1,4 +1,4 @@
-"""The lines of a batch's input: read one at a time, and checked all before any is run."""
+"""The lines of a batch's input file, each a request: reads, validates and compares them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from twostroke.core.files import open_regular_file
 from twostroke.core.frozen import Frozen
-from twostroke.server.batch.batch import LineError
+from twostroke.server.batch.stored_batches import LineError
 from twostroke.server.body.decode import json_syntax_error
 from twostroke.server.http.body_limits import MAX_CONTAINERS, nesting_of
 from twostroke.server.http.errors import one_line
@@ -22,15 +22,18 @@ if TYPE_CHECKING:
     from twostroke.server.http.limits import RequestLimits
 
 _MAX_ID_LENGTH: Final = 512
-_MAX_ERRORS: Final = 100  # that a batch lists
-_MOST_LINES: Final = 64  # that are read at a time
-_MOST_BYTES: Final = 1 << 20
+_MAX_ERRORS: Final = 100  # in a batch's list of errors
+_MAX_CHUNK_LINES: Final = 64  # returned by one call of `next_lines`
+_MAX_CHUNK_BYTES: Final = 1 << 20
 
 
 class ReadOffset(Frozen):
     """A position in an input file.
 
-    Before it there are `number` lines, `num_requests` lines that are not blank, and `num_bytes`.
+    Attributes:
+        number: the number of lines before it.
+        num_bytes: the number of bytes before it.
+        num_requests: the number of lines before it that are not blank.
     """
 
     number: int = 0
@@ -39,7 +42,7 @@ class ReadOffset(Frozen):
 
 
 class Line(Frozen):
-    """A request of a batch. `number` counts all lines of the file from 1."""
+    """A request of a batch; `number` is its line in the input file, from 1."""
 
     number: int
     custom_id: str
@@ -58,58 +61,59 @@ class _LineBody(msgspec.Struct):
     stream: Any = None
 
 
-# Made before threads use them.
+# Created before threads use them.
 _fields: Final = msgspec.json.Decoder(_LineFields)
 _body: Final = msgspec.json.Decoder(_LineBody)
 
 
 class WrongLineError(Exception):
-    """A line is wrong; its argument is a `LineError`."""
+    """A line is not valid; the exception's argument is a `LineError`."""
 
 
 class InputChangedError(Exception):
-    """The input of a batch has changed since it was checked."""
+    """The input of a batch has changed since its validation."""
 
 
 def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and the text of each line that is not blank.
+    """Yield the number and the text of each line that is not blank; raises OSError.
 
-    A line is cut after `max_bytes`, so that it does not fill the memory. Raises OSError.
+    A line longer than `max_bytes` is cut, so that it does not fill the memory.
     """
-    for place, text in _read(path, max_bytes, ReadOffset()):
-        yield place.number, text
+    for end, text in _read(path, max_bytes, ReadOffset()):
+        yield end.number, text
 
 
 def next_lines(
     path: Path,
     start: ReadOffset,
-    done: Container[int],
+    done_lines: Container[int],
     limits: RequestLimits,
     digests: array[int] | None = None,
 ) -> tuple[list[Line], ReadOffset | None]:
-    """Return the next lines of a checked file whose numbers are not in `done`, some at a time.
+    """Return some lines of a validated file after `start`, and where to continue; None at the end.
 
-    Also returns the position of the next lines; None at the end. With `digests` of the lines that
-    were checked, lines that were appended later are left out.
+    Lines whose numbers are in `done_lines` are left out. With `digests` of the validated lines,
+    lines that were appended later are left out, too.
 
     Raises:
         InputChangedError: a line differs from its digest, or is missing.
-        WrongLineError: a line is wrong.
+        WrongLineError: a line is not valid.
         OSError: the file cannot be read.
     """
     lines: list[Line] = []
-    num_bytes, num_requests = 0, start.num_requests
+    num_bytes = 0
+    num_requests = start.num_requests
     for end, text in _read(path, limits.max_body_bytes, start):
         num_requests = end.num_requests
         if digests is not None and num_requests > len(digests):
             return lines, None
-        if end.number in done:
+        if end.number in done_lines:
             continue
         if digests is not None and _line_digest(text) != digests[num_requests - 1]:
             raise InputChangedError
         lines.append(parse(end.number, text, limits))
         num_bytes += len(text)
-        if num_bytes > _MOST_BYTES or len(lines) == _MOST_LINES:
+        if num_bytes > _MAX_CHUNK_BYTES or len(lines) == _MAX_CHUNK_LINES:
             return lines, end
     if digests is not None and num_requests < len(digests):
         raise InputChangedError
@@ -117,7 +121,7 @@ def next_lines(
 
 
 def line_digests(path: Path, max_bytes: int, num_requests: int) -> array[int]:
-    """Return the digests of the first `num_requests` lines that are not blank; raises OSError."""
+    """Return the digest of each of the first `num_requests` non-blank lines; raises OSError."""
     digests = array("Q")
     if num_requests:
         for _, text in read_lines(path, max_bytes):
@@ -127,8 +131,8 @@ def line_digests(path: Path, max_bytes: int, num_requests: int) -> array[int]:
     return digests
 
 
-def whole_digest(digests: array[int]) -> str:
-    """Return one digest for all lines, from the digests of the lines."""
+def digest_of_all(digests: array[int]) -> str:
+    """Return a digest of all lines, from the digests of the lines."""
     return blake2b(digests.tobytes(), digest_size=16).hexdigest()
 
 
@@ -137,10 +141,12 @@ def _line_digest(text: bytes) -> int:
 
 
 def _read(path: Path, max_bytes: int, start: ReadOffset) -> Iterator[tuple[ReadOffset, bytes]]:
-    """Yield each line that is not blank, and where it ends."""
+    """Yield each non-blank line, and the position after it."""
     with open_regular_file(path) as file:
         file.seek(start.num_bytes)
-        number, num_requests, is_rest = start.number, start.num_requests, False
+        number = start.number
+        num_requests = start.num_requests
+        is_rest = False  # of a line that was cut
         while text := file.readline(max_bytes + 2):
             number += not is_rest
             if not is_rest and text.strip():
@@ -150,55 +156,60 @@ def _read(path: Path, max_bytes: int, start: ReadOffset) -> Iterator[tuple[ReadO
 
 
 def parse(number: int, text: bytes, limits: RequestLimits) -> Line:
-    """Return a line; raises WrongLineError."""
+    """Return the request of a line; raises WrongLineError."""
 
-    def wrong(code: str, message: str, param: str | None = None) -> WrongLineError:
+    def line_error(code: str, message: str, param: str | None = None) -> WrongLineError:
         return WrongLineError(LineError(code, message, number, param))
 
     if len(text.rstrip(b"\r\n")) > limits.max_body_bytes:
-        raise wrong("line_too_large", f"The line is larger than {limits.max_body_bytes} bytes.")
+        raise line_error(
+            "line_too_large", f"The line is larger than {limits.max_body_bytes} bytes."
+        )
     nesting = nesting_of(text, limits.max_json_depth)
     if nesting.depth > limits.max_json_depth:
-        raise wrong("invalid_json_line", "The line is nested too deeply.")
+        raise line_error("invalid_json_line", "The line is nested too deeply.")
     if nesting.num_containers > MAX_CONTAINERS:
         message = f"The line has more than {MAX_CONTAINERS:,} lists and objects."
-        raise wrong("invalid_json_line", message)
+        raise line_error("invalid_json_line", message)
     try:
         fields = _fields.decode(text.removeprefix(b"\xef\xbb\xbf"))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        is_json = isinstance(error, msgspec.ValidationError)  # but no object
+        is_json = isinstance(error, msgspec.ValidationError)  # JSON, but no object
         message = (
             "The line is not a JSON object."
             if is_json
             else str(json_syntax_error(error, text, "line"))
         )
-        raise wrong("invalid_json_line", message) from None
-    id_, raw = fields.custom_id, bytes(fields.body)
+        raise line_error("invalid_json_line", message) from None
+    id_ = fields.custom_id
+    raw_body = bytes(fields.body)
     if not isinstance(id_, str) or not 0 < len(id_) <= _MAX_ID_LENGTH:
         code = "missing_required_parameter" if id_ is None else "invalid_value"
         message = f"'custom_id' must be a text of 1 to {_MAX_ID_LENGTH} characters."
-        raise wrong(code, message, "custom_id")
+        raise line_error(code, message, "custom_id")
     if fields.method != "POST":
-        raise wrong("invalid_method", "'method' must be 'POST'.", "method")
+        raise line_error("invalid_method", "'method' must be 'POST'.", "method")
     if not isinstance(fields.url, str):
-        raise wrong("invalid_url", "'url' must be a path such as '/v1/chat/completions'.", "url")
-    if not raw:
-        raise wrong("missing_required_parameter", "'body' is missing.", "body")
+        raise line_error(
+            "invalid_url", "'url' must be a path such as '/v1/chat/completions'.", "url"
+        )
+    if not raw_body:
+        raise line_error("missing_required_parameter", "'body' is missing.", "body")
     try:
-        body = _body.decode(raw)
+        body = _body.decode(raw_body)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise wrong("invalid_value", "'body' is not a JSON object.", "body") from None
+        raise line_error("invalid_value", "'body' is not a JSON object.", "body") from None
     if body.stream:
-        raise wrong("invalid_value", "'stream' is not possible in a batch.", "body.stream")
-    return Line(number, id_, fields.url, raw)
+        raise line_error("invalid_value", "'stream' is not possible in a batch.", "body.stream")
+    return Line(number, id_, fields.url, raw_body)
 
 
 def check(
     path: Path, endpoint: str | None, limits: RequestLimits
 ) -> tuple[int, list[LineError], int]:
-    """Return the number of lines, the first errors, and the number of all errors.
+    """Validate an input file; return the number of lines, the first errors, and the errors' number.
 
-    `endpoint` is the path that all lines must have; None for that of the first line.
+    All lines must have the path `endpoint`; None for the path of the first line.
     """
     first_lines: dict[str, int] = {}  # by custom_id
     errors: list[LineError] = []
@@ -210,27 +221,31 @@ def check(
             return num_lines, [LineError("too_many_tasks", message), *errors], num_errors + 1
         try:
             line = parse(number, text, limits)
-        except WrongLineError as wrong:
-            error: LineError | None = wrong.args[0]
+        except WrongLineError as line_error:
+            error: LineError | None = line_error.args[0]
         else:
             endpoint = endpoint or line.url
-            first = first_lines.setdefault(line.custom_id, number)
-            error = _misfit(line, endpoint, first)
+            first_line = first_lines.setdefault(line.custom_id, number)
+            error = _consistency_error(line, endpoint, first_line)
         if error is not None:
             num_errors += 1
-            errors += [error] if len(errors) < _MAX_ERRORS else []
+            if len(errors) < _MAX_ERRORS:
+                errors.append(error)
     if not num_lines:
         return 0, [LineError("empty_file", "The file has no lines.")], 1
     return num_lines, errors, num_errors
 
 
-def _misfit(line: Line, endpoint: str, first: int) -> LineError | None:
-    """Return why a line does not go with those before it; `first` is that with its custom_id."""
+def _consistency_error(line: Line, endpoint: str, first_line: int) -> LineError | None:
+    """Return the error of a line that does not agree with earlier lines; None if it agrees.
+
+    `first_line` is the number of the first line with the same custom_id.
+    """
     if line.url != endpoint:
         message = f"'url' must be '{endpoint}', as in the whole batch."
         return LineError("mismatched_url", message, line.number, "url")
-    if first != line.number:
-        shown = one_line(line.custom_id[:40])
-        message = f"The custom_id '{shown}' is in line {first}, too."
+    if first_line != line.number:
+        custom_id = one_line(line.custom_id[:40])
+        message = f"The custom_id '{custom_id}' is in line {first_line}, too."
         return LineError("duplicate_custom_id", message, line.number, "custom_id")
     return None

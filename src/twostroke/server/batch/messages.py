@@ -1,4 +1,4 @@
-"""Anthropic's message batches: /v1/messages/batches, and the form of their results."""
+"""Anthropic's message batches: the routes below /v1/messages/batches, and the results' form."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from starlette.routing import Route
 
 from twostroke.core.errors import RequestError
 from twostroke.core.json_io import encode_json
-from twostroke.server.batch import batch as kept
-from twostroke.server.batch import files
-from twostroke.server.batch.batch import Batch
+from twostroke.server.batch import files, stored_batches
 from twostroke.server.batch.files import page_size
 from twostroke.server.batch.lines import WrongLineError, parse
 from twostroke.server.batch.openai import find
 from twostroke.server.batch.results import Form
+from twostroke.server.batch.stored_batches import Batch
 from twostroke.server.body.decode import json_syntax_error
 from twostroke.server.body.explain import explain
 from twostroke.server.http.errors import BodySyntaxError
@@ -46,10 +45,10 @@ if TYPE_CHECKING:
 
 ENDPOINT: Final = "/v1/messages"
 PATH: Final = f"{ENDPOINT}/batches"
-ONE: Final = f"{PATH}/{{batch_id}}"
+BATCH_PATH: Final = f"{PATH}/{{batch_id}}"
 PROTOCOL: Final = "anthropic"
 MAX_LISTED: Final = 1000
-LISTED: Final = 20
+DEFAULT_LISTED: Final = 20
 _WINDOW: Final = "24h"
 _WINDOW_S: Final = 86_400
 
@@ -74,7 +73,7 @@ class MessageBatchRequest(msgspec.Struct, frozen=True):
 
 
 class MessageCounts(msgspec.Struct, frozen=True):
-    """How many requests have ended, and how; their sum is that of all."""
+    """The number of requests by outcome; the sum is the number of all requests."""
 
     processing: int = 0
     succeeded: int = 0
@@ -84,7 +83,7 @@ class MessageCounts(msgspec.Struct, frozen=True):
 
 
 class MessageBatch(msgspec.Struct, kw_only=True, frozen=True):
-    """A batch. Times are in RFC 3339's form; `seconds_left` is Twostroke's own."""
+    """A batch; times are in RFC 3339's form. `seconds_left` is Twostroke's extension."""
 
     id: str
     type: Literal["message_batch"] = "message_batch"
@@ -100,7 +99,7 @@ class MessageBatch(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class MessageBatchList(msgspec.Struct, frozen=True):
-    """A page of batches, the newest first."""
+    """A page of a list of batches, the newest first."""
 
     data: list[MessageBatch]
     has_more: bool
@@ -119,96 +118,111 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {PATH: MessageBatchRequest}
 
 
 class _Requests(msgspec.Struct):
-    """A body whose requests are not decoded: a single step that long would hold up all threads."""
+    """A body whose requests stay encoded; decoding all at once would block all threads for long."""
 
     requests: Annotated[list[msgspec.Raw], Meta(min_length=1)]
 
 
 T = TypeVar("T")
-_requests: Final = msgspec.json.Decoder(_Requests)
-_one: Final = msgspec.json.Decoder(BatchedMessage)
+_requests_decoder: Final = msgspec.json.Decoder(_Requests)
+_request_decoder: Final = msgspec.json.Decoder(BatchedMessage)
 
 
 class MessageBatches:
-    """Answers requests about message batches."""
+    """The routes of message batches."""
 
     def __init__(
         self,
         records: Callable[[], tuple[Records, BatchRunner]],
-        rooms: files.StorageQuota,
+        quota: files.StorageQuota,
         limits: RequestLimits,
     ) -> None:
-        """Keep them in `records`, which raises if the server keeps none."""
+        """Store batches in the records that `records` returns; it raises if the server has none."""
         self._records = records
-        self._rooms = rooms
+        self._quota = quota
         self._limits = limits
 
     def routes(self) -> list[Route]:
         """Return the routes."""
         return [
             Route(PATH, self.create, methods=["POST"], name=f"POST {PATH}"),
-            Route(PATH, self.several, methods=["GET"], name=PATH),
-            Route(ONE, self.one, methods=["GET", "DELETE"], name=ONE),
-            Route(f"{ONE}/cancel", self.cancel, methods=["POST"], name=f"{ONE}/cancel"),
-            Route(f"{ONE}/results", self.results, methods=["GET"], name=f"{ONE}/results"),
+            Route(PATH, self.list_batches, methods=["GET"], name=PATH),
+            Route(BATCH_PATH, self.batch, methods=["GET", "DELETE"], name=BATCH_PATH),
+            Route(
+                f"{BATCH_PATH}/cancel", self.cancel, methods=["POST"], name=f"{BATCH_PATH}/cancel"
+            ),
+            Route(
+                f"{BATCH_PATH}/results", self.results, methods=["GET"], name=f"{BATCH_PATH}/results"
+            ),
         ]
 
     async def create(self, request: Request) -> Response:
-        """Keep the requests of a body, and run them."""
-        (db, runner), limits = self._records(), self._limits
-        served = served_of(request.scope)
-        async with self._rooms.take(db, request, limits.max_batch_bytes) as most:
+        """Create a batch from the requests of a body, and run it."""
+        db, runner = self._records()
+        limits = self._limits
+        served_request = served_of(request.scope)
+        async with self._quota.take(db, request, limits.max_batch_bytes) as max_bytes:
             with db.files.begin() as body, db.files.begin() as lines:
                 spool = Spool(body.write)
-                await receive_json(request, spool.take, most, limits.file_timeout_s)
+                await receive_json(request, spool.take, max_bytes, limits.file_timeout_s)
                 await spool.end()
                 if not body.num_bytes:
                     raise BodySyntaxError("The body is empty: send a JSON object of fields.")
-                decoding = (_write_lines, body.read(), lines, limits)
-                total = await runner.readers.run(served.tenant, *decoding)
-                id_, file_id = f"msgbatch_{secrets.token_hex(12)}", files.new_id()
+                total = await runner.readers.run(
+                    served_request.tenant, _write_lines, body.read(), lines, limits
+                )
+                id_ = f"msgbatch_{secrets.token_hex(12)}"
+                file_id = files.new_id()
                 file = files.new_file(file_id, lines.num_bytes, f"{id_}.jsonl", files.HIDDEN)
-                batch = _new(id_, served, file_id, total)
-                await files.keep(db, lines, file_id, lambda: runner.add(batch, file, lines.digest))
+                batch = _new(id_, served_request, file_id, total)
+                await files.store_with_record(
+                    db, lines, file_id, lambda: runner.add(batch, file, lines.digest)
+                )
         return to_json(body_of(batch, None, request))
 
-    async def several(self, request: Request) -> Response:
+    async def list_batches(self, request: Request) -> Response:
         """Return a page of the tenant's batches."""
         db, runner = self._records()
         query = read_query(request, ("after_id", "before_id", "limit", "beta"))
-        limit, tenant = page_size(query, LISTED, MAX_LISTED), served_of(request.scope).tenant
+        limit = page_size(query, DEFAULT_LISTED, MAX_LISTED)
+        tenant = served_of(request.scope).tenant
         field = "before_id" if query.get("before_id") else "after_id"
         page = partial(
-            kept.page,
+            stored_batches.page,
             tenant=tenant,
             protocol=PROTOCOL,
             cursor=query.get(field) or None,
             count=limit + 1,
             is_older=field == "after_id",
         )
-        found = await db.read(page)
-        if found is None:
+        batches = await db.read(page)
+        if batches is None:
             raise RequestError("must be the id of a batch.", field=field)
-        shown = found[:limit] if field == "after_id" else found[-limit:]
-        data = [body_of(one, runner.pace(one), request) for one in shown]
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        return to_json(MessageBatchList(data, len(found) > limit, *ends))
+        page_batches = batches[:limit] if field == "after_id" else batches[-limit:]
+        data = [body_of(batch, runner.pace(batch), request) for batch in page_batches]
+        page_body = MessageBatchList(
+            data,
+            has_more=len(batches) > limit,
+            first_id=data[0].id if data else None,
+            last_id=data[-1].id if data else None,
+        )
+        return to_json(page_body)
 
-    async def one(self, request: Request) -> Response:
-        """Return a batch, or delete one that has ended."""
+    async def batch(self, request: Request) -> Response:
+        """Return a batch, or delete an ended batch."""
         db, runner = self._records()
         batch = await find(db, request, PROTOCOL)
         if request.method != "DELETE":
             return to_json(body_of(batch, runner.pace(batch), request))
         if batch.is_open:
             raise RequestError("has not ended: cancel it first.", field="batch_id")
-        await db.write(partial(kept.delete, batch=batch))
+        await db.write(partial(stored_batches.delete, batch=batch))
         for id_ in filter(None, (batch.input_file, batch.output_file)):
             await asyncio.to_thread(db.files.remove, id_)
         return to_json(DeletedMessageBatch(id=batch.id))
 
     async def cancel(self, request: Request) -> Response:
-        """Stop a batch."""
+        """Cancel a batch."""
         db, runner = self._records()
         batch = await runner.cancel(await find(db, request, PROTOCOL))
         if batch.status not in {"cancelling", "cancelled"}:
@@ -216,7 +230,7 @@ class MessageBatches:
         return to_json(body_of(batch, runner.pace(batch), request))
 
     async def results(self, request: Request) -> Response:
-        """Return the results of a batch that has ended."""
+        """Return the results of an ended batch."""
         db, _ = self._records()
         batch = await find(db, request, PROTOCOL)
         if batch.output_file is None and batch.errors:
@@ -229,7 +243,7 @@ class MessageBatches:
 
 
 def body_of(batch: Batch, pace: BatchPace | None, request: Request) -> MessageBatch:
-    """Return a batch in Anthropic's form; `pace` is how far it is while its lines run."""
+    """Return a batch in Anthropic's form; `pace` is its progress while its requests run."""
     since = {name: datetime.fromtimestamp(time_s, UTC) for name, time_s in batch.since.items()}
     status: Literal["in_progress", "canceling", "ended"] = "in_progress"
     if batch.status == "cancelling":
@@ -255,8 +269,13 @@ def body_of(batch: Batch, pace: BatchPace | None, request: Request) -> MessageBa
 
 def _counts(batch: Batch, pace: BatchPace | None) -> MessageCounts:
     if batch.is_open:
-        done, failed = (pace.num_done, pace.num_failed) if pace is not None else (0, 0)
-        return MessageCounts(batch.total - done, done - failed, failed)
+        num_done = pace.num_done if pace is not None else 0
+        num_failed = pace.num_failed if pace is not None else 0
+        return MessageCounts(
+            processing=batch.total - num_done,
+            succeeded=num_done - num_failed,
+            errored=num_failed,
+        )
     return MessageCounts(
         succeeded=batch.completed,
         errored=batch.failed - (batch.unrun if batch.status != "failed" else 0),
@@ -266,51 +285,56 @@ def _counts(batch: Batch, pace: BatchPace | None) -> MessageCounts:
 
 
 def _write_lines(body: mmap, file: Temporary, limits: RequestLimits) -> int:
-    """Write each request as a line of a batch's input, and return their number.
+    """Write each request of a body as a line of an input file, and return their number.
 
     Raises:
-        RequestError: the body is not a list of requests, or one of them is wrong.
+        RequestError: the body is not a list of requests, or a request is not valid.
         RecordsError: the disk fails.
     """
-    asked = _decoded(_requests, body).requests
-    if len(asked) > limits.max_batch_lines:
+    requests = _decode(_requests_decoder, body).requests
+    if len(requests) > limits.max_batch_lines:
         raise RequestError(f"has more than {limits.max_batch_lines} items.", field="requests")
-    places: dict[str, int] = {}  # by custom_id
-    for place, raw in enumerate(asked):
-        where = f"requests[{place}]"
-        one = _decoded(_one, raw, where)
-        params = msgspec.json.format(one.params, indent=-1)
+    index_by_custom_id: dict[str, int] = {}  # by custom_id
+    for index, raw in enumerate(requests):
+        path = f"requests[{index}]"
+        message = _decode(_request_decoder, raw, path)
+        params = msgspec.json.format(message.params, indent=-1)
         if not params.startswith(b"{"):
-            raise RequestError("must be an object.", field=f"{where}.params")
-        if (first := places.setdefault(one.custom_id, place)) != place:
-            reason = f"is the custom_id of requests[{first}], too."
-            raise RequestError(reason, field=f"{where}.custom_id")
-        body_of_line = msgspec.Raw(params)
-        fields = {"custom_id": one.custom_id, "method": "POST", "url": ENDPOINT}
-        line = encode_json({**fields, "body": body_of_line})
+            raise RequestError("must be an object.", field=f"{path}.params")
+        if (first_index := index_by_custom_id.setdefault(message.custom_id, index)) != index:
+            reason = f"is the custom_id of requests[{first_index}], too."
+            raise RequestError(reason, field=f"{path}.custom_id")
+        line = encode_json(
+            {
+                "custom_id": message.custom_id,
+                "method": "POST",
+                "url": ENDPOINT,
+                "body": msgspec.Raw(params),
+            }
+        )
         try:
-            parse(place + 1, line, limits)
+            parse(index + 1, line, limits)
         except WrongLineError as wrong:
-            raise RequestError(f"In {where}: {wrong.args[0].message}", field=where) from None
+            raise RequestError(f"In {path}: {wrong.args[0].message}", field=path) from None
         file.write(line + b"\n")
-    return len(asked)
+    return len(requests)
 
 
-def _decoded(decoder: msgspec.json.Decoder[T], text: mmap | msgspec.Raw, where: str = "") -> T:
+def _decode(decoder: msgspec.json.Decoder[T], text: mmap | msgspec.Raw, path: str = "") -> T:
     try:
         return decoder.decode(text)
     except msgspec.ValidationError as error:
-        raise explain(str(error), decoder.type, text, where) from None
+        raise explain(str(error), decoder.type, text, path) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise json_syntax_error(error, text) from None
 
 
-def _new(id_: str, served: ServedRequest, input_file: str, total: int) -> Batch:
+def _new(id_: str, served_request: ServedRequest, input_file: str, total: int) -> Batch:
     now_s = time.time()
     return Batch(
         id=id_,
-        tenant=served.tenant,
-        key=served.key.id if served.key is not None else "",
+        tenant=served_request.tenant,
+        key=served_request.key.id if served_request.key is not None else "",
         protocol=PROTOCOL,
         endpoint=ENDPOINT,
         input_file=input_file,
@@ -323,8 +347,10 @@ def _new(id_: str, served: ServedRequest, input_file: str, total: int) -> Batch:
 
 
 def _result(custom_id: str, answer: InternalResponse) -> bytes:
-    kind, name = ("succeeded", "message") if answer.status < 400 else ("errored", "error")
-    return _line(custom_id, {"type": kind, name: msgspec.Raw(answer.body)})
+    body = msgspec.Raw(answer.body)
+    if answer.status < 400:
+        return _line(custom_id, {"type": "succeeded", "message": body})
+    return _line(custom_id, {"type": "errored", "error": body})
 
 
 def _unrun(custom_id: str, batch: Batch) -> bytes:
@@ -332,11 +358,11 @@ def _unrun(custom_id: str, batch: Batch) -> bytes:
         return _line(custom_id, {"type": "canceled"})
     if batch.ends_as == "expired":
         return _line(custom_id, {"type": "expired"})
-    kind = "request_too_large" if batch.errors == (kept.NO_ROOM,) else "api_error"
-    why = f"Not run: {batch.errors[0].message}" if batch.errors else "Not run."
+    error_type = "request_too_large" if batch.errors == (stored_batches.NO_ROOM,) else "api_error"
+    message = f"Not run: {batch.errors[0].message}" if batch.errors else "Not run."
     if batch.ends_as == "completed":
-        why = "The request's result was damaged on the server's disk: send it again."
-    error = {"type": "error", "error": {"type": kind, "message": why}}
+        message = "The request's result was damaged on the server's disk: send it again."
+    error = {"type": "error", "error": {"type": error_type, "message": message}}
     return _line(custom_id, {"type": "errored", "error": error})
 
 

@@ -1,4 +1,4 @@
-"""Runs a file of requests for a command: results go to a file, and a second run goes on."""
+"""Runs a file of requests without a server's records, and resumes a run that was interrupted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from twostroke.server.batch.lines import (
     line_digests,
     next_lines,
 )
-from twostroke.server.batch.openai import ID, result
+from twostroke.server.batch.openai import RESULT_ID_PREFIX, result
 from twostroke.server.storage.folder import sync_folder
 
 if TYPE_CHECKING:
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
 
     Send = Callable[[Line], Awaitable[InternalResponse]]
 
-# In a result's id: digests of the model and of the line, so that they are as durable as the result,
-# and of the result itself, so that damage is noticed. Ids of earlier versions had 8 random digits
-# instead of the last one.
+# A result's id has digests of the model and of the line, so that they are stored with the result,
+# and of the result itself, which reveals damage. Ids of earlier versions have 8 random digits
+# instead of the last digest.
 _MODEL_LENGTH: Final = 8
 _LINE_LENGTH: Final = 16
 _RANDOM_LENGTH: Final = 8
 _RESULT_LENGTH: Final = 16
-_OLD_ID_LENGTH: Final = len(ID) + _MODEL_LENGTH + _LINE_LENGTH + _RANDOM_LENGTH
-_ID_LENGTH: Final = len(ID) + _MODEL_LENGTH + _LINE_LENGTH + _RESULT_LENGTH
+_OLD_ID_LENGTH: Final = len(RESULT_ID_PREFIX) + _MODEL_LENGTH + _LINE_LENGTH + _RANDOM_LENGTH
+_ID_LENGTH: Final = len(RESULT_ID_PREFIX) + _MODEL_LENGTH + _LINE_LENGTH + _RESULT_LENGTH
 _MAX_NAMED_LINES: Final = 5  # damaged lines that the log names
 _logger = logging.getLogger("twostroke.serve")
-_SYNC_S: Final = 1.0  # a loss of power costs the lines of the last second, which are run again
+_SYNC_INTERVAL_S: Final = 1.0  # after a power failure, the requests of the last second run again
 
 
 class BatchProgress(msgspec.Struct):
-    """How far a file is: lines that have ended, failures among them, and tokens written.
+    """The progress of a run: requests that have ended, failures among them, and generated tokens.
 
-    `num_before` lines had results from an earlier run.
+    `num_before` requests had results from an earlier run.
     """
 
     total: int
@@ -62,7 +62,7 @@ class BatchProgress(msgspec.Struct):
     num_tokens: int = 0
 
 
-class _Id(msgspec.Struct):
+class _ResultIds(msgspec.Struct):
     custom_id: str
     id: str = ""
 
@@ -72,54 +72,60 @@ class _LineUsage(msgspec.Struct):
     output_tokens: int = 0
 
 
-class _Answered(msgspec.Struct):
+class _AnswerUsage(msgspec.Struct):
     usage: _LineUsage | None = None
 
 
-# Made before threads use them.
-_id: Final = msgspec.json.Decoder(_Id)
-_answered: Final = msgspec.json.Decoder(_Answered)
+# Created before threads use them.
+_ids_decoder: Final = msgspec.json.Decoder(_ResultIds)
+_answer_decoder: Final = msgspec.json.Decoder(_AnswerUsage)
 
 
 class Results:
-    """A file of results that grows by whole lines, and gets its name when all are there.
+    """A file of results that grows line by line, and gets its name when it is complete.
 
-    Until then it is called `NAME.partial`. Lines that it has from an earlier run stay.
+    Until then its name is `NAME.partial`.
 
     Attributes:
-        was_begun: an earlier run did not end.
+        path: the final path of the file.
+        partial: the path until the file is complete.
+        extents: the offset and the length of each result's line, by custom_id.
+        ids: the ids of results from an earlier run, by custom_id.
+        is_resumed: whether an earlier run did not end.
     """
 
-    def __init__(self, path: Path, *, goes_on: bool, replaces: bool = False) -> None:
-        """Open it; with `goes_on`, keep the lines of an earlier run, but not cut or damaged ones.
+    def __init__(self, path: Path, *, resumes: bool, replaces: bool = False) -> None:
+        """Open the file; with `resumes`, keep the intact lines of an earlier run.
 
-        With `replaces`, a file with the name is of an earlier run that ended before its last step.
+        With `replaces`, a file with the final name is left from an earlier run, which ended just
+        before its last step, and is removed.
 
         Raises:
-            UsageError: a file with the name is there, or the partial one has other lines or is
-                another's.
-            OSError: it cannot be written.
+            UsageError: a file with the final name exists, or the partial file is no file of results
+                or is in use.
+            OSError: the file cannot be written.
         """
         if replaces:
             path.unlink(missing_ok=True)
         if not path.parent.is_dir():
             raise UsageError(f"There is no folder {path.parent}.")
         if path.exists():
-            raise UsageError(f"{path} is there already: remove it, or choose another file.")
-        self.path, self.partial = path, path.with_name(f"{path.name}.partial")
-        self.places: dict[str, tuple[int, int]] = {}  # by custom_id: where its line is
-        self.ids: dict[str, str] = {}  # by custom_id: of results from an earlier run
-        self.was_begun = self.partial.exists()
-        if self.was_begun and not self.partial.is_file():
+            raise UsageError(f"{path} exists already: remove it, or choose another file.")
+        self.path = path
+        self.partial = path.with_name(f"{path.name}.partial")
+        self.extents: dict[str, tuple[int, int]] = {}
+        self.ids: dict[str, str] = {}
+        self.is_resumed = self.partial.exists()
+        if self.is_resumed and not self.partial.is_file():
             raise UsageError(f"{self.partial} is not a file: remove it, or choose another file.")
-        self._file = self.partial.open("r+b" if self.was_begun else "x+b", 0)
+        self._file = self.partial.open("r+b" if self.is_resumed else "x+b", 0)
         try:
             flock(self._file, LOCK_EX | LOCK_NB)
         except BlockingIOError:
             self._file.close()
             message = "is being written: by another run, or because --errors names it, too."
             raise UsageError(f"{self.partial} {message}") from None
-        if not goes_on:
+        if not resumes:
             self._file.truncate()
         self._end = 0
         self._read()
@@ -128,11 +134,11 @@ class Results:
         self._synced_s = time.monotonic()
 
     def __enter__(self) -> Self:
-        """Return the file."""
+        """Return this object."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close it; what it has stays, and an empty file goes."""
+        """Close the file; an empty file is removed."""
         if not self._end:
             self.partial.unlink(missing_ok=True)
         self._file.close()
@@ -140,21 +146,21 @@ class Results:
     def add(self, id_: str, body: bytes) -> None:
         """Append a result; raises OSError."""
         line = body + b"\n"
-        left = memoryview(line)
-        while left:
-            left = left[self._file.write(left) or 0 :]
-        self._note(id_, line)
-        if time.monotonic() - self._synced_s > _SYNC_S:
+        unwritten = memoryview(line)
+        while unwritten:
+            unwritten = unwritten[self._file.write(unwritten) or 0 :]
+        self._add_extent(id_, line)
+        if time.monotonic() - self._synced_s > _SYNC_INTERVAL_S:
             os.fsync(self._file.fileno())
             self._synced_s = time.monotonic()
 
     def finish(self, ids: Iterator[str]) -> None:
-        """Give the file its name, with its lines in the order of `ids`; remove an empty one."""
-        if self.places:
+        """Give the file its final name, with lines in the order of `ids`, unless it is empty."""
+        if self.extents:
             ordered = self.path.with_name(f"{self.path.name}.ordered")
             with ordered.open("wb") as file:
-                for place, size in (self.places[id_] for id_ in ids if id_ in self.places):
-                    self._file.seek(place)
+                for offset, size in (self.extents[id_] for id_ in ids if id_ in self.extents):
+                    self._file.seek(offset)
                     file.write(self._file.read(size) or b"")
                 file.flush()
                 os.fsync(file.fileno())
@@ -163,23 +169,23 @@ class Results:
         self.partial.unlink()
 
     def _read(self) -> None:
-        """Note the lines of an earlier run; damaged ones are left out, so that they run again."""
+        """Index the lines of an earlier run, without damaged lines, whose requests run again."""
         damaged: list[int] = []
         for number, line in enumerate(self._file, 1):
             if not line.endswith(b"\n"):
                 break
             try:
-                result_id = _id.decode(line)
+                result_id = _ids_decoder.decode(line)
                 is_intact = _is_intact(result_id.id, line)
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 is_intact = False
             if is_intact and not (result_id.id == "" and any(self.ids.values())):
                 self.ids[result_id.custom_id] = result_id.id
-                self._note(result_id.custom_id, line)
+                self._add_extent(result_id.custom_id, line)
             else:
                 damaged.append(number)
                 self._end += len(line)
-        if damaged and not self.places:
+        if damaged and not self.extents:
             self._file.close()
             message = f"{self.partial} is not a file of results: remove it to begin again."
             raise UsageError(message)
@@ -190,16 +196,16 @@ class Results:
                 "Damaged results in %s run again: line %s%s.", self.partial, numbers, others
             )
 
-    def _note(self, id_: str, line: bytes) -> None:
-        self.places[id_] = (self._end, len(line))
+    def _add_extent(self, id_: str, line: bytes) -> None:
+        self.extents[id_] = (self._end, len(line))
         self._end += len(line)
 
 
 class Files(msgspec.Struct):
-    """The input, and where results with and without success go.
+    """The input file, and the files for results with and without success.
 
-    `model` answers all lines; without it a server answers each with the model that it names.
-    `check` sets `digests`, one for each line.
+    `model` answers all lines; if it is None, a server answers each line with the model that the
+    line names. `check` sets `digests`, one for each line.
     """
 
     input: Path
@@ -209,10 +215,10 @@ class Files(msgspec.Struct):
     digests: array[int] | None = None
 
     def lines(self, limits: RequestLimits) -> Iterator[Line]:
-        """Yield the lines of the input that were checked.
+        """Yield the validated lines of the input.
 
         Raises:
-            UsageError: the input has changed since the check.
+            UsageError: the input has changed since its validation.
         """
         start: ReadOffset | None = ReadOffset()
         while start is not None:
@@ -226,63 +232,65 @@ class Files(msgspec.Struct):
             yield from lines
 
     def check(self, limits: RequestLimits) -> None:
-        """Raise a UsageError if the output has results of another input, or of another model.
+        """Raise a UsageError if the output has results of another input or another model.
 
-        Results whose ids have no digests, as other programs write them, are taken as they are.
+        Results of other programs have ids without digests, and are accepted.
         """
-        known = set[str]()
+        custom_ids = set[str]()
         self.digests = line_digests(self.input, limits.max_body_bytes, sys.maxsize)
         for line in self.lines(limits):
-            known.add(line.custom_id)
+            custom_ids.add(line.custom_id)
             id_ = self.output.ids.get(line.custom_id, "")
             has_digests = len(id_) in {_ID_LENGTH, _OLD_ID_LENGTH}
-            if has_digests and not id_.startswith(self._begin_id(line)):
-                is_line = id_.startswith(ID + _digest(_MODEL_LENGTH, self.model or ""))
-                what = f"The line '{line.custom_id[:40]}'" if is_line else "--model"
+            if has_digests and not id_.startswith(self._id_prefix(line)):
+                is_line = id_.startswith(
+                    RESULT_ID_PREFIX + _digest(_MODEL_LENGTH, self.model or "")
+                )
+                subject = f"The line '{line.custom_id[:40]}'" if is_line else "--model"
                 raise UsageError(
-                    f"{what} has changed since {self.output.partial} was begun: "
+                    f"{subject} has changed since {self.output.partial} was started: "
                     "choose another output, or remove it."
                 )
-        strange = next((id_ for id_ in self.output.places if id_ not in known), None)
-        if strange is not None:
+        unknown_id = next((id_ for id_ in self.output.extents if id_ not in custom_ids), None)
+        if unknown_id is not None:
             raise UsageError(
-                f"{self.output.partial} has a result of '{strange[:40]}', which {self.input} does "
-                f"not have: remove it to begin again, or choose another output."
+                f"{self.output.partial} has a result of '{unknown_id[:40]}', which {self.input} "
+                f"does not have: remove it to begin again, or choose another output."
             )
 
     def result(self, line: Line, answer: InternalResponse) -> bytes:
-        """Return the result of a line."""
-        id_ = self._begin_id(line) + "0" * _RESULT_LENGTH
+        """Return the result line for an answer."""
+        id_ = self._id_prefix(line) + "0" * _RESULT_LENGTH
         body = result(line.custom_id, answer, id_)
         return body.replace(id_.encode(), _with_digest(id_, body), 1)
 
-    def _begin_id(self, line: Line) -> str:
+    def _id_prefix(self, line: Line) -> str:
         model = _digest(_MODEL_LENGTH, self.model or "")
-        return f"{ID}{model}{_digest(_LINE_LENGTH, line.url, line.body)}"
+        return f"{RESULT_ID_PREFIX}{model}{_digest(_LINE_LENGTH, line.url, line.body)}"
 
 
 async def run(
     files: Files,
     send: Send,
-    most: int,
+    max_running: int,
     limits: RequestLimits,
     progress: BatchProgress,
     show: Callable[[BatchProgress], None],
 ) -> None:
-    """Run the lines that have no result, at most `most` at once; `show` is called after each.
+    """Run the lines without results, at most `max_running` at once; call `show` after each.
 
     Raises:
         OSError: a file cannot be written.
-        TwostrokeError: from `send`; results so far are kept.
+        TwostrokeError: from `send`; the results so far stay.
     """
-    room = asyncio.Semaphore(most)
+    slots = asyncio.Semaphore(max_running)
     show(progress)
 
-    async def one(line: Line) -> None:
+    async def run_line(line: Line) -> None:
         try:
             answer = await send(line)
         finally:
-            room.release()
+            slots.release()
         is_ok = answer.status < 400
         target = files.output if is_ok else files.errors
         target.add(line.custom_id, files.result(line, answer))
@@ -294,12 +302,12 @@ async def run(
     try:
         async with asyncio.TaskGroup() as group:
             for line in files.lines(limits):
-                if line.custom_id not in files.output.places:
-                    await room.acquire()
-                    group.create_task(one(line))
+                if line.custom_id not in files.output.extents:
+                    await slots.acquire()
+                    group.create_task(run_line(line))
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
-    for results in (files.errors, files.output):  # the output last: then all is there
+    for results in (files.errors, files.output):  # the output is complete when everything is
         results.finish(line.custom_id for line in files.lines(limits))
 
 
@@ -312,22 +320,22 @@ def _digest(length: int, *parts: str | bytes) -> str:
 
 
 def _with_digest(id_: str, body: bytes) -> bytes:
-    """Return the id of a result; its last digits are the digest of a result where they are 0."""
+    """Return a result's id, whose last digits are the digest of `body`, which has zeros there."""
     return (id_[:-_RESULT_LENGTH] + _digest(_RESULT_LENGTH, body)).encode()
 
 
 def _is_intact(id_: str, line: bytes) -> bool:
-    """Return whether a line of results has the digest that its id ends with."""
+    """Return whether a result line has the digest at the end of its id."""
     if len(id_) != _ID_LENGTH:
-        return True  # of an earlier version, or of another program
-    zeros = id_[:-_RESULT_LENGTH] + "0" * _RESULT_LENGTH
-    body = line.removesuffix(b"\n").replace(id_.encode(), zeros.encode(), 1)
+        return True  # from an earlier version, or from another program
+    id_with_zeros = id_[:-_RESULT_LENGTH] + "0" * _RESULT_LENGTH
+    body = line.removesuffix(b"\n").replace(id_.encode(), id_with_zeros.encode(), 1)
     return _with_digest(id_, body) == id_.encode()
 
 
 def _num_tokens(answer: InternalResponse) -> int:
     try:
-        usage = _answered.decode(answer.body).usage
-    except msgspec.ValidationError:  # another server's form
+        usage = _answer_decoder.decode(answer.body).usage
+    except msgspec.ValidationError:  # another server's format
         return 0
     return 0 if usage is None else usage.completion_tokens + usage.output_tokens

@@ -1,4 +1,4 @@
-"""OpenAI's batches: /v1/batches, and the form of their results."""
+"""OpenAI's batches: the routes below /v1/batches, and the results' form."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.core.json_io import encode_json
-from twostroke.server.batch import batch as kept
-from twostroke.server.batch import files
-from twostroke.server.batch.batch import Batch, Status
+from twostroke.server.batch import files, stored_batches
 from twostroke.server.batch.files import page_size
 from twostroke.server.batch.results import Form
+from twostroke.server.batch.stored_batches import Batch, Status
 from twostroke.server.batch.uploads import ExpiresAfter
 from twostroke.server.body import field
 from twostroke.server.body.decode import BodyDecoder, receive_fields
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from twostroke.server.storage import Records
 
 PATH: Final = "/v1/batches"
-ONE: Final = f"{PATH}/{{batch_id}}"
+BATCH_PATH: Final = f"{PATH}/{{batch_id}}"
 ENDPOINTS: Final = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -51,11 +50,11 @@ ENDPOINTS: Final = (
     "/v1/responses",
 )
 PROTOCOL: Final = "openai"
-ID: Final = "batch_req_"  # of results
+RESULT_ID_PREFIX: Final = "batch_req_"
 MAX_LISTED: Final = 100
-LISTED: Final = 20
+DEFAULT_LISTED: Final = 20
 _WINDOW: Final = re.compile(r"([1-9]\d{0,5})([smhd])")
-_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_SECONDS_BY_UNIT: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _MAX_WINDOW_S: Final = 30 * 86_400
 
 
@@ -67,7 +66,7 @@ class NoSuchBatchError(TwostrokeError):
 
 
 class BatchRequest(field.RequestObject):
-    """A file of requests to run."""
+    """A batch: an uploaded file of requests to run."""
 
     input_file_id: Annotated[str, field.doc("The id of an uploaded file.")]
     endpoint: Annotated[str, field.doc("The `url` of all lines.", enum=list(ENDPOINTS))]
@@ -86,7 +85,7 @@ class BatchRequest(field.RequestObject):
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
-    """How many lines there are, and how many have ended."""
+    """The number of requests of a batch, and how many have succeeded and failed."""
 
     total: int
     completed: int
@@ -94,7 +93,7 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
 
 class LineErrorBody(msgspec.Struct, frozen=True):
-    """What is wrong with a line of the input."""
+    """An error of a line of the input file."""
 
     code: str
     message: str
@@ -103,14 +102,14 @@ class LineErrorBody(msgspec.Struct, frozen=True):
 
 
 class ErrorList(msgspec.Struct, kw_only=True, frozen=True):
-    """The first errors of the input."""
+    """The first errors of the input file."""
 
     object: Literal["list"] = "list"
     data: list[LineErrorBody]
 
 
 class BatchBody(msgspec.Struct, kw_only=True, frozen=True):
-    """A batch. Times are Unix times; `seconds_left` is Twostroke's own, at the present pace."""
+    """A batch; times are Unix times. `seconds_left`, an estimate, is Twostroke's extension."""
 
     id: str
     object: Literal["batch"] = "batch"
@@ -136,7 +135,7 @@ class BatchBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class BatchList(msgspec.Struct, kw_only=True, frozen=True):
-    """A page of batches, the newest first."""
+    """A page of a list of batches, the newest first."""
 
     object: Literal["list"] = "list"
     data: list[BatchBody]
@@ -154,9 +153,9 @@ def routes(
     note: Callable[[Iterable[Ignored], ServedRequest], None],
     readers: Readers,
 ) -> list[Route]:
-    """Return the routes of batches; `records` raises if the server keeps none.
+    """Return the routes of batches; `records` raises if the server has no records.
 
-    `note` takes a request's ignored fields; `readers` read long bodies.
+    `note` records a request's ignored fields; `readers` decode long bodies.
     """
     decoder = BodyDecoder(BatchRequest, limits.max_json_depth)
 
@@ -168,20 +167,24 @@ def routes(
         await runner.add(batch)
         return to_json(body_of(batch, None))
 
-    async def several(request: Request) -> Response:
+    async def list_batches(request: Request) -> Response:
         db, runner = records()
         query = read_query(request, ("after", "limit"))
-        limit, tenant = page_size(query, LISTED, MAX_LISTED), served_of(request.scope).tenant
-        after = query.get("after") or None
-        found = await db.read(lambda db: kept.page(db, tenant, PROTOCOL, after, limit + 1))
-        if found is None:
+        limit = page_size(query, DEFAULT_LISTED, MAX_LISTED)
+        page = partial(
+            stored_batches.page,
+            tenant=served_of(request.scope).tenant,
+            protocol=PROTOCOL,
+            cursor=query.get("after") or None,
+            count=limit + 1,
+        )
+        batches = await db.read(page)
+        if batches is None:
             raise RequestError("must be the id of a batch.", field="after")
-        data = [body_of(one, runner.pace(one)) for one in found[:limit]]
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        page = BatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(found) > limit)
-        return to_json(page)
+        data = [body_of(batch, runner.pace(batch)) for batch in batches[:limit]]
+        return to_json(_page_body(data, has_more=len(batches) > limit))
 
-    async def one(request: Request) -> Response:
+    async def get_batch(request: Request) -> Response:
         db, runner = records()
         batch = await find(db, request, PROTOCOL)
         return to_json(body_of(batch, runner.pace(batch)))
@@ -199,28 +202,43 @@ def routes(
 
     return [
         Route(PATH, create, methods=["POST"], name=f"POST {PATH}"),
-        Route(PATH, several, methods=["GET"], name=f"GET {PATH}"),
-        Route(ONE, one, methods=["GET"], name=ONE),
-        Route(f"{ONE}/cancel", cancel, methods=["POST"], name=f"{ONE}/cancel"),
+        Route(PATH, list_batches, methods=["GET"], name=f"GET {PATH}"),
+        Route(BATCH_PATH, get_batch, methods=["GET"], name=BATCH_PATH),
+        Route(f"{BATCH_PATH}/cancel", cancel, methods=["POST"], name=f"{BATCH_PATH}/cancel"),
     ]
+
+
+def _page_body(data: list[BatchBody], *, has_more: bool) -> BatchList:
+    """Return a page of a list of batches."""
+    return BatchList(
+        data=data,
+        first_id=data[0].id if data else None,
+        last_id=data[-1].id if data else None,
+        has_more=has_more,
+    )
 
 
 async def find(records: Records, request: Request, protocol: str) -> Batch:
     """Return the batch that a request names; raises NoSuchBatchError."""
     id_, tenant = request.path_params["batch_id"], served_of(request.scope).tenant
-    found = await records.read(partial(kept.find, id_=id_, tenant=tenant, protocol=protocol))
-    if found is None:
+    batch = await records.read(
+        partial(stored_batches.find, id_=id_, tenant=tenant, protocol=protocol)
+    )
+    if batch is None:
         raise NoSuchBatchError(f"No batch with the id '{id_[:MAX_NAME_LENGTH]}'.")
-    return found
+    return batch
 
 
 def body_of(batch: Batch, pace: BatchPace | None) -> BatchBody:
-    """Return a batch in OpenAI's form; `pace` is how far it is while its lines run."""
+    """Return a batch in OpenAI's form; `pace` is its progress while its requests run."""
     since = {status: int(time_s) for status, time_s in batch.since.items()}
     counts = RequestCounts(batch.total, batch.completed, batch.failed)
     if pace is not None:
         counts = RequestCounts(batch.total, pace.num_done - pace.num_failed, pace.num_failed)
-    errors = [LineErrorBody(one.code, one.message, one.line, one.param) for one in batch.errors]
+    errors = [
+        LineErrorBody(error.code, error.message, line=error.line, param=error.param)
+        for error in batch.errors
+    ]
     return BatchBody(
         id=batch.id,
         endpoint=batch.endpoint,
@@ -245,33 +263,34 @@ def body_of(batch: Batch, pace: BatchPace | None) -> BatchBody:
     )
 
 
-def _new(asked: BatchRequest, served: ServedRequest) -> Batch:
+def _new(fields: BatchRequest, served_request: ServedRequest) -> Batch:
     """Return a new batch; raises RequestError."""
-    if asked.endpoint not in ENDPOINTS:
+    if fields.endpoint not in ENDPOINTS:
         raise RequestError(f"must be one of {', '.join(ENDPOINTS)}.", field="endpoint")
-    window = _WINDOW.fullmatch(asked.completion_window)
-    window_s = int(window[1]) * _SECONDS[window[2]] if window is not None else 0
+    window = _WINDOW.fullmatch(fields.completion_window)
+    window_s = int(window[1]) * _SECONDS_BY_UNIT[window[2]] if window is not None else 0
     if not 0 < window_s <= _MAX_WINDOW_S:
         reason = "must be a time such as 24h, up to 30d."
         raise RequestError(reason, field="completion_window")
-    now_s, expiry = time.time(), asked.output_expires_after
+    now_s = time.time()
+    expiry = fields.output_expires_after
     return Batch(
         id=f"batch_{secrets.token_hex(12)}",
-        tenant=served.tenant,
-        key=served.key.id if served.key is not None else "",
+        tenant=served_request.tenant,
+        key=served_request.key.id if served_request.key is not None else "",
         protocol=PROTOCOL,
-        endpoint=asked.endpoint,
-        input_file=asked.input_file_id,
-        window=asked.completion_window,
+        endpoint=fields.endpoint,
+        input_file=fields.input_file_id,
+        window=fields.completion_window,
         expires_at=now_s + window_s,
-        metadata=asked.metadata,
+        metadata=fields.metadata,
         output_expires_after_s=expiry.seconds if expiry is not None else None,
         since={"validating": now_s},
     )
 
 
 def result(custom_id: str, answer: InternalResponse, id_: str | None = None) -> bytes:
-    """Return the line of a result; without `id_`, its id is random."""
+    """Return the result line of a request; without `id_`, its id is random."""
     body = msgspec.Raw(answer.body)
     response = {
         "status_code": answer.status,
@@ -293,7 +312,7 @@ def _unrun(custom_id: str, batch: Batch) -> bytes:
 def _line(
     custom_id: str, response: object = None, error: object = None, id_: str | None = None
 ) -> bytes:
-    id_ = id_ or f"{ID}{secrets.token_hex(12)}"
+    id_ = id_ or f"{RESULT_ID_PREFIX}{secrets.token_hex(12)}"
     return encode_json({"id": id_, "custom_id": custom_id, "response": response, "error": error})
 
 

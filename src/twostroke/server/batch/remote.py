@@ -1,4 +1,4 @@
-"""Sends the lines of a file to a server elsewhere, and obeys its `Retry-After`."""
+"""Sends the lines of a batch file to a remote server, and obeys its `Retry-After`."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from twostroke.server.http.internal_requests import InternalResponse
 if TYPE_CHECKING:
     from twostroke.server.batch.lines import Line
 
-_LATER: Final = frozenset((408, 429, 503, 529))
-_FROM_PROXIES: Final = frozenset((502, 504))  # which have no server now, or one that is slow
-_MOST_TRIES: Final = 10  # that one line takes without an answer of the server
-_MOST_PAUSE_S: Final = 60.0
-_TIMEOUT_S: Final = 3600.0  # one answer may take long on a busy server
-_CONNECT_S: Final = 10.0
-_MOST_SHOWN: Final = 1000  # bytes of what is not JSON
+_RETRY_STATUSES: Final = frozenset((408, 429, 503, 529))
+_PROXY_STATUSES: Final = frozenset((502, 504))  # the server behind a proxy is missing or slow
+_MAX_TRIES: Final = 10  # of a line without an answer from the server
+_MAX_PAUSE_S: Final = 60.0
+_TIMEOUT_S: Final = 3600.0  # for an answer, which takes long on a busy server
+_CONNECT_TIMEOUT_S: Final = 10.0
+_MAX_SHOWN_BYTES: Final = 1000  # of a body that is not JSON
 
 
 class Remote:
-    """A server, and connections to it, one for each thread."""
+    """A remote server, with a connection for each thread."""
 
     def __init__(self, url: str, key: str | None, concurrency: int) -> None:
-        """Send to the server at `url`, with or without `/v1` at its end; connects at first use.
+        """Send to the server at `url`, which may end with `/v1`; connect at first use.
 
         Raises:
-            UsageError: `url` is not the address of a server.
+            UsageError: `url` is not an http or https URL with a host.
         """
         parts = urlsplit(url)
         try:
@@ -47,7 +47,9 @@ class Remote:
             port = -1
         if parts.scheme not in {"http", "https"} or not parts.hostname or port == -1:
             raise UsageError(f"must be like http://127.0.0.1:8000, got '{url}'.", field="url")
-        self._url, self._host, self._port = url, parts.hostname, port
+        self._url = url
+        self._host = parts.hostname
+        self._port = port
         self._is_secure = parts.scheme == "https"
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json"}
@@ -59,11 +61,11 @@ class Remote:
         self._has_answered = False
 
     async def send(self, line: Line) -> InternalResponse:
-        """Return the response to a line; waits and tries again where the server asks for it.
+        """Return the response to a line; wait and retry if the server asks for it.
 
         Raises:
             EngineStoppedError: the server cannot be reached.
-            UsageError: it refuses the key, or is another kind of server.
+            UsageError: the server refuses the key, or does not have OpenAI's protocol.
         """
         loop = asyncio.get_running_loop()
         num_tries = 0
@@ -72,23 +74,31 @@ class Remote:
                 answer = await loop.run_in_executor(self._threads, self._post, line)
             except (OSError, http.client.HTTPException) as error:
                 num_tries += 1
-                is_wrong = not self._has_answered and isinstance(error, ConnectionRefusedError)
-                if is_wrong or num_tries == _MOST_TRIES or isinstance(error, socket.gaierror):
-                    why = getattr(error, "strerror", None) or error
-                    message = f"The server at {self._url} cannot be reached: {why}."
+                is_never_reached = not self._has_answered and isinstance(
+                    error, ConnectionRefusedError
+                )
+                if (
+                    is_never_reached
+                    or num_tries == _MAX_TRIES
+                    or isinstance(error, socket.gaierror)
+                ):
+                    reason = getattr(error, "strerror", None) or error
+                    message = f"The server at {self._url} cannot be reached: {reason}."
                     raise EngineStoppedError(message) from None
                 pause_s = 2.0**num_tries / 8
             else:
                 self._has_answered = True
-                is_from_proxy = answer.status in _FROM_PROXIES
-                num_tries = num_tries + 1 if is_from_proxy else 0  # it is there
-                if num_tries == _MOST_TRIES or not (is_from_proxy or answer.status in _LATER):
+                is_from_proxy = answer.status in _PROXY_STATUSES
+                num_tries = num_tries + 1 if is_from_proxy else 0  # else the server itself answered
+                if num_tries == _MAX_TRIES or not (
+                    is_from_proxy or answer.status in _RETRY_STATUSES
+                ):
                     return self._checked(answer)
                 pause_s = max(2.0**num_tries / 8, _seconds(answer.headers.get("retry-after", "")))
-            await asyncio.sleep(min(pause_s, _MOST_PAUSE_S))
+            await asyncio.sleep(min(pause_s, _MAX_PAUSE_S))
 
     def _checked(self, answer: InternalResponse) -> InternalResponse:
-        """Return an answer whose body is one line of JSON, as a proxy's need not be."""
+        """Return an answer with its body as one line of JSON, even if a proxy sent other text."""
         if answer.status == HTTPStatus.UNAUTHORIZED:
             message = f"The server at {self._url} refuses the key: set TWOSTROKE_API_KEY."
             raise UsageError(message)
@@ -98,12 +108,12 @@ class Remote:
             if answer.status < 400:
                 message = f"{self._url} is no server of OpenAI's protocol: it does not answer JSON."
                 raise UsageError(message) from None
-            text = answer.body[:_MOST_SHOWN].decode(errors="replace")
+            text = answer.body[:_MAX_SHOWN_BYTES].decode(errors="replace")
             body = encode_json({"error": {"message": text}})
         return replace(answer, body=body)
 
     def close(self) -> None:
-        """End all connections, also of requests that wait for an answer."""
+        """Close all connections, also for waiting requests."""
         for connection in list(self._open):
             with suppress(OSError, AttributeError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
@@ -117,7 +127,7 @@ class Remote:
             connection.request("POST", self._path + line.url, line.body, self._headers)
             response = connection.getresponse()
             body = response.read()
-        except BaseException:
+        except BaseException:  # a connection with a half-read response cannot be used again
             self._drop(connection)
             raise
         headers = {name.lower(): value for name, value in response.getheaders()}
@@ -125,15 +135,17 @@ class Remote:
         return InternalResponse(response.status, headers, body)
 
     def _connection(self) -> http.client.HTTPConnection:
-        found: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
-        if found is None:
-            kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
-            found = kind(self._host, self._port, timeout=_CONNECT_S)
-            found.connect()
-            found.sock.settimeout(_TIMEOUT_S)
-            self._local.connection = found
-            self._open.add(found)
-        return found
+        connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection_class = (
+                http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
+            )
+            connection = connection_class(self._host, self._port, timeout=_CONNECT_TIMEOUT_S)
+            connection.connect()
+            connection.sock.settimeout(_TIMEOUT_S)
+            self._local.connection = connection
+            self._open.add(connection)
+        return connection
 
     def _drop(self, connection: http.client.HTTPConnection) -> None:
         connection.close()
@@ -142,5 +154,5 @@ class Remote:
 
 
 def _seconds(text: str) -> float:
-    """Return the seconds of a `Retry-After`; a second where it has a date or nothing."""
+    """Return the seconds of a `Retry-After` header; 1 if it has a date or is missing."""
     return float(text) if text.isdecimal() and len(text) < 6 else 1.0

@@ -1,4 +1,4 @@
-"""Results as lines of JSON, in the form of the batch's protocol, and the files made of them."""
+"""Writes the files with a batch's results, one JSON line for each request."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
-from twostroke.server.batch import batch as kept
-from twostroke.server.batch import files
+from twostroke.server.batch import files, stored_batches
 from twostroke.server.batch.lines import (
     WrongLineError,
+    digest_of_all,
     line_digests,
     parse,
     read_lines,
-    whole_digest,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
     from sqlite3 import Connection
 
-    from twostroke.server.batch.batch import Batch
+    from twostroke.server.batch.stored_batches import Batch
     from twostroke.server.http.fair_queue import Readers
     from twostroke.server.http.internal_requests import InternalResponse
     from twostroke.server.http.limits import RequestLimits
     from twostroke.server.storage import Records, Temporary
 
-_TURN_S: Final = 0.02  # of a batch, after which another tenant's has one
-_OK, _FAILED, _UNRUN = range(3)  # what became of a line
+_WRITE_SLICE_S: Final = 0.02  # of one batch; then another tenant's batch may write
+_OK, _FAILED, _UNRUN = range(3)  # outcomes of a line
 
 
 class Form(Frozen):
-    """How a protocol writes results, each without the end of its line.
+    """The form of a protocol's results, each one JSON line without its line end.
 
     Attributes:
-        result: from a custom_id and the response.
-        unrun: from a custom_id and the batch, which expired, failed or was cancelled.
-        has_error_file: whether failures are in a file of their own.
-        purpose: of the files.
+        result: returns the result of a request, from its custom_id and its response.
+        unrun: returns the result of a request that was not run, from its custom_id and the batch.
+        has_error_file: whether failures go to a separate file.
+        purpose: the purpose of the files.
     """
 
     result: Callable[[str, InternalResponse], bytes]
@@ -52,46 +51,50 @@ class Form(Frozen):
 
 
 class Endings:
-    """Ends batches: one of a tenant at a time. It belongs to the event loop."""
+    """Ends batches, one of each tenant at a time; for the event loop's thread."""
 
     def __init__(self, records: Records, readers: Readers, limits: RequestLimits) -> None:
-        """Have `readers` write the files, in turns of tenants."""
-        self._records, self._readers, self._limits = records, readers, limits
+        """Write files in the threads of `readers`, in which tenants take turns."""
+        self._records = records
+        self._readers = readers
+        self._limits = limits
         self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant
-        self._ended = asyncio.Event()
+        self._batch_ended = asyncio.Event()
 
     async def finish(self, batch: Batch, form: Form) -> Batch:
-        """As `finish`, below."""
+        """Write the files of a batch, and return its final state; see the function `finish`."""
         async with self._locks[batch.tenant]:
-            ended = await finish(self._records, self._readers, batch, form, self._limits)
-        self._ended.set()
-        return ended
+            ended_batch = await finish(self._records, self._readers, batch, form, self._limits)
+        self._batch_ended.set()
+        return ended_batch
 
     async def drop(self, write: Callable[[Callable[[Connection], bool]], Awaitable[bool]]) -> None:
-        """Drop the results of all batches that end, few at once: others write in between.
+        """Delete the results of ended batches from the database, with pauses for other writers.
 
-        What a stop or a crash leaves is dropped by the next server.
+        The next server deletes the results that a stop or a crash leaves.
         """
         while True:
-            self._ended.clear()
-            for work in (kept.drop_results, self._records.shrink):
+            self._batch_ended.clear()
+            for work in (stored_batches.drop_results, self._records.shrink):
                 while await write(work):
                     pass
-            await self._ended.wait()
+            await self._batch_ended.wait()
 
 
 async def finish(
     records: Records, readers: Readers, batch: Batch, form: Form, limits: RequestLimits
 ) -> Batch:
-    """Write the files of a batch whose lines are over, and return its last state.
+    """Write the files of a batch that sends no more requests, and return its final state.
 
-    `readers` write, in the turns of tenants. Safe to do again after a crash: the files replace
-    those of an earlier try. The results stay in the database until `kept.drop_results`.
+    The threads of `readers` write, in which tenants take turns. After a crash it is safe to call
+    this again: the new files replace the earlier ones. The results stay in the database until
+    `stored_batches.drop_results`.
 
     Raises:
         RecordsError: a file or the database cannot be read or written.
     """
-    ends_as, now_s = batch.ends_as, time.time()
+    ends_as = batch.ends_as
+    now_s = time.time()
     assert ends_as is not None
     with records.files.begin() as output, records.files.begin() as failures:
         outcomes = _outcomes(records, batch, form, limits)
@@ -101,20 +104,23 @@ async def finish(
         )
         while await readers.run(batch.tenant, write):
             pass
-        num_lost = max(0, batch.total - sum(counts))  # with the input
-        written = ((output, batch.output_file, "output"), (failures, batch.error_file, "errors"))
-        bodies = []  # with the digests of their contents
-        for file, id_, word in written:
+        num_lost = max(0, batch.total - sum(counts))  # their lines are missing from the input
+        result_files = (
+            (output, batch.output_file, "output"),
+            (failures, batch.error_file, "errors"),
+        )
+        bodies = []  # and the digests of the files' contents
+        for file, id_, suffix in result_files:
             if file.num_bytes and id_ is not None:
                 await readers.run(batch.tenant, file.keep, id_)
-                name = f"{batch.id}_{word}.jsonl"
+                name = f"{batch.id}_{suffix}.jsonl"
                 expiry_s = batch.output_expires_after_s
                 body = files.new_file(
                     id_, file.num_bytes, name, form.purpose, expires_after_s=expiry_s
                 )
                 bodies.append((body, file.digest))
         ids = {body.id for body, _ in bodies}
-        ended = replace(
+        ended_batch = replace(
             batch,
             status=ends_as,
             since={**batch.since, ends_as: now_s},
@@ -125,13 +131,13 @@ async def finish(
             error_file=batch.error_file if batch.error_file in ids else None,
         )
 
-        def keep(db: Connection) -> None:
+        def store(db: Connection) -> None:
             for body, digest in bodies:
                 files.insert(db, body, batch.tenant, digest)
-            kept.end(db, ended)
+            stored_batches.end(db, ended_batch)
 
-        await records.write(keep)
-    return ended
+        await records.write(store)
+    return ended_batch
 
 
 def _write(
@@ -140,8 +146,8 @@ def _write(
     output: Temporary,
     failures: Temporary,
 ) -> bool:
-    """Write results for a short while, and count what became of lines; return whether more come."""
-    until_s = time.monotonic() + _TURN_S
+    """Write and count results for a short time; return whether more results remain."""
+    until_s = time.monotonic() + _WRITE_SLICE_S
     for kind, body in outcomes:
         (output if kind == _OK else failures).write(body + b"\n")
         counts[kind] += 1
@@ -153,34 +159,34 @@ def _write(
 def _outcomes(
     records: Records, batch: Batch, form: Form, limits: RequestLimits
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the outcome and result of each line; without the input, only of finished lines."""
+    """Yield the outcome and the result of each line; without the input, only of finished lines."""
     with records.open_reader() as db:
-        num_unrun = batch.total - kept.num_results(db, batch.id)
-        results = kept.results(db, batch.id)
-        following = next(results, None)
+        num_unrun = batch.total - stored_batches.num_results(db, batch.id)
+        results = stored_batches.results(db, batch.id)
+        next_result = next(results, None)
         for number, body in _unrun(records, batch, form, limits) if num_unrun else ():
-            while following is not None and following[0] < number:
-                yield _OK if following[1] else _FAILED, following[2]
-                following = next(results, None)
-            if following is not None and following[0] == number:
+            while next_result is not None and next_result[0] < number:
+                yield _OK if next_result[1] else _FAILED, next_result[2]
+                next_result = next(results, None)
+            if next_result is not None and next_result[0] == number:
                 continue
             yield _UNRUN, body
             num_unrun -= 1
             if num_unrun <= 0:
                 break
-        while following is not None:
-            yield _OK if following[1] else _FAILED, following[2]
-            following = next(results, None)
+        while next_result is not None:
+            yield _OK if next_result[1] else _FAILED, next_result[2]
+            next_result = next(results, None)
 
 
 def _unrun(
     records: Records, batch: Batch, form: Form, limits: RequestLimits
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and result of each line that was not run; stop where the input changed."""
+    """Yield each line's number and its result if it was not run; stop at a changed input."""
     path = records.files.path(batch.input_file)
     try:
         digests = line_digests(path, limits.max_body_bytes, batch.total)
-        if batch.input_digest not in {"", whole_digest(digests)}:
+        if batch.input_digest not in {"", digest_of_all(digests)}:
             return
         for number, text in read_lines(path, limits.max_body_bytes):
             yield number, form.unrun(parse(number, text, limits).custom_id, batch)

@@ -1,4 +1,4 @@
-"""Runs open batches: their lines take what interactive requests leave of the engine."""
+"""Runs open batches: their requests use the capacity that interactive requests leave."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from msgspec.structs import replace
 from twostroke.core.errors import EngineDiedError, EngineKillerError, OverloadedError
 from twostroke.core.files import IrregularFileError
 from twostroke.core.request import BATCH_SERVICE_TIER
-from twostroke.server.batch import batch as kept
-from twostroke.server.batch import files
+from twostroke.server.batch import files, stored_batches
 from twostroke.server.batch.lines import (
     InputChangedError,
     ReadOffset,
     WrongLineError,
     check,
+    digest_of_all,
     line_digests,
     next_lines,
-    whole_digest,
 )
 from twostroke.server.batch.queueing import (
     AdaptiveLimit,
     BatchPace,
     BatchSlots,
-    anchored,
     seconds_left,
+    with_boot_deadline,
 )
 from twostroke.server.batch.results import Endings
-from twostroke.server.http import internal_requests as inside
+from twostroke.server.http import internal_requests
 from twostroke.server.http.errors import BodySizeError, ServerStoppingError
 from twostroke.server.http.fair_queue import Readers
-from twostroke.server.http.request_context import LATER
+from twostroke.server.http.request_context import RETRYABLE_STATUSES
 from twostroke.server.storage import RecordsError
 from twostroke.server.storage.folder import has_digest
 
@@ -46,17 +45,17 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-    from twostroke.server.batch.batch import Batch, Status
     from twostroke.server.batch.files import FileBody
     from twostroke.server.batch.lines import Line
     from twostroke.server.batch.results import Form
+    from twostroke.server.batch.stored_batches import Batch, Status
     from twostroke.server.http.limits import RequestLimits
     from twostroke.server.storage import Records
 
-_MOST_DEATHS: Final = 3  # of engines that computed a line, which is then not run again
-_LOOK_AGAIN_S: Final = 1.0  # at the tenant's key, and at the time left: timers miss a sleep
-_DISK_PAUSE_S: Final = 10.0  # after records could not be written
-_START_S: Final = 1.0  # for records that can be read
+_MAX_DEATHS: Final = 3  # a request is given up after this number of engine deaths
+_CHECK_INTERVAL_S: Final = 1.0  # checks the key and the deadline, as timers stop in a suspend
+_DISK_PAUSE_S: Final = 10.0  # before another try to write records
+_START_TIMEOUT_S: Final = 1.0  # to read the records at the start
 _logger = logging.getLogger("twostroke.serve")
 T = TypeVar("T")
 
@@ -66,10 +65,11 @@ class _NoKeyError(Exception):
 
 
 class BatchRunner:
-    """Runs the batches of all tenants. It belongs to the event loop of the server.
+    """Runs the batches of all tenants, in the server's event loop.
 
-    A line goes through the server's own layers, as its tenant's request in the class `batch`. Its
-    result is on the disk before it counts; a line without one is run again after a restart.
+    Each line of a batch is sent through the server's own layers, as an internal request of its
+    tenant in the service tier `batch`. A result counts once it is on the disk; a line without a
+    result runs again after a restart.
     """
 
     def __init__(
@@ -77,121 +77,125 @@ class BatchRunner:
         records: Records,
         forms: Mapping[str, Form],
         limits: RequestLimits,
-        room: Callable[[], int],
+        max_running: Callable[[], int],
         may_run: Callable[[str], bool],
     ) -> None:
-        """Run batches in `forms` by protocol.
+        """Create a runner; `forms` has the form of results for each protocol.
 
-        `room` is how many lines may be in the engine; `may_run` returns whether a tenant's batches
-        may go on, and is asked before each line.
+        `max_running` returns how many batch requests may be in the engine now. `may_run` returns
+        whether a tenant may still send requests, and is called before each request.
         """
         self._records = records
         self._forms = forms
         self._limits = limits
-        self._room = BatchSlots(room)
+        self._slots = BatchSlots(max_running)
         self._may_run = may_run
         self._app: ASGIApp | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
         self._paces: dict[str, BatchPace] = {}
-        self._valves: dict[str, AdaptiveLimit] = {}
-        self._shares: dict[str, files.QuotaReservation] = {}
-        self.rooms = files.StorageQuota(limits)
-        self._disk_said_s = -_DISK_PAUSE_S  # when the log said last that a disk fails
+        self._adaptive_limits: dict[str, AdaptiveLimit] = {}
+        self._reservations: dict[str, files.QuotaReservation] = {}
+        self.quota = files.StorageQuota(limits)
+        self._disk_logged_s = -_DISK_PAUSE_S
         self._dropping: asyncio.Task[None] | None = None
-        self.readers = Readers(1)  # of whole files
-        self._endings = Endings(records, self.readers, limits)
+        self.readers = Readers(1)  # for work on whole files
+        self._finalizer = Endings(records, self.readers, limits)
         self._starting: asyncio.Task[None] | None = None
         self._has_stopped = False
 
     async def start(self, app: ASGIApp) -> None:
-        """Go on with all open batches, through `app`."""
+        """Continue all open batches; requests are sent to `app`."""
         self._app = app
-        self._dropping = asyncio.create_task(self._endings.drop(self._write))
-        self._starting = asyncio.create_task(self._go_on())
-        await asyncio.wait((self._starting,), timeout=_START_S)
+        self._dropping = asyncio.create_task(self._finalizer.drop(self._write))
+        self._starting = asyncio.create_task(self._resume())
+        await asyncio.wait((self._starting,), timeout=_START_TIMEOUT_S)
 
-    async def _go_on(self) -> None:
+    async def _resume(self) -> None:
+        """Read the open batches, which may take several tries, and start them."""
         batches: Iterable[Batch] | None = None
         while batches is None:
             try:
-                batches = await self._records.read(kept.open_batches)
+                batches = await self._records.read(stored_batches.open_batches)
             except RecordsError as error:
                 await self._wait_for_disk(error)
         for batch in batches:
-            self._begin(batch)
+            self._start_task(batch)
 
     async def stop(self) -> None:
-        """Stop at once; the next server runs the lines that have no result."""
+        """Stop at once; the next server runs the lines without results."""
         self._has_stopped = True
-        tasks = [*self._tasks.values(), *filter(None, (self._dropping, self._starting))]
+        tasks = list(self._tasks.values())
+        tasks += filter(None, (self._dropping, self._starting))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def add(self, batch: Batch, file: FileBody | None = None, digest: str = "") -> None:
-        """Keep a new batch, with its input if that is new, and run it.
+        """Store and run a new batch; `file` and `digest` describe an input that is new, too.
 
         Raises:
-            NoSuchFileError: the tenant has no such input.
-            BodySizeError: files of the tenant have taken its room.
-            OverloadedError: too many of its batches have not ended.
-            ServerStoppingError: the server drains.
-            RecordsError: the batch could not be kept.
+            NoSuchFileError: the tenant has no such input file.
+            BodySizeError: the tenant's files use its whole quota.
+            OverloadedError: the tenant has too many open batches.
+            ServerStoppingError: the server is stopping.
+            RecordsError: the batch could not be stored.
         """
         if self._has_stopped:
             raise ServerStoppingError("The server is stopping and takes no new batches.")
-        batch = anchored(batch)
+        batch = with_boot_deadline(batch)
 
-        def keep(db: Any) -> None:
-            if (count := kept.count_open(db, batch.tenant)) >= self._limits.max_open_batches:
+        def store(db: Any) -> None:
+            if (
+                count := stored_batches.count_open(db, batch.tenant)
+            ) >= self._limits.max_open_batches:
                 raise OverloadedError(
                     f"{count} of your batches have not ended, which is the limit."
                 )
             if file is None:
                 files.find(db, batch.input_file, batch.tenant)
                 files.check_room(db, batch.tenant, self._limits)
-                most = self._limits.max_batches - 1  # and this one
-                kept.forget_oldest(db, batch.tenant, batch.protocol, most)
+                max_ended = self._limits.max_batches - 1  # besides the new batch
+                stored_batches.forget_oldest(db, batch.tenant, batch.protocol, max_ended)
             else:
                 files.insert_new(db, file, batch.tenant, self._limits, digest)
-            kept.insert(db, batch)
+            stored_batches.insert(db, batch)
 
-        await self._records.write(keep)
-        if not self._has_stopped:  # else the next server runs it
-            self._begin(batch)
+        await self._records.write(store)
+        if not self._has_stopped:  # otherwise the next server runs it
+            self._start_task(batch)
 
     async def cancel(self, batch: Batch) -> Batch:
-        """Stop a batch whose lines may still run, here or later, and return its new state."""
+        """Cancel a batch that may still send requests, and return its new state."""
         if not batch.is_open:
             return batch
 
-        def change(db: Any) -> kept.Batch:
-            now = kept.find(db, batch.id, batch.tenant, batch.protocol)
-            assert now is not None
-            if now.status not in {"validating", "in_progress"}:
-                return now
-            now = _moved(now, "cancelling", ends_as="cancelled")
-            kept.update(db, now)
-            return now
+        def change(db: Any) -> stored_batches.Batch:
+            current = stored_batches.find(db, batch.id, batch.tenant, batch.protocol)
+            assert current is not None
+            if current.status not in {"validating", "in_progress"}:
+                return current
+            current = _with_status(current, "cancelling", ends_as="cancelled")
+            stored_batches.update(db, current)
+            return current
 
-        found = await self._records.write(change)
-        if (event := self._cancelled.get(batch.id)) is not None:  # else nothing runs it now
+        changed = await self._records.write(change)
+        if (event := self._cancelled.get(batch.id)) is not None:  # otherwise it is not running
             event.set()
-        return found
+        return changed
 
     def pace(self, batch: Batch) -> BatchPace | None:
-        """Return how far a batch is; None if no line of it runs."""
+        """Return the progress of a batch; None if it sends no requests now."""
         return self._paces.get(batch.id)
 
-    def _begin(self, batch: Batch) -> None:
-        if batch.id in self._tasks:  # it was made while those before it were read
+    def _start_task(self, batch: Batch) -> None:
+        if batch.id in self._tasks:  # `add` started it while `_resume` was reading
             return
         self._cancelled[batch.id] = asyncio.Event()
         self._tasks[batch.id] = asyncio.create_task(self._run(batch))
 
     async def _run(self, batch: Batch) -> None:
-        """Take a batch from status to status until it has ended."""
+        """Take a batch from status to status until it ends."""
         steps: dict[Status, Callable[[Batch], Coroutine[Any, Any, Batch]]] = {
             "validating": self._validate,
             "in_progress": self._run_lines,
@@ -206,24 +210,25 @@ class BatchRunner:
                     await self._wait_for_disk(error)
                 except FileNotFoundError:
                     _logger.error("Batch %s ends: its input file is missing.", batch.id)  # noqa: TRY400
-                    batch = await self._fail(batch, kept.NO_INPUT)
+                    batch = await self._fail(batch, stored_batches.NO_INPUT)
                 except (InputChangedError, WrongLineError):
                     _logger.error("Batch %s is ended because its input file has changed.", batch.id)  # noqa: TRY400
-                    batch = await self._fail(batch, kept.CHANGED_INPUT)
-                except Exception:  # else it would stay open, which nobody could change
+                    batch = await self._fail(batch, stored_batches.CHANGED_INPUT)
+                except Exception:  # otherwise the batch would stay open forever
                     _logger.exception("Batch %s ends.", batch.id)
-                    batch = await self._fail(batch, kept.BROKEN)
+                    batch = await self._fail(batch, stored_batches.BROKEN)
         finally:
-            self._end_share(batch.id)
-            for table in (self._tasks, self._cancelled, self._paces, self._valves):
+            self._release_reservation(batch.id)
+            for table in (self._tasks, self._cancelled, self._paces, self._adaptive_limits):
                 table.pop(batch.id, None)
 
-    async def _fail(self, batch: Batch, why: kept.LineError) -> Batch:
-        """End a batch with the results that are there; without, if these were being written."""
-        changes: dict[str, Any] = {"ends_as": "failed", "errors": (why,), "num_errors": 1}
+    async def _fail(self, batch: Batch, reason: stored_batches.LineError) -> Batch:
+        """End a batch as failed, with its results so far if they can be written."""
+        changes: dict[str, Any] = {"ends_as": "failed", "errors": (reason,), "num_errors": 1}
         status: Status = "finalizing"
-        if why is kept.BROKEN and batch.status in {"finalizing", "cancelling"}:
-            status, total = "failed", batch.total
+        if reason is stored_batches.BROKEN and batch.status in {"finalizing", "cancelling"}:
+            status = "failed"
+            total = batch.total
             changes |= {"failed": total, "unrun": total, "output_file": None, "error_file": None}
         while True:
             try:
@@ -232,6 +237,7 @@ class BatchRunner:
                 await self._wait_for_disk(error)
 
     async def _validate(self, batch: Batch) -> Batch:
+        """Check the input file, and move the batch on to `in_progress` or `failed`."""
         path = self._records.files.path(batch.input_file)
         facts = partial(files.size_and_digest, id_=batch.input_file)
         _, digest = await self._records.read(facts)
@@ -247,31 +253,37 @@ class BatchRunner:
         return await self._move(batch, "failed" if num_errors else "in_progress", **changes)
 
     async def _run_lines(self, batch: Batch) -> Batch:
+        """Send the lines that have no result, and move the batch on when they have ended."""
         digests = await self._digests(batch)
-        placed = anchored(batch)
-        when = {"boot": placed.boot, "deadline_s": placed.deadline_s}
-        input_digest = whole_digest(digests)
-        batch = await self._move(batch, batch.status, **when, input_digest=input_digest)
-        if batch.status == "cancelling":  # since it was read
+        anchored = with_boot_deadline(batch)
+        batch = await self._move(
+            batch,
+            batch.status,
+            boot=anchored.boot,
+            deadline_s=anchored.deadline_s,
+            input_digest=digest_of_all(digests),
+        )
+        if batch.status == "cancelling":  # a client cancelled it meanwhile
             return batch
-        count = partial(kept.count_results, id_=batch.id)
-        done, num_failed, num_bytes = await self._records.read_long(count)
-        self._end_share(batch.id)
-        self._shares[batch.id] = self.rooms.share(batch.tenant, num_bytes)
-        self._paces[batch.id] = BatchPace(len(done), num_failed, batch.total)
-        self._valves[batch.id] = AdaptiveLimit(batch.id)
+        count = partial(stored_batches.count_results, id_=batch.id)
+        done_lines, num_failed, num_bytes = await self._records.read_long(count)
+        self._release_reservation(batch.id)
+        self._reservations[batch.id] = self.quota.reserve(batch.tenant, num_bytes)
+        self._paces[batch.id] = BatchPace(len(done_lines), num_failed, batch.total)
+        self._adaptive_limits[batch.id] = AdaptiveLimit(batch.id)
         cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
-        running = asyncio.create_task(self._send_all(batch, done, digests))
-        is_open, faults = True, list[Exception]()
+        running = asyncio.create_task(self._send_all(batch, done_lines, digests))
+        is_running = True
+        faults: list[Exception] = []
         try:
-            while is_open and (left_s := seconds_left(batch)) > 0:
+            while is_running and (left_s := seconds_left(batch)) > 0:
                 self._check_key(batch)
-                ended, _ = await asyncio.wait(
+                finished_tasks, _ = await asyncio.wait(
                     (running, cancelled),
-                    timeout=min(left_s, _LOOK_AGAIN_S),
+                    timeout=min(left_s, _CHECK_INTERVAL_S),
                     return_when=asyncio.FIRST_COMPLETED,
                 )
-                is_open = not ended
+                is_running = not finished_tasks
             if running.done():
                 await running
         except* (_NoKeyError, OSError, BodySizeError, InputChangedError, WrongLineError) as errors:
@@ -280,147 +292,182 @@ class BatchRunner:
             for task in (running, cancelled):
                 task.cancel()
             await asyncio.gather(running, cancelled, return_exceptions=True)
-        if faults and isinstance(faults[0], (InputChangedError, WrongLineError)):
-            raise faults[0]
-        if faults and isinstance(fault := faults[0], OSError):
-            raise _unreadable(self._records.files.path(batch.input_file), fault) from None
-        if faults and isinstance(faults[0], BodySizeError):
-            why = {"errors": (kept.NO_ROOM,), "num_errors": 1}
-            return await self._move(batch, "finalizing", ends_as="failed", **why)
         if faults:
-            why = {"errors": (kept.NO_KEY,), "num_errors": 1}
-            return await self._move(batch, "cancelling", ends_as="cancelled", **why)
+            return await self._move_after_fault(batch, faults[0])
         if self._cancelled[batch.id].is_set():
             return await self._move(batch, "cancelling", ends_as="cancelled")
         is_complete = not running.cancelled() and running.exception() is None
         ends_as = "completed" if is_complete else "expired"
         return await self._move(batch, "finalizing", ends_as=ends_as)
 
+    async def _move_after_fault(self, batch: Batch, fault: Exception) -> Batch:
+        """Move a batch on whose lines could not all be sent; raise if its input is the reason."""
+        if isinstance(fault, (InputChangedError, WrongLineError)):
+            raise fault
+        if isinstance(fault, OSError):
+            raise _unreadable(self._records.files.path(batch.input_file), fault) from None
+        if isinstance(fault, BodySizeError):
+            return await self._move(
+                batch,
+                "finalizing",
+                ends_as="failed",
+                errors=(stored_batches.NO_ROOM,),
+                num_errors=1,
+            )
+        return await self._move(
+            batch,
+            "cancelling",
+            ends_as="cancelled",
+            errors=(stored_batches.NO_KEY,),
+            num_errors=1,
+        )
+
     async def _finish(self, batch: Batch) -> Batch:
+        """Choose the ids of the files with results, write the files, and end the batch."""
         if batch.output_file is None:
             batch = await self._move(batch, batch.status, output_file=files.new_id())
         if batch.error_file is None and self._forms[batch.protocol].has_error_file:
             batch = await self._move(batch, batch.status, error_file=files.new_id())
-        return await self._endings.finish(batch, self._forms[batch.protocol])
+        return await self._finalizer.finish(batch, self._forms[batch.protocol])
 
     async def _move(self, batch: Batch, status: Status, **changes: Any) -> Batch:
-        """Keep a new state; a batch that a client has cancelled meanwhile can only fail or end."""
+        """Store and return a new state; a batch that a client has cancelled stays cancelled."""
 
         def change(db: Any) -> Batch:
-            now = kept.find(db, batch.id, batch.tenant, batch.protocol)
-            assert now is not None
-            if now.status == "cancelling" and status != "failed":
+            current = stored_batches.find(db, batch.id, batch.tenant, batch.protocol)
+            assert current is not None
+            if current.status == "cancelling" and status != "failed":
                 changes["ends_as"] = "cancelled"
-                now = _moved(now, "cancelling", **changes)
+                current = _with_status(current, "cancelling", **changes)
             else:
-                now = _moved(now, status, **changes)
-            kept.update(db, now)
-            return now
+                current = _with_status(current, status, **changes)
+            stored_batches.update(db, current)
+            return current
 
         return await self._records.write(change)
 
     async def _digests(self, batch: Batch) -> array[int]:
-        """Return the digests of the lines of a batch.
+        """Return the digests of a batch's lines.
 
         Raises:
-            InputChangedError: the lines have changed since they were checked.
-            FileNotFoundError: the input is missing.
-            RecordsError: the input cannot be read now.
+            InputChangedError: the lines have changed since their validation.
+            FileNotFoundError: the input file is missing.
+            RecordsError: the input file cannot be read now.
         """
         path = self._records.files.path(batch.input_file)
-        most_bytes = self._limits.max_body_bytes
+        max_bytes = self._limits.max_body_bytes
         try:
             digests = await self.readers.run(
-                batch.tenant, line_digests, path, most_bytes, batch.total
+                batch.tenant, line_digests, path, max_bytes, batch.total
             )
         except OSError as error:
             raise _unreadable(path, error) from None
-        is_known = batch.input_digest in {"", whole_digest(digests)}
+        is_known = batch.input_digest in {"", digest_of_all(digests)}
         if len(digests) < batch.total or not is_known:
             raise InputChangedError
         return digests
 
-    async def _send_all(self, batch: Batch, done: set[int], digests: array[int]) -> None:
-        """Run the lines that have no result."""
+    async def _send_all(self, batch: Batch, done_lines: set[int], digests: array[int]) -> None:
+        """Send all lines without results, as soon as there is room for them."""
         path = self._records.files.path(batch.input_file)
         start: ReadOffset | None = ReadOffset()
         async with asyncio.TaskGroup() as group:
             while start is not None:
                 read = partial(
-                    next_lines, path, start=start, done=done, limits=self._limits, digests=digests
+                    next_lines,
+                    path,
+                    start=start,
+                    done_lines=done_lines,
+                    limits=self._limits,
+                    digests=digests,
                 )
                 lines, start = await asyncio.to_thread(read)
                 for line in lines:
-                    has_room = asyncio.Event()
-                    group.create_task(self._send(batch, line, has_room))
-                    await has_room.wait()
+                    has_slot = asyncio.Event()
+                    group.create_task(self._send(batch, line, has_slot))
+                    await has_slot.wait()
 
-    async def _send(self, batch: Batch, line: Line, has_room: asyncio.Event) -> None:
-        """Run a line and keep its result, however often the engine or the disk must be asked.
+    async def _send(self, batch: Batch, line: Line, has_slot: asyncio.Event) -> None:
+        """Send a line until it has an answer, and store the result.
 
-        A line that pauses leaves its room to other batches.
+        While the batch pauses, other batches use its slots. `has_slot` is set once the line has a
+        slot in the engine.
         """
-        answer: inside.InternalResponse | None = None
-        valve = self._valves[batch.id]
+        answer: internal_requests.InternalResponse | None = None
+        limit = self._adaptive_limits[batch.id]
         while answer is None:
-            await valve.wait()
-            await self._room.enter(batch.tenant)
+            await limit.wait()
+            await self._slots.enter(batch.tenant)
             try:
-                if not valve.is_open:  # others were refused while this one waited for room
+                if not limit.is_open:  # a pause began while this line waited for a slot
                     continue
-                has_room.set()
-                answer = await self._try(batch, line, valve.send())
+                has_slot.set()
+                answer = await self._send_once(batch, line, limit.send())
                 if answer is not None:
-                    await self._keep(batch, line, answer)
+                    await self._store_result(batch, line, answer)
             finally:
-                self._room.leave()
+                self._slots.leave()
 
-    async def _try(self, batch: Batch, line: Line, sent_s: float) -> inside.InternalResponse | None:
-        """Return the answer to a line; None if it has to be tried again."""
+    async def _send_once(
+        self, batch: Batch, line: Line, sent_s: float
+    ) -> internal_requests.InternalResponse | None:
+        """Send a line once, and return the answer; None if it must be sent again."""
         assert self._app is not None
-        sender = inside.Sender(batch.tenant, BATCH_SERVICE_TIER, batch.key)
-        valve, answer, is_refused = self._valves[batch.id], None, False
+        sender = internal_requests.Sender(batch.tenant, BATCH_SERVICE_TIER, batch.key)
+        limit = self._adaptive_limits[batch.id]
+        answer = None
+        is_refused = False
         try:
             self._check_key(batch)
-            answer = await inside.post(self._app, line.url, line.body, sender)
-            is_refused = answer.status in LATER
+            answer = await internal_requests.post(self._app, line.url, line.body, sender)
+            is_refused = answer.status in RETRYABLE_STATUSES
         finally:
-            valve.leave(sent_s, answer, is_refused=is_refused)
+            limit.leave(sent_s, answer, is_refused=is_refused)
         if answer.error == EngineDiedError.code:
-            count = partial(kept.count_death, id_=batch.id, line=line.number)
-            if await self._write(count) >= _MOST_DEATHS:
-                message = f"The engine died {_MOST_DEATHS} times while it computed this request."
+            count = partial(stored_batches.count_death, id_=batch.id, line=line.number)
+            if await self._write(count) >= _MAX_DEATHS:
+                message = f"The engine died {_MAX_DEATHS} times while it computed this request."
                 request_id = answer.headers["x-request-id"]
-                return inside.refused(line.url, EngineKillerError(message), request_id)
+                return internal_requests.refused(line.url, EngineKillerError(message), request_id)
         return None if is_refused else answer
 
     def _check_key(self, batch: Batch) -> None:
         if not self._may_run(batch.tenant):
             raise _NoKeyError
 
-    async def _keep(self, batch: Batch, line: Line, answer: inside.InternalResponse) -> None:
-        """Keep the result of a line; raises BodySizeError if there is no room for it."""
+    async def _store_result(
+        self, batch: Batch, line: Line, answer: internal_requests.InternalResponse
+    ) -> None:
+        """Store the result of a line; raises BodySizeError if the tenant's quota is used up."""
         is_ok = answer.status < 400
         body = self._forms[batch.protocol].result(line.custom_id, answer)
-        share, has_room = self._shares[batch.id], False
-        while not has_room:
+        reservation = self._reservations[batch.id]
+        is_reserved = False
+        while not is_reserved:
             try:
-                await self.rooms.grow(self._records, share, len(body) + 1)
-                has_room = True
+                await self.quota.grow(self._records, reservation, len(body) + 1)
+                is_reserved = True
             except RecordsError as error:
                 await self._wait_for_disk(error)
-        keep = partial(kept.keep_result, id_=batch.id, line=line.number, body=body, is_ok=is_ok)
-        await self._write(keep)
+        await self._write(
+            partial(
+                stored_batches.insert_result,
+                id_=batch.id,
+                line=line.number,
+                body=body,
+                is_ok=is_ok,
+            )
+        )
         pace = self._paces[batch.id]
         pace.num_done += 1
         pace.num_failed += not is_ok
 
-    def _end_share(self, id_: str) -> None:
-        if (share := self._shares.pop(id_, None)) is not None:
-            self.rooms.end(share)
+    def _release_reservation(self, id_: str) -> None:
+        if (reservation := self._reservations.pop(id_, None)) is not None:
+            self.quota.end(reservation)
 
     async def _write(self, work: Callable[[Any], T]) -> T:
-        """Return what `work` returns, and try until the disk takes its changes."""
+        """Return the result of `work`; try again until the disk stores its changes."""
         while True:
             try:
                 return await self._records.write(work)
@@ -428,16 +475,16 @@ class BatchRunner:
                 await self._wait_for_disk(error)
 
     async def _wait_for_disk(self, error: RecordsError) -> None:
-        """Pause; the log says so once for all that wait."""
+        """Pause before another try; of all waiting batches only one logs the error."""
         now_s = time.monotonic()
-        if now_s - self._disk_said_s >= _DISK_PAUSE_S:
-            self._disk_said_s = now_s
+        if now_s - self._disk_logged_s >= _DISK_PAUSE_S:
+            self._disk_logged_s = now_s
             _logger.error("Batches wait: %s", error)
         await asyncio.sleep(_DISK_PAUSE_S)
 
 
 def _unreadable(path: Path, error: OSError) -> Exception:
-    """Return the error about an input that is missing, is not a file, or cannot be read now."""
+    """Return the error for an input file that is missing, not a file, or not readable now."""
     if isinstance(error, FileNotFoundError):
         return error
     if isinstance(error, (IrregularFileError, NotADirectoryError)):
@@ -445,6 +492,7 @@ def _unreadable(path: Path, error: OSError) -> Exception:
     return RecordsError(f"{path} cannot be read: {error.strerror}.")
 
 
-def _moved(batch: Batch, status: Status, **changes: Any) -> Batch:
+def _with_status(batch: Batch, status: Status, **changes: Any) -> Batch:
+    """Return a batch with a status, the time at which it began, and other changes."""
     since = batch.since if batch.status == status else {**batch.since, status: time.time()}
     return replace(batch, status=status, since=since, **changes)

@@ -1,4 +1,4 @@
-"""What a server keeps: its records, the runner of its batches, and their routes."""
+"""The files and batches of a server: their routes, their runner, and the cleanup."""
 
 from __future__ import annotations
 
@@ -32,58 +32,58 @@ if TYPE_CHECKING:
     from twostroke.server.http.request_context import ServedRequest
     from twostroke.server.storage import Records
 
-_SWEEP_S: Final = 60.0
+_SWEEP_INTERVAL_S: Final = 60.0
 FORMS = {openai.PROTOCOL: openai.FORM, messages.PROTOCOL: messages.FORM}
 
 
 class BatchService:
-    """The files and batches of one server; without records, their routes say how to get them."""
+    """The files and batches of one server; without records, the routes refuse with a remedy."""
 
     def __init__(
         self,
         records: Records | None,
         limits: RequestLimits,
-        room: Callable[[], int],
+        max_running: Callable[[], int],
         keys: ApiKeys | None = None,
     ) -> None:
-        """Keep in `records`.
+        """Store files and batches in `records`.
 
-        `room` is how many lines of batches may be in the engine. Before each line `keys` are asked
-        whether its tenant still has a valid one.
+        `max_running` returns how many batch requests may be in the engine. Before each request
+        `keys` say whether its tenant still has a valid key.
         """
         self._records = records
         self._limits = limits
         self._runner = None
         if records is not None:
             may_run = keys.has_valid if keys is not None else lambda _tenant: True
-            self._runner = BatchRunner(records, FORMS, limits, room, may_run)
+            self._runner = BatchRunner(records, FORMS, limits, max_running, may_run)
         self._stopping: asyncio.Task[None] | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
     def routes(
         self, note: Callable[[Iterable[Ignored], ServedRequest], None], readers: Readers
     ) -> list[Route]:
-        """Return the routes; `note` takes ignored fields, `readers` read long bodies."""
+        """Return the routes; `note` records ignored fields, `readers` decode long bodies."""
 
-        def both() -> tuple[Records, BatchRunner]:
+        def records_and_runner() -> tuple[Records, BatchRunner]:
             if self._records is None or self._runner is None:
                 message = "This server keeps no files or batches: start it with --records DIR."
                 raise UnknownPathError(message)
             return self._records, self._runner
 
-        rooms = self._runner.rooms if self._runner is not None else files.StorageQuota(self._limits)
+        quota = self._runner.quota if self._runner is not None else files.StorageQuota(self._limits)
         return [
-            *FileRoutes(lambda: both()[0], rooms, self._limits).routes(),
-            *Uploads(lambda: both()[0], rooms, self._limits, note, readers).routes(),
-            *openai.routes(both, self._limits, note, readers),
-            *messages.MessageBatches(both, rooms, self._limits).routes(),
+            *FileRoutes(lambda: records_and_runner()[0], quota, self._limits).routes(),
+            *Uploads(lambda: records_and_runner()[0], quota, self._limits, note, readers).routes(),
+            *openai.routes(records_and_runner, self._limits, note, readers),
+            *messages.MessageBatches(records_and_runner, quota, self._limits).routes(),
         ]
 
     def file_reader(self, tenant: str) -> ReadFile:
         """Return a function that reads a tenant's stored files for one request.
 
-        The function blocks, so it is called in a thread. It raises NoSuchFileError, and
-        BodySizeError if the files of the request are too large together.
+        The function blocks, so call it in a thread. It raises NoSuchFileError, and BodySizeError if
+        the request's files are too large in total.
         """
         max_bytes = num_left = self._limits.max_body_bytes
 
@@ -103,7 +103,7 @@ class BatchService:
             path = self._records.files.path(file.id)
             try:
                 content = path.read_bytes() if path.is_file() else b""
-            except OSError:  # also where another request has just deleted it
+            except OSError:  # for example, another request has just deleted it
                 content = b""
             is_whole = digest in {"", new_hash(content).hexdigest()}
             if len(content) != file.bytes or not is_whole:
@@ -114,35 +114,35 @@ class BatchService:
         return read
 
     async def start(self, app: ASGIApp) -> None:
-        """Go on with the batches that have not ended."""
+        """Continue the open batches, and delete expired files regularly."""
         if self._runner is not None and self._records is not None:
             self._sweeping = asyncio.create_task(_sweep_regularly(self._records))
             await self._runner.start(app)
 
     def drain(self) -> None:
-        """Stop the lines of batches, which the next server runs."""
+        """Stop sending batch requests; the next server continues."""
         if self._sweeping is not None:
             self._sweeping.cancel()
         if self._runner is not None and self._stopping is None:
             self._stopping = asyncio.create_task(self._runner.stop())
 
     async def stop(self) -> None:
-        """Wait until no line runs."""
+        """Stop, and wait until no batch request runs."""
         self.drain()
         if self._stopping is not None:
             await self._stopping
 
 
 async def _sweep_regularly(records: Records) -> None:
-    """Delete expired files and uploads, now and every minute."""
+    """Delete expired files and uploads, now and regularly."""
     while True:
         with suppress(RecordsError):  # the disk may work again in a minute
             await sweep(records, time.time())
-        await asyncio.sleep(_SWEEP_S)
+        await asyncio.sleep(_SWEEP_INTERVAL_S)
 
 
 async def sweep(records: Records, now_s: float) -> None:
-    """Delete the files and uploads that have expired; raises RecordsError."""
+    """Delete expired files and uploads; raises RecordsError."""
 
     def work(db: Connection) -> list[str]:
         return [*files.delete_expired(db, now_s), *uploads.delete_expired(db, now_s)]

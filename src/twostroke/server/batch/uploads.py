@@ -1,4 +1,4 @@
-"""OpenAI's uploads: a client sends a large file in parts, which are then joined."""
+"""OpenAI's uploads: a client sends a large file in parts, which the server joins."""
 
 from __future__ import annotations
 
@@ -138,21 +138,24 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
 
 
 class Uploads:
-    """Answers requests about uploads. The parts of an upload count as files of its tenant."""
+    """The routes of uploads. The parts of an upload count as files of its tenant."""
 
     def __init__(
         self,
         records: Callable[[], Records],
-        rooms: StorageQuota,
+        quota: StorageQuota,
         limits: RequestLimits,
         note: Callable[[Iterable[Ignored], ServedRequest], None],
         readers: Readers,
     ) -> None:
-        """Store uploads in the result of `records`, which raises if the server stores no files.
+        """Store uploads in the records that `records` returns; it raises if the server has none.
 
-        `note` takes a request's ignored fields; `readers` read long bodies.
+        `note` records a request's ignored fields; `readers` decode long bodies.
         """
-        self._records, self._rooms, self._limits, self._note = records, rooms, limits, note
+        self._records = records
+        self._quota = quota
+        self._limits = limits
+        self._note = note
         self._readers = readers
         self._joining_ids: set[str] = set()  # uploads whose parts are being written into a file
         self._decoders: dict[str, BodyDecoder[Any]] = {
@@ -214,7 +217,7 @@ class Uploads:
         records, tenant = self._records(), served_of(request.scope).tenant
         id_ = request.path_params["upload_id"]
         await records.read(partial(find_pending, id_=id_, tenant=tenant))
-        async with self._rooms.take(records, request, MAX_PART_BYTES) as max_bytes:
+        async with self._quota.take(records, request, MAX_PART_BYTES) as max_bytes:
             with records.files.begin() as file:
                 timeout_s = self._limits.file_timeout_s
                 fields = await read_form(
@@ -228,7 +231,7 @@ class Uploads:
                     find_pending(db, id_, tenant)
                     files.insert_new(db, part, tenant, self._limits, file.digest)
 
-                await files.keep(records, file, part_id, lambda: records.write(insert))
+                await files.store_with_record(records, file, part_id, lambda: records.write(insert))
         body = UploadPartBody(id=part_id, created_at=part.created_at, upload_id=id_)
         return to_json(body)
 
@@ -253,7 +256,7 @@ class Uploads:
     async def _join(
         self, records: Records, tenant: str, fields: CompleteRequest, stored: StoredUpload
     ) -> UploadBody:
-        """Make a file of the parts that a request names, and return the completed upload."""
+        """Join the parts that a request names into a file, and return the completed upload."""
         id_ = stored.body.id
         file_id, now_s = files.new_id(), int(time.time())
         expiry_s = stored.expires_after_s
@@ -275,7 +278,7 @@ class Uploads:
             )
             completed = replace(stored.body, status="completed", file=body)
 
-            part_ids: list[str] = []  # with parts that came meanwhile
+            part_ids: list[str] = []  # includes parts that arrived meanwhile
 
             def insert(db: Connection) -> None:
                 find_pending(db, id_, tenant)
@@ -283,7 +286,7 @@ class Uploads:
                 files.insert_new(db, body, tenant, self._limits, file.digest)
                 update(db, replace(stored, body=completed))
 
-            await files.keep(records, file, file_id, lambda: records.write(insert))
+            await files.store_with_record(records, file, file_id, lambda: records.write(insert))
         await asyncio.to_thread(remove_files, records, part_ids)
         return completed
 
@@ -418,10 +421,10 @@ def update(db: Connection, stored: StoredUpload) -> None:
 
 
 def delete_expired(db: Connection, now_s: float) -> list[str]:
-    """Delete the records of old uploads and of their parts; return the ids of the parts.
+    """Delete the parts of expired uploads, and the records of older ones; return the parts' ids.
 
-    Parts can be sent until an upload expires. Its record stays for the same time once more. A
-    damaged record stays with its parts, as its time may be another.
+    An upload's record stays for `MAX_UPLOAD_S` after it expires. A damaged record stays with its
+    parts, as its expiry time may be wrong.
     """
     query = f"SELECT id, tenant FROM uploads WHERE expires_at <= ? AND {_INTACT}"  # noqa: S608 constants
     part_ids: list[str] = []

@@ -1,4 +1,4 @@
-"""The request fields that limit answers, by path; the server and the router both use them."""
+"""The request fields that limit answers, for each path; used by the server and the router."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
 
 
 class AnswerFields(Frozen):
-    """How a path limits its answers.
+    """The fields of a path's requests that limit answers.
 
     Attributes:
-        limits: fields with the maximum number of answer tokens; the first in order applies.
-        counts: fields with the number of answers per prompt; the first in order applies.
-        has_best_of: whether `best_of`, if the server accepts it, may ask for more answers.
+        limits: fields with the maximum number of answer tokens; the first field that is set counts.
+        counts: fields with the number of answers per prompt; the first field that is set counts.
+        has_best_of: whether `best_of`, if the server accepts it, may request more answers.
         inside: the field whose object has the fields of `limits`; empty for the request itself.
-        default: the limit if none of these fields is set; None for the rest of the context.
-        min_tokens: the number of tokens that a limit of 0 means.
+        default: the limit if no field is set; None for the rest of the context.
+        min_tokens: the minimum of the limit, which a limit of 0 means.
         zero_is_unlimited: whether 0 means no limit, as negative numbers do.
         has_several_prompts: whether the field `prompt` may have several prompts.
     """

@@ -1,4 +1,4 @@
-"""API keys: their owners, limits and classes of service."""
+"""API keys: their owners, limits and service tiers; and the paths that need no key."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from twostroke.core.errors import RequestError, UsageError, nearest
 from twostroke.core.frozen import Frozen, check_range
 from twostroke.core.request import BATCH_SERVICE_TIER, SERVICE_TIERS
 
-MAX_LENGTH: Final = 512  # of a key, and of the names of keys and tenants
-WORD: Final = re.compile(rf"[!-~]{{1,{MAX_LENGTH}}}")
-FORM: Final = f"1 to {MAX_LENGTH} printable ASCII characters without spaces"
+MAX_WORD_LENGTH: Final = 512  # of a key, a key's name, and a tenant's name
+WORD_PATTERN: Final = re.compile(rf"[!-~]{{1,{MAX_WORD_LENGTH}}}")
+WORD_FORM: Final = f"1 to {MAX_WORD_LENGTH} printable ASCII characters without spaces"
 CLASSES: Final = tuple(name for name in SERVICE_TIERS if name != BATCH_SERVICE_TIER)
 _MAX_LIMIT: Final = 10**12
-# These paths need no key: load balancers and supervisors ask them.
+# These paths need no key, as load balancers and supervisors request them.
 OPEN_PATHS: Final = ("/health", "/health/live", "/health/ready", "/health/progress")
 
 
 class ClassError(RequestError):
-    """A key's requests may not have the class of service that one asks for."""
+    """The key does not allow the request's service tier or priority."""
 
     http_status = 403
     code = "class_not_allowed"
 
 
 class KeyLimits(Frozen):
-    """The limits of a key's use; None is no limit. `parallel` requests may run at the same time."""
+    """The limits of a key; a missing limit is None. `parallel` limits requests at the same time."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -41,19 +41,21 @@ class KeyLimits(Frozen):
 
 
 class Key(Frozen, kw_only=True):
-    """A key and its owner. Times are Unix times in seconds.
+    """An API key and its owner. Times are Unix times in seconds.
 
     Attributes:
-        id: how people call it, and the beginning of the key; empty for one of a file.
-        name: its purpose; keys that are not revoked have different names.
-        tenant: to whom it belongs.
-        digest: SHA-256 of the key. A key has 256 random bits, too many to guess, so that neither
-            salt nor a slow hash would add anything.
-        weight: its tenant's share of the engine under load, relative to other tenants.
-        classes: the classes of service that its requests may have; None for all. Where the default
-            is not among them, requests that name none have the first.
-        expires_at: from then on it is refused.
-        revoked_at: since when it is refused for good.
+        id: the public name and beginning of the key; empty for a key from a file.
+        name: the key's purpose; no two valid keys have the same name.
+        tenant: the owner.
+        digest: the SHA-256 of the key. A key has 256 random bits, which cannot be guessed, so a
+            salt or a slow hash would not add security.
+        weight: the tenant's share of the engine under load, relative to other tenants.
+        classes: the service tiers that requests may have; None for all. If the default tier is not
+            among them, requests that name no tier have the first.
+        limits: the limits of the key.
+        created_at: when the key was created.
+        expires_at: when the key expires; None for never.
+        revoked_at: when the key was revoked; None if it is not.
     """
 
     id: str = ""
@@ -68,7 +70,7 @@ class Key(Frozen, kw_only=True):
     revoked_at: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise UsageError if the weight is out of range, or a class is unknown."""
+        """Raise UsageError if the weight is out of range, or a service tier is unknown."""
         check_range(self, "weight", low=0.01, high=1000)
         for name in self.classes or ():
             if name not in CLASSES:
@@ -76,12 +78,13 @@ class Key(Frozen, kw_only=True):
                 raise UsageError(f"{reason}.{nearest(name, CLASSES)}", field="classes")
 
     def class_of(self, service: str, priority: int, *, is_named: bool) -> tuple[str, int]:
-        """Return class and priority of a request that asks for these.
+        """Return the service tier and the priority for a request that asks for these.
 
-        Where it does not name a class (`is_named`), it has the first one of the key.
+        If the request does not name the tier (`is_named`), the key's first tier replaces a default
+        that the key does not allow.
 
         Raises:
-            ClassError: the key may not have the class, or a priority before all of its classes.
+            ClassError: the key does not allow the tier, or such a high priority.
         """
         if self.classes is None:
             return service, priority
@@ -90,18 +93,18 @@ class Key(Frozen, kw_only=True):
             if is_named:
                 reason = f"is '{service}', and this key may have: {named}."
                 raise ClassError(reason, field="service_tier")
-            is_own = priority != SERVICE_TIERS[service]
+            has_custom_priority = priority != SERVICE_TIERS[service]
             service = self.classes[0]
-            priority = priority if is_own else SERVICE_TIERS[service]
-        if priority < (first := min(SERVICE_TIERS[name] for name in self.classes)):
-            reason = f"must be at least {first} for this key, whose classes are: {named}."
+            priority = priority if has_custom_priority else SERVICE_TIERS[service]
+        if priority < (min_priority := min(SERVICE_TIERS[name] for name in self.classes)):
+            reason = f"must be at least {min_priority} for this key, whose classes are: {named}."
             raise ClassError(reason, field="priority")
         return service, priority
 
     @property
     def state(self) -> str:
-        """Valid, expired or revoked."""
+        """The key's state: "valid", "expired" or "revoked"."""
         if self.revoked_at is not None:
             return "revoked"
-        is_over = self.expires_at is not None and self.expires_at <= time.time()
-        return "expired" if is_over else "valid"
+        is_expired = self.expires_at is not None and self.expires_at <= time.time()
+        return "expired" if is_expired else "valid"

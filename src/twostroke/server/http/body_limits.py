@@ -9,93 +9,97 @@ import numpy as np
 
 from twostroke.core.errors import TwostrokeError
 
-# Of each body, not counted: a connection may buffer as much anyhow. So short requests are never
-# refused because of long ones.
+# Not counted of each body, since a connection may buffer this amount anyway. So long requests never
+# cause the refusal of short requests.
 FREE_BYTES: Final = 64 * 1024
-_FULL: Final = (
-    "{whose} request bodies that arrive or wait to be read take {most} bytes of memory, the limit. "
-    "Try again, or send fewer long requests at the same time."
+_FULL_MESSAGE: Final = (
+    "{whose} request bodies that arrive or wait to be read take {max_bytes} bytes of memory, the "
+    "limit. Try again, or send fewer long requests at the same time."
 )
 
 
 class BodiesError(TwostrokeError):
-    """Bodies of all clients take too much memory."""
+    """The bodies of all clients take too much memory."""
 
     http_status = 503
     code = "bodies_limit"
 
 
 class TenantBodiesError(BodiesError):
-    """Bodies of the tenant take too much memory."""
+    """The bodies of one tenant take too much memory."""
 
     http_status = 429
 
 
 class BodyMemory:
-    """Counts the bytes of bodies that arrive or wait to be read. It belongs to the event loop."""
+    """Counts the bytes of bodies that arrive or wait for decoding; for the event loop's thread."""
 
-    def __init__(self, most: int, most_of_one: int) -> None:
-        """Allow `most` bytes, and `most_of_one` tenant."""
-        self._most, self._most_of_one = most, most_of_one
-        self._all = 0
-        self._of: Counter[str] = Counter()  # by tenant
+    def __init__(self, max_bytes: int, max_tenant_bytes: int) -> None:
+        """Allow `max_bytes` for all tenants together, and `max_tenant_bytes` for each."""
+        self._max_bytes = max_bytes
+        self._max_tenant_bytes = max_tenant_bytes
+        self._num_bytes = 0
+        self._bytes_by_tenant: Counter[str] = Counter()
 
     def check(self, tenant: str, num_bytes: int) -> None:
-        """Check whether there is room for bytes of a tenant.
+        """Check that another `num_bytes` of a tenant are within the limits.
 
         Raises:
-            TenantBodiesError: the tenant's bodies take too much.
-            BodiesError: all bodies together do.
+            TenantBodiesError: the tenant's bodies would take too much memory.
+            BodiesError: all bodies would take too much memory.
         """
-        if self._of[tenant] + num_bytes > self._most_of_one:
-            raise TenantBodiesError(_FULL.format(whose="Your", most=self._most_of_one))
-        if self._all + num_bytes > self._most:
-            raise BodiesError(_FULL.format(whose="All", most=self._most))
+        if self._bytes_by_tenant[tenant] + num_bytes > self._max_tenant_bytes:
+            raise TenantBodiesError(
+                _FULL_MESSAGE.format(whose="Your", max_bytes=self._max_tenant_bytes)
+            )
+        if self._num_bytes + num_bytes > self._max_bytes:
+            raise BodiesError(_FULL_MESSAGE.format(whose="All", max_bytes=self._max_bytes))
 
     def take(self, tenant: str, num_bytes: int) -> None:
-        """Count bytes that are in memory; raises as `check`."""
+        """Add bytes to the count; raises the errors of `check`."""
         self.check(tenant, num_bytes)
-        self.give(tenant, -num_bytes)
+        self.release(tenant, -num_bytes)
 
-    def give(self, tenant: str, num_bytes: int) -> None:
-        """Count bytes that are not in memory any more."""
-        self._all -= num_bytes
-        self._of[tenant] -= num_bytes
-        if not self._of[tenant]:
-            del self._of[tenant]
+    def release(self, tenant: str, num_bytes: int) -> None:
+        """Subtract bytes that are not in memory any more."""
+        self._num_bytes -= num_bytes
+        self._bytes_by_tenant[tenant] -= num_bytes
+        if not self._bytes_by_tenant[tenant]:
+            del self._bytes_by_tenant[tenant]
 
 
-# Decoding makes all lists and objects in one step, in which no other thread runs. These take some
-# tenths of a second; a body of 8 MB can have 4,000,000.
+# Decoding creates all lists and objects while no other thread runs. This number takes some tenths
+# of a second; a body of 8 MB can have 4,000,000.
 MAX_CONTAINERS: Final = 250_000
-_CURLY: Final = ord("{") ^ ord("[")  # the bit by which curly brackets differ from square ones
-_SCANNED_BYTES: Final = 1 << 18  # at a time
+_CURLY_BIT: Final = ord("{") ^ ord("[")  # the bit in which { differs from [, and } from ]
+_SCAN_CHUNK_BYTES: Final = 1 << 18
 
 
 class Nesting(NamedTuple):
-    """How deep the lists and objects of a JSON text are nested, and how many there are at most."""
+    """The nesting depth of a JSON text, and an upper bound of its number of lists and objects."""
 
     depth: int
     num_containers: int
 
 
 def nesting_of(body: bytes, max_depth: int) -> Nesting:
-    """Return the nesting of a JSON text, an upper bound if it has at most `max_depth` brackets.
+    """Return the nesting of a JSON text, without decoding the text.
 
-    Takes time in proportion to the body, whatever it contains, and lets other threads run.
+    The result is an upper bound if the text has at most `max_depth` brackets. The time is
+    proportional to the text's length for any content, and other threads can run.
     """
     num_brackets = body.count(b"[") + body.count(b"{")
     if num_brackets <= max_depth:
         return Nesting(num_brackets, num_brackets)
-    if b"\\" in body:  # quotes in strings end no string
+    if b"\\" in body:  # an escaped quote does not end a string
         body = body.replace(rb"\\", b"").replace(rb"\"", b"")
     depth = deepest = num_containers = num_quotes = 0
-    for start in range(0, len(body), _SCANNED_BYTES):
-        size = min(_SCANNED_BYTES, len(body) - start)
+    for start in range(0, len(body), _SCAN_CHUNK_BYTES):
+        size = min(_SCAN_CHUNK_BYTES, len(body) - start)
         codes = np.frombuffer(body, np.uint8, size, start)
         quotes = np.cumsum(codes == ord('"'), dtype=np.int32) + num_quotes
         is_outside = quotes % 2 == 0
-        squares = codes & ~np.uint8(_CURLY)
+        squares = codes & ~np.uint8(_CURLY_BIT)
         opens = is_outside & (squares == ord("["))
         closes = is_outside & (squares == ord("]"))
         depths = np.cumsum(opens.astype(np.int32) - closes, dtype=np.int32) + depth

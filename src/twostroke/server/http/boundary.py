@@ -1,4 +1,4 @@
-"""The outermost layer: headers of every response, counts of responses, unexpected errors."""
+"""The outermost ASGI layer: request ids, response headers, counts, logs and unexpected errors."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from twostroke.server.http.request_context import Observer
 
 _ID_HEADER: Final = b"x-request-id"
-_ABSOLUTE: Final = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
-# Most are llama-server's: paths without /v1, and older names.
+_ABSOLUTE_FORM: Final = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
+# Other paths of an endpoint: mostly llama-server's paths without /v1, and older names.
 ALIASES: Final = {
     "/chat/completions": "/v1/chat/completions",
     "/completions": "/completion",
@@ -42,10 +42,10 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class Boundary:
-    """Wraps the application.
+    """Wraps the application, and reports each request at its end.
 
-    A request keeps the client's id if it is safe to log, and gets a new one otherwise. Ids are for
-    people and logs only, so two requests may share one.
+    A request keeps the client's request id if the id is safe to log, and gets a new id otherwise.
+    Ids are for people and logs only, so two requests may have the same id.
     """
 
     def __init__(
@@ -58,37 +58,39 @@ class Boundary:
         *,
         find_endpoint: Callable[[Scope], str],
     ) -> None:
-        """Wrap `app`, count its responses, and report each request to the observers at its end.
+        """Wrap `app`; count its responses, and report finished requests to the observers.
 
-        `find_endpoint` names the endpoint of a request that is refused before it reaches one.
+        `find_endpoint` names the endpoint of a request that is refused before it is routed.
         """
         self._app = app
         self._responses = responses
         self._limits = limits
-        self._arriving = BodyMemory(limits.max_arriving_bytes, limits.max_tenant_arriving_bytes)
+        self._body_memory = BodyMemory(limits.max_arriving_bytes, limits.max_tenant_arriving_bytes)
         self._origins = origins
         self._observers = observers
         self._find_endpoint = find_endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
+        """Pass a request on to the application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        served = _begin(scope, self._arriving)
-        scope.setdefault("state", {})[STATE_KEY] = served
-        id_headers = (_ID_HEADER, served.error_form.id_header)
-        added = [(name, served.request_id.encode()) for name in id_headers if name is not None]
+        served_request = _begin(scope, self._body_memory)
+        scope.setdefault("state", {})[STATE_KEY] = served_request
+        id_headers = (_ID_HEADER, served_request.error_form.id_header)
+        added = [
+            (name, served_request.request_id.encode()) for name in id_headers if name is not None
+        ]
         added += self._origins.headers(scope)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                served.status = message["status"]
-                served.endpoint = self._endpoint(scope)
+                served_request.status = message["status"]
+                served_request.endpoint = self._endpoint(scope)
                 message["headers"] = [*message["headers"], *added]
-                if served.ignored and served.status < 400:
-                    message["headers"].append((HEADER.encode(), header_of(served.ignored)))
-                self._responses.labels(served.endpoint, str(served.status)).inc()
+                if served_request.ignored and served_request.status < 400:
+                    message["headers"].append((HEADER.encode(), header_of(served_request.ignored)))
+                self._responses.labels(served_request.endpoint, str(served_request.status)).inc()
             await send(message)
 
         try:
@@ -97,59 +99,66 @@ class Boundary:
         except (HeaderSizeError, FramingError) as error:
             await to_response(error, scope)(scope, receive, send_with_headers)
         except Exception as error:  # noqa: BLE001 the outermost boundary: a fault costs one request, not the server
-            known = report(error, scope)
-            if not served.status:
-                await to_response(known, scope)(scope, receive, send_with_headers)
+            reported = report(error, scope)
+            if not served_request.status:
+                await to_response(reported, scope)(scope, receive, send_with_headers)
         finally:
-            served.end()
-            self._show(served)
+            served_request.end()
+            self._report(served_request)
 
     def _endpoint(self, scope: Scope) -> str:
-        """Return the path of the route that answers a request, or would if it were not refused."""
+        """Return the path of the route that answers, or would have answered, a request."""
         route = scope.get("route")
         return self._find_endpoint(scope) if route is None else getattr(route, "path", "unknown")
 
-    def _show(self, served: ServedRequest) -> None:
+    def _report(self, served_request: ServedRequest) -> None:
         for observer in self._observers:
             try:
-                observer.observe(served)
+                observer.observe(served_request)
             except Exception as error:  # noqa: BLE001 a failing observer must not fail the request
                 _logger.error("A request could not be logged: %s", type(error).__name__)  # noqa: TRY400
 
 
-def _begin(scope: Scope, arriving: BodyMemory) -> ServedRequest:
-    """Return the facts of a request; the path becomes the one that is served.
+def _begin(scope: Scope, body_memory: BodyMemory) -> ServedRequest:
+    """Return the facts of a new request, and resolve its path's alias in the scope.
 
-    A slash at its end does not count.
+    A slash at the end of the path is ignored.
     """
     to_origin_form(scope)
     headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
     request_id = headers.get(_ID_HEADER, "")
     if not _SAFE_ID.fullmatch(request_id):
         request_id = f"req-{secrets.token_hex(16)}"
-    path, traceparent = scope["path"], headers.get(b"traceparent", "")
-    bare = path[:-1] if len(path) > 1 and path.endswith("/") else path
-    scope["path"] = ALIASES.get(bare, bare)
-    form = error_form(scope, bare)
-    request = ServedRequest(request_id, form, scope["method"], path, traceparent)
+    path = scope["path"]
+    client_path = path[:-1] if len(path) > 1 and path.endswith("/") else path
+    scope["path"] = ALIASES.get(client_path, client_path)
+    request = ServedRequest(
+        request_id,
+        error_form(scope, client_path),
+        method=scope["method"],
+        path=path,
+        traceparent=headers.get(b"traceparent", ""),
+    )
     if (sender := sender_of(scope)) is not None:
-        request.tenant, request.service = sender.tenant, sender.service
+        request.tenant = sender.tenant
+        request.service = sender.service
     else:
-        request.arriving = arriving
+        request.body_memory = body_memory
     return request
 
 
 def to_origin_form(scope: Scope) -> None:
-    """Replace a request line such as `GET http://host/path` by the path and a `Host` header.
+    """Replace an absolute-form target, as in `GET http://host/path`, by a path and a `Host` header.
 
-    Every server must accept this form, which clients of proxies send (RFC 9112, section 3.2.2).
-    The request line's host replaces the `Host` header.
+    Clients of proxies send this form, and every server must accept it (RFC 9112, section 3.2.2).
+    The target's host replaces the `Host` header.
     """
-    match = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"")
+    match = _ABSOLUTE_FORM.fullmatch(scope.get("raw_path") or b"")
     if match is None:
         return
-    authority, raw_path = match[1].rpartition(b"@")[2], match[2] or b"/"
+    authority = match[1].rpartition(b"@")[2]
+    raw_path = match[2] or b"/"
     scope["raw_path"] = raw_path
     scope["path"] = unquote(raw_path.decode("latin-1"))
-    others = [header for header in scope["headers"] if header[0] != b"host"]
-    scope["headers"] = [(b"host", authority), *others]
+    other_headers = [header for header in scope["headers"] if header[0] != b"host"]
+    scope["headers"] = [(b"host", authority), *other_headers]

@@ -1,7 +1,7 @@
-"""One HTTP connection: uvicorn's, with limits on time and size, and a clean end.
+"""One HTTP connection: uvicorn's protocol, with limits on time and size, and a clean end.
 
-Closing a connection that has unread bytes resets it, and a client that still sends then sees the
-reset and never its response. So the server reads on, within limits, before it closes.
+Closing a connection with unread bytes resets it, and a client that is still sending then sees the
+reset instead of its response. So the server keeps reading, within limits, before it closes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from twostroke.server.http.errors import ServerStoppingError
 from twostroke.server.http.responses import ABORT
-from twostroke.server.http.write_coalescer import WRITE, WriteCoalescer, read_less
+from twostroke.server.http.write_coalescer import WRITE_NOW, WriteCoalescer, limit_read_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from twostroke.server.http.limits import RequestLimits
 
-_MOMENT_S: Final = 0.5  # for bytes that were sent already
-_CLOSE: Final = (b"connection", b"close")
-_END: Final[Message] = {"type": "http.response.body", "body": b""}
+_GRACE_S: Final = 0.5  # wait for bytes that are under way
+_CLOSE_HEADER: Final = (b"connection", b"close")
+_BODY_END: Final[Message] = {"type": "http.response.body", "body": b""}
 
 
 class HttpConnection(H11Protocol):
@@ -42,26 +42,30 @@ class HttpConnection(H11Protocol):
         *,
         limits: RequestLimits,
         is_draining: Callable[[], bool],
-        most: int,
-        idle: dict[HttpConnection, None],
+        max_connections: int,
+        idle_connections: dict[HttpConnection, None],
     ) -> None:
-        """Serve one client, of whom there are at most `most`.
+        """Serve one client.
 
-        `idle` has the server's idle connections, the longest idle one first. A server that drains
-        takes no further request on its connection.
+        The server has at most `max_connections`; `idle_connections` has its idle connections, in
+        the order in which they became idle. While the server drains (`is_draining`), each
+        connection closes after its response.
         """
         super().__init__(config, server_state, app_state, _loop)
-        self._most, self._idle = most, idle
+        self._max_connections = max_connections
+        self._idle_connections = idle_connections
         self._header_timeout_s = limits.header_timeout_s
         self._reader_timeout_s = limits.reader_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
-        self._body: BodyReader | None = None  # of the newest request
+        self._body: BodyReader | None = None  # of the latest request
         self._is_stopping = is_draining()
         inner = self.app
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             scope["extensions"] = {ABORT: self.transport.abort}
-            self._body = BodyReader(receive, self._chunking(scope, send), limits, self._is_asked)
+            self._body = BodyReader(
+                receive, self._send_chunked(scope, send), limits, self._is_awaiting_continue
+            )
             if self._is_stopping:
                 self._body.hurry()
             if not await self._body.answer(inner, scope):
@@ -70,35 +74,35 @@ class HttpConnection(H11Protocol):
         self.app = app
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first headers; one connection too many replaces the longest idle one."""
+        """Wait for the first headers; over the limit, close the connection that is idle longest."""
         super().connection_made(transport)
-        read_less(transport)
+        limit_read_size(transport)
         self.transport: WriteCoalescer = WriteCoalescer(transport, self.loop)
-        if len(self.connections) > self._most:
-            other = next(iter(self._idle), self)
-            self._idle.pop(other, None)
-            other.transport.abort()
+        if len(self.connections) > self._max_connections:
+            longest_idle = next(iter(self._idle_connections), self)
+            self._idle_connections.pop(longest_idle, None)
+            longest_idle.transport.abort()
         self._note_idle()
         self._time_headers()
 
     def data_received(self, data: bytes) -> None:
-        """Take in bytes, and time the headers of the next request."""
+        """Process received bytes, and limit the time for the headers of the next request."""
         super().data_received(data)
         if not self.is_idle:
-            self._idle.pop(self, None)
+            self._idle_connections.pop(self, None)
         self._time_headers()
 
     def eof_received(self) -> None:
-        """Send what is held: no request follows, and the connection ends now."""
+        """Send the held bytes, since the client sends no further request."""
         self.transport.flush()
 
     def on_response_complete(self) -> None:
-        """Be idle, unless another request has arrived meanwhile."""
+        """Mark the connection as idle, unless another request has arrived."""
         super().on_response_complete()
         self._note_idle()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP; only close if a response has begun."""
+        """Refuse bytes that are not HTTP; if a response has begun, only close the connection."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # so that its application does not answer as well
             self.cycle.message_event.set()
@@ -119,26 +123,29 @@ class HttpConnection(H11Protocol):
         self.hurry()
 
     def hurry(self) -> None:
-        """Wait only a moment for bodies, and close after the next response that begins."""
+        """Wait at most `_GRACE_S` for bodies, and close after the next response that begins."""
         self._is_stopping = True
         if self._body is not None:
             self._body.hurry()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the client."""
+        """Stop the timer, and forget the connection."""
         self._stop_timer()
-        self._idle.pop(self, None)
+        self._idle_connections.pop(self, None)
         super().connection_lost(exc)
 
     def _note_idle(self) -> None:
         if self.is_idle:
-            self._idle[self] = None
+            self._idle_connections[self] = None
 
-    def _chunking(self, scope: Scope, send: Send) -> Send:
-        """Return what sends the pieces of a chunked body itself: h11 takes a fifth of a token."""
+    def _send_chunked(self, scope: Scope, send: Send) -> Send:
+        """Return a `send` that encodes chunked bodies itself, which is faster than h11.
+
+        It also offers the scope extension `WRITE_NOW`, which writes a chunk without waiting.
+        """
         is_chunked = False
 
-        def write_piece(body: bytes) -> bool:
+        def write_chunk(body: bytes) -> bool:
             if not is_chunked or self.flow.write_paused or self.transport.is_closing():
                 return False
             if body:
@@ -148,32 +155,32 @@ class HttpConnection(H11Protocol):
         async def write(message: Message) -> None:
             nonlocal is_chunked
             if message.get("more_body", False) and (body := message.get("body")):
-                if write_piece(body):
+                if write_chunk(body):
                     return
             elif message["type"] == "http.response.start":
                 names = {name.lower() for name, _ in message.get("headers", ())}
                 has_body = scope["method"] != "HEAD" and message["status"] not in {204, 304}
-                is_new = scope["http_version"] == "1.1"  # before, the end of the connection ends it
-                is_chunked = has_body and is_new and b"content-length" not in names
+                is_http_1_1 = scope["http_version"] == "1.1"  # HTTP/1.0 has no chunks
+                is_chunked = has_body and is_http_1_1 and b"content-length" not in names
             await self._wait_for_reader()
             await send(message)
 
-        scope["extensions"][WRITE] = write_piece
+        scope["extensions"][WRITE_NOW] = write_chunk
         return write
 
     async def _wait_for_reader(self) -> None:
-        """Wait until there is room for more; cut off a client that reads nothing for too long."""
-        num_left = self.transport.get_write_buffer_size()
+        """Wait until the client has read enough; abort if it reads nothing for too long."""
+        num_unsent = self.transport.get_write_buffer_size()
         while self.flow.write_paused and not self.transport.is_closing():
             try:
                 async with asyncio.timeout(self._reader_timeout_s):
                     await self.flow.drain()
             except TimeoutError:
-                if self.transport.get_write_buffer_size() == num_left:
+                if self.transport.get_write_buffer_size() == num_unsent:
                     self.transport.abort()
-            num_left = self.transport.get_write_buffer_size()
+            num_unsent = self.transport.get_write_buffer_size()
 
-    def _is_asked(self) -> bool:
+    def _is_awaiting_continue(self) -> bool:
         return bool(self.conn.they_are_waiting_for_100_continue)
 
     def _time_headers(self) -> None:
@@ -189,9 +196,10 @@ class HttpConnection(H11Protocol):
 
 
 class BodyReader:
-    """Reads a request's body for the application, and drops the rest of it after the response.
+    """Reads a request's body for the application, and drops the rest of the body at the response.
 
-    A refused client that expects `100 Continue` still gets a moment, since some send the body.
+    A refused client that waits for `100 Continue` may still send its body, so the reader waits
+    `_GRACE_S` for the body's first bytes.
     """
 
     def __init__(
@@ -199,44 +207,45 @@ class BodyReader:
         receive: Receive,
         send: Send,
         limits: RequestLimits,
-        is_asked: Callable[[], bool] = lambda: False,
+        is_awaiting_continue: Callable[[], bool] = lambda: False,
     ) -> None:
         """Read from `receive`, and delay the end of the response to `send`.
 
-        `is_asked` returns whether the client waits for `100 Continue` before it sends its body.
+        `is_awaiting_continue` returns whether the client waits for `100 Continue` before it sends
+        its body.
         """
         self._receive = receive
         self._send = send
         self._limits = limits
-        self._is_asked = is_asked
+        self._is_awaiting_continue = is_awaiting_continue
         self._is_read = False
-        self._is_answered = False  # at least in part
-        self._is_refused = False  # the client expects 100 Continue and gets an error
-        self._owes_end = False
-        self._stops_at: float | None = None  # in the loop's time; set when the server stops
-        self._limit: asyncio.Timeout | None = None  # while waiting for the body or its rest
+        self._is_answered = False  # the response has begun
+        self._is_refused = False  # the client waits for 100 Continue and gets an error
+        self._owes_end = False  # the end of the response waits for the end of the request
+        self._stops_at: float | None = None  # in the event loop's time; set when the server stops
+        self._limit: asyncio.Timeout | None = None  # of the wait for the body or its rest
 
     async def answer(self, app: ASGIApp, scope: Scope) -> bool:
-        """Let `app` answer; return whether the connection can be used again.
+        """Run `app` on the request, and return whether the connection can be used again.
 
-        The end of the response would close the connection, so it waits for the end of the request:
-        until the time limit of the body, and for up to `max_dropped_bytes`.
+        The end of the response would close the connection, so it is delayed until the request's
+        body has been read and dropped, within `body_timeout_s` and `max_dropped_bytes`.
         """
         ends_at = asyncio.get_running_loop().time() + self._limits.body_timeout_s
-        await app(scope, self._take, self._give)
+        await app(scope, self._receive_body, self._send_response)
         if self._owes_end:
-            await self._drop(ends_at)
-            await self._send(_END)
+            await self._drop_body(ends_at)
+            await self._send(_BODY_END)
         return self._is_read or not self._owes_end
 
     def hurry(self) -> None:
-        """From now on wait only a moment for a body or its rest."""
-        self._stops_at = asyncio.get_running_loop().time() + _MOMENT_S
+        """Wait at most `_GRACE_S` from now for a body or its rest."""
+        self._stops_at = asyncio.get_running_loop().time() + _GRACE_S
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(self._stops_at)
 
-    async def _take(self) -> Message:
-        """Return the next message.
+    async def _receive_body(self) -> Message:
+        """Return the next message of the client.
 
         Raises:
             ServerStoppingError: the server stops before the whole body has arrived.
@@ -258,9 +267,9 @@ class BodyReader:
             self._is_read = True
         return message
 
-    async def _give(self, message: Message) -> None:
+    async def _send_response(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._is_refused = self._is_asked()  # this answer tells it not to send the body
+            self._is_refused = self._is_awaiting_continue()  # an answer before the body
             if self._is_refused or self._stops_at is not None:
                 message = {**message, "headers": _closing(message.get("headers", []))}
             self._is_answered = True
@@ -269,13 +278,14 @@ class BodyReader:
             message = {**message, "more_body": True}
         await self._send(message)
 
-    async def _drop(self, ends_at: float) -> None:
+    async def _drop_body(self, ends_at: float) -> None:
+        """Read and drop the rest of the body until a time, within the size limit."""
         now = asyncio.get_running_loop().time()
         num_left = self._limits.max_dropped_bytes
-        until = max(ends_at, now + _MOMENT_S) if self._stops_at is None else self._stops_at
+        until = max(ends_at, now + _GRACE_S) if self._stops_at is None else self._stops_at
         try:
-            begins_by = min(until, now + _MOMENT_S) if self._is_refused else until
-            async with asyncio.timeout_at(begins_by) as self._limit:
+            deadline = min(until, now + _GRACE_S) if self._is_refused else until
+            async with asyncio.timeout_at(deadline) as self._limit:
                 while not self._is_read and num_left > 0:
                     num_left -= len((await self._next()).get("body", b""))
                     if self._is_refused and self._stops_at is None:
@@ -288,5 +298,6 @@ class BodyReader:
 
 
 def _closing(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a response that closes the connection."""
-    return [*(one for one in headers if one[0] != _CLOSE[0]), _CLOSE]
+    """Return the headers with `connection: close`."""
+    other_headers = [header for header in headers if header[0] != _CLOSE_HEADER[0]]
+    return [*other_headers, _CLOSE_HEADER]

@@ -39,13 +39,13 @@ _ANTHROPIC_TYPES: Final = sorted(
 
 
 class ErrorCause(msgspec.Struct, frozen=True):
-    """A code by which clients choose how to continue."""
+    """A code from which clients choose how to continue."""
 
     error_code: str
 
 
 class AnthropicErrorDetail(msgspec.Struct, frozen=True):
-    """The inside of Anthropic's error object."""
+    """The `error` member of Anthropic's error object."""
 
     type: Annotated[str, Meta(extra_json_schema={"enum": _ANTHROPIC_TYPES})]
     message: str
@@ -65,16 +65,16 @@ def _anthropic_status(error: TwostrokeError) -> int:
 
 def _anthropic_body(error: TwostrokeError, request_id: str, naming: Naming) -> bytes:
     status = _anthropic_status(error)
-    kind = ANTHROPIC_TYPES_BY_STATUS.get(
+    type_ = ANTHROPIC_TYPES_BY_STATUS.get(
         status, "invalid_request_error" if status < 500 else "api_error"
     )
     cause = _ANTHROPIC_CAUSES.get(error.field or "", UNSET)
-    detail = AnthropicErrorDetail(kind, _anthropic_message(error, naming), cause)
+    detail = AnthropicErrorDetail(type_, _anthropic_message(error, naming), cause)
     return encode_json(AnthropicErrorBody(detail, request_id))
 
 
 def _anthropic_message(error: TwostrokeError, naming: Naming) -> str:
-    """Return the sentence; for the context length it is Anthropic's, which clients parse."""
+    """Return the message; for the context length use Anthropic's words, which clients parse."""
     facts: Any = error.facts
     if not isinstance(error, ContextLengthError) or "context_length" not in facts:
         return to_message(error, naming)
@@ -87,7 +87,7 @@ def _anthropic_message(error: TwostrokeError, naming: Naming) -> str:
     )
 
 
-# By field. At this code, SDKs send the whole conversation instead of a thread's id.
+# Causes by field. On this code, SDKs send the whole conversation instead of a thread's id.
 _ANTHROPIC_CAUSES: Final = {"thread": ErrorCause("thread_unsupported_request")}
 
 ANTHROPIC: Final = ErrorForm(
@@ -113,7 +113,7 @@ _LLAMA_TYPES: Final = sorted(
 
 
 class LlamaErrorDetail(msgspec.Struct, frozen=True):
-    """The inside of llama-server's error object; the counts are those of a prompt too long."""
+    """The `error` member of llama-server's error object; the counts are for a prompt too long."""
 
     code: Annotated[int, Meta(description="The HTTP status.")]
     message: str
@@ -130,13 +130,13 @@ class LlamaErrorBody(msgspec.Struct, frozen=True):
 
 def _llama_body(error: TwostrokeError, _request_id: str, naming: Naming) -> bytes:
     status = error.http_status
-    kind = _LLAMA_TYPES_BY_STATUS.get(
+    type_ = _LLAMA_TYPES_BY_STATUS.get(
         status, "invalid_request_error" if status < 500 else "server_error"
     )
     num_prompt, num_context = context_counts(error)
     if num_context is not UNSET:
-        kind = _LLAMA_TOO_LONG
-    detail = LlamaErrorDetail(status, to_message(error, naming), kind, num_prompt, num_context)
+        type_ = _LLAMA_TOO_LONG
+    detail = LlamaErrorDetail(status, to_message(error, naming), type_, num_prompt, num_context)
     return encode_json(LlamaErrorBody(detail))
 
 
@@ -154,7 +154,7 @@ class OllamaErrorBody(msgspec.Struct, frozen=True):
 def _ollama_body(error: TwostrokeError, _request_id: str, naming: Naming) -> bytes:
     message = to_message(error, naming)
     if isinstance(error, ModelNotFoundError) and "name" in error.facts:
-        # Clients search for these words.
+        # Clients search the message for these words.
         reason = "model '{name}' not found: this server has {served} (others: `twostroke pull`)"
         message = one_line(reason.format(**error.facts))
     return encode_json(OllamaErrorBody(message))
@@ -164,14 +164,14 @@ OLLAMA: Final = ErrorForm(
     status=lambda error: error.http_status, body=_ollama_body, struct=OllamaErrorBody
 )
 
-ANTHROPIC_HEADER: Final = b"anthropic-version"  # which Anthropic's SDKs always send
+ANTHROPIC_HEADER: Final = b"anthropic-version"  # Anthropic's SDKs always send it
 _LLAMA_PATHS: Final = """
     /completion /infill /apply-template /embeddings /props /slots /lora-adapters
     /rerank /reranking /v1/rerank /v1/reranking
 """
 _LLAMA_ALIASES: Final = ("/chat/completions", "/completions", "/embedding")
-# For these paths and those below them; the first that suits a path counts.
-_BY_PATH: Final = {
+# For each path and all paths below it; the first match decides.
+_FORMS_BY_PATH: Final = {
     "/v1/messages": ANTHROPIC,
     "/api/plan": OPENAI,
     "/api/state": OPENAI,
@@ -179,18 +179,18 @@ _BY_PATH: Final = {
     "/api": OLLAMA,
     **dict.fromkeys(_LLAMA_PATHS.split(), LLAMA_SERVER),
 }
-FORMS: Final = (OPENAI, *dict.fromkeys(_BY_PATH.values()))
+FORMS: Final = (OPENAI, *dict.fromkeys(_FORMS_BY_PATH.values()))
 
 
 def error_form(scope: Scope, client_path: str = "") -> ErrorForm:
-    """Return the form of errors for a request; OpenAI's where no other protocol is known.
+    """Return the form of a request's errors, which its path or a header decides; else OpenAI's.
 
-    `client_path` is the path as the client wrote it: without /v1 it may be one of llama-server's.
+    `client_path` is the path as the client wrote it; paths without /v1 are llama-server's.
     """
     path = scope["path"]
     if client_path in _LLAMA_ALIASES:
         return LLAMA_SERVER
-    for prefix, form in _BY_PATH.items():
+    for prefix, form in _FORMS_BY_PATH.items():
         if path == prefix or path.startswith(f"{prefix}/"):
             return form
     is_anthropic = any(name == ANTHROPIC_HEADER for name, _ in scope["headers"])

@@ -1,4 +1,4 @@
-"""The errors of requests, and OpenAI's form of them; `ErrorForm` is for all protocols."""
+"""Errors of HTTP requests, their messages and responses, and their form in OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ErrorType = Literal[
     "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
 ]
 _TYPES: Final[dict[int, ErrorType]] = {401: "authentication_error", 429: "rate_limit_error"}
-_PLACE: Final = re.compile(r"\[\d+\]")
+_LIST_INDEX: Final = re.compile(r"\[\d+\]")
 _logger = logging.getLogger("twostroke.serve")
 
 
@@ -98,14 +98,14 @@ class HeaderSizeError(TwostrokeError):
 
 
 class FramingError(TwostrokeError):
-    """The headers give two ends of the body: a proxy may take the rest for another request."""
+    """The headers give two lengths of the body: a proxy may see the rest as another request."""
 
     http_status = 400
     code = "ambiguous_length"
 
 
 class BodyTimeoutError(TwostrokeError):
-    """The body came too slowly."""
+    """The body arrived too slowly."""
 
     http_status = 408
     code = "request_timeout"
@@ -119,22 +119,22 @@ class ContentTypeError(TwostrokeError):
 
 
 class ClientGoneError(TwostrokeError):
-    """The client left before its response began; nobody reads this."""
+    """The client disconnected before its response began, so no client reads this error."""
 
     http_status = 499
     code = "client_gone"
 
 
 class ServerStoppingError(EngineStoppedError):
-    """The server was told to stop: it takes no new requests, and in the end cuts off the rest."""
+    """The server is stopping: it refuses new requests, and finally cuts off running ones."""
 
 
 class GatewayError(TwostrokeError):
-    """Another server, which this one asks, cannot answer; clients may read the sentence."""
+    """A server behind this one cannot answer; clients may read the message."""
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """The inside of OpenAI's error object."""
+    """The `error` member of OpenAI's error object."""
 
     message: Annotated[str, Meta(description="One sentence: what was wrong, and the limit.")]
     type: ErrorType
@@ -155,9 +155,9 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def to_message(error: TwostrokeError, naming: Naming = str) -> str:
-    """Return the message for a client; `naming` gives the protocol's names of fields.
+    """Return an error's message for a client; `naming` gives the protocol's names of fields.
 
-    The message of a failed engine may have paths and addresses; only the server's log has it.
+    The message of a failed engine may contain paths and addresses, so only the log has it.
     """
     if error.http_status < 500:
         return one_line(error.sentence(naming))
@@ -168,60 +168,72 @@ def to_message(error: TwostrokeError, naming: Naming = str) -> str:
     if isinstance(error, RecordsError):
         return "The server's records are not available. Try again later."
     if isinstance(error, EngineStoppedError):
-        is_ours = isinstance(error, (ServerStoppingError, EngineDiedError, ModelNotLoadedError))
-        return str(error) if is_ours else "The engine is not running. Try again later."
+        if isinstance(error, (ServerStoppingError, EngineDiedError, ModelNotLoadedError)):
+            return str(error)
+        return "The engine is not running. Try again later."
     return "The engine failed on this request."
 
 
 def to_response(error: TwostrokeError, scope: Scope) -> Response:
     """Return the response for an error, in the form of the protocol of `scope`'s path."""
-    served = served_of(scope)
-    served.error = error.code or "server_error"
-    form = served.error_form
-    headers, status = {}, form.status(error)
-    if isinstance(error, SchemaMissError):  # the server has tried again; a retry repeats all of it
-        headers["x-should-retry"] = "false"
+    served_request = served_of(scope)
+    served_request.error = error.code or "server_error"
+    form = served_request.error_form
+    headers = {}
+    status = form.status(error)
+    if isinstance(error, SchemaMissError):  # the server has already retried
+        headers[SHOULD_RETRY_HEADER] = "false"
     if status in RETRY_STATUSES:
         headers["retry-after"] = retry_after(error)
     if isinstance(error, DamagedRowError):
         headers[SHOULD_RETRY_HEADER] = "false"
-    is_unread = status in {408, 413, 431} or isinstance(error, (BodiesError, FramingError))
-    if is_unread:  # the rest may be long
+    is_body_unread = status in {408, 413, 431} or isinstance(error, (BodiesError, FramingError))
+    if is_body_unread:  # the rest may be long
         headers["connection"] = "close"
-    naming = partial(_rename, names=served.field_names)
-    body = form.body(error, served.request_id, naming)
+    naming = partial(_rename, names=served_request.field_names)
+    body = form.body(error, served_request.request_id, naming)
     return Response(body, status, headers, media_type="application/json")
 
 
 def _rename(field: str, names: Mapping[str, str]) -> str:
-    places = _PLACE.findall(field)
-    named = names.get(_PLACE.sub("[]", field))
-    return field if named is None else named.replace("[]", "{}").format(*places)
+    """Return the protocol's name of a field; `[]` in names stands for a list index."""
+    indexes = _LIST_INDEX.findall(field)
+    named = names.get(_LIST_INDEX.sub("[]", field))
+    return field if named is None else named.replace("[]", "{}").format(*indexes)
 
 
 def report(error: Exception, scope: Scope) -> TwostrokeError:
-    """Log an error and note it in the served request; return the error that the client may read.
+    """Log an error, record its code, and return the error that the client may read.
 
     The traceback of an unexpected error is logged at level DEBUG only.
     """
-    served, text, trace = served_of(scope), str(error), None
-    known = error if isinstance(error, TwostrokeError) else None
-    if known is None:
-        known, text = TwostrokeError("An unforeseen failure."), f"{type(error).__name__}: {text}"
-        trace = error if _logger.isEnabledFor(logging.DEBUG) else None
-    level = logging.ERROR if known.http_status >= 500 else logging.WARNING
-    if isinstance(known, SchemaMissError):
+    served_request = served_of(scope)
+    text = str(error)
+    traceback: Exception | None = None
+    if isinstance(error, TwostrokeError):
+        reported = error
+    else:
+        reported = TwostrokeError("An unforeseen failure.")
+        text = f"{type(error).__name__}: {text}"
+        traceback = error if _logger.isEnabledFor(logging.DEBUG) else None
+    level = logging.ERROR if reported.http_status >= 500 else logging.WARNING
+    if isinstance(reported, SchemaMissError):
         level = logging.WARNING
-    if isinstance(known, (DeadlineError, ServerStoppingError)):
-        level = logging.DEBUG  # not a fault: the request's own line says it
-    message, id_ = "Request %s failed: %s", served.request_id
-    _logger.log(level, message, id_, one_line(text), exc_info=trace)
-    served.error = known.code or "server_error"
-    return known
+    if isinstance(reported, (DeadlineError, ServerStoppingError)):
+        level = logging.DEBUG  # expected; the access log has the request's error code
+    _logger.log(
+        level,
+        "Request %s failed: %s",
+        served_request.request_id,
+        one_line(text),
+        exc_info=traceback,
+    )
+    served_request.error = reported.code or "server_error"
+    return reported
 
 
 def one_line(text: str) -> str:
-    """Return `text` with control characters escaped, and not too long."""
+    """Return `text` with control characters escaped, cut to `MAX_MESSAGE_LENGTH`."""
     text = text[: MAX_MESSAGE_LENGTH + 1]
     if not text.isprintable():
         text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -229,13 +241,11 @@ def one_line(text: str) -> str:
 
 
 def _openai_body(error: TwostrokeError, _request_id: str, naming: Naming) -> bytes:
-    param = error.field and naming(error.field)
-    message, kind = to_message(error, naming), _kind(error.http_status)
     num_prompt, num_context = context_counts(error)
     detail = ErrorDetail(
-        message=message,
-        type=kind,
-        param=param,
+        message=to_message(error, naming),
+        type=_error_type(error.http_status),
+        param=error.field and naming(error.field),
         code=error.code,
         n_prompt_tokens=num_prompt,
         n_ctx=num_context,
@@ -244,14 +254,14 @@ def _openai_body(error: TwostrokeError, _request_id: str, naming: Naming) -> byt
 
 
 def context_counts(error: TwostrokeError) -> tuple[int | UnsetType, int | UnsetType]:
-    """Return the lengths of a prompt and of the context into which it does not fit."""
+    """Return the tokens of a too long prompt and of the context; UNSET for other errors."""
     facts = dict[str, Any](error.facts)
     if not isinstance(error, ContextLengthError) or "context_length" not in facts:
         return UNSET, UNSET
     return facts["num_prompt"], facts["context_length"]
 
 
-def _kind(status: int) -> ErrorType:
+def _error_type(status: int) -> ErrorType:
     if status >= 500:
         return "server_error"
     return _TYPES.get(status, "invalid_request_error")

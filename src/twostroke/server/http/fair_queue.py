@@ -1,7 +1,7 @@
-"""Turns of tenants at what they share: a few threads, the compiler of constraints.
+"""Fair queues: tenants take turns at shared resources, such as threads or the grammar compiler.
 
-Tenants take turns by the time that they used (start-time fair queueing, as in
-`engine/scheduler/queue.py`): one that sends much waits for itself, not others for it.
+The tenant that has used the least time is next (start-time fair queueing, as in
+`engine/scheduler/queue.py`), so a tenant that sends much delays only itself.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ T = TypeVar("T")
 
 
 class FairSlot(Frozen):
-    """A turn that began at `began_s`; `who` is whether it is among the last, and a tenant."""
+    """A slot, granted at `began_s` to `key`: (whether it has low priority, tenant)."""
 
-    who: tuple[bool, str]
+    key: tuple[bool, str]
     began_s: float
 
 
 class FairQueue:
-    """Up to `max_turns` turns at a time: the next is of the tenant that has used the least time.
+    """Grants up to `max_slots` slots at a time, next to the tenant that has used the least time.
 
-    It belongs to the event loop.
+    For the event loop's thread.
     """
 
-    def __init__(self, max_turns: int = 1, max_per_tenant: int | None = None) -> None:
-        """Begin without tenants; each that has a name gets at most `max_per_tenant` at a time."""
-        self._lines: dict[tuple[bool, str], deque[asyncio.Future[FairSlot]]] = {}  # who waits
-        self._used_s: dict[tuple[bool, str], float] = {}  # on the clocks that are at `_now_s`
-        self._now_s = {False: 0.0, True: 0.0}  # the last have a clock of their own
-        self._max_turns = max_turns
-        self._free = max_turns
-        self._max_per_tenant = max_turns if max_per_tenant is None else max_per_tenant
-        self._num_turns: Counter[tuple[bool, str]] = Counter()  # that have begun
+    def __init__(self, max_slots: int = 1, max_per_tenant: int | None = None) -> None:
+        """Create a queue in which a tenant with a name has at most `max_per_tenant` slots."""
+        self._waiting: dict[tuple[bool, str], deque[asyncio.Future[FairSlot]]] = {}
+        self._used_s: dict[tuple[bool, str], float] = {}  # on the clocks `_now_s`
+        self._now_s = {False: 0.0, True: 0.0}  # virtual clocks: normal and low priority
+        self._max_slots = max_slots
+        self._free = max_slots
+        self._max_per_tenant = max_slots if max_per_tenant is None else max_per_tenant
+        self._num_slots: Counter[tuple[bool, str]] = Counter()
 
     def num_waiting(self, tenant: str) -> int:
-        """Return how many of a tenant wait, besides the last and those that were cancelled."""
-        return sum(not one.cancelled() for one in self._lines.get((False, tenant), ()))
+        """Return how many callers of a tenant wait, without low-priority and cancelled ones."""
+        return sum(not future.cancelled() for future in self._waiting.get((False, tenant), ()))
 
     async def take(self, tenant: str, *, is_last: bool = False) -> FairSlot:
-        """Wait for a turn, with `is_last` after all others; `end` ends it.
+        """Wait for a slot, which the caller gives back with `end`; a cancelled caller has none.
 
-        A caller that is cancelled meanwhile has none.
+        With `is_last` the caller has low priority: it waits until no other caller waits.
         """
         waiting: asyncio.Future[FairSlot] = asyncio.get_running_loop().create_future()
-        who = (is_last, tenant)
-        if who not in self._lines:
-            self._lines[who] = deque()
-            self._used_s[who] = max(self._now_s[is_last], self._used_s.get(who, 0.0))
-        self._lines[who].append(waiting)
+        key = (is_last, tenant)
+        if key not in self._waiting:
+            self._waiting[key] = deque()
+            self._used_s[key] = max(self._now_s[is_last], self._used_s.get(key, 0.0))
+        self._waiting[key].append(waiting)
         self._next()
         try:
             return await waiting
@@ -76,86 +76,86 @@ class FairQueue:
                 self.end(waiting.result())
             raise
 
-    def end(self, turn: FairSlot) -> None:
-        """End a turn, and begin the next."""
-        self._used_s[turn.who] += time.monotonic() - turn.began_s
-        self._num_turns[turn.who] -= 1
+    def end(self, slot: FairSlot) -> None:
+        """Give a slot back, and grant it to the next caller."""
+        self._used_s[slot.key] += time.monotonic() - slot.began_s
+        self._num_slots[slot.key] -= 1
         self._free += 1
         self._next()
 
     def _may_begin(self, key: tuple[bool, str]) -> bool:
-        """Return whether a tenant may have another turn now; clients without a key may have all."""
-        return not key[1] or self._num_turns[key] < self._max_per_tenant
+        """Return whether a tenant may have another slot; only tenants with names are limited."""
+        return not key[1] or self._num_slots[key] < self._max_per_tenant
 
     def _next(self) -> None:
-        """Begin turns while there are some and somebody waits."""
-        while self._free and (waiting_tenants := [*filter(self._may_begin, self._lines)]):
+        """Grant free slots to waiting callers."""
+        while self._free and (waiting_tenants := [*filter(self._may_begin, self._waiting)]):
             tenant_key = min(waiting_tenants, key=lambda key: (key[0], self._used_s[key]))
-            line = self._lines[tenant_key]
-            waiting = line.popleft()
-            if not line:
-                del self._lines[tenant_key]
+            futures = self._waiting[tenant_key]
+            waiting = futures.popleft()
+            if not futures:
+                del self._waiting[tenant_key]
             if not waiting.cancelled():
                 waiting.set_result(FairSlot(tenant_key, time.monotonic()))
                 self._free -= 1
-                self._num_turns[tenant_key] += 1
+                self._num_slots[tenant_key] += 1
                 self._now_s[tenant_key[0]] = self._used_s[tenant_key]
-        if self._free == self._max_turns:
-            self._num_turns.clear()
-            self._used_s.clear()  # nobody owes anything to those who were not there
+        if self._free == self._max_slots:
+            self._num_slots.clear()
+            self._used_s.clear()  # times do not matter to tenants that come later
 
 
 class Readers:
-    """Threads that do long work for tenants in turn. It belongs to the event loop.
+    """Threads that do long work for tenants in fair order; for the event loop's thread.
 
-    Of several threads one is left for other tenants, whatever a tenant with a name sends.
+    If there are several threads, no tenant with a name uses all of them.
     """
 
     def __init__(self, num_threads: int) -> None:
-        """Start threads when they are needed."""
-        self._turns = FairQueue(num_threads, max(1, num_threads - 1))
+        """Create the pool; threads start when they are needed."""
+        self._queue = FairQueue(num_threads, max(1, num_threads - 1))
         self._threads = ThreadPoolExecutor(num_threads, "twostroke-readers")
 
     async def run(
-        self, tenant: str, work: Callable[..., T], *given: Any, is_last: bool = False
+        self, tenant: str, work: Callable[..., T], *arguments: Any, is_last: bool = False
     ) -> T:
-        """Return `work(*given)`, done in the turn of a tenant; raises what it raises.
+        """Run `work(*arguments)` in a thread once the tenant has a slot, and return its result.
 
-        If the caller is cancelled, work that calls `check_not_cancelled` ends soon; the turn is
-        kept until the work has ended.
+        If the caller is cancelled, work that calls `check_wanted` ends soon. The slot is given back
+        when the work has ended.
         """
-        turn = await self._turns.take(tenant, is_last=is_last)
+        slot = await self._queue.take(tenant, is_last=is_last)
         loop = asyncio.get_running_loop()
 
-        def ended(_: Future[T]) -> None:
-            with suppress(RuntimeError):  # the loop is closed, and nobody waits
-                loop.call_soon_threadsafe(partial(self._turns.end, turn))
+        def give_back(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop is closed, so no caller waits
+                loop.call_soon_threadsafe(partial(self._queue.end, slot))
 
         is_abandoned = threading.Event()
 
         def work_while_wanted() -> T:
             with cancellable(is_abandoned):
-                return work(*given)
+                return work(*arguments)
 
-        working = self._threads.submit(work_while_wanted)
-        working.add_done_callback(ended)
+        future = self._threads.submit(work_while_wanted)
+        future.add_done_callback(give_back)
         try:
-            return await asyncio.wrap_future(working)
+            return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             is_abandoned.set()
             raise
 
-    async def run_for(self, request: Request, work: Callable[..., T], *given: Any) -> T:
-        """Return `work(*given)`, done for a request; those of batches come after all others.
+    async def run_for(self, request: Request, work: Callable[..., T], *arguments: Any) -> T:
+        """Run `work(*arguments)` for a request, and return its result; batch requests wait longest.
 
         Raises:
-            ClientGoneError: the client left.
+            ClientGoneError: the client disconnected.
         """
-        served = served_of(request.scope)
-        is_line = served.service == BATCH_SERVICE_TIER
-        working = self.run(served.tenant, work, *given, is_last=is_line)
-        return await while_connected(request.receive, working)
+        served_request = served_of(request.scope)
+        is_batch = served_request.service == BATCH_SERVICE_TIER
+        future = self.run(served_request.tenant, work, *arguments, is_last=is_batch)
+        return await while_connected(request.receive, future)
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Stop the threads, and drop waiting work."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Fields of requests that have no effect: they are named in a header, counted and logged."""
+"""Request fields without effect: names them in a response header, counts and logs them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from twostroke.server.http.request_context import ServedRequest
 
 HEADER: Final = "twostroke-ignored"
-OTHER: Final = "other"  # the label of names that clients invent
-MAX_IGNORED: Final = 64  # of one request; the header names the first of them
-_MAX_NAMED: Final = 20
+OTHER: Final = "other"  # the metric's label for names that clients invent
+MAX_IGNORED: Final = 64  # recorded names of one request; the header has the first of them
+_MAX_HEADER_NAMES: Final = 20
 _MAX_PATH_LENGTH: Final = 80
-_MAX_LOGGED: Final = 1000  # names that are remembered, so that each is logged once
-_PLACE: Final = re.compile(r"\[\d+\]")
+_MAX_LOGGED_NAMES: Final = 1000  # each of them is logged once
+_LIST_INDEX: Final = re.compile(r"\[\d+\]")
 _logger = logging.getLogger("twostroke.serve")
 
 
@@ -34,8 +34,8 @@ class Ignored(Frozen):
     """A field that has no effect on the answer.
 
     Attributes:
-        path: its place in the body, such as `messages[3].name`.
-        refusal: makes the error of a strict server; None if that ignores the field, too.
+        path: the field's path in the body, such as `messages[3].name`.
+        refusal: returns the error of a strict server; None if a strict server ignores the field.
         is_known: whether the protocol has the field.
     """
 
@@ -45,24 +45,25 @@ class Ignored(Frozen):
 
     @classmethod
     def of(cls, error: RequestError, *, is_known: bool = True) -> Ignored:
-        """Return the field of an error that only a strict server raises."""
+        """Return the ignored field for an error that only a strict server raises."""
         return cls(error.field or "", lambda: error, is_known)
 
     @property
     def name(self) -> str:
-        """The path without places in lists, as one word of ASCII for logs and headers."""
-        path = _PLACE.sub("[]", self.path[:_MAX_PATH_LENGTH])
+        """The path without list indexes, as one ASCII word for logs and headers."""
+        path = _LIST_INDEX.sub("[]", self.path[:_MAX_PATH_LENGTH])
         return quote(path, safe="[]'")[:_MAX_PATH_LENGTH]
 
 
 class IgnoredFields:
-    """Counts and logs what requests have in vain; a strict server refuses them."""
+    """Counts and logs the ignored fields of requests; a strict server refuses such requests."""
 
     def __init__(
-        self, registry: CollectorRegistry, *, is_strict: bool, but: Collection[str] = ()
+        self, registry: CollectorRegistry, *, is_strict: bool, effective_names: Collection[str] = ()
     ) -> None:
-        """Note fields, but not those of the names `but`, which have an effect after all."""
-        self._is_strict, self._but = is_strict, but
+        """Record ignored fields, except fields named `effective_names`, which this server uses."""
+        self._is_strict = is_strict
+        self._effective_names = effective_names
         self._logged: set[str] = set()
         self._counter = Counter(
             "twostroke_ignored_fields",
@@ -71,36 +72,36 @@ class IgnoredFields:
             registry=registry,
         )
 
-    def note(self, found: Iterable[Ignored], served: ServedRequest) -> None:
-        """Note the ignored fields of a request.
+    def note(self, ignored_fields: Iterable[Ignored], served_request: ServedRequest) -> None:
+        """Record the ignored fields of a request: in its facts, in a metric and in the log.
 
         Raises:
-            RequestError: the server is strict, and one of them is not accepted.
+            RequestError: the server is strict and refuses a field.
         """
-        for one in found:
-            if one.path.rpartition(".")[2] in self._but:
+        for ignored in ignored_fields:
+            if ignored.path.rpartition(".")[2] in self._effective_names:
                 continue
-            if self._is_strict and one.refusal is not None:
-                raise one.refusal()
-            name = one.name
-            if name in served.ignored or len(served.ignored) == MAX_IGNORED:
+            if self._is_strict and ignored.refusal is not None:
+                raise ignored.refusal()
+            name = ignored.name
+            if name in served_request.ignored or len(served_request.ignored) == MAX_IGNORED:
                 continue
-            served.ignored.append(name)
-            self._counter.labels(name if one.is_known else OTHER).inc()
-            self._log(one, name)
+            served_request.ignored.append(name)
+            self._counter.labels(name if ignored.is_known else OTHER).inc()
+            self._log(ignored, name)
 
-    def _log(self, one: Ignored, name: str) -> None:
-        if name in self._logged or len(self._logged) == _MAX_LOGGED:
+    def _log(self, ignored: Ignored, name: str) -> None:
+        if name in self._logged or len(self._logged) == _MAX_LOGGED_NAMES:
             return
         self._logged.add(name)
-        level = logging.INFO if one.is_known else logging.WARNING
-        why = f"{name} has no effect here."  # and not the refusal, which may repeat the value
-        if not one.is_known and one.refusal is not None:
-            why = str(one.refusal())
-        _logger.log(level, "Ignored a field, now and from now on: %s", one_line(why))
+        level = logging.INFO if ignored.is_known else logging.WARNING
+        message = f"{name} has no effect here."  # a known field's refusal may repeat its value
+        if not ignored.is_known and ignored.refusal is not None:
+            message = str(ignored.refusal())
+        _logger.log(level, "Ignored a field, now and from now on: %s", one_line(message))
 
 
 def header_of(names: list[str]) -> bytes:
-    """Return the header's value: names with commas between them, and `...` if there are more."""
-    more = ["..."] if len(names) > _MAX_NAMED else []
-    return ", ".join(names[:_MAX_NAMED] + more).encode("ascii")
+    """Return the header's value: the first names with commas between them, then `...` if cut."""
+    ellipsis = ["..."] if len(names) > _MAX_HEADER_NAMES else []
+    return ", ".join(names[:_MAX_HEADER_NAMES] + ellipsis).encode("ascii")

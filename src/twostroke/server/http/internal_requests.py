@@ -1,4 +1,4 @@
-"""Requests that the server sends itself, through the same layers as a client's."""
+"""Internal requests: the server sends them to itself, through the same layers as a client's."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from twostroke.core.errors import TwostrokeError
     from twostroke.server.http.request_context import ServedRequest
 
-_INSIDE: Final = "twostroke.inside"  # in `scope["extensions"]`, which no client can set
+_INTERNAL: Final = "twostroke.inside"  # in `scope["extensions"]`, which no client can set
 
 
 class Sender(Frozen):
-    """On whose behalf a request is sent, in which class of service, and the id of their key."""
+    """The tenant of an internal request, its service tier, and the id of the tenant's key."""
 
     tenant: str
     service: str
@@ -27,7 +27,7 @@ class Sender(Frozen):
 
 
 class InternalResponse(Frozen):
-    """A whole response; names of headers are in lower case. `error` is the code of its error."""
+    """A complete response; header names are in lower case. `error` is the code of its error."""
 
     status: int
     headers: dict[str, str]
@@ -36,13 +36,13 @@ class InternalResponse(Frozen):
 
 
 def sender_of(scope: Scope) -> Sender | None:
-    """Return the sender of a request from inside; None for one that came over HTTP."""
-    found: Sender | None = scope.get("extensions", {}).get(_INSIDE)
-    return found
+    """Return the sender of an internal request; None for a request that came over HTTP."""
+    sender: Sender | None = scope.get("extensions", {}).get(_INTERNAL)
+    return sender
 
 
 async def post(app: ASGIApp, path: str, body: bytes, sender: Sender) -> InternalResponse:
-    """Return the response to a body of JSON; if this is cancelled, the work is cancelled, too."""
+    """Send a JSON body to a path, and return the response; cancelling cancels the request."""
     scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -56,7 +56,7 @@ async def post(app: ASGIApp, path: str, body: bytes, sender: Sender) -> Internal
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
         "client": None,
         "server": None,
-        "extensions": {_INSIDE: sender},
+        "extensions": {_INTERNAL: sender},
     }
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     received: list[Message] = []
@@ -73,14 +73,14 @@ async def post(app: ASGIApp, path: str, body: bytes, sender: Sender) -> Internal
     await app(scope, receive, send)
     start, *parts = received
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in start["headers"]}
-    served: ServedRequest | None = scope.get("state", {}).get(STATE_KEY)
-    error = served.error if served is not None else None
+    served_request: ServedRequest | None = scope.get("state", {}).get(STATE_KEY)
+    error = served_request.error if served_request is not None else None
     body = b"".join(part.get("body", b"") for part in parts)
     return InternalResponse(start["status"], headers, body, error)
 
 
 def refused(path: str, error: TwostrokeError, request_id: str) -> InternalResponse:
-    """Return the response to a request that is not sent because of an error."""
+    """Return the error response for a request that is not sent."""
     form = error_form({"path": path, "headers": []})
     body = form.body(error, request_id, str)
     return InternalResponse(form.status(error), {"x-request-id": request_id}, body, error.code)

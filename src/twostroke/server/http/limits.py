@@ -1,4 +1,4 @@
-"""Limits for one client, and what checks headers and reads bodies within them."""
+"""Limits for one client; checks of request headers, and readers of request bodies, within them."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Scope
 
-_PIECE_BYTES: Final = 1 << 16
-_FROM_PROGRAMS: Final = ("", "application/x-www-form-urlencoded")
-_FROM_BROWSERS: Final = ("origin", "sec-fetch-site")  # one of them comes with every POST
+_SPOOL_BYTES: Final = 1 << 16
+_PROGRAM_MEDIA_TYPES: Final = ("", "application/x-www-form-urlencoded")  # for JSON, as by curl -d
+_BROWSER_HEADERS: Final = ("origin", "sec-fetch-site")  # browsers send at least one of them
 
 
 class RequestLimits(Frozen):
     """Limits for one client: sizes, and how slowly it may send and read.
 
     Attributes:
-        max_body_bytes: a longer request body is refused (413).
-        max_tenant_arriving_bytes: bodies of a tenant that arrive or wait to be read, together;
-            the first 64 KiB of each do not count. More is refused (429).
-        max_arriving_bytes: the same of all tenants (503).
-        max_dropped_bytes: this much of a refused request's body is still read, so that clients that
-            keep sending read the error.
-        max_json_depth: lists and objects nested deeper are refused (400).
-        max_header_bytes: request line and headers together.
+        max_body_bytes: the size of a request body (413).
+        max_tenant_arriving_bytes: the total size of a tenant's bodies that arrive or wait for
+            decoding (429); the first 64 KiB of each body do not count.
+        max_arriving_bytes: the same for all tenants together (503).
+        max_dropped_bytes: bytes to read and drop of a refused request's body, so that clients that
+            keep sending can read the error.
+        max_json_depth: the nesting depth of lists and objects (400).
+        max_header_bytes: the size of the request line and the headers together (431).
         header_timeout_s: from the first byte of a request to the end of its headers.
         body_timeout_s: from the headers to the end of the body (408), also of a refused request.
         idle_timeout_s: how long a connection may stay open between two requests; longer than the
-            timeouts of proxies (60 s is common), which otherwise meet closed connections.
+            timeouts of proxies (60 s is common), which otherwise use closed connections.
         reader_timeout_s: how long a response may wait for a client that reads nothing.
-        max_unread: how many outputs a stream may be behind the engine.
+        max_unread: the number of outputs by which a stream may lag behind the engine.
         max_choices: prompts times n of one request.
-        max_inputs: texts to embed of one request.
-        max_vector_values: of all vectors of a request for embeddings.
-        max_file_bytes: an uploaded file.
-        max_files: files of a tenant when another is uploaded.
-        max_files_bytes: all files of a tenant together, uploads included.
-        file_timeout_s: from the headers of an upload to its end.
-        max_batch_lines: lines of a batch.
+        max_inputs: texts of one embedding request.
+        max_vector_values: values of all vectors of one embedding request.
+        max_file_bytes: the size of an uploaded file.
+        max_files: the number of a tenant's files.
+        max_files_bytes: the total size of a tenant's files, uploads included.
+        file_timeout_s: from the headers of a file upload to its end.
+        max_batch_lines: requests of one batch.
         max_open_batches: batches of a tenant that have not ended.
-        max_batches: OpenAI's batches of a tenant, which it cannot delete; with one more, the oldest
-            that has ended is forgotten, and its files stay.
-        max_batch_bytes: the body of Anthropic's batches, which has all their requests.
-        compile_timeout_s: for a new schema or grammar (400); one is compiled at a time, and the
-            time of waiting does not count.
+        max_batches: a tenant's batches in OpenAI's protocol, which cannot delete them; a new batch
+            over the limit replaces the oldest ended batch, whose files stay.
+        max_batch_bytes: the body of a batch in Anthropic's protocol, which has all its requests.
+        compile_timeout_s: compilation of a new schema or grammar (400), without the time in the
+            queue.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -91,13 +91,13 @@ class RequestLimits(Frozen):
 
 
 def check_headers(scope: Scope, limits: RequestLimits) -> None:
-    """Check the size of the path and the headers, and that the body has one length.
+    """Check the size of the path and the headers, and that the body has only one length.
 
-    The HTTP parser only checks the size of headers that come in several pieces.
+    The HTTP parser checks the size only of headers that arrive in several pieces.
 
     Raises:
-        HeaderSizeError: over the limit.
-        FramingError: the body has a length, and is sent in chunks.
+        HeaderSizeError: path and headers are over the limit.
+        FramingError: the request has both Content-Length and Transfer-Encoding.
     """
     size = len(scope["path"]) + len(scope["query_string"])
     size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
@@ -110,81 +110,86 @@ def check_headers(scope: Scope, limits: RequestLimits) -> None:
 
 @asynccontextmanager
 async def body_of(request: Request, limits: RequestLimits) -> AsyncIterator[bytes]:
-    """Yield the request's body, which counts as arriving until the end of the block.
+    """Yield the request's body, whose bytes count as body memory until the end of the block.
 
-    A body from inside does not count: the server has it in memory anyhow.
+    The body of an internal request does not count, as it is in memory anyway.
 
     Raises:
-        TenantBodiesError, BodiesError: too many bytes arrive.
-        TwostrokeError: as `receive_json`.
+        TenantBodiesError, BodiesError: the bodies in memory are over a limit.
+        TwostrokeError: the errors of `receive_json`.
     """
-    body, num_counted, served = bytearray(), 0, served_of(request.scope)
-    arriving, tenant = served.arriving, served.tenant
+    body = bytearray()
+    num_counted = 0
+    served_request = served_of(request.scope)
+    body_memory = served_request.body_memory
+    tenant = served_request.tenant
 
     async def take(chunk: bytes) -> None:
         nonlocal num_counted
         body.extend(chunk)
-        more = max(0, len(body) - FREE_BYTES) - num_counted
-        if arriving is not None and more:
-            arriving.take(tenant, more)
-            num_counted += more
+        num_new = max(0, len(body) - FREE_BYTES) - num_counted
+        if body_memory is not None and num_new:
+            body_memory.take(tenant, num_new)
+            num_counted += num_new
 
     length = request.headers.get("content-length", "")[:20]
-    if arriving is not None and length.isdecimal() and int(length) <= limits.max_body_bytes:
-        arriving.check(tenant, max(0, int(length) - FREE_BYTES))
+    if body_memory is not None and length.isdecimal() and int(length) <= limits.max_body_bytes:
+        body_memory.check(tenant, max(0, int(length) - FREE_BYTES))
     try:
         await receive_json(request, take, limits.max_body_bytes, limits.body_timeout_s)
-        whole = bytes(body)
-        body.clear()  # it lives as long as the block, and counts once
-        yield whole
+        complete_body = bytes(body)
+        body.clear()  # otherwise the block would hold the bytes twice
+        yield complete_body
     finally:
-        if arriving is not None:
-            arriving.give(tenant, num_counted)
+        if body_memory is not None:
+            body_memory.release(tenant, num_counted)
 
 
 async def read_json(request: Request, limits: RequestLimits) -> bytes:
-    """Return the request's body; raises as `body_of`."""
+    """Return the request's body; raises the errors of `body_of`."""
     async with body_of(request, limits) as body:
         return body
 
 
 class Spool:
-    """Writes bytes in a thread, 64 KiB at a time, since a disk may be slow."""
+    """Buffers bytes and writes them in a thread, 64 KiB at a time, since a disk may be slow."""
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
         """Write with `write`."""
-        self._write, self._piece = write, bytearray()
+        self._write = write
+        self._buffer = bytearray()
 
     async def take(self, chunk: bytes) -> None:
-        """Take the next bytes; raises what `write` raises."""
-        self._piece += chunk
-        if len(self._piece) >= _PIECE_BYTES:
+        """Add the next bytes; raises the errors of `write`."""
+        self._buffer += chunk
+        if len(self._buffer) >= _SPOOL_BYTES:
             await self.end()
 
     async def end(self) -> None:
-        """Write what is left."""
-        piece, self._piece = bytes(self._piece), bytearray()
-        await asyncio.to_thread(self._write, piece)
+        """Write the buffered bytes."""
+        chunk = bytes(self._buffer)
+        self._buffer = bytearray()
+        await asyncio.to_thread(self._write, chunk)
 
 
 async def receive_json(
     request: Request, take: Callable[[bytes], Awaitable[None]], max_bytes: int, timeout_s: float
 ) -> None:
-    """Give the request's body, whose Content-Type must be JSON, to `take`, piece by piece.
+    """Pass the request's body, whose Content-Type must be JSON, to `take`, chunk by chunk.
 
-    Any web page can make a browser send a form or plain text to a server on this machine; JSON
-    needs the server's permission first. `curl -d` calls JSON a form: programs may do that.
+    Any web page can make a browser send a form or plain text to a server on this machine, while
+    JSON needs the server's permission first. Programs may send JSON as a form, as `curl -d` does.
 
     Raises:
         ContentTypeError: the body is not JSON, or is compressed.
         BodySizeError: the body is too long, or its Content-Length is.
-        BodyTimeoutError: the body came too slowly.
-        ClientGoneError: the client left before the end.
+        BodyTimeoutError: the body arrived too slowly.
+        ClientGoneError: the client disconnected before the end of the body.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not _is_program_with(media_type, request):
-        got = f"'{media_type}'" if media_type else "none"
-        raise ContentTypeError(f"The Content-Type must be application/json, got {got}.")
+        received = f"'{media_type}'" if media_type else "none"
+        raise ContentTypeError(f"The Content-Type must be application/json, got {received}.")
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in {"", "identity"}:
         message = f"The body must not be compressed, got the Content-Encoding '{encoding}'."
@@ -209,5 +214,6 @@ async def receive_json(
 
 
 def _is_program_with(media_type: str, request: Request) -> bool:
-    """Whether a program, rather than a browser, sent a media type that programs use for JSON."""
-    return media_type in _FROM_PROGRAMS and not any(map(request.headers.get, _FROM_BROWSERS))
+    """Return whether a program, and no browser, sent a media type that programs use for JSON."""
+    is_browser = any(map(request.headers.get, _BROWSER_HEADERS))
+    return media_type in _PROGRAM_MEDIA_TYPES and not is_browser

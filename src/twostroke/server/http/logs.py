@@ -1,6 +1,6 @@
-"""The server's log: lines for people or for programs, and one for each request.
+"""The server's log, as text or JSON, and the access log with a line for each request.
 
-It has no text of a prompt or an answer, and nothing that a client sends can begin a line.
+The log never contains the text of a prompt or an answer, and no client can forge a line.
 """
 
 from __future__ import annotations
@@ -20,83 +20,91 @@ if TYPE_CHECKING:
     from twostroke.server.http.request_context import ServedRequest
 
 _MAX_PATH_LENGTH: Final = 200
-_POLLED: Final = (*OPEN_PATHS, "/metrics", "/api/state", "/api/plan", "/api/load")  # by programs
-FIGURES: Final = "figures"  # the attribute of a record that has them
-_access = logging.getLogger("twostroke.access")
+_POLLED_PATHS: Final = (
+    *OPEN_PATHS,
+    "/metrics",
+    "/api/state",
+    "/api/plan",
+    "/api/load",
+)  # by load balancers and dashboards
+FIGURES: Final = "figures"  # the attribute of a log record with named values
+_access_logger = logging.getLogger("twostroke.access")
 
 
 class AccessLog:
-    """Logs a line for each request: its path, its status, its tokens and times."""
+    """Logs a line for each request: path, status, tokens and times."""
 
-    def observe(self, served: ServedRequest) -> None:
-        """Log a served request that is over, with seconds rounded to microseconds."""
-        is_fine = served.status < 400 or served.endpoint in OPEN_PATHS  # whose changes are logged
-        is_polled = served.endpoint in _POLLED and is_fine
-        is_often = is_polled or served.is_tried_again
-        level = logging.DEBUG if is_often else logging.INFO
-        if not _access.isEnabledFor(level):
+    def observe(self, served_request: ServedRequest) -> None:
+        """Log a finished request; as DEBUG if it is a successful poll, or is retried."""
+        is_success = (
+            served_request.status < 400 or served_request.endpoint in OPEN_PATHS
+        )  # health changes are logged
+        is_poll = served_request.endpoint in _POLLED_PATHS and is_success
+        is_frequent = is_poll or served_request.is_tried_again
+        level = logging.DEBUG if is_frequent else logging.INFO
+        if not _access_logger.isEnabledFor(level):
             return
-        figures = served.figures() | {"path": served.path[:_MAX_PATH_LENGTH]}
+        figures = served_request.figures() | {"path": served_request.path[:_MAX_PATH_LENGTH]}
         for name, value in figures.items():
             if isinstance(value, float):
-                figures[name] = round(value, 6)
-        _access.log(level, "request", extra={FIGURES: figures})
+                figures[name] = round(value, 6)  # seconds, to microseconds
+        _access_logger.log(level, "request", extra={FIGURES: figures})
 
     def close(self) -> None:
-        """Do nothing: every line is written."""
+        """Do nothing, since every line is already written."""
 
 
 class LogFormatter(logging.Formatter):
-    """A line of text for people, with figures as name=value, or a JSON object in one line."""
+    """Formats a record as a line of text, with figures as name=value, or as a line of JSON."""
 
-    def __init__(self, form: str) -> None:
-        """Write `form`: "text" or "json"."""
+    def __init__(self, log_format: str) -> None:
+        """Format as `log_format`: "text" or "json"."""
         super().__init__()
-        self._is_json = form == "json"
+        self._is_json = log_format == "json"
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; a traceback follows a line of text, and is a field of JSON."""
-        at = datetime.fromtimestamp(record.created, UTC)
-        found = {
-            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        """Return the line; a traceback follows a text line, and is the field `trace` in JSON."""
+        time = datetime.fromtimestamp(record.created, UTC)
+        fields = {
+            "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": one_line(record.getMessage()),
         }
         figures: dict[str, Any] = getattr(record, FIGURES, {})
-        trace = self.formatException(record.exc_info) if record.exc_info else None
+        traceback = self.formatException(record.exc_info) if record.exc_info else None
         if self._is_json:
-            return json.dumps(found | figures | ({"trace": trace} if trace else {}))
-        words = [f"{name}={_word(value)}" for name, value in figures.items()]
-        line = " ".join([found["time"], found["level"], found["message"], *words])
-        return f"{line}\n{trace}" if trace else line
+            return json.dumps(fields | figures | ({"trace": traceback} if traceback else {}))
+        words = [f"{name}={_format_value(value)}" for name, value in figures.items()]
+        line = " ".join([fields["time"], fields["level"], fields["message"], *words])
+        return f"{line}\n{traceback}" if traceback else line
 
 
 @contextmanager
-def logging_to(stream: TextIO, form: str, level: str) -> Iterator[None]:
-    """Write the log to `stream`, as "text" or "json", from a level on.
+def logging_to(stream: TextIO, log_format: str, level: str) -> Iterator[None]:
+    """Write log records of at least `level` to `stream`, as `log_format` ("text" or "json").
 
-    It includes OpenTelemetry's warnings, such as those about a collector that cannot be reached.
+    OpenTelemetry's warnings are included, for example that a collector cannot be reached.
     """
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(LogFormatter(form))
+    handler.setFormatter(LogFormatter(log_format))
     loggers = [logging.getLogger(name) for name in ("twostroke", "opentelemetry")]
-    before = [(logger.level, logger.propagate) for logger in loggers]
-    for logger, least in zip(loggers, (level, "warning"), strict=True):
+    saved = [(logger.level, logger.propagate) for logger in loggers]
+    for logger, min_level in zip(loggers, (level, "warning"), strict=True):
         logger.addHandler(handler)
-        logger.setLevel(least.upper())
+        logger.setLevel(min_level.upper())
         logger.propagate = False
     try:
         yield
     finally:
-        for logger, (old, propagates) in zip(loggers, before, strict=True):
+        for logger, (saved_level, propagates) in zip(loggers, saved, strict=True):
             logger.removeHandler(handler)
-            logger.setLevel(old)
+            logger.setLevel(saved_level)
             logger.propagate = propagates
 
 
-def _word(value: object) -> str:
-    """Return a value without spaces, or in quotes."""
+def _format_value(value: object) -> str:
+    """Return a value as text without spaces, or in quotes."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -104,4 +112,5 @@ def _word(value: object) -> str:
     if isinstance(value, list):
         return ",".join(map(str, value)) or "-"
     text = str(value)
-    return text if text.isascii() and text.isprintable() and " " not in text else json.dumps(text)
+    is_word = text.isascii() and text.isprintable() and " " not in text
+    return text if is_word else json.dumps(text)

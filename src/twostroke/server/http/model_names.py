@@ -10,66 +10,63 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_MOST_SHOWN: Final = 100  # of a name that a client made up
-_LATEST: Final = ":latest"  # which Ollama's clients add
+_MAX_SHOWN_LENGTH: Final = 100  # of an unknown name in an error
+_MAX_ECHO_LENGTH: Final = 200  # of a client's name in responses
+_LATEST: Final = ":latest"  # Ollama's clients add this tag
 
 
 def bare_name(name: str) -> str:
-    """Return a name without owner, tag and case."""
+    """Return a model name in lower case, without owner and tag; equal ones mean the same model."""
     return name.casefold().removesuffix(_LATEST).rpartition("/")[2]
 
 
-def unknown_model(asked: str, known: Sequence[str]) -> ModelNotFoundError:
-    """Return the error for a name that is none of those that are known."""
-    word = asked[:_MOST_SHOWN]
+def unknown_model(name: str, served_names: Sequence[str]) -> ModelNotFoundError:
+    """Return the error for a model name that the server does not know."""
+    shown_name = name[:_MAX_SHOWN_LENGTH]
     return ModelNotFoundError(
         "The model '{name}' does not exist.{hint} Served: {served}.",
         field="model",
-        name=word,
-        hint=nearest(word, known),
-        served=", ".join(known),
+        name=shown_name,
+        hint=nearest(shown_name, served_names),
+        served=", ".join(served_names),
     )
 
 
-_MAX_ECHO_LENGTH: Final = 200  # of a name that responses repeat
-
-
 class ModelNames(Frozen):
-    """The names of the models, the default first.
+    """The names of the served models, with the default model first.
 
-    With `takes_any` every other name means the default.
+    With `takes_any`, an unknown name means the default model.
     """
 
-    known: tuple[str, ...]
+    served_names: tuple[str, ...]
     takes_any: bool = False
 
-    def find(self, asked: str | None) -> str:
-        """Return the name for the response: as the client wrote it, if it is a name that is known.
+    def find(self, name: str | None) -> str:
+        """Return the model name for the response: the client's name, if it is short.
 
-        Upper and lower case are the same, and an owner before the name (`openai/NAME`) and the tag
-        `:latest` do not count.
+        Case, an owner before the name (`openai/NAME`) and the tag `:latest` are ignored.
 
         Raises:
-            ModelNotFoundError: the client asks for another model.
+            ModelNotFoundError: no served model has this name.
         """
-        known = self.known_name(asked)
-        is_short = asked and len(asked) <= _MAX_ECHO_LENGTH and asked.isprintable()
-        return asked if asked and is_short else known
+        served_name = self.served_name(name)
+        if name and len(name) <= _MAX_ECHO_LENGTH and name.isprintable():
+            return name
+        return served_name
 
     def is_known(self, name: str) -> bool:
-        """Whether a request with this name would mean one of the models."""
-        return bare_name(name) in map(bare_name, self.known)
+        """Return whether a name means one of the served models."""
+        return bare_name(name) in map(bare_name, self.served_names)
 
-    def known_name(self, asked: str | None) -> str:
-        """Return the known name that the client means; errors as `find`."""
-        if not asked:
-            return self.known[0]
-        if asked in self.known:
-            return asked
-        bare = bare_name(asked)
-        for name in self.known:
-            if bare_name(name) == bare:
-                return name
+    def served_name(self, name: str | None) -> str:
+        """Return the served model's own name for a client's name; raises the error of `find`."""
+        if not name:
+            return self.served_names[0]
+        if name in self.served_names:
+            return name
+        for served_name in self.served_names:
+            if bare_name(served_name) == bare_name(name):
+                return served_name
         if self.takes_any:
-            return self.known[0]
-        raise unknown_model(asked, self.known)
+            return self.served_names[0]
+        raise unknown_model(name, self.served_names)

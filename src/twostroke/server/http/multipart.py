@@ -1,4 +1,4 @@
-"""Reads `multipart/form-data` (RFC 7578) as it comes: one file and some short fields."""
+"""Reads `multipart/form-data` (RFC 7578) as it arrives: one file and some short fields."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-_BOUNDARY: Final = re.compile(r"boundary=(?:\"([^\"]{1,70})\"|([^\s;\"]{1,70}))", re.IGNORECASE)
-_NAME: Final = re.compile(r"[;\s]name=\"([^\"]*)\"")
-_FILENAME: Final = re.compile(r"[;\s]filename=\"([^\"]*)\"")
-_MAX_HEAD_BYTES: Final = 8192  # of one part
+_BOUNDARY_PARAMETER: Final = re.compile(
+    r"boundary=(?:\"([^\"]{1,70})\"|([^\s;\"]{1,70}))", re.IGNORECASE
+)
+_NAME_PARAMETER: Final = re.compile(r"[;\s]name=\"([^\"]*)\"")
+_FILENAME_PARAMETER: Final = re.compile(r"[;\s]filename=\"([^\"]*)\"")
+_MAX_HEAD_BYTES: Final = 8192  # of one part's headers
 _MAX_FIELD_BYTES: Final = 1024
 _MAX_PARTS: Final = 16
 
@@ -39,19 +41,21 @@ async def read_form(
     *,
     file_field: str = "file",
 ) -> dict[str, str]:
-    """Return the fields, and the name of the file under `file_field`; `write` takes the file's
-    bytes, in a thread.
+    """Return a form's fields; the value of `file_field` is the file's name.
+
+    `write` is called in a thread with the file's bytes.
 
     Raises:
         ContentTypeError: the body is not multipart/form-data.
-        RequestError: the body is malformed, or it has two files or too many or too long fields.
-        MissingFieldError: there is no file.
+        RequestError: the body is malformed, or has two files, or too many or too long fields.
+        MissingFieldError: the form has no file.
         BodySizeError: the file has more than `max_bytes`.
-        BodyTimeoutError, ClientGoneError: as `read_json`.
+        BodyTimeoutError: the file arrived too slowly.
+        ClientGoneError: the client disconnected before the end of the body.
     """
-    kind = request.headers.get("content-type", "")
-    boundary = _BOUNDARY.search(kind)
-    if not kind.lower().startswith("multipart/form-data") or boundary is None:
+    content_type = request.headers.get("content-type", "")
+    boundary = _BOUNDARY_PARAMETER.search(content_type)
+    if not content_type.lower().startswith("multipart/form-data") or boundary is None:
         raise ContentTypeError("The Content-Type must be multipart/form-data with a boundary.")
     form = _Form(f"\r\n--{boundary[1] or boundary[2]}".encode(), write, max_bytes, file_field)
     spool = Spool(form.feed)
@@ -68,7 +72,7 @@ async def read_form(
 
 
 class _Form:
-    """The parts so far. Memory is bounded: the file is passed on, and all else is short."""
+    """An incremental parser with bounded memory: it passes the file on, and fields are short."""
 
     def __init__(
         self,
@@ -84,15 +88,17 @@ class _Form:
         self._fields: dict[str, str] = {}
         self._num_bytes = 0
         self._is_over = False
-        self._rest = bytearray(b"\r\n")  # so that the first delimiter is like the others
-        self._steps = self._parse()
-        next(self._steps)
+        self._buffer = bytearray(b"\r\n")  # so the first delimiter looks like the others
+        self._parser = self._parse()
+        next(self._parser)
 
     def feed(self, chunk: bytes) -> None:
-        self._rest += chunk
-        next(self._steps)
+        """Parse the next bytes."""
+        self._buffer += chunk
+        next(self._parser)
 
     def finish(self) -> dict[str, str]:
+        """Return the fields of the complete form."""
         if not self._is_over:
             raise RequestError("The form is incomplete: its last boundary is missing.")
         if self._file_field not in self._fields:
@@ -100,47 +106,51 @@ class _Form:
         return self._fields
 
     def _parse(self) -> Iterator[None]:
-        """Take parts from the rest; yields where more bytes are needed."""
-        rest, delimiter = self._rest, self._delimiter
+        """Parse the buffer; yields whenever more bytes are needed."""
+        buffer, delimiter = self._buffer, self._delimiter
         yield from self._skip_preamble()
         for _ in range(_MAX_PARTS):
-            while len(rest) < 2:
+            while len(buffer) < 2:
                 yield
-            if rest[:2] == b"--":
+            if buffer[:2] == b"--":
                 self._is_over = True
-                while True:  # what follows is dropped
-                    rest.clear()
+                while True:  # drop bytes after the last boundary
+                    buffer.clear()
                     yield
-            while (end := rest.find(b"\r\n\r\n")) < 0:
-                if len(rest) > _MAX_HEAD_BYTES:
-                    raise RequestError("The form has a part with too long a head.")
+            while (end := buffer.find(b"\r\n\r\n")) < 0:
+                if len(buffer) > _MAX_HEAD_BYTES:
+                    raise RequestError(
+                        f"A part of the form has headers larger than {_MAX_HEAD_BYTES} bytes."
+                    )
                 yield
-            take = self._taker(rest[:end].decode("utf-8", "replace"))
-            del rest[: end + 4]
-            while (end := rest.find(delimiter)) < 0:
-                ready = max(0, len(rest) - len(delimiter))
-                take(bytes(rest[:ready]))
-                del rest[:ready]
+            take = self._taker(buffer[:end].decode("utf-8", "replace"))
+            del buffer[: end + 4]
+            while (end := buffer.find(delimiter)) < 0:
+                ready = max(0, len(buffer) - len(delimiter))
+                take(bytes(buffer[:ready]))
+                del buffer[:ready]
                 yield
-            take(bytes(rest[:end]))
-            del rest[: end + len(delimiter)]
+            take(bytes(buffer[:end]))
+            del buffer[: end + len(delimiter)]
         raise RequestError(f"The form has more than {_MAX_PARTS - 1} parts.")
 
     def _skip_preamble(self) -> Iterator[None]:
-        while (start := self._rest.find(self._delimiter)) < 0:
-            if len(self._rest) > _MAX_HEAD_BYTES:
+        while (start := self._buffer.find(self._delimiter)) < 0:
+            if len(self._buffer) > _MAX_HEAD_BYTES:
                 raise RequestError("The form does not begin with its boundary.")
             yield
-        del self._rest[: start + len(self._delimiter)]
+        del self._buffer[: start + len(self._delimiter)]
 
     def _taker(self, head: str) -> Callable[[bytes], None]:
-        """Return what takes the bytes of a part with this head."""
-        named, file = _NAME.search(head), _FILENAME.search(head)
-        name = named[1] if named is not None else ""
+        """Return the function that receives the bytes of the part with these headers."""
+        name_match = _NAME_PARAMETER.search(head)
+        filename_match = _FILENAME_PARAMETER.search(head)
+        name = name_match[1] if name_match is not None else ""
         if name in self._fields:
             raise RequestError("is sent twice.", field=name)
         if name == self._file_field:
-            self._fields[name] = file[1] if file is not None else ""  # some clients name none
+            # Some clients send no file name.
+            self._fields[name] = filename_match[1] if filename_match is not None else ""
             return self._take_file
         self._fields[name] = ""
 

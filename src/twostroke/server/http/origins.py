@@ -1,9 +1,9 @@
-"""Which hosts and web origins may use the server: protection from web pages, and CORS.
+"""Checks of `Host` and `Origin` that protect the server from web pages, and CORS headers.
 
-Any web page can make a browser send requests to this machine and its network, in the page's own
-name (`Origin`) or, after its domain was pointed to an address of this network (DNS rebinding), in
-that of its domain (`Host`). Pages can forge neither header. A server without keys checks both. One
-with keys need not, since pages do not know a key.
+Any web page can make a browser send requests to this machine and its network. Such a request has
+the page's `Origin`. If the page's domain was pointed to an address of this network (DNS rebinding),
+its `Host` is that domain. Pages can forge neither header. A server without keys checks both
+headers; a server with keys need not, since pages do not know a key.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ if TYPE_CHECKING:
     Headers = list[tuple[bytes, bytes]]
 
 ANY: Final = "*"
-_MOST_HOSTS: Final = 64  # whose names are remembered: clients have few
+_MAX_CACHED_HOSTS: Final = 64  # clients use few names
 
-_NAME: Final = r"[a-z0-9_](?:[a-z0-9._-]{0,251}[a-z0-9_])?"  # an IPv4 address is one, too
-_HOST: Final = re.compile(rf"(?P<name>{_NAME}|\[[0-9a-f:.]{{2,45}}\])\.?(?::(?P<port>\d{{0,5}}))?")
+_NAME_PATTERN: Final = r"[a-z0-9_](?:[a-z0-9._-]{0,251}[a-z0-9_])?"  # an IPv4 address is one, too
+_HOST: Final = re.compile(
+    rf"(?P<name>{_NAME_PATTERN}|\[[0-9a-f:.]{{2,45}}\])\.?(?::(?P<port>\d{{0,5}}))?"
+)
 _ORIGIN: Final = re.compile(rf"(?P<scheme>[a-z][a-z0-9+.-]{{0,31}})://(?P<host>{_HOST.pattern})")
 _DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}  # browsers leave them out
-# No public DNS has these, and none has names without a dot.
+# Public DNS has no names with these ends, and no names without a dot.
 _LOCAL_NAMES: Final = (".localhost", ".local", ".internal", ".home.arpa")
 
 _REQUEST_METHOD: Final = b"access-control-request-method"
@@ -41,13 +43,21 @@ _NETWORK: Final = b"access-control-%s-private-network"
 _HEADER_NAMES: Final = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,4096}")
 _METHODS: Final = b"GET, HEAD, POST, DELETE"
 _MAX_AGE: Final = b"7200"  # Chromium's limit
-_COUNTED: Final = ("requests", "tokens")
-_COUNTS: Final = ("limit", "remaining", "reset")
+_LIMITED_RESOURCES: Final = ("requests", "tokens")
+_LIMIT_FIELDS: Final = ("limit", "remaining", "reset")
 _EXPOSED: Final = ", ".join(
     (
         *("x-request-id", "request-id", "retry-after", "x-should-retry", "twostroke-ignored"),
-        *(f"x-ratelimit-{what}-{name}" for name in _COUNTED for what in _COUNTS),
-        *(f"anthropic-ratelimit-{name}-{what}" for name in _COUNTED for what in _COUNTS),
+        *(
+            f"x-ratelimit-{field_name}-{name}"
+            for name in _LIMITED_RESOURCES
+            for field_name in _LIMIT_FIELDS
+        ),
+        *(
+            f"anthropic-ratelimit-{name}-{field_name}"
+            for name in _LIMITED_RESOURCES
+            for field_name in _LIMIT_FIELDS
+        ),
     )
 ).encode()
 
@@ -60,33 +70,33 @@ class ForbiddenError(TwostrokeError):
 
 
 class ForbiddenHostError(ForbiddenError):
-    """The server does not answer to the request's Host."""
+    """The request's Host is not a name of the server."""
 
     code = "forbidden_host"
 
 
 class Access(Protocol):
-    """The options of a server that say who may use it."""
+    """The options of a server that limit access."""
 
     @property
     def host(self) -> str:
-        """The address that it listens on."""
+        """The address on which the server listens."""
 
     @property
     def has_keys(self) -> bool:
-        """Whether clients need a key now."""
+        """Whether clients need an API key now."""
 
     @property
     def cors_origins(self) -> tuple[str, ...]:
-        """The web origins whose pages may use it; "*" allows all."""
+        """The web origins whose pages may use the server; "*" allows all."""
 
     @property
     def allowed_hosts(self) -> tuple[str, ...]:
-        """Names by which clients may reach it, besides its address."""
+        """Host names of the server besides its address."""
 
 
 def check_access(options: Access) -> None:
-    """Check what a server's user chose.
+    """Check a server's options.
 
     Raises:
         UsageError: an origin or a host is malformed, or all origins are allowed without keys.
@@ -102,41 +112,42 @@ def check_access(options: Access) -> None:
 
 
 class Origins:
-    """The rules of one server."""
+    """One server's rules for hosts and origins."""
 
     def __init__(self, options: Access) -> None:
-        """Read the rules from options that have been checked; keys that come later relax none."""
+        """Read the rules from valid options; keys that are created later do not relax them."""
         self._is_private = is_loopback(options.host)
         self._checks_hosts = not options.has_keys or bool(options.allowed_hosts)
         self._is_keyless = not options.has_keys
-        self._is_own = lru_cache(_MOST_HOSTS)(self._means_this)
+        self._is_this_server = lru_cache(_MAX_CACHED_HOSTS)(self._is_name_of_this_server)
         self._hosts = {options.host.lower(), *map(parse_host, options.allowed_hosts)}
         self._allows_any = ANY in options.cors_origins
-        listed = (one for one in options.cors_origins if one != ANY)
-        self._listed = frozenset(parse_origin(one).encode() for one in listed)
+        self._listed = frozenset(
+            parse_origin(origin).encode() for origin in options.cors_origins if origin != ANY
+        )
 
     def check(self, scope: Scope) -> None:
         """Check a request's Host and Origin.
 
         Raises:
-            ForbiddenError: this server does not answer to that name, or not to pages of that
-                origin.
+            ForbiddenError: the host is not a name of this server, or pages of the origin may not
+                use it.
         """
         host, origin = _header(scope, b"host"), _header(scope, b"origin")
-        if host and self._checks_hosts and not self._is_own(host):
-            found = _match(_HOST, host)
-            name = _shown(host) if found is None else found["name"]
+        if host and self._checks_hosts and not self._is_this_server(host):
+            match = _match(_HOST, host)
+            name = _printable(host) if match is None else match["name"]
             remedy = f": start it with --allowed-host {name} if clients may use that name"
             raise ForbiddenHostError(
-                f"This server does not answer to the name '{name}'{remedy if found else ''}."
+                f"This server does not answer to the name '{name}'{remedy if match else ''}."
             )
         if origin is None or self._is_listed(origin):
             return
-        if is_preflight(scope) or (self._is_keyless and not _is_near(origin, host or b"")):
-            shown = _shown(origin)
-            listed = shown if _match(_ORIGIN, origin) else "'*' and with keys"
+        if is_preflight(scope) or (self._is_keyless and not _is_local_page(origin, host or b"")):
+            printable = _printable(origin)
+            listed = printable if _match(_ORIGIN, origin) else "'*' and with keys"
             raise ForbiddenError(
-                f"Web pages of the origin '{shown}' may not use this server: start it with "
+                f"Web pages of the origin '{printable}' may not use this server: start it with "
                 f"--cors-origin {listed} to allow them."
             )
 
@@ -147,28 +158,28 @@ class Origins:
         if origin is None or not self._is_listed(origin):
             return vary
         allowed = ANY.encode() if self._allows_any else origin
-        found = [
+        headers = [
             *vary,
             (b"access-control-allow-origin", allowed),
             (b"access-control-expose-headers", _EXPOSED),
         ]
         if is_preflight(scope):
-            found += _preflight_headers(scope)
-        return found
+            headers += _preflight_headers(scope)
+        return headers
 
     def _is_listed(self, origin: bytes) -> bool:
         return self._allows_any or origin in self._listed
 
-    def _means_this(self, host: bytes) -> bool:
-        """Whether clients may reach the server under this name.
+    def _is_name_of_this_server(self, host: bytes) -> bool:
+        """Return whether clients may reach the server under a host name.
 
-        Beyond this machine, addresses and names that no public DNS has are safe, too: a page of
-        such a host is not a stranger's.
+        A server that listens beyond this machine also accepts addresses and names outside public
+        DNS, since no stranger's web page has such a host.
         """
-        found = _match(_HOST, host)
-        if found is None:
+        match = _match(_HOST, host)
+        if match is None:
             return False
-        name = found["name"]
+        name = match["name"]
         if name in self._hosts or is_loopback(name):
             return True
         is_local = _is_address(name) or "." not in name or name.endswith(_LOCAL_NAMES)
@@ -176,7 +187,7 @@ class Origins:
 
 
 class OriginCheck:
-    """Refuses requests against the rules, and answers preflights, which never carry a key."""
+    """Refuses requests against the rules, and answers CORS preflights, which never have a key."""
 
     def __init__(self, app: ASGIApp, origins: Origins) -> None:
         """Wrap `app`."""
@@ -184,7 +195,7 @@ class OriginCheck:
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, refuse it, or answer it. The outermost layer adds CORS headers."""
+        """Pass a request on, or answer it. The outermost layer adds the CORS headers."""
         if scope["type"] == "http" and sender_of(scope) is None:
             response = self._answer(scope)
             if response is not None:
@@ -203,37 +214,37 @@ class OriginCheck:
 
 
 def parse_origin(text: str) -> str:
-    """Return an origin as browsers send it, without the slash that may end it.
+    """Return an origin as browsers send it, without a slash at its end.
 
     Raises:
-        UsageError: it is not an origin.
+        UsageError: the text is not an origin.
     """
     origin = text.lower().removesuffix("/")
-    found = _ORIGIN.fullmatch(origin)
-    if found is None or int(found["port"] or 1) > 65535:
+    match = _ORIGIN.fullmatch(origin)
+    if match is None or int(match["port"] or 1) > 65535:
         message = "must be an origin such as https://app.example:3000, without a path, got {value}."
         raise UsageError(message, field="cors_origins", value=repr(text))
-    return origin.removesuffix(_DEFAULT_PORTS.get(found["scheme"], ""))
+    return origin.removesuffix(_DEFAULT_PORTS.get(match["scheme"], ""))
 
 
 def parse_host(text: str) -> str:
-    """Return the name of a host as `Host` has it: in lower case, IPv6 addresses in brackets.
+    """Return a host's name as in `Host`: in lower case, with IPv6 addresses in brackets.
 
     Raises:
-        UsageError: it is not a name or an address.
+        UsageError: the text is not a name or an address.
     """
     name = text.lower().removesuffix(".")
     if ":" in name and not name.startswith("["):
         name = f"[{name}]"
-    found = _HOST.fullmatch(name)
-    if found is None or found["port"] is not None or (name[0] == "[" and not _is_address(name)):
+    match = _HOST.fullmatch(name)
+    if match is None or match["port"] is not None or (name[0] == "[" and not _is_address(name)):
         message = "must be a host's name or address, without scheme and port, got {value}."
         raise UsageError(message, field="allowed_hosts", value=repr(text))
     return name
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name or an address always means this machine itself."""
+    """Return whether a name or an address always means this machine itself."""
     try:
         return ip_address(name.strip("[]")).is_loopback
     except ValueError:
@@ -241,36 +252,36 @@ def is_loopback(name: str) -> bool:
 
 
 def is_preflight(scope: Scope) -> bool:
-    """Whether a browser asks if it may send a page's request."""
+    """Return whether a request is a CORS preflight, which asks for permission."""
     has_both = _header(scope, b"origin") is not None and _header(scope, _REQUEST_METHOD) is not None
     return scope["method"] == "OPTIONS" and has_both
 
 
 def wants_page(request: Request) -> bool:
-    """Whether the request comes from a browser rather than a program."""
+    """Return whether the client accepts HTML, as browsers do and programs do not."""
     return "text/html" in request.headers.get("accept", "").lower()
 
 
-def _is_near(origin: bytes, host: bytes) -> bool:
-    """Whether an origin is the server's own, or a page of this machine.
+def _is_local_page(origin: bytes, host: bytes) -> bool:
+    """Return whether an origin is the server's own, or a page of this machine.
 
-    The latter, such as a development server that passes requests on, gets no CORS headers: its
+    A page of this machine, for example of a development proxy, gets no CORS headers, so its
     scripts can neither read responses nor send JSON.
     """
-    found = _match(_ORIGIN, origin)
-    if found is None or found["scheme"] not in _DEFAULT_PORTS:
+    match = _match(_ORIGIN, origin)
+    if match is None or match["scheme"] not in _DEFAULT_PORTS:
         return False
-    return found["host"] == host.decode("latin-1").lower() or is_loopback(found["name"])
+    return match["host"] == host.decode("latin-1").lower() or is_loopback(match["name"])
 
 
 def _preflight_headers(scope: Scope) -> Headers:
-    found = [(b"access-control-allow-methods", _METHODS), (b"access-control-max-age", _MAX_AGE)]
-    asked = _header(scope, _REQUEST_HEADERS) or b""
-    if _HEADER_NAMES.fullmatch(asked):  # SDKs add headers of their own: any may be sent
-        found.append((b"access-control-allow-headers", asked))
-    if _header(scope, _NETWORK % b"request") == b"true":  # of Chromium before version 142
-        found.append((_NETWORK % b"allow", b"true"))
-    return found
+    headers = [(b"access-control-allow-methods", _METHODS), (b"access-control-max-age", _MAX_AGE)]
+    requested_headers = _header(scope, _REQUEST_HEADERS) or b""
+    if _HEADER_NAMES.fullmatch(requested_headers):  # SDKs add their own headers, so all are allowed
+        headers.append((b"access-control-allow-headers", requested_headers))
+    if _header(scope, _NETWORK % b"request") == b"true":  # Chromium before version 142
+        headers.append((_NETWORK % b"allow", b"true"))
+    return headers
 
 
 def _is_address(name: str) -> bool:
@@ -289,5 +300,5 @@ def _match(form: re.Pattern[str], value: bytes) -> re.Match[str] | None:
     return form.fullmatch(value.decode("latin-1").lower())
 
 
-def _shown(value: bytes) -> str:
+def _printable(value: bytes) -> str:
     return value[:100].decode("latin-1")

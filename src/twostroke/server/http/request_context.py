@@ -1,4 +1,4 @@
-"""One request and its response, as errors, logs and traces report it: figures without any text."""
+"""The facts of one request and its response, for errors, logs and traces; without any text."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from twostroke.server.http.body_limits import BodyMemory
 
 STATE_KEY: Final = "served"  # in the state of the ASGI scope
-LATER: Final = frozenset((408, 429, 503, 529))  # the same request may succeed later
-_CLIENT_GONE: Final = 499  # nginx's status for a client that left before its response
+RETRYABLE_STATUSES: Final = frozenset((408, 429, 503, 529))  # a retry may succeed later
+_CLIENT_GONE: Final = 499  # nginx's status for a client that disconnects before its response
 
 
 class ErrorForm(Frozen):
-    """How a protocol reports errors.
+    """The form of a protocol's error responses.
 
     Attributes:
         status: returns the HTTP status of an error.
-        body: returns the JSON, from the error, the request's id and the names of fields.
-        struct: the type of that JSON.
-        id_header: a second header for the request's id.
+        body: returns the JSON body, from the error, the request's id and the names of fields.
+        struct: the type of the JSON body.
+        id_header: another response header with the request's id.
     """
 
     status: Callable[[TwostrokeError], int]
@@ -41,65 +41,66 @@ class ErrorForm(Frozen):
 
 
 class Used(Protocol):
-    """The tokens that were taken for a request; `cached_tokens` are a part of its prompt's."""
+    """The tokens that a request has used; `prompt_tokens` include `cached_tokens`."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """The number of prompt tokens."""
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that were not computed again."""
+        """The number of prompt tokens from the prefix cache."""
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of the answers."""
+        """The number of answer tokens."""
 
 
 class RequestWork(Protocol):
-    """What is done for a request: by an engine, or by another server."""
+    """The work on a request, by an engine or by another server."""
 
     @property
     def num_open(self) -> int:
-        """How many answers have not ended."""
+        """The number of answers that have not ended."""
 
     @property
     def used(self) -> Used | None:
-        """The tokens that were taken so far; None if it takes none, or was refused."""
+        """The tokens used so far; None if the request uses none or was refused."""
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures so far for logs and traces."""
+        """Return the current figures for logs and traces."""
 
 
 @dataclass(slots=True)
 class ServedRequest:
-    """The facts of a request; each layer of the server adds those that it finds out.
+    """The facts of a request; each layer of the server adds its own.
 
     Attributes:
         request_id: the client's id, or a new one.
-        error_form: how the protocol writes errors.
+        error_form: the form of the protocol's errors.
         method, path, traceparent: as the client sent them.
-        began_s, ended_s: times of the monotonic clock.
-        tenant: the owner of the API key; empty without.
-        key: the key, if the request has one.
-        weight: the tenant's share against that of others.
+        began_s, ended_s: monotonic times of the request's start and end.
+        tenant: the owner of the API key; empty without a key.
+        key: the request's API key, if it has one.
+        weight: the tenant's weight in fair queues.
         timeout_s: how long the request may take.
-        is_from_router: whether its sender has a router's key, and may name tenants.
-        service: the class of service of a request from inside; None for one that chooses.
-        field_names: the protocol's names of the engine's fields, for errors; `[]` stands for a
-            place in a list, as in `tools[].name`.
-        ignored: the names of fields that had no effect.
-        endpoint: the route that answers.
-        status: 0 until a response begins.
+        is_from_router: whether the sender has a router's key, and may name tenants.
+        service: the service tier of an internal request; None if the request itself names one.
+        field_names: the protocol's names of the engine's fields, for errors; `[]` stands for a list
+            index, as in `tools[].name`.
+        ignored: the names of request fields that have no effect.
+        endpoint: the path of the route that answers.
+        status: the HTTP status; 0 until a response begins.
         error: the code of the error that ended the request.
         model, response_id: as the response has them.
         known_model: the server's own name of the model.
-        keep_s: how long the model shall stay loaded afterwards, if the request says so.
-        running: the work that is done for the request, if any.
-        reserve: to be called with the most tokens that the request may need, before it is computed;
-            raises if its key may not have them now.
-        trace_id: empty without traces.
-        arriving: counts the bodies of the server's clients; None for a request from inside.
+        keep_s: seconds that the model stays loaded after the request, if the request says so.
+        running: the work on the request, if it has started.
+        reserve: called before the request is computed, with the maximum number of tokens that it
+            may use; raises if the key's limits do not allow them now.
+        is_client_gone: whether the client disconnected before the end of the response.
+        trace_id: the id of the trace; empty without traces.
+        body_memory: counts the bytes of clients' bodies; None for an internal request.
     """
 
     request_id: str
@@ -128,33 +129,36 @@ class ServedRequest:
     reserve: Callable[[int], None] = lambda _num_tokens: None
     is_client_gone: bool = False
     trace_id: str = ""
-    arriving: BodyMemory | None = None
+    body_memory: BodyMemory | None = None
 
-    def own(self, key: Key) -> None:
-        """Note whose request it is."""
-        self.tenant, self.key, self.weight = key.tenant, key, key.weight
+    def set_owner(self, key: Key) -> None:
+        """Set the request's key, and the key's tenant and weight."""
+        self.key = key
+        self.tenant = key.tenant
+        self.weight = key.weight
 
     @property
     def is_tried_again(self) -> bool:
-        """Whether the server sent the request itself, and will again; its runner says why."""
-        return self.service is not None and self.status in LATER
+        """Whether this is a batch request that its runner will send again."""
+        return self.service is not None and self.status in RETRYABLE_STATUSES
 
     @property
     def used(self) -> Used | None:
-        """The tokens that were taken for the request so far; None if there is none to count."""
+        """The tokens that the request has used so far; None if it uses none."""
         return None if self.running is None else self.running.used
 
     def end(self) -> None:
-        """Note the end of the response."""
+        """Record the end of the response, and whether the client disconnected before it."""
         self.ended_s = time.monotonic()
         is_cut = self.running is not None and self.running.num_open > 0
         self.is_client_gone = is_cut and self.error is None
         if not self.status or self.status == _CLIENT_GONE:
-            self.is_client_gone, self.status = True, _CLIENT_GONE
+            self.is_client_gone = True
+            self.status = _CLIENT_GONE
 
     def figures(self) -> dict[str, Any]:
-        """Return the facts by the names that the access log has for them, without unknown ones."""
-        found = {
+        """Return the known facts, by their names in the access log."""
+        figures = {
             "request_id": self.request_id,
             "method": self.method,
             "path": self.path,
@@ -168,20 +172,20 @@ class ServedRequest:
             "model": self.model or None,
             **(self.running.figures() if self.running is not None else {}),
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in figures.items() if value is not None}
 
 
 def served_of(scope: Scope) -> ServedRequest:
-    """Return the served request that the outermost layer began."""
-    found: ServedRequest = scope["state"][STATE_KEY]
-    return found
+    """Return the request's facts, which the outermost layer has put into the scope."""
+    served_request: ServedRequest = scope["state"][STATE_KEY]
+    return served_request
 
 
 class Observer(Protocol):
-    """Logs or exports requests that are over. It runs on the event loop, and must not block."""
+    """Logs or exports finished requests. It runs on the event loop, and must not block."""
 
-    def observe(self, served: ServedRequest) -> None:
-        """Take note of a served request that is over."""
+    def observe(self, served_request: ServedRequest) -> None:
+        """Record a finished request."""
 
     def close(self) -> None:
-        """Send the rest; no request follows."""
+        """Send the remaining records; no request follows."""

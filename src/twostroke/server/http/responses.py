@@ -22,34 +22,40 @@ _CHUNK_BYTES: Final = 1 << 18
 
 
 def to_json(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a response with a body of JSON."""
+    """Return a response with a JSON body."""
     return Response(encode_json(body), status, headers, media_type="application/json")
 
 
 class JsonInChunks(Response):
-    """A large response of JSON, sent in chunks between which the event loop does other work."""
+    """A large JSON response, sent in chunks, between which the event loop does other work."""
 
     media_type = "application/json"
 
     def __init__(
         self, body: Callable[[list[msgspec.Raw]], object], parts: list[msgspec.Raw]
     ) -> None:
-        """Respond with `body(parts)`; `body` puts encoded parts into one list, or takes one."""
+        """Respond with `body(parts)`, whose JSON must contain the encoded `parts` as one list."""
         marker = b'"%b"' % secrets.token_hex(16).encode()
+        # The list is encoded with a marker in place of the parts, so that they are not copied.
         before, _, after = encode_json(body([msgspec.Raw(marker)])).partition(marker)
-        self._pieces = [before]
+        self._segments = [before]
         for index, part in enumerate(parts):
-            self._pieces += [b",", part] if index else [part]
-        self._pieces.append(after)
-        size = sum(memoryview(piece).nbytes for piece in self._pieces)
+            self._segments += [b",", part] if index else [part]
+        self._segments.append(after)
+        size = sum(memoryview(segment).nbytes for segment in self._segments)
         super().__init__(headers={"content-length": str(size)})
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         """Send the response."""
-        status, headers = self.status_code, self.raw_headers
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        for piece in self._pieces:
-            view = memoryview(piece)
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        for segment in self._segments:
+            view = memoryview(segment)
             for first in range(0, view.nbytes, _CHUNK_BYTES):
                 chunk = bytes(view[first : first + _CHUNK_BYTES])
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -57,12 +63,12 @@ class JsonInChunks(Response):
 
 
 def sse(data: bytes) -> bytes:
-    """Return one server-sent event without a name."""
+    """Return a server-sent event without a name."""
     return b"data: %b\n\n" % data
 
 
 def named_sse(data: msgspec.Struct) -> bytes:
-    """Return one server-sent event; its name is the struct's tag."""
+    """Return a server-sent event whose name is the struct's tag."""
     name = data.__struct_config__.tag
     assert isinstance(name, str)
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json(data))
@@ -70,14 +76,14 @@ def named_sse(data: msgspec.Struct) -> bytes:
 
 T = TypeVar("T")
 
-ABORT: Final = "twostroke.abort"  # the ASGI extension that closes a connection at once
+ABORT: Final = "twostroke.abort"  # the scope extension that closes a connection at once
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Return what `work` returns, unless the client leaves first.
+    """Return the result of `work`, which is cancelled if the client disconnects first.
 
     Raises:
-        ClientGoneError: it left; `work` was cancelled.
+        ClientGoneError: the client disconnected.
     """
     task = asyncio.ensure_future(work)
     disconnect = asyncio.create_task(until_disconnect(receive))
@@ -93,14 +99,14 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def until_disconnect(receive: Receive) -> None:
-    """Return once the client has left; a body that still comes is dropped."""
+    """Return when the client has disconnected; the rest of the request's body is dropped."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def abort_connection(scope: Scope) -> None:
-    """Close the connection at once, without the data that the client has not read."""
+    """Close the connection at once, and drop data that the client has not read."""
     abort = scope.get("extensions", {}).get(ABORT)
     if abort is not None:
         abort()
-        await asyncio.sleep(0)  # the server notices in the loop's next round
+        await asyncio.sleep(0)  # the server notices in the event loop's next round

@@ -1,4 +1,4 @@
-"""How long clients wait: their own timeouts, and when those that are refused may come back."""
+"""Request timeouts, which clients set in a header, and the `Retry-After` of refused requests."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 TIMEOUT_HEADER: Final = "x-request-timeout"
 MAX_TIMEOUT_S: Final = 86400.0
-# All numbers above 0 and up to `MAX_TIMEOUT_S`; the OpenAPI document states a text's form only.
+# Numbers above 0 and up to `MAX_TIMEOUT_S`, as a pattern for the OpenAPI document.
 TIMEOUT_FORM: Final = (
     r"^(0{1,9}\.0{0,8}[1-9][0-9]{0,8}"
     r"|0{0,4}([1-9][0-9]{0,3}|[1-7][0-9]{4}|8[0-5][0-9]{3}|86[0-3][0-9]{2})(\.[0-9]{1,9})?"
     r"|0{0,4}86400(\.0{1,9})?)$"
 )
-RETRY_AFTER_S: Final = 1  # at least, and where nothing is known
+RETRY_AFTER_S: Final = 1  # the minimum, and the default
 MAX_RETRY_AFTER_S: Final = 60
-_SPREAD: Final = 0.25  # of a time, which is added to it at random
-_LATEST_S: Final = MAX_RETRY_AFTER_S / (1 + _SPREAD)
+_JITTER_RATIO: Final = 0.25  # at most this share of a time is added to it at random
+_MAX_ROOM_S: Final = MAX_RETRY_AFTER_S / (1 + _JITTER_RATIO)
 
 
 def timeout_of(scope: Scope) -> float:
-    """Return the seconds that a request may take by its header; inf without one.
+    """Return the timeout in seconds from a request's header; infinity without the header.
 
     Raises:
         RequestError: the header is not a number of seconds, or too large.
     """
     name = TIMEOUT_HEADER.encode()
-    for found, value in scope["headers"]:
-        if found == name:
+    for header, value in scope["headers"]:
+        if header == name:
             text = value.decode("latin-1").strip()
             timeout_s = float(text) if re.fullmatch(TIMEOUT_FORM, text) else 0.0
             if not 0 < timeout_s <= MAX_TIMEOUT_S:
@@ -53,13 +53,13 @@ def timeout_of(scope: Scope) -> float:
 
 
 @asynccontextmanager
-async def in_time(served: ServedRequest) -> AsyncIterator[None]:
-    """Run a block within what is left of a request's own timeout, which began with the request.
+async def in_time(served_request: ServedRequest) -> AsyncIterator[None]:
+    """Run a block within the rest of a request's timeout, which began with the request.
 
     Raises:
-        DeadlineError: it is over; the block was cancelled.
+        DeadlineError: the timeout is over; the block was cancelled.
     """
-    left_s = served.began_s + served.timeout_s - time.monotonic()
+    left_s = served_request.began_s + served_request.timeout_s - time.monotonic()
     limit = asyncio.timeout(left_s if left_s < math.inf else None)
     try:
         async with limit:
@@ -67,23 +67,23 @@ async def in_time(served: ServedRequest) -> AsyncIterator[None]:
     except TimeoutError:
         if not limit.expired():
             raise
-        raise DeadlineError.of_timeout(served.timeout_s) from None
+        raise DeadlineError.of_timeout(served_request.timeout_s) from None
 
 
 class RetryAfter:
-    """Gives refused clients times to come back, one after another at the engine's pace.
+    """Chooses retry times for refused clients, one after the other at the engine's pace.
 
-    It counts on all of them to come back, so those that do find room. Once their turns take longer
-    than anybody may be put off for, times are spread evenly. It belongs to the event loop.
+    It assumes that all refused clients retry, so clients that retry find room. Once the retry times
+    would exceed the maximum, they are spread evenly. For the event loop's thread.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with none."""
+        """Begin without refused clients."""
         self._clock = clock
-        self._due_s: dict[str, float] = {}  # by class: when the last one has had its turn
+        self._due_s: dict[str, float] = {}  # by service tier: when the last refused client is done
 
     def put_off(self, error: OverloadedError, service: str) -> None:
-        """Move `room_s` of an error after the turns of those of its class that were refused."""
+        """Move an error's `room_s` after the turns of earlier refused requests of its tier."""
         room_s, turn_s = error.facts.get("room_s"), error.facts.get("turn_s")
         if not isinstance(room_s, float):
             return
@@ -92,25 +92,26 @@ class RetryAfter:
         error.facts["room_s"] = due_s - now_s
         if not isinstance(turn_s, float):
             return
-        if due_s + turn_s > now_s + _LATEST_S:
-            due_s = now_s + _LATEST_S
-            error.facts["room_s"] = random.uniform(min(room_s, _LATEST_S), _LATEST_S)
+        if due_s + turn_s > now_s + _MAX_ROOM_S:
+            due_s = now_s + _MAX_ROOM_S
+            error.facts["room_s"] = random.uniform(min(room_s, _MAX_ROOM_S), _MAX_ROOM_S)
         self._due_s[service] = due_s + turn_s
 
 
 def retry_after(error: TwostrokeError) -> str:
-    """Return the whole seconds after which to try again.
+    """Return the value of `Retry-After`: whole seconds.
 
-    They are those of the fact `wait_s`, which is exact, or at random a little more than `room_s`.
+    An error's fact `wait_s` is exact. Its fact `room_s` is an estimate, to which a random share is
+    added, so that clients do not all retry at once.
     """
-    if isinstance(exact_s := error.facts.get("wait_s"), float):
-        return whole(exact_s)
+    if isinstance(wait_s := error.facts.get("wait_s"), float):
+        return whole_seconds(wait_s)
     room_s = error.facts.get("room_s")
     if not isinstance(room_s, float):
         return str(RETRY_AFTER_S)
-    return whole(min(room_s, _LATEST_S) * random.uniform(1, 1 + _SPREAD))
+    return whole_seconds(min(room_s, _MAX_ROOM_S) * random.uniform(1, 1 + _JITTER_RATIO))
 
 
-def whole(wait_s: float) -> str:
-    """Return whole seconds to wait, at least one."""
+def whole_seconds(wait_s: float) -> str:
+    """Return seconds rounded up, at least 1, as text."""
     return str(max(RETRY_AFTER_S, math.ceil(wait_s)))

@@ -1,4 +1,4 @@
-"""Runs a server: bind, serve, drain, stop."""
+"""Runs an HTTP server: binds an address, serves, drains and stops."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from twostroke.server.http.limits import RequestLimits
 
 _BACKLOG = 2048
-_PER_TURN = 8  # new connections in a turn of the event loop, so that those that are there get on
-_GRACE_S = 5  # after the drain, for connections that hang
-_QUIET_S = 10.0  # between two lines of the log about connections that cannot be taken
-_FLUSH_S = 1  # to write the errors of requests that were cut off
+_ACCEPTS_PER_TURN = 8  # new connections in an event loop turn, so open ones make progress
+_CLOSE_TIMEOUT_S = 5  # after the drain, for connections that do not end
+_LOG_INTERVAL_S = 10.0  # between two log lines about connections that cannot be accepted
+_FLUSH_TIMEOUT_S = 1  # to send the errors of requests that were cut off
 _logger = logging.getLogger("twostroke.serve")
 
 
 class Options(Protocol):
-    """What a server needs to know."""
+    """The options of an application that its server uses."""
 
     @property
     def limits(self) -> RequestLimits:
@@ -50,30 +50,30 @@ class Options(Protocol):
 
     @property
     def drain_s(self) -> float:
-        """How long running requests may take once the server stops."""
+        """Seconds that running requests may take once the server stops."""
 
 
 class AppHealth(Protocol):
-    """Whether an application gets on."""
+    """Reports the health of an application to its server."""
 
     @property
     def is_well(self) -> bool:
-        """Whether it makes progress, for systemd's watchdog."""
+        """Whether the application makes progress, for systemd's watchdog."""
 
     def attach(self, on_end: Callable[[], None]) -> None:
-        """Call `on_end` in the running event loop if nothing can be answered any more."""
+        """Call `on_end` in the running event loop once no request can be answered any more."""
 
 
 class Application(Protocol):
-    """What becomes of the requests of an ASGI application when its server stops."""
+    """An application that can drain and abort its requests when its server stops."""
 
     @property
     def options(self) -> Options:
-        """How it is served."""
+        """The options for serving."""
 
     @property
     def vitals(self) -> AppHealth:
-        """How it is."""
+        """The application's health."""
 
     @property
     def is_draining(self) -> bool:
@@ -81,38 +81,38 @@ class Application(Protocol):
 
     @property
     def num_running(self) -> int:
-        """The number of clients' requests whose answers are not complete."""
+        """The number of clients' requests whose responses are not complete."""
 
     def drain(self) -> None:
-        """Take no new requests."""
+        """Refuse new requests."""
 
     def abort(self) -> None:
-        """Cut off all running answers; their clients get an error."""
+        """Cut off all running requests; their clients get an error."""
 
     def close(self) -> None:
-        """Free what it holds, after the last request."""
+        """Free resources after the last request."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket, so that a taken address is reported before the model loads.
+    """Return a listening socket; binding precedes loading, so an address in use is reported early.
 
-    Clients that connect before `run_server` wait for it. Port 0 takes a free one.
+    Clients that connect before `run` wait. Port 0 chooses a free port.
 
     Raises:
         UsageError: the port is out of range.
-        PortInUseError: the address is in use, not of this machine, or not allowed.
+        PortInUseError: the address is in use, is not of this machine, or is not allowed.
     """
     if not 0 <= port <= 65535:
         raise UsageError(f"must be from 0 to 65535, got {port}.", field="port")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
-        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = addresses[0]
+        is_dual_stack = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         listener = socket.create_server(
-            address, family=family, backlog=_BACKLOG, dualstack_ipv6=both
+            address, family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual_stack
         )
     except (OSError, ValueError) as error:
-        raise PortInUseError(_why(error, host, port)) from None
+        raise PortInUseError(_bind_error(error, host, port)) from None
     listener.settimeout(0)
     return listener
 
@@ -127,31 +127,35 @@ async def run(
     """Serve until SIGINT, SIGTERM or SIGHUP, and return the process's exit code.
 
     After the first signal the application drains, and running requests have its `drain_s` seconds
-    to finish. Then, or at a second signal, the rest is cut off with an error. The exit code is 0 if
-    all requests finished, 1 if some were cut off.
+    to finish. Then, or at a second signal, they are cut off with an error. The exit code is 0 if
+    all requests finished, and 1 if some were cut off.
 
     Args:
-        app: what to serve.
-        application: what becomes of its requests.
-        listener: from `bind`.
+        app: the ASGI application with all its layers.
+        application: drains and aborts the requests of `app`.
+        listener: the socket from `bind`.
         on_ready: called with the server's URL once it answers.
         on_stop: called with the number of running requests at the first signal.
     """
     url = _url(listener)
     watchdog = Watchdog(lambda: application.vitals.is_well)
 
-    def on_up() -> None:
+    def on_listening() -> None:
         if on_ready is not None:
             on_ready(url)
         watchdog.begin()
 
-    server = Server(app, application, on_up)
+    server = Server(app, application, on_listening)
     shutdown = _Shutdown(server, application, watchdog, on_stop)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(Faults())
-    is_main = threading.current_thread() is threading.main_thread()  # only it gets signals
-    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # nohup ignores the last
-    signals = [one for one in ends if is_main and signal.getsignal(one) is not signal.SIG_IGN]
+    is_main = threading.current_thread() is threading.main_thread()  # only this thread gets signals
+    stop_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # nohup ignores SIGHUP
+    signals = [
+        number
+        for number in stop_signals
+        if is_main and signal.getsignal(number) is not signal.SIG_IGN
+    ]
     for number in signals:
         loop.add_signal_handler(number, shutdown.on_signal)
     application.vitals.attach(shutdown.on_end)
@@ -164,45 +168,47 @@ async def run(
         application.close()
         for number in signals:
             loop.remove_signal_handler(number)
-    return 1 if shutdown.num_cut or shutdown.has_ended else 0
+    return 1 if shutdown.num_cut_off or shutdown.has_ended else 0
 
 
 class Faults:
-    """Takes the faults that the event loop reports; asyncio alone logs each with a traceback."""
+    """The event loop's exception handler; asyncio's own would log a traceback for each error."""
 
     def __init__(self) -> None:
-        """Begin with none."""
-        self._said_s = -math.inf
+        """Create a handler that has logged nothing."""
+        self._last_logged_s = -math.inf
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log a fault; a connection that cannot be taken, which is often, now and then."""
+        """Log an error; limit the frequent lines about connections that cannot be accepted."""
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}):
             loop.default_exception_handler(context)
-        elif (now_s := time.monotonic()) - self._said_s >= _QUIET_S:
-            self._said_s = now_s
+        elif (now_s := time.monotonic()) - self._last_logged_s >= _LOG_INTERVAL_S:
+            self._last_logged_s = now_s
             _logger.error("New connections wait: this process may not open more files.")
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which leaves signals to us and reports when it is up."""
+    """uvicorn's server, without its signal handlers, and with a callback once it listens."""
 
-    def __init__(self, app: ASGIApp, application: Application, on_up: Callable[[], None]) -> None:
-        """Serve `app`; call `on_up` once connections are taken."""
+    def __init__(
+        self, app: ASGIApp, application: Application, on_listening: Callable[[], None]
+    ) -> None:
+        """Serve `app`; call `on_listening` once connections are accepted."""
         super().__init__(_config(app, application))
-        self._on_up = on_up
+        self._on_listening = on_listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and report it."""
+        """Start, and call `on_listening`."""
         await super().startup(sockets)
-        for one in sockets or ():
-            one.listen(_BACKLOG)  # the rest waits outside
-        request_short_time_slices()  # also where engines use all cores
-        self._on_up()
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)  # further connections wait in the kernel's queue
+        request_short_time_slices()  # even if engines use all cores
+        self._on_listening()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Capture no signals."""
         yield
 
 
@@ -221,13 +227,13 @@ class _Shutdown:
         self._watchdog = watchdog
         self._on_stop = on_stop
         self._draining: asyncio.Task[None] | None = None
-        self.num_cut = 0
+        self.num_cut_off = 0
         self.has_ended = False
 
     def on_signal(self) -> None:
         """Drain at the first signal, cut off at the second."""
         if self._draining is not None:
-            self._cut()
+            self._cut_off()
             return
         self._application.drain()
         self._watchdog.stop()
@@ -237,33 +243,34 @@ class _Shutdown:
                 connection.hurry()
         loop = asyncio.get_running_loop()
         self._draining = loop.create_task(self._stop_after(set(state.tasks)))
-        loop.call_later(self._application.options.drain_s, self._cut)
+        loop.call_later(self._application.options.drain_s, self._cut_off)
         if self._on_stop is not None:
             self._on_stop(self._application.num_running)
 
     def on_end(self) -> None:
-        """Stop, since nothing can be answered any more."""
+        """Stop, since no request can be answered any more."""
         self.has_ended = True
-        self._cut()
+        self._cut_off()
 
     async def _stop_after(self, requests: set[asyncio.Task[None]]) -> None:
-        """Stop listening once these are answered; until then `GET /health` says "draining"."""
+        """Stop listening once these requests end; until then `GET /health` says "draining"."""
         if requests:
             await asyncio.wait(requests)
         self._server.should_exit = True
 
-    def _cut(self) -> None:
+    def _cut_off(self) -> None:
+        """Stop the server, and abort all running requests with an error."""
         self._server.should_exit = True
         num_running = self._application.num_running
         if num_running:
             noun = "request" if num_running == 1 else "requests"
             _logger.warning("Shutdown: cut off %d running %s.", num_running, noun)
-        self.num_cut += num_running
+        self.num_cut_off += num_running
         self._application.abort()
-        asyncio.get_running_loop().call_later(_FLUSH_S, self._leave)
+        asyncio.get_running_loop().call_later(_FLUSH_TIMEOUT_S, self._abort_connections)
 
-    def _leave(self) -> None:
-        """Close the connections that neither send nor read."""
+    def _abort_connections(self) -> None:
+        """Close the connections that are still open."""
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
 
@@ -274,8 +281,9 @@ def _config(app: ASGIApp, application: Application) -> uvicorn.Config:
         HttpConnection,
         limits=limits,
         is_draining=lambda: application.is_draining,
-        most=raise_open_file_limit() // 2,  # a router has another for each
-        idle={},
+        # A router has another connection for each client's.
+        max_connections=raise_open_file_limit() // 2,
+        idle_connections={},
     )
     return uvicorn.Config(
         app,
@@ -287,10 +295,10 @@ def _config(app: ASGIApp, application: Application) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        backlog=_PER_TURN,
+        backlog=_ACCEPTS_PER_TURN,
         timeout_keep_alive=math.ceil(limits.idle_timeout_s),
         h11_max_incomplete_event_size=limits.max_header_bytes,
-        timeout_graceful_shutdown=_GRACE_S,
+        timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
     )
 
 
@@ -301,7 +309,7 @@ def _url(listener: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
-def _why(error: Exception, host: str, port: int) -> str:
+def _bind_error(error: Exception, host: str, port: int) -> str:
     code = error.errno if isinstance(error, OSError) else None
     if code == errno.EADDRINUSE:
         return f"Port {port} on {host} is already in use: stop its program, or choose --port."

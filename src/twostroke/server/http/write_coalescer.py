@@ -1,55 +1,57 @@
-"""Sends together what a response writes at the same time, such as its head and its first bytes."""
+"""Combines writes of the same event loop round, such as a response's headers and first bytes."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Final
 
-# The ASGI extension that writes a piece of a body without waiting; false if `send` must.
-WRITE: Final = "twostroke.write"
-_MOST_HELD: Final = 64 * 1024
+# The scope extension that writes a chunk of a body without waiting. It returns False if the chunk
+# must go through `send`.
+WRITE_NOW: Final = "twostroke.write"
+_MAX_HELD_BYTES: Final = 64 * 1024
 _READ_BYTES: Final = 64 * 1024
 
 
-def read_less(transport: asyncio.BaseTransport) -> None:
-    """Let asyncio read 64 KiB at most: a buffer of its 256 is mapped for each read, 15 us."""
+def limit_read_size(transport: asyncio.BaseTransport) -> None:
+    """Let asyncio read at most 64 KiB at once; its 256 KiB buffer is mapped anew for each read."""
     transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of all Python's transports
 
 
 class WriteCoalescer(asyncio.Transport):
-    """Joins the writes of one round of the event loop: each send takes longer than the joining."""
+    """Joins the writes of one event loop round, which takes less time than sending each."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         """Write to `transport`."""
         super().__init__()
-        self._transport, self._loop = transport, loop
-        self._held: list[bytes] = []
+        self._transport = transport
+        self._loop = loop
+        self._chunks: list[bytes] = []
         self._num_bytes = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write before the next round."""
+        """Write before the event loop's next round."""
         if not data:
             return
-        if not self._held:
+        if not self._chunks:
             self._loop.call_soon(self.flush)
-        self._held.append(bytes(data))
+        self._chunks.append(bytes(data))
         self._num_bytes += len(data)
-        if self._num_bytes > _MOST_HELD:
+        if self._num_bytes > _MAX_HELD_BYTES:
             self.flush()
 
     def write_now(self, data: bytes) -> None:
-        """Write what nothing follows soon."""
-        if self._held:
+        """Write at once, unless earlier bytes are held; for data without a following write."""
+        if self._chunks:
             self.write(data)
         else:
             self._transport.write(data)
 
     def is_closing(self) -> bool:
-        """Whether it is closed."""
+        """Return whether the transport is closing."""
         return self._transport.is_closing()
 
     def close(self) -> None:
-        """Close once all is sent."""
+        """Close once all data is sent."""
         self.flush()
         self._transport.close()
 
@@ -59,15 +61,17 @@ class WriteCoalescer(asyncio.Transport):
         self._transport.abort()
 
     def get_write_buffer_size(self) -> int:
-        """Return how many bytes are not sent yet."""
+        """Return the number of bytes that are not sent yet."""
         return self._num_bytes + self._transport.get_write_buffer_size()
 
     def resume_reading(self) -> None:
-        """Read on."""
+        """Continue reading."""
         self._transport.resume_reading()
 
     def flush(self) -> None:
-        """Write at once what is held."""
-        if self._held:
-            data, self._held, self._num_bytes = b"".join(self._held), [], 0
+        """Write the held bytes at once."""
+        if self._chunks:
+            data = b"".join(self._chunks)
+            self._chunks = []
+            self._num_bytes = 0
             self._transport.write(data)

@@ -78,7 +78,7 @@ class ModelRegistry:
     @property
     def default(self) -> ServedModel:
         """The model of requests that name none."""
-        return self._models[self.names.known[0]]
+        return self._models[self.names.served_names[0]]
 
     def find(self, asked: str | None) -> tuple[str, ServedModel]:
         """Return the name for the response, and the model.
@@ -86,7 +86,7 @@ class ModelRegistry:
         Raises:
             ModelNotFoundError: there is no such model.
         """
-        return self.names.find(asked), self._models[self.names.known_name(asked)]
+        return self.names.find(asked), self._models[self.names.served_name(asked)]
 
     def choose(
         self, asked: str | None, served: ServedRequest, keep_s: float | None

@@ -46,7 +46,7 @@ class HealthReports:
         several = list(engine.engines.values()) if isinstance(engine, ModelPool) else []
         self._engines: list[ServedEngine] = [*several] or [engine]
         self._keeps_files = records is not None
-        self._name, self._started = names.known[0], secrets.token_hex(8)
+        self._name, self._started = names.served_names[0], secrets.token_hex(8)
         self._last = Health.READY.value
 
     @property
@@ -109,7 +109,7 @@ class HealthReports:
         body = LoadBody(
             status="ok" if status == Health.READY.value else status,
             epoch=f"{self._started}-{engine.num_deaths}",
-            models=list(self._names.known),
+            models=list(self._names.served_names),
             version=VERSION,
             numerics=_numerics(engine),
             numerics_by_model=numerics,

@@ -180,12 +180,12 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         _TAG,
         answer=openai.BatchList,
         errors=(RequestError, *_OFF),
-        parameters=(_AFTER, _limit(openai.LISTED, openai.MAX_LISTED)),
+        parameters=(_AFTER, _limit(openai.DEFAULT_LISTED, openai.MAX_LISTED)),
     ),
-    ("GET", openai.ONE): RouteDescription(
+    ("GET", openai.BATCH_PATH): RouteDescription(
         "Return a batch", _TAG, answer=openai.BatchBody, **_OF_BATCH
     ),
-    ("POST", f"{openai.ONE}/cancel"): RouteDescription(
+    ("POST", f"{openai.BATCH_PATH}/cancel"): RouteDescription(
         "Stop a batch; the results so far are kept", _TAG, answer=openai.BatchBody, **_OF_BATCH
     ),
     ("POST", messages.PATH): RouteDescription(
@@ -208,24 +208,24 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         _ANTHROPIC,
         answer=messages.MessageBatchList,
         errors=(RequestError, *_OFF),
-        parameters=(*_PLACE, _limit(messages.LISTED, messages.MAX_LISTED)),
+        parameters=(*_PLACE, _limit(messages.DEFAULT_LISTED, messages.MAX_LISTED)),
     ),
-    ("GET", messages.ONE): RouteDescription(
+    ("GET", messages.BATCH_PATH): RouteDescription(
         "Return a message batch", _ANTHROPIC, answer=messages.MessageBatch, **_OF_BATCH
     ),
-    ("DELETE", messages.ONE): RouteDescription(
+    ("DELETE", messages.BATCH_PATH): RouteDescription(
         "Delete a message batch that has ended, and its results",
         _ANTHROPIC,
         answer=messages.DeletedMessageBatch,
         **_OF_BATCH,
     ),
-    ("POST", f"{messages.ONE}/cancel"): RouteDescription(
+    ("POST", f"{messages.BATCH_PATH}/cancel"): RouteDescription(
         "Stop a message batch; the results so far are kept",
         _ANTHROPIC,
         answer=messages.MessageBatch,
         **_OF_BATCH,
     ),
-    ("GET", f"{messages.ONE}/results"): RouteDescription(
+    ("GET", f"{messages.BATCH_PATH}/results"): RouteDescription(
         "Return the results of a message batch, a line each",
         _ANTHROPIC,
         media={"application/x-jsonl": TEXT},

@@ -121,7 +121,7 @@ def test_lists_of_one_tenant_wait_for_those_of_others(
         return page(kept, asked)
 
     monkeypatch.setattr(stored_chat, "_list_completions", slow)
-    line = server.api._readers._turns
+    line = server.api._readers._queue
     with ThreadPoolExecutor(4) as threads:
         try:
             lists = [threads.submit(ids, server) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""A batch as it is kept: what was asked for, how far it is, and when each status began."""
+"""Batches in the database: their facts, their status, and the results of their requests."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Status = Literal[
     "cancelling",
     "cancelled",
 ]
-_MOST_DROPPED: Final = 1000  # results or batches at once, and
-_MOST_DROPPED_BYTES: Final = 4 << 20
-ENDED: Final = frozenset(("failed", "completed", "expired", "cancelled"))
+_MAX_DROPPED_ROWS: Final = 1000  # results or batches deleted in one transaction
+_MAX_DROPPED_BYTES: Final = 4 << 20
+ENDED_STATUSES: Final = frozenset(("failed", "completed", "expired", "cancelled"))
 
 
 class LineError(Frozen):
-    """What is wrong with a line of the input, by its number from 1; None for the whole file."""
+    """An error of an input file; `line` counts from 1, and is None for the whole file."""
 
     code: str
     message: str
@@ -57,32 +57,36 @@ CHANGED_INPUT: Final = LineError(
     "batch.",
 )
 BROKEN: Final = LineError(
-    "internal_error", "The server met an error of its own, which its log has, and ended the batch."
+    "internal_error", "An internal error, which the server's log has, ended the batch."
 )
 
 
 class Batch(Frozen, kw_only=True):
-    """A batch. Times are Unix times in seconds.
+    """A batch: an input file of requests, and their progress. Times are Unix times in seconds.
 
     Attributes:
-        key: the id of the key that made it; empty for none, or one of a file.
-        protocol: whose form its objects and results have.
-        endpoint: the path of each line.
-        input_file: the id of the file with its lines.
-        input_digest: the digest of the lines that were checked; empty before the check.
-        window: the time that it may take, as the client wrote it.
-        expires_at: when the rest of its lines will not be run.
-        boot, deadline_s: the same, in seconds since the machine's start with this id.
-        output_expires_after_s: how long the files with results are kept; None for no limit.
+        id: the batch's id.
+        tenant: the owner.
+        key: the id of the API key that created the batch; empty without a key, or for a key from a
+            file.
+        protocol: the protocol of its objects and results.
+        endpoint: the path of each request.
+        input_file: the id of the input file, which has a request in each line.
+        input_digest: the digest of the validated lines; empty before validation.
+        window: the time that the batch may take, as the client wrote it.
+        expires_at: when the remaining requests expire.
+        boot, deadline_s: the same time as `deadline_s` seconds after the boot with this id.
+        output_expires_after_s: how long the files with results are stored; None for no limit.
+        metadata: the client's labels.
         since: when each status began.
-        ends_as: the last status, once no more lines are run.
-        total: lines; 0 before they are counted.
-        completed, failed: lines with and without success, once all have ended.
-        unrun: lines that failed because the batch ended before they did.
-        output_file, error_file: ids of the files with results; named before they are written, so
-            that writing them again after a crash replaces them.
-        errors: why the input was refused, or the batch was cancelled; `num_errors` counts those
-            that are left out, too.
+        ends_as: the final status, once no more requests are sent.
+        total: the number of requests; 0 before they are counted.
+        completed, failed: requests with and without success, once all have ended.
+        unrun: failed requests that were not run because the batch ended early.
+        output_file, error_file: ids of the files with results. They are chosen before the files
+            are written, so writing them again after a crash replaces them.
+        errors: why the input was refused, or the batch was cancelled.
+        num_errors: the number of errors, including errors that `errors` leaves out.
     """
 
     id: str
@@ -112,12 +116,12 @@ class Batch(Frozen, kw_only=True):
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not ended."""
-        return self.status not in ENDED
+        """Whether the batch has not ended."""
+        return self.status not in ENDED_STATUSES
 
 
 _INTACT: Final = is_intact_in_sql("batches")
-_LISTED: Final = f"id, body, {_INTACT}"
+_BATCH_COLUMNS: Final = f"id, body, {_INTACT}"
 _RESULT_INTACT: Final = is_intact_in_sql("results")
 _COUNT_RESULTS: Final = (
     f"SELECT line, kind, length(body), {_RESULT_INTACT} FROM results WHERE batch = ?"  # noqa: S608 constants
@@ -125,19 +129,19 @@ _COUNT_RESULTS: Final = (
 _RESULTS: Final = f"""
     SELECT line, kind = 'ok', body, {_RESULT_INTACT} FROM results WHERE batch = ? ORDER BY line
 """  # noqa: S608 constants
-_KEEP_RESULT: Final = f"""
+_INSERT_RESULT: Final = f"""
     INSERT INTO results (batch, line, kind, body, row_digest) VALUES (?, ?, ?, ?, ?)
     ON CONFLICT DO UPDATE
         SET kind = excluded.kind, body = excluded.body, row_digest = excluded.row_digest
         WHERE NOT {_RESULT_INTACT}
 """  # noqa: S608 constants
-_DAMAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError, TypeError)
-_decoder: Final = msgspec.json.Decoder(Batch)  # made before threads use it
+_DECODE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, TypeError)
+_decoder: Final = msgspec.json.Decoder(Batch)  # created before threads use it
 _logger = logging.getLogger("twostroke.serve")
 
 
 def insert(db: Connection, batch: Batch) -> None:
-    """Keep a new batch."""
+    """Store a new batch."""
     db.execute(
         "INSERT INTO batches (id, tenant, protocol, is_open, input_file, body, row_digest) "
         "VALUES (?, ?, ?, 1, ?, ?, ?)",
@@ -146,7 +150,7 @@ def insert(db: Connection, batch: Batch) -> None:
 
 
 def update(db: Connection, batch: Batch) -> None:
-    """Keep the new state of a batch."""
+    """Store the new state of a batch."""
     db.execute(
         "UPDATE batches SET is_open = ?, body = ?, row_digest = ? WHERE id = ?",
         (batch.is_open, _values(batch)[-1], row_digest(_values(batch)), batch.id),
@@ -154,30 +158,31 @@ def update(db: Connection, batch: Batch) -> None:
 
 
 def find(db: Connection, id_: str, tenant: str, protocol: str) -> Batch | None:
-    """Return a tenant's batch; None if there is none with this id."""
-    found = db.execute(
+    """Return a tenant's batch; None if the tenant has no batch with this id.
+
+    Raises:
+        DamagedRowError: the batch's record is damaged.
+    """
+    row = db.execute(
         f"SELECT body, {_INTACT} FROM batches WHERE id = ? AND tenant = ? AND protocol = ?",  # noqa: S608 constants
         (id_, tenant, protocol),
     ).fetchone()
-    if found is None:
+    if row is None:
         return None
     try:
-        return _decode(*found)
-    except _DAMAGE:
+        return _decode(*row)
+    except _DECODE_ERRORS:
         reason = "The record of batch '{id}' is damaged: restore a backup of the server's records."
         raise DamagedRowError(reason.format(id=id_)) from None
 
 
 def open_batches(db: Connection) -> list[Batch]:
-    """Return the batches of all tenants that have not ended, oldest first.
-
-    A batch with a damaged record is left out, so that the other batches run.
-    """
-    return _readable(db.execute(f"SELECT {_LISTED} FROM batches WHERE is_open ORDER BY seq"))  # noqa: S608 constants
+    """Return all open batches, the oldest first, without damaged records."""
+    return _readable(db.execute(f"SELECT {_BATCH_COLUMNS} FROM batches WHERE is_open ORDER BY seq"))  # noqa: S608 constants
 
 
 def count_open(db: Connection, tenant: str) -> int:
-    """Return how many batches of a tenant have not ended."""
+    """Return the number of a tenant's open batches."""
     query = "SELECT count(*) FROM batches WHERE is_open AND tenant = ?"
     [count] = db.execute(query, (tenant,)).fetchone()
     return int(count)
@@ -192,79 +197,84 @@ def page(
     *,
     is_older: bool = True,
 ) -> list[Batch] | None:
-    """Return up to `count` of a tenant's batches next to `cursor`, the newest first.
+    """Return up to `count` of a tenant's batches next to the batch `cursor`, the newest first.
 
-    They are the older ones or the newer ones; without a cursor, the newest. None if the cursor is
-    not the id of such a batch. A batch whose record is damaged is left out.
+    The batches are older than the cursor or, without `is_older`, newer; without a cursor the list
+    starts at the newest. None if no such batch has the cursor's id. Damaged records are left out.
     """
-    order, than = ("DESC", "<") if is_older else ("ASC", ">")
-    query = f"SELECT {_LISTED} FROM batches WHERE tenant = ? AND protocol = ?"  # noqa: S608 constants
+    order = "DESC" if is_older else "ASC"
+    comparison = "<" if is_older else ">"
+    query = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE tenant = ? AND protocol = ?"  # noqa: S608 constants
     values = [tenant, protocol]
     if cursor is not None:
-        one = "SELECT seq FROM batches WHERE id = ? AND tenant = ? AND protocol = ?"
-        found = db.execute(one, (cursor, tenant, protocol)).fetchone()
-        if found is None:
+        cursor_query = "SELECT seq FROM batches WHERE id = ? AND tenant = ? AND protocol = ?"
+        row = db.execute(cursor_query, (cursor, tenant, protocol)).fetchone()
+        if row is None:
             return None
-        query, values = f"{query} AND seq {than} ?", [*values, found[0]]
+        query = f"{query} AND seq {comparison} ?"
+        values.append(row[0])
     rows = db.execute(f"{query} ORDER BY seq {order} LIMIT ?", (*values, count))
     batches = _readable(rows)
     return batches if is_older else batches[::-1]
 
 
 def delete(db: Connection, batch: Batch) -> None:
-    """Delete a batch and the records of its files."""
+    """Delete the records of a batch and of its files."""
     db.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
     db.execute("DELETE FROM files WHERE id IN (?, ?)", (batch.input_file, batch.output_file))
 
 
-def forget_oldest(db: Connection, tenant: str, protocol: str, most: int) -> None:
-    """Delete the oldest batches of a tenant that have ended, but not their files, over `most`."""
+def forget_oldest(db: Connection, tenant: str, protocol: str, max_batches: int) -> None:
+    """Delete a tenant's oldest ended batches over `max_batches`; their files stay."""
     query = "SELECT count(*) FROM batches WHERE tenant = ? AND protocol = ?"
     [count] = db.execute(query, (tenant, protocol)).fetchone()
     query = (
         "DELETE FROM batches WHERE seq IN (SELECT seq FROM batches "
         "WHERE tenant = ? AND protocol = ? AND NOT is_open ORDER BY seq LIMIT ?)"
     )
-    over = min(max(0, count - most), _MOST_DROPPED)  # more may be there after an update
-    db.execute(query, (tenant, protocol, over))
+    # An older version may have left more than one.
+    num_excess = min(max(0, count - max_batches), _MAX_DROPPED_ROWS)
+    db.execute(query, (tenant, protocol, num_excess))
 
 
 def count_results(db: Connection, id_: str) -> tuple[set[int], int, int]:
-    """Return the lines of a batch that have results, how many failures, and bytes, these are.
+    """Return the lines that have results, the number of failures, and the results' total bytes.
 
-    A line with a damaged result has none, and runs again.
+    A damaged result does not count, so its request runs again.
     """
     rows = db.execute(_COUNT_RESULTS, (id_,)).fetchall()
     for line, *_ in (row for row in rows if not row[3]):
         _logger.error("The result of line %d of batch %s is damaged: it runs again.", line, id_)
-    rows = [row[:3] for row in rows if row[3]]
-    num_failed, num_bytes = sum(kind != "ok" for _, kind, _ in rows), sum(row[2] for row in rows)
-    return {line for line, _, _ in rows}, num_failed, num_bytes
+    intact_rows = [row[:3] for row in rows if row[3]]
+    lines = {line for line, _, _ in intact_rows}
+    num_failed = sum(kind != "ok" for _, kind, _ in intact_rows)
+    num_bytes = sum(size for _, _, size in intact_rows)
+    return lines, num_failed, num_bytes
 
 
 def num_results(db: Connection, id_: str) -> int:
-    """Return how many lines of a batch have results that are not damaged."""
+    """Return the number of a batch's intact results."""
     query = f"SELECT count(*) FROM results WHERE batch = ? AND {_RESULT_INTACT}"  # noqa: S608 constants
     [count] = db.execute(query, (id_,)).fetchone()
     return int(count)
 
 
-def keep_result(db: Connection, id_: str, line: int, body: bytes, *, is_ok: bool) -> None:
-    """Keep the result of a line; a line has only one, which replaces a damaged one."""
+def insert_result(db: Connection, id_: str, line: int, body: bytes, *, is_ok: bool) -> None:
+    """Store the result of a line, unless the line has an intact result already."""
     kind = "ok" if is_ok else "failed"
     digest = row_digest((id_, line, kind, body))
-    db.execute(_KEEP_RESULT, (id_, line, kind, body, digest))
+    db.execute(_INSERT_RESULT, (id_, line, kind, body, digest))
 
 
 def count_death(db: Connection, id_: str, line: int) -> int:
-    """Count that the engine died while it computed a line; return how often it did."""
+    """Count a death of the engine during a line's request; return the number of deaths so far."""
     query = "INSERT INTO deaths VALUES (?, ?, 1) ON CONFLICT DO UPDATE SET count = count + 1"
     [count] = db.execute(f"{query} RETURNING count", (id_, line)).fetchone()
     return int(count)
 
 
 def results(db: Connection, id_: str) -> Iterator[tuple[int, bool, bytes]]:
-    """Yield the results of a batch by line: number, success, result; no damaged ones."""
+    """Yield a batch's intact results in line order: line number, success, result."""
     for line, is_ok, body, is_intact in db.execute(_RESULTS, (id_,)):
         if is_intact and isinstance(body, bytes):
             yield line, is_ok, body
@@ -273,32 +283,32 @@ def results(db: Connection, id_: str) -> Iterator[tuple[int, bool, bytes]]:
 
 
 def end(db: Connection, batch: Batch) -> None:
-    """Keep the last state of a batch, whose results are in its files: `drop_results` has them."""
+    """Store the final state of a batch; its results are now in files, so `drop_results` may run."""
     update(db, batch)
     db.execute("DELETE FROM deaths WHERE batch = ?", (batch.id,))
 
 
 def drop_results(db: Connection) -> bool:
-    """Drop some results of a batch that has ended; return whether there were any."""
+    """Delete some results of one ended batch; return False if no ended batch has results."""
     id_ = ""
-    while True:  # one look in the index for each batch with results
+    while True:  # one index lookup for each batch with results
         query = "SELECT batch FROM results WHERE batch > ? ORDER BY batch LIMIT 1"
-        if (found := db.execute(query, (id_,)).fetchone()) is None:
+        if (row := db.execute(query, (id_,)).fetchone()) is None:
             return False
-        [id_] = found
+        [id_] = row
         if _has_ended(db, id_):
             break
     query = "SELECT line, length(body) FROM results WHERE batch = ? ORDER BY line LIMIT ?"
     num_bytes = 0
-    for line, size in db.execute(query, (id_, _MOST_DROPPED)).fetchall():
+    for line, size in db.execute(query, (id_, _MAX_DROPPED_ROWS)).fetchall():
         db.execute("DELETE FROM results WHERE batch = ? AND line = ?", (id_, line))
-        if (num_bytes := num_bytes + size) >= _MOST_DROPPED_BYTES:
+        if (num_bytes := num_bytes + size) >= _MAX_DROPPED_BYTES:
             break
     return True
 
 
 def _has_ended(db: Connection, id_: str) -> bool:
-    """Return whether a batch has certainly ended: its record says so, or was deleted."""
+    """Return whether a batch has ended for certain: its record says so, or was deleted."""
     query = f"SELECT body, {_INTACT} FROM batches WHERE id = ? AND NOT is_open"  # noqa: S608 constants
     row = db.execute(query, (id_,)).fetchone()
     if row is None:
@@ -306,7 +316,7 @@ def _has_ended(db: Connection, id_: str) -> bool:
         return db.execute(query, (id_,)).fetchone() is None
     try:
         return not _decode(*row).is_open
-    except _DAMAGE:
+    except _DECODE_ERRORS:
         return False
 
 
@@ -317,12 +327,12 @@ def _values(batch: Batch) -> tuple[str | bytes, ...]:
 
 
 def _readable(rows: Iterable[tuple[str, bytes, int]]) -> list[Batch]:
-    """Return the batches of the rows; a row with a damaged record is logged and left out."""
+    """Return the batches of the rows; a damaged record is logged and left out."""
     batches = []
     for id_, body, is_intact in rows:
         try:
             batches.append(_decode(body, is_intact))
-        except _DAMAGE:
+        except _DECODE_ERRORS:
             _logger.error("The record of batch %s is damaged: restore a backup.", id_)  # noqa: TRY400
     return batches
 
