@@ -16,7 +16,7 @@ from twostroke.core.options import BatchOptions
 from twostroke.engine.process.served import LocalEngine
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.options import ServeOptions
-from twostroke.server.run import run_server
+from twostroke.server.run import serve
 from twostroke.server.storage import Records
 
 
@@ -42,7 +42,7 @@ def main(folder: str, port: str, drain_s: str, *rest: str) -> int:
         if "paced" in rest:
             backend.pause_s = 0.04
         try:
-            return run_server(
+            return serve(
                 (Away if "away" in rest else LocalEngine)(client),
                 options,
                 on_ready=lambda url: print(url, flush=True),

@@ -164,7 +164,7 @@ def _prepare(
     ) -> int:
         from twostroke.core.process_tuning import tune_garbage_collector
         from twostroke.lab.planner.endpoint import Plans
-        from twostroke.server.run import run_server
+        from twostroke.server.run import serve as run_server
 
         def on_ready(url: str) -> None:
             tune_garbage_collector()

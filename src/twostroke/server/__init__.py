@@ -1,5 +1,36 @@
-"""The HTTP face: OpenAI's and Anthropic's protocols, streaming, health, metrics.
+"""The server: HTTP for one engine or several, with batches, keys, metrics and a web UI.
 
-`run_server` is what the command line uses, `create_app` an ASGI application for other servers.
-They are imported from `twostroke.server.run` and `twostroke.server.middleware`.
+`serve` runs a server until a signal stops it, which is what `twostroke serve` does. `create_app`
+returns an ASGI application for another ASGI server.
 """
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # as in `twostroke/__init__.py`: `typing` takes long to import
+
+if TYPE_CHECKING:
+    from twostroke.server.middleware import create_app as create_app
+    from twostroke.server.options import ServeOptions as ServeOptions
+    from twostroke.server.run import serve as serve
+
+# No public name is also a module's name: importing the module would replace the name.
+_MODULES = {
+    "ServeOptions": "twostroke.server.options",
+    "create_app": "twostroke.server.middleware",
+    "serve": "twostroke.server.run",
+}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name at its first use: most users of this package need only a part."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'twostroke.server' has no attribute '{name}'")
+    import importlib
+
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, imported or not."""
+    return sorted(__all__)

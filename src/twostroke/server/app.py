@@ -99,14 +99,13 @@ T = TypeVar("T")
 
 STATE_PATH: Final = "/api/state"
 
-# Python runs one thread at a time: more would only delay the event loop.
-_NUM_READERS = 2
-_LARGE_RESPONSE_BYTES: Final = 1 << 20  # sent in chunks
-_WAITING_LINES: Final = 16  # of batches, so that a step need not wait for the next
+_NUM_READER_THREADS = 2  # more would delay the event loop, since Python runs one thread at a time
+_LARGE_RESPONSE_BYTES: Final = 1 << 20  # larger responses are sent in chunks
+_NUM_QUEUED_BATCH_REQUESTS: Final = 16  # so that a step need not wait for the next batch request
 
 
 class Api:
-    """Answers requests with the model of an engine, or those of a roster."""
+    """The HTTP endpoints of a server, for one model or several."""
 
     def __init__(
         self,
@@ -116,10 +115,14 @@ class Api:
         records: Records | None = None,
         extensions: Sequence[ExtensionFactory] = (),
     ) -> None:
-        """Serve `engine`'s model, or all models if it is a `Roster`.
+        """Serve the model of `engine`, or all models of a `ModelPool`.
 
-        `limits` are the machine's, for the metrics of utilization. `records` keep files,
-        batches, keys and usage; None keeps none. `extensions` add paths.
+        Args:
+            engine: the engine, which the caller closes.
+            options: the options of the server.
+            limits: the machine's limits, for the metrics of utilization.
+            records: stores files, batches, keys and usage; None stores none.
+            extensions: make further endpoints.
         """
         self.engine = engine
         self.options = options
@@ -137,22 +140,24 @@ class Api:
         if options.otlp_endpoint is not None:
             self.observers.append(Traces(exporter(options.otlp_endpoint)))
         if options.access_log:
-            self.observers.append(AccessLog())  # after the traces, whose ids it logs
+            self.observers.append(AccessLog())  # after the traces, since it logs their ids
         self.site = Site()
         self.is_draining = False
         self._drained_by_s = math.inf
-        self._returns = RetryAfter()
-        self._open: set[Open] = set()
-        self._descriptions: dict[bool, bytes] = {}  # by whether a key is needed
+        self._retry_after = RetryAfter()
+        self._open_requests: set[Open] = set()
+        self._descriptions: dict[
+            bool, bytes
+        ] = {}  # the OpenAPI document, by whether a key is needed
         self._checks = AnswerChecks(Verifier(), self.metrics)
-        self._readers = Readers(_NUM_READERS)
+        self._readers = Readers(_NUM_READER_THREADS)
         self.vitals = HealthReports(engine, self.models.names, lambda: self.is_draining, records)
         journal = Journal(records) if records is not None else None
-        self.answers = ResponseStore(options.max_stored, options.max_stored_bytes, journal)
+        self.response_store = ResponseStore(options.max_stored, options.max_stored_bytes, journal)
         self._background = BackgroundRuns()
-        self.keeping = BatchService(records, options.limits, self._room, options.api_keys)
+        self.batches = BatchService(records, options.limits, self._num_free_slots, options.api_keys)
         usage = UsageBook(self.names[0])
-        self.upkeep = KeyRefresher(records, options.api_keys, usage)
+        self.key_refresher = KeyRefresher(records, options.api_keys, usage)
         self.observers += [usage] if records is not None else []
         self._ignored = IgnoredFields(
             self.metrics.registry,
@@ -170,9 +175,9 @@ class Api:
             STATE_PATH: self.state,
         }
         posts = {
-            **{path: self._generation(dialect) for path, dialect in GENERATION_PROTOCOLS.items()},
-            **{path: self._embedding(dialect) for path, dialect in EMBEDDING_PROTOCOLS.items()},
-            **{path: self._inquiry(inquiry) for path, inquiry in UTILITY_ENDPOINTS.items()},
+            **{path: self._generation(protocol) for path, protocol in GENERATION_PROTOCOLS.items()},
+            **{path: self._embedding(protocol) for path, protocol in EMBEDDING_PROTOCOLS.items()},
+            **{path: self._utility(endpoint) for path, endpoint in UTILITY_ENDPOINTS.items()},
         }
         return [
             *(Route(path, endpoint, name=path) for path, endpoint in gets.items()),
@@ -182,16 +187,19 @@ class Api:
             *Conversations(
                 self._tenant,
                 self.options.limits,
-                self._ignored.note,
-                self._readers,
-                self._with_files,
+                note=self._ignored.note,
+                readers=self._readers,
+                with_files=self._with_files,
             ).routes(),
             *stored_chat.routes(
-                self._tenant, self.options.limits, self._ignored.note, self._readers
+                self._tenant,
+                self.options.limits,
+                note=self._ignored.note,
+                readers=self._readers,
             ),
             *info_routes(self.models, self.options),
             *tokenizer_routes(self.models),
-            *self.keeping.routes(self._ignored.note, self._readers),
+            *self.batches.routes(self._ignored.note, self._readers),
             *(
                 route
                 for extension in self._extensions
@@ -204,21 +212,22 @@ class Api:
     @property
     def num_running(self) -> int:
         """The number of clients' requests whose answers are not complete."""
-        return sum(running.service != BATCH_SERVICE_TIER for running in self._open)
+        return sum(running.service != BATCH_SERVICE_TIER for running in self._open_requests)
 
     def drain(self) -> None:
-        """Take no new requests, and stop the lines of batches, which the next server runs."""
-        self.is_draining, self._drained_by_s = True, time.monotonic() + self.options.drain_s
-        self.keeping.drain()
-        self.engine.flush()  # so that batching does not wait for more requests
+        """Refuse new requests, and stop batches, which continue at the next start."""
+        self.is_draining = True
+        self._drained_by_s = time.monotonic() + self.options.drain_s
+        self.batches.drain()
+        self.engine.flush()  # static batching must not wait for more requests
 
     def abort(self) -> None:
-        """Cut off all running answers; their clients get an error."""
-        for running in list(self._open):
+        """Cancel all running requests; their clients get an error."""
+        for running in list(self._open_requests):
             running.cancel()
 
     def close(self) -> None:
-        """Free threads and exporters, after the last request."""
+        """Stop threads and exporters, after the last request."""
         self._checks.close()
         self._readers.close()
         for extension in self._extensions:
@@ -227,7 +236,7 @@ class Api:
             observer.close()
 
     async def root(self, request: Request) -> Response:
-        """Answer a browser with the page, and a program with a description as JSON."""
+        """Return the web UI to a browser, and a description in JSON to a program."""
         if wants_page(request):
             return self.site.respond(request)
         paths = [
@@ -244,13 +253,14 @@ class Api:
     async def openapi(self, _request: Request) -> Response:
         """Return the OpenAPI document."""
         has_keys = self.options.has_keys
-        if has_keys not in self._descriptions:  # made at the first request, since it takes a while
-            self._descriptions[has_keys] = encode_json(await asyncio.to_thread(self.description))
+        if has_keys not in self._descriptions:  # at the first request, since this takes a while
+            description = await asyncio.to_thread(self.description)
+            self._descriptions[has_keys] = encode_json(description)
         return Response(self._descriptions[has_keys], media_type="application/json")
 
     def description(self) -> dict[str, Any]:
         """Return the OpenAPI document of this server."""
-        all_kinds: dict[str, Any] = {
+        protocols: dict[str, Any] = {
             **GENERATION_PROTOCOLS,
             **EMBEDDING_PROTOCOLS,
             **UTILITY_ENDPOINTS,
@@ -261,7 +271,7 @@ class Api:
             | openai_batches.BODIES
             | uploads.BODIES
             | messages.BODIES
-            | {path: one.request for path, one in all_kinds.items()}
+            | {path: protocol.request for path, protocol in protocols.items()}
         )
         for extension in self._extensions:
             bodies |= extension.bodies
@@ -278,162 +288,187 @@ class Api:
     def facts(self) -> ServerFacts:
         """Return the facts of this server for its description."""
         limits = self.options.limits
-        last = max(one.card.cost.program.vocab_size for _, one in self.models) - 1
+        models = [model for _, model in self.models]
         values: dict[str, Any] = {
-            Fact.LAST_ID: last,
+            Fact.LAST_ID: max(model.card.cost.program.vocab_size for model in models) - 1,
             Fact.MODEL_NAMES: self.names[:1],
             Fact.PROPOSERS: ("auto", "off", *self.engine.facts.methods, None),
-            Fact.EMBEDDING_WIDTH: max(one.card.embedding_width for _, one in self.models),
+            Fact.EMBEDDING_WIDTH: max(model.card.embedding_width for model in models),
             Fact.MAX_CHOICES: self._max_choices,
             Fact.MAX_INPUTS: limits.max_inputs,
         }
-        has_keys, is_strict = self.options.has_keys, self.options.is_strict
-        return ServerFacts(VERSION, has_keys, is_strict, values)
+        return ServerFacts(
+            version=VERSION,
+            has_keys=self.options.has_keys,
+            is_strict=self.options.is_strict,
+            values=values,
+        )
 
     async def scrape(self, request: Request) -> Response:
-        """Return the metrics."""
+        """Return the metrics in Prometheus's or OpenMetrics' text format."""
         body, content_type = await self.metrics.expose(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
     async def state(self, request: Request) -> Response:
-        """Return the dashboard's state, its past with `?past`; UnknownPathError if it is off."""
+        """Return the dashboard's state, with its history for `?past`.
+
+        Raises:
+            UnknownPathError: the dashboard is off.
+        """
         self.options.check_dashboard()
-        asked = request.query_params
-        state = self._states.of(asked.get("model"))
-        body = await state.body(self.vitals.status, has_past="past" in asked)
+        query = request.query_params
+        state = self._states.of(query.get("model"))
+        body = await state.body(self.vitals.status, has_past="past" in query)
         return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 
     @property
     def _max_choices(self) -> int:
-        """The most answers of one request: as many as the queue takes, within the limits."""
-        queue = self.engine.facts.config.max_waiting_requests
-        return min(self.options.limits.max_choices, queue)
+        """The maximum number of answers of one request, which the queue also limits."""
+        max_waiting = self.engine.facts.config.max_waiting_requests
+        return min(self.options.limits.max_choices, max_waiting)
 
-    def _generation(self, dialect: ApiProtocol[Any]) -> Callable[[Request], Any]:
+    def _generation(self, protocol: ApiProtocol[Any]) -> Callable[[Request], Any]:
+        """Return the endpoint of a protocol that generates text."""
         limits = self.options.limits
-        decoder = BodyDecoder(dialect.request, limits.max_json_depth)
+        decoder = BodyDecoder(protocol.request, limits.max_json_depth)
 
         def prepare(
             body: bytes, request: Request
         ) -> tuple[Job, Encoded, str, ServedModel] | Response:
-            served = served_of(request.scope)
-            asked, ignored = decoder.decode(body)
-            served.field_names = dialect.names(asked)
-            self._ignored.note(ignored, served)
-            name, model = self.models.choose(asked.model, served, dialect.keep_s(asked))
-            if (empty := dialect.empty(asked, name)) is not None:
+            context = served_of(request.scope)
+            fields, ignored = decoder.decode(body)
+            context.field_names = protocol.names(fields)
+            self._ignored.note(ignored, context)
+            name, model = self.models.choose(fields.model, context, protocol.keep_s(fields))
+            if (empty := protocol.empty(fields, name)) is not None:
                 return to_json(empty)
             try:
-                job = dialect.reader_of(served.path)(asked, self._tenant(request))
+                job = protocol.reader_of(context.path)(fields, self._tenant(request))
             except errors.MissingFieldError as error:
                 raise misspelt_field_error(error, ignored) from None
-            self._ignored.note(job.ignored, served)
+            self._ignored.note(job.ignored, context)
             check_choices(job, self._max_choices)
-            check_background(job, served)
+            check_background(job, context)
             cuts_limit = not self.options.strict_limits
             job = replace(job, caller=replace(job.caller, cuts_limit=cuts_limit))
-            job = with_sender(job, served, self.metrics.goodput)
+            job = with_sender(job, context, self.metrics.goodput)
             job = replace(job, params=model.card.sampling.fill(job.params, job.default_params))
             encoded = job.encode(model.card, splits_reasoning=self.options.splits_reasoning)
-            self._ignored.note(encoded.ignored, served)
+            self._ignored.note(encoded.ignored, context)
             return job, encoded, name, model
 
         async def generate(request: Request) -> Any:
-            found = await self._read(request, prepare, is_long=dialect.recalls)
-            self.models.note(served_of(request.scope), is_empty=isinstance(found, Response))
-            if isinstance(found, Response):
-                return found
-            (job, encoded, name, model), served = found, served_of(request.scope)
-            served.reserve(encoded.max_total_tokens(model.card.context_length))
-            reply = ResponseInfo(
-                id=dialect.prefix + secrets.token_hex(16),
+            prepared = await self._read(request, prepare, is_long=protocol.recalls)
+            self.models.note(served_of(request.scope), is_empty=isinstance(prepared, Response))
+            if isinstance(prepared, Response):
+                return prepared
+            job, encoded, name, model = prepared
+            context = served_of(request.scope)
+            context.reserve(encoded.max_total_tokens(model.card.context_length))
+            info = ResponseInfo(
+                id=protocol.prefix + secrets.token_hex(16),
                 created_s=int(time.time()),
                 model=name,
                 job=job,
                 prompts=encoded.prompts,
                 tokenizer=model.card.tokenizer,
                 reading=encoded.reading,
-                as_llama_server=not served.path.startswith("/v1/"),
+                as_llama_server=not context.path.startswith("/v1/"),
             )
-            encoder = dialect.encoder(reply)
-            served.model, served.response_id = name, reply.id
-            start = partial(self._start, request, reply, encoded, model)
+            encoder = protocol.encoder(info)
+            context.model = name
+            context.response_id = info.id
+            start = partial(self._start, request, info, encoded, model)
             if job.in_background:
                 assert isinstance(encoder, ResponsesEncoder)
                 return BackgroundResponse(
                     start, encoder, self.options, self._background, is_streamed=job.stream
                 )
             if job.stream:
-                return EventStream(start, encoder, self.options, dialect.framing)
+                return EventStream(start, encoder, self.options, protocol.framing)
             return await respond_whole(request, await start(), encoder, self._readers)
 
         return generate
 
     async def _start(
-        self, request: Request, reply: ResponseInfo, encoded: Encoded, model: ServedModel
+        self, request: Request, info: ResponseInfo, encoded: Encoded, model: ServedModel
     ) -> Started:
-        """Queue a job once its constraint is compiled.
+        """Compile a job's constraint, and queue the job.
 
-        Raises what `Compiler.compile` and `Answers.start` do.
+        Raises the errors of `Compiler.compile` and `Answers.start`.
         """
-        job, served = reply.job, served_of(request.scope)
-        with Accepting(job.caller.service, self._open, self._returns):
+        job = info.job
+        context = served_of(request.scope)
+        with Accepting(job.caller.service, self._open_requests, self._retry_after):
             if encoded.params.constraint is not None:
                 work = _compile_constraint(model.compiler, encoded, job.caller.tenant)
-                async with in_time(served):  # a stream sees by itself that its client leaves
-                    stays = job.stream or job.in_background
-                    await (work if stays else while_connected(request.receive, work))
+                async with in_time(context):
+                    if job.stream or job.in_background:  # a stream notices a disconnect by itself
+                        await work
+                    else:
+                        await while_connected(request.receive, work)
             guard = None
             if encoded.gaps:
                 encoded.fix_seed()
-                guard = AnswerGuard(self._checks, reply, encoded, served)
-            args = model.engine, with_spent_time(job, served), encoded, self.metrics, self._open
-            served.running = answers = await Answers.start(*args)
-        return answers, reply.reader(), guard
+                guard = AnswerGuard(self._checks, info, encoded, context)
+            answers = await Answers.start(
+                model.engine,
+                with_spent_time(job, context),
+                encoded,
+                self.metrics,
+                self._open_requests,
+            )
+            context.running = answers
+        return answers, info.reader(), guard
 
-    def _embedding(self, dialect: EmbeddingProtocol[Any]) -> Callable[[Request], Any]:
+    def _embedding(self, protocol: EmbeddingProtocol[Any]) -> Callable[[Request], Any]:
+        """Return the endpoint of a protocol that computes embeddings."""
         limits = self.options.limits
-        decoder = BodyDecoder(dialect.request, limits.max_json_depth)
+        decoder = BodyDecoder(protocol.request, limits.max_json_depth)
 
         def prepare(
             body: bytes, request: Request
         ) -> tuple[EmbeddingJob, list[list[int]], str, ServedModel] | Response:
-            served = served_of(request.scope)
-            asked, ignored = decoder.decode(body)
-            self._ignored.note(ignored, served)
-            name, model = self.models.choose(asked.model, served, dialect.keep_s(asked))
-            if (empty := dialect.empty(asked, name)) is not None:
+            context = served_of(request.scope)
+            fields, ignored = decoder.decode(body)
+            self._ignored.note(ignored, context)
+            name, model = self.models.choose(fields.model, context, protocol.keep_s(fields))
+            if (empty := protocol.empty(fields, name)) is not None:
                 return to_json(empty)
-            job = dialect.read(asked, self._tenant(request))
-            job = with_sender(job, served, self.metrics.goodput)
+            job = protocol.read(fields, self._tenant(request))
+            job = with_sender(job, context, self.metrics.goodput)
             check_texts(job, limits.max_inputs)
             texts = job.encode(model.card)
             check_vectors(job, texts, model.card, limits.max_vector_values)
             return job, texts, name, model
 
         async def embed(request: Request) -> Response:
-            found = await self._read(request, prepare)
-            self.models.note(served_of(request.scope), is_empty=isinstance(found, Response))
-            if isinstance(found, Response):
-                return found
-            (job, texts, name, model), served = found, served_of(request.scope)
-            job = with_spent_time(job, served)
-            served.reserve(sum(map(len, texts)))
-            with Accepting(job.caller.service, self._open, self._returns):
-                vectors = await Vectors.start(model.engine, job, texts, self.metrics, self._open)
-            served.running, served.model = vectors, name
+            prepared = await self._read(request, prepare)
+            self.models.note(served_of(request.scope), is_empty=isinstance(prepared, Response))
+            if isinstance(prepared, Response):
+                return prepared
+            job, texts, name, model = prepared
+            context = served_of(request.scope)
+            job = with_spent_time(job, context)
+            context.reserve(sum(map(len, texts)))
+            with Accepting(job.caller.service, self._open_requests, self._retry_after):
+                vectors = await Vectors.start(
+                    model.engine, job, texts, self.metrics, self._open_requests
+                )
+            context.running = vectors
+            context.model = name
             try:
-                is_last = served.service == BATCH_SERVICE_TIER
+                is_last = context.service == BATCH_SERVICE_TIER
                 work = vectors.encoded_vectors(
-                    partial(self._readers.run, served.tenant, is_last=is_last)
+                    partial(self._readers.run, context.tenant, is_last=is_last)
                 )
                 parts = await while_connected(request.receive, work)
             finally:
                 vectors.cancel()
-            elapsed_s = time.monotonic() - served.began_s
+            elapsed_s = time.monotonic() - context.began_s
 
             def body(parts: list[msgspec.Raw]) -> object:
-                return dialect.whole_response(name, parts, vectors.num_tokens, elapsed_s)
+                return protocol.whole_response(name, parts, vectors.num_tokens, elapsed_s)
 
             if sum(memoryview(part).nbytes for part in parts) <= _LARGE_RESPONSE_BYTES:
                 return to_json(body(parts))
@@ -441,38 +476,42 @@ class Api:
 
         return embed
 
-    def _inquiry(self, inquiry: UtilityEndpoint[Any]) -> Callable[[Request], Any]:
-        decoder = BodyDecoder(inquiry.request, self.options.limits.max_json_depth)
+    def _utility(self, endpoint: UtilityEndpoint[Any]) -> Callable[[Request], Any]:
+        """Return the endpoint of a request that needs no engine."""
+        decoder = BodyDecoder(endpoint.request, self.options.limits.max_json_depth)
 
         def answer(body: bytes, request: Request) -> Response:
-            asked, ignored = decoder.decode(body)
-            served_of(request.scope).field_names = inquiry.names(asked)
+            fields, ignored = decoder.decode(body)
+            served_of(request.scope).field_names = endpoint.names(fields)
             self._ignored.note(ignored, served_of(request.scope))
-            _, model = self.models.find(asked.model)
-            sender = (self._tenant(request),) if inquiry.recalls else ()
-            return to_json(inquiry.answer(asked, model.card, *sender))
+            _, model = self.models.find(fields.model)
+            if endpoint.recalls:
+                return to_json(endpoint.answer(fields, model.card, self._tenant(request)))
+            return to_json(endpoint.answer(fields, model.card))
 
         async def respond(request: Request) -> Response:
-            return await self._read(request, answer, is_long=inquiry.recalls)
+            return await self._read(request, answer, is_long=endpoint.recalls)
 
         return respond
 
     async def _read(
         self, request: Request, work: Callable[[bytes, Request], T], *, is_long: bool = False
     ) -> T:
-        """Return `work` of the body, in a thread if the body or the work (`is_long`) is long.
+        """Receive a request's body, and return the result of `work` on it.
+
+        `work` runs in a thread if the body is large, has files, or if the work `is_long`.
 
         Raises:
             ServerStoppingError: the server drains.
-            RequestError: its header with a timeout is wrong.
-            DeadlineError: its timeout is over.
+            RequestError: the header with the timeout is not valid.
+            DeadlineError: the timeout is over.
         """
         if self.is_draining:
             reason = "The server is stopping and takes no new requests."
             raise errors.ServerStoppingError(reason, room_s=self._drained_by_s - time.monotonic())
-        served = served_of(request.scope)
-        served.timeout_s = timeout_of(request.scope)
-        async with in_time(served), body_of(request, self.options.limits) as body:
+        context = served_of(request.scope)
+        context.timeout_s = timeout_of(request.scope)
+        async with in_time(context), body_of(request, self.options.limits) as body:
             if has_files(body):
                 return await self._readers.run_for(request, self._read_files, work, body, request)
             if not is_long and len(body) <= LARGE_BODY_BYTES:
@@ -480,31 +519,32 @@ class Api:
             return await self._readers.run_for(request, work, body, request)
 
     def _read_files(self, work: Callable[[bytes, Request], T], body: bytes, request: Request) -> T:
-        """Return the result of `work` on a body in which text parts replace attached files."""
+        """Return the result of `work` on a body whose attached files are replaced by their text."""
         return work(self._with_files(body, request), request)
 
     def _with_files(self, body: bytes, request: Request) -> bytes:
-        read_file = self.keeping.file_reader(served_of(request.scope).tenant)
+        """Return a body whose attached files are replaced by their text."""
+        read_file = self.batches.file_reader(served_of(request.scope).tenant)
         return with_file_texts(body, read_file) if has_files(body) else body
 
-    def _room(self) -> int:
-        """How many lines of batches may be in the engine: all that clients leave, and some wait."""
-        return self.engine.facts.config.max_running + _WAITING_LINES - self.num_running
+    def _num_free_slots(self) -> int:
+        """Return how many batch requests the engine may have besides the clients' requests."""
+        return self.engine.facts.config.max_running + _NUM_QUEUED_BATCH_REQUESTS - self.num_running
 
     def _tenant(self, request: Request) -> Tenant:
-        """Return the sender of a request, which the key check has noted."""
-        return Tenant(served_of(request.scope).tenant, self.answers)
+        """Return the sender of a request, as the key check has found it."""
+        return Tenant(served_of(request.scope).tenant, self.response_store)
 
 
 async def _compile_constraint(compiler: Compiler, encoded: Encoded, tenant: str) -> None:
-    """Compile the constraint of a job, and note the gaps of its grammar."""
+    """Compile a job's constraint, and note the parts of it that the grammar cannot enforce."""
     if (constraint := encoded.params.constraint) is not None:
         compiled, encoded.gaps = await compiler.compile(encoded.calls or constraint, tenant)
         encoded.params = replace(encoded.params, constraint=compiled)
 
 
 class Extension(Protocol):
-    """Routes with their descriptions for the OpenAPI document."""
+    """Further endpoints of a server, with their descriptions for the OpenAPI document."""
 
     @property
     def bodies(self) -> Mapping[str, type[msgspec.Struct]]:
@@ -512,14 +552,14 @@ class Extension(Protocol):
 
     @property
     def operations(self) -> Mapping[tuple[str, str], RouteDescription]:
-        """The descriptions, by method and path."""
+        """The descriptions of the endpoints, by method and path."""
 
     def routes(self, options: ServeOptions, note_ignored: NoteIgnored) -> Sequence[Route]:
-        """Return the routes; `note_ignored` takes the fields of a request without effect."""
+        """Return the routes; call `note_ignored` with the ignored fields of a request."""
 
     def close(self) -> None:
-        """Free threads, after the last request."""
+        """Stop threads, after the last request."""
 
 
-# Makes an extension for an engine, the name of its model and the limits of the machine.
+# Makes an extension for an engine, its model's name and the machine's limits.
 ExtensionFactory: TypeAlias = "Callable[[ServedEngine, str, MachineLimits | None], Extension]"

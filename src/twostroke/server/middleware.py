@@ -1,4 +1,4 @@
-"""The ASGI application: the API, and the layers around it."""
+"""The ASGI application: the endpoints, and the middleware around them."""
 
 from __future__ import annotations
 
@@ -49,22 +49,28 @@ def create_app(
     records: Records | None = None,
     extensions: Sequence[ExtensionFactory] = (),
 ) -> ASGIApp:
-    """Return the ASGI application that serves `client`'s model; the caller closes the client.
+    """Return an ASGI application that serves the model of an engine in this process.
 
-    `records` keep files and batches, which run between the events of ASGI's lifespan protocol.
-    `extensions` add paths.
+    Args:
+        client: the client of the engine; the caller closes it.
+        options: the options of the server.
+        limits: the machine's limits, for the metrics of utilization.
+        records: stores files and batches; None stores none. Batches run between the startup and
+            the shutdown event of ASGI's lifespan protocol.
+        extensions: make further endpoints.
     """
     options = options or ServeOptions()
-    return build_app(Api(LocalEngine(client), options, limits, records, extensions))
+    api = Api(LocalEngine(client), options, limits, records=records, extensions=extensions)
+    return build_app(api)
 
 
 def build_app(api: Api) -> ASGIApp:
-    """Return the ASGI application of `api`."""
+    """Return the ASGI application with the endpoints of `api` and the middleware around them."""
     routes = api.routes()
     paths = [route.path_format for route in routes]
 
     async def respond(request: Request, error: Exception) -> Response:
-        """Return the error in the protocol's form; the outermost layer logs unexpected ones."""
+        """Return an error in the protocol's form; `Boundary` logs unexpected errors."""
         if not isinstance(error, TwostrokeError):
             return errors.to_response(TwostrokeError("An unforeseen failure."), request.scope)
         is_from_client = served_of(request.scope).service is None
@@ -91,25 +97,25 @@ def build_app(api: Api) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        await api.upkeep.start()
-        await api.answers.load(ended_by_restart)
-        await api.keeping.start(boundary)
+        await api.key_refresher.start()
+        await api.response_store.load(ended_by_restart)
+        await api.batches.start(boundary)
         try:
             yield
         finally:
-            await api.keeping.stop()
-            await api.upkeep.stop()
+            await api.batches.stop()
+            await api.key_refresher.stop()
 
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False
-    keys, origins = api.options.api_keys, Origins(api.options)
-    telling = UsageReporter(app)
-    limited = LimitCheck(
-        telling, {*GENERATION_PROTOCOLS, *EMBEDDING_PROTOCOLS, *UTILITY_ENDPOINTS}.__contains__
-    )
-    guarded = OriginCheck(telling if keys is None else KeyCheck(limited, keys), origins)
+    keys = api.options.api_keys
+    origins = Origins(api.options)
+    model_paths = {*GENERATION_PROTOCOLS, *EMBEDDING_PROTOCOLS, *UTILITY_ENDPOINTS}
+    layers: ASGIApp = UsageReporter(app)
+    if keys is not None:
+        layers = KeyCheck(LimitCheck(layers, model_paths.__contains__), keys)
     boundary = Boundary(
-        guarded,
+        OriginCheck(layers, origins),
         api.metrics.responses,
         api.options.limits,
         origins,
@@ -120,7 +126,7 @@ def build_app(api: Api) -> ASGIApp:
 
 
 def _endpoint_finder(routes: Sequence[Route]) -> Callable[[Scope], str]:
-    """Return a function that finds the path of the route for a request."""
+    """Return a function that finds the route's path for a request; "unknown" without a route."""
     literal_paths = {route.path for route in routes}
 
     def find(scope: Scope) -> str:

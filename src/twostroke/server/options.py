@@ -13,7 +13,7 @@ MAX_STORED_RESPONSES: Final = 1_000_000
 
 
 class Objective(Frozen):
-    """A limit in seconds on a latency, for one class of service or, if None, for all.
+    """A limit in seconds on a latency, for one service tier, or for all tiers if None.
 
     `measure` is one of `observability.objectives.MEASURES`.
     """
@@ -24,19 +24,20 @@ class Objective(Frozen):
 
 
 class ServeOptions(HttpOptions):
-    """A server's address and behaviour.
+    """The options of a server of models.
 
     Attributes:
-        model_names: the names by which clients may ask for the model, the default first; empty for
-            the model's own name.
-        keep_alive_s: a silent stream sends a comment this often, so that proxies keep it open.
-        splits_reasoning: whether reasoning is separated from the answers or left in them.
-        parses_special: whether the texts of special tokens in raw prompts become these tokens,
-            unless a request says otherwise.
-        max_stored: how many answers of /v1/responses are stored; 0 stores none.
-        max_stored_bytes: the size of all stored answers.
-        objectives: goals for latency, in metrics and on the dashboard.
-        otlp_endpoint: where to send traces, by OTLP over HTTP; None sends none.
+        model_names: the names by which clients may request the model, the default first; empty
+            for the model's own name.
+        keep_alive_s: the interval at which an idle stream sends a comment, so that proxies keep the
+            connection open.
+        splits_reasoning: whether reasoning is separated from the text of answers.
+        parses_special: whether texts such as `<s>` in raw prompts become special tokens, unless a
+            request sets `parse_special`.
+        max_stored: how many responses of /v1/responses are stored; 0 stores none.
+        max_stored_bytes: the total size of the stored responses.
+        objectives: latency goals, shown in metrics and on the dashboard.
+        otlp_endpoint: the URL to which traces are sent, by OTLP over HTTP; None sends none.
     """
 
     model_names: Annotated[

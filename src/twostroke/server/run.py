@@ -1,4 +1,4 @@
-"""Runs the server of one engine."""
+"""Runs the HTTP server of an engine until it is stopped by a signal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from twostroke.server.storage import Records
 
 
-def run_server(  # noqa: PLR0913 - the parts of a server
+def serve(  # noqa: PLR0913 - the parts of a server
     engine: ServedEngine,
     options: ServeOptions | None = None,
     *,
@@ -33,20 +33,20 @@ def run_server(  # noqa: PLR0913 - the parts of a server
 ) -> int:
     """Serve until SIGINT or SIGTERM, and return the process's exit code.
 
-    After the first signal the server refuses new work (503), as `GET /health` reports, and running
-    requests have `options.drain_s` seconds to finish. Then, or at a second signal, the rest is cut
-    off with an error. The exit code is 0 if all requests finished, 1 if some were cut off. The
-    caller closes the engine.
+    After the first signal, the server refuses new requests with status 503, which `GET /health`
+    also returns, and running requests have `options.drain_s` seconds to finish. After that time,
+    or at a second signal, they are cut off with an error. The exit code is 0 if all requests
+    finished, 1 if some were cut off. The caller closes the engine.
 
     Args:
-        engine: the engine to serve, or a `Roster` of several.
-        options: the address, and how to serve.
-        listener: from `bind`; without it, the server binds now.
-        limits: the machine's limits, against which `/metrics` measures utilization.
-        on_ready: called with the server's URL once it answers.
+        engine: the engine to serve, or a `ModelPool` of several.
+        options: the options of the server, such as its address.
+        listener: a listening socket from `bind`; None listens at the address in `options`.
+        limits: the machine's limits, for the metrics of utilization.
+        on_ready: called with the server's URL when the server answers requests.
         on_stop: called with the number of running requests at the first signal.
-        records: keep files and batches; None keeps none. The caller closes them.
-        extensions: add paths.
+        records: stores files and batches; None stores none. The caller closes it.
+        extensions: make further endpoints.
 
     Raises:
         UsageError: the port is out of range.
@@ -54,5 +54,5 @@ def run_server(  # noqa: PLR0913 - the parts of a server
     """
     options = options or ServeOptions()
     listener = listener or bind(options.host, options.port)
-    api = Api(engine, options, limits, records, extensions)
+    api = Api(engine, options, limits, records=records, extensions=extensions)
     return asyncio.run(run(build_app(api), api, listener, on_ready, on_stop))

@@ -98,7 +98,7 @@ def test_wrong_requests_are_refused_with_their_place(server: LiveServer) -> None
     large = server.http.post(PATH, json={"requests": [one("a" * 20_000)]})
     assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
     assert server.http.get(PATH).json()["data"] == []
-    folders = server.api.keeping._records.files  # type: ignore[union-attr]
+    folders = server.api.batches._records.files  # type: ignore[union-attr]
     assert not [*folders._files.iterdir(), *folders._unfinished.iterdir()]
 
 
@@ -146,7 +146,7 @@ def test_ended_batch_is_deleted_with_its_files(server: LiveServer) -> None:
     for gone in (path, f"{path}/results"):
         found = server.http.get(gone)
         assert (found.status_code, found.json()["error"]["type"]) == (404, "not_found_error")
-    folder = server.api.keeping._records.files._files  # type: ignore[union-attr]
+    folder = server.api.batches._records.files._files  # type: ignore[union-attr]
     assert not list(folder.iterdir())
 
 

@@ -297,7 +297,7 @@ def test_clients_go_before_lines(server: LiveServer) -> None:
     server.backend.gate.clear()
     begin(server, *(line(f"{i}") for i in range(40)))
     wait_for(lambda: server.num_busy > 0)
-    services = {one.service for one in server.api._open}
+    services = {one.service for one in server.api._open_requests}
     assert services == {"batch"}
     assert server.api.num_running == 0
     server.backend.gate.set()
@@ -330,7 +330,7 @@ def test_clients_are_answered_while_the_disk_is_full(
     server.backend.gate.clear()
     batch = begin(server, *(line(f"{i}") for i in range(3)))
     wait_for(lambda: server.num_busy == 3)
-    keeping: Any = server.api.keeping
+    keeping: Any = server.api.batches
     write = keeping._records.write
 
     async def fail(_work: object) -> None:

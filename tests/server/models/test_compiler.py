@@ -246,7 +246,7 @@ def test_client_that_leaves_while_others_are_compiled_is_not_answered(
         connection.sendall(post_bytes("/v1/chat/completions", chat_body(guided_regex="a+")))
         assert began.wait(20)
         connection.close()
-        wait_for(lambda: not server.api._open)
+        wait_for(lambda: not server.api._open_requests)
         may_end.set()
         server.wait_idle()
         assert server.backend.num_steps == 0

@@ -14,11 +14,11 @@ _TAG: Final = "OpenAI"
 _ANTHROPIC: Final = "Anthropic"
 _OFF: Final = (errors.UnknownPathError, RecordsError)
 _NAME: Final = {"type": "string", "minLength": 1}
-_AFTER: Final = parameter("query", "after", "The id before the page.", **TEXT)
+_AFTER: Final = parameter("query", "after", "The id before the first id to return.", **TEXT)
 _ANTHROPIC_VERSION: Final = parameter(
     "header", "anthropic-version", "Asks for responses in Anthropic's form.", **TEXT
 )
-_OF_FILE: Final[dict[str, Any]] = {
+_FILE_FIELDS: Final[dict[str, Any]] = {
     "errors": (RequestError, files.NoSuchFileError, *_OFF),
     "parameters": (parameter("path", "file_id", "Its `id`.", **_NAME), _ANTHROPIC_VERSION),
 }
@@ -41,23 +41,24 @@ _EXPIRY: Final = {
     "minimum": files.MIN_EXPIRY_S,
     "maximum": files.MAX_EXPIRY_S,
 }
-_OF_UPLOAD: Final[dict[str, Any]] = {
+_UPLOAD_FIELDS: Final[dict[str, Any]] = {
     "errors": (RequestError, uploads.NoSuchUploadError, *_OFF),
     "parameters": (parameter("path", "upload_id", "Its `id`.", **_NAME),),
 }
-_OF_BATCH: Final[dict[str, Any]] = {
+_BATCH_FIELDS: Final[dict[str, Any]] = {
     "errors": (RequestError, openai.NoSuchBatchError, *_OFF),
     "parameters": (parameter("path", "batch_id", "Its `id`.", **_NAME),),
 }
-_PLACE: Final = (
-    parameter("query", "after_id", "The id before the page.", **TEXT),
-    parameter("query", "before_id", "The id after the page.", **TEXT),
+_CURSORS: Final = (
+    parameter("query", "after_id", "The id before the first id to return.", **TEXT),
+    parameter("query", "before_id", "The id after the last id to return.", **TEXT),
 )
 
 
-def _limit(default: int, most: int) -> dict[str, Any]:
-    bounds = {"type": "integer", "minimum": 1, "maximum": most, "default": default}
-    return parameter("query", "limit", "The size of a page.", **bounds)
+def _limit(default: int, maximum: int) -> dict[str, Any]:
+    """Return the parameter `limit` of a list."""
+    bounds = {"type": "integer", "minimum": 1, "maximum": maximum, "default": default}
+    return parameter("query", "limit", "The maximum number of items to return.", **bounds)
 
 
 OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
@@ -102,7 +103,7 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         _IN_ANTHROPICS_FORM,
         answer=files.FileBody,
         media={"application/json": _METADATA},
-        **_OF_FILE,
+        **_FILE_FIELDS,
     ),
     ("DELETE", files.FILE_PATH): RouteDescription(
         "Delete a file",
@@ -110,13 +111,13 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         _IN_ANTHROPICS_FORM,
         answer=files.DeletedFile,
         media={"application/json": {"type": "object", "required": ["id", "type"]}},
-        **_OF_FILE,
+        **_FILE_FIELDS,
     ),
     ("GET", f"{files.FILE_PATH}/content"): RouteDescription(
         "Return a file's content",
         _TAG,
         media={"application/jsonl": TEXT, "application/octet-stream": TEXT},
-        **_OF_FILE,
+        **_FILE_FIELDS,
     ),
     ("POST", uploads.PATH): RouteDescription(
         "Begin an upload of a file in parts",
@@ -140,7 +141,7 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         ),
     ),
     ("GET", uploads.UPLOAD_PATH): RouteDescription(
-        "Return an upload", _TAG, answer=uploads.UploadBody, **_OF_UPLOAD
+        "Return an upload", _TAG, answer=uploads.UploadBody, **_UPLOAD_FIELDS
     ),
     ("POST", uploads.PARTS_PATH): RouteDescription(
         "Send a part of a file",
@@ -148,7 +149,7 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         f"A part has at most {uploads.MAX_PART_BYTES >> 20} MiB.",
         answer=uploads.UploadPartBody,
         errors=(*BODY, uploads.NoSuchUploadError, *_OFF),
-        parameters=_OF_UPLOAD["parameters"],
+        parameters=_UPLOAD_FIELDS["parameters"],
         form={"type": "object", "properties": {"data": _FILE}, "required": ["data"]},
     ),
     ("POST", uploads.COMPLETE_PATH): RouteDescription(
@@ -156,11 +157,11 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         _TAG,
         answer=uploads.UploadBody,
         errors=(*BODY, uploads.NoSuchUploadError, *_OFF),
-        parameters=_OF_UPLOAD["parameters"],
+        parameters=_UPLOAD_FIELDS["parameters"],
         examples={"complete": {"part_ids": ["part_0"]}},
     ),
     ("POST", uploads.CANCEL_PATH): RouteDescription(
-        "Cancel an upload, and delete its parts", _TAG, answer=uploads.UploadBody, **_OF_UPLOAD
+        "Cancel an upload, and delete its parts", _TAG, answer=uploads.UploadBody, **_UPLOAD_FIELDS
     ),
     ("POST", openai.PATH): RouteDescription(
         "Run the requests of a file",
@@ -183,13 +184,13 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         parameters=(_AFTER, _limit(openai.DEFAULT_LISTED, openai.MAX_LISTED)),
     ),
     ("GET", openai.BATCH_PATH): RouteDescription(
-        "Return a batch", _TAG, answer=openai.BatchBody, **_OF_BATCH
+        "Return a batch", _TAG, answer=openai.BatchBody, **_BATCH_FIELDS
     ),
     ("POST", f"{openai.BATCH_PATH}/cancel"): RouteDescription(
-        "Stop a batch; the results so far are kept", _TAG, answer=openai.BatchBody, **_OF_BATCH
+        "Stop a batch; the results so far are kept", _TAG, answer=openai.BatchBody, **_BATCH_FIELDS
     ),
     ("POST", messages.PATH): RouteDescription(
-        "Answer many conversations, for which nobody waits",
+        "Answer many conversations in the background",
         _ANTHROPIC,
         "Without `--records` this and the following paths answer 404.",
         answer=messages.MessageBatch,
@@ -208,27 +209,27 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         _ANTHROPIC,
         answer=messages.MessageBatchList,
         errors=(RequestError, *_OFF),
-        parameters=(*_PLACE, _limit(messages.DEFAULT_LISTED, messages.MAX_LISTED)),
+        parameters=(*_CURSORS, _limit(messages.DEFAULT_LISTED, messages.MAX_LISTED)),
     ),
     ("GET", messages.BATCH_PATH): RouteDescription(
-        "Return a message batch", _ANTHROPIC, answer=messages.MessageBatch, **_OF_BATCH
+        "Return a message batch", _ANTHROPIC, answer=messages.MessageBatch, **_BATCH_FIELDS
     ),
     ("DELETE", messages.BATCH_PATH): RouteDescription(
         "Delete a message batch that has ended, and its results",
         _ANTHROPIC,
         answer=messages.DeletedMessageBatch,
-        **_OF_BATCH,
+        **_BATCH_FIELDS,
     ),
     ("POST", f"{messages.BATCH_PATH}/cancel"): RouteDescription(
         "Stop a message batch; the results so far are kept",
         _ANTHROPIC,
         answer=messages.MessageBatch,
-        **_OF_BATCH,
+        **_BATCH_FIELDS,
     ),
     ("GET", f"{messages.BATCH_PATH}/results"): RouteDescription(
         "Return the results of a message batch, a line each",
         _ANTHROPIC,
         media={"application/x-jsonl": TEXT},
-        **_OF_BATCH,
+        **_BATCH_FIELDS,
     ),
 }

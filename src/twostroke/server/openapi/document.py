@@ -97,7 +97,7 @@ _TIMEOUT: Final = parameter(
 
 
 class ServerFacts(Frozen):
-    """The facts of one running server that its document states."""
+    """The facts of a running server for its OpenAPI document."""
 
     version: str
     has_keys: bool
@@ -108,11 +108,14 @@ class ServerFacts(Frozen):
 def document(
     routes: Iterable[Route], bodies: Bodies, facts: ServerFacts, operations: Operations = OPERATIONS
 ) -> Parts:
-    """Return the description of a server with these routes.
+    """Return the OpenAPI document of a server.
 
-    `bodies` are the structs of request bodies by path, `operations` the descriptions of routes by
-    method and path. Routes with `include_in_schema` false, such
-    as files for browsers, are left out.
+    Args:
+        routes: the routes. Routes whose `include_in_schema` is false, such as the files of the web
+            UI, are left out.
+        bodies: the structs of request bodies, by path.
+        facts: the facts of the server.
+        operations: the descriptions of the routes, by method and path.
     """
     paths: Parts = {}
     for method, path in described_routes(routes):
@@ -147,19 +150,19 @@ def components(
     bodies: Bodies, facts: ServerFacts, operations: Operations = OPERATIONS
 ) -> dict[str, Parts]:
     """Return the JSON Schemas of all structs of requests and responses, by name."""
-    asked = [*bodies.values(), *get_args(Item)]
+    received = [*bodies.values(), *get_args(Item)]
     sent: list[Any] = [form.struct for form in FORMS]
     for operation in operations.values():
         sent += [operation.answer] if operation.answer is not None else []
         sent += (*operation.events, *operation.lines)
-    of_sent = _schemas(tuple(sent))
-    schemas = _with_facts(_schemas((*asked, *sent)), facts)
-    for kind in _alone(tuple(asked)):
-        if kind.__name__ not in of_sent and kind.__struct_config__.tag_field is not None:
+    sent_schemas = _schemas(tuple(sent))
+    schemas = _with_facts(_schemas((*received, *sent)), facts)
+    for kind in _structs_without_tag(tuple(received)):
+        if kind.__name__ not in sent_schemas and kind.__struct_config__.tag_field is not None:
             schemas[kind.__name__]["required"].remove(kind.__struct_config__.tag_field)
     for name, schema in schemas.items():
         schema["description"] = " ".join(schema.get("description", "").split())
-        _finish_defaults(schema, is_sent=name in of_sent)
+        _finish_defaults(schema, is_sent=name in sent_schemas)
         _finish_hints(schema, is_strict=facts.is_strict)
     for kind in UNTYPED:
         schemas[kind.__name__]["required"].remove("type")
@@ -174,32 +177,35 @@ def _schemas(kinds: tuple[Any, ...]) -> Parts:
 
 
 @cache
-def _alone(kinds: tuple[Any, ...]) -> set[type[msgspec.Struct]]:
-    """Return the structs that no other one may replace, so that they need no tag."""
-    found: set[type[msgspec.Struct]] = set()
-    several = set(get_args(Item))
+def _structs_without_tag(kinds: tuple[Any, ...]) -> set[type[msgspec.Struct]]:
+    """Return the structs that are in no union with other structs, so that they need no tag."""
+    all_structs: set[type[msgspec.Struct]] = set()
+    in_unions = set(get_args(Item))
     types = [inspect.type_info(kind) for kind in kinds]
     while types:
         alternatives = list(parts([types.pop()]))
         structs = [part for part in alternatives if isinstance(part, inspect.StructType)]
         if len(structs) > 1:
-            several.update(part.cls for part in structs)
+            in_unions.update(part.cls for part in structs)
         for part in structs:
-            if part.cls not in found:
-                found.add(part.cls)
+            if part.cls not in all_structs:
+                all_structs.add(part.cls)
                 types += [field.type for field in part.fields]
         types += [part.item_type for part in alternatives if isinstance(part, inspect.ListType)]
-    return found - several
+    return all_structs - in_unions
 
 
 def schema_of(kind: Any) -> Parts:
-    """Return the schema of a type, with references to those of structs."""
-    (found,), _ = msgspec.json.schema_components([kind], ref_template=_REFERENCE)
-    return found
+    """Return the schema of a type; the schemas of structs are references."""
+    (schema,), _ = msgspec.json.schema_components([kind], ref_template=_REFERENCE)
+    return schema
 
 
 def _with_facts(schema: Any, facts: ServerFacts) -> Any:
-    """Return a copy with the values of facts; alternatives in `oneOf` replace the type's own."""
+    """Return a copy of a schema with values for its placeholders (`Fact`).
+
+    The alternatives in `oneOf` replace the alternatives of the field's type, in `anyOf`.
+    """
     if isinstance(schema, str):
         return facts.values.get(schema, schema)
     if isinstance(schema, list):
@@ -211,7 +217,7 @@ def _with_facts(schema: Any, facts: ServerFacts) -> Any:
 
 
 def _finish_defaults(schema: Parts, *, is_sent: bool) -> None:
-    """Require the fields that every response has, and remove defaults that say nothing."""
+    """Make fields of responses required, and remove defaults that only mean a missing field."""
     for name, field in schema["properties"].items():
         if is_sent and "default" in field and name not in schema["required"]:
             schema["required"].append(name)
@@ -220,7 +226,7 @@ def _finish_defaults(schema: Parts, *, is_sent: bool) -> None:
 
 
 def _finish_hints(schema: Parts, *, is_strict: bool) -> None:
-    """Let objects of requests have further fields and any hint, unless the server is strict."""
+    """Apply the server's strictness: only strict servers refuse unknown fields and hints."""
     if not is_strict:
         schema.pop("additionalProperties", None)
     for field in schema["properties"].values():
@@ -232,7 +238,7 @@ def _finish_hints(schema: Parts, *, is_strict: bool) -> None:
 
 
 def described_routes(routes: Iterable[Route]) -> Iterator[tuple[str, str]]:
-    """Yield the methods and paths to describe; GET implies HEAD."""
+    """Yield the method and the path of each route to describe; GET implies HEAD."""
     for route in routes:
         if route.include_in_schema:
             for method in sorted((route.methods or set()) - {"HEAD"}):
@@ -240,6 +246,7 @@ def described_routes(routes: Iterable[Route]) -> Iterator[tuple[str, str]]:
 
 
 def _operation(method: str, path: str, operation: RouteDescription, *, has_keys: bool) -> Parts:
+    """Return a route in OpenAPI's form, without its request body."""
     forms = _error_forms(path, operation)
     is_open = path in OPEN_PATHS
     described: Parts = {
@@ -261,7 +268,7 @@ def _operation(method: str, path: str, operation: RouteDescription, *, has_keys:
 
 
 def _error_forms(path: str, operation: RouteDescription) -> list[ErrorForm]:
-    """Return the form of errors on a path; a described header may ask for a second form."""
+    """Return the forms of errors on a path; a described header may select a second form."""
     header = ANTHROPIC_HEADER.decode()
     has_header = any(described["name"] == header for described in operation.parameters)
     headers = [[], [(ANTHROPIC_HEADER, b"")]] if has_header else [[]]
@@ -270,6 +277,7 @@ def _error_forms(path: str, operation: RouteDescription) -> list[ErrorForm]:
 
 
 def _id(method: str, path: str) -> str:
+    """Return the operation id of a route."""
     words = path.replace("{", "").replace("}", "").replace(".", "/").strip("/").split("/")
     return "_".join((method.lower(), *filter(None, words)))
 
@@ -293,18 +301,20 @@ def _responses(operation: RouteDescription, forms: list[ErrorForm], *, needs_key
         content[EVENTS] = {"schema": _stream(operation, form)}
     if operation.lines:
         content[LINES] = {"schema": _lines(operation, form)}
-    named = [HEADER] if operation.examples else []  # of those that have a body
-    responses: Parts = {"200": _response("The answer.", content, [*ids, *named])}
+    ignored_header = [HEADER] if operation.examples else []  # only requests with a body
+    responses: Parts = {"200": _response("The answer.", content, [*ids, *ignored_header])}
     if operation.leads_to:
-        responses["200"]["links"] = {_id(*one): _link(*one) for one in operation.leads_to}
+        responses["200"]["links"] = {
+            _id(method, path): _link(method, path) for method, path in operation.leads_to
+        }
     if operation.may_be_unready:
         responses["503"] = _response("Not ready.", content, [*ids, "retry-after"])
     failures = [reference(form.struct) for form in forms]
     failure = {JSON: {"schema": {"anyOf": failures} if len(failures) > 1 else failures[0]}}
     reasons: dict[int, str] = {}
     is_limited = needs_key and set(BODY) <= set(operation.errors)
-    of_keys = [KeyMissingError] * needs_key + [RateLimitError] * is_limited
-    for kind in (*operation.errors, *ANYWHERE, *of_keys):
+    key_errors = [KeyMissingError] * needs_key + [RateLimitError] * is_limited
+    for kind in (*operation.errors, *ANYWHERE, *key_errors):
         text = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
         for form in forms:
             reasons.setdefault(form.status(kind("")), text)
@@ -327,7 +337,7 @@ def _response(description: str, content: Parts, headers: Iterable[str]) -> Parts
 
 
 def _lines(operation: RouteDescription, form: ErrorForm) -> Parts:
-    """Return the schema of a stream of lines; as of `_stream`, each schema is that of one line."""
+    """Return the schema of a line in a stream of JSON lines."""
     kinds = [reference(struct) for struct in (*operation.lines, form.struct)]
     return {
         "type": "string",
@@ -338,9 +348,9 @@ def _lines(operation: RouteDescription, form: ErrorForm) -> Parts:
 
 
 def _stream(operation: RouteDescription, form: ErrorForm) -> Parts:
-    """Return the schema of a stream's events; each is an object with the event's fields.
+    """Return the schema of an event in a stream, as an object with the fields of the event.
 
-    OpenAPI 3.1 has no notation for streams; 3.2 calls this `itemSchema`.
+    OpenAPI 3.1 has no notation for streams; in OpenAPI 3.2 this is an `itemSchema`.
     """
     kinds = [reference(struct) for struct in dict.fromkeys(operation.events)]
     kinds += [operation.media[JSON]] if JSON in operation.media else []

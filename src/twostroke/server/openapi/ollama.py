@@ -82,13 +82,15 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         examples={"text": {"prompt": "The sky is blue."}},
     ),
     ("GET", "/api/tags"): RouteDescription(
-        "The model, by each of its names", "Ollama", answer=models.TaggedModels
+        "List the models, once for each name", "Ollama", answer=models.TaggedModels
     ),
     ("GET", "/api/ps"): RouteDescription(
-        "The model, which stays in memory", "Ollama", answer=models.LoadedModels
+        "List the models in memory", "Ollama", answer=models.LoadedModels
     ),
     ("GET", "/api/version"): RouteDescription(
-        "The version of Ollama whose API this is", "Ollama", answer=models.VersionBody
+        "Return the version of Ollama whose API this server has",
+        "Ollama",
+        answer=models.VersionBody,
     ),
     ("POST", "/api/show"): RouteDescription(
         "Describe the model",
@@ -98,9 +100,9 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         examples={"served": {}},
     ),
     ("POST", "/api/pull"): RouteDescription(
-        "Say that the model is there",
+        "Check that a model is there",
         "Ollama",
-        "Only for the model that is served; nothing is fetched.",
+        "Only for models that are served; nothing is downloaded.",
         answer=models.PullStatus,
         errors=BODY,
         examples={"served": {}},

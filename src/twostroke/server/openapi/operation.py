@@ -1,4 +1,4 @@
-"""What is said of a route: its texts, answers, errors and examples."""
+"""The description of a route: its texts, responses, errors and examples."""
 
 from __future__ import annotations
 
@@ -55,20 +55,22 @@ TEXT: Final = {"type": "string"}
 
 
 class RouteDescription(Frozen):
-    """A route as people see it.
+    """The description of a route for the OpenAPI document.
 
     Attributes:
-        summary, tag, description: the summary is a few words, the tag the protocol's owner.
-        answer: the type of a JSON answer; None without one.
-        events: the structs of a stream's events; empty without streams of events.
-        lines: the structs of a stream's lines; empty without streams of lines.
-        media: other media types of an answer, with their schemas; for JSON, another form of it.
-        form: the schema of a body of multipart/form-data; empty for JSON.
-        may_be_unready: whether the same answer also comes with status 503.
+        summary: a few words.
+        tag: the owner of the protocol.
+        description: further sentences.
+        answer: the type of a JSON response; None without one.
+        events: the structs of a stream's server-sent events; empty without such a stream.
+        lines: the structs of a stream of JSON lines; empty without such a stream.
+        media: the schemas of responses of other media types; for JSON, of an alternative form.
+        form: the schema of a multipart/form-data body; empty for a JSON body.
+        may_be_unready: whether the same response also comes with status 503.
         errors: the errors besides `ANYWHERE`.
         examples: request bodies by name, without the model's name.
-        parameters: those of the path, the query and the headers, in OpenAPI's form.
-        leads_to: operations whose path contains the id of this one's answer.
+        parameters: the parameters of the path, the query and the headers, in OpenAPI's form.
+        leads_to: methods and paths of operations that take the id in this operation's response.
     """
 
     summary: str
@@ -86,7 +88,10 @@ class RouteDescription(Frozen):
     leads_to: tuple[tuple[str, str], ...] = ()
 
 
-def parameter(place: str, name: str, description: str, **schema: object) -> dict[str, Any]:
-    """Return a parameter in OpenAPI's form; those of paths are required."""
-    found = {"name": name, "in": place, "description": description, "schema": schema}
-    return found | ({"required": True} if place == "path" else {})
+def parameter(location: str, name: str, description: str, **schema: object) -> dict[str, Any]:
+    """Return a parameter in OpenAPI's form.
+
+    `location` is "path", "query" or "header"; parameters in the path are required.
+    """
+    fields = {"name": name, "in": location, "description": description, "schema": schema}
+    return fields | ({"required": True} if location == "path" else {})

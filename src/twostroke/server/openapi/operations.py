@@ -1,4 +1,4 @@
-"""The texts, answers and examples of each route's description.
+"""The texts, responses and examples of each route's description.
 
 Paths, methods and request bodies come from the routes themselves.
 """
@@ -48,7 +48,7 @@ _NAME: Final = {"type": "string", "minLength": 1}
 _MODEL: Final = parameter(
     "path", "model", "One of the names in `/v1/models`; it may contain slashes.", **_NAME
 )
-_CHOSEN: Final = {
+_SELECTED_FIELDS: Final = {
     "type": "object",
     "description": "The fields in `response_fields`, by these names.",
     "not": {"required": ["content", "prompt", "stop", "model", "timings"]},
@@ -59,7 +59,7 @@ _ANTHROPIC_VERSION: Final = parameter(
 _ANTHROPIC_PAGE: Final = (
     _ANTHROPIC_VERSION,
     *(
-        parameter("query", name, "In Anthropic's form: where the page is, and its size.", **TEXT)
+        parameter("query", name, "In Anthropic's form: the part of the list to return.", **TEXT)
         for name in ("after_id", "before_id", "limit")
     ),
 )
@@ -74,11 +74,11 @@ _ANTHROPIC_MODELS: Final = {
     "required": ["data", "has_more", "first_id", "last_id"],
 }
 
-_OWN: Final[dict[tuple[str, str], RouteDescription]] = {
+_SERVER_OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
     ("GET", "/"): RouteDescription(
         "The server, its model and its paths",
         "Server",
-        "A browser, which accepts `text/html`, gets the page.",
+        "A browser, which accepts `text/html`, gets the web UI.",
         answer=AboutBody,
         media={"text/html": TEXT},
     ),
@@ -101,7 +101,7 @@ _OWN: Final[dict[tuple[str, str], RouteDescription]] = {
         "Whether the engine finishes steps", "Server", answer=ProgressBody, may_be_unready=True
     ),
     ("GET", "/api/load"): RouteDescription(
-        "What a router needs to know", "Server", answer=LoadBody
+        "The facts that a router needs", "Server", answer=LoadBody
     ),
     ("GET", "/metrics"): RouteDescription(
         "Metrics for Prometheus",
@@ -113,9 +113,7 @@ _OWN: Final[dict[tuple[str, str], RouteDescription]] = {
         "Server",
         "For the dashboard; see `docs/operations/observability.md`.",
         parameters=(
-            parameter(
-                "query", "past", "Add what charts show of the last two minutes.", type="string"
-            ),
+            parameter("query", "past", "Add the data of the last two minutes.", type="string"),
         ),
         media={
             "application/json": {
@@ -133,7 +131,7 @@ _OWN: Final[dict[tuple[str, str], RouteDescription]] = {
         },
     ),
     ("GET", "/v1/models"): RouteDescription(
-        "The model, by each of its names",
+        "List the models, once for each name",
         "OpenAI",
         "Requests with the header `anthropic-version` get Anthropic's form, page by page.",
         answer=ModelList,
@@ -142,7 +140,7 @@ _OWN: Final[dict[tuple[str, str], RouteDescription]] = {
         parameters=_ANTHROPIC_PAGE,
     ),
     ("GET", "/v1/models/{model}"): RouteDescription(
-        "The model, by one of its names",
+        "Return a model by one of its names",
         "OpenAI",
         answer=ModelBody,
         media={"application/json": _ANTHROPIC_MODEL},
@@ -251,7 +249,7 @@ _OWN: Final[dict[tuple[str, str], RouteDescription]] = {
         "Answer a conversation, which may continue an earlier answer",
         "OpenAI",
         "OpenAI's Responses API. With `stream` events have names, which are their `type`; the "
-        "last event has the whole answer.",
+        "last event has the complete response.",
         answer=ResponseBody,
         events=stream_events.EVENTS,
         errors=GENERATION,
@@ -326,9 +324,9 @@ _OWN: Final[dict[tuple[str, str], RouteDescription]] = {
         "Continue texts",
         "llama-server",
         "llama-server's own protocol, also at `/completions`. Several prompts or answers make a "
-        "list. With `stream` the last event of each answer has its facts.",
+        "list. With `stream`, the last event of each answer has its settings and counts.",
         answer=LlamaCompletion | list[LlamaCompletion],
-        media={"application/json": _CHOSEN},
+        media={"application/json": _SELECTED_FIELDS},
         events=(LlamaPiece, LlamaCompletion, LLAMA_SERVER.struct),
         errors=GENERATION,
         examples={
@@ -343,7 +341,7 @@ _OWN: Final[dict[tuple[str, str], RouteDescription]] = {
         "llama-server",
         "For models that can fill in the middle; further fields as in `/completion`.",
         answer=LlamaCompletion | list[LlamaCompletion],
-        media={"application/json": _CHOSEN},
+        media={"application/json": _SELECTED_FIELDS},
         events=(LlamaPiece, LlamaCompletion, LLAMA_SERVER.struct),
         errors=GENERATION,
         examples={
@@ -378,14 +376,14 @@ _OWN: Final[dict[tuple[str, str], RouteDescription]] = {
         errors=(ModelNotFoundError,),
     ),
     ("GET", "/props"): RouteDescription(
-        "The server's properties, and the settings of `/completion` that are not asked for",
+        "The server's properties, and the default settings of `/completion`",
         "llama-server",
         answer=info.Props,
     ),
     ("GET", "/slots"): RouteDescription(
-        "The running requests, each in a place of its own",
+        "The running requests, each in a slot",
         "llama-server",
-        "With `fail_on_no_slot` in the query an error is sent if there is no free place.",
+        "With `fail_on_no_slot` in the query, an error is sent if there is no free slot.",
         answer=list[info.Slot],
         errors=(info.SlotsOffError, OverloadedError),
         parameters=(parameter("query", "fail_on_no_slot", "Anything but an empty text.", **TEXT),),
@@ -397,4 +395,4 @@ _OWN: Final[dict[tuple[str, str], RouteDescription]] = {
     ),
 }
 
-OPERATIONS: Final = ollama.OPERATIONS | stored.OPERATIONS | batches.OPERATIONS | _OWN
+OPERATIONS: Final = ollama.OPERATIONS | stored.OPERATIONS | batches.OPERATIONS | _SERVER_OPERATIONS

@@ -1,4 +1,4 @@
-"""The descriptions of the routes of stored answers."""
+"""The descriptions of the routes of stored responses, conversations and chat completions."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _EVENTS: Final = (
     ),
     parameter("query", "include_obfuscation", "No effect.", enum=["true", "false"]),
 )
-_PAGE: Final = (
-    parameter("query", "after", "The id of the item before the page.", **TEXT),
+_LIST_PARAMETERS: Final = (
+    parameter("query", "after", "The id of the item before the first item to return.", **TEXT),
     parameter(
         "query",
         "limit",
-        "The number of items of a page.",
+        "The maximum number of items to return.",
         type="integer",
         minimum=1,
         maximum=MAX_LIST_LIMIT,
@@ -67,21 +67,21 @@ _PAGE: Final = (
         default="desc",
     ),
 )
-_PAGE_FROM_OLDEST: Final = (
-    *_PAGE[:2],
-    _PAGE[2] | {"schema": {"enum": ["asc", "desc"], "default": "asc"}},
+_OLDEST_FIRST_LIST: Final = (
+    *_LIST_PARAMETERS[:2],
+    _LIST_PARAMETERS[2] | {"schema": {"enum": ["asc", "desc"], "default": "asc"}},
 )
 _COMPLETION_ID: Final = parameter("path", "completion_id", "Its `id`.", **_NAME)
-_OF_CHAT: Final[dict[str, Any]] = {
+_COMPLETION_FIELDS: Final[dict[str, Any]] = {
     "errors": (stored_chat.CompletionNotFoundError, RecordsError),
     "parameters": (_COMPLETION_ID,),
 }
 _CONVERSATION_ID: Final = parameter("path", "conversation_id", "Its `id`.", **_NAME)
-_OF_CONVERSATION: Final[dict[str, Any]] = {
+_CONVERSATION_FIELDS: Final[dict[str, Any]] = {
     "errors": (RequestError, ConversationNotFoundError),
     "parameters": (_CONVERSATION_ID,),
 }
-_OF_ITEM: Final[dict[str, Any]] = {
+_ITEM_FIELDS: Final[dict[str, Any]] = {
     "errors": (RequestError, ConversationNotFoundError, conversations.ItemNotFoundError),
     "parameters": (
         _CONVERSATION_ID,
@@ -95,8 +95,8 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
     ("GET", "/v1/responses/{response_id}"): RouteDescription(
         "Return a stored answer, or stream its events again",
         "OpenAI",
-        "The events of a background answer can be streamed from any number on. If they are not "
-        "stored any more, the last event has the whole answer.",
+        "The events of a background response can be streamed from any number. If the events are "
+        "not in memory any more, the last event has the complete response.",
         answer=ResponseBody,
         events=stream_events.EVENTS,
         errors=(RequestError, ResponseNotFoundError),
@@ -115,12 +115,12 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         "Includes the items of the earlier answers that it continues.",
         answer=ItemList,
         errors=(RequestError, ResponseNotFoundError),
-        parameters=(_RESPONSE_ID, _INCLUDE, *_PAGE),
+        parameters=(_RESPONSE_ID, _INCLUDE, *_LIST_PARAMETERS),
     ),
     ("POST", "/v1/responses/{response_id}/cancel"): RouteDescription(
         "Stop a background answer",
         "OpenAI",
-        "An answer that has ended does not change. To stop an answer that is not in the "
+        "A response that has ended does not change. To stop a response that is not in the "
         "background, close its connection.",
         answer=ResponseBody,
         errors=(RequestError, ResponseNotFoundError),
@@ -140,7 +140,7 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         ),
     ),
     ("GET", conversations.PATH): RouteDescription(
-        "Return a conversation", "OpenAI", answer=ConversationBody, **_OF_CONVERSATION
+        "Return a conversation", "OpenAI", answer=ConversationBody, **_CONVERSATION_FIELDS
     ),
     ("POST", conversations.PATH): RouteDescription(
         "Replace the metadata of a conversation",
@@ -162,7 +162,7 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         "OpenAI",
         answer=ItemList,
         errors=(RequestError, ConversationNotFoundError),
-        parameters=(_CONVERSATION_ID, _INCLUDE, *_PAGE),
+        parameters=(_CONVERSATION_ID, _INCLUDE, *_LIST_PARAMETERS),
     ),
     ("POST", conversations.ITEMS_PATH): RouteDescription(
         "Add items at the end of a conversation",
@@ -173,19 +173,19 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         examples={"add": {"items": [_GREETING]}},
     ),
     ("GET", conversations.ITEM_PATH): RouteDescription(
-        "Return an item of a conversation", "OpenAI", answer=dict[str, Any], **_OF_ITEM
+        "Return an item of a conversation", "OpenAI", answer=dict[str, Any], **_ITEM_FIELDS
     ),
     ("DELETE", conversations.ITEM_PATH): RouteDescription(
-        "Delete an item of a conversation", "OpenAI", answer=ConversationBody, **_OF_ITEM
+        "Delete an item of a conversation", "OpenAI", answer=ConversationBody, **_ITEM_FIELDS
     ),
     ("GET", "/v1/chat/completions"): RouteDescription(
         "List stored completions, page by page",
         "OpenAI",
-        "Those of requests with `store`, the oldest first unless `order` is `desc`.",
+        "Lists completions of requests with `store`, the oldest first unless `order` is `desc`.",
         answer=stored_chat.StoredCompletions,
         errors=(RequestError,),
         parameters=(
-            *_PAGE_FROM_OLDEST,
+            *_OLDEST_FIRST_LIST,
             parameter("query", "model", "The model of the completions.", **TEXT),
             {
                 **parameter("query", "metadata", "Labels that the completions have."),
@@ -195,7 +195,10 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         ),
     ),
     ("GET", "/v1/chat/completions/{completion_id}"): RouteDescription(
-        "Return a stored completion", "OpenAI", answer=stored_chat.StoredCompletion, **_OF_CHAT
+        "Return a stored completion",
+        "OpenAI",
+        answer=stored_chat.StoredCompletion,
+        **_COMPLETION_FIELDS,
     ),
     ("POST", "/v1/chat/completions/{completion_id}"): RouteDescription(
         "Replace the metadata of a stored completion",
@@ -206,13 +209,16 @@ OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
         examples={"label": {"metadata": {"project": "a"}}},
     ),
     ("DELETE", "/v1/chat/completions/{completion_id}"): RouteDescription(
-        "Delete a stored completion", "OpenAI", answer=stored_chat.DeletedCompletion, **_OF_CHAT
+        "Delete a stored completion",
+        "OpenAI",
+        answer=stored_chat.DeletedCompletion,
+        **_COMPLETION_FIELDS,
     ),
     ("GET", "/v1/chat/completions/{completion_id}/messages"): RouteDescription(
         "List the messages that a stored completion answers, page by page",
         "OpenAI",
         answer=ItemList,
         errors=(RequestError, stored_chat.CompletionNotFoundError),
-        parameters=(_COMPLETION_ID, *_PAGE_FROM_OLDEST),
+        parameters=(_COMPLETION_ID, *_OLDEST_FIRST_LIST),
     ),
 }

@@ -1,1 +1,1 @@
-"""The page for people at `/`: a playground and a live dashboard, without a build step."""
+"""The web UI at `/`: a playground and a live dashboard, without a build step."""

@@ -1,7 +1,7 @@
-"""Joins the page's modules into one script, and its style sheets into one.
+"""Bundles the JavaScript modules of the web UI into one script, and its style sheets into one.
 
-The sources are plain ES modules and CSS, in one form: imports of names, exports of declarations,
-each at the beginning of a line. A module becomes a function that returns its exports.
+The sources are ES modules and CSS in one form: imports of names and exports of declarations, each
+at the beginning of a line. A module becomes a function that returns its exports.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SHEET: Final = re.compile(r'^@import "([^"]+)";$', re.MULTILINE)
 
 
 def script(modules: Mapping[str, str], entry: str) -> str:
-    """Return one script that does what `entry` does with its imports.
+    """Return one script with the module `entry` and the modules that it imports.
 
-    `modules` are sources by path. A script that imports nothing stays as it is.
+    `modules` are sources by path. A module without imports is returned unchanged.
 
     Raises:
-        ValueError: a module is missing, imports itself through others, or is not in our form.
+        ValueError: a module is missing, is part of a circle of imports, or has another form.
     """
     if not IMPORT.search(modules[entry]):
         return modules[entry]
@@ -36,24 +36,28 @@ def script(modules: Mapping[str, str], entry: str) -> str:
 
 
 def style(sheets: Mapping[str, str], entry: str) -> str:
-    """Return a style sheet with the contents of those that it imports."""
-    return _SHEET.sub(lambda found: sheets[_resolved(entry, found[1])], sheets[entry])
+    """Return the style sheet `entry`, in which the contents of other sheets replace imports."""
+    return _SHEET.sub(lambda match: sheets[_resolved(entry, match[1])], sheets[entry])
 
 
 def _parts(modules: Mapping[str, str], name: str, state: dict[str, bool]) -> Iterator[str]:
-    """Yield a module's function after those that it imports; `state` says which are complete."""
+    """Yield the functions of a module and, before it, of the modules that it imports.
+
+    `state` has, by name, whether the function of a module is already complete.
+    """
     if name not in modules or state.get(name) is False:
-        raise ValueError(f"{name} is missing, or imports itself through others")
+        raise ValueError(f"{name} is missing, or part of a circle of imports")
     if state.get(name):
         return
     state[name] = False
-    source, paths = modules[name], {}
+    source = modules[name]
+    paths = {}
     for _, path in IMPORT.findall(source):
         paths[path] = _resolved(name, path)
         yield from _parts(modules, paths[path], state)
     state[name] = True
     exports = ", ".join(export for _, export in _EXPORT.findall(source))
-    body = IMPORT.sub(lambda found: f'const {{{found[1]}}} = modules["{paths[found[2]]}"];', source)
+    body = IMPORT.sub(lambda match: f'const {{{match[1]}}} = modules["{paths[match[2]]}"];', source)
     body = _EXPORT.sub(r"\1", body)
     if _OTHER_FORM.search(body):
         raise ValueError(f"{name} has an import or export in another form")
@@ -61,4 +65,5 @@ def _parts(modules: Mapping[str, str], name: str, state: dict[str, bool]) -> Ite
 
 
 def _resolved(importer: str, path: str) -> str:
+    """Return the path of a module that `importer` imports by the relative path `path`."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(importer), path))

@@ -1,4 +1,4 @@
-"""Serves the page's files from memory: a name is a key of a table, never a path of a file."""
+"""Serves the web UI's files from memory: a name is looked up in a table, never on the disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 INDEX: Final = "index.html"
 
-# Files of other kinds are not served.
+# Files with other suffixes are not served.
 MEDIA_TYPES: Final = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -29,11 +29,11 @@ MEDIA_TYPES: Final = {
     ".svg": "image/svg+xml",
 }
 
-_NAMED: Final = re.compile(r'(?:href|src)="page/([^"]+)"')
-_JOIN: Final = {".css": bundle.style, ".js": bundle.script}
+_LINKED_FILE: Final = re.compile(r'(?:href|src)="page/([^"]+)"')
+_BUNDLERS: Final = {".css": bundle.style, ".js": bundle.script}
 
-# No foreign or inline scripts, and no text that becomes markup: the browser enforces that a model's
-# text reaches the page as text nodes only.
+# The browser refuses foreign and inline scripts, and text that is parsed as markup, so a model's
+# text can only appear as text nodes.
 _POLICY: Final = "; ".join(
     (
         "default-src 'none'",
@@ -49,7 +49,7 @@ _POLICY: Final = "; ".join(
     )
 )
 _HEADERS: Final = {
-    "cache-control": "no-cache",  # stored, but revalidated each time by a short 304
+    "cache-control": "no-cache",  # the browser revalidates its copy each time, with a short 304
     "content-security-policy": _POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -66,41 +66,42 @@ class _File(Frozen):
 
 
 class Site:
-    """Answers with a page and the files that it names, some hundred kilobytes."""
+    """Serves an HTML page and the files to which it links, together some hundred kilobytes."""
 
     def __init__(self, index: str = INDEX) -> None:
-        """Read the files of a page, and join those that import others with them."""
+        """Read the files of the page `index`; bundle scripts and style sheets with their imports."""
         sources = dict(_read(files(__package__) / "static"))
         page = sources[index]
         self._files = {INDEX: _file(INDEX, page)}
-        for name in _NAMED.findall(page):
-            join = _JOIN.get(_suffix(name))
-            self._files[name] = _file(name, join(sources, name) if join else sources[name])
+        for name in _LINKED_FILE.findall(page):
+            bundle_files = _BUNDLERS.get(_suffix(name))
+            text = bundle_files(sources, name) if bundle_files else sources[name]
+            self._files[name] = _file(name, text)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the files."""
         return iter(self._files)
 
     async def file(self, request: Request) -> Response:
-        """Answer with one file."""
+        """Return the file that the request's path names."""
         return self.respond(request, request.path_params["name"])
 
     def respond(self, request: Request, name: str = INDEX) -> Response:
-        """Return the response with a file, or a 304 if the client has it already.
+        """Return the response with a file, or a 304 if the client's copy is current.
 
         Raises:
-            HTTPException: no file has that name.
+            HTTPException: there is no file with this name (404).
         """
-        found = self._files.get(name)
-        if found is None:
+        file = self._files.get(name)
+        if file is None:
             raise HTTPException(404)
-        headers = _HEADERS | {"etag": found.etag}
+        headers = _HEADERS | {"etag": file.etag}
         if name == INDEX:
             headers["vary"] = "accept"
-        known = request.headers.get("if-none-match", "").split(",")
-        if any(tag.strip().removeprefix("W/") in {found.etag, "*"} for tag in known):
+        client_etags = request.headers.get("if-none-match", "").split(",")
+        if any(tag.strip().removeprefix("W/") in {file.etag, "*"} for tag in client_etags):
             return Response(status_code=304, headers=headers)
-        return Response(found.body, headers=headers, media_type=found.media_type)
+        return Response(file.body, headers=headers, media_type=file.media_type)
 
 
 def _file(name: str, text: str) -> _File:
@@ -109,7 +110,7 @@ def _file(name: str, text: str) -> _File:
 
 
 def _read(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the paths and texts of the files in a folder."""
+    """Yield the path and the text of each file in a folder and its subfolders."""
     for entry in folder.iterdir():
         name = prefix + entry.name
         if entry.is_dir():

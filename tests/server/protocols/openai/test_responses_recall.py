@@ -177,7 +177,7 @@ def test_a_client_that_leaves_cancels_and_keeps_nothing(tmp_path: Path) -> None:
             next(response.iter_text())
         wait_for(lambda: server.num_busy == 0)
         server.wait_idle()
-        assert len(server.api.answers) == 0
+        assert len(server.api.response_store) == 0
 
 
 def test_tokens_of_a_request_are_counted_as_they_will_be(server: LiveServer) -> None:
