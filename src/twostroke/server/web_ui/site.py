@@ -69,7 +69,7 @@ class Site:
     """Serves an HTML page and the files to which it links, together some hundred kilobytes."""
 
     def __init__(self, index: str = INDEX) -> None:
-        """Read the files of the page `index`; bundle scripts and style sheets with their imports."""
+        """Read the files of the page `index`, and bundle scripts and styles with their imports."""
         sources = dict(_read(files(__package__) / "static"))
         page = sources[index]
         self._files = {INDEX: _file(INDEX, page)}
