@@ -329,41 +329,16 @@ class Api:
 
     def _generation(self, protocol: ApiProtocol[Any]) -> Callable[[Request], Any]:
         """Return the endpoint of a protocol that generates text."""
-        limits = self.options.limits
-        decoder = BodyDecoder(protocol.request, limits.max_json_depth)
-
-        def prepare(
-            body: bytes, request: Request
-        ) -> tuple[Job, Encoded, str, ServedModel] | Response:
-            context = served_of(request.scope)
-            fields, ignored = decoder.decode(body)
-            context.field_names = protocol.names(fields)
-            self._ignored.note(ignored, context)
-            name, model = self.models.choose(fields.model, context, protocol.keep_s(fields))
-            if (empty := protocol.empty(fields, name)) is not None:
-                return to_json(empty)
-            try:
-                job = protocol.reader_of(context.path)(fields, self._tenant(request))
-            except errors.MissingFieldError as error:
-                raise misspelt_field_error(error, ignored) from None
-            self._ignored.note(job.ignored, context)
-            check_choices(job, self._max_choices)
-            check_background(job, context)
-            cuts_limit = not self.options.strict_limits
-            job = replace(job, caller=replace(job.caller, cuts_limit=cuts_limit))
-            job = with_sender(job, context, self.metrics.goodput)
-            job = replace(job, params=model.card.sampling.fill(job.params, job.default_params))
-            encoded = job.encode(model.card, splits_reasoning=self.options.splits_reasoning)
-            self._ignored.note(encoded.ignored, context)
-            return job, encoded, name, model
+        decoder = BodyDecoder(protocol.request, self.options.limits.max_json_depth)
+        prepare = partial(self._prepare_job, protocol, decoder)
 
         async def generate(request: Request) -> Any:
             prepared = await self._read(request, prepare, is_long=protocol.recalls)
-            self.models.note(served_of(request.scope), is_empty=isinstance(prepared, Response))
+            context = served_of(request.scope)
+            self.models.note(context, is_empty=isinstance(prepared, Response))
             if isinstance(prepared, Response):
                 return prepared
             job, encoded, name, model = prepared
-            context = served_of(request.scope)
             context.reserve(encoded.max_total_tokens(model.card.context_length))
             info = ResponseInfo(
                 id=protocol.prefix + secrets.token_hex(16),
@@ -389,6 +364,39 @@ class Api:
             return await respond_whole(request, await start(), encoder, self._readers)
 
         return generate
+
+    def _prepare_job(
+        self,
+        protocol: ApiProtocol[Any],
+        decoder: BodyDecoder[Any],
+        body: bytes,
+        request: Request,
+    ) -> tuple[Job, Encoded, str, ServedModel] | Response:
+        """Return a request's job, its tokens, and the name and the engine of its model.
+
+        Returns a response instead if the request asks for no answer. Raises TwostrokeError.
+        """
+        context = served_of(request.scope)
+        fields, ignored = decoder.decode(body)
+        context.field_names = protocol.names(fields)
+        self._ignored.note(ignored, context)
+        name, model = self.models.choose(fields.model, context, protocol.keep_s(fields))
+        if (empty := protocol.empty(fields, name)) is not None:
+            return to_json(empty)
+        try:
+            job = protocol.reader_of(context.path)(fields, self._tenant(request))
+        except errors.MissingFieldError as error:
+            raise misspelt_field_error(error, ignored) from None
+        self._ignored.note(job.ignored, context)
+        check_choices(job, self._max_choices)
+        check_background(job, context)
+        cuts_limit = not self.options.strict_limits
+        job = replace(job, caller=replace(job.caller, cuts_limit=cuts_limit))
+        job = with_sender(job, context, self.metrics.goodput)
+        job = replace(job, params=model.card.sampling.fill(job.params, job.default_params))
+        encoded = job.encode(model.card, splits_reasoning=self.options.splits_reasoning)
+        self._ignored.note(encoded.ignored, context)
+        return job, encoded, name, model
 
     async def _start(
         self, request: Request, info: ResponseInfo, encoded: Encoded, model: ServedModel
