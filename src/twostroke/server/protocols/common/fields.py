@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
+import msgspec
 from msgspec import Meta
 
 from twostroke.core.errors import RequestError
@@ -159,7 +160,29 @@ class ServiceFields(field.RequestObject):
     request_id: field.Ignored = None
 
 
-class CommonFields(ServiceFields):
+# Options whose fields in requests are declared in `CommonFields` or by each protocol, because their
+# types, names or meanings differ from those in `SamplingParams`.
+_DECLARED_OPTIONS: Final = frozenset(
+    {"max_tokens", "temperature", "n", "top_k", "logprobs", "prompt_logprobs"}
+)
+
+if TYPE_CHECKING:
+    SamplingFields = ServiceFields
+else:
+    # A field for each other numeric option of `SamplingParams`, with the option's bounds and help.
+    SamplingFields = msgspec.defstruct(
+        "SamplingFields",
+        [
+            (name, Annotated[bounds.kind | None, field.sampling(name)], None)
+            for name, bounds in BOUNDS.items()
+            if name not in _DECLARED_OPTIONS
+        ],
+        bases=(ServiceFields,),
+        module=__name__,
+    )
+
+
+class CommonFields(SamplingFields):
     """The fields that requests for text have in common; null is the same as leaving a field out."""
 
     stream: field.Stream = None
@@ -169,14 +192,11 @@ class CommonFields(ServiceFields):
         field.limit("At most this many tokens are generated; left out, or -1: all that fit."),
     ] = None
     temperature: Annotated[float | None, field.sampling("temperature")] = None
-    top_p: Annotated[float | None, field.sampling("top_p")] = None
     n: Annotated[int | None, field.sampling("n")] = None
     stop: Annotated[
         StopText | list[StopText] | None,
         field.doc("Texts before which the answer ends.", maxItems=MAX_STOPS),
     ] = None
-    presence_penalty: Annotated[float | None, field.sampling("presence_penalty")] = None
-    frequency_penalty: Annotated[float | None, field.sampling("frequency_penalty")] = None
     logit_bias: Annotated[
         dict[str, float] | None,
         field.doc(
@@ -185,12 +205,8 @@ class CommonFields(ServiceFields):
             additionalProperties={"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
         ),
     ] = None
-    seed: Annotated[int | None, field.sampling("seed")] = None
 
     top_k: Annotated[int | None, field.TOP_K] = None
-    min_p: Annotated[float | None, field.sampling("min_p")] = None
-    repetition_penalty: Annotated[float | None, field.sampling("repetition_penalty")] = None
-    min_tokens: Annotated[int | None, field.sampling("min_tokens")] = None
     ignore_eos: Annotated[bool | None, field.doc("Continue after the model's end token.")] = None
     stop_token_ids: Annotated[
         list[field.TokenId] | None,
