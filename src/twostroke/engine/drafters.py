@@ -121,7 +121,7 @@ class Draft(Frozen):
             return cls(loaded, None)
         to_target = Translation(tokenizer, target.tokenizer)
         to_draft = Translation(target.tokenizer, tokenizer)
-        if not to_target.is_able() or not to_draft.is_able():
+        if not to_target.preserves_text() or not to_draft.preserves_text():
             raise UsageError(
                 f"{loaded.name} cannot draft for {target.name}: the vocabulary of one model cannot "
                 "express the other's text. Use a smaller model of the same family."

@@ -59,7 +59,7 @@ class OutputProcessor(RequestListener):
             counter.gaps.append(self.last_token_s)
         self.last_token_s = now_s
         if reason is None and len(tokens) == 1 and not is_first:
-            text = self._decoder.known.get(tokens[0])
+            text = self._decoder.cached_texts.get(tokens[0])
             if text is not None:  # fast path of the most frequent case
                 self.num_output += 1
                 counter.num_tokens += 1

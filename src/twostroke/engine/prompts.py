@@ -54,7 +54,7 @@ def encode_text(
             prompt,
             add_special=add_special,
             parse_special=card.parses_special if parse_special is None else parse_special,
-            most=card.context_length,
+            max_tokens=card.context_length,
         )
 
 
@@ -106,7 +106,7 @@ def encode_parts(
                 part,
                 add_special=add_special and index_of_part == 0,
                 parse_special=parses,
-                most=card.context_length,
+                max_tokens=card.context_length,
             )
     return ids
 
@@ -133,7 +133,7 @@ def encode_rendered(card: ModelCard, prompt: Prompt, field: str = "messages") ->
         ContextLengthError: the conversation has more tokens than the context.
     """
     with _within_context(card, field):
-        return card.tokenizer.encode_prompt(prompt, most=card.context_length)
+        return card.tokenizer.encode_prompt(prompt, max_tokens=card.context_length)
 
 
 def ending_gaps(card: ModelCard, params: SamplingParams) -> SamplingParams:
@@ -155,7 +155,7 @@ def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
     if not prediction:
         return Hints(speculate)
     try:
-        tokens = card.tokenizer.encode(prediction, most=card.context_length)
+        tokens = card.tokenizer.encode(prediction, max_tokens=card.context_length)
     except TooManyTokensError as error:
         reason = (
             f"has at least {error.num_tokens} tokens, which exceeds the context length of "

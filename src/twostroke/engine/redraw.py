@@ -235,7 +235,7 @@ class SentPart:
             text = "".join(
                 stretch for part, stretch in self._preface.feed(text) if part is SegmentKind.AFTER
             )
-        has_begun = self._preface is None or self._preface.place is SegmentKind.AFTER
+        has_begun = self._preface is None or self._preface.segment is SegmentKind.AFTER
         self._held_back.feed(text)
         is_held = has_begun and (self._held_back.is_held or self._held_back.is_in_name)
         if is_held or output.finish_reason is not None:

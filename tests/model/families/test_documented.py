@@ -14,7 +14,7 @@ from support.vocabulary_kinds import GGUF_KINDS, kind_metadata
 from twostroke.model.families import ARCHITECTURES, MODEL_TYPES
 from twostroke.model.loader import build_tokenizer, load
 from twostroke.model.quant import FORMATS
-from twostroke.model.tokenizer.pretokenizers import PIECES, PRE_TOKENIZERS
+from twostroke.model.tokenizer.pretokenizers import PRE_TOKENIZERS, SENTENCEPIECE_NAMES
 
 PAGE = (Path(__file__).parents[3] / "docs" / "guide" / "models.md").read_text(encoding="utf-8")
 TEXT = "Hello, it's 12345 words:\n\n  日本語 café e\u0301 \U0001f44d\u3000한국어 ALLCaps/x"
@@ -66,7 +66,7 @@ def test_a_file_of_each_family_loads_with_its_vocabularies(
 ) -> None:
     family = next(name for name in FAMILIES if FAMILIES[name].architecture == architecture)
     metadata = {"tokenizer.ggml.pre": vocabulary}
-    if vocabulary in GGUF_KINDS or vocabulary in PIECES:
+    if vocabulary in GGUF_KINDS or vocabulary in SENTENCEPIECE_NAMES:
         metadata = kind_metadata(GGUF_KINDS[vocabulary.replace("gemma4", "pieces_by_merges")])
     path = write_tiny_gguf(tmp_path / "tiny.gguf", tiny_of(family), metadata)
     tokenizer = build_tokenizer(load(str(path)))
@@ -76,7 +76,7 @@ def test_a_file_of_each_family_loads_with_its_vocabularies(
 
 def test_the_pre_tokenizers_are_those_that_are_known() -> None:
     listed = PAGE.split("known pre-tokenizers (`tokenizer.ggml.pre`): ")[1].split(". ")[0]
-    assert set(quoted(listed)) == PRE_TOKENIZERS.keys() | PIECES
+    assert set(quoted(listed)) == PRE_TOKENIZERS.keys() | SENTENCEPIECE_NAMES
 
 
 def test_the_formats_are_those_that_are_read() -> None:

@@ -21,9 +21,9 @@ TEXTS = {text: (text * SIZE)[:SIZE] for text in WORDS}
 def test_a_text_is_given_up_only_if_it_has_too_many_tokens(name: str, text: str) -> None:
     tokenizer, long = TOKENIZERS[name], TEXTS[text]
     ids = tokenizer.encode(long)
-    assert tokenizer.encode(long, most=len(ids)) == ids
+    assert tokenizer.encode(long, max_tokens=len(ids)) == ids
     with pytest.raises(TooManyTokensError) as caught:
-        tokenizer.encode(long, most=1000)
+        tokenizer.encode(long, max_tokens=1000)
     assert 1000 < caught.value.num_tokens <= len(ids)
 
 
@@ -31,7 +31,7 @@ def test_a_long_word_is_given_up_before_it_is_merged(monkeypatch: pytest.MonkeyP
     tokenizer, seen = TOKENIZERS["bytes"], list[str]()
     monkeypatch.setattr(tokenizer._merges, "_symbols", lambda text: seen.append(text) or [4])
     with pytest.raises(TooManyTokensError) as caught:
-        tokenizer.encode("z" * SIZE, most=SIZE - 1)
+        tokenizer.encode("z" * SIZE, max_tokens=SIZE - 1)
     assert caught.value.num_tokens == SIZE  # no token has two of them
     assert seen == ["z"]  # the whole word was never turned into symbols
 
@@ -42,9 +42,9 @@ def test_a_text_of_long_tokens_is_encoded_though_it_has_many_characters() -> Non
     for text in ("-" * 160_000, ("-" * 160 + " ") * 2_000):
         ids = tokenizer.encode(text)
         assert 16 * len(ids) < len(text)
-        assert tokenizer.encode(text, most=len(ids)) == ids
+        assert tokenizer.encode(text, max_tokens=len(ids)) == ids
         with pytest.raises(TooManyTokensError) as caught:
-            tokenizer.encode(text, most=len(ids) // 2)
+            tokenizer.encode(text, max_tokens=len(ids) // 2)
         assert len(ids) // 2 < caught.value.num_tokens <= len(ids)
 
 
@@ -61,7 +61,7 @@ def test_many_short_words_are_given_up_before_all_are_cut(
 
     monkeypatch.setattr(tokenizer, "_parts", replace(tokenizer._parts, cut=noted, cut_rest=None))
     with pytest.raises(TooManyTokensError):
-        tokenizer.encode("a-" * 2_000_000, most=130_000)
+        tokenizer.encode("a-" * 2_000_000, max_tokens=130_000)
     assert num_cut[0] < 400_000
 
 
@@ -69,11 +69,11 @@ def test_pieces_of_a_prompt_count_together() -> None:
     tokenizer = TOKENIZERS["bytes"]
     pieces = tuple(Piece(TEXTS["hello "], special=False) for _ in range(3))
     ids = tokenizer.encode_prompt(Prompt(pieces))
-    assert tokenizer.encode_prompt(Prompt(pieces), most=len(ids)) == ids
+    assert tokenizer.encode_prompt(Prompt(pieces), max_tokens=len(ids)) == ids
     with pytest.raises(TooManyTokensError):
-        tokenizer.encode_prompt(Prompt(pieces), most=len(ids) * 2 // 3 + 9)
+        tokenizer.encode_prompt(Prompt(pieces), max_tokens=len(ids) * 2 // 3 + 9)
 
 
 def test_a_short_text_is_counted_to_its_end() -> None:
     tokenizer = TOKENIZERS["bytes"]
-    assert tokenizer.encode("hello " * 100, most=1) == tokenizer.encode("hello " * 100)
+    assert tokenizer.encode("hello " * 100, max_tokens=1) == tokenizer.encode("hello " * 100)

@@ -18,24 +18,24 @@ TEXTS = st.lists(st.sampled_from(WORDS)).map("".join)
 @given(TEXTS)
 def test_a_text_is_tokenized_as_the_other_tokenizer_does_it(text: str) -> None:
     ids = COARSE.encode(text)
-    said = THERE.say(ids)
+    said = THERE.translate(ids)
     assert said.tokens == FINE.encode(text)
-    assert said.ends[-1:] == THERE.ends(ids)[-1:]
+    assert said.ends[-1:] == THERE.end_offsets(ids)[-1:]
 
 
 @given(st.lists(st.tuples(TEXTS, st.sampled_from([START, END, DOC, ""]))))
 def test_control_tokens_become_their_namesakes(pieces: list[tuple[str, str]]) -> None:
     text = "".join(plain + special for plain, special in pieces)
     ids = COARSE.encode(text, parse_special=True)
-    there = THERE.say(ids)
+    there = THERE.translate(ids)
     assert FINE.decode(there.tokens, skip_special=False) == text
-    assert BACK.say(there.tokens).tokens == ids
+    assert BACK.translate(there.tokens).tokens == ids
 
 
 @given(TEXTS)
 def test_ends_say_which_tokens_have_been_said(text: str) -> None:
     ids = COARSE.encode(text)
-    said, ends = THERE.say(ids), THERE.ends(ids)
+    said, ends = THERE.translate(ids), THERE.end_offsets(ids)
     data = text.encode()
     assert [b"".join(map(COARSE.token_bytes, ids[:n])) for n in range(1, len(ids) + 1)] == [
         data[:end] for end in ends
@@ -46,37 +46,37 @@ def test_ends_say_which_tokens_have_been_said(text: str) -> None:
 
 def test_half_a_character_waits_for_its_rest() -> None:
     ids = [FINE.encode("é")[0], *(FINE.find(char) or 0 for char in "ðŁ")]
-    said = BACK.say(ids)
+    said = BACK.translate(ids)
     assert COARSE.decode(said.tokens) == "é"
     assert said.ends[-1] == 2
-    assert BACK.ends(ids)[-1] > 2
+    assert BACK.end_offsets(ids)[-1] > 2
 
 
 def test_an_end_of_text_without_a_namesake_is_the_others_end() -> None:
     other = byte_tokenizer(odd=(("<stop>", 3),), eos_token_id=None)
     stop = other.find("<stop>")
     assert stop is not None
-    assert Translation(other, FINE).say([stop]).tokens == []  # it ends nothing there
+    assert Translation(other, FINE).translate([stop]).tokens == []  # it ends nothing there
     ending = byte_tokenizer(odd=(("<stop>", 3),), eos_token_id=stop)
-    assert Translation(ending, FINE).say([stop]).tokens == [min(FINE.eos_ids)]
+    assert Translation(ending, FINE).translate([stop]).tokens == [min(FINE.eos_ids)]
 
 
 def test_a_vocabulary_without_letters_is_not_able_to_say_a_text() -> None:
-    assert THERE.is_able()
-    assert BACK.is_able()
+    assert THERE.preserves_text()
+    assert BACK.preserves_text()
     metadata = byte_metadata()
     tokens = metadata["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)
     metadata["tokenizer.ggml.tokens"] = [
         f"q{number}x" if token in "abc" else token for number, token in enumerate(tokens)
     ]
-    assert not Translation(FINE, from_gguf(metadata)).is_able()
+    assert not Translation(FINE, from_gguf(metadata)).preserves_text()
 
 
 @given(TEXTS)
 def test_breaks_are_between_characters(text: str) -> None:
     ids = FINE.encode(text)
-    for end, count in BACK.breaks(ids).items():
+    for end, count in BACK.character_starts(ids).items():
         data = b"".join(map(FINE.token_bytes, ids[:count]))
         assert len(data) == end
         assert text.startswith(data.decode())

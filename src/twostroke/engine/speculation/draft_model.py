@@ -204,7 +204,7 @@ class DraftFollower(DraftSequence):
 
         A token is as sure as all guesses together that reach into it and not into one before it.
         """
-        said, ends = translation.say(self.tokens), translation.ends(self.tokens)
+        said, ends = translation.translate(self.tokens), translation.end_offsets(self.tokens)
         kinds, at = [], 0
         for end in said.ends:
             first = at
@@ -225,7 +225,7 @@ class TokenTranslator(Frozen):
     def before(self, request: Request) -> list[int]:
         """Return the tokens that the draft wants before a text that does not begin with them."""
         prefix = self.to_draft.target.prefix_ids
-        said = self.to_draft.say(request.tokens[: len(prefix)]).tokens
+        said = self.to_draft.translate(request.tokens[: len(prefix)]).tokens
         return [] if said == prefix else prefix
 
 
@@ -270,8 +270,8 @@ class DraftTokens:
     def _translate(self, new: list[int]) -> tuple[list[int], bool]:
         """Return the draft's tokens, and whether they are whole; settle all but the last ones."""
         translation = self.words.to_draft
-        said = translation.say(new)
-        breaks, ends = translation.breaks(new), said.ends
+        said = translation.translate(new)
+        breaks, ends = translation.character_starts(new), said.ends
         for count in range(len(said.tokens) - _UNSETTLED, 0, -1):
             if ends[count - 1] in breaks and ends[count - 1] < ends[count]:
                 self.num_read += breaks[ends[count - 1]]

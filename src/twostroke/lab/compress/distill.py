@@ -241,7 +241,7 @@ def _translation(teacher: LoadedModel, student: LoadedModel) -> Translation | No
     if has_same_tokens(student_tokenizer, teacher_tokenizer):
         return None
     translation = Translation(teacher_tokenizer, student_tokenizer)
-    if not translation.is_able():
+    if not translation.preserves_text():
         raise UsageError(
             f"the vocabulary of {student.name} cannot express the text of {teacher.name}.",
             field="student",

@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back, and exact text out of a stream of tokens."""
+"""Tokenizers: text to token ids and back, and exact text from a stream of tokens."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 # Names of special tokens that any tokenizer may have, in the order in which new tokens get ids. A
 # folder may have further names, such as `image_token`.
-_NAMES: Final = tuple(
+_TOKEN_NAMES: Final = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 _FLAGS: Final = ("lstrip", "rstrip", "single_word")
@@ -29,7 +29,7 @@ _NO_ID: Final = -1  # the id of a token until `_with_ids` finds its id
 
 
 class FolderTokens(Frozen):
-    """The added tokens, by ascending id, and the texts of named ones such as `bos_token`.
+    """The added tokens, by ascending id, and the texts of named tokens such as `bos_token`.
 
     `additional_texts` are the texts of the listed special tokens without names.
     """
@@ -42,10 +42,10 @@ class FolderTokens(Frozen):
 def read_added_tokens(
     description: Json, config: Json, special_map: Json, added_json: Json
 ) -> FolderTokens:
-    """Return the added tokens of a folder, and the texts of the named ones.
+    """Return the added tokens of a folder, and the texts of the named tokens.
 
     The arguments are the contents of tokenizer.json, tokenizer_config.json, special_tokens_map.json
-    and added_tokens.json; files that are missing are empty.
+    and added_tokens.json; missing files are empty.
 
     Raises:
         ModelFormatError: a token's id is not a whole number from 0.
@@ -64,11 +64,11 @@ def read_added_tokens(
     listed = [_token(by_id[id_], specials) for id_ in sorted(by_id)]
     listed_texts = {token.text for token in (*own_tokens, *listed)}
     unnamed = _unnamed(config, special_map)
-    others: list[str | Json] = []
+    unlisted: list[str | Json] = []
     for value in (*named.values(), *unnamed):
-        if value and value not in others and _text(value) not in listed_texts:
-            others.append(value)
-    more_tokens = listed + [_token(value, specials) for value in others]
+        if value and value not in unlisted and _text(value) not in listed_texts:
+            unlisted.append(value)
+    more_tokens = listed + [_token(value, specials) for value in unlisted]
     added = _with_ids(own_tokens, more_tokens, description["model"]["vocab"])
     additional = tuple(dict.fromkeys(_text(value) for value in unnamed if value))
     return FolderTokens(added, texts, additional)
@@ -85,10 +85,10 @@ def _named(config: Json, special_map: Json) -> dict[str, str | Json]:
         named |= {name: value for name, value in extras.items() if value}
     for name, value in special_map.items():
         # For a name outside `_NAMES`, a text in the configuration overrides this file.
-        is_fixed = name not in _NAMES and isinstance(named.get(name), str)
+        is_fixed = name not in _TOKEN_NAMES and isinstance(named.get(name), str)
         if _is_named(name, value) and not is_fixed:
             named[name] = value
-    order = {name: index for index, name in enumerate(_NAMES)}
+    order = {name: index for index, name in enumerate(_TOKEN_NAMES)}
     names = sorted(named, key=lambda name: order.get(name, len(order)))
     return {name: named[name] for name in names}
 
@@ -97,7 +97,7 @@ def _unnamed(config: Json, special_map: Json) -> list[str | Json]:
     """Return the special tokens without names."""
     older, newer = "additional_special_tokens", "extra_special_tokens"
     lists = [config.get(newer) or config.get(older), special_map.get(newer)]
-    extras = [value for some in lists if isinstance(some, list) for value in some]
+    extras = [value for texts in lists if isinstance(texts, list) for value in texts]
     has_list = older in config or isinstance(config.get(newer), list)
     return extras if extras or has_list else list(special_map.get(older) or [])
 
@@ -105,7 +105,7 @@ def _unnamed(config: Json, special_map: Json) -> list[str | Json]:
 def _listed_by_text(config: Json, special_map: Json, added_json: Json) -> dict[int, Json]:
     """Return the tokens of added_tokens.json by id, special if the other files say so."""
     named = {name: value for name, value in config.items() if isinstance(value, str)} | special_map
-    special_texts = {_text(named[name]) for name in _NAMES if named.get(name)}
+    special_texts = {_text(named[name]) for name in _TOKEN_NAMES if named.get(name)}
     special_texts |= {value for value in _unnamed(config, {}) if isinstance(value, str)}
     return {
         _id_of(id_): {
@@ -153,7 +153,7 @@ def _id_of(value: object) -> int:
 def _with_ids(
     own_tokens: Iterable[AddedToken], more_tokens: Iterable[AddedToken], vocab: Mapping[str, int]
 ) -> tuple[AddedToken, ...]:
-    """Return tokenizer.json's own tokens, and more tokens, which replace own tokens of equal text.
+    """Return tokenizer.json's tokens and `more_tokens`, which replace tokens of equal text.
 
     A text that has no id in the vocabulary gets the next free id.
     """

@@ -1,4 +1,4 @@
-"""How a vocabulary spells bytes and spaces: byte-level (GPT-2) and SentencePiece."""
+"""The spelling of bytes and spaces in a vocabulary: byte-level (GPT-2) and SentencePiece."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SPACE = "\u2581"  # how SentencePiece spells a space
 def _byte_characters() -> list[str]:
     """Return the character that spells each byte value.
 
-    GPT-2's table (encoder.py of openai/gpt-2): the printable Latin-1 characters spell
-    themselves, the other byte values for U+0100 onwards in order.
+    GPT-2's table (encoder.py of openai/gpt-2): printable Latin-1 characters spell their own byte,
+    and the characters from U+0100 on spell the other byte values in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (chr(code) for code in range(0x100, 0x200))
@@ -30,14 +30,14 @@ _BYTES = {char: bytes([value]) for value, char in enumerate(_CHARACTERS)}
 
 
 def byte_level_text(word: str) -> str:
-    """Return a word's UTF-8 bytes, each as the character that byte-level tokens have for it."""
+    """Return a word's UTF-8 bytes, each as the character that byte-level tokens use for it."""
     return word.encode().decode("latin-1").translate(_CHARACTERS)
 
 
 def byte_level_bytes(text: str) -> bytes:
     """Return the bytes of a byte-level token's text.
 
-    A character outside the alphabet (a damaged vocabulary) is read as its own UTF-8.
+    A character outside the alphabet (in a damaged vocabulary) becomes its UTF-8 bytes.
     """
     return b"".join(_BYTES.get(char) or char.encode("utf-8", "replace") for char in text)
 
@@ -49,24 +49,24 @@ def sentencepiece_bytes(text: str) -> bytes:
 
 
 def byte_token(text: str) -> bytes | None:
-    """Return the one byte that a text of the form `<0xAB>` spells, or None."""
+    """Return the byte that a text of the form `<0xAB>` spells, or None for other texts."""
     match = _BYTE_TOKEN.fullmatch(text)
     return bytes([int(match[1], 16)]) if match else None
 
 
-def marking(*, prefix: bool) -> Cut:
-    """Return a cut that keeps a text whole, its spaces as U+2581; `prefix` puts one first."""
+def mark_spaces(*, prefix: bool) -> Cut:
+    """Return a cut into one word, with spaces as U+2581; with `prefix`, U+2581 comes first."""
     start = SPACE if prefix else ""
     return lambda text: [start + text.replace(" ", SPACE)]
 
 
 def cut_before_spaces(vocabulary: Vocabulary) -> Cut:
-    """Return a cut of marked text before spaces, except where a token reaches across.
+    """Return a cut of marked text before its spaces, except inside tokens that contain a space.
 
-    Merging the words one by one then gives what merging the whole text would, and words come
-    again where whole texts do not.
+    Merging the resulting words one by one has the same result as merging the whole text, but words
+    occur repeatedly and can be cached.
     """
-    across = re.escape(vocabulary.before(SPACE))
-    joined = f"(?:(?<=[{across}]){SPACE}+[^{SPACE}]*)*" if across else ""
+    chars_before_space = re.escape(vocabulary.characters_before(SPACE))
+    joined = f"(?:(?<=[{chars_before_space}]){SPACE}+[^{SPACE}]*)*" if chars_before_space else ""
     words = re.compile(f"{SPACE}*[^{SPACE}]+{joined}|{SPACE}+")
     return words.findall

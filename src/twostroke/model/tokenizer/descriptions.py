@@ -1,4 +1,4 @@
-"""A tokenizer.json's normalizer and pre-tokenizer, as functions on text."""
+"""Converts a tokenizer.json's normalizer and pre-tokenizer to functions on text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from twostroke.core.errors import ModelFormatError
 from twostroke.core.frozen import Frozen
 from twostroke.model.tokenizer import normalizers
-from twostroke.model.tokenizer.alphabets import SPACE, byte_level_text, marking
-from twostroke.model.tokenizer.steps import flat
+from twostroke.model.tokenizer.alphabets import SPACE, byte_level_text, mark_spaces
+from twostroke.model.tokenizer.steps import flatten_steps
 from twostroke.model.tokenizer.words import (
     DIGIT,
     GPT2,
@@ -19,11 +19,11 @@ from twostroke.model.tokenizer.words import (
     WHITE_SPACE,
     WORDS,
     cut_at,
+    cut_by_all,
     cut_by_length,
-    normalizing,
-    replacing,
+    normalize_by,
+    replace_matches,
     unicode_form,
-    words_by,
 )
 
 if TYPE_CHECKING:
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from twostroke.model.tokenizer.words import Cut, Normalize
 
 Description = dict[str, Any]
-# The schemes of Metaspace that add a space: before the first stretch of text, before the others,
+# The Metaspace schemes that add a space: before the first segment of a text, before later ones,
 # and before text that must be encoded exactly.
 _SCHEMES = (frozenset({"always", "first"}), frozenset({"always"}), frozenset[str]())
 
 
 class WordSplitter(Frozen):
-    """How words are made of a text: it is normalized, then cut.
+    """Functions that cut a text into words: it is normalized, then cut.
 
-    `cut` cuts the first stretch of a text, `cut_rest` each stretch after an added token.
-    `cut_exact` adds no space before a text. `has_bytes` says whether tokens spell bytes instead of
-    characters; `spells_bytes`, whether words are spelled so already.
+    `cut` cuts the first segment of a text, `cut_rest` each segment after an added token.
+    `cut_exact` adds no space before a text. `has_bytes`: tokens spell bytes instead of characters.
+    `spells_bytes`: the words already spell bytes.
     """
 
     normalize: Normalize
@@ -54,36 +54,36 @@ class WordSplitter(Frozen):
 
 
 def read_words(description: Description) -> WordSplitter:
-    """Return how the description of a whole tokenizer makes words.
+    """Return the word splitter of a tokenizer's description.
 
-    Raises ModelFormatError for a step of a kind that is not known. The fields of the steps have
-    been checked (`check_steps`).
+    Raises ModelFormatError for an unknown kind of step. The fields of the steps must have been
+    checked before (`check_steps`).
     """
-    changes = list(flat(description.get("normalizer"), "normalizers"))
+    normalizer_steps = list(flatten_steps(description.get("normalizer"), "normalizers"))
     normalize: list[Normalize] = []
-    for step in changes:
-        build = _step(_NORMALIZERS, step, "normalizer")
-        with _naming("normalizer", step):
+    for step in normalizer_steps:
+        build = _reader_of(_NORMALIZERS, step, "normalizer")
+        with _name_step_in_errors("normalizer", step):
             normalize.append(build(step))
-    steps = list(flat(description.get("pre_tokenizer"), "pretokenizers"))
-    for place, step in enumerate(steps):
-        _step(_PRE_TOKENIZERS, step, "pre-tokenizer")
-        if step["type"] == "Metaspace" and place > 0 and step.get("prepend_scheme") == "first":
+    steps = list(flatten_steps(description.get("pre_tokenizer"), "pretokenizers"))
+    for index, step in enumerate(steps):
+        _reader_of(_PRE_TOKENIZERS, step, "pre-tokenizer")
+        if step["type"] == "Metaspace" and index > 0 and step.get("prepend_scheme") == "first":
             raise ModelFormatError("its pre-tokenizer Metaspace is not the first step.")
-    normalizes_bytes = _is_any_byte_level(changes)
+    normalizes_bytes = _is_any_byte_level(normalizer_steps)
     has_bytes = normalizes_bytes or _is_any_byte_level(steps)
-    # The merges themselves spell the words that the last step leaves in characters.
+    # If only the last step is ByteLevel, the merges spell the bytes of its words.
     spells_bytes = normalizes_bytes or _is_any_byte_level(steps[:-1])
     first, rest, exact = (_cuts(steps, schemes, spells_bytes=spells_bytes) for schemes in _SCHEMES)
-    if normalizes_bytes:  # text that must be encoded exactly is not normalized
-        exact.insert(0, _spell)
-    elif not has_bytes:  # a normalizer may be what marks the spaces
-        exact.insert(0, marking(prefix=False))
+    if normalizes_bytes:  # text to encode exactly is not normalized
+        exact.insert(0, _spell_bytes)
+    elif not has_bytes:  # a normalizer may mark the spaces
+        exact.insert(0, mark_spaces(prefix=False))
     return WordSplitter(
-        normalize=normalizing(normalize),
-        cut=words_by(first),
-        cut_rest=words_by(rest),
-        cut_exact=words_by(exact),
+        normalize=normalize_by(normalize),
+        cut=cut_by_all(first),
+        cut_rest=cut_by_all(rest),
+        cut_exact=cut_by_all(exact),
         has_bytes=has_bytes,
         spells_bytes=spells_bytes,
     )
@@ -93,16 +93,16 @@ def _cuts(steps: list[Description], schemes: frozenset[str], *, spells_bytes: bo
     """Return a cut for each step; with `spells_bytes`, ByteLevel spells the bytes of its words."""
     cuts: list[Cut] = []
     for step in steps:
-        with _naming("pre-tokenizer", step):
+        with _name_step_in_errors("pre-tokenizer", step):
             cuts.append(_PRE_TOKENIZERS[step["type"]](step, schemes))
         if step["type"] == "ByteLevel" and spells_bytes:
-            cuts.append(_spell)
+            cuts.append(_spell_bytes)
     return cuts
 
 
 @contextmanager
-def _naming(kind: str, step: Description) -> Iterator[None]:
-    """Add the step to an error about its pattern or table."""
+def _name_step_in_errors(kind: str, step: Description) -> Iterator[None]:
+    """Add the step's name to an error about its pattern or table."""
     try:
         yield
     except ModelFormatError as error:
@@ -113,41 +113,41 @@ def _is_any_byte_level(steps: list[Description]) -> bool:
     return any(step["type"] == "ByteLevel" for step in steps)
 
 
-def _spell(word: str) -> list[str]:
+def _spell_bytes(word: str) -> list[str]:
     return [byte_level_text(word)]
 
 
-def _step(known: dict[str, Any], step: Description, what: str) -> Any:
-    found = known.get(step.get("type", ""))
-    if found is None:
+def _reader_of(readers: dict[str, Any], step: Description, kind: str) -> Any:
+    reader = readers.get(step.get("type", ""))
+    if reader is None:
         raise ModelFormatError(
-            f"its {what} '{step.get('type')}' is not known; known are {', '.join(known)}."
+            f"its {kind} '{step.get('type')}' is not known; known are {', '.join(readers)}."
         )
-    return found
+    return reader
 
 
 def pattern_of(step: Description) -> str:
-    """Return a step's pattern, which is a text or a regular expression."""
+    """Return a step's pattern as a regular expression; the file may have a text instead."""
     ((kind, pattern),) = step["pattern"].items()
     return re.escape(pattern) if kind == "String" else str(pattern)
 
 
 _NORMALIZERS: dict[str, Callable[[Description], Normalize]] = {
-    "NFC": lambda _step: unicode_form("NFC"),
-    "NFD": lambda _step: unicode_form("NFD"),
-    "NFKC": lambda _step: unicode_form("NFKC"),
-    "NFKD": lambda _step: unicode_form("NFKD"),
+    "NFC": lambda _reader_of: unicode_form("NFC"),
+    "NFD": lambda _reader_of: unicode_form("NFD"),
+    "NFKC": lambda _reader_of: unicode_form("NFKC"),
+    "NFKD": lambda _reader_of: unicode_form("NFKD"),
     "Prepend": lambda step: lambda text: str(step["prepend"]) + text if text else text,
-    "Replace": lambda step: replacing(pattern_of(step), str(step["content"])),
-    "Lowercase": lambda _step: normalizers.lower_case,
+    "Replace": lambda step: replace_matches(pattern_of(step), str(step["content"])),
+    "Lowercase": lambda _reader_of: normalizers.lower_case,
     "Strip": lambda step: partial(
         normalizers.strip, left=bool(step["strip_left"]), right=bool(step["strip_right"])
     ),
-    "StripAccents": lambda _step: normalizers.strip_accents,
-    "Nmt": lambda _step: normalizers.nmt,
+    "StripAccents": lambda _reader_of: normalizers.strip_accents,
+    "Nmt": lambda _reader_of: normalizers.nmt,
     "BertNormalizer": normalizers.bert,
     "Precompiled": normalizers.precompiled,
-    "ByteLevel": lambda _step: byte_level_text,
+    "ByteLevel": lambda _reader_of: byte_level_text,
 }
 
 
@@ -174,35 +174,39 @@ def _metaspace(step: Description, schemes: frozenset[str]) -> Cut:
     return cut
 
 
-def _length(step: Description) -> int:
+def _word_length(step: Description) -> int:
     length: int | None = step.get("length")
     return 5 if length is None else length
 
 
-def _behavior(behavior: str, schemes: frozenset[str]) -> str:
-    """Return the behavior of a cut, which keeps the matches if text must be encoded exactly."""
+def _behavior_for(behavior: str, schemes: frozenset[str]) -> str:
+    """Return the behavior of a cut; matches are kept if text must be encoded exactly."""
     return behavior if schemes or behavior != "Removed" else "Isolated"
 
 
 _PRE_TOKENIZERS: dict[str, Callable[[Description, frozenset[str]], Cut]] = {
     "ByteLevel": _byte_level,
     "Split": lambda step, schemes: cut_at(
-        pattern_of(step), _behavior(step["behavior"], schemes), invert=bool(step.get("invert"))
+        pattern_of(step), _behavior_for(step["behavior"], schemes), invert=bool(step.get("invert"))
     ),
     "Digits": lambda step, _schemes: cut_at(
         DIGIT, "Isolated" if step.get("individual_digits") else "Contiguous"
     ),
     "Metaspace": _metaspace,
-    "Whitespace": lambda _step, schemes: cut_at(WORDS, _behavior("Removed", schemes), invert=True),
-    "WhitespaceSplit": lambda _step, schemes: cut_at(WHITE_SPACE, _behavior("Removed", schemes)),
-    "Punctuation": lambda step, schemes: cut_at(
-        PUNCTUATION, _behavior(step.get("behavior") or "Isolated", schemes)
+    "Whitespace": lambda _reader_of, schemes: cut_at(
+        WORDS, _behavior_for("Removed", schemes), invert=True
     ),
-    "BertPreTokenizer": lambda _step, schemes: words_by(
-        [cut_at(WHITE_SPACE, _behavior("Removed", schemes)), cut_at(PUNCTUATION)]
+    "WhitespaceSplit": lambda _reader_of, schemes: cut_at(
+        WHITE_SPACE, _behavior_for("Removed", schemes)
+    ),
+    "Punctuation": lambda step, schemes: cut_at(
+        PUNCTUATION, _behavior_for(step.get("behavior") or "Isolated", schemes)
+    ),
+    "BertPreTokenizer": lambda _reader_of, schemes: cut_by_all(
+        [cut_at(WHITE_SPACE, _behavior_for("Removed", schemes)), cut_at(PUNCTUATION)]
     ),
     "CharDelimiterSplit": lambda step, schemes: cut_at(
-        re.escape(step["delimiter"]), _behavior("Removed", schemes)
+        re.escape(step["delimiter"]), _behavior_for("Removed", schemes)
     ),
-    "FixedLength": lambda step, _schemes: cut_by_length(_length(step)),
+    "FixedLength": lambda step, _schemes: cut_by_length(_word_length(step)),
 }

@@ -1,4 +1,4 @@
-"""A tokenizer out of GGUF metadata (`tokenizer.*` keys, ggml-org/ggml docs/gguf.md)."""
+"""Reads a tokenizer from GGUF metadata (`tokenizer.*` keys, ggml-org/ggml docs/gguf.md)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from twostroke.model.tokenizer.alphabets import (
     byte_level_bytes,
     byte_token,
     cut_before_spaces,
-    marking,
+    mark_spaces,
     sentencepiece_bytes,
 )
 from twostroke.model.tokenizer.infill import infill_tokens
 from twostroke.model.tokenizer.merges import ListedPairs, MergeOptions, Merges, ScoredPairs
-from twostroke.model.tokenizer.pretokenizers import PIECES, pre_tokenizer
+from twostroke.model.tokenizer.pretokenizers import SENTENCEPIECE_NAMES, pre_tokenizer
 from twostroke.model.tokenizer.specials import AddedToken, end_ids
 from twostroke.model.tokenizer.tokenizer import Tokenizer, TokenizerParts
 from twostroke.model.tokenizer.vocabulary import Vocabulary
-from twostroke.model.tokenizer.words import cut_at, normalizing, unicode_form, words_by
+from twostroke.model.tokenizer.words import cut_at, cut_by_all, normalize_by, unicode_form
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,78 +37,84 @@ _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _INFILL_KEYS = (("fim_pre", "prefix"), ("fim_suf", "suffix"), ("fim_mid", "middle"))
 _INFILL_HEAD_KEYS = ("fim_rep_token_id", "fim_sep_token_id")
 _INFILL_END_KEYS = ("fim_pad_token_id", "eot_token_id")
-# The names that templates use, and the names in keys: the format spells "separator" so.
-_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-_NAMED |= {"sep": "seperator", "cls": "cls", "mask": "mask"}
-_TURNS_OF_PHI3 = frozenset({"<|user|>", "<|assistant|>", "<|end|>"})
-_KEPT_BY_PHI3 = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # the white space after these
+# Keys by the names that templates use; the format misspells "separator".
+_TOKEN_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_TOKEN_NAMES |= {"sep": "seperator", "cls": "cls", "mask": "mask"}
+_PHI3_TURN_TOKENS = frozenset({"<|user|>", "<|assistant|>", "<|end|>"})
+_PHI3_NOT_STRIPPED = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # white space after these stays
 
 
 def from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     """Return the tokenizer that a GGUF file's metadata describes.
 
     `metadata` maps keys to Python values: strings, numbers, and sequences for arrays. Raises
-    ModelFormatError for an unknown kind of tokenizer or pre-tokenizer, and for metadata whose
-    parts do not fit.
+    ModelFormatError for an unknown kind of tokenizer or pre-tokenizer, and for metadata whose parts
+    contradict each other.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
         raise ModelFormatError("The model file has no tokenizer (tokenizer.ggml.model is missing).")
-    build = _KINDS.get(str(kind))
+    build = _READERS.get(str(kind))
     if build is None:
         raise ModelFormatError(
             f"The tokenizer kind '{kind}' (tokenizer.ggml.model) is not known; "
-            f"known are {', '.join(_KINDS)}.{nearest(str(kind), _KINDS)}"
+            f"known are {', '.join(_READERS)}.{nearest(str(kind), _READERS)}"
         )
     return build(_TokenizerFields(metadata))
 
 
 def _byte_level(fields: _TokenizerFields) -> Tokenizer:
-    """GPT-2's kind: words by a pattern, bytes spelled as characters, merges listed."""
+    """Read GPT-2's kind: words by a pattern, bytes spelled as characters, merges listed."""
     name = fields.get("pre", str) or "default"
-    if name in PIECES:
+    if name in SENTENCEPIECE_NAMES:
         return _sentencepiece_merges(fields)
     spec = pre_tokenizer(name)
     added = fields.added()
-    vocabulary = Vocabulary(fields.tokens, _specials(added))
+    vocabulary = Vocabulary(fields.tokens, _special_ids(added))
     lines = fields.array("merges", str, optional=spec.ranks_by_id)
     pairs: ListedPairs | ScoredPairs = ListedPairs(lines, vocabulary)
     if not len(lines) and spec.ranks_by_id:
         pairs = ScoredPairs([-float(id_) for id_ in range(len(fields.tokens))], vocabulary)
     options = MergeOptions(byte_level=True, ignore_merges=spec.ignore_merges)
     merges = Merges(vocabulary, pairs, options)
-    normalize = normalizing([unicode_form("NFC")] if spec.nfc else [])
-    cut = words_by([*map(cut_at, spec.patterns)])
+    normalize = normalize_by([unicode_form("NFC")] if spec.nfc else [])
+    cut = cut_by_all([*map(cut_at, spec.patterns)])
     parts = _parts(fields, added, merges, cut, begin=spec.add_bos)
-    space = fields.get("add_space_prefix", bool) or False
+    adds_space = fields.get("add_space_prefix", bool) or False
     return Tokenizer(
-        replace(parts, normalize=normalize, to_bytes=byte_level_bytes, space_prefix=space)
+        replace(parts, normalize=normalize, to_bytes=byte_level_bytes, space_prefix=adds_space)
     )
 
 
 def _sentencepiece(fields: _TokenizerFields) -> Tokenizer:
-    """SentencePiece's kind: characters merged by scores, others as bytes."""
-    # Runs of spaces are listed as user-defined, but are merged like ordinary tokens, before them.
-    runs = {token.id for token in fields.added() if not token.special and _is_spaces(token.text)}
-    changed = {id_: SPACE * len(fields.tokens[id_]) for id_ in runs}
-    added = _stripping(tuple(token for token in fields.added() if token.id not in runs))
+    """Read SentencePiece's kind: characters merged by scores, other characters as bytes."""
+    # Runs of spaces are listed as user-defined, but are merged like ordinary tokens, and first.
+    space_run_ids = {
+        token.id for token in fields.added() if not token.special and _is_spaces(token.text)
+    }
+    changed_texts = {id_: SPACE * len(fields.tokens[id_]) for id_ in space_run_ids}
+    added = _with_phi3_stripping(
+        tuple(token for token in fields.added() if token.id not in space_run_ids)
+    )
     bytes_of = _byte_tokens(fields)
-    vocabulary = Vocabulary(fields.tokens, [*_specials(added), *bytes_of], changed)
+    vocabulary = Vocabulary(fields.tokens, [*_special_ids(added), *bytes_of], changed_texts)
     scores = list(fields.array("scores", float))
     if len(scores) != len(fields.tokens):
         raise ModelFormatError(
             f"The tokenizer has {len(fields.tokens)} tokens but {len(scores)} scores."
         )
-    for id_ in runs:
+    for id_ in space_run_ids:
         scores[id_] = float("inf")
-    space = fields.get("add_space_prefix", bool) is not False
-    merges = Merges(vocabulary, ScoredPairs(scores, vocabulary), _characters(fields, bytes_of))
-    words = cut_before_spaces(vocabulary)
-    cut = words_by([marking(prefix=space), words])
-    # Llama 2 begins each stretch after a special token with a space. Mistral's later files have
-    # tokens for the turns, and their templates write the space that belongs after one.
+    adds_space = fields.get("add_space_prefix", bool) is not False
+    merges = Merges(
+        vocabulary, ScoredPairs(scores, vocabulary), _character_options(fields, bytes_of)
+    )
+    word_cut = cut_before_spaces(vocabulary)
+    cut = cut_by_all([mark_spaces(prefix=adds_space), word_cut])
+    # Llama 2 adds a space after each special token. Mistral's later files have tokens for the
+    # turns, and their templates write the space after such a token.
     writes_space = any(token.special and token.text == "[INST]" for token in added)
-    cut_exact = words_by([marking(prefix=False), words])
+    cut_exact = cut_by_all([mark_spaces(prefix=False), word_cut])
     parts = _parts(fields, added, merges, cut, begin=True)
     return Tokenizer(
         replace(
@@ -116,29 +122,29 @@ def _sentencepiece(fields: _TokenizerFields) -> Tokenizer:
             cut_rest=cut_exact if writes_space else cut,
             cut_exact=cut_exact,
             to_bytes=sentencepiece_bytes,
-            strip_space=space,
+            strip_space=adds_space,
         )
     )
 
 
 def _sentencepiece_merges(fields: _TokenizerFields) -> Tokenizer:
-    """Gemma 4's kind: characters merged as listed, others as bytes."""
+    """Read Gemma 4's kind: characters merged as listed, other characters as bytes."""
     added, bytes_of = fields.added(), _byte_tokens(fields)
-    vocabulary = Vocabulary(fields.tokens, [*_specials(added), *bytes_of])
+    vocabulary = Vocabulary(fields.tokens, [*_special_ids(added), *bytes_of])
     pairs = ListedPairs(fields.array("merges", str), vocabulary)
-    merges = Merges(vocabulary, pairs, _characters(fields, bytes_of))
-    space = fields.get("add_space_prefix", bool) or False
-    words = cut_before_spaces(vocabulary)
-    cut = words_by([marking(prefix=space), words])
-    cut_exact = words_by([marking(prefix=False), words])
+    merges = Merges(vocabulary, pairs, _character_options(fields, bytes_of))
+    adds_space = fields.get("add_space_prefix", bool) or False
+    word_cut = cut_before_spaces(vocabulary)
+    cut = cut_by_all([mark_spaces(prefix=adds_space), word_cut])
+    cut_exact = cut_by_all([mark_spaces(prefix=False), word_cut])
     parts = _parts(fields, added, merges, cut, begin=True)
     return Tokenizer(
-        replace(parts, cut_exact=cut_exact, to_bytes=sentencepiece_bytes, strip_space=space)
+        replace(parts, cut_exact=cut_exact, to_bytes=sentencepiece_bytes, strip_space=adds_space)
     )
 
 
 # The readers by `tokenizer.ggml.model`.
-_KINDS: dict[str, Callable[[_TokenizerFields], Tokenizer]] = {
+_READERS: dict[str, Callable[[_TokenizerFields], Tokenizer]] = {
     "gemma4": _sentencepiece_merges,
     "gpt2": _byte_level,
     "llama": _sentencepiece,
@@ -153,7 +159,7 @@ def _parts(
     *,
     begin: bool,
 ) -> TokenizerParts:
-    """Return the parts that both kinds share; `begin` is the default of `add_bos_token`."""
+    """Return the parts that all kinds share; `begin` is the default of `add_bos_token`."""
     prefix, suffix = fields.around(begin=begin)
     return TokenizerParts(
         merges=merges,
@@ -172,17 +178,17 @@ def _parts(
     )
 
 
-def _stripping(added: tuple[AddedToken, ...]) -> tuple[AddedToken, ...]:
-    """Return `added` with Phi-3's flag `rstrip`, which GGUF files cannot hold.
+def _with_phi3_stripping(added: tuple[AddedToken, ...]) -> tuple[AddedToken, ...]:
+    """Return `added` with Phi-3's flag `rstrip`, which GGUF files cannot store.
 
-    Its tokens for the turns take the white space after them, which its templates write.
+    Phi-3's tokens for the turns include the white space after them, which its templates write.
     """
-    if not {token.text for token in added if token.special} >= _TURNS_OF_PHI3:
+    if not {token.text for token in added if token.special} >= _PHI3_TURN_TOKENS:
         return added
-    return tuple(replace(token, rstrip=token.text not in _KEPT_BY_PHI3) for token in added)
+    return tuple(replace(token, rstrip=token.text not in _PHI3_NOT_STRIPPED) for token in added)
 
 
-def _specials(added: tuple[AddedToken, ...]) -> list[int]:
+def _special_ids(added: tuple[AddedToken, ...]) -> list[int]:
     return [token.id for token in added if token.special]
 
 
@@ -190,8 +196,8 @@ def _is_spaces(text: str) -> bool:
     return bool(text) and not text.strip(" ")
 
 
-def _characters(fields: _TokenizerFields, bytes_of: Mapping[int, bytes]) -> MergeOptions:
-    """Return how SentencePiece's kinds spell a word: as characters, others as bytes."""
+def _character_options(fields: _TokenizerFields, bytes_of: Mapping[int, bytes]) -> MergeOptions:
+    """Return the merge options of SentencePiece's kinds: characters, else their bytes."""
     ids_of = {value[0]: id_ for id_, value in bytes_of.items()}
     return MergeOptions(
         byte_level=False,
@@ -202,7 +208,7 @@ def _characters(fields: _TokenizerFields, bytes_of: Mapping[int, bytes]) -> Merg
 
 
 def _byte_tokens(fields: _TokenizerFields) -> dict[int, bytes]:
-    """Return the byte tokens; by their texts if SentencePiece's file has none of that type."""
+    """Return the byte tokens; if SentencePiece's file has no such type, found by their texts."""
     ids: Iterable[int] = [id_ for id_, kind in fields.types.items() if kind == _BYTE]
     if not ids and fields.spells_pieces:
         ids = range(len(fields.tokens))
@@ -224,20 +230,22 @@ class _TokenizerFields:
             raise ModelFormatError(
                 f"The tokenizer has {len(self.tokens)} tokens but {len(types)} token types."
             )
-        # Only of ids that are not ordinary tokens.
+        # Without ordinary tokens.
         self.types = {id_: kind for id_, kind in enumerate(types) if kind != 1}
         pieces = {"llama", "gemma4"}
-        self.spells_pieces = self.get("model", str) in pieces or self.get("pre", str) in PIECES
+        self.spells_pieces = (
+            self.get("model", str) in pieces or self.get("pre", str) in SENTENCEPIECE_NAMES
+        )
         self.bos_id = self.token_id("bos_token_id")
         self.unknown_id = self.token_id("unknown_token_id")
         self.ends = [token_id for key in _END_KEYS for token_id in self.token_ids(key)]
-        if len(types) == 0:  # an old file: the ids that it names are of control tokens
+        if len(types) == 0:  # an old file: the tokens that it names are control tokens
             named = [self.bos_id, *self.ends, self.token_id("padding_token_id")]
             self.types = {id_: _CONTROL for id_ in named if id_ is not None}
             self.types |= {self.unknown_id: _UNKNOWN} if self.unknown_id is not None else {}
 
     def added(self) -> tuple[AddedToken, ...]:
-        """Return the tokens that are matched whole in a text."""
+        """Return the tokens that are recognized as a whole in a text."""
         return tuple(
             AddedToken(id_, self.tokens[id_], special=kind != _USER_DEFINED)
             for id_, kind in self.types.items()
@@ -248,34 +256,37 @@ class _TokenizerFields:
         """Return the ids before and after a text; `begin` is the default of `add_bos_token`."""
         wants_begin = self.get("add_bos_token", bool)
         wants_begin = begin if wants_begin is None else wants_begin
-        before = self.bos_id if wants_begin else None
-        after = self.token_id("eos_token_id") if self.get("add_eos_token", bool) else None
-        return () if before is None else (before,), () if after is None else (after,)
+        before_id = self.bos_id if wants_begin else None
+        after_id = self.token_id("eos_token_id") if self.get("add_eos_token", bool) else None
+        return () if before_id is None else (before_id,), () if after_id is None else (after_id,)
 
     def infill(self) -> tuple[list[int | None], list[int | None], list[int | None]]:
-        """Return the ids before prefix, suffix and middle; before repository and file; the ends."""
-        named = []
-        for key, older in _INFILL_KEYS:
+        """Return ids for filling in the middle: the three marks, the two heads, the end tokens.
+
+        Marks stand before prefix, suffix and middle, heads before the names of repository and file.
+        """
+        mark_ids = []
+        for key, older_key in _INFILL_KEYS:
             id_ = self.token_id(f"{key}_token_id")
-            named.append(self.token_id(f"{older}_token_id") if id_ is None else id_)
+            mark_ids.append(self.token_id(f"{older_key}_token_id") if id_ is None else id_)
         heads = [self.token_id(key) for key in _INFILL_HEAD_KEYS]
-        return named, heads, [self.token_id(key) for key in _INFILL_END_KEYS]
+        return mark_ids, heads, [self.token_id(key) for key in _INFILL_END_KEYS]
 
     def named_texts(self) -> dict[str, str]:
-        """Return the texts of `bos_token` and the like, by the names that templates use."""
-        ids = {name: self.token_id(f"{key}_token_id") for name, key in _NAMED.items()}
+        """Return the texts of `bos_token` and so on, by the names that templates use."""
+        ids = {name: self.token_id(f"{key}_token_id") for name, key in _TOKEN_NAMES.items()}
         return {f"{name}_token": self.tokens[id_] for name, id_ in ids.items() if id_ is not None}
 
     def chat_templates(self) -> dict[str, str]:
         """Return the chat templates by name."""
         key = "tokenizer.chat_template"
-        # By name first: to read the value of every key would decode the large arrays again.
+        # Select by name first: reading the value of every key would decode the large arrays.
         names = [name for name in self._metadata if name == key or name.startswith(key + ".")]
-        found = {name[len(key) + 1 :] or "default": self._metadata[name] for name in names}
-        return {name: source for name, source in found.items() if isinstance(source, str)}
+        sources = {name[len(key) + 1 :] or "default": self._metadata[name] for name in names}
+        return {name: source for name, source in sources.items() if isinstance(source, str)}
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """Return a value of that type, or None where the file has none."""
+        """Return a value of that type; None if the file has none."""
         value = self._metadata.get(f"tokenizer.ggml.{key}")
         if value is None:
             return None
@@ -286,14 +297,14 @@ class _TokenizerFields:
         return value
 
     def array(self, key: str, kind: type[T], *, optional: bool = False) -> Sequence[T]:
-        """Return an array of one type; an optional one that is missing is empty."""
+        """Return an array of one type; a missing `optional` array is empty."""
         value = self._metadata.get(f"tokenizer.ggml.{key}")
         if value is None and optional:
             return ()
         if value is None or isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
             raise ModelFormatError(f"The tokenizer's table tokenizer.ggml.{key} is missing.")
         items = cast("Sequence[T]", value)
-        # Arrays with `spans` hold strings; to check their types would decode them all.
+        # Arrays with `spans` hold strings; checking their types would decode them all.
         kinds = {str} if hasattr(items, "spans") else {*map(type, items)}
         if not kinds <= {kind}:
             raise ModelFormatError(
@@ -302,12 +313,12 @@ class _TokenizerFields:
         return items
 
     def token_id(self, key: str) -> int | None:
-        """Return a token's id, or None where the file has none, as with -1."""
+        """Return a token's id; None if the file has none or an invalid id such as -1."""
         ids = self.token_ids(key)
         return ids[0] if ids else None
 
     def token_ids(self, key: str) -> list[int]:
-        """Return the valid token ids at a key, which has one or a list; log the wrong ones."""
+        """Return the valid token ids at a key, whose value is an id or a list; log invalid ids."""
         value = self._metadata.get(f"tokenizer.ggml.{key}")
         ids = []
         for token_id in value if isinstance(value, list) else [value]:

@@ -1,4 +1,4 @@
-"""A tokenizer out of a Hugging Face folder: `tokenizer.json` and the small files next to it."""
+"""Reads a tokenizer from a Hugging Face folder: `tokenizer.json` and the small files next to it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from twostroke.model.tokenizer.descriptions import pattern_of, read_words
 from twostroke.model.tokenizer.infill import infill_tokens
 from twostroke.model.tokenizer.merges import ListedPairs, MergeOptions, Merges
 from twostroke.model.tokenizer.specials import end_ids
-from twostroke.model.tokenizer.steps import check_characters, check_steps, flat
+from twostroke.model.tokenizer.steps import check_characters, check_steps, flatten_steps
 from twostroke.model.tokenizer.template_files import read_chat_templates
 from twostroke.model.tokenizer.tokenizer import Tokenizer, TokenizerParts
 from twostroke.model.tokenizer.vocabulary import Vocabulary
-from twostroke.model.tokenizer.words import normalizing, replacing
+from twostroke.model.tokenizer.words import normalize_by, replace_matches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,20 +36,20 @@ _MAX_FILE_BYTES = 256 * 1024**2
 _SURROGATE = re.compile(
     rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
 )
-_MAX_UNUSED_IDS = 1 << 14  # an id without a text takes memory too
+_MAX_UNUSED_IDS = 1 << 14  # an id without a text takes memory, too
 _AROUND_BY_NAME = ("RobertaProcessing", "BertProcessing")  # with one token on each side
 _DECODERS = ("ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")
-# Options of the format that no language model sets, and that would change the ids.
-_NOT_KNOWN = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+# Unsupported options of the format, which change the ids and which no language model sets.
+_UNSUPPORTED_OPTIONS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 
 def from_tokenizer_json(path: Path, num_rows: int | None = None) -> Tokenizer:
-    """Return the tokenizer of a Hugging Face folder, or of a `tokenizer.json` in one.
+    """Return the tokenizer of a Hugging Face folder, or of a `tokenizer.json` in a folder.
 
     If the model's embedding table has `num_rows`, added tokens without a row are left out.
 
-    Reads BPE models: byte-level ones, and SentencePiece's as converted by Hugging Face. Also reads
-    these files if they exist: `tokenizer_config.json`, the other files with added tokens
+    Reads BPE models: byte-level models, and SentencePiece models as converted by Hugging Face. Also
+    reads these files if they exist: `tokenizer_config.json`, the other files with added tokens
     (`added_tokens.py`), `generation_config.json`, `config.json` and the chat templates
     (`template_files.py`). Raises ModelNotFoundError or ModelFormatError.
     """
@@ -91,14 +91,14 @@ def _build(
         special_map=_read(folder / "special_tokens_map.json"),
         added_json=_read(folder / "added_tokens.json"),
     )
-    named, added = tokens.named_texts, _with_rows(tokens.added, num_rows)
+    named_texts, added = tokens.named_texts, _with_rows(tokens.added, num_rows)
     by_text = {token.text: token.id for token in added}
     try:
         words = read_words(description)
         byte_level = words.has_bytes and not words.spells_bytes
-        merges, num_texts = _merger(model, added, byte_level=byte_level)
+        merges, num_texts = _read_merges(model, added, byte_level=byte_level)
         strip_space = _strips_space(description)
-        prefix, suffix = _around(description.get("post_processor"))
+        prefix, suffix = _surrounding_ids(description.get("post_processor"))
     except ModelFormatError as error:
         raise ModelFormatError(f"tokenizer.json cannot be used: {error}") from error
     _check_added_ids(added, limit=num_texts + len(added) + _MAX_UNUSED_IDS)
@@ -106,7 +106,7 @@ def _build(
     for id_ in (*prefix, *suffix):
         if id_ >= vocab_size:
             raise ModelFormatError(f"tokenizer.json is damaged: its post-processor has id {id_}.")
-    ends = [by_text[named["eos_token"]]] if named.get("eos_token") in by_text else []
+    ends = [by_text[named_texts["eos_token"]]] if named_texts.get("eos_token") in by_text else []
     ends += _configured_ends(folder)
     return Tokenizer(
         TokenizerParts(
@@ -119,12 +119,12 @@ def _build(
             to_bytes=byte_level_bytes if words.has_bytes else _piece_bytes(description),
             spells_added=True,
             added=added,
-            bos_id=by_text.get(named.get("bos_token", "")),
+            bos_id=by_text.get(named_texts.get("bos_token", "")),
             eos_ids=end_ids(ends, added),
             prefix_ids=prefix,
             suffix_ids=suffix,
             strip_space=strip_space,
-            named_texts=named,
+            named_texts=named_texts,
             additional_texts=tokens.additional_texts,
             chat_templates=read_chat_templates(folder, config),
             infill=infill_tokens((), (), (), added),
@@ -133,7 +133,7 @@ def _build(
 
 
 def _check_added_ids(added: tuple[AddedToken, ...], *, limit: int) -> None:
-    """Refuse an added token far beyond all other ids: the ids between would take memory."""
+    """Refuse an added token whose id is far above all other ids: the ids between take memory."""
     for token in added:
         if token.id >= limit:
             raise ModelFormatError(
@@ -155,7 +155,7 @@ def _with_rows(added: tuple[AddedToken, ...], num_rows: int | None) -> tuple[Add
 
 
 def _texts(vocab: dict[str, int]) -> list[str]:
-    """Return the texts by id; an id that the file leaves out has an empty one."""
+    """Return the texts by id; an id that the file leaves out has an empty text."""
     ids, limit = vocab.values(), len(vocab) + _MAX_UNUSED_IDS
     if any(type(id_) is not int or not 0 <= id_ < limit for id_ in ids):
         raise ModelFormatError(f"its {len(vocab)} token ids are not whole numbers below {limit}.")
@@ -165,31 +165,31 @@ def _texts(vocab: dict[str, int]) -> list[str]:
     return texts
 
 
-def _merger(
+def _read_merges(
     model: dict[str, Any], added: tuple[AddedToken, ...], *, byte_level: bool
 ) -> tuple[Merges, int]:
-    """Return the merges and how many ids they have; no merge leads to a special token."""
-    for name in _NOT_KNOWN:
+    """Return the merges and the number of their ids; no merge results in a special token."""
+    for name in _UNSUPPORTED_OPTIONS:
         if model.get(name):
             raise ModelFormatError(f"its option {name} is not known.")
     texts = _texts(model["vocab"])
-    # The merger itself writes the unknown token; merges may lead to what is not special.
-    hidden = [t for t in added if t.special and t.text != model.get("unk_token")]
-    vocabulary = Vocabulary(texts, [token.id for token in hidden if token.id < len(texts)])
-    merges = _merge_lines(model)
+    # `Merges` writes the unknown token itself; merges may result in tokens that are not special.
+    hidden_tokens = [t for t in added if t.special and t.text != model.get("unk_token")]
+    vocabulary = Vocabulary(texts, [token.id for token in hidden_tokens if token.id < len(texts)])
+    merge_lines = _merge_lines(model)
     bytes_of = [vocabulary.find(f"<0x{value:02X}>".encode()) for value in range(256)]
     options = MergeOptions(
         byte_level=byte_level,
         ignore_merges=bool(model.get("ignore_merges")),
         byte_ids=tuple(bytes_of) if model.get("byte_fallback") else (),
-        unknown=_unknown(model, vocabulary),
+        unknown=_unknown_id(model, vocabulary),
         fuse_unknown=bool(model.get("fuse_unk")),
     )
-    return Merges(vocabulary, ListedPairs(merges, vocabulary), options), len(texts)
+    return Merges(vocabulary, ListedPairs(merge_lines, vocabulary), options), len(texts)
 
 
 def _merge_lines(model: dict[str, Any]) -> Iterator[str]:
-    """Yield each merge as a line; its two texts and what they make must be tokens."""
+    """Yield each merge as a line; both texts and the merged text must be tokens."""
     vocab = model["vocab"]
     for merge in model["merges"]:
         left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
@@ -198,21 +198,21 @@ def _merge_lines(model: dict[str, Any]) -> Iterator[str]:
         yield f"{left} {right}"
 
 
-def _unknown(model: dict[str, Any], vocabulary: Vocabulary) -> int | None:
+def _unknown_id(model: dict[str, Any], vocabulary: Vocabulary) -> int | None:
     text = model.get("unk_token")
-    found = None if text is None else vocabulary.find(str(text).encode())
-    if text is not None and found is None:
+    token_id = None if text is None else vocabulary.find(str(text).encode())
+    if text is not None and token_id is None:
         raise ModelFormatError(f"the tokenizer's unknown token '{text}' is not in its vocabulary.")
-    return found
+    return token_id
 
 
-def _around(processor: dict[str, Any] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _surrounding_ids(processor: dict[str, Any] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that a post-processor puts before and after a single text."""
     before: list[int] = []
     after: list[int] = []
-    for step in flat(processor, "processors"):
+    for step in flatten_steps(processor, "processors"):
         kind = step.get("type")
-        if kind == "ByteLevel":  # it moves offsets, which nothing here has
+        if kind == "ByteLevel":  # it changes only offsets, which are not used
             continue
         if kind in _AROUND_BY_NAME:
             before, after = [int(step["cls"][1]), *before], [*after, int(step["sep"][1])]
@@ -222,12 +222,12 @@ def _around(processor: dict[str, Any] | None) -> tuple[tuple[int, ...], tuple[in
                 f"its post-processor '{kind}' is not known; known are TemplateProcessing, "
                 f"ByteLevel, {', '.join(_AROUND_BY_NAME)}, Sequence."
             )
-        first, last = _around_template(step)
+        first, last = _template_ids(step)
         before, after = [*first, *before], [*after, *last]
     return tuple(before), tuple(after)
 
 
-def _around_template(step: dict[str, Any]) -> tuple[list[int], list[int]]:
+def _template_ids(step: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Return the ids that a template puts before and after a single text."""
     before: list[int] = []
     after: list[int] = []
@@ -243,7 +243,7 @@ def _around_template(step: dict[str, Any]) -> tuple[list[int], list[int]]:
 def _strips_space(description: dict[str, Any]) -> bool:
     """Return whether decoding removes the first space of a text; refuse unknown decoders."""
     strips = False
-    for step in flat(description.get("decoder"), "decoders"):
+    for step in flatten_steps(description.get("decoder"), "decoders"):
         kind = step.get("type")
         if kind not in _DECODERS:
             raise ModelFormatError(
@@ -258,14 +258,14 @@ def _strips_space(description: dict[str, Any]) -> bool:
 def _piece_bytes(description: dict[str, Any]) -> Callable[[str], bytes]:
     """Return a function from a token of characters to its bytes, by the steps of the decoder."""
     replacements = []
-    for step in flat(description.get("decoder"), "decoders"):
+    for step in flatten_steps(description.get("decoder"), "decoders"):
         if step.get("type") == "Replace":
-            replacements.append(replacing(pattern_of(step), str(step["content"])))
+            replacements.append(replace_matches(pattern_of(step), str(step["content"])))
         elif step.get("type") == "Metaspace":
-            replacements.append(replacing(re.escape(step.get("replacement") or SPACE), " "))
+            replacements.append(replace_matches(re.escape(step.get("replacement") or SPACE), " "))
     if not replacements:
         return sentencepiece_bytes
-    replaced = normalizing(replacements)
+    replaced = normalize_by(replacements)
 
     def to_bytes(text: str) -> bytes:
         value = byte_token(text)
@@ -283,12 +283,12 @@ def _configured_ends(folder: Path) -> Iterator[int]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return a JSON object from a file; an empty one where there is no such file."""
+    """Return a JSON object from a file; an empty object if there is no such file."""
     if not is_there(file):
         return {}
     try:
-        with open_regular_file(file) as opened:
-            data = read_at_most(opened, _MAX_FILE_BYTES + 1)
+        with open_regular_file(file) as open_file:
+            data = read_at_most(open_file, _MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ModelFormatError(f"{file.name} cannot be read: {error.strerror}.") from None
     if len(data) > _MAX_FILE_BYTES:

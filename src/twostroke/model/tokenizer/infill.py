@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from twostroke.model.tokenizer.specials import AddedToken
     from twostroke.model.tokenizer.tokenizer import Tokenizer
 
-# Marks before the prefix, the suffix and the answer, family by family.
+# Marks before the prefix, the suffix and the middle, by family.
 _FORMS: Final = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -32,41 +32,52 @@ _HEADS: Final = (
     ("<|repo_name|>", "<repo_name>", "<reponame>"),
     ("<|file_sep|>", "<|file_separator|>", "<file_sep>", "<filename>"),
 )
-# Models write these after a middle, as they do the head of another file or repository.
+# Models write these tokens, or the head of another file or repository, after a middle.
 _ENDS: Final = "<|fim_pad|> <fim_pad> <fim-pad> ▁<EOT> <EOT>"
 
 
 def infill_tokens(
-    named: Sequence[int | None],
-    heads: Sequence[int | None],
-    ends: Iterable[int | None],
+    mark_ids: Sequence[int | None],
+    head_ids: Sequence[int | None],
+    extra_end_ids: Iterable[int | None],
     added: Iterable[AddedToken],
 ) -> InfillTokens | None:
-    """Return a vocabulary's tokens for filling in; None if it has none.
+    """Return a vocabulary's tokens for filling in the middle; None if it has none.
 
-    `named` are those for prefix, suffix and middle that the model's files name, `heads` those for
-    repository and file, and `ends` others of theirs that end an answer. Where one of the three is
-    missing, well-known added tokens count; so they do for each of the two.
+    `mark_ids` are the ids before prefix, suffix and middle that the model's files name, `head_ids`
+    the ids before repository and file names, and `extra_end_ids` further ids that end a middle.
+    Well-known added tokens replace the marks if one of them is missing, and each missing head.
     """
     texts = {token.id: token.text for token in added}
     ids = {text: id_ for id_, text in texts.items()}
-    known = [next((ids[text] for text in form if text in ids), None) for form in _HEADS]
+    well_known_heads = [next((ids[text] for text in form if text in ids), None) for form in _HEADS]
     repository, file = (
-        other if id_ is None else id_ for id_, other in zip(heads or known, known, strict=True)
+        well_known_id if id_ is None else id_
+        for id_, well_known_id in zip(head_ids or well_known_heads, well_known_heads, strict=True)
     )
-    candidates = [named, *([ids.get(text) for text in form] for form in _FORMS)]
-    three = next((found for found in candidates if found and None not in found), None)
-    if three is None:
+    candidates = [mark_ids, *([ids.get(text) for text in form] for form in _FORMS)]
+    marks = next(
+        (candidate for candidate in candidates if candidate and None not in candidate), None
+    )
+    if marks is None:
         return None
     all_ends = (*_ENDS.split(), *chain(*_HEADS))
     all_ids = frozenset(
         id_
-        for id_ in (*three, *heads, *ends, *(ids.get(text) for text in all_ends))
+        for id_ in (*marks, *head_ids, *extra_end_ids, *(ids.get(text) for text in all_ends))
         if id_ is not None
     )
-    spelled = tuple(texts[id_] for id_ in sorted(all_ids) if id_ in texts)
-    prefix, suffix, middle = (id_ for id_ in three if id_ is not None)
-    return InfillTokens(prefix, suffix, middle, repository, file, all_ids, spelled)
+    texts_of_all = tuple(texts[id_] for id_ in sorted(all_ids) if id_ in texts)
+    prefix, suffix, middle = (id_ for id_ in marks if id_ is not None)
+    return InfillTokens(
+        prefix=prefix,
+        suffix=suffix,
+        middle=middle,
+        repository=repository,
+        file=file,
+        end_ids=all_ids,
+        texts=texts_of_all,
+    )
 
 
 def encode_infill(
@@ -74,17 +85,17 @@ def encode_infill(
     tokens: InfillTokens,
     prefix: str | Sequence[int],
     suffix: str,
-    most: int | None = None,
+    max_tokens: int | None = None,
 ) -> list[int]:
-    """Return the prompt whose answer belongs between `prefix` (a text, or ids) and `suffix`.
+    """Return the prompt for the text between `prefix` (a text, or ids) and `suffix`.
 
-    Text that looks like one of the special tokens stays text. `most` limits the tokens of each of
-    the two texts, as in `Tokenizer.encode`.
+    Text that looks like one of the special tokens stays text. `max_tokens` limits the tokens of
+    each of the two texts, as in `Tokenizer.encode`.
     """
     before = prefix
     if isinstance(prefix, str):
-        before = encode_part(tokenizer, tokens, prefix, most)
-    after = encode_part(tokenizer, tokens, suffix, most, goes_on=True)
+        before = encode_part(tokenizer, tokens, prefix, max_tokens)
+    after = encode_part(tokenizer, tokens, suffix, max_tokens, continues_text=True)
     start = [*tokenizer.prefix_ids, tokens.prefix, *before]
     return [*start, tokens.suffix, *after, tokens.middle]
 
@@ -93,26 +104,30 @@ def encode_part(
     tokenizer: Tokenizer,
     tokens: InfillTokens,
     text: str,
-    most: int | None = None,
+    max_tokens: int | None = None,
     *,
-    goes_on: bool = False,
+    continues_text: bool = False,
 ) -> list[int]:
-    """Return the ids of a text in such a prompt, in which the texts of `tokens` stay text.
+    """Return the ids of a text in an infill prompt, in which the texts of `tokens` stay text.
 
-    If the text `goes_on` after another one, no space is added before it, even if the tokenizer adds
-    a space before each text. `most` as in `Tokenizer.encode`.
+    With `continues_text`, no space is added before the text, even if the tokenizer usually adds
+    one. `max_tokens` as in `Tokenizer.encode`.
     """
-    # Some files list these tokens as ordinary added ones, which are found in every text. Cut after
-    # the first character of each, so that none is found.
-    cut = "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in tokens.texts if t)
+    # Some files list these tokens as ordinary added tokens, which are recognized in every text.
+    # The text is cut after the first character of each, so that they stay text.
+    split_pattern = "|".join(
+        f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in tokens.texts if t
+    )
     ids: list[int] = []
-    for count, part in enumerate(re.split(cut, text) if cut else [text]):
-        if (goes_on or count) and tokenizer.adds_space:
-            # After a line break text is encoded without a space, unless a token reaches over both.
-            mark = tokenizer.encode("\n")
-            found = tokenizer.encode("\n" + part, most=most and most + len(mark))
-            if found[: len(mark)] == mark:
-                ids += found[len(mark) :]
+    for count, part in enumerate(re.split(split_pattern, text) if split_pattern else [text]):
+        if (continues_text or count) and tokenizer.adds_space:
+            # After a line break, text is encoded without a space, unless a token includes both.
+            line_break = tokenizer.encode("\n")
+            with_line_break = tokenizer.encode(
+                "\n" + part, max_tokens=max_tokens and max_tokens + len(line_break)
+            )
+            if with_line_break[: len(line_break)] == line_break:
+                ids += with_line_break[len(line_break) :]
                 continue
-        ids += tokenizer.encode(part, most=most)
+        ids += tokenizer.encode(part, max_tokens=max_tokens)
     return ids

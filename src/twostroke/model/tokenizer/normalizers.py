@@ -23,8 +23,8 @@ _CJK: Final = regex.compile(
 _MARKS: Final = regex.compile(r"\p{M}+")
 _MARKS_WITHOUT_WIDTH: Final = regex.compile(r"\p{Mn}+")
 _CLUSTERS: Final = regex.compile(r"\X")
-# The rule nmt of SentencePiece (normalization_rule.cc of google/sentencepiece): these characters
-# are dropped, and those become spaces.
+# The rule nmt of SentencePiece (normalization_rule.cc of google/sentencepiece): some characters
+# are dropped, and others become spaces.
 _NMT_DROPPED: Final = (*range(0x01, 0x09), 0x0B, *range(0x0E, 0x20), 0x7F, 0x8F, 0x9F)
 _NMT_SPACES: Final = (0x09, 0x0A, 0x0C, 0x0D, 0x1680, *range(0x200B, 0x2010), 0x2028, 0x2029)
 _NMT_SPACES_ABOVE: Final = (0x2581, 0xFEFF, 0xFFFD)
@@ -38,7 +38,7 @@ _HAS_LEAF, _VALUE, _LABEL = 0x100, 0x7FFFFFFF, 0x800000FF
 
 
 def lower_case(text: str) -> str:
-    """Return the text in lower case, each character without regard to its neighbours."""
+    """Return the text in lower case, each character independent of its neighbours."""
     return text.lower() if text.isascii() else "".join(map(str.lower, text))
 
 
@@ -49,20 +49,20 @@ def strip(text: str, *, left: bool, right: bool) -> str:
 
 
 def strip_accents(text: str) -> str:
-    """Return the text without combining marks; composed characters keep theirs."""
+    """Return the text without combining marks; composed characters do not change."""
     return text if text.isascii() else _MARKS.sub("", text)
 
 
 def nmt(text: str) -> str:
-    """Return the text as SentencePiece's rule `nmt` leaves it: control characters go."""
+    """Return the text after SentencePiece's rule `nmt`, which drops control characters."""
     return text.translate(_NMT)
 
 
 def bert(step: dict[str, Any]) -> Callable[[str], str]:
     """Return BERT's normalizer with the options of `step`."""
-    lower = bool(step.get("lowercase", True))
+    lowers_case = bool(step.get("lowercase", True))
     accents = step.get("strip_accents")
-    strips_accents = lower if accents is None else bool(accents)
+    strips_accents = lowers_case if accents is None else bool(accents)
     cleans, spaces_cjk = step.get("clean_text", True), step.get("handle_chinese_chars", True)
 
     def run(text: str) -> str:
@@ -72,7 +72,7 @@ def bert(step: dict[str, Any]) -> Callable[[str], str]:
             text = _CJK.sub(r" \g<0> ", text)
         if strips_accents and not text.isascii():
             text = _MARKS_WITHOUT_WIDTH.sub("", normalize("NFD", text))
-        return lower_case(text) if lower else text
+        return lower_case(text) if lowers_case else text
 
     return run
 
@@ -86,7 +86,7 @@ def _clean(char: str) -> str:
 
 
 def precompiled(step: dict[str, Any]) -> Callable[[str], str]:
-    """Return the normalizer of a table out of a SentencePiece model (`precompiled_charsmap`).
+    """Return the normalizer for a table of a SentencePiece model (`precompiled_charsmap`).
 
     Raises ModelFormatError for a damaged table.
     """
@@ -99,7 +99,7 @@ def precompiled(step: dict[str, Any]) -> Callable[[str], str]:
 
 
 class _CharacterMap:
-    """Texts and what replaces them, as a double array of their bytes.
+    """A map from texts to their replacements, as a double array of their bytes.
 
     SentencePiece writes it as Darts-clone does (s-yata/darts-clone, include/darts.h): the size of
     the array in bytes, the array of 32-bit units, then the replacements, each ended by a zero byte.
@@ -114,7 +114,7 @@ class _CharacterMap:
         self._cache: dict[str, str] = {}
 
     def replaced_cluster(self, cluster: str) -> str:
-        """Return the replacement of a grapheme cluster, else its replaced characters."""
+        """Return the replacement of a grapheme cluster; without one, replace its characters."""
         replacement = self._cache.get(cluster)
         if replacement is None:
             replacement = self._replace(cluster)
@@ -131,7 +131,7 @@ class _CharacterMap:
         return "".join(char if text is None else text for char, text in replacements)
 
     def _find(self, text: str) -> str | None:
-        """Return the replacement of the shortest beginning of `text` that has one."""
+        """Return the replacement of the shortest prefix of `text` that has one."""
         units = self._units
         index = _offset(units[0])
         for byte in text.encode():

@@ -1,10 +1,10 @@
 """Translates the regular expressions of tokenizer.json files from Oniguruma's syntax to `regex`'s.
 
 `tokenizers` compiles them with Oniguruma in Ruby's syntax (https://github.com/kkos/oniguruma,
-doc/RE). Most patterns mean the same in both; the differences are silent, such as `&&` in a class,
-which is an intersection in one and two characters in the other, or `+` after `{1,3}`, which
-repeats once more in one and is possessive in the other. A pattern that `regex` would read as more
-than Oniguruma, or that would take too much memory, is refused.
+doc/RE). Most patterns mean the same in both. The differences cause no errors: `&&` in a class is an
+intersection in Oniguruma and two characters in `regex`; `+` after `{1,3}` repeats once more in
+Oniguruma and is possessive in `regex`. A pattern that `regex` would read as more than Oniguruma, or
+that would take too much memory, is refused.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _ESCAPES_IN_CLASS: Final = {
     "W": f"[^{_WORD_IN_CLASS}]",
     "b": r"\x08",
 }
-# The same in and outside a class. Other letters stand for themselves.
+# Escapes with the same meaning inside and outside a class. Other letters stand for themselves.
 _ESCAPES_ANYWHERE: Final = {
     **{letter: f"\\{letter}" for letter in "tnrfavsSdD"},
     "e": r"\x1b",
 }
 _REFUSED_ESCAPES: Final = "gGKyYMcCxuo"  # c, x, u and o if not followed by a valid number
-# What `regex` has otherwise, or with fewer characters; as members of a class.
+# Classes that `regex` defines differently, as members of a class.
 _NAMED_CLASSES: Final = {
     "digit": r"\p{Nd}",
     "word": _WORD_IN_CLASS,
@@ -71,7 +71,7 @@ _GROUPS: Final = ("(?:", "(?=", "(?!", "(?<=", "(?<!", "(?>")
 _COMMENT: Final = re.compile(r"\(\?#(?:[^\\)]|\\.)*\)", re.DOTALL)
 _EXTENDED: Final = re.compile(r"(?:[ \t\n\r\f\v]|#[^\n]*(?:\n|\Z))+")
 _OPERATORS: Final = "|~-"  # of classes in `regex`, if doubled
-_NOTHING, _ANYTHING = r"[^\x00-\U0010FFFF]", r"[\x00-\U0010FFFF]"
+_EMPTY_CLASS, _FULL_CLASS = r"[^\x00-\U0010FFFF]", r"[\x00-\U0010FFFF]"
 _MAX_LENGTH: Final = 1 << 15  # characters of a pattern
 _MAX_REPETITIONS: Final = 100_000  # as in Oniguruma
 _MAX_SIZE: Final = 200_000  # of the whole pattern, written out: some 80 MB
@@ -79,27 +79,26 @@ _ESCAPE_SIZES: Final = {"w": 4, "W": 4, "b": 20, "B": 20}
 _MAX_DEPTH: Final = 50  # groups, classes and repetitions inside each other
 
 
-def compiled(pattern: str, form: str = "{}") -> regex.Pattern[str]:
-    """Return the compiled pattern; raises regex.error if it is not valid or too large.
+def compile_pattern(pattern: str, form: str = "{}") -> regex.Pattern[str]:
+    """Return the compiled pattern; raises regex.error if it is invalid or too large.
 
-    As in Oniguruma, `^` and `$` match at every line. `form` is what stands around the pattern, in
-    the syntax of `regex`.
+    As in Oniguruma, `^` and `$` match at every line. `form` is the text around the pattern, in the
+    syntax of `regex`.
     """
     if len(pattern) > _MAX_LENGTH:
         raise regex.error(f"it has more than {_MAX_LENGTH} characters")
     translation = _Translation(pattern)
-    text = form.replace("{}", translation.translated())
+    text = form.replace("{}", translation.translate())
     # Version 1 has sets of classes.
     version = regex.VERSION1 if translation.has_sets else regex.VERSION0
     return regex.compile(text, regex.MULTILINE | version)
 
 
 class _Translation:
-    """Reads a pattern from left to right; `has_sets`: a class is inside another, or cut by one.
+    """Translates a pattern from left to right; `has_sets`: it has nested or intersected classes.
 
-    Each method that reads a part returns its translation, or that and its size: how many
-    characters and classes the part has after `regex` has written out all its repetitions, for
-    which it takes memory.
+    Each method that reads a part returns its translation, or the translation and a size: the number
+    of characters and classes after `regex` has expanded all repetitions, for which it takes memory.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -109,12 +108,12 @@ class _Translation:
         self._num_groups = 0
         self._ignores_case = False
         self._names: list[str] = []
-        # Beside groups with names, others do not capture.
+        # If a pattern has named groups, its other groups do not capture.
         self._has_names = _NAMED_GROUP.search(pattern) is not None
         self.has_sets = False
 
-    def translated(self) -> str:
-        """Return the whole pattern."""
+    def translate(self) -> str:
+        """Return the translation of the whole pattern."""
         text, _ = self._alternatives(extended=False)
         if self._position < len(self._pattern):
             raise self._error("a parenthesis is closed that is not open")
@@ -148,7 +147,7 @@ class _Translation:
         return size
 
     def _alternatives(self, *, extended: bool) -> tuple[str, int]:
-        """Return the alternatives up to the end of the group that they are in."""
+        """Return the alternatives up to the end of the group that contains them."""
         self._deeper()
         parts, size = [], 0
         while self._position < len(self._pattern) and not self._at(")"):
@@ -182,7 +181,7 @@ class _Translation:
             self._deeper()
 
     def _repetition(self) -> tuple[str, int]:
-        """Return a repetition and how often it writes out its part, or ""."""
+        """Return a repetition, and how often it expands its part; "" without a repetition."""
         if self._position < len(self._pattern) and self._pattern[self._position] in "?*+":
             text = self._next()
             return text + (self._next() if self._at("?") or self._at("+") else ""), 0
@@ -268,7 +267,7 @@ class _Translation:
         self._position += 1
 
     def _reference(self, name: str) -> int:
-        """Return the number of the group to which a name or a number refers."""
+        """Return the number of the group that a name or a number refers to."""
         if re.fullmatch(r"-?[0-9]{1,4}", name):
             if self._has_names:
                 raise self._error("a group is named by its number beside groups with names")
@@ -313,16 +312,16 @@ class _Translation:
         if self._position + 1 >= len(self._pattern):
             raise self._error("it ends with a backslash")
         char = self._next(2)[1]
-        translated = translations.get(char) or _ESCAPES_ANYWHERE.get(char)
-        if translated:
-            self.has_sets |= in_class and translated.startswith("[")
-            return translated
+        whole_pattern = translations.get(char) or _ESCAPES_ANYWHERE.get(char)
+        if whole_pattern:
+            self.has_sets |= in_class and whole_pattern.startswith("[")
+            return whole_pattern
         if char in _REFUSED_ESCAPES:
             raise self._error(f"this version cannot read its escape \\{char}")
         return str(regex.escape(char, special_only=False))
 
     def _members(self, members: str, *, is_inverse: bool) -> str:
-        """Return members for a class, or all others, which are a class inside it."""
+        """Return members of a class, or their complement, as a class inside the class."""
         self.has_sets |= is_inverse
         return f"[^{members}]" if is_inverse else members
 
@@ -350,7 +349,7 @@ class _Translation:
         self._position += 1
         self._depth -= 1
         if not all(operands):  # an intersection with an empty class is empty
-            return _ANYTHING if inverse else _NOTHING
+            return _FULL_CLASS if inverse else _EMPTY_CLASS
         self.has_sets |= len(operands) > 1
         return f"[{inverse}{'&&'.join(map(''.join, operands))}]"
 

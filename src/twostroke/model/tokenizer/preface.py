@@ -1,4 +1,4 @@
-"""Separates an answer's preface from the text after it, however the text is split."""
+"""Separates an answer's reasoning section from the text after it, in a stream of text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_BLANKS: Final = 100  # before the opening mark
 
 
 class SegmentKind(Enum):
-    """The kinds of stretches of an answer."""
+    """The kinds of segments of an answer."""
 
     MARK = "mark"  # opens or closes the preface
     INSIDE = "inside"
@@ -23,70 +23,74 @@ class SegmentKind(Enum):
 
 
 class PrefaceCutter:
-    """Cuts text into its preface and the rest; the stretches joined are the text.
+    """Cuts text into its reasoning section and the rest; the joined segments are the text.
 
     Only text that may be part of a mark is held back.
     """
 
     def __init__(self, preface: ReasoningSection) -> None:
-        """Begin at the beginning of an answer."""
+        """Start at the beginning of an answer."""
         self._begin, self._end = preface.begin, preface.end
-        self._held = ""
-        self.place = SegmentKind.MARK if preface.begin else SegmentKind.INSIDE  # of the next text
+        self._buffer = ""
+        self.segment = (
+            SegmentKind.MARK if preface.begin else SegmentKind.INSIDE
+        )  # of the text that comes next
 
     def feed(self, text: str) -> list[tuple[SegmentKind, str]]:
-        """Return the stretches that `text` makes certain; none is empty."""
-        self._held += text
-        found: list[tuple[SegmentKind, str]] = []
-        if self.place is SegmentKind.MARK:
-            self._open(found)
-        if self.place is SegmentKind.INSIDE:
-            self._close(found)
-        if self.place is SegmentKind.AFTER:
-            self._take(found, SegmentKind.AFTER, len(self._held))
-        return found
+        """Return the segments that are certain after `text`; none of them is empty."""
+        self._buffer += text
+        segments: list[tuple[SegmentKind, str]] = []
+        if self.segment is SegmentKind.MARK:
+            self._find_begin(segments)
+        if self.segment is SegmentKind.INSIDE:
+            self._find_end(segments)
+        if self.segment is SegmentKind.AFTER:
+            self._take(segments, SegmentKind.AFTER, len(self._buffer))
+        return segments
 
     def finish(self) -> list[tuple[SegmentKind, str]]:
         """Return the text that was held back."""
-        found: list[tuple[SegmentKind, str]] = []
-        part = SegmentKind.AFTER if self.place is SegmentKind.MARK else self.place
-        self._take(found, part, len(self._held))
-        return found
+        segments: list[tuple[SegmentKind, str]] = []
+        kind = SegmentKind.AFTER if self.segment is SegmentKind.MARK else self.segment
+        self._take(segments, kind, len(self._buffer))
+        return segments
 
-    def _open(self, found: list[tuple[SegmentKind, str]]) -> None:
+    def _find_begin(self, segments: list[tuple[SegmentKind, str]]) -> None:
         """Look for the opening mark; blanks may come before it."""
-        body = self._held.lstrip()
-        num_blanks = len(self._held) - len(body)
+        body = self._buffer.lstrip()
+        num_blanks = len(self._buffer) - len(body)
         if num_blanks > MAX_BLANKS:
-            self.place = SegmentKind.AFTER
+            self.segment = SegmentKind.AFTER
         elif body.startswith(self._begin):
-            self._take(found, SegmentKind.MARK, num_blanks + len(self._begin))
-            self.place = SegmentKind.INSIDE
+            self._take(segments, SegmentKind.MARK, num_blanks + len(self._begin))
+            self.segment = SegmentKind.INSIDE
         elif not self._begin.startswith(body):
-            self.place = SegmentKind.AFTER
+            self.segment = SegmentKind.AFTER
 
-    def _close(self, found: list[tuple[SegmentKind, str]]) -> None:
+    def _find_end(self, segments: list[tuple[SegmentKind, str]]) -> None:
         """Look for the closing mark."""
-        at = self._held.find(self._end)
-        if at < 0:
-            self._take(found, SegmentKind.INSIDE, len(self._held) - overlap(self._held, self._end))
+        offset = self._buffer.find(self._end)
+        if offset < 0:
+            self._take(
+                segments, SegmentKind.INSIDE, len(self._buffer) - overlap(self._buffer, self._end)
+            )
             return
-        self._take(found, SegmentKind.INSIDE, at)
-        self._take(found, SegmentKind.MARK, len(self._end))
-        self.place = SegmentKind.AFTER
+        self._take(segments, SegmentKind.INSIDE, offset)
+        self._take(segments, SegmentKind.MARK, len(self._end))
+        self.segment = SegmentKind.AFTER
 
-    def _take(self, found: list[tuple[SegmentKind, str]], part: SegmentKind, size: int) -> None:
+    def _take(self, segments: list[tuple[SegmentKind, str]], kind: SegmentKind, size: int) -> None:
         if size:
-            found.append((part, self._held[:size]))
-            self._held = self._held[size:]
+            segments.append((kind, self._buffer[:size]))
+            self._buffer = self._buffer[size:]
 
 
 class PrefaceCounter:
-    """Counts the tokens of an answer that belong to its preface, marks included."""
+    """Counts the tokens of an answer that belong to its reasoning section, marks included."""
 
     def __init__(self, preface: ReasoningSection, tokenizer: Tokenizer) -> None:
-        """Begin at the beginning of an answer."""
-        # Bytes are read as characters: a token may be a part of one.
+        """Start at the beginning of an answer."""
+        # Bytes are treated as characters, since a token may be a part of a character.
         marks = (mark.encode().decode("latin-1") for mark in (preface.begin, preface.end))
         self._cutter = PrefaceCutter(type(preface)(*marks))
         self._tokenizer = tokenizer
@@ -94,15 +98,15 @@ class PrefaceCounter:
         self.count = 0
 
     def feed(self, tokens: Iterable[int]) -> None:
-        """Take more tokens of the answer."""
+        """Count more tokens of the answer."""
         for token in tokens:
-            if self._cutter.place is SegmentKind.AFTER:
+            if self._cutter.segment is SegmentKind.AFTER:
                 return
             self._num_undecided += 1
             text = self._tokenizer.token_bytes(token).decode("latin-1")
-            found = self._cutter.feed(text)
-            if self._cutter.place is SegmentKind.INSIDE or (
-                found and found[0][0] is not SegmentKind.AFTER
+            segments = self._cutter.feed(text)
+            if self._cutter.segment is SegmentKind.INSIDE or (
+                segments and segments[0][0] is not SegmentKind.AFTER
             ):
                 self.count += self._num_undecided
                 self._num_undecided = 0

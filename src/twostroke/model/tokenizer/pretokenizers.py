@@ -1,4 +1,4 @@
-"""The ways of cutting text into words before the merges, by the names that GGUF files use."""
+"""Rules for cutting text into words before merging, by the names that GGUF files use."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The letters of the first DeepSeek's tokenizer.json, which spells them out: those with a case in
-# an older Unicode, the mathematical ones apart.
+# The letters that the first DeepSeek's tokenizer.json lists: letters with a case in an older
+# Unicode version, except mathematical letters.
 _DEEPSEEK_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
     "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1"
@@ -96,12 +96,13 @@ _CHAMELEON = (
 
 
 class PreTokenizer(Frozen):
-    """How text is cut before merging.
+    """A rule for cutting text into words before merging.
 
-    `patterns` apply one after the other, each to the pieces of the last; matches and the stretches
-    between them both stay. With `ignore_merges` a word that is a token stays whole. `nfc` composes
-    characters first. `add_bos` is the default where the file does not say. `ranks_by_id` is for
-    files without a list of merges: tokens of lower ids are merged first, as tiktoken does.
+    `patterns` apply one after the other, each to the words from the pattern before; matches and the
+    text between them become words. With `ignore_merges` a word that is a token stays unmerged.
+    `nfc` composes characters first. `add_bos` is the default if the file does not tell.
+    `ranks_by_id` is for files without a list of merges: tokens with lower ids are merged first, as
+    in tiktoken.
     """
 
     patterns: tuple[str, ...]
@@ -121,8 +122,8 @@ _BLOOM_LIKE = PreTokenizer((_BLOOM,))
 _BAILING_LIKE = PreTokenizer((_BAILING,))
 _TINY_AYA_LIKE = PreTokenizer((THOUSANDS, _GPT4O))
 
-# Sources: the tokenizer.json of the models named; the names are those that llama.cpp writes
-# (llama-vocab.cpp) and that transformers reads (gguf_tokenizer_mapping.py).
+# Sources: the tokenizer.json of the models named. llama.cpp writes these names (llama-vocab.cpp),
+# and transformers reads them (gguf_tokenizer_mapping.py).
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     # A file without a name, as llama.cpp reads it.
     "default": PreTokenizer(
@@ -230,17 +231,17 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 }
 
 
-# Names in files whose tokens are spelled as SentencePiece spells them; text is not cut into words.
-PIECES = frozenset({"gemma4", "granite-embed-multi-311m", "sarvam-moe"})
+# Names in files with SentencePiece's spelling of tokens, whose text is not cut into words.
+SENTENCEPIECE_NAMES = frozenset({"gemma4", "granite-embed-multi-311m", "sarvam-moe"})
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
-    """Return the pre-tokenizer of that GGUF name; ModelFormatError if it is not known."""
-    found = PRE_TOKENIZERS.get(name)
-    if found is None:
-        known = ", ".join(PRE_TOKENIZERS)
+    """Return the pre-tokenizer of that GGUF name; ModelFormatError if the name is unknown."""
+    result = PRE_TOKENIZERS.get(name)
+    if result is None:
+        names = ", ".join(PRE_TOKENIZERS)
         raise ModelFormatError(
             f"The model's pre-tokenizer '{name}' (tokenizer.ggml.pre) is not known; "
-            f"known are {known}.{nearest(name, PRE_TOKENIZERS)}"
+            f"known are {names}.{nearest(name, PRE_TOKENIZERS)}"
         )
-    return found
+    return result

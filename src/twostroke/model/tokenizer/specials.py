@@ -1,4 +1,4 @@
-"""Find added tokens (control and user-defined) in a text, leftmost and longest first."""
+"""Finds added tokens (control and user-defined) in a text, leftmost and longest first."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-# What Unicode calls white space; Python's `str.strip` alone would take U+001C to U+001F too.
+# Unicode's white space; Python's `str.strip` would also remove U+001C to U+001F.
 WHITE_SPACE = (
     "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
     "\u2028\u2029\u202f\u205f\u3000"
 )
 _SPACES = re.compile(f"[{re.escape(WHITE_SPACE)}]*")
 # A letter, mark, digit or joining sign (Unicode TR 18, annex C).
-_OF_A_WORD = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\u200c\u200d]")
+_WORD_CHARACTER = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\u200c\u200d]")
 
 
 class AddedToken(Frozen):
-    """A token that is matched as a whole in the text instead of being merged from bytes.
+    """A token that is recognized as a whole in the text instead of being merged from bytes.
 
-    `special` (a control token such as an end of turn) is found only where the caller vouches for
-    the text; the others are found everywhere. `lstrip` and `rstrip` swallow the white space on
-    that side, `single_word` asks for no letter, digit or underscore on either side, `normalized`
-    looks for the token's text, normalized, in the normalized text (tokenizer.json,
+    A `special` token (a control token such as an end of turn) is recognized only in text that the
+    caller trusts; other tokens are recognized everywhere. `lstrip` and `rstrip` include the white
+    space on that side. With `single_word`, no letter, digit or underscore may be on either side.
+    With `normalized`, the normalized token text is searched in the normalized text (tokenizer.json,
     `added_tokens`).
     """
 
@@ -43,40 +43,40 @@ class AddedToken(Frozen):
 
 
 class Splitter:
-    """Cuts a text at added tokens; the time is linear in the text for tokens of bounded length.
+    """Cuts a text at added tokens, in time linear in the text for tokens of bounded length.
 
     It finds the tokens that Hugging Face's `tokenizers` finds: a match that does not count (it is
-    not a single word, or a special token in a text that nobody vouches for) hides the others that
-    begin inside it.
+    not a single word, or a special token in untrusted text) hides other matches that begin inside
+    it.
     """
 
     def __init__(self, tokens: Iterable[AddedToken], normalize: Callable[[str], str] = str) -> None:
-        """`normalize` changes the tokens' texts; of equal ones a special one wins, or the first."""
+        """Normalize the tokens' texts; of equal texts a special token wins, else the first."""
         self._tokens = sorted(tokens, key=lambda token: not token.special)
         self._normalize = normalize
 
     def split(self, text: str, *, parse_special: bool) -> Iterator[str | AddedToken]:
-        """Yield plain stretches of `text` as strings and the tokens between them, in order."""
-        done = 0
+        """Yield plain segments of `text` as strings, and the tokens between them, in order."""
+        end_of_last = 0
         matches = self._matches(text) if self._can_find(parse_special=parse_special) else iter(())
         for start, end, token in matches:
             if token.special and not parse_special:
                 continue
-            if token.single_word and not _alone(text, start, end):
+            if token.single_word and not _is_single_word(text, start, end):
                 continue
             left, right = start, end
             if token.lstrip:
-                left = done + len(text[done:start].rstrip(WHITE_SPACE))
-                if left >= end:  # the token before it has taken it
+                left = end_of_last + len(text[end_of_last:start].rstrip(WHITE_SPACE))
+                if left >= end:  # the token before it includes this white space
                     continue
             if token.rstrip and (spaces := _SPACES.match(text, end)):
                 right = spaces.end()
-            if left > done:
-                yield text[done:left]
+            if left > end_of_last:
+                yield text[end_of_last:left]
             yield token
-            done = right
-        if done < len(text):
-            yield text[done:]
+            end_of_last = right
+        if end_of_last < len(text):
+            yield text[end_of_last:]
 
     def _can_find(self, *, parse_special: bool) -> bool:
         return bool(self._tokens) and (parse_special or not self._tokens[-1].special)
@@ -92,7 +92,7 @@ class Splitter:
 
     @cached_property
     def _index(self) -> _TokenPrefixes:
-        # Made when it is first needed: some models have thousands of control tokens.
+        # Built on first use: some models have thousands of control tokens.
         by_text: dict[str, AddedToken] = {}
         for token in self._tokens:
             if text := self._normalize(token.text):
@@ -113,7 +113,7 @@ class _TokenPrefixes:
         self.starts = re.compile("|".join(map(re.escape, starts)) or r"(?!)")
 
     def length_at(self, text: str, start: int) -> int:
-        """Return the length of the longest token that begins there, or 0."""
+        """Return the length of the longest token that begins at `start`, or 0."""
         for key in (text[start : start + 2], text[start]):
             for length in self._lengths.get(key, ()):
                 if text[start : start + length] in self.by_text:
@@ -121,26 +121,26 @@ class _TokenPrefixes:
         return 0
 
 
-def _alone(text: str, start: int, end: int) -> bool:
+def _is_single_word(text: str, start: int, end: int) -> bool:
     around = text[max(start - 1, 0) : start] + text[end : end + 1]
-    return _OF_A_WORD.search(around) is None
+    return _WORD_CHARACTER.search(around) is None
 
 
-# Files often name only one end, say the end of a document, while the chat template closes turns
-# with another; so every engine knows these texts.
+# Files often name only one end token, such as the end of a document, while the chat template ends
+# turns with another. So these well-known texts always end a generation.
 _END_TEXTS = """
     <|im_end|> <|endoftext|> <|end_of_text|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|>
     <|endofturn|> <end_of_turn> <turn|> <EOT> <｜end▁of▁sentence｜>
 """
 
 
-def end_ids(named: Iterable[int], added: Iterable[AddedToken]) -> frozenset[int]:
-    """Return the ids that end a generation: those in `named`, and those of well-known texts.
+def end_ids(named_ids: Iterable[int], added: Iterable[AddedToken]) -> frozenset[int]:
+    """Return the ids that end a generation: `named_ids`, and the ids of well-known texts.
 
-    Where `<|return|>` exists (the harmony format), `<|end|>` closes a message and not the answer.
+    Where `<|return|>` exists (the harmony format), `<|end|>` ends a message and not the answer.
     """
     by_text = {token.text: token.id for token in added}
-    known = {text for text in _END_TEXTS.split() if text in by_text}
-    if "<|return|>" in known:
-        known.discard("<|end|>")
-    return frozenset(named) | {by_text[text] for text in known}
+    known_texts = {text for text in _END_TEXTS.split() if text in by_text}
+    if "<|return|>" in known_texts:
+        known_texts.discard("<|end|>")
+    return frozenset(named_ids) | {by_text[text] for text in known_texts}

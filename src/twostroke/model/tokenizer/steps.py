@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Step = dict[str, Any]
 
-MAX_NESTING: Final = 20  # of sequences in sequences
+MAX_NESTING: Final = 20  # sequences inside sequences
 _BEHAVIORS: Final = ("Removed", "Isolated", "Contiguous", "MergedWithPrevious", "MergedWithNext")
 _SCHEMES: Final = ("always", "first", "never")
 _MAX_TEXT: Final = 1 << 15  # characters
@@ -103,7 +103,7 @@ _BYTE_LEVEL: Final = dict.fromkeys(
     ("add_prefix_space", "use_regex", "trim_offsets"), _OPTIONAL_BOOL
 )
 _BERT: Final = ("clean_text", "handle_chinese_chars", "strip_accents", "lowercase")
-# The fields of the steps, by the member that has the step and by its type.
+# The fields of a step, by the kind of the step and by its type.
 _FIELDS: Final[dict[str, dict[str, Mapping[str, _Field]]]] = {
     "normalizer": {
         "Prepend": {"prepend": _TEXT},
@@ -154,12 +154,12 @@ def check_steps(description: Step) -> None:
     """Refuse a tokenizer.json with a field of a step or token that is missing or of another type.
 
     Raises:
-        ModelFormatError: with the step and the field.
+        ModelFormatError: names the step and the field.
     """
-    for kind, fields_of in _FIELDS.items():
+    for kind, fields_by_type in _FIELDS.items():
         member, key = _MEMBERS[kind]
-        for step in flat(description.get(member), key, kind):
-            fields = fields_of.get(step["type"], {})
+        for step in flatten_steps(description.get(member), key, kind):
+            fields = fields_by_type.get(step["type"], {})
             check_fields(step, fields, f"its {kind} {step['type']}")
     tokens = description.get("added_tokens")
     if not isinstance(tokens, list | None):
@@ -185,8 +185,10 @@ def check_fields(step: object, fields: Mapping[str, _Field], where: str) -> None
             )
 
 
-def flat(description: Any, key: str, kind: str = "step", nesting: int = 0) -> Iterator[Step]:
-    """Yield the steps of a description; `key` is the list of a sequence; sequences nest."""
+def flatten_steps(
+    description: Any, key: str, kind: str = "step", nesting: int = 0
+) -> Iterator[Step]:
+    """Yield the steps of a description; a Sequence has its steps at `key`, and may be nested."""
     if description is None:
         return
     if not isinstance(description, dict) or not isinstance(description.get("type"), str):
@@ -200,25 +202,25 @@ def flat(description: Any, key: str, kind: str = "step", nesting: int = 0) -> It
     if nesting == MAX_NESTING:
         raise ModelFormatError(f"its {kind} has more than {MAX_NESTING} sequences in each other.")
     for step in steps:
-        yield from flat(step, key, kind, nesting + 1)
+        yield from flatten_steps(step, key, kind, nesting + 1)
 
 
 def check_characters(value: object) -> None:
     """Refuse a text with half of a surrogate pair, which is no character and has no bytes.
 
     Raises:
-        ModelFormatError: with the path of the text.
+        ModelFormatError: names the path of the text.
     """
-    waiting: list[tuple[str, object]] = [("", value)]
-    while waiting:
-        path, current = waiting.pop()
+    pending: list[tuple[str, object]] = [("", value)]
+    while pending:
+        path, current = pending.pop()
         if isinstance(current, str):
             if not current.isascii() and any("\ud800" <= char <= "\udfff" for char in current):
                 where = f" in {path}" if path else ""
                 raise ModelFormatError(f"half of a surrogate pair{where} is not a character.")
         elif isinstance(current, dict):
             start = f"{path}." if path else ""
-            waiting += [(f"the names of {path or 'the file'}", name) for name in current]
-            waiting += [(f"{start}{name}"[:200], item) for name, item in current.items()]
+            pending += [(f"the names of {path or 'the file'}", name) for name in current]
+            pending += [(f"{start}{name}"[:200], item) for name, item in current.items()]
         elif isinstance(current, list):
-            waiting += [(f"{path}[{index}]"[:200], item) for index, item in enumerate(current)]
+            pending += [(f"{path}[{index}]"[:200], item) for index, item in enumerate(current)]

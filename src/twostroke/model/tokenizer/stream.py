@@ -1,4 +1,4 @@
-"""Text out of a stream of tokens: exact, never half a character, cut at stop strings."""
+"""Text from a stream of tokens: exact, without partial characters, cut at stop strings."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ if TYPE_CHECKING:
     from twostroke.model.tokenizer.tokenizer import Tokenizer
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
-_NOTHING: Final[Mapping[int, str]] = {}
+_NO_TEXTS: Final[Mapping[int, str]] = {}
 
 
 class StreamDecoder:
-    """Turns the tokens of one answer into pieces of text, one call a token.
+    """Decodes the tokens of one answer to pieces of text, one call a token.
 
     The joined pieces are the text of all tokens. If a stop string was found, the text ends before
     the stop string, or after it if `include_stop`. A piece never ends inside a character, and text
     that may be the start of a stop string is held back. The time for a token does not grow with the
-    text before it. `known` has the texts of tokens that `feed` only has to look up.
+    length of the text before it. `cached_texts` has the texts of tokens that `feed` would return
+    unchanged.
     """
 
-    known: Mapping[int, str]
+    cached_texts: Mapping[int, str]
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class StreamDecoder:
         preface: ReasoningSection | None = None,
         drops_space: bool = False,
     ) -> None:
-        """The first `min_tokens` tokens and a `preface` are not searched for stop strings.
+        """Do not search the first `min_tokens` tokens and a `preface` for stop strings.
 
         Special tokens are left out, except `shown_ids`. With `drops_space`, a space at the start of
         the text is left out: the tokenizer added it to the first token.
@@ -53,24 +54,24 @@ class StreamDecoder:
         self._cutter = PrefaceCutter(preface) if preface and self._matcher else None
         self._decoder = _UTF8("replace")
         self._partial = False  # the decoder holds the first bytes of a character
-        self._held = ""
+        self._held_text = ""
         self._drops_space = drops_space
         self._finished = False
         self.stop: str | None = None
         self._texts = tokenizer.ascii_texts
-        self._look()
+        self._update_cached_texts()
 
     def feed(self, token_id: int) -> str:
-        """Return the text that `token_id` makes safe to show; empty after a stop string."""
-        if (known := self.known.get(token_id)) is not None:
-            return known
+        """Return the text that can be shown after `token_id`; empty after a stop string."""
+        if (text_of_token := self.cached_texts.get(token_id)) is not None:
+            return text_of_token
         if self._finished or token_id in self._skipped:
             return ""
         data = self._tokenizer.token_bytes(token_id)
         if self._partial or not data.isascii():
             text = self._decoder.decode(data)
             self._partial = bool(self._decoder.getstate()[0])
-            self._look()
+            self._update_cached_texts()
         else:
             text = data.decode("ascii")
             if token_id not in self._tokenizer.special_ids:
@@ -78,90 +79,92 @@ class StreamDecoder:
         if self._drops_space and text:
             text = text.removeprefix(" ")
             self._drops_space = False
-            self._look()
+            self._update_cached_texts()
         if not self._matcher:
             return text
-        before, text = self._cut(text)
+        preface_text, text = self._split_preface(text)
         if self._num_unsearched:
             self._num_unsearched -= 1
-            return before + text
-        return before + self._release(text)
+            return preface_text + text
+        return preface_text + self._release(text)
 
     def finish(self) -> str:
-        """Return what was still held back: the answer is over.
+        """Return the text that was held back, at the end of the answer.
 
-        An unfinished character becomes U+FFFD. Empty after a stop string, or when called again.
+        An incomplete character becomes U+FFFD. Empty after a stop string, or when called again.
         """
         if self._finished:
             return ""
         text = self._decoder.decode(b"", final=True)
         if self._matcher:
-            before, text = self._cut(text, is_last=True)
-            text = before + self._release(text)
-            text = text if self.stop is not None else text + self._held
+            preface_text, text = self._split_preface(text, is_last=True)
+            text = preface_text + self._release(text)
+            text = text if self.stop is not None else text + self._held_text
         self._finished = True
-        self._held = ""
-        self._look()
+        self._held_text = ""
+        self._update_cached_texts()
         return text
 
-    def _look(self) -> None:
-        """Set `known`: all texts while each token only adds its own text, else none."""
+    def _update_cached_texts(self) -> None:
+        """Set `cached_texts`: all texts while each token adds only its own text, else none."""
         is_plain = not (self._partial or self._matcher or self._drops_space or self._finished)
-        self.known = self._texts if is_plain else _NOTHING
+        self.cached_texts = self._texts if is_plain else _NO_TEXTS
 
-    def _cut(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
+    def _split_preface(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
         """Return the text of the preface, which is not searched, and the text after it."""
         if self._cutter is None:
             return "", text
-        found = self._cutter.feed(text) + (self._cutter.finish() if is_last else [])
-        after = "".join([part for kind, part in found if kind is SegmentKind.AFTER])
-        if self._cutter.place is SegmentKind.AFTER:
+        segments = self._cutter.feed(text) + (self._cutter.finish() if is_last else [])
+        after = "".join([part for kind, part in segments if kind is SegmentKind.AFTER])
+        if self._cutter.segment is SegmentKind.AFTER:
             self._cutter = None
-        return "".join([part for kind, part in found if kind is not SegmentKind.AFTER]), after
+        return "".join([part for kind, part in segments if kind is not SegmentKind.AFTER]), after
 
     def _release(self, text: str) -> str:
         assert self._matcher is not None
         if not text:
             return ""
-        found = self._matcher.feed(text)
-        known = self._held + text
-        if found is None:
-            end = len(known) - self._matcher.num_held
-            self._held = known[end:]
-            return known[:end]
-        end = len(self._held) + found[0]
-        self.stop = found[1]
+        match = self._matcher.feed(text)
+        unreleased = self._held_text + text
+        if match is None:
+            end = len(unreleased) - self._matcher.num_held
+            self._held_text = unreleased[end:]
+            return unreleased[:end]
+        end = len(self._held_text) + match[0]
+        self.stop = match[1]
         self._finished = True
-        self._held = ""
-        return known[:end] if self._include_stop else known[: end - len(self.stop)]
+        self._held_text = ""
+        return unreleased[:end] if self._include_stop else unreleased[: end - len(self.stop)]
 
 
 class StopMatcher:
-    """Finds the first of several stop strings in text that arrives piece by piece.
+    """Finds the first of several stop strings in text that arrives in pieces.
 
-    The first stop string to be complete wins; of several that end at the same character, the
-    longest. So the answer does not depend on how the text was cut into pieces.
+    The first stop string to be complete wins; if several end at the same character, the longest
+    one. So the result does not depend on how the text was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Empty stop strings are ignored."""
-        self._begun = {stop: "" for stop in stops if stop}  # the part of each that the text ends in
-        self.num_held = 0  # how many of the last characters may begin a stop string
+        """Ignore empty stop strings."""
+        self._partial_by_stop = {
+            stop: "" for stop in stops if stop
+        }  # the beginning of each that the text ends with
+        self.num_held = 0  # last characters that may begin a stop string
 
     def feed(self, text: str) -> tuple[int, str] | None:
-        """Read `text`; return the offset after a stop string and that string, or None.
+        """Search `text`; return the offset after a stop string and that string, or None.
 
-        After a match nothing more may be fed.
+        After a match no more text may be fed.
         """
-        found: list[tuple[int, int, str]] = []
-        for stop, begun in self._begun.items():
-            known = begun + text
-            at = known.find(stop)
-            if at >= 0:
-                found.append((at + len(stop) - len(begun), -len(stop), stop))
-            self._begun[stop] = known[len(known) - overlap(known, stop) :]
-        self.num_held = max(map(len, self._begun.values()))
-        if not found:
+        matches: list[tuple[int, int, str]] = []
+        for stop, partial in self._partial_by_stop.items():
+            searched = partial + text
+            offset = searched.find(stop)
+            if offset >= 0:
+                matches.append((offset + len(stop) - len(partial), -len(stop), stop))
+            self._partial_by_stop[stop] = searched[len(searched) - overlap(searched, stop) :]
+        self.num_held = max(map(len, self._partial_by_stop.values()))
+        if not matches:
             return None
-        end, _, stop = min(found)
+        end, _, stop = min(matches)
         return end, stop

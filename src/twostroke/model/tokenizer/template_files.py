@@ -20,10 +20,10 @@ FOLDERS: Final = ("additional_chat_templates", "chat_templates")
 
 
 def read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a folder by name; the usual one is "default".
+    """Return the chat templates of a folder by name; the usual template is "default".
 
     chat_template.jinja replaces all templates in `config` (tokenizer_config.json). If a folder has
-    neither, the templates in chat_template.json are read, as older image models have them.
+    neither, chat_template.json is read, which older image models have.
     """
     templates = dict(_in_files(folder))
     if "default" in templates:
@@ -32,7 +32,7 @@ def read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _in_files(folder: Path) -> list[tuple[str, str]]:
-    """Return the names and texts of the templates that are files of their own."""
+    """Return the names and texts of the templates that have their own files."""
     templates = [("default", _text(folder / _FILE))] if is_there(folder / _FILE) else []
     for inner in FOLDERS:
         files = sorted((folder / inner).glob(f"*{_SUFFIX}"))

@@ -1,4 +1,4 @@
-"""Text to token ids and back, exact to the byte."""
+"""`Tokenizer`: text to token ids and back, exact to the byte."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from twostroke.model.tokenizer.merges import Merges
     from twostroke.model.tokenizer.words import Cut, Normalize
 
-_SHORT_TEXT = 1 << 16  # characters; it is encoded to its end, so that errors say how many tokens
-# A text with more characters per allowed token than this is first measured in pieces, since cutting
+_SHORT_TEXT_CHARS = 1 << 16  # encoded to its end, so that errors tell the number of tokens
+# A text with more characters per allowed token than this is first checked in pieces, since cutting
 # all of it into words takes much time and memory.
 _MAX_CHARS_PER_TOKEN = 16
 _PIECE_CHARS = 1 << 16
-_CUT_WORDS = 2  # extra words that appear where a text is cut into pieces
+_WORDS_ADDED_BY_CUT = 2  # extra words that appear where a text is cut into pieces
 
 # SentencePiece writes a space as U+2581. If a text has this character, it is encoded as bytes.
 _AROUND_SPACE_MARKS = re.compile(f"({SPACE})")
 
 
 class Piece(Frozen):
-    """A stretch of a prompt; `special` when it is exactly one special token of the template."""
+    """A segment of a prompt; `special` if it is exactly one special token of the template."""
 
     text: str
     special: bool = False
@@ -44,23 +44,23 @@ class Piece(Frozen):
 class Prompt(Frozen):
     """A rendered chat prompt: its pieces in order.
 
-    Special pieces become single ids, all others plain text; so text in a user's message that looks
-    like a special token never becomes one.
+    Special pieces become single ids, all other pieces plain text; so text in a user's message that
+    looks like a special token never becomes one.
     """
 
     pieces: tuple[Piece, ...]
 
     @property
     def text(self) -> str:
-        """The whole prompt as one string, as other engines would show it."""
+        """The whole prompt as one string, as other engines show it."""
         return "".join(piece.text for piece in self.pieces)
 
 
 class InfillTokens(Frozen):
-    """The tokens for filling in the middle, by id: those before prefix, suffix and answer.
+    """The token ids before prefix, suffix and middle in a prompt for filling in the middle.
 
-    `repository` and `file` stand before the names of these, where the vocabulary has them.
-    `end_ids` end an answer; `texts` are the texts of all.
+    `repository` and `file` come before the names of a repository or file, if the vocabulary has
+    them. `end_ids` end an answer; `texts` are the texts of all these tokens.
     """
 
     prefix: int
@@ -73,20 +73,19 @@ class InfillTokens(Frozen):
 
 
 class TokenizerParts(Frozen):
-    """The parts of a `Tokenizer`, as the reader of a model's files makes them.
+    """The parts of a `Tokenizer`, as the reader of a model's files creates them.
 
-    `normalize` prepares plain text, `cut` makes words of it and `merges` tokens of words. `merges`
-    knows no added token; control tokens are not in its vocabulary, so no text reaches them by
-    merging. `cut_rest`, where it differs, does the stretches after the first (SentencePiece puts a
-    space before the first word only). `cut_exact`, where it differs, puts no space anywhere.
-    `to_bytes` gives the bytes of an ordinary token's text; `odd_bytes` overrides it by id. With
-    `spells_added` it does so for added tokens that are not special, too.
-    `add_special` puts `prefix_ids` and `suffix_ids` around a text. `space_prefix` adds a space
-    before a text that does not begin with one, and `strip_space` removes the first space of decoded
-    text again (SentencePiece). `named_texts` are the texts of tokens such as `bos_token`, under the
-    names that templates use; `additional_texts` are the texts of special tokens without names,
-    where the files list them. `infill` are the tokens for filling in the middle, if the vocabulary
-    has them.
+    `normalize` prepares plain text, `cut` cuts it into words, and `merges` turns words into tokens.
+    `merges` knows no added token; control tokens are not in its vocabulary, so merging text never
+    results in a control token. `cut_rest`, if it differs from `cut`, cuts the segments after the
+    first one (SentencePiece adds a space only before the first word). `cut_exact`, if it differs,
+    adds no space anywhere. `to_bytes` returns the bytes of an ordinary token's text; `odd_bytes`
+    overrides them by id. With `spells_added`, `to_bytes` also applies to added tokens that are not
+    special. `add_special` puts `prefix_ids` and `suffix_ids` around a text. `space_prefix` adds a
+    space before a text that does not begin with one, and `strip_space` removes the first space of
+    decoded text (SentencePiece). `named_texts` are the texts of tokens such as `bos_token`, by the
+    names that templates use; `additional_texts` are the texts of special tokens without names that
+    the files list. `infill` are the tokens for filling in the middle, if the vocabulary has them.
     """
 
     merges: Merges
@@ -114,9 +113,9 @@ class TokenizerParts(Frozen):
 class Tokenizer:
     """Encodes text, decodes ids, and knows every token's exact bytes.
 
-    Special (control) tokens and text are kept apart: `encode` reads plain text unless
-    `parse_special` is asked for, and `encode_prompt` makes special tokens only of the pieces that
-    the chat template itself wrote. Safe to share between threads.
+    Special (control) tokens and text are kept apart: `encode` treats its text as plain unless
+    `parse_special` is set, and `encode_prompt` makes special tokens only of the pieces that the
+    chat template itself wrote. Safe to share between threads.
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
@@ -125,7 +124,7 @@ class Tokenizer:
         self._added_by_id = {token.id: token for token in parts.added}
         self._added_by_text = {token.text: token for token in parts.added}
         self._bytes: dict[int, bytes] = dict(parts.odd_bytes)
-        self.ascii_texts: dict[int, str] = {}  # of ordinary tokens, those that were streamed
+        self.ascii_texts: dict[int, str] = {}  # of ordinary tokens, once they were streamed
         in_raw, in_normalized = (
             [token for token in self._added_by_text.values() if token.normalized is normalized]
             for normalized in (False, True)
@@ -144,17 +143,17 @@ class Tokenizer:
 
     @property
     def prefix_ids(self) -> list[int]:
-        """What `add_special` puts before a text."""
+        """The ids that `add_special` puts before a text."""
         return list(self._parts.prefix_ids)
 
     @cached_property
     def adds_space(self) -> bool:
-        """Whether a space is put before a text."""
+        """Whether encoding adds a space before a text."""
         return self.encode("a") != self.encode_exact("a")
 
     @property
     def num_text_ids(self) -> int:
-        """One above the largest token id that plain text can become."""
+        """The largest token id that plain text can become, plus one."""
         size = self.vocab_size
         while size - 1 in self.special_ids:
             size -= 1
@@ -166,22 +165,22 @@ class Tokenizer:
         *,
         add_special: bool = False,
         parse_special: bool = False,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Return the token ids of `text`.
 
         `add_special` adds the begin and end of sequence that the model expects, unless the text has
         them already. `parse_special` turns the texts of control tokens into these tokens: this is
-        for raw prompts, never for chat messages. A lone surrogate, which UTF-8 cannot encode, is
-        read as U+FFFD.
+        for raw prompts, never for chat messages. A lone surrogate, which UTF-8 cannot encode,
+        becomes U+FFFD.
 
         Raises:
-            TooManyTokensError: a long text has more than `most` tokens; the rest is not encoded.
+            TooManyTokensError: a long text has more than `max_tokens` tokens.
         """
-        bound = _bound(most, len(text))
-        self._check_size((text,), parse_special=parse_special, max_tokens=bound)
-        pieces = self._raw_splitter.split(_mended(text), parse_special=parse_special)
-        ids = self._encode_pieces(pieces, parse_special=parse_special, most=bound)
+        limit = _token_limit(max_tokens, len(text))
+        self._check_size((text,), parse_special=parse_special, max_tokens=limit)
+        pieces = self._raw_splitter.split(_replace_surrogates(text), parse_special=parse_special)
+        ids = self._encode_pieces(pieces, parse_special=parse_special, max_tokens=limit)
         return self._with_ends(ids) if add_special else ids
 
     def _with_ends(self, ids: list[int]) -> list[int]:
@@ -194,10 +193,10 @@ class Tokenizer:
         return [*before, *ids, *after]
 
     def encode_exact(self, text: str) -> list[int]:
-        """Return tokens that spell `text` byte for byte, made by the model's merges.
+        """Return tokens that spell `text` byte for byte, by the model's merges.
 
         This is for text that an answer is forced to have: the text is not normalized, no space is
-        added before it, and no added tokens are searched in it. If the vocabulary cannot spell a
+        added before it, and no added tokens are recognized in it. If the vocabulary cannot spell a
         character, the tokens of the text before that character are returned.
         """
         merged = self._merge_exact(text)
@@ -244,13 +243,13 @@ class Tokenizer:
                 ids.setdefault(data, token)
         return ids
 
-    def encode_prompt(self, prompt: Prompt, *, most: int | None = None) -> list[int]:
-        """Return the token ids of a rendered chat prompt; its special pieces are one id each.
+    def encode_prompt(self, prompt: Prompt, *, max_tokens: int | None = None) -> list[int]:
+        """Return the token ids of a rendered chat prompt; each special piece is one id.
 
-        `most` as in `encode`; raises as that does.
+        `max_tokens` limits the tokens as in `encode`, which tells the errors, too.
         """
         texts = [piece.text for piece in prompt.pieces]
-        bound = _bound(most, sum(map(len, texts)))
+        limit = _token_limit(max_tokens, sum(map(len, texts)))
         pieces: list[str | AddedToken] = []
         strip_next = False
         for piece in prompt.pieces:
@@ -262,16 +261,16 @@ class Tokenizer:
                 strip_next = token.rstrip
                 continue
             text = piece.text.lstrip(WHITE_SPACE) if strip_next else piece.text
-            pieces.extend(self._raw_splitter.split(_mended(text), parse_special=False))
+            pieces.extend(self._raw_splitter.split(_replace_surrogates(text), parse_special=False))
             strip_next = False
-        self._check_size(texts, parse_special=False, max_tokens=bound)
-        return self._encode_pieces(pieces, parse_special=False, most=bound)
+        self._check_size(texts, parse_special=False, max_tokens=limit)
+        return self._encode_pieces(pieces, parse_special=False, max_tokens=limit)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
 
-        Control tokens are left out unless `skip_special` is false. Bytes are joined before they
-        are decoded, so a character cut across tokens comes out whole.
+        Control tokens are left out unless `skip_special` is false. Bytes are joined before they are
+        decoded, so a character that several tokens share is complete.
         """
         skipped = self.special_ids if skip_special else frozenset()
         joined = b"".join([self.token_bytes(id_) for id_ in ids if id_ not in skipped])
@@ -279,14 +278,14 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strip_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the exact bytes of one token; empty for an id that the vocabulary lacks."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._spell(token_id)
-        return found
+        """Return the exact bytes of one token; empty for an id outside of the vocabulary."""
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._spell(token_id)
+        return data
 
     def token_text(self, token_id: int) -> str | None:
-        """Return the token as the vocabulary spells it, or None for an id that it lacks."""
+        """Return the token's spelling in the vocabulary; None for an id outside of it."""
         added = self._added_by_id.get(token_id)
         if added is not None:
             return added.text
@@ -295,7 +294,7 @@ class Tokenizer:
         return self._merges.vocabulary.text(token_id)
 
     def find(self, token_text: str) -> int | None:
-        """Return the id of the token that the vocabulary spells `token_text`, or None."""
+        """Return the id of the token with this spelling in the vocabulary, or None."""
         added = self._added_by_text.get(token_text)
         if added is not None:
             return added.id
@@ -322,36 +321,40 @@ class Tokenizer:
     def _check_size(self, texts: Sequence[str], *, parse_special: bool, max_tokens: int) -> None:
         """Raise TooManyTokensError if long texts certainly have more than `max_tokens` tokens.
 
-        Two lower bounds are tried: one from the characters of all texts, and the number of words,
-        which are counted in one piece of text after another, without merging.
+        Two lower bounds are used: one from the characters of all texts, and the number of words,
+        which are counted piece by piece, without merging.
         """
         if sum(map(len, texts)) <= max_tokens * _MAX_CHARS_PER_TOKEN:
             return
         added = [token for token in self._parts.added if parse_special or not token.special]
-        if any(token.lstrip or token.rstrip for token in added):  # these take any number of spaces
+        if any(
+            token.lstrip or token.rstrip for token in added
+        ):  # such tokens include any number of spaces
             return
         longest_added = max((len(token.text.encode()) for token in added), default=1)
-        text = self._parts.normalize(_mended("".join(texts)))
-        if (fewest := self._merges.fewest(text, longest_added)) > max_tokens:
-            raise TooManyTokensError(fewest)
+        text = self._parts.normalize(_replace_surrogates("".join(texts)))
+        if (min_tokens := self._merges.min_tokens(text, longest_added)) > max_tokens:
+            raise TooManyTokensError(min_tokens)
         num_words = 0
         for text in texts:
             for start in range(0, len(text), _PIECE_CHARS):
                 check_not_cancelled()
-                piece = _mended(text[start : start + _PIECE_CHARS])
+                piece = _replace_surrogates(text[start : start + _PIECE_CHARS])
                 for part in self._raw_splitter.split(piece, parse_special=parse_special):
                     if isinstance(part, AddedToken):
                         num_words += 1
                     else:
                         words = self._parts.cut(self._parts.normalize(part))
-                        num_words += max(0, self._merges.fewest_of(words) - _CUT_WORDS)
+                        num_words += max(
+                            0, self._merges.min_tokens_of_words(words) - _WORDS_ADDED_BY_CUT
+                        )
                 if num_words > max_tokens:
                     raise TooManyTokensError(num_words)
 
     def _encode_pieces(
-        self, pieces: Iterable[str | AddedToken], *, parse_special: bool, most: int
+        self, pieces: Iterable[str | AddedToken], *, parse_special: bool, max_tokens: int
     ) -> list[int]:
-        """Return the ids of pieces of text and of tokens found before the text is normalized."""
+        """Return the ids of text pieces, and of tokens found before the text is normalized."""
         ids: list[int] = []
         parts = self._parts
         cut, prefix = parts.cut, parts.space_prefix
@@ -367,21 +370,21 @@ class Tokenizer:
                     else:
                         spaced = prefix and not part[0].isspace()
                         words = cut(" " + part if spaced else part)
-                        ids += self._merges.encode(words, most, len(ids))
+                        ids += self._merges.encode(words, max_tokens, len(ids))
                     cut, prefix = rest, False
             cut, prefix = rest, False
         return ids
 
 
-def _bound(most: int | None, num_chars: int) -> int:
-    """Return how many tokens a text may have; a short one may have any number."""
-    return sys.maxsize if most is None or num_chars <= _SHORT_TEXT else most
+def _token_limit(max_tokens: int | None, num_chars: int) -> int:
+    """Return the token limit for a text; a short text has none."""
+    return sys.maxsize if max_tokens is None or num_chars <= _SHORT_TEXT_CHARS else max_tokens
 
 
-def _mended(text: str) -> str:
-    """Return `text` without halves of surrogate pairs, which JSON can carry.
+def _replace_surrogates(text: str) -> str:
+    """Return `text` without halves of surrogate pairs, which JSON can contain.
 
-    Two halves that meet are one character; a half alone becomes U+FFFD.
+    Two adjacent halves become one character; a single half becomes U+FFFD.
     """
     try:
         text.encode()

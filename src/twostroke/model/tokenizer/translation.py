@@ -1,4 +1,4 @@
-"""Translates tokens of one vocabulary into tokens of another with the same text."""
+"""Translates tokens of one vocabulary to tokens of another with the same text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ if TYPE_CHECKING:
 
     from twostroke.model.tokenizer.tokenizer import Tokenizer
 
-_CONTINUES, _BEGINS = 0x80, 0xC0  # first bytes of the rest of a character, and of others
+_CONTINUATION_BYTE, _LEAD_BYTE = 0x80, 0xC0  # the lowest of each kind of byte in UTF-8
 
 
 @dataclass(slots=True)
 class TranslatedTokens:
-    """Translated tokens; `ends[i]` is the byte of the text at which `tokens[i]` ends.
+    """Translated tokens; `tokens[i]` ends at byte `ends[i]` of the text.
 
-    `is_whole` is false if the text ends inside a character, whose beginning is not translated yet.
+    `is_whole` is false if the text ends inside a character, whose first bytes are not translated
+    yet.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -28,14 +29,15 @@ class TranslatedTokens:
 
 
 class Translation:
-    """Translates tokens of `source` into tokens of `target`.
+    """Translates tokens of `source` to tokens of `target`.
 
-    Text is encoded by the target's tokenizer. A control token becomes the one with the same text;
-    without one, an end token becomes the target's first end token, and others are left out.
+    Text is encoded by the target's tokenizer. A control token becomes the control token with the
+    same text; without one, an end token becomes the target's first end token, and other tokens are
+    left out.
     """
 
     def __init__(self, source: Tokenizer, target: Tokenizer) -> None:
-        """Pair the control tokens of both."""
+        """Pair the control tokens of both vocabularies."""
         self.source = source
         self.target = target
         names = {target.token_text(token): token for token in target.special_ids}
@@ -45,71 +47,71 @@ class Translation:
             for token in source.special_ids
         }
 
-    def say(self, ids: Iterable[int]) -> TranslatedTokens:
-        """Return the same text in the target's tokens, up to its last whole character."""
-        said, text, at = TranslatedTokens(), bytearray(), 0
+    def translate(self, ids: Iterable[int]) -> TranslatedTokens:
+        """Return the same text in the target's tokens, up to its last complete character."""
+        translated, text, offset = TranslatedTokens(), bytearray(), 0
         for token in ids:
             data = self.source.token_bytes(token)
             if token not in self._special:
                 text += data
                 continue
-            at = self._add_text(said, text, at) + len(data)
+            offset = self._add_text(translated, text, offset) + len(data)
             text.clear()
-            if (namesake := self._special[token]) is not None:
-                said.tokens.append(namesake)
-                said.ends.append(at)
-        self._add_text(said, text, at)
-        return said
+            if (target_token := self._special[token]) is not None:
+                translated.tokens.append(target_token)
+                translated.ends.append(offset)
+        self._add_text(translated, text, offset)
+        return translated
 
-    def ends(self, ids: Iterable[int]) -> list[int]:
-        """Return for each of the source's tokens the byte of the text at which it ends."""
+    def end_offsets(self, ids: Iterable[int]) -> list[int]:
+        """Return for each of the source's tokens the byte offset in the text at which it ends."""
         return list(accumulate(len(self.source.token_bytes(token)) for token in ids))
 
-    def breaks(self, ids: Sequence[int]) -> dict[int, int]:
-        """Map bytes at which a character begins to the number of source tokens before them."""
-        found, end = {}, 0
+    def character_starts(self, ids: Sequence[int]) -> dict[int, int]:
+        """Map byte offsets at which characters begin to the number of source tokens before."""
+        num_tokens_before, end = {}, 0
         for count, token in enumerate(ids):
             data = self.source.token_bytes(token)
-            if data and not _CONTINUES <= data[0] < _BEGINS:
-                found[end] = count
+            if data and not _CONTINUATION_BYTE <= data[0] < _LEAD_BYTE:
+                num_tokens_before[end] = count
             end += len(data)
-        found[end] = len(ids)
-        return found
+        num_tokens_before[end] = len(ids)
+        return num_tokens_before
 
-    def is_able(self) -> bool:
-        """Whether ordinary text stays the same."""
-        said = self._encode(string.printable)
-        return b"".join(map(self.target.token_bytes, said)) == string.printable.encode()
+    def preserves_text(self) -> bool:
+        """Whether translating ordinary text does not change it."""
+        tokens = self._encode(string.printable)
+        return b"".join(map(self.target.token_bytes, tokens)) == string.printable.encode()
 
-    def _add_text(self, said: TranslatedTokens, text: bytearray, start: int) -> int:
-        """Add the tokens of a text that begins at byte `start`; return where it ends.
+    def _add_text(self, translated: TranslatedTokens, text: bytearray, start: int) -> int:
+        """Add the tokens of a text that begins at byte `start`; return the byte at which it ends.
 
         Bytes that are not UTF-8 are left out.
         """
-        rest, at = bytes(text), start
-        said.is_whole = True
+        rest, offset = bytes(text), start
+        translated.is_whole = True
         while rest:
             try:
                 rest.decode()
                 size, skipped = len(rest), 0
             except UnicodeDecodeError as error:
                 size, skipped = error.start, error.end - error.start
-                said.is_whole = error.end < len(rest) or "unexpected end" not in error.reason
-            self._add_tokens(said, rest[:size], at)
-            rest, at = rest[size + skipped :], at + size + skipped
+                translated.is_whole = error.end < len(rest) or "unexpected end" not in error.reason
+            self._add_tokens(translated, rest[:size], offset)
+            rest, offset = rest[size + skipped :], offset + size + skipped
         return start + len(text)
 
-    def _add_tokens(self, said: TranslatedTokens, text: bytes, start: int) -> None:
-        """Add the tokens of a text of whole characters.
+    def _add_tokens(self, translated: TranslatedTokens, text: bytes, start: int) -> None:
+        """Add the tokens of a text of complete characters.
 
-        Where a tokenizer changes the text, later tokens get the end of the whole text.
+        If the tokenizer changes the text, later tokens get the end of the whole text.
         """
-        at = 0
+        offset = 0
         for token in self._encode(text.decode()):
             data = self.target.token_bytes(token)
-            at = at + len(data) if text.startswith(data, at) else len(text)
-            said.tokens.append(token)
-            said.ends.append(start + at)
+            offset = offset + len(data) if text.startswith(data, offset) else len(text)
+            translated.tokens.append(token)
+            translated.ends.append(start + offset)
 
     def _encode(self, text: str) -> Sequence[int]:
         return self.target.encode(text) if text else ()

@@ -1,4 +1,4 @@
-"""Many texts in one piece of memory, and the way from a text to its number."""
+"""Many texts in one block of memory, and the lookup of a text's id."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Vocabulary:
-    """The texts of the token ids 0, 1, 2 and so on, in UTF-8, and `find` for the way back.
+    """The texts of the token ids 0, 1, 2 and so on, in UTF-8; `find` returns the id of a text.
 
-    A quarter of a million Python strings and a dictionary over them take some 35 MB; this takes
-    about 7. Texts are found by their hashes in a sorted array, then compared.
+    A quarter of a million Python strings and a dictionary of them take some 35 MB; this takes about
+    7 MB. Texts are found by their hashes in a sorted array, then compared.
     """
 
     def __init__(
@@ -32,19 +32,19 @@ class Vocabulary:
         hidden: Collection[int] = (),
         changed: Mapping[int, str] | None = None,
     ) -> None:
-        """`hidden` ids have a text but are never found by it; `changed` ones have another text.
+        """`hidden` ids have a text but are never found by it; `changed` ids have another text.
 
         Raises ModelFormatError for more text than can be addressed.
         """
-        self._blob, starts, ends = _spans_of(texts)
+        self._blob, starts, ends = _text_spans(texts)
         if len(self._blob) >= 1 << 32:
             raise ModelFormatError("The tokenizer's texts take more than 4 GiB.")
         self._starts = array("I", starts.astype(np.uint32).tobytes())
         self._ends = array("I", ends.astype(np.uint32).tobytes())
-        self._changed = {id_: text.encode() for id_, text in (changed or {}).items()}
+        self._changed_texts = {id_: text.encode() for id_, text in (changed or {}).items()}
         spans = zip(starts.tolist(), ends.tolist(), strict=True)
         keys = np.array([hash(self._blob[start:end]) for start, end in spans], np.int64)
-        for id_, text in self._changed.items():
+        for id_, text in self._changed_texts.items():
             keys[id_] = hash(text)
         ids = np.arange(len(keys), dtype=np.uint32)
         if hidden:
@@ -59,59 +59,59 @@ class Vocabulary:
     def find(self, text: bytes) -> int | None:
         """Return the last id whose text is `text` in UTF-8, or None."""
         keys, key = self._sorted_keys, hash(text)
-        place = bisect_left(keys, key)
-        found = None
-        while place < len(keys) and keys[place] == key:
-            id_ = self._ids[place]
-            if (found is None or id_ > found) and self.spelling(id_) == text:
-                found = id_
-            place += 1
-        return found
+        index = bisect_left(keys, key)
+        token_id = None
+        while index < len(keys) and keys[index] == key:
+            id_ = self._ids[index]
+            if (token_id is None or id_ > token_id) and self.spelling(id_) == text:
+                token_id = id_
+            index += 1
+        return token_id
 
     def spelling(self, token_id: int) -> bytes:
-        """Return the UTF-8 of a token's text; empty for an id that the vocabulary lacks."""
+        """Return the UTF-8 of a token's text; empty for an id outside of the vocabulary."""
         if not 0 <= token_id < len(self._starts):
             return b""
-        if self._changed and token_id in self._changed:
-            return self._changed[token_id]
+        if self._changed_texts and token_id in self._changed_texts:
+            return self._changed_texts[token_id]
         return self._blob[self._starts[token_id] : self._ends[token_id]]
 
     def text(self, token_id: int) -> str | None:
-        """Return a token's text, or None for an id that the vocabulary lacks."""
+        """Return a token's text; None for an id outside of the vocabulary."""
         spelling = self.spelling(token_id)
         return spelling.decode("utf-8", "surrogateescape") if spelling else None
 
     def max_length(self, chars: str) -> int:
-        """Return the characters of the longest text whose bytes are all in `chars`."""
+        """Return the number of characters of the longest text whose bytes are all in `chars`."""
         used = chars.encode("utf-8", "surrogateescape")
         blob = np.frombuffer(self._blob, np.uint8)
         starts, ends = np.asarray(self._starts), np.asarray(self._ends)
         marks = ~np.isin(blob, [*used]), blob & 0xC0 != 0x80
         sums = (np.cumsum(np.append(False, mark), dtype=np.uint32) for mark in marks)
         num_others, lengths = (total[ends] - total[starts] for total in sums)
-        num_others[[*self._changed]] = 1
-        changed = (text for text in self._changed.values() if not {*text}.difference(used))
+        num_others[[*self._changed_texts]] = 1
+        changed = (text for text in self._changed_texts.values() if not {*text}.difference(used))
         longest = int(lengths.max(where=num_others == 0, initial=0))
         return max(longest, *(len(text.decode()) for text in changed), 0)
 
-    def before(self, char: str) -> str:
-        """Return the characters that come before `char` inside some token, except `char`."""
-        sign = char.encode()
-        matches = re.finditer(re.escape(sign), self._blob)
-        places = np.fromiter((match.start() for match in matches), np.int64)
-        inner = places[~np.isin(places, self._starts) & ~np.isin(places - len(sign), places)]
-        ends = (self._blob[max(place - 4, 0) : place] for place in inner.tolist())
+    def characters_before(self, char: str) -> str:
+        """Return the characters directly before `char` inside any token, except `char` itself."""
+        encoded = char.encode()
+        matches = re.finditer(re.escape(encoded), self._blob)
+        offsets = np.fromiter((match.start() for match in matches), np.int64)
+        inner = offsets[~np.isin(offsets, self._starts) & ~np.isin(offsets - len(encoded), offsets)]
+        ends = (self._blob[max(offset - 4, 0) : offset] for offset in inner.tolist())
         return "".join(sorted({end.decode("utf-8", "ignore")[-1:] for end in ends}))
 
 
-def _spans_of(texts: Iterable[str]) -> Spans:
-    """Return bytes, and where in them each text begins and ends.
+def _text_spans(texts: Iterable[str]) -> Spans:
+    """Return bytes, and the offsets in them at which each text begins and ends.
 
     Arrays of a file that offer their bytes are not decoded.
     """
-    offered: Callable[[], Spans] | None = getattr(texts, "spans", None)
-    if offered is not None:
-        return offered()
+    get_spans: Callable[[], Spans] | None = getattr(texts, "spans", None)
+    if get_spans is not None:
+        return get_spans()
     encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
     lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
     ends = np.cumsum(lengths)

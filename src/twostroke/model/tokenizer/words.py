@@ -1,4 +1,4 @@
-"""Text into words: normalize it, and cut it at patterns as `tokenizers` does."""
+"""Normalizes text and cuts it into words, by patterns as `tokenizers` does."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 DIGIT = r"\p{N}"
 WHITE_SPACE = r"\p{White_Space}"
 PUNCTUATION = r"[\p{P}!-/:-@\[-`{-~]"
-_OF_A_WORD = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\u200c\u200d"
-WORDS = rf"[{_OF_A_WORD}]+|[^{_OF_A_WORD}\p{{White_Space}}]+"
+_WORD_CHARACTERS = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\u200c\u200d"
+WORDS = rf"[{_WORD_CHARACTERS}]+|[^{_WORD_CHARACTERS}\p{{White_Space}}]+"
 # Patterns that group digits by three from the right (tokenizer.json of Tiny Aya, SuperBPE,
 # Trinity). A regular expression engine takes quadratic time for them on long numbers, so `cut_at`
 # recognizes them and calls `_grouping`.
@@ -33,13 +33,13 @@ BEFORE_THOUSANDS = r"(?=(\d{3})+(?!\d))"
 NUMBER_THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 
 
-def normalizing(steps: Sequence[Normalize]) -> Normalize:
+def normalize_by(steps: Sequence[Normalize]) -> Normalize:
     """Return a function that applies all `steps` to a text."""
     return lambda text: reduce(lambda done, step: step(done), steps, text)
 
 
-def words_by(cuts: Sequence[Cut]) -> Cut:
-    """Return a function that cuts a text into words; each cut works on the pieces of the last."""
+def cut_by_all(cuts: Sequence[Cut]) -> Cut:
+    """Return a function that applies all `cuts`, each to the words from the cut before."""
 
     def words_of(text: str) -> list[str]:
         words = [text] if text else []
@@ -51,11 +51,11 @@ def words_by(cuts: Sequence[Cut]) -> Cut:
 
 
 def unicode_form(form: Form) -> Normalize:
-    """Return a function that brings a text into a normal form of Unicode."""
+    """Return a function that brings a text into a Unicode normal form."""
     return lambda text: text if text.isascii() else normalize(form, text)
 
 
-def replacing(pattern: str, content: str) -> Normalize:
+def replace_matches(pattern: str, content: str) -> Normalize:
     """Return a function that replaces every match of `pattern` by `content`."""
     compiled = _compile(pattern)
     return lambda text: compiled.sub(lambda _match: content, text)
@@ -64,18 +64,18 @@ def replacing(pattern: str, content: str) -> Normalize:
 def cut_at(pattern: str, behavior: str = "Isolated", *, invert: bool = False) -> Cut:
     """Return a function that cuts a text at every match of `pattern`.
 
-    `behavior` says what happens to matches; `invert` swaps matches and the stretches between them
-    (tokenizer.json, `Split`). No word is empty. Raises ModelFormatError for a pattern that is not
-    valid, KeyError for an unknown behavior.
+    `behavior` tells what happens to matches; `invert` swaps matches and the text between them
+    (tokenizer.json, `Split`). No word is empty. Raises ModelFormatError for an invalid pattern,
+    KeyError for an unknown behavior.
     """
-    if behavior == "Isolated" and not invert and pattern in _GROUPINGS:
-        return _GROUPINGS[pattern]
+    if behavior == "Isolated" and not invert and pattern in _CUTS_BY_PATTERN:
+        return _CUTS_BY_PATTERN[pattern]
     repeated = behavior == "Contiguous"
     join = _JOINS[_INVERTED.get(behavior, behavior) if invert else behavior]
     compiled = _compile(pattern, "(?:{})+" if repeated else "{}")
     is_never_empty = compiled.match("") is None
     if join is _isolated and compiled.groups == 0 and is_never_empty:
-        # One call for the whole text: a pattern in parentheses stays among what it splits.
+        # One call for the whole text: `split` returns the matches of a pattern in parentheses.
         split = _compile(pattern, "((?:{})+)" if repeated else "({})").split
 
         return lambda text: [word for word in split(text) if word]
@@ -84,33 +84,33 @@ def cut_at(pattern: str, behavior: str = "Isolated", *, invert: bool = False) ->
     def cut(text: str) -> list[str]:
         gaps: list[str] = []
         matches: list[str] = []
-        done = 0
+        end_of_last = 0
         for match in matches_of(text):
             start, end = match.span()
-            gaps.append(text[done:start])
+            gaps.append(text[end_of_last:start])
             matches.append(text[start:end])
-            done = end
-        gaps.append(text[done:])
+            end_of_last = end
+        gaps.append(text[end_of_last:])
         return [word for word in join(gaps, matches) if word]
 
     return cut
 
 
 def cut_by_length(length: int) -> Cut:
-    """Return a cut of a text into words of `length` characters; the last may be shorter."""
+    """Return a function that cuts a text into words of `length` characters, but for the last."""
     if length < 1:
         raise ModelFormatError(f"its pre-tokenizer makes words of {length} characters.")
     return lambda text: [text[start : start + length] for start in range(0, len(text), length)]
 
 
-def _grouping(run: str, *, isolates: bool = True, before_word: bool = True) -> Cut:
-    """Return a cut of long numbers into groups of three digits, counted from the right.
+def _cut_thousands(run: str, *, isolates: bool = True, before_word: bool = True) -> Cut:
+    """Return a function that cuts long numbers into groups of three digits, from the right.
 
     `run` is the pattern of a number. With `isolates`, text is also cut before and after a number.
     Without `before_word`, a number directly before a word character is not cut.
     """
     find_runs = regex.compile(run).finditer
-    is_word = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}²³¹¼½¾]").match  # as Oniguruma has it
+    is_word = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}²³¹¼½¾]").match  # as in Oniguruma
 
     def cut(text: str) -> list[str]:
         offsets = [0]
@@ -128,10 +128,10 @@ def _grouping(run: str, *, isolates: bool = True, before_word: bool = True) -> C
     return cut
 
 
-_GROUPINGS: dict[str, Cut] = {
-    THOUSANDS: _grouping(r"\d++", before_word=False),
-    BEFORE_THOUSANDS: _grouping(r"\d++", isolates=False),
-    NUMBER_THOUSANDS: _grouping(r"\p{N}++"),
+_CUTS_BY_PATTERN: dict[str, Cut] = {
+    THOUSANDS: _cut_thousands(r"\d++", before_word=False),
+    BEFORE_THOUSANDS: _cut_thousands(r"\d++", isolates=False),
+    NUMBER_THOUSANDS: _cut_thousands(r"\p{N}++"),
 }
 
 
@@ -147,7 +147,7 @@ def _with_next(gaps: Sequence[str], matches: Sequence[str]) -> Iterable[str]:
     return [gaps[0], *map("".join, zip(matches, gaps[1:], strict=True))]
 
 
-# What happens to the n matches between n + 1 gaps.
+# How the n matches and the n + 1 gaps between them become words.
 _JOINS: dict[str, Join] = {
     "Isolated": _isolated,
     "Contiguous": _isolated,
@@ -164,10 +164,10 @@ _INVERTED = {
 
 
 def _matches_in(compiled: regex.Pattern[str], text: str) -> Iterator[regex.Match[str]]:
-    """Yield the matches of a pattern that may match nothing, as Oniguruma's callers find them.
+    """Yield the matches of a pattern that may match empty text, as callers of Oniguruma find them.
 
     After an empty match the search continues at the next character. `finditer` would first look for
-    a longer match at the same one.
+    a longer match at the same character.
     """
     start, last_end = 0, -1
     while start <= len(text) and (match := compiled.search(text, start)):
@@ -180,7 +180,7 @@ def _matches_in(compiled: regex.Pattern[str], text: str) -> Iterator[regex.Match
 
 def _compile(pattern: str, form: str = "{}") -> regex.Pattern[str]:
     try:
-        return oniguruma.compiled(pattern, form)
+        return oniguruma.compile_pattern(pattern, form)
     except (regex.error, RecursionError) as error:
         raise ModelFormatError(
             f"The tokenizer's pattern {pattern[:80]!r} is not valid: {error}."

@@ -115,7 +115,9 @@ class Conversation(Frozen):
 
         def fits(rendered: Rendered) -> bool:
             try:
-                return len(card.tokenizer.encode_prompt(rendered, most=max_tokens)) <= max_tokens
+                return (
+                    len(card.tokenizer.encode_prompt(rendered, max_tokens=max_tokens)) <= max_tokens
+                )
             except TooManyTokensError:
                 return False
 

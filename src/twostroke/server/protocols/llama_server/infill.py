@@ -99,7 +99,7 @@ class Gap(Frozen):
         num_chars = room * _MAX_CHARS_PER_TOKEN
         prefix = self.prefix[max(0, len(self.prefix) - num_chars) :]
         before = encode_part(tokenizer, marks, prefix)
-        after = encode_part(tokenizer, marks, self.suffix[:num_chars], goes_on=True)
+        after = encode_part(tokenizer, marks, self.suffix[:num_chars], continues_text=True)
         after = after[: max(room // _SUFFIX_DIVISOR, room - len(before))]
         before = before[max(0, len(before) + len(after) - room) :]
         extra = self._extra(tokenizer, marks, room - len(before) - len(after))

@@ -291,11 +291,14 @@ def _encode(request: TokenizeRequest, card: ModelCard, max_tokens: int) -> list[
     if isinstance(request.prompt, str):
         add_special = request.add_special_tokens is not False
         return tokenizer.encode(
-            request.prompt, add_special=add_special, parse_special=parse_special, most=max_tokens
+            request.prompt,
+            add_special=add_special,
+            parse_special=parse_special,
+            max_tokens=max_tokens,
         )
     if request.messages is not None:
         rendered = _conversation(request, request.messages).render(card)
-        return tokenizer.encode_prompt(rendered, most=max_tokens)
+        return tokenizer.encode_prompt(rendered, max_tokens=max_tokens)
     assert request.content is not None
     parts = [request.content] if isinstance(request.content, str) else request.content
     ids: list[int] = []
@@ -308,7 +311,7 @@ def _encode(request: TokenizeRequest, card: ModelCard, max_tokens: int) -> list[
             part,
             add_special=bool(request.add_special) and index == 0,
             parse_special=parse_special,
-            most=max_tokens,
+            max_tokens=max_tokens,
         )
         if index < len(parts) - 1 and len(ids) > max(max_tokens, MAX_SHORT_LENGTH):
             raise TooManyTokensError(len(ids))
