@@ -105,12 +105,12 @@ class SplitKvAttention(Operation):
 
     @property
     def num_column_parts(self) -> int:
-        """The number of column parts: member i has column part i modulo this."""
+        """The number of column parts; member i has column part i % num_column_parts."""
         return len(self.head_cuts) - 1
 
     @property
     def num_row_parts(self) -> int:
-        """The number of row parts: member i has row part i // num_column_parts."""
+        """The number of row parts; member i has row part i // num_column_parts."""
         return len(self.team) // self.num_column_parts
 
     @property

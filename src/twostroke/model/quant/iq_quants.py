@@ -16,8 +16,8 @@ The codebooks are `iq1s_grid`, `iq2xxs_grid`, `iq2xs_grid`, `iq2s_grid`, `iq3xxs
 gguf 0.19.0 on 2026-11-26). Entries ascend if the first value is taken as the lowest digit, so one
 bit for each possible combination of magnitudes stores a codebook.
 
-IQ4 codes are indexes into `LEVELS`, 16 unevenly spaced levels (ggml `kvalues_iq4nl`); 16 bytes hold
-the codes of 32 values, 0 to 15 in the low nibbles and 16 to 31 in the high ones.
+IQ4 codes are indexes into `IQ4_LEVELS`, 16 unevenly spaced levels (ggml `kvalues_iq4nl`); 16 bytes
+hold the codes of 32 values, 0 to 15 in the low nibbles and 16 to 31 in the high ones.
 
 - IQ4_NL, 32 values: a float16, the scale; then the codes.
 - IQ4_XS, 256 values in 8 groups with signed 6-bit scales: a float16, the scale of the scales; 2
