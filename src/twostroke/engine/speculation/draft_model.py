@@ -204,16 +204,16 @@ class DraftFollower(DraftSequence):
 
         A token is as sure as all guesses together that reach into it and not into one before it.
         """
-        said, ends = translation.translate(self.tokens), translation.end_offsets(self.tokens)
+        translated, ends = translation.translate(self.tokens), translation.end_offsets(self.tokens)
         kinds, at = [], 0
-        for end in said.ends:
+        for end in translated.ends:
             first = at
             while at < len(ends) and (ends[at - 1] if at else 0) < end:
                 at += 1
             kinds.append(self.kind(math.prod(self.sure[first:at])))
         if kinds:
             kinds[-1] += _NUM_SURE
-        return said.tokens, kinds
+        return translated.tokens, kinds
 
 
 class TokenTranslator(Frozen):
@@ -225,8 +225,8 @@ class TokenTranslator(Frozen):
     def before(self, request: Request) -> list[int]:
         """Return the tokens that the draft wants before a text that does not begin with them."""
         prefix = self.to_draft.target.prefix_ids
-        said = self.to_draft.translate(request.tokens[: len(prefix)]).tokens
-        return [] if said == prefix else prefix
+        translated = self.to_draft.translate(request.tokens[: len(prefix)]).tokens
+        return [] if translated == prefix else prefix
 
 
 @dataclass(slots=True, eq=False)
@@ -255,29 +255,29 @@ class DraftTokens:
             self.num_settled = len(self.tokens)
         first = self.num_settled
         end = self.num_read + self.stride + self._span
-        said, is_whole = self._translate(request.tokens[self.num_read : end])
+        translated, is_whole = self._translate(request.tokens[self.num_read : end])
         self.is_behind = end < len(request.tokens)
         if self._is_new:
             self.num_prompt = self.num_settled
         if self.is_behind:
             # What follows a cut may change what is before it; where that is all, take a longer one.
             self._span = self.stride + 2 * self._span if self.num_settled == first else 0
-            said = said[: self.num_settled - first]
-        self.tokens[first:] = said
+            translated = translated[: self.num_settled - first]
+        self.tokens[first:] = translated
         self._is_new &= self.is_behind
         self.is_ready = is_whole and not self.is_behind and bool(self.tokens)
 
     def _translate(self, new: list[int]) -> tuple[list[int], bool]:
         """Return the draft's tokens, and whether they are whole; settle all but the last ones."""
         translation = self.words.to_draft
-        said = translation.translate(new)
-        breaks, ends = translation.character_starts(new), said.ends
-        for count in range(len(said.tokens) - _UNSETTLED, 0, -1):
+        translated = translation.translate(new)
+        breaks, ends = translation.character_starts(new), translated.ends
+        for count in range(len(translated.tokens) - _UNSETTLED, 0, -1):
             if ends[count - 1] in breaks and ends[count - 1] < ends[count]:
                 self.num_read += breaks[ends[count - 1]]
                 self.num_settled += count
                 break
-        return said.tokens, said.is_whole
+        return translated.tokens, translated.is_whole
 
 
 def _share_saved(chance: float, cost: float, most: int) -> float:

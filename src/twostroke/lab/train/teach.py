@@ -84,8 +84,8 @@ def other_tokens(
     for answer in answers:
         ids = [*answer.prompt, *map(int, answer.tokens)]
         begin = translation.end_offsets(ids)[len(answer.prompt)]
-        said = translation.translate(ids)
-        first = max(0, sum(end <= begin for end in said.ends) - 1)
-        tokens = np.array(said.tokens[:length], np.int32)
+        translated = translation.translate(ids)
+        first = max(0, sum(end <= begin for end in translated.ends) - 1)
+        tokens = np.array(translated.tokens[:length], np.int32)
         if len(tokens) - 1 - first >= _LEAST_ROWS:
             yield Example(tokens, first)
