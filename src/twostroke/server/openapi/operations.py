@@ -30,9 +30,10 @@ from twostroke.server.openapi.operation import (
     parameter,
 )
 from twostroke.server.protocols.anthropic import messages, reply
+from twostroke.server.protocols.common.llama_completion import LlamaCompletion
 from twostroke.server.protocols.llama_server import info
 from twostroke.server.protocols.llama_server.embeddings import LlamaEmbedding
-from twostroke.server.protocols.llama_server.reply import LlamaCompletion, LlamaPiece
+from twostroke.server.protocols.llama_server.reply import LlamaPiece
 from twostroke.server.protocols.openai import (
     chat,
     chat_reply,

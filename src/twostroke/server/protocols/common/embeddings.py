@@ -1,4 +1,7 @@
-"""The inputs of embedding requests, and the vectors of their responses as JSON."""
+"""The inputs of embedding requests, and the vectors of their responses as JSON.
+
+The protocols differ in their fields; the inputs and the vectors have the same form in all of them.
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -98,25 +97,6 @@ Retention = Annotated[
     Literal["24h", "in_memory", "in-memory"] | None,
     field.page_cache_only("`24h`", "in_memory", "in-memory"),
 ]
-
-
-class TextPart(field.TaggedObject, tag="text"):
-    """A text part of a message's content; other types of parts are refused."""
-
-    other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
-
-    text: str
-
-
-class RefusalPart(field.TaggedObject, tag="refusal"):
-    """A part of an assistant's message in which the model refused to answer."""
-
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """The text of the refusal."""
-        return self.refusal
 
 
 class StreamOptions(field.RequestObject):
@@ -433,25 +413,3 @@ def cache_control_s(marks: Iterable[CacheControlField | None]) -> float:
 def retention_s(retention: str | None) -> float:
     """Return the seconds that `prompt_cache_retention` stands for; 0 for in-memory only."""
     return _RETENTION_S.get(retention or "", 0.0)
-
-
-def split_prompts(
-    value: str | list[str | int | list[int]], field_name: str
-) -> tuple[str | list[int], ...]:
-    """Return the prompts of a field that takes one prompt or a list of prompts.
-
-    A prompt is a text or a list of token ids. `field_name` is for errors.
-
-    Raises:
-        RequestError: the list is empty, or mixes token ids with texts or lists.
-    """
-    if isinstance(value, str):
-        return (value,)
-    if not value:
-        raise RequestError(f"is an empty list: give at least one {field_name}.", field=field_name)
-    ids = [part for part in value if isinstance(part, int)]
-    if ids and len(ids) < len(value):
-        reason = "mixes token ids with texts or lists: "
-        reason += f"give one {field_name} or a list of {field_name}s."
-        raise RequestError(reason, field=field_name)
-    return (ids,) if ids else tuple(part for part in value if not isinstance(part, int))

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError
-from twostroke.core.frozen import Frozen
 from twostroke.engine.client import Caller
-from twostroke.engine.prompts import encode_parts
 from twostroke.server.body import field
 from twostroke.server.generation.job import Composed, Job
+from twostroke.server.protocols.common.prompts import Mixed
 from twostroke.server.protocols.llama_server.fields import DEFAULTS, TextFields, to_bias, to_params
 from twostroke.server.protocols.llama_server.post_sampling import scored_for_sampling
 
@@ -60,21 +59,6 @@ class LlamaJob(Job, kw_only=True):
         if self.request.post_sampling_probs and self.request.n_probs:
             encoded.params = scored_for_sampling(encoded.params, self.request.n_probs)
         return encoded
-
-
-class Mixed(Frozen):
-    """A prompt of texts and token ids that are joined; `parse_special` as in `Job`."""
-
-    parts: tuple[int | str, ...]
-    parse_special: bool | None = None
-
-    def encode(self, card: ModelCard) -> list[int]:
-        """Return the token ids; a text at the beginning gets the model's begin token.
-
-        Raises:
-            ContextLengthError: there are more tokens than the context can hold.
-        """
-        return encode_parts(card, self.parts, parse_special=self.parse_special)
 
 
 def read(request: LlamaRequest, tenant: Tenant) -> Job:

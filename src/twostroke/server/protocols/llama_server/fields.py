@@ -22,6 +22,11 @@ from twostroke.core.sampling import (
 from twostroke.server.body import field
 from twostroke.server.http.answer_limits import LLAMA
 from twostroke.server.protocols.common.fields import TOKEN_ID
+from twostroke.server.protocols.common.llama_completion import (
+    RANDOM_SEED,
+    SAMPLERS,
+    settings_of,
+)
 from twostroke.server.protocols.common.structured_output import (
     GrammarForm,
     JsonForm,
@@ -32,12 +37,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from twostroke.model.tokenizer import Tokenizer
+    from twostroke.server.protocols.common.llama_completion import GenerationSettings
     from twostroke.server.protocols.common.structured_output import NotatedFormat
 
 # llama-server's defaults, which its clients expect, for models whose files have no others.
 DEFAULTS: Final = LOCAL_DEFAULTS
 _NUMBER_FIELDS: Final = (*DEFAULTED, "presence_penalty", "frequency_penalty")
-RANDOM_SEED: Final = 2**32 - 1  # llama-server reports the seed -1 as this
 # llama-server's names of fields, by the engine's names.
 _LLAMA_NAMES: Final = {
     "max_tokens": "n_predict",
@@ -47,17 +52,6 @@ _LLAMA_NAMES: Final = {
 }
 MAX_RESPONSE_FIELDS: Final = 256
 _MIN_TOP_P: Final = 1e-6
-# By a sampler's name: the letter that selects it in a text, and the values that turn it off.
-SAMPLERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
-    "penalties": (
-        "e",
-        {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
-    ),
-    "temperature": ("t", {"temperature": 1.0}),
-    "top_k": ("k", {"top_k": 0}),
-    "min_p": ("m", {"min_p": 0.0}),
-    "top_p": ("p", {"top_p": 1.0}),
-}
 
 _BIAS_SCHEMA: Final = {"anyOf": [{"type": "number"}, {"const": False}]}
 _BIASED_TOKEN_SCHEMA: Final = {
@@ -311,3 +305,16 @@ def _requested_formats(request: TextFields) -> Iterator[NotatedFormat]:
     """Yield the answer formats that a request sets; an empty grammar sets none."""
     yield "grammar", request.grammar or None, "grammar"
     yield "json_schema", request.json_schema, "json_schema"
+
+
+def generation_settings(request: TextFields, params: SamplingParams) -> GenerationSettings:
+    """Return the settings of a request, whose sampling parameters are `params`."""
+    return settings_of(
+        params,
+        limit=num_predict(request),
+        stream=bool(request.stream),
+        num_probs=request.n_probs or 0,
+        samplers=used_samplers(request),
+        timings_per_token=bool(request.timings_per_token),
+        post_sampling_probs=bool(request.post_sampling_probs),
+    )

@@ -15,8 +15,13 @@ from twostroke.core.errors import OverloadedError, TwostrokeError
 from twostroke.server.http.responses import to_json
 from twostroke.server.models.about import FINGERPRINT
 from twostroke.server.models.residency import ModelResidency
-from twostroke.server.protocols.llama_server.fields import DEFAULTS, TextFields, to_params
-from twostroke.server.protocols.llama_server.settings import GenerationSettings, settings_of
+from twostroke.server.protocols.common.llama_completion import GenerationSettings
+from twostroke.server.protocols.llama_server.fields import (
+    DEFAULTS,
+    TextFields,
+    generation_settings,
+    to_params,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,7 +108,7 @@ def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
         return to_json(
             Props(
                 default_generation_settings=DefaultSettings(
-                    settings_of(defaults, params), card.context_length
+                    generation_settings(defaults, params), card.context_length
                 ),
                 total_slots=config.max_running,
                 model_alias=name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -12,9 +12,15 @@ from msgspec.structs import replace
 from twostroke.core.json_io import encode_json
 from twostroke.core.request import FinishReason
 from twostroke.server.generation import events
-from twostroke.server.generation.events import SchemaMiss
 from twostroke.server.http.error_forms import LLAMA_SERVER
 from twostroke.server.http.responses import sse
+from twostroke.server.protocols.common.llama_completion import (
+    NO_SLOT,
+    GenerationSettings,
+    LikelyToken,
+    LlamaCompletion,
+    ScoredToken,
+)
 from twostroke.server.protocols.common.timings import (
     LlamaTimings,
     PromptProgress,
@@ -23,9 +29,8 @@ from twostroke.server.protocols.common.timings import (
     to_progress,
 )
 from twostroke.server.protocols.llama_server.completion import LlamaJob
-from twostroke.server.protocols.llama_server.fields import num_predict
+from twostroke.server.protocols.llama_server.fields import generation_settings, num_predict
 from twostroke.server.protocols.llama_server.post_sampling import sampled_probabilities
-from twostroke.server.protocols.llama_server.settings import GenerationSettings, settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -33,28 +38,6 @@ if TYPE_CHECKING:
     from twostroke.core.step import TokenLogprobs
     from twostroke.model.tokenizer import Tokenizer
     from twostroke.server.generation.protocol import ResponseInfo
-
-NO_SLOT = -1
-
-
-class LikelyToken(msgspec.Struct, kw_only=True, frozen=True):
-    """One of the likeliest tokens; `bytes` is exact even if a token ends inside a character.
-
-    `prob` replaces `logprob` if the request sets `post_sampling_probs`.
-    """
-
-    id: int
-    token: str
-    bytes: list[int]
-    logprob: float | UnsetType = UNSET
-    prob: float | UnsetType = UNSET
-
-
-class ScoredToken(LikelyToken, kw_only=True, frozen=True):
-    """A token of the answer, with the likeliest tokens in its place."""
-
-    top_logprobs: list[LikelyToken] | UnsetType = UNSET
-    top_probs: list[LikelyToken] | UnsetType = UNSET
 
 
 class LlamaPiece(msgspec.Struct, kw_only=True, frozen=True):
@@ -70,32 +53,6 @@ class LlamaPiece(msgspec.Struct, kw_only=True, frozen=True):
     timings: LlamaTimings | UnsetType = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
     completion_probabilities: list[ScoredToken] | UnsetType = UNSET
-
-
-class LlamaCompletion(msgspec.Struct, kw_only=True, frozen=True):
-    """A complete answer, or the last event of a stream, which has no text.
-
-    `tokens_evaluated` counts the prompt's tokens, `tokens_cached` the tokens of prompt and answer.
-    """
-
-    index: int
-    content: str
-    tokens: list[int]
-    id_slot: int
-    stop: Annotated[bool, Meta(extra_json_schema={"const": True})] = True
-    model: str
-    tokens_predicted: int
-    tokens_evaluated: int
-    generation_settings: GenerationSettings
-    prompt: str
-    has_new_line: bool
-    truncated: bool
-    stop_type: Literal["eos", "word", "limit"]
-    stopping_word: str
-    tokens_cached: int
-    timings: LlamaTimings
-    completion_probabilities: list[ScoredToken] | UnsetType = UNSET
-    schema_miss: SchemaMiss = UNSET
 
 
 class _Progress:
@@ -131,7 +88,7 @@ class LlamaEncoder:
         assert isinstance(reply.job, LlamaJob)
         self._reply = reply
         self._request = reply.job.request
-        self._settings = settings_of(reply.job.request, reply.job.params)
+        self._settings = generation_settings(reply.job.request, reply.job.params)
         self._hides_answer = num_predict(reply.job.request) == 0  # the engine generates one token
         self._id_slot = NO_SLOT if self._request.id_slot is None else self._request.id_slot
         self._started_s = time.monotonic()

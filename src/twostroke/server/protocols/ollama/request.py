@@ -20,15 +20,15 @@ from twostroke.server.body import field
 from twostroke.server.generation.job import MAX_MESSAGES, Conversation, Job
 from twostroke.server.http.answer_limits import OLLAMA
 from twostroke.server.protocols.common.fields import StopText
-from twostroke.server.protocols.common.structured_output import to_schema
-from twostroke.server.protocols.common.tools import ToolBody, ToolsAs, to_tools
-from twostroke.server.protocols.llama_server.completion import Mixed
-from twostroke.server.protocols.openai.chat import (
+from twostroke.server.protocols.common.prompts import (
     CalledFunction,
     ChatMessage,
+    Mixed,
     ToolCall,
     to_conversation,
 )
+from twostroke.server.protocols.common.structured_output import to_schema
+from twostroke.server.protocols.common.tools import ToolBody, ToolsAs, to_tools
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,6 +14,7 @@ from twostroke.server.generation import events
 from twostroke.server.generation.events import SchemaMiss
 from twostroke.server.http.responses import sse
 from twostroke.server.models.about import FINGERPRINT
+from twostroke.server.protocols.common.llama_completion import LlamaCompletion, Verbose
 from twostroke.server.protocols.common.logprobs import ChatLogprobs, chat_logprobs
 from twostroke.server.protocols.common.timings import LlamaTimings, PromptProgress, to_progress
 from twostroke.server.protocols.common.usage import (
@@ -28,8 +29,6 @@ from twostroke.server.protocols.common.usage import (
     timings_body,
     usage_body,
 )
-from twostroke.server.protocols.llama_server.reply import LlamaCompletion
-from twostroke.server.protocols.llama_server.verbose import Verbose
 from twostroke.server.protocols.openai.token_ids import PromptLogprobs, TokenIds, to_prompt_logprobs
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from twostroke.server.http.errors import UnsupportedFieldError
 from twostroke.server.protocols.common.fields import (
     CommonFields,
     check_combinations,
-    split_prompts,
     to_caller,
     to_job,
     to_params,
 )
+from twostroke.server.protocols.common.prompts import split_prompts
 
 if TYPE_CHECKING:
     from twostroke.server.generation.job import Job

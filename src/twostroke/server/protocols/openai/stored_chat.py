@@ -20,6 +20,7 @@ from twostroke.server.http.request_context import served_of
 from twostroke.server.http.responses import to_json
 from twostroke.server.protocols.common.fields import MetadataPairs
 from twostroke.server.protocols.common.listing import list_page, read_query
+from twostroke.server.protocols.common.prompts import continues_in_llama_server
 from twostroke.server.protocols.openai import chat
 from twostroke.server.protocols.openai.chat_reply import ChatCompletion, ChatEncoder
 
@@ -96,7 +97,7 @@ def read_as_llama_server(request: ChatRequest, tenant: Tenant) -> Job:
 
     The answer continues a last message of the assistant. Raises as `read`.
     """
-    continues = chat.continues_in_llama_server(request)
+    continues = continues_in_llama_server(request)
     return read(replace(request, continue_final_message=continues), tenant)
 
 

@@ -17,8 +17,7 @@ from twostroke.model.tokenizer import TooManyTokensError
 from twostroke.server.body import field
 from twostroke.server.http.responses import to_json
 from twostroke.server.protocols.common.fields import TemplateVariables
-from twostroke.server.protocols.common.tools import ToolBody, ToolsAs, to_tools
-from twostroke.server.protocols.openai.chat import (
+from twostroke.server.protocols.common.prompts import (
     ChatMessage,
     ContinuesLast,
     Messages,
@@ -27,6 +26,7 @@ from twostroke.server.protocols.openai.chat import (
     to_conversation,
     to_thinking,
 )
+from twostroke.server.protocols.common.tools import ToolBody, ToolsAs, to_tools
 
 if TYPE_CHECKING:
     from starlette.requests import Request

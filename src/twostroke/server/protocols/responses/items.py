@@ -15,7 +15,7 @@ from twostroke.server.body.decode import convert
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.body.lenient import ignored_item
 from twostroke.server.http.ignored import MAX_IGNORED, Ignored
-from twostroke.server.protocols.common.fields import RefusalPart, TextPart
+from twostroke.server.protocols.common.prompts import RefusalPart, TextPart
 from twostroke.server.protocols.common.tools import arguments_text, custom_arguments
 from twostroke.server.protocols.responses.recall import missing_item, recall
 from twostroke.server.protocols.responses.tools import ResponsesTool

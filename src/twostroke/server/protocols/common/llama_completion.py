@@ -1,0 +1,217 @@
+"""A complete answer in llama-server's form, for its own protocol and as `__verbose` in OpenAI's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from twostroke.core.request import FinishReason
+from twostroke.server.generation.events import SchemaMiss
+from twostroke.server.protocols.common.timings import LlamaTimings, final_timings
+
+if TYPE_CHECKING:
+    from twostroke.core.sampling import SamplingParams
+    from twostroke.server.generation.events import ChoiceEnded, ChoiceStarted
+    from twostroke.server.generation.protocol import ResponseInfo
+
+RANDOM_SEED: Final = 2**32 - 1  # llama-server reports the seed -1 as this
+NO_SLOT: Final = -1
+# By a sampler's name: the letter that selects it in a text, and the values that turn it off.
+SAMPLERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "penalties": (
+        "e",
+        {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    ),
+    "temperature": ("t", {"temperature": 1.0}),
+    "top_k": ("k", {"top_k": 0}),
+    "min_p": ("m", {"min_p": 0.0}),
+    "top_p": ("p", {"top_p": 1.0}),
+}
+
+
+class LikelyToken(msgspec.Struct, kw_only=True, frozen=True):
+    """One of the likeliest tokens; `bytes` is exact even if a token ends inside a character.
+
+    `prob` replaces `logprob` if the request sets `post_sampling_probs`.
+    """
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float | UnsetType = UNSET
+    prob: float | UnsetType = UNSET
+
+
+class ScoredToken(LikelyToken, kw_only=True, frozen=True):
+    """A token of the answer, with the likeliest tokens in its place."""
+
+    top_logprobs: list[LikelyToken] | UnsetType = UNSET
+    top_probs: list[LikelyToken] | UnsetType = UNSET
+
+
+def _always(value: object) -> Meta:
+    """Annotate a field that has the same value in every response."""
+    return Meta(extra_json_schema={"const": value})
+
+
+class GenerationSettings(msgspec.Struct, kw_only=True, frozen=True):
+    """The settings of an answer. Samplers that this server lacks are reported as off."""
+
+    n_predict: int
+    max_tokens: int
+    seed: Annotated[int, Meta(description="The request's; 4294967295 for a random one.")]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    repeat_last_n: int = -1
+    presence_penalty: float
+    frequency_penalty: float
+    stop: list[str]
+    ignore_eos: bool
+    stream: bool
+    n_probs: int
+    grammar: str
+    samplers: list[str]
+    timings_per_token: bool
+    n_keep: Annotated[int, _always(0)] = 0
+    n_discard: Annotated[int, _always(0)] = 0
+    min_keep: Annotated[int, _always(0)] = 0
+    dynatemp_range: Annotated[float, _always(0)] = 0.0
+    typical_p: Annotated[float, _always(1)] = 1.0
+    top_n_sigma: Annotated[float, _always(-1)] = -1.0
+    xtc_probability: Annotated[float, _always(0)] = 0.0
+    dry_multiplier: Annotated[float, _always(0)] = 0.0
+    mirostat: Annotated[int, _always(0)] = 0
+    post_sampling_probs: bool
+    lora: Annotated[list[dict[str, Any]], Meta(max_length=0)] = []
+
+
+class LlamaCompletion(msgspec.Struct, kw_only=True, frozen=True):
+    """A complete answer, or the last event of a stream, which has no text.
+
+    `tokens_evaluated` counts the prompt's tokens, `tokens_cached` the tokens of prompt and answer.
+    """
+
+    index: int
+    content: str
+    tokens: list[int]
+    id_slot: int
+    stop: Annotated[bool, Meta(extra_json_schema={"const": True})] = True
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    generation_settings: GenerationSettings
+    prompt: str
+    has_new_line: bool
+    truncated: bool
+    stop_type: Literal["eos", "word", "limit"]
+    stopping_word: str
+    tokens_cached: int
+    timings: LlamaTimings
+    completion_probabilities: list[ScoredToken] | UnsetType = UNSET
+    schema_miss: SchemaMiss = UNSET
+
+
+class Verbose:
+    """Makes the `__verbose` field of each answer, if the request has `verbose`."""
+
+    def __init__(self, reply: ResponseInfo) -> None:
+        """Describe the answers of `reply`."""
+        self._reply = reply
+        self._tokens: dict[int, list[int]] = {}  # by choice
+
+    def begin(self, event: ChoiceStarted) -> None:
+        """Note that a choice has started."""
+        self._tokens[event.choice] = event.tokens
+
+    def body(self, event: ChoiceEnded) -> LlamaCompletion | UnsetType:
+        """Return a complete answer with its prompt and special tokens; UNSET if not requested."""
+        reply = self._reply
+        job = reply.job
+        if not job.is_verbose:
+            return UNSET
+        tokenizer = reply.tokenizer
+        tokens = self._tokens[event.choice]
+        usage = event.usage
+        if tokens and tokens[-1] in tokenizer.eos_ids:
+            tokens = tokens[:-1]
+        text = tokenizer.decode(tokens, skip_special=False)
+        limit = -1 if job.params.max_tokens is None else job.params.max_tokens
+        settings = settings_of(
+            job.params,
+            limit=limit,
+            stream=job.stream,
+            num_probs=job.params.logprobs or 0,
+            samplers=list(SAMPLERS),
+            timings_per_token=job.llama_timings,
+        )
+        is_cut = event.reason is FinishReason.LENGTH
+        word = event.stop if isinstance(event.stop, str) else ""
+        return LlamaCompletion(
+            index=event.choice,
+            content=text,
+            tokens=tokens,
+            id_slot=NO_SLOT,
+            model=reply.model,
+            tokens_predicted=usage.completion_tokens,
+            tokens_evaluated=usage.prompt_tokens,
+            generation_settings=settings,
+            prompt=tokenizer.decode(
+                reply.prompts[event.choice // job.params.n], skip_special=False
+            ),
+            has_new_line="\n" in text,
+            truncated=is_cut and usage.completion_tokens != limit,
+            stop_type="limit" if is_cut else "word" if word else "eos",
+            stopping_word=word,
+            tokens_cached=usage.prompt_tokens + usage.completion_tokens,
+            timings=final_timings(usage, event.timings),
+        )
+
+
+def settings_of(
+    params: SamplingParams,
+    *,
+    limit: int,
+    stream: bool,
+    num_probs: int,
+    samplers: list[str],
+    timings_per_token: bool,
+    post_sampling_probs: bool = False,
+) -> GenerationSettings:
+    """Return the settings of an answer.
+
+    Args:
+        params: the sampling parameters.
+        limit: the maximum number of tokens; -1 for no limit.
+        stream: whether the answer is streamed.
+        num_probs: the number of likely tokens that are reported for each token.
+        samplers: the names of the samplers that are on, in the order of their use.
+        timings_per_token: whether each event of a stream has the timings so far.
+        post_sampling_probs: whether probabilities are reported after all samplers.
+    """
+    constraint = params.constraint
+    values = params.values
+    return GenerationSettings(
+        n_predict=limit,
+        max_tokens=limit,
+        seed=RANDOM_SEED if params.seed is None else params.seed,
+        temperature=values.temperature,
+        top_k=values.top_k,
+        top_p=values.top_p,
+        min_p=values.min_p,
+        repeat_penalty=values.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        stop=[*params.stop],
+        ignore_eos=params.ignore_eos,
+        stream=stream,
+        n_probs=num_probs,
+        post_sampling_probs=post_sampling_probs,
+        grammar=constraint.text if constraint and constraint.notation == "grammar" else "",
+        samplers=samplers,
+        timings_per_token=timings_per_token,
+    )

@@ -1,0 +1,321 @@
+"""The prompts of generation requests: chat messages, and texts with token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Protocol
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from twostroke.core.errors import RequestError
+from twostroke.core.frozen import Frozen
+from twostroke.engine.chat.messages import ROLES
+from twostroke.engine.chat.reasoning import AS_IT_IS, Thinking
+from twostroke.engine.prompts import encode_parts
+from twostroke.server.body import field
+from twostroke.server.body.lenient import ignored_item
+from twostroke.server.generation.job import MAX_MESSAGES, Conversation
+from twostroke.server.http.errors import MissingFieldError
+from twostroke.server.protocols.common.tools import arguments_text, custom_arguments
+
+if TYPE_CHECKING:
+    from twostroke.engine.chat.tools import Tools
+    from twostroke.engine.model_card import ModelCard
+
+_EMPTY_VALUES: Final[tuple[object, ...]] = (False, 0, "", [], {})
+
+
+class TextPart(field.TaggedObject, tag="text"):
+    """A text part of a message's content; other types of parts are refused."""
+
+    other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
+
+    text: str
+
+
+class RefusalPart(field.TaggedObject, tag="refusal"):
+    """A part of an assistant's message in which the model refused to answer."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The text of the refusal."""
+        return self.refusal
+
+
+class InputTextPart(TextPart, tag="input_text"):
+    """A text part, by the type that `/v1/responses` has for input."""
+
+
+class OutputTextPart(TextPart, tag="output_text"):
+    """A text part, by the type that `/v1/responses` has for output."""
+
+
+class CalledFunction(msgspec.Struct):
+    """A called function, with its arguments as JSON text or as an object; null for none."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class CalledCustom(msgspec.Struct):
+    """A called custom tool, with its input."""
+
+    name: str
+    input: str
+
+
+class ToolCall(msgspec.Struct):
+    """A tool call of an earlier answer: of a `function`, or of a `custom` tool.
+
+    Calls of other types ran on another server; they are left out together with their results.
+    """
+
+    function: CalledFunction | None = None
+    id: str | None = None
+    type: Annotated[str, field.doc("", enum=["function", "custom"])] = "function"
+    custom: CalledCustom | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this server knows the call's type, so that the model sees the call."""
+        return self.type in {"function", "custom"}
+
+
+class ChatMessage(field.RequestObject):
+    """A message; it may have the fields of this server's answers, which SDKs send back."""
+
+    role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
+    content: Annotated[
+        str
+        | Annotated[
+            list[TextPart | InputTextPart | OutputTextPart | RefusalPart],
+            field.PARTS,
+        ]
+        | None,
+        field.doc("Required, except in an assistant's message."),
+    ] = None
+    name: str | None = None
+    reasoning_content: Annotated[str | None, field.doc("An assistant's reasoning.")] = None
+    reasoning: Annotated[str | None, field.doc("The same as `reasoning_content`.")] = None
+    tool_calls: Annotated[list[ToolCall] | None, field.doc("An assistant's calls.")] = None
+    tool_call_id: Annotated[str | None, field.doc("In a tool's message: its call.")] = None
+    refusal: Annotated[
+        str | None, field.doc("An assistant's refusal, which is text."), field.DROPPABLE
+    ] = None
+    annotations: field.SentBack = None
+    audio: Annotated[Any, field.unsupported(*_EMPTY_VALUES)] = None
+    function_call: Annotated[
+        CalledFunction | None,
+        field.doc("An assistant's call, as it was before `tool_calls`."),
+        field.DROPPABLE,
+    ] = None
+
+
+Messages = Annotated[
+    list[ChatMessage],
+    Meta(min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest first."),
+]
+
+
+OpensTurn = Annotated[
+    bool | None, field.doc("Begin the assistant's turn after the messages; true if left out.")
+]
+
+
+ContinuesLast = Annotated[bool | None, field.doc("Continue the last message.")]
+
+
+class ConversationFields(Protocol):
+    """The fields of a conversation that several requests have."""
+
+    messages: list[ChatMessage]
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def to_conversation(
+    messages: list[ChatMessage],
+    tools: Tools | None,
+    *,
+    opens_turn: bool | None,
+    continues: bool | None,
+    thinking: Thinking = AS_IT_IS,
+) -> Conversation:
+    """Return a conversation for the chat template.
+
+    Args:
+        messages: the messages of the request.
+        tools: the tools of the request.
+        opens_turn: the field `add_generation_prompt`.
+        continues: the field `continue_final_message`.
+        thinking: the options for the model's reasoning.
+
+    Raises:
+        RequestError: a message is not valid, or `opens_turn` and `continues` are both true.
+    """
+    if opens_turn and continues:
+        reason = "cannot be combined with add_generation_prompt: leave one of them out."
+        raise RequestError(reason, field="continue_final_message")
+    messages = [_with_newer_names(message) for message in messages]
+    _check_tool_results(messages)
+    unknown_calls = {
+        call.id: ignored_item(f"messages[{index}].tool_calls[{number}]", call.type)
+        for index, message in enumerate(messages)
+        for number, call in enumerate(message.tool_calls or ())
+        if not call.is_known
+    }
+    template_messages = tuple(
+        _to_template_message(index, message)
+        for index, message in enumerate(messages)
+        if message.role != "tool" or message.tool_call_id not in unknown_calls
+    )
+    return Conversation(
+        template_messages,
+        tools.shown if tools is not None else (),
+        continues=bool(continues),
+        has_turn=opens_turn is not False,
+        thinking=thinking,
+        ignored=tuple(unknown_calls.values()),
+    )
+
+
+def to_thinking(variables: dict[str, Any] | None, effort: str | None = None) -> Thinking:
+    """Return the request's options for the model's reasoning."""
+    if not variables and effort is None:
+        return AS_IT_IS
+    return Thinking(effort=effort, param="reasoning_effort", variables=variables or {})
+
+
+def continues_in_llama_server(request: ConversationFields) -> bool | None:
+    """Return whether the answer continues the last message, by llama-server's rules.
+
+    Without `add_generation_prompt` and `continue_final_message`, an answer continues a last message
+    that is an assistant's text.
+
+    Raises:
+        RequestError: the last two messages are both the assistant's.
+    """
+    is_open = request.add_generation_prompt is None and request.continue_final_message is None
+    last = request.messages[-1]
+    if not is_open or last.role != "assistant":
+        return request.continue_final_message
+    if len(request.messages) > 1 and request.messages[-2].role == "assistant":
+        reason = "must not end with two messages of the role assistant: join them."
+        raise RequestError(reason, field="messages")
+    return not last.tool_calls and not last.function_call
+
+
+def _with_newer_names(message: ChatMessage) -> ChatMessage:
+    """Return a message with `function_call` and the role `function` replaced by their new names."""
+    if message.function_call is not None and not message.tool_calls:
+        calls = [ToolCall(message.function_call)]
+        return replace(message, function_call=None, tool_calls=calls)
+    return replace(message, role="tool") if message.role == "function" else message
+
+
+def _check_tool_results(messages: list[ChatMessage]) -> None:
+    """Check that each tool's result has the id of an earlier call.
+
+    A result without an id is valid after any call, since some clients send no ids at all.
+
+    Raises:
+        RequestError: there is no earlier call, or none with this id.
+    """
+    call_ids = set[str | None]()
+    for index, message in enumerate(messages):
+        call_ids.update(call.id for call in message.tool_calls or ())
+        id_ = message.tool_call_id
+        if message.role == "tool" and id_ not in call_ids and (id_ is not None or not call_ids):
+            reason = "must be the id of an earlier call, and there is none."
+            raise RequestError(reason, field=f"messages[{index}].tool_call_id")
+
+
+def _to_template_message(message_index: int, message: ChatMessage) -> dict[str, Any]:
+    """Return a message in the form that chat templates read.
+
+    Raises:
+        RequestError: a field does not suit the message's role, or a required field is missing.
+    """
+    path = f"messages[{message_index}]"
+    reasoning = message.reasoning_content or message.reasoning
+    for name, value, role in (
+        ("tool_calls", message.tool_calls, "assistant"),
+        ("tool_call_id", message.tool_call_id, "tool"),
+        ("reasoning_content", reasoning, "assistant"),
+    ):
+        if value and message.role != role:
+            reason = f"belongs to a message of the role {role}."
+            raise RequestError(reason, field=f"{path}.{name}")
+    if message.content is None and message.role not in {"assistant", "tool"}:
+        raise MissingFieldError("is missing.", field=f"{path}.content")
+    content = message.content or message.refusal or ""
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    template_message: dict[str, Any] = {"role": message.role, "content": text}
+    calls = [
+        _to_template_call(call, f"{path}.tool_calls[{index}]")
+        for index, call in enumerate(message.tool_calls or ())
+        if call.is_known
+    ]
+    if calls:
+        template_message["tool_calls"] = calls
+    optional_fields = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": reasoning or None,
+    }
+    return template_message | {
+        key: value for key, value in optional_fields.items() if value is not None
+    }
+
+
+def _to_template_call(call: ToolCall, path: str) -> dict[str, Any]:
+    """Return a call in the form that chat templates read; custom tools appear as functions."""
+    function = call.function
+    if call.custom is not None:
+        function = CalledFunction(call.custom.name, custom_arguments(call.custom.input))
+    if function is None:
+        raise MissingFieldError("is missing.", field=f"{path}.function")
+    arguments = arguments_text(function.arguments)
+    function_fields = {"name": function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function_fields}
+
+
+def split_prompts(
+    value: str | list[str | int | list[int]], field_name: str
+) -> tuple[str | list[int], ...]:
+    """Return the prompts of a field that takes one prompt or a list of prompts.
+
+    A prompt is a text or a list of token ids. `field_name` is for errors.
+
+    Raises:
+        RequestError: the list is empty, or mixes token ids with texts or lists.
+    """
+    if isinstance(value, str):
+        return (value,)
+    if not value:
+        raise RequestError(f"is an empty list: give at least one {field_name}.", field=field_name)
+    ids = [part for part in value if isinstance(part, int)]
+    if ids and len(ids) < len(value):
+        reason = "mixes token ids with texts or lists: "
+        reason += f"give one {field_name} or a list of {field_name}s."
+        raise RequestError(reason, field=field_name)
+    return (ids,) if ids else tuple(part for part in value if not isinstance(part, int))
+
+
+class Mixed(Frozen):
+    """A prompt of texts and token ids that are joined; `parse_special` as in `Job`."""
+
+    parts: tuple[int | str, ...]
+    parse_special: bool | None = None
+
+    def encode(self, card: ModelCard) -> list[int]:
+        """Return the token ids; a text at the beginning gets the model's begin token.
+
+        Raises:
+            ContextLengthError: there are more tokens than the context can hold.
+        """
+        return encode_parts(card, self.parts, parse_special=self.parse_special)
