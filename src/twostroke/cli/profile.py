@@ -75,7 +75,7 @@ def command(model: str, as_json: bool, plot: Path | None, **values: Any) -> None
     On several ranks (--tensor-parallel and others) the times are those of each rank, with what it
     waits for others, and the time in collectives is compared with what the engine predicts.
     """
-    from twostroke.lab.measure.profile import Wanted, profile
+    from twostroke.lab.measure.profile import ProfileOptions, profile
     from twostroke.lab.measure.single_step import Shape
 
     check_file(plot, "plot", PLOT_SUFFIXES)
@@ -87,7 +87,7 @@ def command(model: str, as_json: bool, plot: Path | None, **values: Any) -> None
     options = engine_options(values, model)
     if plot is not None and options.parallel.num_ranks > 1:
         raise UsageError("--plot draws the operations of one process: leave it out, or the ranks.")
-    measurement = Wanted(
+    measurement = ProfileOptions(
         tuple(shapes), values["steps"], values["layers"], options.compute, options.cache
     )
 

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from twostroke.backends.parallel.predicted_speed import LinkSpeed, TimeShares
     from twostroke.core.distributed_options import ParallelOptions
-    from twostroke.lab.measure.profile import Wanted
+    from twostroke.lab.measure.profile import ProfileOptions
     from twostroke.lab.measure.rank_profile import RanksProfile, RankTime
 
 
 def show_ranks(
     model: str,
-    wanted: Wanted,
+    wanted: ProfileOptions,
     parallel: ParallelOptions,
     notice: Callable[[str], None],
     *,

@@ -15,7 +15,7 @@ from twostroke.core.options import CacheOptions, ComputeOptions
 from twostroke.core.request import NO_PAGE
 from twostroke.lab.measure import profile as module
 from twostroke.lab.measure import single_step
-from twostroke.lab.measure.profile import StepProfile, Wanted, profile
+from twostroke.lab.measure.profile import ProfileOptions, StepProfile, profile
 from twostroke.lab.measure.report_text import labels
 from twostroke.lab.measure.single_step import Shape, SingleStep
 from twostroke.model.families import build_program
@@ -45,7 +45,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return write_tiny_gguf(folder / "tiny.gguf", tiny_of(request.param))
 
 
-def profiles_of(path: Path, wanted: Wanted) -> list[StepProfile]:
+def profiles_of(path: Path, wanted: ProfileOptions) -> list[StepProfile]:
     return list(profile(str(path), wanted, lambda text: None))
 
 
@@ -71,7 +71,7 @@ def test_a_step_draws_what_its_requests_draw_alone(path: Path, shape: Shape) -> 
 def test_the_beginning_of_a_long_context_stands_for_the_rest(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(single_step, "_FILLED", 32)
+    monkeypatch.setattr(single_step, "_MAX_COMPUTED_CONTEXT", 32)
     loaded = load_path(path)
     program = build_program(loaded.spec)
     backend = CpuBackend(program, loaded.tensors, 200, 16, 2, level="portable")
@@ -100,7 +100,7 @@ def test_rows_add_up_to_the_cost_of_the_step(path: Path, kv_format: str) -> None
     program = build_program(loaded.spec)
     sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
     model = CostModel(program, sizes, FORMATS[kv_format], stops_rows=True)
-    wanted = Wanted(SHAPES, num_steps=2, cache=CacheOptions(kv_format=kv_format))
+    wanted = ProfileOptions(SHAPES, num_steps=2, cache=CacheOptions(kv_format=kv_format))
     found = profiles_of(path, wanted)
     assert [one.shape for one in found] == list(SHAPES)
     for one in found:
@@ -113,8 +113,8 @@ def test_rows_add_up_to_the_cost_of_the_step(path: Path, kv_format: str) -> None
 
 def test_rows_of_layers_are_the_rows_of_all_taken_apart(path: Path) -> None:
     shapes = SHAPES[1:2]
-    [whole] = profiles_of(path, Wanted(shapes, num_steps=1))
-    [apart] = profiles_of(path, Wanted(shapes, num_steps=1, by_layer=True))
+    [whole] = profiles_of(path, ProfileOptions(shapes, num_steps=1))
+    [apart] = profiles_of(path, ProfileOptions(shapes, num_steps=1, by_layer=True))
     assert {row.label.layer for row in whole.operations} == {None}
     layers = build_program(load_path(path).spec).cache_layers
     assert {row.label.layer for row in apart.operations} == {None, *range(len(layers))}
@@ -125,13 +125,13 @@ def test_rows_of_layers_are_the_rows_of_all_taken_apart(path: Path) -> None:
 
 
 def test_rounds_go_through_all_shapes_and_share_the_steps(path: Path) -> None:
-    found = profiles_of(path, Wanted(SHAPES[:2], num_steps=5, rounds=3))
+    found = profiles_of(path, ProfileOptions(SHAPES[:2], num_steps=5, rounds=3))
     assert [one.shape for one in found] == [*SHAPES[:2]] * 3
     assert {one.num_steps for one in found} == {2}
 
 
 def test_what_to_mend_is_farthest_above_its_floor(path: Path) -> None:
-    for one in profiles_of(path, Wanted(SHAPES[:1], num_steps=1)):
+    for one in profiles_of(path, ProfileOptions(SHAPES[:1], num_steps=1)):
         assert one.worst.above_s == max(row.above_s for row in one.operations)
         assert one.step_s == one.run_s.median + one.scheduler_s
 
@@ -182,15 +182,15 @@ def test_a_context_beyond_the_model_s_is_refused(path: Path) -> None:
         (Shape.prefill(length), "--prefill"),
     ):
         with pytest.raises(UsageError, match=f"{knob} may be up to {length - shape.num_written}"):
-            profiles_of(path, Wanted((shape,)))
+            profiles_of(path, ProfileOptions((shape,)))
 
 
 def test_streams_that_do_not_fit_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "memory_free", lambda *given: 10**9)
     with pytest.raises(MemoryLimitError, match="lower --streams or --context"):
-        profiles_of(path, Wanted((Shape.decode(1 << 20, 400), Shape.prefill(8))))
+        profiles_of(path, ProfileOptions((Shape.decode(1 << 20, 400), Shape.prefill(8))))
 
 
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(UsageError, match="no instruction-set level 'avx9'"):
-        next(profile("x", Wanted(SHAPES, compute=ComputeOptions(level="avx9")), print))
+        next(profile("x", ProfileOptions(SHAPES, compute=ComputeOptions(level="avx9")), print))

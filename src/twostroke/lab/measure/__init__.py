@@ -1,1 +1,1 @@
-"""Measures how fast a model runs here and how near its answers are to the right ones."""
+"""Measures the speed of a model on this machine, and the divergence of its outputs."""

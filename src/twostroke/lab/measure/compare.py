@@ -1,4 +1,4 @@
-"""Measures on a text how far readers, formats and models differ from the right answers."""
+"""Compares logits of backends, number formats and models with the expected logits on a text."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
     Array = NDArray[np.float32]
     Notice = Callable[[str], None]
 
-# How near a reader must be to the reference.
+# Limits for the difference between a backend and the reference.
 MAX_MEAN_KL: Final = 1e-3  # nats
 MIN_TOP1_AGREEMENT: Final = 0.98
 MAX_PERPLEXITY_CHANGE: Final = 0.005
 
-_PIECE = 1024  # tokens
+_MAX_PIECE_TOKENS = 1024
 
 
 class Subject(Frozen):
-    """A model, and how it is read."""
+    """A model and the options with which it is loaded."""
 
     model: str
     compute: ComputeOptions
@@ -60,10 +60,11 @@ class Subject(Frozen):
 
 
 class ComparisonReport(Frozen):
-    """One subject against the one that counts as right.
+    """Comparison of one subject with the expected logits.
 
-    `drift[i]` is the root mean square of the difference of the hidden states after layer i, over
-    that of the right ones; () where layers are not alike. `rows_per_s` is the speed of scoring.
+    `drift[i]` is the root mean square difference of the hidden states after layer i, divided by the
+    root mean square of the expected states; () if layers have other shapes. `rows_per_s` is the
+    speed of scoring. `generated`: rows were computed as decode steps, not as a prompt.
     """
 
     name: str
@@ -74,153 +75,160 @@ class ComparisonReport(Frozen):
 
     @property
     def is_within_limits(self) -> bool:
-        """Whether KL, agreement and perplexity are within this module's limits."""
-        it = self.comparison
+        """Whether KL, agreement and perplexity are within the limits of this module."""
+        comparison = self.comparison
         return (
-            it.mean_kl < MAX_MEAN_KL
-            and it.top1_agreement >= MIN_TOP1_AGREEMENT
-            and it.perplexity_change <= MAX_PERPLEXITY_CHANGE
+            comparison.mean_kl < MAX_MEAN_KL
+            and comparison.top1_agreement >= MIN_TOP1_AGREEMENT
+            and comparison.perplexity_change <= MAX_PERPLEXITY_CHANGE
         )
 
 
 def held_out_text() -> str:
-    """Return some 2,000 tokens of prose and code that no model was trained on."""
+    """Return about 2,000 tokens of prose and code that no model was trained on."""
     return (
         resources.files("twostroke.lab.measure").joinpath("heldout.txt").read_text(encoding="utf-8")
     )
 
 
 def pieces_of(
-    text: str, models: Sequence[str], length: int | None = None, most: int | None = None
+    text: str, models: Sequence[str], length: int | None = None, max_tokens: int | None = None
 ) -> list[list[int]]:
-    """Return the text as token ids in pieces of `length`, at most `most` tokens of it in all.
+    """Return the first `max_tokens` tokens of a text as sequences of `length` tokens.
 
-    Without a `length` pieces are as long as the models' contexts allow, up to 1,024 tokens. Each
-    piece begins with what the first model's prompts begin with: Gemma without its <bos> is another
-    model.
+    Without a `length`, sequences are as long as the models' contexts allow, up to 1,024 tokens.
+    Each sequence begins with the first model's prefix (such as <bos>), as prompts do.
 
     Raises:
-        UsageError: the models cut the text into different tokens, or it has fewer than two.
+        UsageError: the models split the text into different tokens, or it has fewer than two.
     """
     loaded = [load(model) for model in models]
     tokenizers = [build_tokenizer(model) for model in loaded]
     first, *others = (tokenizer.encode(text) for tokenizer in tokenizers)
     begin = tokenizers[0].prefix_ids
-    length = length or min(_PIECE, *(model.spec.context_length for model in loaded))
+    length = length or min(_MAX_PIECE_TOKENS, *(model.spec.context_length for model in loaded))
     for model, tokens in zip(models[1:], others, strict=True):
         if tokens != first:
             raise UsageError(
                 f"{models[0]} and {model} cut text into different tokens: only models with the "
                 "same vocabulary can be compared."
             )
-    tokens = first[:most]
-    num_own = max(length - len(begin), 1)
-    cut = [tokens[i : i + num_own] for i in range(0, len(tokens), num_own)]
-    kept = [[*begin, *piece] for piece in cut if len(piece) > 1]
-    if not kept:
+    tokens = first[:max_tokens]
+    num_text_tokens = max(length - len(begin), 1)
+    pieces = [tokens[i : i + num_text_tokens] for i in range(0, len(tokens), num_text_tokens)]
+    pieces = [[*begin, *piece] for piece in pieces if len(piece) > 1]
+    if not pieces:
         raise UsageError(f"The text has {len(tokens)} tokens, and at least 2 are needed.")
-    return kept
+    return pieces
 
 
 def compare_subjects(
-    right: Subject, others: Sequence[Subject], pieces: Sequence[list[int]], notice: Notice
+    expected: Subject, others: Sequence[Subject], pieces: Sequence[list[int]], notice: Notice
 ) -> Iterator[ComparisonReport]:
-    """Yield a report for each of the others, and two for a reader with two kinds of rows.
+    """Yield a report on each of the `others`, compared with the `expected` subject.
 
-    One model at a time is in memory; the logits of the right one are in a temporary file.
-    `notice(name)` is called before each is read. Subjects that cannot run here are refused before
-    the first is read.
+    Two reports if a backend computes prompt rows and generated rows differently. Only one model at
+    a time is in memory; the expected logits are in a temporary file. `notice` gets a name before
+    each report. All subjects are checked before the first is loaded.
 
     Raises:
+        BackendError: a subject cannot run here.
         TwostrokeError: the disk is too small, or logits are not finite.
     """
-    for subject in (right, *others):
+    for subject in (expected, *others):
         check_can_run(subject.compute)
     with tempfile.TemporaryFile() as file:
-        answers = _read_right(right, pieces, file, notice)
+        results = _score_expected(expected, pieces, file, notice)
         for other in others:
-            yield from _read_other(other, answers, pieces, notice)
+            yield from _score_other(other, results, pieces, notice)
 
 
-class _Answers(Frozen):
-    """The right logits of each piece, and the hidden states of the first."""
+class _ExpectedResults(Frozen):
+    """Expected logits of each sequence, and the hidden states of the first sequence by layer."""
 
     logits: list[Array]
     hidden: list[Array]
 
 
-def _read_right(
+def _score_expected(
     subject: Subject, pieces: Sequence[list[int]], file: Any, notice: Notice
-) -> _Answers:
-    program, backend = _open(subject, max(map(len, pieces)))
+) -> _ExpectedResults:
+    program, backend = _open_backend(subject, max(map(len, pieces)))
     notice(backend.facts.name)
     try:
         logits: list[Array] = []
         for piece in pieces:
-            scored = _finite(backend.score(piece), subject)
+            piece_logits = _check_finite(backend.score(piece), subject)
             offset = file.seek(0, 2)
             try:
-                scored.tofile(file)
+                piece_logits.tofile(file)
             except OSError:
-                needed = sum(map(len, pieces)) * scored.shape[1] * 4 / 1e6
+                needed = sum(map(len, pieces)) * piece_logits.shape[1] * 4 / 1e6
                 raise TwostrokeError(
-                    f"The disk is full: the right answers need {needed:,.0f} MB in "
+                    f"The disk is full: the expected logits need {needed:,.0f} MB in "
                     f"{tempfile.gettempdir()!r}. Set TMPDIR to another folder, or lower --tokens."
                 ) from None
-            logits.append(np.memmap(file, np.float32, "r", offset, scored.shape))
-        return _Answers(logits, _hidden(backend, program, pieces[0], generated=False))
+            logits.append(np.memmap(file, np.float32, "r", offset, piece_logits.shape))
+        return _ExpectedResults(logits, _hidden(backend, program, pieces[0], generated=False))
     finally:
         backend.close()
 
 
-def _finite(logits: Array, subject: Subject) -> Array:
+def _check_finite(logits: Array, subject: Subject) -> Array:
     if np.isfinite(logits).all():
         return logits
     raise TwostrokeError(
-        f"{subject.model}: the {subject.compute.backend} reader computes logits that are not "
+        f"{subject.model}: the {subject.compute.backend} backend computes logits that are not "
         "finite. The weights may be damaged."
     )
 
 
-def _read_other(
-    subject: Subject, right: _Answers, pieces: Sequence[list[int]], notice: Notice
+def _score_other(
+    subject: Subject, expected: _ExpectedResults, pieces: Sequence[list[int]], notice: Notice
 ) -> Iterator[ComparisonReport]:
-    program, backend = _open(subject, max(map(len, pieces)))
+    program, backend = _open_backend(subject, max(map(len, pieces)))
     try:
         name = f"{backend.facts.name}, {backend.facts.full_detail}"
-        kinds = {name: False}
+        row_kinds = {name: False}
         if not backend.facts.one_arithmetic:
-            kinds = {f"{name}, prompt rows": False, f"{name}, generated rows": True}
-        for line, generated in kinds.items():
-            notice(line)
-            comparison, seconds = _compared(backend, subject, right, pieces, generated=generated)
-            drift = _drift(right.hidden, _hidden(backend, program, pieces[0], generated=generated))
-            rows_per_s = sum(map(len, pieces)) / seconds
-            yield ComparisonReport(line, comparison, drift, rows_per_s, generated)
+            row_kinds = {f"{name}, prompt rows": False, f"{name}, generated rows": True}
+        for row_name, generated in row_kinds.items():
+            notice(row_name)
+            comparison, seconds = _compare_pieces(
+                backend, subject, expected, pieces, generated=generated
+            )
+            hidden = _hidden(backend, program, pieces[0], generated=generated)
+            yield ComparisonReport(
+                row_name,
+                comparison,
+                drift=_drift(expected.hidden, hidden),
+                rows_per_s=sum(map(len, pieces)) / seconds,
+                generated=generated,
+            )
     finally:
         backend.close()
 
 
-def _compared(
+def _compare_pieces(
     backend: Backend,
     subject: Subject,
-    right: _Answers,
+    expected: _ExpectedResults,
     pieces: Sequence[list[int]],
     *,
     generated: bool,
 ) -> tuple[LogitsComparison, float]:
-    """Score all pieces; return the comparison and the seconds that scoring took."""
+    """Score all sequences; return the comparison and the seconds that scoring took."""
     seconds = 0.0
 
-    def scored(piece: list[int]) -> Array:
+    def score(piece: list[int]) -> Array:
         nonlocal seconds
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         logits = backend.score(piece, generated=generated)
-        seconds += time.perf_counter() - began
-        return _finite(logits, subject)
+        seconds += time.perf_counter() - start_s
+        return _check_finite(logits, subject)
 
-    both = zip(right.logits, pieces, strict=True)
-    comparison = compare((answer, scored(piece), piece) for answer, piece in both)
+    pairs = zip(expected.logits, pieces, strict=True)
+    comparison = compare((logits, score(piece), piece) for logits, piece in pairs)
     return comparison, seconds
 
 
@@ -231,16 +239,16 @@ def _hidden(
     return [values[name] for name in program.layer_outputs]
 
 
-def _drift(right: Sequence[Array], other: Sequence[Array]) -> tuple[float, ...]:
-    if [x.shape for x in right] != [x.shape for x in other]:
+def _drift(expected: Sequence[Array], actual: Sequence[Array]) -> tuple[float, ...]:
+    if [states.shape for states in expected] != [states.shape for states in actual]:
         return ()
     return tuple(
         float(np.linalg.norm(b.astype(np.float64) - a) / np.linalg.norm(a.astype(np.float64)))
-        for a, b in zip(right, other, strict=True)
+        for a, b in zip(expected, actual, strict=True)
     )
 
 
-def _open(subject: Subject, length: int) -> tuple[Program, Backend]:
+def _open_backend(subject: Subject, length: int) -> tuple[Program, Backend]:
     loaded = load(subject.model)
     program = build_program(loaded.spec)
     compute = resolve_activation_bits(subject.compute, loaded, program)

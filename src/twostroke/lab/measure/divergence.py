@@ -1,4 +1,4 @@
-"""How much two sets of logits for the same tokens differ."""
+"""Differences between two sets of logits for the same tokens."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float32]
 
-_CHUNK_VALUES = 1 << 22  # logits that are widened to float64 at once
-_HIGH = 0.999
+_CHUNK_VALUES = 1 << 22  # logits that are converted to float64 at a time
+_HIGH_QUANTILE = 0.999
 
 
 class LogitsComparison(Frozen):
-    """One reader's logits against those of another that counts as right.
+    """Logits of a subject compared with the expected ("right") logits, as stored in reports.
 
-    `mean_kl` is the mean Kullback-Leibler divergence KL(right || other) of the next-token
-    distributions in nats, `high_kl` is exceeded by one row in a thousand; `top1_agreement` is the
-    share of rows with the same likeliest token; perplexities are of the text itself.
-    `mean_logprob_change` and `max_logprob_change` are the mean and the largest absolute difference
-    of the log-probabilities of the text's tokens in nats.
+    Attributes:
+        num_rows: number of rows.
+        mean_kl, max_kl: Kullback-Leibler divergence KL(right || other) of the next-token
+            distributions, in nats.
+        top1_agreement: share of rows with the same most likely token.
+        perplexity, right_perplexity: perplexity of the text by both sets of logits.
+        high_kl: divergence that one row in a thousand exceeds.
+        mean_logprob_change, max_logprob_change: absolute difference of the log-probabilities of the
+            text's tokens, in nats.
     """
 
     num_rows: int
@@ -36,17 +40,17 @@ class LogitsComparison(Frozen):
     top1_agreement: float
     perplexity: float
     right_perplexity: float
-    high_kl: float = math.nan  # not in the oldest results, nor are the following
+    high_kl: float = math.nan  # the oldest reports do not have this field and the next ones
     mean_logprob_change: float = math.nan
     max_logprob_change: float = math.nan
 
     @property
     def perplexity_change(self) -> float:
-        """How much the perplexity differs, as a share of the right one."""
+        """Relative difference of the perplexities."""
         return abs(self.perplexity / self.right_perplexity - 1)
 
     def cells(self) -> tuple[str, ...]:
-        """Return KL (mean, largest), agreement, and perplexity with its change, for tables."""
+        """Return mean and largest KL, agreement, perplexity and its change, as table cells."""
         return (
             f"{self.mean_kl:.1e}",
             f"{self.max_kl:.1e}",
@@ -57,10 +61,11 @@ class LogitsComparison(Frozen):
 
 
 def compare(pieces: Iterable[tuple[Array, Array, Sequence[int]]]) -> LogitsComparison:
-    """Compare (right, other, tokens) of several sequences, at least one of them of two tokens.
+    """Compare logits of several sequences; at least one sequence must have two tokens.
 
-    Logits are (len(tokens), vocab_size). Row i predicts token i + 1, so a sequence's last row
-    counts for KL and agreement but not for the perplexity.
+    Each item is (expected logits, other logits, tokens); logits are (len(tokens), vocab_size). Row
+    i predicts token i + 1, so the last row of a sequence counts for KL and agreement, but not for
+    the perplexity.
     """
     num_rows = num_predicted = agreeing = 0
     right_nats = other_nats = 0.0
@@ -82,15 +87,15 @@ def compare(pieces: Iterable[tuple[Array, Array, Sequence[int]]]) -> LogitsCompa
             other_nats -= float(other_logprobs.sum())
             logprob_changes.append(np.abs(other_logprobs - right_logprobs))
             num_predicted += len(following)
-    every, changes = np.concatenate(divergences), np.concatenate(logprob_changes)
+    all_divergences, changes = np.concatenate(divergences), np.concatenate(logprob_changes)
     return LogitsComparison(
         num_rows=num_rows,
-        mean_kl=float(every.mean()),
-        max_kl=float(every.max()),
+        mean_kl=float(all_divergences.mean()),
+        max_kl=float(all_divergences.max()),
         top1_agreement=agreeing / num_rows,
         perplexity=float(np.exp(other_nats / num_predicted)),
         right_perplexity=float(np.exp(right_nats / num_predicted)),
-        high_kl=float(np.quantile(every, _HIGH)),
+        high_kl=float(np.quantile(all_divergences, _HIGH_QUANTILE)),
         mean_logprob_change=float(changes.mean()),
         max_logprob_change=float(changes.max()),
     )

@@ -1,4 +1,4 @@
-"""Plots as SVG or PNG, drawn with matplotlib (extra `plots`), and the roofline of a machine."""
+"""Plots by matplotlib (extra `plots`) as SVG or PNG, and the roofline of a machine."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     Point = tuple[str, float, float, float]
 
-# Text stays text, and ids do not change from run to run.
-_AS_TEXT: Final[dict[Any, Any]] = {"svg.fonttype": "none", "svg.hashsalt": "twostroke"}
-_LABEL_ROWS: Final = 44  # labels that fit above each other
-_LEAST_FLOPS: Final = 1e-4  # of the step's: operations below it are not drawn
+# Text is not converted to outlines, and ids are the same in every run.
+_SVG_SETTINGS: Final[dict[Any, Any]] = {"svg.fonttype": "none", "svg.hashsalt": "twostroke"}
+_MAX_LABEL_ROWS: Final = 44  # labels that fit in a column
+_MIN_FLOPS_SHARE: Final = 1e-4  # of the step's FLOPs: operations below it are not drawn
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -41,20 +41,20 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as SVG or PNG, by the path's suffix; the same figure gives the same file."""
+    """Write a figure as SVG or PNG, by the path's suffix; equal figures give equal files."""
     import matplotlib as mpl
 
-    kind = path.suffix[1:].lower()
-    metadata = {"Date": None} if kind == "svg" else None
-    with mpl.rc_context(_AS_TEXT):
-        figure.savefig(path, format=kind, metadata=metadata, dpi=150)
+    file_format = path.suffix[1:].lower()
+    metadata = {"Date": None} if file_format == "svg" else None
+    with mpl.rc_context(_SVG_SETTINGS):
+        figure.savefig(path, format=file_format, metadata=metadata, dpi=150)
 
 
 def svg_element(figure: Figure, name: str) -> str:
-    """Return a figure as an SVG element for a page, whose ids begin with `name`."""
+    """Return a figure as an SVG element for an HTML page; its ids begin with `name`."""
     import matplotlib as mpl
 
-    with mpl.rc_context(_AS_TEXT | {"svg.hashsalt": name}), StringIO() as file:
+    with mpl.rc_context(_SVG_SETTINGS | {"svg.hashsalt": name}), StringIO() as file:
         figure.savefig(file, format="svg", metadata={"Date": None})
         text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
@@ -62,10 +62,10 @@ def svg_element(figure: Figure, name: str) -> str:
 
 
 def roofline(title: str, profiles: Sequence[StepProfile]) -> Figure:
-    """Return the machine's roofline with the operations under it (Williams et al., 2009).
+    """Return the machine's roofline with the operations of each step (Williams et al., 2009).
 
-    Both axes are logarithmic: FLOPs a byte, and FLOPs a second. Each step has a colour; the area
-    of a circle is the operation's share of its step.
+    Both axes are logarithmic: FLOPs per byte, and FLOPs per second. Each step has a colour; the
+    area of a circle is the operation's share of its step.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -76,12 +76,12 @@ def roofline(title: str, profiles: Sequence[StepProfile]) -> Figure:
         title=title,
         xscale="log",
         yscale="log",
-        xlabel="FLOP a byte of memory traffic (the area of a circle is its share of the step)",
+        xlabel="FLOP per byte of memory traffic (the area of a circle is its share of the step)",
         ylabel="FLOP/s",
     )
     hardware = profiles[0].hardware
-    drawn = [_points(profile) for profile in profiles]
-    points = [point for step in drawn for point in step]
+    points_by_step = [_points(profile) for profile in profiles]
+    points = [point for step_points in points_by_step for point in step_points]
     ridge = hardware.peak / hardware.bandwidth
     low = min([ridge / 30, *(intensity for _, intensity, *_ in points)]) / 1.5
     high = max([ridge * 10, *(intensity for _, intensity, *_ in points)]) * 4
@@ -89,13 +89,14 @@ def roofline(title: str, profiles: Sequence[StepProfile]) -> Figure:
     peak = f"{hardware.peak / 1e12:.2f} T operations/s, measured: {hardware.peak_kind}"
     roof = [low * hardware.bandwidth, hardware.peak, hardware.peak]
     axes.plot([low, ridge, high], roof, color="#333333", label=f"{bandwidth}; {peak}")
-    for profile, step in zip(profiles, drawn, strict=True):
-        _, intensities, rates, shares = zip(*step, strict=True) if step else ((),) * 4
+    for profile, step_points in zip(profiles, points_by_step, strict=True):
+        columns = zip(*step_points, strict=True) if step_points else ((),) * 4
+        _, intensities, rates, shares = columns
         sizes = [20 + 600 * share for share in shares]
         name = f"{profile.shape.name}: {profile.step_s * 1e3:,.2f} ms"
         axes.scatter(intensities, rates, sizes, alpha=0.75, label=name)
     bottom, top = axes.get_ylim()
-    row = (top / bottom) ** (1 / _LABEL_ROWS)
+    row = (top / bottom) ** (1 / _MAX_LABEL_ROWS)
     height = 0.0
     for label, intensity, flops_per_s, _ in sorted(points, key=lambda point: point[2]):
         height = max(flops_per_s, height * row)
@@ -113,12 +114,13 @@ def roofline(title: str, profiles: Sequence[StepProfile]) -> Figure:
 
 
 def _points(profile: StepProfile) -> list[Point]:
-    """Return label, FLOPs a byte, FLOPs a second and share of each operation that computes."""
+    """Return label, FLOPs per byte, FLOPs per second and share of each computing operation."""
     points = []
-    for one in profile.operations:
-        figures = profile.figures(one)
+    for operation in profile.operations:
+        figures = profile.figures(operation)
         intensity, flops_per_s = figures["flops_per_byte"], figures["flops_per_s"]
-        is_drawn = one.cost.flops > _LEAST_FLOPS * profile.cost.flops
-        if is_drawn and intensity and flops_per_s:
-            points.append((str(one.label), intensity, flops_per_s, figures["share"] or 0.0))
+        is_large = operation.cost.flops > _MIN_FLOPS_SHARE * profile.cost.flops
+        if is_large and intensity and flops_per_s:
+            share = figures["share"] or 0.0
+            points.append((str(operation.label), intensity, flops_per_s, share))
     return points

@@ -1,4 +1,4 @@
-"""Times each fused operation of a step, and computes the least that it could take."""
+"""Times each fused operation of a step, and compares it with the minimum time of the machine."""
 
 from __future__ import annotations
 
@@ -50,15 +50,20 @@ if TYPE_CHECKING:
     TimedBackend = CpuBackend | GpuBackend
 
 _WORKING_BYTES: Final = 128 * 1024**2  # interpreter and buffers of a step
-MEASURED_S: Final = 2.0  # within these numbers of steps
-FEWEST_STEPS: Final = 5
-MOST_STEPS: Final = 200
+TARGET_DURATION_S: Final = 2.0  # within the limits of the number of steps
+MIN_STEPS: Final = 5
+MAX_STEPS: Final = 200
 
 
-class Wanted(Frozen):
-    """What to measure: each shape for `num_steps` steps (None: about two seconds).
+class ProfileOptions(Frozen):
+    """Shapes and options of a profile.
 
-    In several `rounds` through all shapes, each takes its part of these in every one.
+    Attributes:
+        shapes: steps to measure.
+        num_steps: steps per shape; None for about two seconds.
+        by_layer: measure layers separately.
+        compute, cache: options of the engine.
+        rounds: passes over all shapes; each pass measures its part of the steps.
     """
 
     shapes: tuple[Shape, ...]
@@ -69,18 +74,18 @@ class Wanted(Frozen):
     rounds: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse backends that do not time their operations."""
+        """Raise UsageError for backends that do not time their operations."""
         if self.compute.backend in FLOAT32_BACKENDS:
             raise UsageError("must be cpu or gpu, which time their operations.", field="backend")
 
     @property
-    def most_rows(self) -> int:
-        """Most rows of a step, those that fill contexts included."""
+    def max_rows(self) -> int:
+        """Most rows of a step, including steps that fill contexts."""
         return max(FILL_ROWS, *(shape.batch.num_rows for shape in self.shapes))
 
 
 class Spread(Frozen):
-    """The median of several measurements, between the lowest and the highest."""
+    """Median, minimum and maximum of several measurements."""
 
     median: float
     low: float
@@ -89,16 +94,21 @@ class Spread(Frozen):
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
         """Return the spread of `values`."""
-        every = sorted(values)
-        return cls(statistics.median(every), every[0], every[-1])
+        ordered = sorted(values)
+        return cls(statistics.median(ordered), ordered[0], ordered[-1])
 
 
 class OperationProfile(Frozen):
-    """Fused operations of one label in a step: how often they ran, how long, and their cost.
+    """All fused operations of one label in a step.
 
-    `waiting_s` is the time in which threads waited for each other (mean of the threads).
-    `floor_s` is the least that this machine needs: for each call the longer of moving its bytes
-    at the measured bandwidth and doing its arithmetic at the measured peak.
+    Attributes:
+        label: name, and layer if layers are measured separately.
+        calls: number of operations.
+        time_s: time per step.
+        waiting_s: time in which threads waited for each other, as a mean over threads.
+        cost: work per step.
+        floor_s: minimum time on this machine: for each call, the longer of its memory traffic at
+            the measured bandwidth and its arithmetic at the measured peak.
     """
 
     label: Label
@@ -110,16 +120,23 @@ class OperationProfile(Frozen):
 
     @property
     def above_s(self) -> float:
-        """Seconds above the floor; 0 where caches made it faster than the floor."""
+        """Seconds above the minimum time; 0 if processor caches made it faster."""
         return max(0.0, self.time_s.median - self.floor_s)
 
 
 class StepProfile(Frozen):
-    """One shape's step. `run_s` is the backend's whole call, to which `scheduler_s` is added.
+    """Times of one shape's step.
 
-    `detail` has the backend's level, threads and cache format. `set_up_s` is the part of the call
-    outside operations: arrays, threads, on a GPU draws of tokens, results. Other programs took
-    `others_share` of all processors meanwhile (None if unknown).
+    Attributes:
+        shape: the step.
+        detail: kernels, threads and KV format of the backend.
+        hardware: limits of the machine.
+        num_steps: number of measured steps.
+        operations: times by label.
+        run_s: time of the backend's whole call.
+        set_up_s: part of it outside operations: arrays, threads, sampling on a GPU, results.
+        scheduler_s: time of the scheduler, in addition to `run_s`.
+        others_share: share of all processors that other programs used; None if unknown.
     """
 
     shape: Shape
@@ -134,7 +151,7 @@ class StepProfile(Frozen):
 
     @property
     def step_s(self) -> float:
-        """Seconds from one step to the next (medians)."""
+        """Seconds from one step to the next, by medians."""
         return self.run_s.median + self.scheduler_s
 
     @property
@@ -144,21 +161,22 @@ class StepProfile(Frozen):
 
     @property
     def cost(self) -> Cost:
-        """The cost of all operations."""
+        """Cost of all operations."""
         return sum((operation.cost for operation in self.operations), Cost(0, 0, 0))
 
     @property
     def worst(self) -> OperationProfile:
-        """The operation with the most time above its floor."""
+        """The operation with the most time above its minimum."""
         return max(self.operations, key=lambda operation: operation.above_s)
 
-    def figures(self, one: OperationProfile | None = None) -> dict[str, float | None]:
-        """Return times and rates of one operation, or of the whole step; None for a divisor of 0.
+    def figures(self, operation: OperationProfile | None = None) -> dict[str, float | None]:
+        """Return times and rates of an operation, or of the whole step by default.
 
-        The floor of the step is that of its operations, one after another.
+        A rate is None if its divisor is 0. The minimum time of the step is the sum over its
+        operations.
         """
-        parts = self.operations if one is None else (one,)
-        time_s = self.step_s if one is None else one.time_s.median
+        parts = self.operations if operation is None else (operation,)
+        time_s = self.step_s if operation is None else operation.time_s.median
         cost = sum((part.cost for part in parts), Cost(0, 0, 0))
         floor_s = sum(part.floor_s for part in parts)
         return {
@@ -175,47 +193,56 @@ class StepProfile(Frozen):
         }
 
 
-def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterator[StepProfile]:
-    """Yield a profile for each shape in each round. `notice(text)` is called before long parts.
+def profile(
+    model: str, options: ProfileOptions, notice: Callable[[str], None]
+) -> Iterator[StepProfile]:
+    """Yield a profile of each shape in each round; `notice` gets lines of progress.
 
-    The machine's limits are measured again first; the best of all measurements counts.
+    First the machine's limits are measured again; the best of all measurements counts.
 
     Raises:
-        UsageError: a shape that the model's context cannot hold.
-        MemoryLimitError: one whose keys and values do not fit.
+        UsageError: the model's context is too short for a shape.
+        MemoryLimitError: the keys and values of a shape do not fit.
         BackendError: the backend cannot be used here.
-        TwostrokeError: as `weights.load`.
+        TwostrokeError: as `load`.
     """
-    check_can_run(wanted.compute)
+    check_can_run(options.compute)
     loaded = load(model)
     program = build_program(loaded.spec)
-    if wanted.compute.backend == "gpu":
-        check_gpu(program, wanted.compute)
-    compute = resolve_activation_bits(wanted.compute, loaded, program)
-    kv_format = wanted.cache.kv_format
+    if options.compute.backend == "gpu":
+        check_gpu(program, options.compute)
+    compute = resolve_activation_bits(options.compute, loaded, program)
+    kv_format = options.cache.kv_format
     if kv_format == "auto":
-        kv_format = auto_kv_format(wanted.compute)
-    size = _size(loaded, program, wanted, kv_format)
+        kv_format = auto_kv_format(options.compute)
+    size = _size(loaded, program, options, kv_format)
     cost = cost_model(program, loaded.tensors, kv_format, compute.backend)
     notice("Measuring the machine")
     hardware = _hardware(compute, loaded.file_bytes)
     notice("Loading the model")
-    made = create_backend(
-        loaded.tensors, program, compute, size, release=loaded.release, max_rows=wanted.most_rows
+    backend = cast(
+        "TimedBackend",
+        create_backend(
+            loaded.tensors,
+            program,
+            compute,
+            size,
+            release=loaded.release,
+            max_rows=options.max_rows,
+        ),
     )
-    backend = cast("TimedBackend", made)
     cost = replace(cost, stops_rows=backend.facts.stops_rows)
     try:
-        for number, shape in product(range(wanted.rounds), wanted.shapes):
-            part = f" ({number + 1} of {wanted.rounds})" if wanted.rounds > 1 else ""
+        for number, shape in product(range(options.rounds), options.shapes):
+            part = f" ({number + 1} of {options.rounds})" if options.rounds > 1 else ""
             notice(f"Measuring {shape.name}{part}")
-            yield _profile(shape, backend, cost, hardware, wanted)
+            yield _profile(shape, backend, cost, hardware, options)
     finally:
         backend.close()
 
 
 def _hardware(compute: ComputeOptions, stream_bytes: int) -> Hardware:
-    """Measure the limits of what computes."""
+    """Measure the limits of the machine or GPU."""
     if compute.backend == "gpu":
         from twostroke.backends.gpu.limits import measure
 
@@ -224,58 +251,64 @@ def _hardware(compute: ComputeOptions, stream_bytes: int) -> Hardware:
     return machine(level, num_threads, stream_bytes, remeasure=True)
 
 
-def _size(loaded: LoadedModel, program: Program, wanted: Wanted, kv_format: str) -> CacheSize:
-    """Return the pages that the largest shape needs."""
-    page_size = wanted.cache.tokens_in_page
+def _size(
+    loaded: LoadedModel, program: Program, options: ProfileOptions, kv_format: str
+) -> CacheSize:
+    """Return a cache with the pages that the largest shape needs."""
+    page_size = options.cache.tokens_in_page
     groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
-    for shape in wanted.shapes:
+    for shape in options.shapes:
         shape.check(program)
-    largest = max(wanted.shapes, key=lambda shape: shape.num_pages(groups))
+    largest = max(options.shapes, key=lambda shape: shape.num_pages(groups))
     num_pages = largest.num_pages(groups)
     needed = num_pages * program.page_bytes(page_size, FORMATS[kv_format])
-    free = memory_free(wanted.compute, program, loaded.tensors, wanted.most_rows)
-    free = max(0, free - weight_bytes(loaded, wanted.compute) - _WORKING_BYTES)
+    free = memory_free(options.compute, program, loaded.tensors, options.max_rows)
+    free = max(0, free - weight_bytes(loaded, options.compute) - _WORKING_BYTES)
     if needed > free:
-        knob = "--prefill" if largest.num_prompt else "--streams or --context"
+        option = "--prefill" if largest.num_prompt else "--streams or --context"
         raise MemoryLimitError(
             f"{program.name}: {largest.name} needs {needed / 1e6:,.0f} MB of keys and values, and "
-            f"the weights leave {free / 1e6:,.0f} MB of memory free: lower {knob}."
+            f"the weights leave {free / 1e6:,.0f} MB of memory free: lower {option}."
         )
     return CacheSize(program.context_length, num_pages, page_size, needed, kv_format)
 
 
 def _profile(
-    shape: Shape, backend: TimedBackend, cost: CostModel, hardware: Hardware, wanted: Wanted
+    shape: Shape,
+    backend: TimedBackend,
+    cost: CostModel,
+    hardware: Hardware,
+    options: ProfileOptions,
 ) -> StepProfile:
     single = SingleStep(backend, cost.program, shape)
     try:
-        watch = OtherPrograms()
-        runs_s, times = _measure(backend, single, wanted)
-        others_share = watch.share()
+        other_programs = OtherPrograms()
+        runs_s, times = _measure(backend, single, options)
+        others_share = other_programs.share()
         scheduler_s = statistics.median(single.scheduler_times())
     finally:
         single.close()
-    places: dict[Label, list[int]] = {}
-    for place, label in enumerate(labels(cost.program, backend.fused)):
-        key = label if wanted.by_layer else Label(label.name)
-        places.setdefault(key, []).append(place)
+    indices_by_label: dict[Label, list[int]] = {}
+    for index, label in enumerate(labels(cost.program, backend.fused)):
+        key = label if options.by_layer else Label(label.name)
+        indices_by_label.setdefault(key, []).append(index)
     costs = [
         sum((cost.operation(op, shape.batch) for op in parts), Cost(0, 0, 0))
         for parts in backend.fused
     ]
 
-    def operation(label: Label, at: Sequence[int]) -> OperationProfile:
-        """Return the operations at these places as one."""
-        own = [costs[place] for place in at]
+    def operation(label: Label, indices: Sequence[int]) -> OperationProfile:
+        """Return the operations with these indices as one."""
+        op_costs = [costs[index] for index in indices]
         return OperationProfile(
             label=label,
-            calls=len(at),
-            time_s=Spread.of(sum(step[place].elapsed_s for place in at) for step in times),
-            waiting_s=statistics.median(
-                sum(step[place].waiting_s for place in at) for step in times
+            calls=len(indices),
+            time_s=Spread.of(sum(step[i].elapsed_s for i in indices) for step in times),
+            waiting_s=statistics.median(sum(step[i].waiting_s for i in indices) for step in times),
+            cost=sum(op_costs, Cost(0, 0, 0)),
+            floor_s=sum(
+                max(c.bytes / hardware.bandwidth, c.flops / hardware.peak) for c in op_costs
             ),
-            cost=sum(own, Cost(0, 0, 0)),
-            floor_s=sum(max(c.bytes / hardware.bandwidth, c.flops / hardware.peak) for c in own),
         )
 
     return StepProfile(
@@ -283,10 +316,10 @@ def _profile(
         detail=backend.facts.full_detail,
         hardware=hardware,
         num_steps=len(runs_s),
-        operations=tuple(operation(label, at) for label, at in places.items()),
+        operations=tuple(operation(label, indices) for label, indices in indices_by_label.items()),
         run_s=Spread.of(runs_s),
         set_up_s=statistics.median(
-            max(0.0, run_s - sum(one.elapsed_s for one in step))
+            max(0.0, run_s - sum(op_time.elapsed_s for op_time in step))
             for run_s, step in zip(runs_s, times, strict=True)
         ),
         scheduler_s=scheduler_s,
@@ -295,20 +328,20 @@ def _profile(
 
 
 def _measure(
-    backend: TimedBackend, single: SingleStep, wanted: Wanted
+    backend: TimedBackend, single: SingleStep, options: ProfileOptions
 ) -> tuple[list[float], list[list[MeasuredOpTime]]]:
-    """Compute the step once to warm up, then as often as wanted.
+    """Compute the step once to warm up, then as often as the options say.
 
-    Returns, for each step, the seconds of the whole call and the times of its operations.
+    Return, for each step, the seconds of the whole call and the times of its operations.
     """
     single.run()
     backend.times()
     runs_s: list[float] = []
     times: list[list[MeasuredOpTime]] = []
-    began, rounds = time.monotonic(), wanted.rounds
-    while len(runs_s) * rounds < (wanted.num_steps or MOST_STEPS):
-        is_long = (time.monotonic() - began) * rounds > MEASURED_S
-        if wanted.num_steps is None and is_long and len(runs_s) * rounds >= FEWEST_STEPS:
+    start_s, rounds = time.monotonic(), options.rounds
+    while len(runs_s) * rounds < (options.num_steps or MAX_STEPS):
+        is_long = (time.monotonic() - start_s) * rounds > TARGET_DURATION_S
+        if options.num_steps is None and is_long and len(runs_s) * rounds >= MIN_STEPS:
             break
         runs_s.append(single.run().elapsed_s)
         times.append(backend.times())

@@ -1,4 +1,4 @@
-"""Asks choice questions: which of four answers a model finds likeliest, by the letter."""
+"""Multiple-choice questions: finds the answer that a model considers most likely."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Flips(Frozen):
-    """How many of `num_questions` a model answers in another way than its source; how many right.
+    """How often a model's answers differ from its source's, and how many answers are right.
 
-    A model can answer as many questions rightly and still have flipped many.
+    A model with as many right answers as its source can still answer many questions differently.
     """
 
     num_questions: int
@@ -29,36 +29,36 @@ class Flips(Frozen):
 
     @classmethod
     def between(cls, source: Sequence[int], other: Sequence[int]) -> Flips:
-        """Compare the choices of two models; 0 is the right one."""
-        flipped = sum(one != two for one, two in zip(source, other, strict=True))
-        return cls(len(source), flipped, other.count(0), source.count(0))
+        """Compare the choices of two models; choice 0 is right."""
+        num_flipped = sum(a != b for a, b in zip(source, other, strict=True))
+        return cls(len(source), num_flipped, num_right=other.count(0), source_right=source.count(0))
 
 
 def questions() -> list[tuple[str, list[str]]]:
-    """Return questions with four answers each, of which the first is right."""
+    """Return questions with four answers each; the first answer is right."""
     text = resources.files("twostroke.lab.measure").joinpath("questions.txt").read_text("utf-8")
     split = [[part.strip() for part in line.split("|")] for line in text.splitlines()]
     return [(question, answers) for question, *answers in split]
 
 
 def choices(backend: Backend, tokenizer: Tokenizer) -> list[int]:
-    """Return the number of the answer that a model prefers, for each question."""
-    found = []
+    """Return the index of the answer that a model considers most likely, for each question."""
+    preferred = []
     for question, answers in questions():
-        asked = f"Question: {question}\nAnswer:"
-        begun = tokenizer.encode(asked, add_special=True)
-        whole = [tokenizer.encode(f"{asked} {answer}", add_special=True) for answer in answers]
-        nats = [_nats(backend, begun, tokens) for tokens in whole]
+        prompt = f"Question: {question}\nAnswer:"
+        prompt_tokens = tokenizer.encode(prompt, add_special=True)
+        sequences = [tokenizer.encode(f"{prompt} {answer}", add_special=True) for answer in answers]
+        nats = [_answer_nats(backend, prompt_tokens, sequence) for sequence in sequences]
         lengths = [len(answer) for answer in answers]
-        found.append(int(np.argmin(np.array(nats) / lengths)))
-    return found
+        preferred.append(int(np.argmin(np.array(nats) / lengths)))
+    return preferred
 
 
-def _nats(backend: Backend, begun: Sequence[int], whole: Sequence[int]) -> float:
-    """Return what the tokens take after those that `whole` shares with `begun`."""
-    pairs = enumerate(zip(begun, whole, strict=False))
-    num_shared = next((i for i, (one, two) in pairs if one != two), len(begun))
-    logits = backend.score(whole)[num_shared - 1 : -1].astype(np.float64)
+def _answer_nats(backend: Backend, prompt: Sequence[int], sequence: Sequence[int]) -> float:
+    """Return the negative log-probability of the tokens that follow the shared prompt, in nats."""
+    pairs = enumerate(zip(prompt, sequence, strict=False))
+    num_shared = next((i for i, (a, b) in pairs if a != b), len(prompt))
+    logits = backend.score(sequence)[num_shared - 1 : -1].astype(np.float64)
     top = logits.max(axis=1)
     totals = np.log(np.exp(logits - top[:, None]).sum(axis=1)) + top
-    return float(np.sum(totals - logits[np.arange(len(logits)), list(whole[num_shared:])]))
+    return float(np.sum(totals - logits[np.arange(len(logits)), list(sequence[num_shared:])]))

@@ -1,4 +1,4 @@
-"""Times the operations of a step on several ranks, and how long these wait for each other."""
+"""Times the operations of a step on several ranks, and how long ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available, resolve_num_threads
 from twostroke.core.options import BatchOptions, EngineOptions
-from twostroke.lab.measure.profile import FEWEST_STEPS, MEASURED_S, MOST_STEPS, Spread
+from twostroke.lab.measure.profile import MAX_STEPS, MIN_STEPS, TARGET_DURATION_S, Spread
 from twostroke.lab.measure.report_text import Label, labels
 from twostroke.lab.measure.single_step import SingleStep
 from twostroke.model.families import build_program
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
     from twostroke.backends.parallel.backend import ParallelBackend
     from twostroke.backends.parallel.predicted_speed import Divided, LinkSpeed
     from twostroke.core.distributed_options import ParallelOptions
-    from twostroke.lab.measure.profile import Wanted
+    from twostroke.lab.measure.profile import ProfileOptions
     from twostroke.lab.measure.single_step import Shape
     from twostroke.model.program import Op, Program
     from twostroke.model.program.mesh import Mesh
 
-    Pairs = list[tuple[float, float]]  # seconds of each operation, and of these waiting
+    OpTimes = list[tuple[float, float]]  # of each operation: seconds, and seconds of waiting
 
-_NOISE_S: Final = 0.5  # for which the noise of the machine is measured
+_LINK_MEASUREMENT_S: Final = 0.5
 
 
 class RankTime(Frozen):
-    """What operations of one label take on a rank in a step, as means: of it waiting for others.
+    """Mean times of all operations of one label on a rank in a step.
 
-    `waiting_s` has what the threads of a rank wait for each other, too, where it has several.
+    `waiting_s` is the part spent waiting for other ranks, and for other threads of the rank.
     """
 
     calls: int
@@ -64,10 +64,19 @@ class RankTime(Frozen):
 
 
 class RanksProfile(Frozen):
-    """One shape's step on several ranks; `operations` has for each label the ranks that have it.
+    """Times of one shape's step on several ranks.
 
-    Rank 0 waits `start_s` until all ranks have begun. `measured` and `predicted` are what it spends
-    in collectives, as shares of a step; the prediction knows `link`, and how fast rank 0 computes.
+    Attributes:
+        shape: the step.
+        detail: kernels, threads and KV format of the backend.
+        num_ranks: number of ranks.
+        num_steps: number of measured steps.
+        operations: by label and rank, the times of operations.
+        run_s: time of rank 0's whole call.
+        start_s: time that rank 0 waits until all ranks have started.
+        link: measured speed of the link between ranks.
+        measured: shares of the step that rank 0 spends in collectives.
+        predicted: the shares that the engine predicts from `link` and the speed of rank 0.
     """
 
     shape: Shape
@@ -83,140 +92,143 @@ class RanksProfile(Frozen):
 
 
 def profile_ranks(
-    model: str, wanted: Wanted, parallel: ParallelOptions, notice: Callable[[str], None]
+    model: str, options: ProfileOptions, parallel: ParallelOptions, notice: Callable[[str], None]
 ) -> Iterator[RanksProfile]:
-    """Yield a profile for each shape; arguments and errors are those of `profile`.
+    """Yield a profile of each shape; arguments and errors are as for `profile`.
 
     Raises:
         BackendError: the ranks cannot be started, or one is lost.
-        MemoryLimitError: there is no room for the keys and values of a shape.
+        MemoryLimitError: the keys and values of a shape do not fit.
     """
     loaded = load(model)
     program = build_program(loaded.spec)
-    for shape in wanted.shapes:
+    for shape in options.shapes:
         shape.check(program)
-    longest = max(shape.num_tokens for shape in wanted.shapes)
-    rows = max(shape.batch.num_rows for shape in wanted.shapes)
-    cache = replace(wanted.cache, context_length=min(program.context_length, 2 * longest))
-    options = EngineOptions(
-        wanted.compute,
+    longest = max(shape.num_tokens for shape in options.shapes)
+    rows = max(shape.batch.num_rows for shape in options.shapes)
+    cache = replace(options.cache, context_length=min(program.context_length, 2 * longest))
+    engine_options = EngineOptions(
+        options.compute,
         cache,
         BatchOptions(token_budget=max(rows, 1), max_running=rows),
         parallel=parallel,
     )
-    mesh = mesh_for(options, program)
+    mesh = mesh_for(engine_options, program)
     notice("Measuring the machine")
-    num_threads = resolve_num_threads(wanted.compute.num_threads)
-    level = choose_level(wanted.compute.level).level
+    num_threads = resolve_num_threads(options.compute.num_threads)
+    level = choose_level(options.compute.level).level
     limits = machine(level, num_threads, loaded.file_bytes, remeasure=True)
     notice("Loading the model")
-    with RankGroup(model, loaded, program, mesh, options) as group:
-        size = _with_pages_for(wanted.shapes, program, group.size())
+    with RankGroup(model, loaded, program, mesh, engine_options) as group:
+        size = _with_pages_for(options.shapes, program, group.size())
         backend = group.backend(
             loaded.tensors, program, size, release=loaded.release, tapped_value=None
         )
     try:
         cost = replace(cost_model(program, loaded.tensors, size.kv_format), stops_rows=True)
-        link = measure_link(backend, _NOISE_S)
-        with own_cores(backend):  # this thread computes, too
+        link = measure_link(backend, _LINK_MEASUREMENT_S)
+        with own_cores(backend):  # this thread also computes
             divided = divide(cost, mesh, limits, backend.facts.ranks, link)
-            for shape in wanted.shapes:
+            for shape in options.shapes:
                 notice(f"Measuring {shape.name}")
-                yield _profile(shape, backend, divided, mesh, wanted)
+                yield _profile(shape, backend, divided, mesh, options)
     finally:
         backend.close()
 
 
 def _with_pages_for(shapes: Sequence[Shape], program: Program, size: CacheSize) -> CacheSize:
-    """Return a size with pages for the largest shape, which may be more than several contexts."""
+    """Return a cache size with pages for the largest shape, even if they exceed the context."""
     groups = PageGroups(size.page_size, tuple(group.window for group in program.cache_groups))
     largest = max(shapes, key=lambda shape: shape.num_pages(groups))
     num_pages = max(size.num_pages, largest.num_pages(groups))
     cache_bytes = size.cache_bytes // size.num_pages * num_pages
     free = memory_available()
     if num_pages > size.num_pages and cache_bytes > free:
-        knob = "--prefill" if largest.num_prompt else "--streams or --context"
+        option = "--prefill" if largest.num_prompt else "--streams or --context"
         raise MemoryLimitError(
             f"{program.name}: {largest.name} needs {cache_bytes / 1e6:,.0f} MB of keys and values, "
-            f"and {free / 1e6:,.0f} MB of memory are free: lower {knob}."
+            f"and {free / 1e6:,.0f} MB of memory are free: lower {option}."
         )
     return replace(size, num_pages=num_pages, cache_bytes=cache_bytes)
 
 
 def with_rates(divided: Divided, backend: ParallelBackend, mesh: Mesh, shape: Shape) -> Divided:
-    """Return a prediction that knows how fast rank 0 computes the operations of a shape's step.
+    """Return a prediction with the measured speed of rank 0 for the operations of a shape's step.
 
-    Steps are computed on the backend's first pages, whose contents are lost.
+    Steps use the backend's first pages; their contents are lost.
     """
-    placed = _fused(divided.cost.program, mesh)
+    fused_by_rank = _fused(divided.cost.program, mesh)
     single = SingleStep(backend, divided.cost.program, shape)
     try:
         with own_cores(backend):
             _, times, _ = _measure(backend, single, None)
     finally:
         single.close()
-    return _rated(divided, placed[0], [step[0] for step in times], shape)
+    return _with_measured_rates(divided, fused_by_rank[0], [step[0] for step in times], shape)
 
 
-def _rated(
-    divided: Divided, fused: Sequence[tuple[Op, ...]], steps: Sequence[Pairs], shape: Shape
+def _with_measured_rates(
+    divided: Divided, fused: Sequence[tuple[Op, ...]], steps: Sequence[OpTimes], shape: Shape
 ) -> Divided:
+    """Return the prediction with the median times of rank 0's operations, without collectives."""
     medians = [
-        statistics.median(step[place][0] - step[place][1] for step in steps)
-        for place in range(len(fused))
+        statistics.median(step[index][0] - step[index][1] for step in steps)
+        for index in range(len(fused))
     ]
     timed = [
         (parts, seconds)
         for parts, seconds in zip(fused, medians, strict=True)
         if parts and not isinstance(parts[0], _COLLECTIVES)
     ]
-    own = divided.cost.part(divided.parts[0])
-    return replace(divided, rates=rates_of(timed, own, divided.limits[0], shape.batch))
+    rank_cost = divided.cost.part(divided.parts[0])
+    return replace(divided, rates=rates_of(timed, rank_cost, divided.limits[0], shape.batch))
 
 
 _COLLECTIVES = (ops.AllGather, ops.AllReduce, ops.Send, ops.Receive)
 
 
 def _profile(
-    shape: Shape, backend: ParallelBackend, divided: Divided, mesh: Mesh, wanted: Wanted
+    shape: Shape, backend: ParallelBackend, divided: Divided, mesh: Mesh, options: ProfileOptions
 ) -> RanksProfile:
     program = divided.cost.program
-    placed = _fused(program, mesh)
+    fused_by_rank = _fused(program, mesh)
     single = SingleStep(backend, program, shape)
     try:
-        runs_s, times, collective_s = _measure(backend, single, wanted.num_steps)
+        runs_s, times, collective_s = _measure(backend, single, options.num_steps)
     finally:
         single.close()
-    divided = _rated(divided, placed[0], [step[0] for step in times], shape)
-    moved = [_moving(placed, step) for step in times]
+    divided = _with_measured_rates(divided, fused_by_rank[0], [step[0] for step in times], shape)
+    moving_by_step = [_moving_s(fused_by_rank, step) for step in times]
     operations: dict[Label, dict[int, RankTime]] = {}
-    for rank, fused in enumerate(placed):
-        named = iter(labels(divided.parts[rank].program, [parts for parts in fused if parts]))
-        for place, parts in enumerate(fused):
+    for rank, fused in enumerate(fused_by_rank):
+        rank_labels = iter(labels(divided.parts[rank].program, [parts for parts in fused if parts]))
+        for index, parts in enumerate(fused):
             if not parts:
                 continue
-            label = next(named)
-            label = label if wanted.by_layer else Label(label.name)
-            time_s = statistics.fmean(step[rank][place][0] for step in times)
+            label = next(rank_labels)
+            label = label if options.by_layer else Label(label.name)
+            time_s = statistics.fmean(step[rank][index][0] for step in times)
             waiting_s = statistics.fmean(
-                step[rank][place][0] - moving[rank, place]
-                if (rank, place) in moving
-                else step[rank][place][1]
-                for step, moving in zip(times, moved, strict=True)
+                step[rank][index][0] - moving[rank, index]
+                if (rank, index) in moving
+                else step[rank][index][1]
+                for step, moving in zip(times, moving_by_step, strict=True)
             )
-            old = operations.setdefault(label, {}).get(rank, RankTime(0, 0.0, 0.0))
+            sums = operations.setdefault(label, {}).get(rank, RankTime(0, 0.0, 0.0))
             operations[label][rank] = RankTime(
-                old.calls + 1, old.time_s + time_s, old.waiting_s + waiting_s
+                sums.calls + 1, sums.time_s + time_s, sums.waiting_s + waiting_s
             )
     run_s, all_s = statistics.fmean(runs_s), statistics.fmean(collective_s)
     moving_s = statistics.fmean(
-        sum(seconds for (rank, _), seconds in moving.items() if rank == 0) for moving in moved
+        sum(seconds for (rank, _), seconds in moving.items() if rank == 0)
+        for moving in moving_by_step
     )
-    in_operations_s = moving_s + sum(one[0].waiting_s for one in operations.values() if 0 in one)
+    waiting_s = sum(by_rank[0].waiting_s for by_rank in operations.values() if 0 in by_rank)
+    in_operations_s = moving_s + waiting_s
     return RanksProfile(
         shape=shape,
         detail=backend.facts.full_detail,
-        num_ranks=len(placed),
+        num_ranks=len(fused_by_rank),
         num_steps=len(runs_s),
         operations=operations,
         run_s=Spread.of(runs_s),
@@ -229,47 +241,47 @@ def _profile(
 
 def _fused(program: Program, mesh: Mesh) -> list[list[tuple[Op, ...]]]:
     """Return the fused operations of each rank, as its kernels run them."""
-    taps = [last_hidden(program)]  # what rank 0 keeps of each step
+    taps = [last_hidden(program)]  # the value that rank 0 keeps of each step
     parts = shard(program, mesh, taps)
     return [list(lower_rank(parts, rank, taps).parts) for rank in range(len(parts))]
 
 
-def _moving(
-    placed: Sequence[Sequence[tuple[Op, ...]]], step: Sequence[Pairs]
+def _moving_s(
+    fused_by_rank: Sequence[Sequence[tuple[Op, ...]]], step: Sequence[OpTimes]
 ) -> Mapping[tuple[int, int], float]:
-    """Return for each gather of a step, by rank and place, how long it took by itself.
+    """Return the time of each collective without waiting, by rank and operation index.
 
-    The last rank that arrives waits for nobody: what it spends there, all others spend as well.
+    The last rank to arrive does not wait, so its time is the time of the transfer.
     """
-    met: dict[str, list[tuple[int, int]]] = {}
-    for rank, fused in enumerate(placed):
-        for place, parts in enumerate(fused):
+    members_by_exchange: dict[str, list[tuple[int, int]]] = {}
+    for rank, fused in enumerate(fused_by_rank):
+        for index, parts in enumerate(fused):
             if parts and isinstance(parts[0], ops.AllGather | ops.AllReduce):
                 key = f"{parts[0].team} {parts[0].exchange_name}"
-                met.setdefault(key, []).append((rank, place))
+                members_by_exchange.setdefault(key, []).append((rank, index))
     return {
-        one: min(step[rank][place][0] for rank, place in members)
-        for members in met.values()
-        for one in members
+        member: min(step[rank][index][0] for rank, index in members)
+        for members in members_by_exchange.values()
+        for member in members
     }
 
 
 def _measure(
     backend: ParallelBackend, single: SingleStep, num_steps: int | None
-) -> tuple[list[float], list[list[Pairs]], list[float]]:
-    """Return of each step the seconds of the whole, the operations of each rank, collectives."""
+) -> tuple[list[float], list[list[OpTimes]], list[float]]:
+    """Return for each step: seconds of the call, times by rank, and seconds in collectives."""
     single.run()
     backend.times()
     runs_s: list[float] = []
     collective_s: list[float] = []
-    times: list[list[Pairs]] = []
-    began = time.monotonic()
-    while len(runs_s) < (num_steps or MOST_STEPS):
-        is_long = time.monotonic() - began > MEASURED_S
-        if num_steps is None and is_long and len(runs_s) >= FEWEST_STEPS:
+    times: list[list[OpTimes]] = []
+    start_s = time.monotonic()
+    while len(runs_s) < (num_steps or MAX_STEPS):
+        is_long = time.monotonic() - start_s > TARGET_DURATION_S
+        if num_steps is None and is_long and len(runs_s) >= MIN_STEPS:
             break
         result = single.run()
         runs_s.append(result.elapsed_s)
         collective_s.append(result.collective_s)
-        times.append([one.operations for one in backend.times()])
+        times.append([rank_times.operations for rank_times in backend.times()])
     return runs_s, times, collective_s

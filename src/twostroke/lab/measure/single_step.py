@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
     PagedBackend = CpuBackend | GpuBackend | ParallelBackend
 
-NUM_CYCLES: Final = 3  # further steps, for the scheduler's time
+NUM_CYCLES: Final = 3  # further steps, by which the scheduler is timed
 
-FILL_ROWS: Final = 256  # computed at once while contexts are filled
-_FILLED: Final = 512  # tokens of a context that are computed
+FILL_ROWS: Final = 256  # rows per step while contexts are filled
+_MAX_COMPUTED_CONTEXT: Final = 512  # tokens of a context that are computed
 
 
 class Shape(Frozen):
-    """A step: `num_streams` requests with one generated row each after `context` tokens.
+    """Shape of a step: `num_streams` requests that each decode a row after `context` tokens.
 
-    Or, with `num_prompt` above 0, the first `num_prompt` tokens of one request.
+    With a `num_prompt` above 0: the first `num_prompt` tokens of one request.
     """
 
     num_streams: int = 1
@@ -43,67 +43,68 @@ class Shape(Frozen):
 
     @classmethod
     def decode(cls, num_streams: int, context: int) -> Shape:
-        """Each stream generates a token."""
+        """Return the shape of a decode step."""
         return cls(num_streams, context)
 
     @classmethod
     def prefill(cls, num_tokens: int) -> Shape:
-        """One prompt is computed at once."""
+        """Return the shape of a step that computes one whole prompt."""
         return cls(num_prompt=num_tokens)
 
     @property
     def batch(self) -> BatchShape:
-        """The shape from which the cost of the step is counted."""
+        """The shape for the cost model."""
         if self.num_prompt:
             return BatchShape.prefill(self.num_prompt)
         return BatchShape.decode((self.context,) * self.num_streams)
 
     @property
     def name(self) -> str:
-        """A readable name, such as "decode, 16 streams after 512 tokens"."""
+        """Readable name, such as "decode, 16 streams after 512 tokens"."""
         if self.num_prompt:
             return f"prefill, {self.num_prompt:,} tokens"
         streams = "1 stream" if self.num_streams == 1 else f"{self.num_streams} streams"
         return f"decode, {streams} after {self.context:,} tokens"
 
     def check(self, program: Program) -> None:
-        """Raise UsageError where a request would be longer than the model's context."""
+        """Raise UsageError if a request would be longer than the model's context."""
         if self.num_tokens > program.context_length:
-            asked, knob = (
+            request, option = (
                 (f"a prompt of {self.num_prompt:,}", "--prefill")
                 if self.num_prompt
                 else (f"steps after {self.context:,} tokens", "--context")
             )
-            most = max(0, program.context_length - self.num_written)
+            limit = max(0, program.context_length - self.num_written)
             raise UsageError(
                 f"The context of {program.name} has {program.context_length:,} tokens, too few for "
-                f"{asked}: {knob} may be up to {most}."
+                f"{request}: {option} may be up to {limit}."
             )
 
     def num_pages(self, groups: PageGroups) -> int:
-        """Return how many pages its requests need, with those that the scheduler reserves.
+        """Return the pages that the requests need, with pages that the scheduler reserves.
 
-        A window frees no page before the step that fills the contexts ends.
+        A window frees no page before the end of the step that fills the contexts.
         """
-        places = -(-self.num_tokens // groups.page_size) + 1
-        return self.num_streams * len(groups.windows) * places
+        pages_per_request = -(-self.num_tokens // groups.page_size) + 1
+        return self.num_streams * len(groups.windows) * pages_per_request
 
     @property
     def num_written(self) -> int:
-        """How many tokens each request generates: the first, and one a step."""
+        """Tokens that each request generates: the first token, and one per step."""
         return 1 if self.num_prompt else 2 + NUM_CYCLES
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of each request at its end."""
+        """Tokens of each request at its end."""
         return (self.num_prompt or self.context) + self.num_written
 
 
 class SingleStep:
-    """A step of a shape on a backend, which serves nothing else until `close`.
+    """Runs a step of a shape on a backend, which serves nothing else until `close`.
 
-    The beginning of the context is computed for one stream, and copied for what follows and for the
-    others: times do not depend on these values. New tokens differ, and so do the experts used.
+    The beginning of the context is computed for one stream, and its pages are copied for the rest
+    of the context and for other streams, because times do not depend on these values. New tokens
+    differ, so that steps use different experts.
     """
 
     def __init__(self, backend: PagedBackend, program: Program, shape: Shape) -> None:
@@ -118,9 +119,10 @@ class SingleStep:
             max_waiting_requests=shape.num_streams,
             max_waiting_tokens=shape.num_streams * num_tokens,
         )
-        self._backend, self._shape = backend, shape
+        self._backend = backend
+        self._shape = shape
         self._scheduler = Scheduler(config, pool, None, make_policy(BatchOptions()))
-        self._chance = random.Random(0)
+        self._rng = random.Random(0)
         self._vocab_size = program.vocab_size
         self._prompt = self._tokens(num_tokens)
         self._requests: list[Request] = []
@@ -135,31 +137,31 @@ class SingleStep:
         assert BatchShape.of(plan) == shape.batch
 
     def run(self) -> StepResult:
-        """Compute the step; it can be computed again with the same result."""
+        """Compute the step; each call computes the same step with the same result."""
         return self._backend.run(self.plan)
 
     def scheduler_times(self) -> list[float]:
         """Commit the step, and return the scheduler's seconds for each of a few further steps.
 
-        The steps are computed too, so that the scheduler finds caches as kernels leave them.
+        These steps are also computed, so that processor caches are as during serving.
         """
         self._scheduler.commit(self.plan, self._result(self._shape.num_streams))
         times_s = []
         for _ in range(NUM_CYCLES):
             if self._shape.num_prompt:
                 self._add()
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             plan = self._plan()
-            planned = time.perf_counter()
+            planned_s = time.perf_counter()
             self._backend.run(plan)
             result = self._result(self._shape.num_streams)
-            ran = time.perf_counter()
+            computed_s = time.perf_counter()
             self._scheduler.commit(plan, result)
-            times_s.append(planned - began + time.perf_counter() - ran)
+            times_s.append(planned_s - start_s + time.perf_counter() - computed_s)
         return times_s
 
     def close(self) -> None:
-        """Let the backend forget the requests."""
+        """Make the backend forget the requests."""
         for request in self._requests:
             self._backend.forget(request)
 
@@ -177,25 +179,25 @@ class SingleStep:
         return plan
 
     def _fill(self, plan: StepPlan) -> None:
-        """Fill the contexts: compute the beginning of the first request, copy its pages."""
+        """Fill the contexts: compute the beginning of the first request, and copy its pages."""
         first, page_size = plan.slices[0], self._backend.facts.page_size
-        num_rows = min(first.count, max(_FILLED, page_size))
+        num_rows = min(first.count, max(_MAX_COMPUTED_CONTEXT, page_size))
         for start in range(first.start, num_rows, FILL_ROWS):
             count = min(FILL_ROWS, num_rows - start)
             self._backend.run(StepPlan((Slice(first.request, start, count, samples=False),)))
         num_filled = None if num_rows == first.count else num_rows // page_size
-        for part in plan.slices:
-            for pages, targets in zip(first.request.pages, part.request.pages, strict=True):
+        for slice_ in plan.slices:
+            for pages, targets in zip(first.request.pages, slice_.request.pages, strict=True):
                 sources = pages[:num_filled]
-                for place, target in enumerate(targets):
-                    source = sources[place % len(sources)]
+                for index, target in enumerate(targets):
+                    source = sources[index % len(sources)]
                     assert NO_PAGE not in {source, target}
                     if source != target:
                         self._backend.copy_page(source, target)
 
     def _result(self, num_tokens: int) -> StepResult:
-        """Return random tokens as drawn ones, since greedy answers repeat themselves."""
+        """Return a result with random tokens, because greedy tokens repeat themselves."""
         return StepResult(self._tokens(num_tokens), [None] * num_tokens)
 
     def _tokens(self, count: int) -> list[int]:
-        return [self._chance.randrange(self._vocab_size) for _ in range(count)]
+        return [self._rng.randrange(self._vocab_size) for _ in range(count)]

@@ -277,7 +277,7 @@ def measure(
     num_steps: int | None = None,
     num_threads: int | None = None,
 ) -> Calibration:
-    """Measure steps of these shapes and store them; `num_steps` as in `Wanted`."""
+    """Measure steps of these shapes and store them; `num_steps` as in `ProfileOptions`."""
     num_threads = resolve_num_threads(num_threads)
     points = measured_points(model, shapes, notice, num_steps, num_threads)
     return _store(identity, Calibration(points, _today(), num_threads))
@@ -291,10 +291,10 @@ def measured_points(
     num_threads: int | None = None,
 ) -> tuple[Point, ...]:
     """Measure a step of each shape, in several passes over all shapes; see `measure`."""
-    from twostroke.lab.measure.profile import Wanted, profile  # not needed for plans
+    from twostroke.lab.measure.profile import ProfileOptions, profile  # not needed for plans
 
     compute = ComputeOptions(num_threads=num_threads)
-    options = Wanted(tuple(shapes), num_steps, compute=compute, rounds=_NUM_ROUNDS)
+    options = ProfileOptions(tuple(shapes), num_steps, compute=compute, rounds=_NUM_ROUNDS)
     profiles = list(profile(model, options, notice))
     return tuple([Point.of(profiles[n :: len(shapes)]) for n in range(len(shapes))])
 
