@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def show_ranks(
     model: str,
-    wanted: ProfileOptions,
+    options: ProfileOptions,
     parallel: ParallelOptions,
     notice: Callable[[str], None],
     *,
@@ -31,7 +31,7 @@ def show_ranks(
 ) -> None:
     """Measure, and print a table for each shape, or one JSON object."""
     profiles: list[RanksProfile] = []
-    for one in profile_ranks(model, wanted, parallel, notice):
+    for one in profile_ranks(model, options, parallel, notice):
         if not as_json:
             if not profiles:
                 click.echo(printable(f"{model} · {one.detail}"))
