@@ -31,15 +31,15 @@ def show_ranks(
 ) -> None:
     """Measure, and print a table for each shape, or one JSON object."""
     profiles: list[RanksProfile] = []
-    for one in profile_ranks(model, options, parallel, notice):
+    for profile in profile_ranks(model, options, parallel, notice):
         if not as_json:
             if not profiles:
-                click.echo(printable(f"{model} · {one.detail}"))
-                click.echo(_link(one.link))
-            _show(one)
-        profiles.append(one)
+                click.echo(printable(f"{model} · {profile.detail}"))
+                click.echo(_link(profile.link))
+            _show(profile)
+        profiles.append(profile)
     if as_json:
-        steps = [_as_json(one) for one in profiles]
+        steps = [_as_json(profile) for profile in profiles]
         click.echo(json.dumps({"model": model, "backend": profiles[0].detail, "steps": steps}))
 
 
