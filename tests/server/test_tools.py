@@ -241,7 +241,7 @@ def test_the_beginning_of_a_forced_call_is_no_text(server: LiveServer, num_token
 def test_a_strict_function_needs_a_schema_that_is_kept_to(server: LiveServer) -> None:
     for parameters, why in (
         ({"type": "string"}, "its type must be object."),
-        ({"type": "object", "not": {}}, "no value fits it: no value is left by type (#), not (#)."),
+        ({"type": "object", "not": {}}, "no value fits it: type (#), not (#) exclude every value."),
     ):
         function = {"name": "f", "strict": True, "parameters": parameters}
         tools = [{"type": "function", "function": function}]

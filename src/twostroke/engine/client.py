@@ -240,7 +240,7 @@ class Client:
             request.seed = (first_seed + index) % 2**64
             request.end_ids = end_ids
             request.hints = hints
-            request.matcher = grammar.another(constraint) if grammar and constraint else None
+            request.matcher = grammar.for_request(constraint) if grammar and constraint else None
             yield request
 
     def _check_hints(self, hints: Hints) -> None:

@@ -15,7 +15,7 @@ from twostroke.core.draft_tree import ROOT
 from twostroke.core.errors import RequestError
 from twostroke.engine.structured_output import exclusion
 from twostroke.engine.structured_output.grammar import Grammars
-from twostroke.engine.structured_output.schema.size import MOST_FORCED
+from twostroke.engine.structured_output.schema.size import MAX_FORCED_BYTES
 
 if TYPE_CHECKING:
     from twostroke.model.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ def test_texts_with_many_spellings_are_looked_at_once(monkeypatch: pytest.Monkey
     """A run of 64 letters has more spellings in tokens than a program can look at."""
     tokenizer = byte_tokenizer(more_merges=("a a", "a aa", "aa aa"))
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    run, forced = "a" * 64, "b" * 2 * MOST_FORCED  # so much that grammars force no token
+    run, forced = "a" * 64, "b" * 2 * MAX_FORCED_BYTES  # so much that grammars force no token
     rules = f'start: "{run}" | "{run}b" | "{forced}"'
     excluded = (Excluded(run + "b", 0), Excluded(run, 0, is_whole=True), Excluded("bb", 0))
     constraint = Constraint("lark", rules, excluded=excluded)

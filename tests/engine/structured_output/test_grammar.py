@@ -237,9 +237,9 @@ def test_only_the_constraints_that_were_used_last_are_kept(grammars: Grammars) -
     for constraint in constraints:
         grammars.matcher(constraint)
         grammars.matcher(constraints[0])
-    assert grammars.known(constraints[-1])
-    assert grammars.known(constraints[0])
-    assert not grammars.known(constraints[1])
+    assert grammars.cached(constraints[-1])
+    assert grammars.cached(constraints[0])
+    assert not grammars.cached(constraints[1])
 
 
 def test_a_known_constraint_does_not_wait_for_others_to_compile(
@@ -260,8 +260,8 @@ def test_a_known_constraint_does_not_wait_for_others_to_compile(
     thread = threading.Thread(target=lambda: found.append(grammars.matcher(other)))
     thread.start()
     assert began.wait(20)
-    assert grammars.known(known)
-    assert not grammars.known(other)
+    assert grammars.cached(known)
+    assert not grammars.cached(other)
     assert grammars.matcher(known).count_allowed((), tokenizer.encode("a")) == 1
     may_go_on.set()
     thread.join(20)
@@ -274,7 +274,7 @@ def test_matchers_of_new_requests_are_copied_when_they_are_first_asked(
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     constraint = Constraint("regex", "ab|cd")
     first = grammars.compile(constraint)
-    one, other = first.another(constraint), first.another(constraint)
+    one, other = first.for_request(constraint), first.for_request(constraint)
     assert one._matcher is other._matcher is first._matcher
     [a], [c] = tokenizer.encode("a"), tokenizer.encode("c")
     masks = [allowed_after(one, [a], tokenizer.vocab_size)]
@@ -305,7 +305,7 @@ def test_a_wrong_guess_that_exceeds_a_limit_does_not_fail_the_answer(
     lost = grammars.matcher(grammar)
     assert list(lost.forced([wrong])) == []
     assert lost.count_allowed([wrong], [wrong]) == 0
-    with pytest.raises(RequestError, match=r"places of its rules|go on at one place"):
+    with pytest.raises(RequestError, match=r"positions of its rules|possible at one position"):
         lost.masks([wrong], (), (), masks[:1])
 
 
@@ -349,7 +349,7 @@ def test_a_constraint_may_follow_a_preface(constraint: Constraint, good: str, ma
     assert is_whole(good, ReasoningSection(begin, end))
     assert not is_whole(good, ReasoningSection("", end))
     assert not is_whole(f"{begin}hm", ReasoningSection(begin, end))
-    assert grammars.known(constraint) is None
+    assert grammars.cached(constraint) is None
 
 
 def test_the_reason_of_a_refusal_is_remembered(tokenizer: Tokenizer) -> None:

@@ -137,7 +137,7 @@ def test_queue_of_constraints_is_bounded_and_drops_clients_that_left(
         assert await tasks[0]
         assert await tasks[1]
         assert await compiler.compile(Constraint("regex", "c"))
-        assert grammars.known(others[0])
+        assert grammars.cached(others[0])
         assert not any(map(grammars.known, others[1:]))
 
     asyncio.run(ask())
@@ -217,7 +217,7 @@ def test_server_never_compiles_on_the_event_loop(
 
         def compile_and_forget(constraint: Constraint, limit_s: float = 1.0) -> GrammarMatcher:
             found = Grammars.compile(grammars, constraint, limit_s)
-            grammars._known.clear()
+            grammars._cache.clear()
             return found
 
         monkeypatch.setattr(grammars, "_compile", noted)

@@ -14,11 +14,11 @@ from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
 from twostroke.engine.chat.call_forms import Unmarked
 from twostroke.engine.structured_output.lark import (
-    beginning,
+    section_begin,
     special_marks,
-    spelled,
-    text_but,
-    up_to,
+    text_until,
+    text_without_prefix,
+    to_lark,
 )
 from twostroke.engine.structured_output.schema.prepare import ANY_OBJECT, JSON_FORM
 
@@ -193,7 +193,7 @@ class CallGrammar:
         self._tokenizer = tokenizer
         self._preface = preface
         self._specials = special_marks(form.all_marks, tokenizer)
-        self._spell = partial(spelled, specials=self._specials)
+        self._spell = partial(to_lark, specials=self._specials)
         more = f"({self._spell(form.between + form.head)} body)*"
         self._more = more if tools.is_parallel else ""
 
@@ -237,7 +237,7 @@ class CallGrammar:
         yield from self._bodies()
         after_mark = self._spell(form.opening.removeprefix(form.mark))
         yield f"call: head {after_mark} body {self._more if form.is_list else ''} {self._end}"
-        yield up_to("head", form.mark, self._specials)
+        yield text_until("head", form.mark, self._specials)
         yield "last: TEXT"
         yield from self._unmarked(rf"{_BLANK}*([;,]{_BLANK}*)?(```(json)?)?")
         many = f"unmarked{{1,{_MOST_UNMARKED}}}"
@@ -247,9 +247,9 @@ class CallGrammar:
         if self._preface is not None and self._preface.begin:
             marks = special_marks((self._preface.begin,), self._tokenizer)
             if not marks:  # a special token cannot be in text
-                yield f"PREFACE: {beginning(self._preface, marks)}"
+                yield f"PREFACE: {section_begin(self._preface, marks)}"
                 others.append("PREFACE")
-        yield text_but(*others)
+        yield text_without_prefix(*others)
 
     def _unmarked(self, before: str) -> Iterator[str]:
         """Yield the rules of a call without marks, as `CallReader` reads it, after a pattern."""

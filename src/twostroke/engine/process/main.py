@@ -193,7 +193,7 @@ class RequestHandler:
     def _generate(self, message: wire.Generate) -> None:
         self._open[message.id] = _OpenCall(self, message.id, message.waited_s)
         constraint = message.params.constraint
-        grammar = self._client.grammars.known(constraint) if constraint else None
+        grammar = self._client.grammars.cached(constraint) if constraint else None
         if constraint and grammar is None:  # evicted, or compiled by an earlier process
             self._compiler.submit(self._start, message, constraint)
         else:

@@ -169,7 +169,7 @@ class LocalEngine:
         """Submit prompts, all or none."""
         grammar = None
         if params.constraint is not None:
-            grammar = self._client.grammars.known(params.constraint)
+            grammar = self._client.grammars.cached(params.constraint)
             grammar = grammar or await self._matcher(params.constraint)
         return self._client.generate_many_async(
             prompts, params, caller=caller, hints=hints, grammar=grammar

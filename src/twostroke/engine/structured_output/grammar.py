@@ -1,7 +1,7 @@
-"""Grammars: a constraint's text to a matcher that says which tokens may come next.
+"""Compiles constraints into matchers, which say which tokens may come next.
 
-llguidance reads the notations and walks the vocabulary; what is here ties it to our tokenizers and
-to steps with drafts.
+llguidance parses the notations and computes the masks over the vocabulary. This module connects it
+to our tokenizers, to steps with draft tokens, and to JSON schemas that `schema` prepares.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ from twostroke.core.errors import RequestError
 from twostroke.engine.structured_output.exclusion import Exclusions, TokenTexts
 from twostroke.engine.structured_output.lark import (
     NO_FORCING,
-    after_preface,
-    either,
+    union_grammar,
     with_prepared_schemas,
+    with_reasoning_section,
 )
 from twostroke.engine.structured_output.schema.document import Deadline
 from twostroke.engine.structured_output.schema.prepare import prepare
-from twostroke.engine.structured_output.schema.size import MOST_FORCED, forces_little, pattern_size
+from twostroke.engine.structured_output.schema.size import (
+    MAX_FORCED_BYTES,
+    forces_little,
+    pattern_size,
+)
 from twostroke.engine.structured_output.schema.verify import UncheckedError, Verifier
 
 if TYPE_CHECKING:
@@ -43,10 +47,13 @@ if TYPE_CHECKING:
     from twostroke.core.constraint import Constraint
     from twostroke.model.tokenizer import Tokenizer
 
-_MAX_KNOWN: Final = 64  # compiled grammars that are kept, or why they could not be compiled
-_MAX_ERROR: Final = 300  # characters
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+
+_MAX_CACHED_GRAMMARS: Final = 64  # compiled grammars, and reasons for refusals
+_MAX_ERROR_CHARS: Final = 300
 MAX_CHOICES: Final = 1024
-_NAMES: Final = {
+_NAMES: Final = {  # of the notations, in errors
     "json_schema": "The JSON schema",
     "regex": "The regular expression",
     "choice": "The list of choices",
@@ -54,8 +61,8 @@ _NAMES: Final = {
     "lark": "The grammar",
 }
 
-# At the rates that llguidance gives: a tenth of a second of compiling, and some ten milliseconds
-# for the mask of a step, beyond which the request fails.
+# llguidance's limits: about 0.1 s to compile a grammar, and about 10 ms for the mask of a step. A
+# request beyond them fails.
 _LIMITS: Final[dict[str, Any]] = {
     "initial_lexer_fuel": 5_000_000,
     "step_lexer_fuel": 100_000,
@@ -66,19 +73,19 @@ _LIMITS: Final[dict[str, Any]] = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-# A larger `multipleOf` gets `_MORE_LIMITS`. llguidance computes each remainder once for all
-# requests. `_walk` makes it compute most of them before the first step needs them.
-_SMALL_MULTIPLE: Final = 1000
-_MORE_LIMITS: Final = _LIMITS | {"step_lexer_fuel": 5_000_000, "max_lexer_states": 500_000}
+# A `multipleOf` with more remainders gets `_LARGE_LIMITS`. llguidance computes each remainder once
+# for all requests, and `_walk` makes it compute most of them before the first step.
+_MAX_SMALL_REMAINDERS: Final = 1000
+_LARGE_LIMITS: Final = _LIMITS | {"step_lexer_fuel": 5_000_000, "max_lexer_states": 500_000}
 _NUM_WALKS: Final = 8
-_WALK_LENGTH: Final = 12  # tokens
-# Also found in a text or a comment of a grammar, where it does no harm.
+_WALK_TOKENS: Final = 12
+# A match in a text or a comment of a grammar only makes the limits larger.
 _MULTIPLE: Final = re.compile(r'\\?"multipleOf\\?": ?(\d+(?:\.\d+)?(?:[eE][+-]?\d{1,4})?)')
 
 _UNSPELLABLE: Final = "the model has no tokens for a part of the text."
 
-# Our sentences about llguidance's limits, by a part of llguidance's error message.
-_MEANINGS: Final = {
+# Errors that a user can act on, by a part of llguidance's error message.
+_EXPLANATIONS: Final = {
     "too many expressions constructed": (
         f"one token needs more than {_LIMITS['step_lexer_fuel']:,} steps of its regular "
         "expressions: use smaller counts, and simpler patterns, formats or limits of numbers."
@@ -96,12 +103,12 @@ _MEANINGS: Final = {
         "counts, or a simpler pattern."
     ),
     "Current row has": (
-        f"more than {_LIMITS['max_items_in_row']:,} of its rules could go on at one place: use "
-        "fewer alternatives that begin alike."
+        f"more than {_LIMITS['max_items_in_row']:,} of its rules are possible at one position: use "
+        "fewer alternatives with the same beginning."
     ),
     "Too many items": (
-        f"one token fits more than {_LIMITS['step_max_items']:,} places of its rules: use fewer "
-        "alternatives that begin alike."
+        f"one token fits more than {_LIMITS['step_max_items']:,} positions of its rules: use fewer "
+        "alternatives with the same beginning."
     ),
     "schema too large": (
         f"its grammar has more than {_LIMITS['max_grammar_size']:,} parts: use fewer members and "
@@ -112,150 +119,169 @@ _MEANINGS: Final = {
 }
 
 
-class Grammars:
-    """Compiles constraints for one model's vocabulary, and remembers those that were used last.
+_NICENESS: Final = 10  # of the compiling thread
+_STACK_BYTES: Final = 512 << 20
+_stack_lock = threading.Lock()  # the stack size of new threads is set for the whole process
 
-    Safe to use from several threads; only one compiles at a time.
+
+class Grammars:
+    """Compiles constraints for one model's vocabulary, and caches the last ones.
+
+    Several threads may use it; they compile one after another.
+
+    Attributes:
+        ends: the end tokens of the model.
+        num_words: 32-bit words of a mask over the vocabulary.
+        verifier: checks finished answers against their schemas.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """Compile for logits of `vocab_size`, of which the tokenizer may leave some unused."""
+        """Compile for rows of `vocab_size` logits; some of them may stand for no token."""
         self.ends = tokenizer.eos_ids
-        self.num_words = -(-vocab_size // 32)  # of a mask
+        self.num_words = -(-vocab_size // 32)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._known: OrderedDict[Constraint, GrammarMatcher | str] = OrderedDict()
-        self._lock = threading.Lock()  # of what is known
-        self._compiling = threading.Lock()
-        self.verifier = Verifier()  # of finished answers
-        self._checks_schemas = Verifier()  # another, which does not wait for hostile answers
+        # The last constraints: compiled, or the reason for their refusal.
+        self._cache: OrderedDict[Constraint, GrammarMatcher | str] = OrderedDict()
+        self._cache_lock = threading.Lock()
+        self._compile_lock = threading.Lock()
+        self.verifier = Verifier()
+        # A second verifier: the first may be busy with a slow answer.
+        self._schema_verifier = Verifier()
 
     def matcher(self, constraint: Constraint) -> GrammarMatcher:
         """Return a matcher for a new request; raises as `compile`."""
-        return self.compile(constraint).another(constraint)
+        return self.compile(constraint).for_request(constraint)
 
     def compile(self, constraint: Constraint, limit_s: float = math.inf) -> GrammarMatcher:
-        """Return the matcher that new requests copy (`another`).
+        """Compile a constraint; new requests copy the returned matcher with `for_request`.
 
-        Once it is under way it looks at the time between the stages of its work and in those that
-        are not llguidance's, which has limits of work (`_LIMITS`).
+        The time limit is checked between the stages of the work, and within our own stages.
+        llguidance's stage has limits of its work (`_LIMITS`).
 
         Raises:
             RequestError: the constraint is not valid, not supported or too complex, or takes
-                longer than `limit_s`; the message says why.
+                longer than `limit_s` to compile.
         """
         if not self.ends:
             reason = "needs an end token, which this model lacks."
             raise RequestError(reason, field=constraint.param)
-        found = self._find(constraint)
-        if found is None:
-            with self._compiling:
-                found = self._find(constraint) or self._try(constraint, Deadline(limit_s))
-        if isinstance(found, str):
-            raise _error(constraint, found)
-        return found
+        result = self._find(constraint)
+        if result is None:
+            with self._compile_lock:
+                result = self._find(constraint) or self._try(constraint, Deadline(limit_s))
+        if isinstance(result, str):
+            raise _error(constraint, result)
+        return result
 
-    def known(self, constraint: Constraint) -> GrammarMatcher | None:
-        """Return what `compile` would return at once, if it would."""
-        found = self._find(constraint)
-        return None if isinstance(found, str) else found
+    def cached(self, constraint: Constraint) -> GrammarMatcher | None:
+        """Return a compiled constraint from the cache, or None."""
+        result = self._find(constraint)
+        return None if isinstance(result, str) else result
 
     def refusal(self, constraint: Constraint, *, only_known: bool = False) -> str | None:
-        """Return why a constraint cannot be used, or None.
+        """Return why a constraint cannot be used, or None if it can.
 
-        `only_known` looks at earlier answers only, and takes no time.
+        With `only_known`, look in the cache only, which takes no time.
         """
         if not only_known:
             with suppress(RequestError):
                 self.compile(constraint)
-        found = self._find(constraint)
-        return found if isinstance(found, str) else None
+        cached = self._find(constraint)
+        return cached if isinstance(cached, str) else None
 
     def prepare(self) -> None:
-        """Read the vocabulary now rather than for the first constraint.
+        """Index the vocabulary now rather than with the first constraint.
 
-        It takes a second or two, during which other threads hardly run.
+        This takes a second or two, in which other threads hardly run.
         """
-        with self._compiling:
+        with self._compile_lock:
             if self.ends:
                 _ = self._vocabulary
 
     def _find(self, constraint: Constraint) -> GrammarMatcher | str | None:
-        """Return what is known of a constraint: compiled, or why it cannot be."""
-        with self._lock:  # not the one of `_compiling`, which must not block other readers
-            found = self._known.get(constraint)
-            if found is not None:
-                self._known.move_to_end(constraint)
-            return found
+        """Return a cached constraint: compiled, or the reason for its refusal."""
+        with self._cache_lock:  # not `_compile_lock`: a compilation must not block readers
+            cached = self._cache.get(constraint)
+            if cached is not None:
+                self._cache.move_to_end(constraint)
+            return cached
 
     def _try(self, constraint: Constraint, deadline: Deadline) -> GrammarMatcher | str:
-        """Compile a constraint, or find out why it cannot be; remember either."""
-        found: GrammarMatcher | str
+        """Compile a constraint, or find the reason for its refusal; cache the result."""
+        result: GrammarMatcher | str
         try:
-            found = on_large_stack(partial(self._compile, deadline=deadline), constraint)
-        except TimeoutError as error:  # not remembered: another time it may be quicker
+            result = on_large_stack(partial(self._compile, deadline=deadline), constraint)
+        except TimeoutError as error:  # not cached: the next attempt may be faster
             raise RequestError(str(error), field=constraint.param) from None
         except RequestError as error:
-            found = str(error.facts["why"])
-        with self._lock:
-            self._known[constraint] = found
-            if len(self._known) > _MAX_KNOWN:
-                self._known.popitem(last=False)
-        return found
+            result = str(error.facts["why"])
+        with self._cache_lock:
+            self._cache[constraint] = result
+            if len(self._cache) > _MAX_CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
+        return result
 
     def _compile(self, constraint: Constraint, deadline: Deadline) -> GrammarMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        text, gaps = self._read(constraint, deadline)
+        text, gaps = self._to_llguidance(constraint, deadline)
         if constraint.alternative is not None:
-            other, more = self._read(constraint.alternative, deadline)
-            text, gaps = either(text, other), gaps + more
+            other_text, other_gaps = self._to_llguidance(constraint.alternative, deadline)
+            text = union_grammar(text, other_text)
+            gaps += other_gaps
         if constraint.preface is not None:
-            text = after_preface(constraint.preface, text, self._tokenizer)
+            text = with_reasoning_section(constraint.preface, text, self._tokenizer)
         deadline.check()
         multiples = [Decimal(number) for number in _MULTIPLE.findall(text)]
-        is_large = max(map(_num_remainders, multiples), default=Decimal()) > _SMALL_MULTIPLE
-        limits = LLParserLimits(**(_MORE_LIMITS if is_large else _LIMITS))
+        is_large = max(map(_num_remainders, multiples), default=Decimal()) > _MAX_SMALL_REMAINDERS
+        limits = LLParserLimits(**(_LARGE_LIMITS if is_large else _LIMITS))
         compiled = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
         matcher = GrammarMatcher(compiled, self, constraint, gaps)
         deadline.check()
-        # The first mask is the most work, and is not done again.
+        # The first mask is the most work. llguidance caches the result.
         matcher.masks((), (), (), np.zeros((1, matcher.num_words), np.uint32))
         for seed in range(_NUM_WALKS if is_large else 0):
-            _walk(matcher.another(constraint), np.random.default_rng(seed), deadline)
+            _walk(matcher.for_request(constraint), np.random.default_rng(seed), deadline)
         return matcher
 
-    def _read(self, constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
-        """Do as `_limited`; refuse a schema that can be neither held nor checked."""
-        text, gaps = _limited(constraint, deadline)
+    def _to_llguidance(
+        self, constraint: Constraint, deadline: Deadline
+    ) -> tuple[str, tuple[str, ...]]:
+        """Return llguidance's grammar of a constraint, and the keywords that it does not enforce.
+
+        Refuses a JSON schema that can be neither enforced nor checked.
+        """
+        text, gaps = _limited_grammar(constraint, deadline)
         if gaps and constraint.notation == "json_schema":
             try:
-                self._checks_schemas.check_schema(constraint.text)
+                self._schema_verifier.check_schema(constraint.text)
             except UncheckedError as error:
                 raise _refusal(constraint, str(error)) from None
         return text, gaps
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        """The bytes of the tokens, which excluded texts are compared with."""
+        """The bytes of all tokens, to compare them with excluded texts."""
         return TokenTexts(self._tokenizer)
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
-        words: Any = _Words(self._tokenizer, self._vocab_size)
-        return LLTokenizer(words, n_vocab=self._vocab_size, eos_token=sorted(self.ends))
+        vocabulary: Any = _Vocabulary(self._tokenizer, self._vocab_size)
+        return LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=sorted(self.ends))
 
 
-class _Words:
-    """A tokenizer as llguidance wants to see it."""
+class _Vocabulary:
+    """A tokenizer with the interface that llguidance needs."""
 
     is_tokenizer_wrapper = True
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.tokens = [
-            tokenizer.token_bytes(i) if i < tokenizer.vocab_size else b"" for i in range(vocab_size)
+            tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
+            for token in range(vocab_size)
         ]
         self.special_token_ids = sorted(tokenizer.special_ids)
         self.eos_token_id = min(tokenizer.eos_ids)
@@ -263,15 +289,18 @@ class _Words:
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return tokens with exactly the bytes of a text, none of them special."""
+        """Return tokens with exactly the bytes of a text, without special tokens."""
         return self._tokenizer.encode_exact(text if isinstance(text, str) else text.decode())
 
 
 class GrammarMatcher:
-    """A compiled grammar, and where in it one request's output is.
+    """A compiled grammar, and the position of one request's output in it.
 
-    `gaps` are the keywords of JSON schemas that it does not hold: with any, a finished answer must
-    be checked.
+    Attributes:
+        gaps: keywords of JSON schemas that the grammar does not enforce. If there are any, the
+            finished answer must be checked.
+        ends: the end tokens of the model.
+        num_words: 32-bit words of a mask.
     """
 
     def __init__(
@@ -284,27 +313,27 @@ class GrammarMatcher:
         """Begin with no output."""
         self.gaps = gaps
         self._matcher = matcher
-        self._is_shared = False  # `_matcher` belongs to the compiled grammar
+        self._is_shared = False  # whether other requests use `_matcher`, too
         self._grammars = grammars
         self._constraint = constraint
-        self._num_known = 0  # tokens of the output
+        self._num_consumed = 0  # tokens of the output
         self._exclusions: Exclusions | None = None
         self.ends = grammars.ends
         self.num_words = grammars.num_words
 
-    def another(self, constraint: Constraint) -> GrammarMatcher:
+    def for_request(self, constraint: Constraint) -> GrammarMatcher:
         """Return a matcher for a new request with the same constraint.
 
-        The grammar is copied when the engine first uses the matcher: a large one takes half a
-        millisecond, and a request may have a thousand answers.
+        The grammar is copied at the first use of the matcher. Copying a large grammar takes half a
+        millisecond, and a call may have a thousand requests.
         """
-        assert not self._num_known
-        found = GrammarMatcher(self._matcher, self._grammars, constraint, self.gaps)
-        found._is_shared = True
+        assert not self._num_consumed
+        matcher = GrammarMatcher(self._matcher, self._grammars, constraint, self.gaps)
+        matcher._is_shared = True
         if constraint.excluded:
             texts = self._grammars.token_texts
-            found._exclusions = Exclusions.of(constraint.excluded, texts, self.ends)
-        return found
+            matcher._exclusions = Exclusions.of(constraint.excluded, texts, self.ends)
+        return matcher
 
     def masks(
         self,
@@ -313,8 +342,8 @@ class GrammarMatcher:
         parents: Sequence[int],
         out: NDArray[np.uint32],
     ) -> None:
-        """Write which tokens may come next, as `core.constraint.Matcher` says."""
-        self._follow(output)
+        """Write masks of the tokens that may come next, as `core.constraint.Matcher` says."""
+        self._consume(output)
         _mask(self._matcher, out[0])
         self._check()
         if self._exclusions:
@@ -328,19 +357,18 @@ class GrammarMatcher:
     def _mask_drafts(
         self, drafts: Sequence[int], parents: Sequence[int], out: NDArray[np.uint32]
     ) -> None:
-        """Write what may follow each draft: nothing after a draft that is not allowed.
-
-        On a copy: if a wrong draft exceeds a limit, the answer must not fail.
-        """
-        matcher, path = self._matcher.deep_copy(), [ROOT]  # drafts that it has taken in
+        """Write a mask for each draft: the tokens that may follow it; none after a wrong draft."""
+        # A copy, so that a wrong draft that exceeds a limit of llguidance does not end the request.
+        matcher = self._matcher.deep_copy()
+        path = [ROOT]  # the drafts that the copy has consumed
         out[:] = 0
         for i, (draft, parent) in enumerate(zip(drafts, parents, strict=True)):
             if parent not in path:
                 continue
-            kept = path.index(parent) + 1
-            if kept < len(path):
-                matcher.rollback(len(path) - kept)
-                del path[kept:]
+            path_length = path.index(parent) + 1
+            if path_length < len(path):
+                matcher.rollback(len(path) - path_length)
+                del path[path_length:]
             if draft not in self.ends and matcher.validate_tokens([draft]):
                 matcher.consume_token(draft)
                 path.append(i)
@@ -348,31 +376,32 @@ class GrammarMatcher:
                 if self._exclusions:
                     tokens = [drafts[index] for index in path if index != ROOT]
                     self._exclusions.after(tokens).clear(matcher, out[i])
-            if matcher.is_error():  # the request fails only if this draft is right
+            if matcher.is_error():  # the request fails later, if the draft is accepted
                 out[i] = 0
                 return
 
     def count_allowed(self, output: Sequence[int], tokens: Sequence[int]) -> int:
-        """Return how many of the first `tokens` may follow; 0 where the matcher has failed."""
-        self._follow(output)
+        """Return the number of leading `tokens` that may follow `output`; 0 after a failure."""
+        self._consume(output)
         if self._matcher.is_error():
             return 0
         return self._matcher.deep_copy().validate_tokens(list(tokens))
 
     def forced(self, output: Sequence[int]) -> Sequence[int]:
-        """Return the tokens that must follow, as many as are found quickly."""
-        self._follow(output)
-        # A copy: a search that reaches its limit leaves the matcher unusable.
+        """Return tokens that must follow `output`; llguidance ends the search at a limit."""
+        self._consume(output)
+        # A copy, because a matcher is unusable after a search that reached the limit.
         return () if self._matcher.is_error() else self._matcher.deep_copy().compute_ff_tokens()
 
-    def _follow(self, output: Sequence[int]) -> None:
-        """Take in the tokens that are new."""
+    def _consume(self, output: Sequence[int]) -> None:
+        """Advance the matcher by the new tokens of the output."""
         if self._is_shared:
-            self._matcher, self._is_shared = self._matcher.deep_copy(), False
-        if len(output) > self._num_known:
-            tokens = list(output[self._num_known :])
+            self._matcher = self._matcher.deep_copy()
+            self._is_shared = False
+        if len(output) > self._num_consumed:
+            tokens = list(output[self._num_consumed :])
             self._matcher.consume_tokens(tokens)
-            self._num_known = len(output)
+            self._num_consumed = len(output)
             if self._exclusions:
                 self._exclusions = self._exclusions.after(tokens)
 
@@ -382,16 +411,16 @@ class GrammarMatcher:
 
 
 def _num_remainders(multiple: Decimal) -> Decimal:
-    """Return how many remainders a `multipleOf` has, with a fraction scaled to an integer."""
+    """Return the number of remainders of a `multipleOf`; a fraction is scaled to an integer."""
     _, digits, exponent = multiple.normalize().as_tuple()
     return Decimal((0, digits, max(int(exponent), 0)))
 
 
 def _walk(matcher: GrammarMatcher, rng: np.random.Generator, deadline: Deadline) -> None:
-    """Compute the masks of a random answer's first tokens, so that llguidance caches its states."""
+    """Compute the masks of a random answer's first tokens, so that llguidance caches them."""
     output: list[int] = []
     mask = np.zeros((1, matcher.num_words), np.uint32)
-    while len(output) < _WALK_LENGTH:
+    while len(output) < _WALK_TOKENS:
         deadline.check()
         matcher.masks(output, (), (), mask)
         (allowed,) = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()
@@ -404,39 +433,41 @@ def _mask(matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
     matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
 
 
-def _limited(constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
-    """Return a constraint in llguidance's own form, and what it does not hold.
+def _limited_grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
+    """Return llguidance's grammar of a constraint, and the keywords that it does not enforce.
 
-    It does not force text without a limit.
+    Forced text (text without a choice) is not followed if it can be very long: llguidance would
+    follow it to its end within one step.
     """
     from llguidance import LLMatcher
 
     if constraint.notation != "json_schema":
         text, gaps = _grammar(constraint, deadline)
-        return (text if _may_force(constraint) else _without_forcing(text)), gaps
+        return (text if _may_force(constraint) else _disable_forcing(text)), gaps
     try:
         prepared = prepare(constraint.text, deadline)
         deadline.check()
-        form = cast("Any", dict(prepared.json_form))
-        text = LLMatcher.grammar_from_json_schema(prepared.text, overrides=form)
+        json_form = cast("Any", dict(prepared.json_form))
+        text = LLMatcher.grammar_from_json_schema(prepared.text, overrides=json_form)
     except ValueError as error:
         raise _refusal(constraint, str(error)) from None
-    is_little = forces_little(json.loads(prepared.text))
-    return (text if is_little else _without_forcing(text)), prepared.gaps
+    is_short = forces_little(json.loads(prepared.text))
+    return (text if is_short else _disable_forcing(text)), prepared.gaps
 
 
 def _grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
-    """Return a constraint that is not one schema in llguidance's own form, as `_limited` does."""
+    """Return llguidance's grammar of a constraint that is not a JSON schema, and its gaps."""
     from llguidance import grammar_from
 
-    text, notation = constraint.text, constraint.notation
+    text = constraint.text
+    notation = constraint.notation
     gaps: tuple[str, ...] = ()
     try:
         if notation == "choice" and not _are_texts(json.loads(text)):
-            message = f"it must be 1 to {MAX_CHOICES:,} texts, none of them empty"
-            raise _refusal(constraint, message)
+            reason = f"it must have 1 to {MAX_CHOICES:,} texts, none of them empty"
+            raise _refusal(constraint, reason)
         if notation in {"grammar", "lark"} and text.lstrip().startswith("{"):
-            raise _refusal(constraint, "no rule begins with '{'")  # JSON would be read as objects
+            raise _refusal(constraint, "no rule begins with '{'")  # llguidance reads it as JSON
         if notation == "lark":
             text, gaps = with_prepared_schemas(text, deadline)
         return grammar_from(cast("GrammarFormat", notation), text), gaps
@@ -445,20 +476,23 @@ def _grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str
 
 
 def _may_force(constraint: Constraint) -> bool:
-    """Return whether llguidance may look for text that can continue in one way only.
+    """Whether llguidance may follow forced text, which has no choice of a next token.
 
-    A client's grammar can force any length. Grammars in Lark's notation are our own, or those of
-    programs that use the library, and contain `NO_FORCING` themselves.
+    A client's grammar can force text of any length. Grammars in the notation "lark" come from us,
+    or from programs that use the library; where necessary they contain `NO_FORCING` themselves.
     """
     match constraint.notation:
         case "regex" | "choice":
-            return pattern_size(constraint.text) <= MOST_FORCED
+            return pattern_size(constraint.text) <= MAX_FORCED_BYTES
         case notation:
             return notation == "lark"
 
 
-def _without_forcing(grammar: str) -> str:
-    """Return the grammar, in Lark's notation or llguidance's own object, that forces nothing."""
+def _disable_forcing(grammar: str) -> str:
+    """Return a grammar for which llguidance follows no forced text.
+
+    A grammar is in Lark's notation, or one of llguidance's JSON objects.
+    """
     if not grammar.startswith("{"):
         return f"{grammar}\n{NO_FORCING}\n"
     first, *others = json.loads(grammar)["grammars"]
@@ -474,6 +508,7 @@ def _are_texts(value: object) -> bool:
 
 
 def _refusal(constraint: Constraint, why: str) -> RequestError:
+    """Return the error that a constraint cannot be used, with the first line of the reason."""
     return _error(constraint, f"{_NAMES[constraint.notation]} cannot be used: {_first_line(why)}")
 
 
@@ -482,38 +517,34 @@ def _error(constraint: Constraint, why: str) -> RequestError:
 
 
 def _first_line(text: str) -> str:
-    """Return the first line of an error's text: the rest is about llguidance's internals."""
+    """Return the first line of llguidance's error; the rest is about its internals."""
     if "Unsatisfiable schema" in text:
         text = "no value fits it"
-    for sign, meaning in _MEANINGS.items():
-        if sign in text:
-            return meaning
+    for message_part, explanation in _EXPLANATIONS.items():
+        if message_part in text:
+            return explanation
     lines = text.strip().splitlines() or [""]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    line = (errors or lines)[0][:_MAX_ERROR]
+    line = (errors or lines)[0][:_MAX_ERROR_CHARS]
     return line if line.endswith((".", "?")) else f"{line}."
 
 
-Given = TypeVar("Given")
-Found = TypeVar("Found")
+def on_large_stack(function: Callable[[Argument], Result], argument: Argument) -> Result:
+    """Call `function(argument)` in a thread with a large stack and low priority.
 
-_NICENESS: Final = 10
-_STACK_BYTES: Final = 512 << 20
-_stack_lock = threading.Lock()  # the size of new stacks is the process's
-
-
-def on_large_stack(function: Callable[[Given], Found], given: Given) -> Found:
-    """Return what `function` returns, called in a separate thread with a large stack."""
+    llguidance follows rules that refer to each other by recursion, a stack frame for each rule, so
+    the stack must suffice for the longest grammar. Only the used part takes memory.
+    """
     with ThreadPoolExecutor(1, "twostroke-grammar", _lower_priority) as thread, _stack_lock:
         before = threading.stack_size(_STACK_BYTES)
         try:
-            work = thread.submit(function, given)
+            future = thread.submit(function, argument)
         finally:
             threading.stack_size(before)
-    return work.result()
+    return future.result()
 
 
 def _lower_priority() -> None:
-    """Lower this thread's priority, where the system has priorities of threads."""
+    """Lower this thread's priority, if the system has priorities of threads."""
     if hasattr(os, "setpriority"):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

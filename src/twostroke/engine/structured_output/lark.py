@@ -1,4 +1,4 @@
-"""Words of Lark's notation, as llguidance extends it, for grammars that are put together here."""
+"""Builds grammars in Lark's notation, as llguidance extends it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from twostroke.engine.structured_output.schema.document import Deadline
     from twostroke.model.tokenizer import Tokenizer
 
-# Where text can go on in one way only, llguidance does not look how far.
-_SCHEMA: Final = re.compile(r"^\w+ *: *%json +(?=\{)", re.MULTILINE)
+_SCHEMA_RULE: Final = re.compile(r"^\w+ *: *%json +(?=\{)", re.MULTILINE)
+# Keeps llguidance from following forced text, which has no choice of a next token.
 NO_FORCING: Final = '%llguidance {"no_forcing": true}'
-TEXT: Final = r"TEXT: /(.|\n)*/"  # the rule of any text without special tokens
+TEXT: Final = r"TEXT: /(.|\n)*/"  # a rule for any text without special tokens
 
 
 def special_marks(marks: Iterable[str], tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the ids of those marks that are special tokens, which no text can spell."""
-    found = {mark: tokenizer.find(mark) for mark in marks if mark}
-    return {mark: id_ for mark, id_ in found.items() if id_ in tokenizer.special_ids}
+    """Return the ids of the marks that are special tokens; text rules do not match these."""
+    ids = {mark: tokenizer.find(mark) for mark in marks if mark}
+    return {mark: id_ for mark, id_ in ids.items() if id_ in tokenizer.special_ids}
 
 
-def spelled(text: str, specials: Mapping[str, int]) -> str:
-    """Return a text as a grammar writes it; marks among `specials` are tokens."""
+def to_lark(text: str, specials: Mapping[str, int]) -> str:
+    """Return the notation of a literal text, in which the marks in `specials` are tokens."""
     cuts = re.split("|".join(f"({re.escape(mark)})" for mark in specials), text)
     parts = [part for part in (cuts if specials else [text]) if part]
     return " ".join(
@@ -39,78 +39,78 @@ def spelled(text: str, specials: Mapping[str, int]) -> str:
     )
 
 
-def up_to(name: str, mark: str, specials: Mapping[str, int]) -> str:
-    """Return the rule of any text up to a mark and with it, the first that comes."""
+def text_until(name: str, mark: str, specials: Mapping[str, int]) -> str:
+    """Return a rule for any text up to the first occurrence of a mark, with the mark."""
     if mark in specials:
-        return f"{name}: TEXT {spelled(mark, specials)}"
-    return f"{name}[lazy]: TEXT {spelled(mark, specials)}"
+        return f"{name}: TEXT {to_lark(mark, specials)}"
+    return f"{name}[lazy]: TEXT {to_lark(mark, specials)}"
 
 
-def beginning(preface: ReasoningSection, specials: Mapping[str, int]) -> str:
-    """Return what a preface begins with."""
-    mark = spelled(preface.begin, specials)
+def section_begin(preface: ReasoningSection, specials: Mapping[str, int]) -> str:
+    """Return the notation of the beginning of a reasoning section."""
+    mark = to_lark(preface.begin, specials)
     return mark if preface.begin in specials else rf"/\s{{0,{MAX_BLANKS}}}/ {mark}"
 
 
-def text_but(*others: str) -> str:
-    """Return the rule of any text that begins with none of these, which are terminals."""
-    return f"{TEXT} & ~(({' | '.join(others)}) /(.|\\n)*/)" if others else TEXT
+def text_without_prefix(*terminals: str) -> str:
+    """Return the rule `TEXT` for any text that begins with none of these terminals."""
+    return f"{TEXT} & ~(({' | '.join(terminals)}) /(.|\\n)*/)" if terminals else TEXT
 
 
-def either(first: str, second: str) -> str:
-    """Return the grammar of answers that one of two grammars allows.
+def union_grammar(first: str, second: str) -> str:
+    """Return a grammar for the answers that either of two grammars allows.
 
-    Each is in Lark's notation, or llguidance's own object, and so is the result.
+    A grammar is in Lark's notation, or one of llguidance's JSON objects.
     """
-    whole = {"name": "either", "lark_grammar": "start: @first | @second"}
-    return json.dumps({"grammars": [whole, *_named("first", first), *_named("second", second)]})
+    outer = {"name": "either", "lark_grammar": "start: @first | @second"}
+    return json.dumps({"grammars": [outer, *_named("first", first), *_named("second", second)]})
 
 
 def with_prepared_schemas(rules: str, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
-    """Return rules in which each JSON schema is prepared, and what those do not hold.
+    """Prepare each JSON schema in some rules; return the rules, and the schemas' gaps.
 
-    A schema is a rule of its own; with `x-guidance` it says how JSON is written.
+    Each schema is a rule of its own. Its `x-guidance` has options for the form of the JSON.
 
     Raises:
-        ValueError: a schema cannot be followed.
+        ValueError: a schema cannot be used.
         TimeoutError: the deadline is over.
     """
     parts: list[str] = []
     gaps: list[str] = []
     end = 0
     has_forcing = False
-    for found in _SCHEMA.finditer(rules):
-        schema, after = json.JSONDecoder().raw_decode(rules, found.end())
+    for match in _SCHEMA_RULE.finditer(rules):
+        schema, schema_end = json.JSONDecoder().raw_decode(rules, match.end())
         prepared = prepare(json.dumps(schema), deadline)
         text = json.loads(prepared.text)
         has_forcing = has_forcing or not forces_little(text)
-        form = {"x-guidance": schema["x-guidance"]} if "x-guidance" in schema else {}
+        json_form = {"x-guidance": schema["x-guidance"]} if "x-guidance" in schema else {}
         if prepared.escapes:
-            form = {"x-guidance": dict(with_escapes(form.get("x-guidance", {})))}
-        parts += [rules[end : found.end()], json.dumps({**text, **form})]
+            json_form = {"x-guidance": dict(with_escapes(json_form.get("x-guidance", {})))}
+        parts += [rules[end : match.end()], json.dumps({**text, **json_form})]
         gaps += prepared.gaps
-        end = after
+        end = schema_end
     forcing = [f"\n{NO_FORCING}\n"] if has_forcing else []
     return "".join([*parts, rules[end:], *forcing]), tuple(gaps)
 
 
-def after_preface(preface: ReasoningSection, grammar: str, tokenizer: Tokenizer) -> str:
-    """Return the grammar of answers that begin with a preface.
+def with_reasoning_section(preface: ReasoningSection, grammar: str, tokenizer: Tokenizer) -> str:
+    """Return a grammar for answers with a reasoning section before text of `grammar`.
 
-    `grammar` is in Lark's notation, or llguidance's own object.
+    A grammar is in Lark's notation, or one of llguidance's JSON objects.
     """
     specials = special_marks((preface.begin, preface.end), tokenizer)
     start = (
         "start: (begin preface GAP?)? @answer" if preface.begin else "start: preface GAP? @answer"
     )
-    rules = [start, up_to("preface", preface.end, specials), r"GAP: /\n{1,2}/", TEXT]
+    rules = [start, text_until("preface", preface.end, specials), r"GAP: /\n{1,2}/", TEXT]
     if preface.begin:
-        rules.append(f"begin: {beginning(preface, specials)}")
-    whole = {"name": "whole", "lark_grammar": "\n".join(rules)}
-    return json.dumps({"grammars": [whole, *_named("answer", grammar)]})
+        rules.append(f"begin: {section_begin(preface, specials)}")
+    outer = {"name": "whole", "lark_grammar": "\n".join(rules)}
+    return json.dumps({"grammars": [outer, *_named("answer", grammar)]})
 
 
 def _named(name: str, grammar: str) -> list[dict[str, object]]:
-    """Return a grammar as a list of llguidance's objects, the first of which has this name."""
+    """Return a grammar as a list of llguidance's JSON objects, and name the first one."""
     parts = json.loads(grammar)["grammars"] if grammar[0] == "{" else [{"lark_grammar": grammar}]
     return [{**parts[0], "name": name}, *parts[1:]]

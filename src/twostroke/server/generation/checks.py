@@ -57,7 +57,7 @@ class AnswerChecks:
             "request_id": request_id,
             "part": kind,
             "keyword": fault.keyword,
-            "place": fault.place,
+            "place": fault.location,
         }
         _logger.warning("An answer breaks its schema.", extra={FIGURES: figures})
 

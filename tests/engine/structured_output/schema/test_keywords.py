@@ -314,7 +314,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"maxItems": -1}, "maxItems"),
     ({"properties": {"a": {"not": [{}]}}}, "'/properties/a/not' must be a schema"),
     ({"not": {"title": "anything"}}, "no value fits"),
-    ({**S, "allOf": [P]}, "no value is left by type ("),
+    ({**S, "allOf": [P]}, "no value fits it: type ("),
     ({"type": "array", "minItems": 1, "items": {"enum": ["a"], "pattern": "^b"}}, "enum (/items"),
     ({**S, "const": "\ud800"}, "'\\ud800' in type ("),
     ({"const": 2**53 + 1}, "9,007,199,254,740,993 in const ("),

@@ -72,7 +72,7 @@ TAKEN: list[tuple[Callable[[int], Constraint], int, str]] = [
     (
         lambda n: Constraint.choice([f"text {i}" for i in range(n)]),
         MAX_CHOICES,
-        "must be 1 to 1,024 texts",
+        "must have 1 to 1,024 texts",
     ),
     (
         lambda n: Constraint.json_schema({"const": n}),

@@ -14,7 +14,7 @@ import pytest
 from twostroke.engine.structured_output.schema import verify
 from twostroke.engine.structured_output.schema.spans import wrong_span
 from twostroke.engine.structured_output.schema.verify import (
-    MAX_ANSWER,
+    MAX_ANSWER_CHARS,
     SchemaViolation,
     UncheckedError,
     Verifier,
@@ -136,7 +136,7 @@ def test_hostile_schemas_end(verifier: Verifier):
     with pytest.raises(UncheckedError, match="surrogates"):
         verifier.fault('{"maxLength": 1}', '"\\ud83d"')
     with pytest.raises(UncheckedError, match="characters"):
-        verifier.fault("{}", f'"{"a" * MAX_ANSWER}"')
+        verifier.fault("{}", f'"{"a" * MAX_ANSWER_CHARS}"')
     assert verifier.fault('{"type": "null"}', "1") == SchemaViolation("type", "/type")
 
 
@@ -170,7 +170,7 @@ def test_process_that_ended_or_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch
     second = verifier._process
     assert second is not None
     second.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(verify, "_LIMIT_S", 0.2)
+    monkeypatch.setattr(verify, "_CHECK_TIMEOUT_S", 0.2)
     with pytest.raises(UncheckedError, match="time"):
         verifier.fault("{}", "1")
     monkeypatch.undo()

@@ -1,1 +1,1 @@
-"""JSON Schema: what of a schema a grammar can hold by construction, and what must be checked."""
+"""JSON Schema: rewrites schemas for grammars, and checks answers where a grammar is not enough."""

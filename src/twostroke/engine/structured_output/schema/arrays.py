@@ -1,4 +1,4 @@
-"""Branches of arrays, as llguidance reads them."""
+"""Writes the arrays of a branch for llguidance."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import chain, product
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.engine.structured_output.schema.branch import key
-from twostroke.engine.structured_output.schema.overlap import are_apart
+from twostroke.engine.structured_output.schema.overlap import are_disjoint
 from twostroke.engine.structured_output.schema.scalars import can_be_written, written
 
 if TYPE_CHECKING:
@@ -19,97 +19,112 @@ if TYPE_CHECKING:
     Schema = dict[str, Any]
     Child = Callable[[Sequence[State | None]], Schema | bool]
 
-_MOST_DISTINCT: Final = 400  # arrays of distinct items that are spelled
-_MOST_DISTINCT_TEXT: Final = 20_000  # characters of these arrays
-_MOST_APART: Final = 8  # items that are compared with one another
-_MOST_PLACES: Final = 8  # where the first item of those that `contains` asks for may be
-_MOST_IN_ROW: Final = 4  # of those items
-_MOST_CONTAINED: Final = 3  # keywords `contains` that are held together
-_MOST_PLACES_OF_EACH: Final = 4  # where the items may be that several `contains` ask for
-_NO_PLACES: Final[Mapping[int, Sequence[Contains]]] = {}
-_LONGEST: Final = 64  # array whose places are looked at one by one
+_MAX_LISTED_ARRAYS: Final = 400  # arrays of distinct items that are written one by one
+_MAX_LISTED_CHARS: Final = 20_000  # of these arrays
+_MAX_COMPARED_ITEMS: Final = 8  # that are compared pair by pair
+# The items that `contains` requires are written as a run: where it may begin, and by how many items
+# it may exceed the minimum.
+_MAX_RUN_STARTS: Final = 8
+_MAX_EXTRA_IN_RUN: Final = 4
+# Several `contains` are enforced together: how many, and at how many positions each.
+_MAX_CONTAINS_KEYWORDS: Final = 3
+_MAX_POSITIONS: Final = 4
+_NO_ITEMS: Final[Mapping[int, Sequence[Contains]]] = {}
+_MAX_MIN_CONTAINS: Final = 64
 
 
 def arrays(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[Schema]:
-    """Yield schemas of a branch's arrays, and note in it what they do not hold."""
-    listed = _distinct(branch, expander)
+    """Yield schemas of a branch's arrays; add keywords they do not enforce to its gaps."""
+    listed = _distinct_arrays(branch, expander)
     if listed is not None:
         if listed:
             yield {"enum": listed}
         return
-    asked = [one for one in branch.contains if one.least or one.most is not None]
-    if not asked:
-        yield from _made(branch, child)
+    limiting = [
+        contains
+        for contains in branch.contains
+        if contains.min_count or contains.max_count is not None
+    ]
+    if not limiting:
+        yield from _array_schema(branch, child)
         return
-    if 1 < len(asked) <= _MOST_CONTAINED and all(contains[1:3] == (1, None) for contains in asked):
-        yield from _containing_each(branch, asked, child)
+    are_simple = all(contains[1:3] == (1, None) for contains in limiting)
+    if 1 < len(limiting) <= _MAX_CONTAINS_KEYWORDS and are_simple:
+        yield from _containing_each(branch, limiting, child)
         return
-    for one in asked[1:]:
-        branch.gap(one.place)
-    yield from _containing(branch, asked[0], child)
+    for contains in limiting[1:]:
+        branch.add_gap(contains.location)
+    yield from _containing(branch, limiting[0], child)
 
 
 def _containing_each(
     branch: SchemaBranch, keywords: Sequence[Contains], child: Child
 ) -> Iterator[Schema]:
     """Yield arrays with an item for each of several `contains`; an item may fit several of them."""
-    high = branch.items.high
-    for indices in product(range(_MOST_PLACES_OF_EACH), repeat=len(keywords)):
+    high = branch.num_items.high
+    for indices in product(range(_MAX_POSITIONS), repeat=len(keywords)):
         if high is None or max(indices) < high:
             fixed: dict[int, list[Contains]] = {}
             for index, contains in zip(indices, keywords, strict=True):
                 fixed.setdefault(index, []).append(contains)
-            yield from _made(branch, child, fixed)
+            yield from _array_schema(branch, child, fixed)
 
 
-def _containing(branch: SchemaBranch, asked: Contains, child: Child) -> Iterator[Schema]:
-    """Yield arrays with a row of items that fit; if their number is limited, no others do."""
-    low, high = asked.least, branch.items.high
-    most = low if asked.most is None else min(asked.most, low + _MOST_IN_ROW)
-    if asked.most is not None and asked.most < low:
+def _containing(branch: SchemaBranch, contains: Contains, child: Child) -> Iterator[Schema]:
+    """Yield arrays with a run of items that fit `contains`.
+
+    If the number of such items is limited, no other items fit.
+    """
+    low = contains.min_count
+    high = branch.num_items.high
+    max_run = low
+    if contains.max_count is not None:
+        max_run = min(contains.max_count, low + _MAX_EXTRA_IN_RUN)
+        if contains.max_count < low:
+            return
+    if low > _MAX_MIN_CONTAINS:
+        branch.add_gap(contains.location)
+        yield from _array_schema(branch, child)
         return
-    if low > _LONGEST:
-        branch.gap(asked.place)
-        yield from _made(branch, child)
-        return
-    for count in range(low, most + 1):
-        for first in range(_MOST_PLACES if count else 1):
+    for count in range(low, max_run + 1):
+        for first in range(_MAX_RUN_STARTS if count else 1):
             if high is not None and first + count > high:
                 break
-            fixed = {index: [asked] for index in range(first, first + count)}
-            yield from _made(branch, child, fixed, asked)
+            fixed = {index: [contains] for index in range(first, first + count)}
+            yield from _array_schema(branch, child, fixed, limited=contains)
 
 
-def _made(
+def _array_schema(
     branch: SchemaBranch,
     child: Child,
-    fixed: Mapping[int, Sequence[Contains]] = _NO_PLACES,
+    fixed: Mapping[int, Sequence[Contains]] = _NO_ITEMS,
     limited: Contains | None = None,
 ) -> Iterator[Schema]:
-    """Yield the schema of arrays whose items at `fixed` places fit some `contains`.
+    """Yield the schema of arrays, unless no array fits.
 
-    If `limited` has a most number of items, no others fit it.
+    `fixed` has the `contains` that the items at some indices fit. If `limited` has a maximum, no
+    other items fit it.
     """
     parts = [*branch.arrays, *branch.unevaluated_items()]
     end = max(fixed, default=-1) + 1
     length = max([end, *(len(part.first) for part in parts)])
-    low, high = max(branch.items.low, end), branch.items.high
+    low, high = max(branch.num_items.low, end), branch.num_items.high
     others: list[State | None] = []
-    if limited is not None and limited.most is not None:
+    if limited is not None and limited.max_count is not None:
         others.append((limited.item.flipped,))
     if high is not None:
         length = min(length, high)
     first = []
-    for place in range(length):
-        if place in fixed:
-            scope = tuple(chain.from_iterable(contains.scope for contains in fixed[place]))
-            around = [*branch.arrays, *branch.unevaluated_items(but=scope)]
-            items: list[State] = [(contains.item,) for contains in fixed[place]]
-            first.append(child([*(part.of(place) for part in around), *items]))
+    for index in range(length):
+        if index in fixed:
+            scope = tuple(chain.from_iterable(contains.scope for contains in fixed[index]))
+            evaluated = [*branch.arrays, *branch.unevaluated_items(excluded_scope=scope)]
+            items: list[State] = [(contains.item,) for contains in fixed[index]]
+            first.append(child([*(part.of(index) for part in evaluated), *items]))
         else:
-            first.append(child([*branch.item(place), *others]))
+            first.append(child([*branch.item(index), *others]))
     rest = child([*(part.others for part in parts), *others])
-    if any(one is False for one in first[:low]) or (low > length and rest is False):
+    if any(item is False for item in first[:low]) or (low > length and rest is False):
         return
     is_full = high is not None and high <= length
     schema: Schema = {"type": "array", "items": False if is_full else rest}
@@ -122,39 +137,47 @@ def _made(
     yield schema
 
 
-def _distinct(branch: SchemaBranch, expander: Expander) -> list[list[Any]] | None:
-    """Return all arrays of distinct items if they are few; else note that they may repeat."""
-    high = branch.items.high
+def _distinct_arrays(branch: SchemaBranch, expander: Expander) -> list[list[Any]] | None:
+    """Return all arrays that `uniqueItems` allows, if they are few.
+
+    Returns None without `uniqueItems`, if all items are different anyway, or if there are many
+    arrays; in the last case `uniqueItems` becomes a gap.
+    """
+    high = branch.num_items.high
     if branch.unique is None or (high is not None and high < 2):
         return None
-    state = expander.state(branch.item(max((len(p.first) for p in branch.arrays), default=0)))
     length = max((len(part.first) for part in branch.arrays), default=0)
+    state = expander.state(branch.item(length))
     is_closed = state is None or (high is not None and high <= length)
-    if is_closed and length <= _MOST_APART and _are_apart(branch, expander, length):
+    if (
+        is_closed
+        and length <= _MAX_COMPARED_ITEMS
+        and _are_items_disjoint(branch, expander, length)
+    ):
         return None
-    spelled = None if branch.contains else _spelled(branch, expander, length)
-    if spelled is None:
-        branch.gap(branch.unique)
-    return spelled
+    listed = None if branch.contains else _list_arrays(branch, expander, length)
+    if listed is None:
+        branch.add_gap(branch.unique)
+    return listed
 
 
-def _spelled(branch: SchemaBranch, expander: Expander, length: int) -> list[list[Any]] | None:
+def _list_arrays(branch: SchemaBranch, expander: Expander, length: int) -> list[list[Any]] | None:
     """Return all arrays of distinct items; None if they are many, or items are not listed.
 
-    From the place `length` on, all items have the same schema.
+    From the index `length` on, all items have the same schema.
     """
-    low, high = branch.items.low, branch.items.high
+    low, high = branch.num_items.low, branch.num_items.high
     values_at: dict[int, dict[Any, Any] | None] = {}
-    spelled: list[list[Any]] = []
+    listed: list[list[Any]] = []
     beginnings: list[dict[Any, Any]] = [{}]  # distinct items by their keys
     count = num_characters = 0
     while beginnings:
         if count >= low:
-            spelled += [list(items.values()) for items in beginnings]
-            num_characters += len(json.dumps(spelled[-len(beginnings) :], default=str))
-        if len(beginnings) > _MOST_DISTINCT or len(spelled) > _MOST_DISTINCT:
+            listed += [list(items.values()) for items in beginnings]
+            num_characters += len(json.dumps(listed[-len(beginnings) :], default=str))
+        if len(beginnings) > _MAX_LISTED_ARRAYS or len(listed) > _MAX_LISTED_ARRAYS:
             return None
-        if num_characters > _MOST_DISTINCT_TEXT:
+        if num_characters > _MAX_LISTED_CHARS:
             return None
         if count == high:
             break
@@ -172,21 +195,21 @@ def _spelled(branch: SchemaBranch, expander: Expander, length: int) -> list[list
             if name not in items
         ]
         count += 1
-    return spelled
+    return listed
 
 
-def _are_apart(branch: SchemaBranch, expander: Expander, length: int) -> bool:
-    """Return whether no two of the first items can be equal."""
-    states = [expander.state(branch.item(place)) for place in range(length)]
+def _are_items_disjoint(branch: SchemaBranch, expander: Expander, length: int) -> bool:
+    """Return whether no two of the first `length` items can be equal."""
+    states = [expander.state(branch.item(index)) for index in range(length)]
     return all(
-        one is None or other is None or are_apart(one, other, expander)
-        for place, one in enumerate(states)
-        for other in states[:place]
+        state is None or other is None or are_disjoint(state, other, expander)
+        for index, state in enumerate(states)
+        for other in states[:index]
     )
 
 
 def _values(expander: Expander, state: State) -> dict[Any, Any] | None:
-    """Return the values that fit a state by their keys, if they are listed."""
+    """Return the values that fit a state, by key; None if the state does not list its values."""
     values_by_key: dict[Any, Any] = {}
     for branch in expander.branches(state):
         values = branch.allowed()

@@ -33,7 +33,7 @@ _SPACE: Final = (
 _SETS: Final = {"d": ((0x30, 0x39),), "w": _WORD, "s": _SPACE}
 _NOT_IN_DOT: Final = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 # Control characters that an answer has only if a pattern names them.
-_UNWRITTEN: Final = ((0, 7), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F))
+_UNMENTIONED_CONTROLS: Final = ((0, 7), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F))
 _ANY: Final = ((0, LAST_CODE),)
 _NOT_ASCII: Final = ((0x80, LAST_CODE),)
 _LINE_ENDS: Final = ((0x0D, 0x0D), (0x2028, 0x2029))
@@ -113,7 +113,7 @@ class _Parser:
             case "[":
                 return PatternNode("set", (self._set(),))
             case ".":
-                return PatternNode("set", (without(_ANY, (*_NOT_IN_DOT, *_UNWRITTEN)),))
+                return PatternNode("set", (without(_ANY, (*_NOT_IN_DOT, *_UNMENTIONED_CONTROLS)),))
             case "^":
                 return PatternNode("begin")
             case "$":
@@ -159,7 +159,7 @@ class _Parser:
         if letter.lower() in _SETS:
             self._offset += 1
             ranges = _SETS[letter.lower()]
-            return without(_ANY, (*ranges, *_UNWRITTEN)) if letter.isupper() else ranges
+            return without(_ANY, (*ranges, *_UNMENTIONED_CONTROLS)) if letter.isupper() else ranges
         if letter == "0" and source[self._offset + 1 : self._offset + 2].isdecimal():
             raise UnsupportedError("an octal escape")
         if letter in _CONTROLS:
@@ -198,7 +198,7 @@ class _Parser:
                     raise UnsupportedError("a range of sets")
                 first = ((first[0][0], last[0][1]),)
             ranges += first
-        return without(_ANY, (*ranges, *_UNWRITTEN)) if is_negated else merged(ranges)
+        return without(_ANY, (*ranges, *_UNMENTIONED_CONTROLS)) if is_negated else merged(ranges)
 
     def _member(self) -> Ranges:
         if self._take("\\b"):
@@ -288,7 +288,9 @@ class _Automaton:
         self._is_tracking = False
         # Regular expression engines disagree about `.` and line ends, and about words that are not
         # ASCII. Where a part must not match, the characters in question are avoided.
-        self.unwritten: Ranges = (*_UNWRITTEN, *_LINE_ENDS) if is_negated else _UNWRITTEN
+        self.avoided: Ranges = (
+            (*_UNMENTIONED_CONTROLS, *_LINE_ENDS) if is_negated else _UNMENTIONED_CONTROLS
+        )
         self._is_denied = is_negated
         self.tracked: list[Formula] = []  # each tracker's formula at the start of a text
         self.num_steps = 0
@@ -339,13 +341,13 @@ class _Automaton:
     def _deny(self) -> None:
         """Enter a part that must not match."""
         self._is_denied = True
-        self.unwritten = merged((*self.unwritten, *_LINE_ENDS))
+        self.avoided = merged((*self.avoided, *_LINE_ENDS))
 
     def _edge(self, after: Formula, *, is_edge: bool) -> Formula:
         """Return the formula of a word boundary, or of its absence, between ASCII characters."""
         word, other = PatternNode("set", (_WORD,)), PatternNode("set", (_NOT_ASCII,))
         if self._is_denied:
-            self.unwritten = merged((*self.unwritten, *_NOT_ASCII))
+            self.avoided = merged((*self.avoided, *_NOT_ASCII))
         is_word, is_other = self.formula(word, TRUE), self.formula(other, TRUE)
         inside = joined("and", (is_word, after))
         outside = joined("and", (negated(is_word), negated(is_other), after))
@@ -457,13 +459,13 @@ class Table(NamedTuple):
         classes: the classes of characters.
         transitions: the next state, by state and class.
         final: whether a state accepts the text so far.
-        unwritten: characters that the resulting expression leaves out.
+        avoided: characters that the resulting expression leaves out.
     """
 
     classes: list[Ranges]
     transitions: list[list[int]]
     final: list[bool]
-    unwritten: Ranges
+    avoided: Ranges
 
 
 def table_of(node: PatternNode, *, is_negated: bool = False) -> Table:
@@ -497,7 +499,7 @@ def table_of(node: PatternNode, *, is_negated: bool = False) -> Table:
                     raise UnsupportedError("its automaton is too large")
             row.append(states[other])
         transitions.append(row)
-    return _minimal(Table(classes, transitions, final, automaton.unwritten))
+    return _minimal(Table(classes, transitions, final, automaton.avoided))
 
 
 def _minimal(table: Table) -> Table:
@@ -521,7 +523,7 @@ def _minimal(table: Table) -> Table:
         [order[block[to]] for to in table.transitions[first[number]]] for number in by_order
     ]
     final = [table.final[first[number]] for number in by_order]
-    return Table(table.classes, transitions, final, table.unwritten)
+    return Table(table.classes, transitions, final, table.avoided)
 
 
 def expression(table: Table) -> str:
@@ -538,7 +540,7 @@ def expression(table: Table) -> str:
         for ranges, to in zip(table.classes, row, strict=True):
             groups.setdefault(to, []).extend(ranges)
         for to, characters in groups.items():
-            written = without(merged(characters), table.unwritten)
+            written = without(merged(characters), table.avoided)
             if written:
                 edges[state][to] = _set_text(written)
         if table.final[state]:
@@ -615,7 +617,7 @@ def _grouped(text: str) -> str:
 
 def _set_text(ranges: Ranges) -> str:
     """Return the regular expression of a set of characters."""
-    if ranges == without(_ANY, _UNWRITTEN):
+    if ranges == without(_ANY, _UNMENTIONED_CONTROLS):
         return r"[^\x{0}-\x{7}\x{b}\x{e}-\x{1f}\x{7f}]"
     parts = []
     for low, high in ranges:

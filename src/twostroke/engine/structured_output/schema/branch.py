@@ -1,4 +1,4 @@
-"""A branch: one of the conjunctions that a schema is a union of, sorted by keywords."""
+"""`SchemaBranch`: a conjunction of keywords, sorted by type. A schema is a union of branches."""
 
 from __future__ import annotations
 
@@ -15,70 +15,89 @@ if TYPE_CHECKING:
 
     from twostroke.engine.structured_output.schema.document import Node
 
-# A number is an integer or has a fraction: so that types exclude one another.
+# The types of values, so that no value has two: numbers are integers or have a fraction.
 KINDS: Final = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 _NUMBERS: Final = frozenset(("integer", "fraction"))
 
 
 class SchemaItem(NamedTuple):
-    """A schema that a value must fit, or must not."""
+    """A schema that a value must fit or, if not `holds`, must not fit."""
 
     node: Node
     holds: bool = True
 
     @property
     def flipped(self) -> SchemaItem:
-        """The opposite."""
+        """The item with the opposite meaning."""
         return SchemaItem(self.node, not self.holds)
 
 
-# Items that a value must fit all. Without any, each value fits; None if no value fits.
+# A conjunction of items. Each value fits the empty state. In place of a state, None means that no
+# value fits.
 State = tuple[SchemaItem, ...]
-# For unevaluated*: the applications of schemas that something belongs to.
+# The applications of schemas with an `unevaluated*` keyword that a keyword lies in.
 Scope = tuple[int, ...]
 
 
 class ObjectPart(NamedTuple):
-    """What the `properties` of one schema, and its neighbours, say of members."""
+    """The `properties`, `patternProperties` and `additionalProperties` of one schema.
+
+    Attributes:
+        names: the state of each named member.
+        patterns: the state of members whose names match a pattern.
+        others: the state of all other members.
+        is_open: whether the schema has no `additionalProperties`.
+        scope: the applications of schemas that the keywords lie in.
+    """
 
     names: dict[str, State | None]
     patterns: dict[RegexPattern, State | None]
-    others: State | None  # of members that neither of these name
-    is_open: bool  # it does not speak of others
+    others: State | None
+    is_open: bool
     scope: Scope = ()
 
     def of(self, name: str) -> tuple[State | None, ...]:
-        """Return the states that the member with a name must fit."""
-        found = [self.names[name]] if name in self.names else []
-        found += [state for one, state in self.patterns.items() if matches(one, name)]
-        return tuple(found) or (self.others,)
+        """Return the states that the member with this name must fit."""
+        states = [self.names[name]] if name in self.names else []
+        states += [state for pattern, state in self.patterns.items() if matches(pattern, name)]
+        return tuple(states) or (self.others,)
 
 
 class ArrayPart(NamedTuple):
-    """What one schema says of items."""
+    """The `prefixItems` and `items` of one schema.
+
+    Attributes:
+        first: the states of the first items.
+        others: the state of all other items.
+        is_open: whether the schema has no `items` for the other items.
+        scope: the applications of schemas that the keywords lie in.
+    """
 
     first: tuple[State | None, ...]
     others: State | None
     is_open: bool
     scope: Scope = ()
 
-    def of(self, place: int) -> State | None:
-        """Return the state that an item must fit."""
-        return self.first[place] if place < len(self.first) else self.others
+    def of(self, index: int) -> State | None:
+        """Return the state that the item at an index must fit."""
+        return self.first[index] if index < len(self.first) else self.others
 
 
 class Contains(NamedTuple):
-    """How many items fit a schema: at least, and at most."""
+    """A `contains` keyword: from `min_count` to `max_count` array items fit a schema."""
 
     item: SchemaItem
-    least: int
-    most: int | None
-    place: str
+    min_count: int
+    max_count: int | None
+    location: str
     scope: Scope = ()
 
 
 class Unevaluated(NamedTuple):
-    """A schema of the members, or items, that nothing in an application of a schema evaluates."""
+    """An `unevaluated*` keyword: the state of members or items that no other keyword evaluates.
+
+    `application` numbers the application of the keyword's schema.
+    """
 
     application: int
     state: State | None
@@ -87,80 +106,106 @@ class Unevaluated(NamedTuple):
 
 
 class Alternatives(NamedTuple):
-    """Alternatives, of which one must hold.
+    """Alternatives of a keyword; a value must fit one of them.
 
-    An inexact choice allows values that the keyword does not.
+    If they are not exact, they allow some values that the keyword does not allow.
     """
 
     alternatives: tuple[tuple[State, Scope], ...]
-    place: str
+    location: str
     is_exact: bool = True
 
 
 class Range(NamedTuple):
-    """How long something may be: from `low` to `high`, if there is one."""
+    """A range of lengths or counts: from `low` to `high`, or without an end."""
 
     low: int = 0
     high: int | None = None
 
     def narrowed(self, low: int = 0, high: int | None = None) -> Range:
-        """Return what both allow."""
-        highs = [one for one in (self.high, high) if one is not None]
+        """Return the intersection with another range."""
+        highs = [limit for limit in (self.high, high) if limit is not None]
         return Range(max(self.low, low), min(highs, default=None))
 
     def has(self, count: int) -> bool:
-        """Return whether a count is allowed."""
+        """Whether a count is in the range."""
         return self.low <= count and (self.high is None or count <= self.high)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no count is allowed."""
+        """Whether no count is in the range."""
         return self.high is not None and self.low > self.high
 
 
 class SchemaBranch:
-    """A conjunction: for each type, what it says of the values of that type."""
+    """A conjunction of keywords: for each type of values, the limits on them.
+
+    Attributes:
+        kinds: the types of values that are allowed.
+        values: the only allowed values, by key; None without such a list.
+        excluded: values that are not allowed, by key.
+        minimum, maximum: a bound of numbers, and whether the bound itself is excluded.
+        multiple: numbers must be multiples of it.
+        lengths: the lengths of strings.
+        patterns: the patterns that strings must match.
+        member_names: the names of members, in the order of the schema.
+        simple_members: states of members from schemas that only list members.
+        objects: all other parts about members.
+        required: names of required members.
+        num_members: how many members objects have.
+        name_items: the schemas of member names.
+        arrays: the parts about items.
+        num_items: how many items arrays have.
+        contains: the `contains` keywords.
+        unique: the location of `uniqueItems`, if items must be distinct.
+        unevaluated: the `unevaluated*` keywords.
+        choices: alternatives that are not resolved yet.
+        gaps: locations of keywords that are not enforced, and the type that each is about ("" for
+            all types).
+        seen: the schemas that were added already.
+        is_touched: whether anything but choices was added.
+    """
 
     def __init__(self) -> None:
-        """Begin with any value."""
+        """Begin with all values allowed."""
         self.kinds = frozenset(KINDS)
-        self.values: dict[Any, Any] | None = None  # the only ones that are allowed
+        self.values: dict[Any, Any] | None = None
         self.excluded: dict[Any, Any] = {}
-        self.least: tuple[Any, bool] | None = None  # and whether the number itself is excluded
-        self.most: tuple[Any, bool] | None = None
+        self.minimum: tuple[Any, bool] | None = None
+        self.maximum: tuple[Any, bool] | None = None
         self.multiple: Fraction | None = None
         self.lengths = Range()
         self.patterns: dict[RegexPattern, None] = {}
-        self.known: dict[str, None] = {}  # the names of members, as they were met
-        self.plain: dict[str, tuple[State | None, ...]] = {}  # of parts that say no more
+        self.member_names: dict[str, None] = {}
+        self.simple_members: dict[str, tuple[State | None, ...]] = {}
         self.objects: list[ObjectPart] = []
         self.required: dict[str, None] = {}
-        self.members = Range()
-        self.names: list[SchemaItem] = []
+        self.num_members = Range()
+        self.name_items: list[SchemaItem] = []
         self.arrays: list[ArrayPart] = []
-        self.items = Range()
+        self.num_items = Range()
         self.contains: list[Contains] = []
-        self.unique: str | None = None  # the place of uniqueItems
+        self.unique: str | None = None
         self.unevaluated: list[Unevaluated] = []
         self.choices: list[Alternatives] = []
-        self.gaps: dict[str, str] = {}  # place to the kind of values it is about; "" for all
+        self.gaps: dict[str, str] = {}
         self.seen: set[tuple[SchemaItem, Scope]] = set()
-        self.is_touched = False  # by anything but choices
+        self.is_touched = False
 
     def copy(self) -> SchemaBranch:
-        """Return a branch that changes on its own."""
+        """Return an independent copy."""
         other = copy(self)
         for name, value in vars(self).items():
             if isinstance(value, list | dict | set):
                 setattr(other, name, copy(value))
         return other
 
-    def gap(self, place: str, of: str = "") -> None:
-        """Note a keyword that is not held."""
-        self.gaps.setdefault(place, of)
+    def add_gap(self, location: str, kind_: str = "") -> None:
+        """Record a keyword that the grammar does not enforce, and the type that it is about."""
+        self.gaps.setdefault(location, kind_)
 
     def exclude(self, values: Sequence[Any]) -> None:
-        """Allow none of these values."""
+        """Disallow these values."""
         self.excluded |= {key(value): value for value in values}
 
     def limit_values(self, values: Sequence[Any]) -> None:
@@ -171,18 +216,18 @@ class SchemaBranch:
         self.values = allowed
 
     def limit_low(self, number: object, *, is_open: bool) -> None:
-        """Allow only numbers from one on, or above it."""
+        """Allow only numbers from a number on or, if `is_open`, above it."""
         new = (number, is_open)
-        self.least = new if self.least is None else max(self.least, new)
+        self.minimum = new if self.minimum is None else max(self.minimum, new)
 
     def limit_high(self, number: Any, *, is_open: bool) -> None:
-        """Allow only numbers up to one, or below it."""
+        """Allow only numbers up to a number or, if `is_open`, below it."""
         new = (number, is_open)
-        if self.most is None or (number, not is_open) < (self.most[0], not self.most[1]):
-            self.most = new
+        if self.maximum is None or (number, not is_open) < (self.maximum[0], not self.maximum[1]):
+            self.maximum = new
 
     def limit_multiple(self, number: int | Decimal) -> None:
-        """Allow only multiples of a number, besides those of others."""
+        """Allow only multiples of a number; earlier limits stay."""
         new, old = Fraction(number), self.multiple
         if old is not None:
             numerator = math.lcm(new.numerator, old.numerator)
@@ -190,80 +235,86 @@ class SchemaBranch:
         self.multiple = new
 
     def add_part(self, part: ObjectPart) -> None:
-        """Add what a schema says of members."""
-        self.known |= dict.fromkeys(part.names)
+        """Add a schema's keywords about members."""
+        self.member_names |= dict.fromkeys(part.names)
         if part.patterns or not part.is_open or part.scope:
             self.objects.append(part)
             return
         for name, state in part.names.items():
-            self.plain[name] = (*self.plain.get(name, ()), state)
+            self.simple_members[name] = (*self.simple_members.get(name, ()), state)
 
     def object_parts(self) -> list[ObjectPart]:
-        """Return what is said of members beside `plain`, what nothing evaluates included."""
-        return [*self.objects, *map(self._unevaluated_members, self._of(is_of_objects=True))]
+        """Return the parts about members besides `simple_members`, with `unevaluatedProperties`."""
+        return [
+            *self.objects,
+            *map(self._unevaluated_members, self._unevaluated_of(is_of_objects=True)),
+        ]
 
-    def unevaluated_items(self, but: Scope = ()) -> list[ArrayPart]:
-        """Return what applications of schemas say of items that nothing evaluates."""
+    def unevaluated_items(self, excluded_scope: Scope = ()) -> list[ArrayPart]:
+        """Return the parts about items of `unevaluatedItems`, except of some applications."""
         parts = []
-        for one in self._of(is_of_objects=False):
-            if one.application in but:
+        for keyword in self._unevaluated_of(is_of_objects=False):
+            if keyword.application in excluded_scope:
                 continue
-            inside = [part for part in self.arrays if one.application in part.scope]
-            if any(not part.is_open for part in inside) or self._is_inner(one):
+            inside = [part for part in self.arrays if keyword.application in part.scope]
+            if any(not part.is_open for part in inside) or self._is_evaluated(keyword):
                 continue
             first = max((len(part.first) for part in inside), default=0)
-            parts.append(ArrayPart(((),) * first, one.state, is_open=False))
+            parts.append(ArrayPart(((),) * first, keyword.state, is_open=False))
         return parts
 
-    def _unevaluated_members(self, one: Unevaluated) -> ObjectPart:
-        inside = [part for part in self.objects if one.application in part.scope]
+    def _unevaluated_members(self, keyword: Unevaluated) -> ObjectPart:
+        inside = [part for part in self.objects if keyword.application in part.scope]
         names: dict[str, State | None] = {name: () for part in inside for name in part.names}
         patterns: dict[RegexPattern, State | None] = {
             pattern: () for part in inside for pattern in part.patterns
         }
-        if any(not part.is_open for part in inside) or self._is_inner(one):
+        if any(not part.is_open for part in inside) or self._is_evaluated(keyword):
             return ObjectPart(names, patterns, (), is_open=True)
-        return ObjectPart(names, patterns, one.state, is_open=False)
+        return ObjectPart(names, patterns, keyword.state, is_open=False)
 
-    def _is_inner(self, one: Unevaluated) -> bool:
-        """Return whether another in its application has evaluated all."""
+    def _is_evaluated(self, keyword: Unevaluated) -> bool:
+        """Whether another `unevaluated*` keyword in its application evaluates everything."""
         return any(
-            one.application in other.scope and one.is_of_objects == other.is_of_objects
+            keyword.application in other.scope and keyword.is_of_objects == other.is_of_objects
             for other in self.unevaluated
         )
 
-    def _of(self, *, is_of_objects: bool) -> list[Unevaluated]:
-        return [one for one in self.unevaluated if one.is_of_objects == is_of_objects]
+    def _unevaluated_of(self, *, is_of_objects: bool) -> list[Unevaluated]:
+        return [keyword for keyword in self.unevaluated if keyword.is_of_objects == is_of_objects]
 
     def member(self, name: str, parts: Sequence[ObjectPart] | None = None) -> list[State | None]:
-        """Return the states that the member with a name must fit; `parts` are `object_parts`."""
+        """Return the states that the member with this name must fit; `parts` are `object_parts`."""
         parts = self.object_parts() if parts is None else parts
-        more = [state for part in parts for state in part.of(name)]
-        return [*self.plain.get(name, ()), *more]
+        states = [state for part in parts for state in part.of(name)]
+        return [*self.simple_members.get(name, ()), *states]
 
-    def item(self, place: int) -> list[State | None]:
-        """Return the states that an item must fit."""
-        return [part.of(place) for part in [*self.arrays, *self.unevaluated_items()]]
+    def item(self, index: int) -> list[State | None]:
+        """Return the states that the item at an index must fit."""
+        return [part.of(index) for part in [*self.arrays, *self.unevaluated_items()]]
 
     def allowed(self) -> list[Any] | None:
-        """Return the values that are allowed, if only some are; of objects and arrays, none."""
+        """Return the allowed values if they are listed, without objects and arrays; else None."""
         if self.values is None:
             if self.kinds - {"null", "boolean"}:
                 return None
-            known = [None, False, True]
-            return [v for v in known if kind(v) in self.kinds and key(v) not in self.excluded]
+            return [
+                value
+                for value in (None, False, True)
+                if kind(value) in self.kinds and key(value) not in self.excluded
+            ]
         return [value for value in self.values.values() if self.is_allowed(value)]
 
     def is_possible(self) -> bool:
-        """Return whether any value may fit, as far as this shows without looking at members."""
+        """Return whether any value may fit; members and items are not examined."""
         kinds = set(self.kinds)
         if not self.has_range():
             kinds -= _NUMBERS
         if self.lengths.is_empty:
             kinds -= {"string"}
-        if self.items.is_empty:
+        if self.num_items.is_empty:
             kinds -= {"array"}
-        if self.members.is_empty:
+        if self.num_members.is_empty:
             kinds -= {"object"}
         self.kinds = frozenset(kinds)
         if self.values is not None:
@@ -271,10 +322,10 @@ class SchemaBranch:
         return bool(self.kinds)
 
     def has_range(self) -> bool:
-        """Return whether there is a number between the bounds."""
-        if self.least is None or self.most is None:
+        """Whether there is a number between the bounds."""
+        if self.minimum is None or self.maximum is None:
             return True
-        (low, is_low_open), (high, is_high_open) = self.least, self.most
+        (low, is_low_open), (high, is_high_open) = self.minimum, self.maximum
         if "fraction" not in self.kinds:
             first, last = math.ceil(low), math.floor(high)
             first += is_low_open and first == low
@@ -283,7 +334,7 @@ class SchemaBranch:
         return bool(low < high or (low == high and not is_low_open and not is_high_open))
 
     def is_allowed(self, value: Any) -> bool:
-        """Return whether what is said of scalar values allows one."""
+        """Whether a scalar value is allowed."""
         if kind(value) not in self.kinds or key(value) in self.excluded:
             return False
         if isinstance(value, str):
@@ -294,8 +345,8 @@ class SchemaBranch:
         return True
 
     def has_number(self, value: Any) -> bool:
-        """Return whether a number is within the bounds."""
-        low, high = self.least, self.most
+        """Whether a number is within the bounds, and a multiple of `multiple`."""
+        low, high = self.minimum, self.maximum
         if low is not None and (value < low[0] or (low[1] and value == low[0])):
             return False
         if high is not None and (value > high[0] or (high[1] and value == high[0])):
@@ -304,7 +355,7 @@ class SchemaBranch:
 
 
 def kind(value: object) -> str:
-    """Return the kind of a value as `Document` reads them."""
+    """Return the type of a value, a name in `KINDS`; numbers are `int` or `Decimal`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -314,7 +365,7 @@ def kind(value: object) -> str:
 
 
 def key(value: Any) -> Any:
-    """Return something that is equal for equal values only."""
+    """Return a hashable key that only equal JSON values share."""
     if isinstance(value, list):
         return ("array", *map(key, value))
     if isinstance(value, dict):
@@ -323,6 +374,6 @@ def key(value: Any) -> Any:
 
 
 def kinds_of(types: str | Iterable[str]) -> frozenset[str]:
-    """Return the kinds of one or several types of JSON Schema."""
+    """Return the names in `KINDS` for one or several types of JSON Schema."""
     names = {types} if isinstance(types, str) else set(types)
     return frozenset(names - {"number"} | (_NUMBERS if "number" in names else set()))

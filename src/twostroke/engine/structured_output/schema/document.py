@@ -1,4 +1,4 @@
-"""A JSON schema's document: its schemas, where they are, and what their references name."""
+"""Parses a JSON schema: its subschemas, their locations, and the targets of its references."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from urllib.parse import unquote, urljoin
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Keywords by their contents: one schema (of `_LISTS` a list of them), or schemas under names.
+# Keywords that hold a schema (`_LISTS`: also a list of schemas), and keywords that hold schemas
+# under names.
 SCHEMAS: Final = frozenset(
     (
         *("additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if"),
@@ -28,16 +29,15 @@ NAMED_SCHEMAS: Final = frozenset(
 )
 _LISTS: Final = ("allOf", "anyOf", "items", "oneOf", "prefixItems")  # `items` in old drafts
 TYPES: Final = ("null", "boolean", "integer", "number", "string", "array", "object")
-# Numbers beyond have no digits that would help anybody.
-_MOST_DIGITS: Final = 400
-_MOST_SHOWN: Final = 80  # characters of a path's end
+_MAX_EXPONENT: Final = 400  # numbers beyond 1e400 and 1e-400 are refused
+_MAX_QUOTED_CHARS: Final = 80  # of a value, and of the end of a path
 _OLD_DRAFTS: Final = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
 
 
 class Resource:
     """A schema with an identifier, and the anchors in it.
 
-    In an `is_old` draft, a reference hides the keywords beside it.
+    `is_old` says whether it follows a draft before 2019, in which `$ref` hides its neighbours.
     """
 
     def __init__(self, uri: str, root: dict[str, Any], *, is_old: bool) -> None:
@@ -50,145 +50,153 @@ class Resource:
 
 
 class Node:
-    """A schema at its place; two nodes are equal only if they are the same place."""
+    """A schema at its location. Nodes are compared by identity: a location has one node."""
 
     __slots__ = ("path", "resource", "schema")
 
     def __init__(self, schema: dict[str, Any], path: str, resource: Resource) -> None:
-        """Keep what identifies it."""
+        """Hold `schema`, which is at `path` in `resource`."""
         self.schema = schema
         self.path = path
         self.resource = resource
 
-    def place(self, keyword: str) -> str:
-        """Return a keyword with the JSON pointer of its schema; `#` is the root."""
-        return f"{keyword[:_MOST_SHOWN]} ({_end(self.path) or '#'})"
+    def location(self, keyword: str) -> str:
+        """Return a keyword with the JSON pointer of its schema, for errors; `#` is the root."""
+        return f"{keyword[:_MAX_QUOTED_CHARS]} ({_end(self.path) or '#'})"
 
 
 class Document:
-    """A schema's text, read and indexed; nothing outside of it is ever looked up."""
+    """A parsed schema with an index of its subschemas. It follows no reference to other files."""
 
     def __init__(self, text: str) -> None:
-        """Read a text.
+        """Parse the text of a schema.
 
         Raises:
-            ValueError: it is not a schema; the sentence says why.
+            ValueError: the text is not a JSON schema.
         """
         try:
             root = json.loads(text, parse_float=_number, parse_constant=_no_number)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
         if not isinstance(root, dict | bool):
-            raise ValueError("it must be an object")  # noqa: TRY004 - a wrong value, as others are
+            raise ValueError("it must be an object")  # noqa: TRY004 - a wrong value, like others
         schema: dict[str, Any] = {"not": {}} if root is False else {} if root is True else root
         self._resources: dict[str, Resource] = {}
         self._nodes: dict[int, Node] = {}
-        self._made: dict[object, Node] = {}
+        self._derived: dict[object, Node] = {}
         is_old = any(draft in str(schema.get("$schema", "")) for draft in _OLD_DRAFTS)
         resource = Resource("", schema, is_old=is_old)
         self._resources[""] = resource
         self._index(schema, resource)
         self.root = self._nodes[id(schema)]
 
-    def node(self, schema: dict[str, Any], near: Node) -> Node:
-        """Return the node of a schema that was found in that of another node."""
-        found = self._nodes.get(id(schema))
-        if found is None:
-            found = self._nodes[id(schema)] = Node(schema, near.path, near.resource)
-        return found
+    def node(self, schema: dict[str, Any], outer: Node) -> Node:
+        """Return the node of a schema inside the schema of the node `outer`."""
+        node = self._nodes.get(id(schema))
+        if node is None:
+            node = Node(schema, outer.path, outer.resource)
+            self._nodes[id(schema)] = node
+        return node
 
-    def made(self, schema: dict[str, Any], near: Node, key: object = None) -> Node:
-        """Return the node of a schema that follows from another node: one for each `key`."""
-        key = (json.dumps(schema, default=str) if key is None else key, id(near.resource))
-        if key not in self._made:
-            self._made[key] = self.node(schema, near)
-        return self._made[key]
+    def derived(self, schema: dict[str, Any], outer: Node, key: object = None) -> Node:
+        """Return the node of a new schema that was derived from a node: one node for each `key`."""
+        key = (json.dumps(schema, default=str) if key is None else key, id(outer.resource))
+        if key not in self._derived:
+            self._derived[key] = self.node(schema, outer)
+        return self._derived[key]
 
-    def referred(self, node: Node, reference: str) -> dict[str, Any] | bool:
+    def resolve(self, node: Node, reference: str) -> dict[str, Any] | bool:
         """Return the schema that a reference names.
 
         Raises:
-            ValueError: there is none in this document.
+            ValueError: this document has no such schema.
         """
         uri, _, fragment = reference.partition("#")
         resource: Resource | None = node.resource
         if uri:
             resource = self._resources.get(_joined_uri(node.resource.uri, uri))
-        found: Any = None
+        target: Any = None
         if resource is not None:
             fragment = unquote(fragment)
             if fragment.startswith("/"):
-                found = self._pointed(resource, fragment)
+                target = self._follow_pointer(resource, fragment)
             else:
-                found = resource.anchors.get(fragment) if fragment else resource.root
-        if not isinstance(found, dict | bool):
-            shown = reference[:_MOST_SHOWN]
-            raise ValueError(f"{node.place('$ref')} names nothing in the schema: '{shown}'")  # noqa: TRY004 - a wrong value
-        return found
+                target = resource.anchors.get(fragment) if fragment else resource.root
+        if not isinstance(target, dict | bool):
+            quoted = reference[:_MAX_QUOTED_CHARS]
+            raise ValueError(f"{node.location('$ref')} names nothing in the schema: '{quoted}'")  # noqa: TRY004 - a wrong value
+        return target
 
-    def dynamic(self, node: Node, reference: str) -> dict[str, Any] | bool | None:
-        """Return the schema that a `$dynamicRef` names, or None if that depends on the instance."""
+    def resolve_dynamic(self, node: Node, reference: str) -> dict[str, Any] | bool | None:
+        """Return the schema that a `$dynamicRef` names; None if this depends on the instance."""
         fragment = reference.partition("#")[2]
-        found = self.referred(node, reference)
-        if not isinstance(found, dict) or found.get("$dynamicAnchor") != fragment:
-            return found
-        # The outermost resource of any evaluation is the document.
+        target = self.resolve(node, reference)
+        if not isinstance(target, dict) or target.get("$dynamicAnchor") != fragment:
+            return target
+        # The document is the outermost resource of each evaluation.
         outer = self._resources[""].dynamic.get(fragment)
         if outer is not None:
             return outer
-        several = [one for one in self._resources.values() if fragment in one.dynamic]
-        return found if len({id(one) for one in several}) == 1 else None
+        resources = {
+            id(resource) for resource in self._resources.values() if fragment in resource.dynamic
+        }
+        return target if len(resources) == 1 else None
 
-    def _pointed(self, resource: Resource, pointer: str) -> object:
-        here: Any = resource.root
-        near = self._nodes[id(here)]
+    def _follow_pointer(self, resource: Resource, pointer: str) -> object:
+        """Return the value that a JSON pointer names, and index it if it is a schema; or None."""
+        value: Any = resource.root
+        outer = self._nodes[id(value)]
         for step in pointer.split("/")[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(here, list) and key.isdecimal() and int(key) < len(here):
-                here = here[int(key)]
+            if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+                value = value[int(key)]
             else:
-                here = here.get(key) if isinstance(here, dict) else None
-            if isinstance(here, dict):
-                near = self._nodes.get(id(here), near)
-        if isinstance(here, dict) and id(here) not in self._nodes:
-            self._index(here, near.resource, pointer)
-        return here
+                value = value.get(key) if isinstance(value, dict) else None
+            if isinstance(value, dict):
+                outer = self._nodes.get(id(value), outer)
+        if isinstance(value, dict) and id(value) not in self._nodes:
+            self._index(value, outer.resource, pointer)
+        return value
 
     def _index(self, schema: dict[str, Any], resource: Resource, path: str = "") -> None:
-        """Note a schema and all in it, with their identifiers."""
+        """Index a schema and its subschemas, and check the form of their keywords."""
         waiting: list[tuple[Any, str, Resource]] = [(schema, path, resource)]
         while waiting:
-            part, here, around = waiting.pop()
+            part, part_path, outer = waiting.pop()
             if isinstance(part, bool):
                 continue
             if not isinstance(part, dict):
-                raise ValueError(f"'{_end(here)}' must be a schema")  # noqa: TRY004 - a wrong value
-            inner = self._identified(part, around)
-            self._nodes[id(part)] = node = Node(part, here, inner)
+                raise ValueError(f"'{_end(part_path)}' must be a schema")  # noqa: TRY004 - a wrong value
+            inner = self._resource_of(part, outer)
+            node = Node(part, part_path, inner)
+            self._nodes[id(part)] = node
             for keyword, value in part.items():
                 check = _SHAPES.get(keyword)
                 if check is not None and not check(value):
-                    shown = json.dumps(value, default=str)[:_MOST_SHOWN]
-                    raise ValueError(f"{node.place(keyword)} has a wrong value: {shown}")
-            waiting += ((one, where, inner) for one, where in _inside(part, here))
+                    quoted = json.dumps(value, default=str)[:_MAX_QUOTED_CHARS]
+                    raise ValueError(f"{node.location(keyword)} has a wrong value: {quoted}")
+            waiting += (
+                (subschema, subschema_path, inner)
+                for subschema, subschema_path in _subschemas(part, part_path)
+            )
 
-    def _identified(self, schema: dict[str, Any], around: Resource) -> Resource:
-        """Return the resource that a schema belongs to, and note its anchors."""
-        resource = around
+    def _resource_of(self, schema: dict[str, Any], outer: Resource) -> Resource:
+        """Return the resource that a schema belongs to, and register its anchors."""
+        resource = outer
         identifier = schema.get("$id", schema.get("id"))
-        is_hidden = around.is_old and "$ref" in schema
+        is_hidden = outer.is_old and "$ref" in schema
         if isinstance(identifier, str) and not is_hidden:
             uri, _, fragment = identifier.partition("#")
             if uri:
-                old = around.is_old
+                is_old = outer.is_old
                 if isinstance(schema.get("$schema"), str):
-                    old = any(draft in schema["$schema"] for draft in _OLD_DRAFTS)
-                resource = Resource(_joined_uri(around.uri, uri), schema, is_old=old)
-                if schema is around.root:  # the document's own identifier
+                    is_old = any(draft in schema["$schema"] for draft in _OLD_DRAFTS)
+                resource = Resource(_joined_uri(outer.uri, uri), schema, is_old=is_old)
+                if schema is outer.root:  # the document's own identifier
                     self._resources[""] = resource
                 self._resources.setdefault(resource.uri, resource)
             elif fragment:
-                around.anchors.setdefault(fragment, schema)
+                outer.anchors.setdefault(fragment, schema)
         for keyword in ("$anchor", "$dynamicAnchor"):
             if isinstance(name := schema.get(keyword), str):
                 resource.anchors.setdefault(name, schema)
@@ -197,10 +205,10 @@ class Document:
         return resource
 
 
-def _inside(schema: dict[str, Any], outer: str) -> Iterator[tuple[Any, str]]:
-    """Yield the schemas in a schema, each with the end of its path."""
+def _subschemas(schema: dict[str, Any], outer_path: str) -> Iterator[tuple[Any, str]]:
+    """Yield the schemas directly inside a schema, each with its path."""
     for keyword, value in schema.items():
-        path = _joined(outer, keyword)
+        path = _joined(outer_path, keyword)
         if keyword in NAMED_SCHEMAS:
             for name, inner in value.items():
                 if keyword != "dependencies" or not isinstance(inner, list):
@@ -213,29 +221,29 @@ def _inside(schema: dict[str, Any], outer: str) -> Iterator[tuple[Any, str]]:
 
 
 def _joined(path: str, step: str) -> str:
-    """Return a JSON pointer, or of a long one the end: names may be long, and schemas many."""
-    return f"{path}/{step}"[-_MOST_SHOWN - 1 :]
+    """Return a JSON pointer with one more step; of a long pointer, only the end."""
+    return f"{path}/{step}"[-_MAX_QUOTED_CHARS - 1 :]
 
 
 def _end(path: str) -> str:
-    return path if len(path) <= _MOST_SHOWN else f"…{path[-_MOST_SHOWN:]}"
+    return path if len(path) <= _MAX_QUOTED_CHARS else f"…{path[-_MAX_QUOTED_CHARS:]}"
 
 
 def _joined_uri(base: str, uri: str) -> str:
     try:
         return urljoin(base, uri)
-    except ValueError:  # such as of a wrong IPv6 address
+    except ValueError:  # such as for a wrong IPv6 address
         return uri
 
 
 def _number(text: str) -> int | Decimal:
-    """Return a number as written: whole ones as integers, so that `2.0` is 2."""
+    """Return a number exactly: an integer if it is whole, so that `2.0` is 2."""
     try:
         value = Decimal(text)
     except InvalidOperation:
         value = Decimal("Infinity")
-    if not value.is_finite() or abs(value.adjusted()) > _MOST_DIGITS:
-        raise ValueError(f"the number {text[:_MOST_SHOWN]} is too large or too small")
+    if not value.is_finite() or abs(value.adjusted()) > _MAX_EXPONENT:
+        raise ValueError(f"the number {text[:_MAX_QUOTED_CHARS]} is too large or too small")
     return int(value) if value == value.to_integral_value() else value
 
 
@@ -244,7 +252,7 @@ def _no_number(text: str) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a number as `Document` reads them."""
+    """Whether a value is a number, as `Document` parses numbers."""
     return isinstance(value, int | Decimal) and not isinstance(value, bool)
 
 
@@ -253,11 +261,11 @@ def _is_count(value: object) -> bool:
 
 
 def _are_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 def _is_limit(value: object) -> bool:
-    return isinstance(value, bool) or is_number(value)  # true and false: draft 4
+    return isinstance(value, bool) or is_number(value)  # booleans in draft 4
 
 
 def _is_type(value: object) -> bool:
@@ -269,6 +277,7 @@ def _is(kind: type) -> Callable[[object], bool]:
     return lambda value: isinstance(value, kind)
 
 
+# Checks of the forms of keywords' values.
 _SHAPES: Final[dict[str, Callable[[object], bool]]] = {
     **dict.fromkeys(NAMED_SCHEMAS, _is(dict)),
     **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems", "enum"), _is(list)),
@@ -278,7 +287,7 @@ _SHAPES: Final[dict[str, Callable[[object], bool]]] = {
     **dict.fromkeys(("minimum", "maximum"), is_number),
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _is_limit),
     "multipleOf": lambda value: is_number(value) and value > 0,  # type: ignore[operator]
-    "required": lambda value: isinstance(value, bool) or _are_texts(value),  # true: draft 3
+    "required": lambda value: isinstance(value, bool) or _are_texts(value),  # booleans in draft 3
     "dependentRequired": lambda value: (
         isinstance(value, dict) and all(map(_are_texts, value.values()))
     ),
@@ -287,21 +296,22 @@ _SHAPES: Final[dict[str, Callable[[object], bool]]] = {
 
 
 class Deadline:
-    """Time for some work. All are equal: what was made within one is known within another."""
+    """A time limit. All deadlines are equal, so that a cache ignores them in its keys."""
 
     def __init__(self, limit_s: float = math.inf) -> None:
-        """Begin now."""
-        self._limit_s, self._at_s = limit_s, time.monotonic() + limit_s
+        """Start the time now."""
+        self._limit_s = limit_s
+        self._at_s = time.monotonic() + limit_s
 
     def check(self) -> None:
-        """Raise TimeoutError if the time is over; the sentence says how long it was."""
+        """Raise TimeoutError after the deadline."""
         if time.monotonic() >= self._at_s:
             raise TimeoutError(f"took longer than {self._limit_s:g} s to compile: simplify it.")
 
     def __eq__(self, other: object) -> bool:
-        """Whether this is a deadline, too."""
+        """Whether `other` is a deadline."""
         return isinstance(other, Deadline)
 
     def __hash__(self) -> int:
-        """Return the same for all."""
+        """Return the same hash for all deadlines."""
         return 0

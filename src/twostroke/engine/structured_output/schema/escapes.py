@@ -10,50 +10,60 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.engine.structured_output.schema.patterns import ANY_ONE, UNWRITTEN, without
+from twostroke.engine.structured_output.schema.patterns import (
+    ANY_CHARACTER,
+    UNMENTIONED_CONTROLS,
+    without,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     Schema = dict[str, Any]
 
-_WITHOUT: Final = r"^[^\x00-\x07\x0b\x0e-\x1f\x7f]*$"
-# Names get no control characters at all: a tab has two spellings, which would count as two names.
-_EACH: Final = r"\x00-\x1f\x7f"
+_NO_CONTROLS: Final = r"^[^\x00-\x07\x0b\x0e-\x1f\x7f]*$"
+# Names get no control characters: a tab, for example, can be written in two ways, and the grammar
+# would count these as two names.
+_ALL_CONTROLS: Final = r"\x00-\x1f\x7f"
 _CONTROLS: Final = frozenset(map(chr, (*range(8), 0x0B, *range(0x0E, 0x20), 0x7F)))
 _ESCAPE: Final = re.compile(r"\\u\{[0-9a-f]+\}")  # the spelling of control characters in `patterns`
 
 
 def needs_escapes(schema: Schema) -> bool:
-    """Return whether a prepared schema has strings that need escapes of control characters."""
-    return any(map(_asks, _schemas(schema)))
+    """Whether a prepared schema has strings that need escapes of control characters."""
+    return any(map(_names_control, _schemas(schema)))
 
 
 def with_plain_strings(schema: Schema) -> bool:
-    """Exclude control characters from strings and names whose schemas do not name them.
+    """Exclude control characters from strings and names whose schemas do not mention them.
 
-    Return whether this also excludes some members whose names the schema does not list.
+    Returns whether this also excludes some members that the schema allows without listing them.
     """
-    is_less = False
+    has_excluded_members = False
     for part in _schemas(schema):
         if part.get("type") == "string" and "pattern" not in part:
-            part["pattern"] = _WITHOUT
+            part["pattern"] = _NO_CONTROLS
         if part.get("type") == "object" and part.get("additionalProperties", False) is not False:
-            pattern = None if "patternProperties" in part else _but(part.get("properties", {}))
-            is_less = is_less or pattern is None
+            pattern = None
+            if "patternProperties" not in part:
+                pattern = _other_names(part.get("properties", {}))
+            has_excluded_members = has_excluded_members or pattern is None
             if pattern is not None:
                 part["patternProperties"] = {pattern: part["additionalProperties"]}
             part["additionalProperties"] = False
-    return is_less
+    return has_excluded_members
 
 
-def _but(names: Iterable[str]) -> str | None:
+def _other_names(names: Iterable[str]) -> str | None:
     """Return a pattern for all other names, without control characters; None if too large."""
     pattern = without(list(names))
-    return pattern and pattern.replace(ANY_ONE, f"[^{_EACH}]").replace(UNWRITTEN, _EACH)
+    return pattern and pattern.replace(ANY_CHARACTER, f"[^{_ALL_CONTROLS}]").replace(
+        UNMENTIONED_CONTROLS, _ALL_CONTROLS
+    )
 
 
-def _asks(schema: Schema) -> bool:
+def _names_control(schema: Schema) -> bool:
+    """Whether a schema, without schemas inside it, mentions a control character."""
     texts = [value for value in schema.get("enum", ()) if isinstance(value, str)]
     if any(not _CONTROLS.isdisjoint(text) for text in texts):
         return True

@@ -1,4 +1,4 @@
-"""Schemas as unions of branches: references, alternatives, conditions and negations resolved."""
+"""Expands schemas into branches: resolves references, alternatives, conditions and negations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from twostroke.engine.structured_output.schema.negate import (
     NOT_ENUM,
     NOT_PATTERN,
     NOT_TYPE,
-    denials,
+    negations,
 )
 from twostroke.engine.structured_output.schema.overlap import exclusive
 from twostroke.engine.structured_output.schema.patterns import RegexPattern, translated
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
     AnySchema = dict[str, Any] | bool
 
-MOST_BRANCHES: Final = 64  # of one state; a choice that would make more is left out, with a gap
-_MOST_CHOICES: Final = 100
-_MOST_MEMBERS: Final = 4000  # of the branches of a state, together
-_MOST_WORK: Final = 200_000  # keywords and members that are looked at, in all
+MAX_BRANCHES: Final = 64  # of one state; a choice that would make more becomes a gap
+_MAX_CHOICES: Final = 100
+_MAX_MEMBERS: Final = 4000  # of all branches of a state
+_MAX_WORK: Final = 200_000  # visits of keywords and members
 _OBJECT: Final = frozenset(("properties", "patternProperties", "additionalProperties"))
 _ARRAY: Final = frozenset(("prefixItems", "items", "additionalItems"))
 _IN_PLACE: Final = frozenset(("$dynamicRef", "$recursiveRef", "$ref", "allOf", "not"))
 _CHOICES: Final = frozenset(
     ("anyOf", "dependencies", "dependentRequired", "dependentSchemas", "if", "oneOf")
 )
-# All that says something about values; the rest are annotations, or unknown.
-_SAYS: Final = (
+# Keywords about values. All other keywords are annotations, or unknown.
+_ASSERTIONS: Final = (
     (SCHEMAS | NAMED_SCHEMAS) - {"$defs", "definitions", "then", "else"}
     | {"$dynamicRef", "$recursiveRef", "$ref", "const", "dependentRequired", "enum", "format"}
     | {"exclusiveMaximum", "exclusiveMinimum", "maxItems", "maxLength", "maxProperties", "maximum"}
@@ -53,21 +53,22 @@ _SAYS: Final = (
 
 
 class Expander:
-    """Finds the branches of states, each once."""
+    """Expands the states of a document into branches, and caches them."""
 
     def __init__(self, document: Document, deadline: Deadline) -> None:
-        """Begin with nothing known."""
-        self.document, self._deadline = document, deadline
+        """Expand schemas of `document` within the deadline."""
+        self.document = document
+        self._deadline = deadline
         self.work = 0
-        self._latest = "$schema (/)"  # keyword with its place, for errors
-        self._known: dict[State, list[SchemaBranch]] = {}
+        self._last_keyword = "$schema (/)"  # with its location, for errors
+        self._branches: dict[State, list[SchemaBranch]] = {}
         self._started: dict[State, SchemaBranch] = {}
         self._open: set[State] = set()
         self._applications = 0
 
     def state(self, states: Iterable[State | None]) -> State | None:
-        """Return the state of values that fit all of these, in its simplest form."""
-        found: dict[SchemaItem, None] = {}
+        """Return the state of the values that fit all states, in its simplest form."""
+        items: dict[SchemaItem, None] = {}
         seen: set[SchemaItem] = set()
         waiting: list[SchemaItem | None] = []
         for state in reversed(list(states)):
@@ -80,81 +81,85 @@ class Expander:
                 continue
             seen.add(item)
             self._spend()
-            inner = self._inner(item)
+            inner = self._simplified(item)
             if inner is None:
-                found[item] = None
+                items[item] = None
             else:
                 waiting += reversed(inner)
-        return tuple(found)
+        return tuple(items)
 
-    def _inner(self, item: SchemaItem) -> list[SchemaItem | None] | None:
-        """Return what a schema consists of that only refers to others; None if it says more."""
+    def _simplified(self, item: SchemaItem) -> list[SchemaItem | None] | None:
+        """Return the schemas that a schema only refers to; None if it has further keywords."""
         node, holds = item
         schema = node.schema
-        says = [keyword for keyword in schema if keyword in _SAYS]
+        keywords = [keyword for keyword in schema if keyword in _ASSERTIONS]
         if node.resource.is_old and "$ref" in schema:
-            says = ["$ref"]
-        if not says:
+            keywords = ["$ref"]
+        if not keywords:
             return [] if holds else [None]
-        if len(says) > 1:
+        if len(keywords) > 1:
             return None
-        match says[0]:
+        match keywords[0]:
             case "$ref":
-                return [self._item(self.document.referred(node, schema["$ref"]), node, holds=holds)]
+                return [self._item(self.document.resolve(node, schema["$ref"]), node, holds=holds)]
             case "not":
                 return [self._item(schema["not"], node, holds=not holds)]
-            case "allOf" | "anyOf" if len(schema[says[0]]) == 1 or (holds and says[0] == "allOf"):
-                return [self._item(one, node, holds=holds) for one in schema[says[0]]]
+            case "allOf" | "anyOf":
+                inner = schema[keywords[0]]
+                if len(inner) == 1 or (holds and keywords[0] == "allOf"):
+                    return [self._item(each, node, holds=holds) for each in inner]
         return None
 
-    def _item(self, schema: AnySchema, near: Node, *, holds: bool = True) -> SchemaItem | None:
-        """Return the item of a schema in another one; None if no value fits."""
+    def _item(self, schema: AnySchema, outer: Node, *, holds: bool = True) -> SchemaItem | None:
+        """Return the item of a schema inside the schema of `outer`; None if no value fits."""
         if isinstance(schema, bool):
-            return None if schema is not holds else SchemaItem(self.document.made({}, near, "any"))
-        return SchemaItem(self.document.node(schema, near), holds)
+            return (
+                None if schema is not holds else SchemaItem(self.document.derived({}, outer, "any"))
+            )
+        return SchemaItem(self.document.node(schema, outer), holds)
 
     def keywords(self, state: State) -> list[str]:
-        """Return the keywords of a state's schemas, each with its JSON pointer."""
+        """Return the keywords of a state's schemas, each with its JSON pointer, for errors."""
         return [
-            item.node.place(keyword)
+            item.node.location(keyword)
             for item in state
             for keyword in item.node.schema
-            if keyword in _SAYS
+            if keyword in _ASSERTIONS
         ]
 
-    def one(self, schema: AnySchema, near: Node) -> State | None:
-        """Return the state of one schema in another."""
-        item = self._item(schema, near)
+    def state_of(self, schema: AnySchema, outer: Node) -> State | None:
+        """Return the state of a schema inside the schema of `outer`; None if no value fits."""
+        item = self._item(schema, outer)
         return None if item is None else (item,)
 
     def branches(self, state: State) -> list[SchemaBranch]:
-        """Return branches: a value fits the state if it fits one of them."""
-        if state not in self._known:
+        """Return the branches of a state: a value fits the state if it fits a branch."""
+        if state not in self._branches:
             self._open.add(state)
-            self._known[state] = []  # for a state whose overlaps depend on itself
-            self._known[state] = self._expanded(state)
+            self._branches[state] = []  # a state may depend on itself
+            self._branches[state] = self._expanded(state)
             self._open.discard(state)
-        return self._known[state]
+        return self._branches[state]
 
     def alternatives(self, state: State) -> Alternatives | None:
-        """Return the one choice that a state consists of, if it does."""
-        branch = self._first(state)
+        """Return the choice of a state that consists of one choice only; else None."""
+        branch = self._unexpanded(state)
         if branch.is_touched or len(branch.choices) != 1 or branch.unevaluated or branch.gaps:
             return None
         return branch.choices[0]
 
-    def _first(self, state: State) -> SchemaBranch:
-        """Return what a state says before any choice is made."""
+    def _unexpanded(self, state: State) -> SchemaBranch:
+        """Return the branch of a state before its choices are resolved."""
         if state not in self._started:
             self._started[state] = SchemaBranch()
             self._apply(self._started[state], [(item, ()) for item in state])
         return self._started[state]
 
     def _expanded(self, state: State) -> list[SchemaBranch]:
-        first = self._first(state).copy()
-        for choice in first.choices[_MOST_CHOICES:]:
-            first.gap(choice.place)
-        del first.choices[_MOST_CHOICES:]
+        first = self._unexpanded(state).copy()
+        for choice in first.choices[_MAX_CHOICES:]:
+            first.add_gap(choice.location)
+        del first.choices[_MAX_CHOICES:]
         waiting, done = [first], []
         while waiting:
             branch = waiting.pop()
@@ -164,22 +169,22 @@ class Expander:
                 done.append(branch)
                 continue
             choice = branch.choices.pop(0)
-            most = max(2, min(MOST_BRANCHES, _MOST_MEMBERS // (len(branch.known) + 1)))
-            if len(done) + len(waiting) + len(choice.alternatives) > most:
-                branch.gap(choice.place)
+            limit = max(2, min(MAX_BRANCHES, _MAX_MEMBERS // (len(branch.member_names) + 1)))
+            if len(done) + len(waiting) + len(choice.alternatives) > limit:
+                branch.add_gap(choice.location)
                 waiting.append(branch)
                 continue
             if not choice.is_exact:
-                branch.gap(choice.place)
+                branch.add_gap(choice.location)
             for items, scope in reversed(choice.alternatives):
                 other = branch.copy()
-                self._spend(len(other.known) + len(other.choices) + len(other.objects))
+                self._spend(len(other.member_names) + len(other.choices) + len(other.objects))
                 self._apply(other, [(item, scope) for item in items])
                 waiting.append(other)
         return done
 
     def _is_possible(self, branch: SchemaBranch) -> bool:
-        """Return whether a value may fit a branch, as far as its required members show."""
+        """Return whether a value may fit a branch; required members are examined."""
         if not branch.is_possible():
             return False
         if "object" not in branch.kinds:
@@ -194,18 +199,18 @@ class Expander:
         return bool(branch.kinds)
 
     def _is_empty(self, state: State) -> bool:
-        """Return whether a state has no branch; one that is being looked at has."""
+        """Whether a state has no branch. A state that is being expanded counts as not empty."""
         return state not in self._open and not self.branches(state)
 
     def _apply(self, branch: SchemaBranch, items: Sequence[tuple[SchemaItem, Scope]]) -> None:
-        """Add schemas, and those that they refer to, to a branch."""
+        """Add schemas, and the schemas that they refer to, to a branch."""
         tasks: list[tuple[Node, str | None, Scope, bool]] = [
             (item.node, None, scope, item.holds) for item, scope in reversed(items)
         ]
         while tasks:
             node, keyword, scope, holds = tasks.pop()
             if keyword is not None:
-                self._latest = node.place(keyword)
+                self._last_keyword = node.location(keyword)
             self._spend()
             if keyword is not None:
                 inner = self._keyword(branch, node, keyword, scope)
@@ -215,40 +220,40 @@ class Expander:
                 continue
             branch.seen.add((SchemaItem(node, holds), scope))
             if not holds:
-                self._deny(branch, node)
+                self._negate(branch, node)
                 continue
-            keywords = [one for one in node.schema if one in _SAYS]
+            keywords = [name for name in node.schema if name in _ASSERTIONS]
             if node.resource.is_old and "$ref" in node.schema:
                 keywords = ["$ref"]
-            for one in ("unevaluatedItems", "unevaluatedProperties"):
-                if one in keywords:
+            for name in ("unevaluatedItems", "unevaluatedProperties"):
+                if name in keywords:
                     self._applications += 1
-                    state = self.one(node.schema[one], node)
-                    is_of_objects = one == "unevaluatedProperties"
+                    state = self.state_of(node.schema[name], node)
+                    is_of_objects = name == "unevaluatedProperties"
                     branch.unevaluated.append(
                         Unevaluated(self._applications, state, is_of_objects, scope)
                     )
                     branch.is_touched = True
                     scope = (*scope, self._applications)
-            tasks += [(node, one, scope, True) for one in reversed(keywords)]
+            tasks += [(node, name, scope, True) for name in reversed(keywords)]
 
     def _keyword(
         self, branch: SchemaBranch, node: Node, keyword: str, scope: Scope
     ) -> list[SchemaItem]:
-        """Add one keyword to a branch, and return the schemas that it adds in place."""
+        """Add a keyword to a branch; return the schemas that the value must fit as well."""
         value = node.schema[keyword]
         if keyword in _IN_PLACE:
-            found = self._in_place(branch, node, keyword)
-            if None in found:
+            items = self._in_place(branch, node, keyword)
+            if None in items:
                 branch.kinds = frozenset()
-            return [item for item in found if item is not None]
+            return [item for item in items if item is not None]
         if keyword in _CHOICES:
             branch.choices += self._choices(node, keyword, scope)
             return []
         if keyword in {"const", "enum"}:
             values = value if keyword == "enum" else [value]
-            if any(isinstance(one, list | dict) for one in values):
-                branch.choices.append(self._spelled(node, keyword, values))
+            if any(isinstance(listed, list | dict) for listed in values):
+                branch.choices.append(self._choice_of_values(node, keyword, values))
                 return []
             branch.limit_values(values)
         branch.is_touched = True
@@ -261,9 +266,9 @@ class Expander:
         return []
 
     def _parts(self, branch: SchemaBranch, node: Node, keyword: str, scope: Scope) -> None:
-        """Add what a keyword says of members or items: once for those that belong together."""
+        """Add a keyword about members or items. Keywords that belong together are added once."""
         for group in (_OBJECT, _ARRAY):
-            if keyword in group and keyword != next(one for one in node.schema if one in group):
+            if keyword in group and keyword != next(name for name in node.schema if name in group):
                 return
         if keyword in _OBJECT:
             branch.add_part(self._object_part(branch, node, scope))
@@ -271,88 +276,100 @@ class Expander:
             branch.arrays += self._array_part(node, scope)
         elif keyword == "propertyNames":
             item = self._item(node.schema[keyword], node)
-            branch.names += [item] if item is not None else []
-            branch.members = branch.members.narrowed(0, 0 if item is None else None)
+            branch.name_items += [item] if item is not None else []
+            branch.num_members = branch.num_members.narrowed(0, 0 if item is None else None)
         elif keyword == "contains":
             item = self._item(node.schema[keyword], node)
             counts = {} if node.resource.is_old else node.schema
-            least, most = counts.get("minContains", 1), counts.get("maxContains")
+            min_count = counts.get("minContains", 1)
             if item is not None:
-                branch.contains.append(Contains(item, least, most, node.place(keyword), scope))
-            elif least:
+                branch.contains.append(
+                    Contains(
+                        item=item,
+                        min_count=min_count,
+                        max_count=counts.get("maxContains"),
+                        location=node.location(keyword),
+                        scope=scope,
+                    )
+                )
+            elif min_count:
                 branch.kinds -= {"array"}
 
     def _in_place(self, branch: SchemaBranch, node: Node, keyword: str) -> list[SchemaItem | None]:
-        """Return the schemas that a value must fit as well."""
+        """Return the schemas of a keyword that a value must fit as well."""
         value = node.schema[keyword]
         match keyword:
             case "allOf":
-                return [self._item(one, node) for one in value]
+                return [self._item(schema, node) for schema in value]
             case "not":
                 return [self._item(value, node, holds=False)]
             case "$ref":
-                return [self._item(self.document.referred(node, value), node)]
-        found = self.document.dynamic(node, value)
-        if found is None:
-            branch.gap(node.place(keyword))
+                return [self._item(self.document.resolve(node, value), node)]
+        schema = self.document.resolve_dynamic(node, value)
+        if schema is None:
+            branch.add_gap(node.location(keyword))
             return []
-        return [self._item(found, node)]
+        return [self._item(schema, node)]
 
     def _choices(self, node: Node, keyword: str, scope: Scope) -> Iterator[Alternatives]:
-        """Yield the choices that a keyword leaves."""
-        value, place = node.schema[keyword], node.place(keyword)
+        """Yield the choices between alternatives of a keyword."""
+        value = node.schema[keyword]
+        location = node.location(keyword)
         match keyword:
             case "anyOf":
-                items = [self._item(one, node) for one in value]
+                items = [self._item(schema, node) for schema in value]
                 yield Alternatives(
-                    tuple(((one,), scope) for one in items if one is not None), place
+                    tuple(((item,), scope) for item in items if item is not None), location
                 )
             case "oneOf":
-                items = [self._item(one, node) for one in value]
-                known = [one for one in items if one is not None]
-                alternatives, is_exact = exclusive(known, self)
-                yield Alternatives(tuple((one, scope) for one in alternatives), place, is_exact)
+                items = [self._item(schema, node) for schema in value]
+                possible = [item for item in items if item is not None]
+                alternatives, is_exact = exclusive(possible, self)
+                yield Alternatives(
+                    tuple((state, scope) for state in alternatives), location, is_exact
+                )
             case "if":
                 yield from self._condition(node, scope)
             case "dependentRequired" | "dependentSchemas" | "dependencies":
-                for name, needed in value.items():
-                    needs = {"required": needed} if isinstance(needed, list) else needed
-                    own = (id(node), keyword, name)
-                    without = self._made({"properties": {name: False}}, node, own)
+                for name, dependency in value.items():
+                    key = (id(node), keyword, name)
+                    absent = self._derived_item({"properties": {name: False}}, node, key)
                     presence = {"type": "object", "required": [name]}
-                    given = self._made(presence, node, (*own, "given"))
-                    item = (
-                        self._made(needs, node, (*own, "needs"))
-                        if isinstance(needed, list)
-                        else self._item(needs, node)
-                    )
-                    other = [] if item is None else [((given, item), scope)]
-                    yield Alternatives((*other, ((without,), ())), place)
+                    present = self._derived_item(presence, node, (*key, "given"))
+                    item: SchemaItem | None
+                    if isinstance(dependency, list):
+                        required = {"required": dependency}
+                        item = self._derived_item(required, node, (*key, "needs"))
+                    else:
+                        item = self._item(dependency, node)
+                    with_member = [] if item is None else [((present, item), scope)]
+                    yield Alternatives((*with_member, ((absent,), ())), location)
 
-    def _made(self, schema: dict[str, Any], node: Node, own: object) -> SchemaItem:
-        return SchemaItem(self.document.made(schema, node, own))
+    def _derived_item(self, schema: dict[str, Any], node: Node, key: object) -> SchemaItem:
+        return SchemaItem(self.document.derived(schema, node, key))
 
-    def _spelled(self, node: Node, keyword: str, values: Sequence[Any]) -> Alternatives:
-        """Return the choice of one of several values, with objects and arrays as schemas."""
-        scalars = [one for one in values if not isinstance(one, list | dict)]
+    def _choice_of_values(self, node: Node, keyword: str, values: Sequence[Any]) -> Alternatives:
+        """Return the choice between listed values; objects and arrays become schemas."""
+        scalars = [value for value in values if not isinstance(value, list | dict)]
         schemas: list[dict[str, Any]] = [{"enum": scalars}] if scalars else []
-        for one in values:
-            if isinstance(one, list):
-                items = [{"const": inner} for inner in one]
-                limits = {"minItems": len(one), "maxItems": len(one)}
+        for value in values:
+            if isinstance(value, list):
+                items = [{"const": inner} for inner in value]
+                limits = {"minItems": len(value), "maxItems": len(value)}
                 schemas.append({"type": "array", "items": items, **limits})
-            elif isinstance(one, dict):
-                members = {name: {"const": inner} for name, inner in one.items()}
-                others = {"required": list(one), "additionalProperties": False}
+            elif isinstance(value, dict):
+                members = {name: {"const": inner} for name, inner in value.items()}
+                others = {"required": list(value), "additionalProperties": False}
                 schemas.append({"type": "object", "properties": members, **others})
-        made = [
-            self.document.made(schema, node, ("spelled", id(node), number))
+        nodes = [
+            self.document.derived(schema, node, ("spelled", id(node), number))
             for number, schema in enumerate(schemas)
         ]
-        return Alternatives(tuple(((SchemaItem(one),), ()) for one in made), node.place(keyword))
+        alternatives = tuple(((SchemaItem(inner),), ()) for inner in nodes)
+        return Alternatives(alternatives, node.location(keyword))
 
     def _condition(self, node: Node, scope: Scope) -> Iterator[Alternatives]:
-        """Yield the choice between a condition with what then holds, and its opposite."""
+        """Yield the choice of `if` with `then`, or of its opposite with `else`."""
         schema = node.schema
         if "then" not in schema and "else" not in schema:
             return
@@ -362,7 +379,7 @@ class Expander:
             rest = self._item(schema.get(keyword, True), node)
             if condition is not None and rest is not None:
                 alternatives.append(((condition, rest), scope))
-        yield Alternatives(tuple(alternatives), node.place("if"))
+        yield Alternatives(tuple(alternatives), node.location("if"))
 
     def _object_part(self, branch: SchemaBranch, node: Node, scope: Scope) -> ObjectPart:
         schema = node.schema
@@ -371,13 +388,13 @@ class Expander:
         for source, inner in schema.get("patternProperties", {}).items():
             pattern = translated(source)
             if pattern is None or pattern.other_texts:
-                branch.gap(node.place("patternProperties"), "object")
+                branch.add_gap(node.location("patternProperties"), "object")
             else:
-                patterns[pattern] = self.one(inner, node)
+                patterns[pattern] = self.state_of(inner, node)
         self._spend(len(named) + len(patterns))
         is_open = "additionalProperties" not in schema
-        others = self.one(schema.get("additionalProperties", True), node)
-        names = {name: self.one(inner, node) for name, inner in named.items()}
+        others = self.state_of(schema.get("additionalProperties", True), node)
+        names = {name: self.state_of(inner, node) for name, inner in named.items()}
         return ObjectPart(names, patterns, others, is_open, scope)
 
     def _array_part(self, node: Node, scope: Scope) -> list[ArrayPart]:
@@ -389,23 +406,26 @@ class Expander:
         if rest not in schema and not first:
             return []
         self._spend(len(first))
-        states = tuple(self.one(one, node) for one in first)
-        others = self.one(schema.get(rest, True), node)
+        states = tuple(self.state_of(item, node) for item in first)
+        others = self.state_of(schema.get(rest, True), node)
         return [ArrayPart(states, others, rest not in schema, scope)]
 
-    def _deny(self, branch: SchemaBranch, node: Node) -> None:
-        """Add that a schema does not fit."""
-        found = list(denials(self.document, node))
-        exact = all(one.is_exact for one in found)
+    def _negate(self, branch: SchemaBranch, node: Node) -> None:
+        """Add the choice between the ways in which a value can break a schema."""
+        broken = list(negations(self.document, node))
         branch.choices.append(
-            Alternatives(tuple(((one.item,), ()) for one in found), node.place("not"), exact)
+            Alternatives(
+                alternatives=tuple(((negation.item,), ()) for negation in broken),
+                location=node.location("not"),
+                is_exact=all(negation.is_exact for negation in broken),
+            )
         )
 
     def _spend(self, count: int = 1) -> None:
         self.work += count
         self._deadline.check()
-        if self.work > _MOST_WORK:
+        if self.work > _MAX_WORK:
             raise ValueError(
-                f"its alternatives and members combine to more than {_MOST_WORK:,} cases; the last "
-                f"is of {self._latest}"
+                f"its alternatives and members combine to more than {_MAX_WORK:,} cases; the last "
+                f"keyword was {self._last_keyword}"
             )

@@ -1,7 +1,7 @@
-"""Formats of strings that are regular languages: patterns that only valid strings match.
+"""Patterns for string formats that are regular languages. Only valid strings match.
 
-A few are narrower than the standards, where those name more than programs write: a leap second is
-in UTC, a host name has at most four labels, and times have capital letters.
+Some patterns are narrower than the standards, where programs do not use all of a standard: a leap
+second is in UTC, a host name has at most four labels, and times have capital letters.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 _YEAR: Final = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # from 0001
-# Every fourth year, but of the hundreds every fourth.
+# Years that 4 divides, except hundreds that 400 does not divide.
 _LEAP: Final = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE: Final = (
     f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
@@ -41,10 +41,10 @@ _WORD: Final = "[0-9a-fA-F]{1,4}"
 
 
 def _ipv6() -> str:
-    """Return addresses: eight words, of which a row of zeros may be left out once."""
+    """Return a pattern of IPv6 addresses: eight words, with one run of zeros written as `::`."""
     last = f"(?:{_WORD}:{_WORD}|{_IPV4})"
     forms = [f"(?:{_WORD}:){{6}}{last}"]
-    for before in range(8):  # at most so many words before the gap
+    for before in range(8):  # at most this many words before the `::`
         head = "" if before == 0 else f"(?:(?:{_WORD}:){{0,{before - 1}}}{_WORD})?"
         after = 7 - before
         tails = {0: "", 1: _WORD}

@@ -1,4 +1,4 @@
-"""Keywords that limit the values of one type, each added to a branch."""
+"""Adds keywords that limit values of one type, such as `minimum` or `pattern`, to a branch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _not_type(branch: SchemaBranch, value: Any) -> None:
 
 
 def _above(branch: SchemaBranch, value: Any) -> None:
-    if not isinstance(value, bool):  # draft 4's stand beside the limit
+    if not isinstance(value, bool):  # in draft 4, a boolean next to `minimum` or `maximum`
         branch.limit_low(value, is_open=True)
 
 
@@ -47,6 +47,7 @@ def _at_most(name: str) -> Callable[[SchemaBranch, Any], None]:
     return lambda branch, value: setattr(branch, name, getattr(branch, name).narrowed(0, value))
 
 
+# Each adds the value of its keyword to a branch.
 LIMITS: Final[dict[str, Callable[[SchemaBranch, Any], None]]] = {
     "type": _type,
     NOT_TYPE: _not_type,
@@ -57,10 +58,10 @@ LIMITS: Final[dict[str, Callable[[SchemaBranch, Any], None]]] = {
     "required": _required,
     "minLength": _at_least("lengths"),
     "maxLength": _at_most("lengths"),
-    "minItems": _at_least("items"),
-    "maxItems": _at_most("items"),
-    "minProperties": _at_least("members"),
-    "maxProperties": _at_most("members"),
+    "minItems": _at_least("num_items"),
+    "maxItems": _at_most("num_items"),
+    "minProperties": _at_least("num_members"),
+    "maxProperties": _at_most("num_members"),
 }
 
 
@@ -77,7 +78,7 @@ def _high(branch: SchemaBranch, node: Node) -> None:
 def _pattern(branch: SchemaBranch, node: Node) -> None:
     pattern = translated(node.schema["pattern"])
     if pattern is None:
-        branch.gap(node.place("pattern"), "string")
+        branch.add_gap(node.location("pattern"), "string")
         pattern = relaxed(node.schema["pattern"])
     if pattern is not None:
         branch.patterns[pattern] = None
@@ -92,19 +93,19 @@ def _not_pattern(branch: SchemaBranch, node: Node) -> None:
 
 def _format(branch: SchemaBranch, node: Node) -> None:
     name = node.schema["format"]
-    known = FORMATS.get(name) if isinstance(name, str) else None
-    if known is not None:
-        branch.patterns[RegexPattern(known, known)] = None
-    elif name == "regex":  # no regular language
-        branch.gap(node.place("format"), "string")
+    pattern = FORMATS.get(name) if isinstance(name, str) else None
+    if pattern is not None:
+        branch.patterns[RegexPattern(pattern, pattern)] = None
+    elif name == "regex":  # not a regular language
+        branch.add_gap(node.location("format"), "string")
 
 
 def _unique(branch: SchemaBranch, node: Node) -> None:
     if node.schema["uniqueItems"] is True:
-        branch.unique = node.place("uniqueItems")
+        branch.unique = node.location("uniqueItems")
 
 
-# Those for which the schema around them matters, or its place.
+# Keywords that also depend on their neighbours in the schema, or need its location.
 PLACED_LIMITS: Final[dict[str, Callable[[SchemaBranch, Node], None]]] = {
     "minimum": _low,
     "maximum": _high,

@@ -1,4 +1,4 @@
-"""What it means that a value does not fit a schema: one of its keywords does not hold."""
+"""Negates schemas: a value does not fit a schema if it breaks one of its keywords."""
 
 from __future__ import annotations
 
@@ -13,37 +13,42 @@ if TYPE_CHECKING:
 
     from twostroke.engine.structured_output.schema.document import Document, Node
 
-# Keywords for use in here: values that are not allowed, and types.
+# Internal keywords for values, types and patterns that are not allowed.
 NOT_ENUM: Final = "not enum"
 NOT_TYPE: Final = "not type"
 NOT_PATTERN: Final = "not pattern"
 
 
 class Negation(NamedTuple):
-    """A schema that fits if a keyword does not hold; if it is not exact, also some other values."""
+    """A schema of the values that break a keyword.
+
+    If it is not exact, it also has some values that do not break the keyword.
+    """
 
     item: SchemaItem
     keyword: str
     is_exact: bool
 
 
-def denials(document: Document, node: Node) -> Iterator[Negation]:
-    """Yield the ways in which a value can fail to fit a schema."""
+def negations(document: Document, node: Node) -> Iterator[Negation]:
+    """Yield a negation for each way in which a value can break a schema."""
     schema = node.schema
     is_hidden = node.resource.is_old and "$ref" in schema
     for keyword, value in schema.items():
         if is_hidden and keyword != "$ref":
             continue
         if keyword == "$ref":
-            value = document.referred(node, value)  # noqa: PLW2901 - the same, found
-        ways = _WAYS[keyword](value) if keyword in _WAYS else None
-        is_exact = ways is not None
-        if ways is None or (keyword in _PARTIAL and not _PARTIAL[keyword].isdisjoint(schema)):
-            if keyword not in _WEAK and keyword not in SCHEMAS - {"then", "else"}:
+            value = document.resolve(node, value)  # noqa: PLW2901 - the schema in place of its reference
+        schemas = _OPPOSITES[keyword](value) if keyword in _OPPOSITES else None
+        is_exact = schemas is not None
+        if schemas is None or (keyword in _PARTIAL and not _PARTIAL[keyword].isdisjoint(schema)):
+            if keyword not in _ONLY_TYPE and keyword not in SCHEMAS - {"then", "else"}:
                 continue
-            ways, is_exact = [{"type": _WEAK[keyword]} if keyword in _WEAK else {}], False
-        for number, made in enumerate(ways):
-            item = SchemaItem(document.made(made, node, ("denied", id(node), keyword, number)))
+            schemas = [{"type": _ONLY_TYPE[keyword]} if keyword in _ONLY_TYPE else {}]
+            is_exact = False
+        for number, opposite_schema in enumerate(schemas):
+            key = ("denied", id(node), keyword, number)
+            item = SchemaItem(document.derived(opposite_schema, node, key))
             yield Negation(item, keyword, is_exact)
 
 
@@ -83,8 +88,8 @@ def _counts(typ: str, keyword: str, change: int) -> Callable[[Any], list[dict[st
     return lambda value: [{"type": typ, keyword: value + change}] if value + change >= 0 else []
 
 
-# Keywords to schemas of the values for which they do not hold; None if those cannot be described.
-_WAYS: Final[dict[str, Callable[[Any], list[dict[str, Any]] | None]]] = {
+# For each keyword, the schemas of the values that break it; None if no schema describes them.
+_OPPOSITES: Final[dict[str, Callable[[Any], list[dict[str, Any]] | None]]] = {
     "type": lambda value: [{NOT_TYPE: value}],
     NOT_TYPE: lambda value: [{"type": value}],
     "enum": lambda value: [{NOT_ENUM: value}],
@@ -108,17 +113,17 @@ _WAYS: Final[dict[str, Callable[[Any], list[dict[str, Any]] | None]]] = {
     "items": _unfit_item,
     "contains": lambda value: [{"type": "array", "items": {"not": value}}],
     "$ref": lambda value: [{"not": value}],
-    "allOf": lambda value: [{"not": one} for one in value],
-    "anyOf": lambda value: [{"allOf": [{"not": one} for one in value]}],
+    "allOf": lambda value: [{"not": schema} for schema in value],
+    "anyOf": lambda value: [{"allOf": [{"not": schema} for schema in value]}],
     "not": lambda value: [{"allOf": [value]}],
 }
-# Beside one of these, a keyword means something else.
+# Neighbours with which a keyword has another meaning.
 _PARTIAL: Final = {
     "items": frozenset(("prefixItems",)),
     "contains": frozenset(("minContains", "maxContains")),
 }
-# These cannot be denied in full: only the type of the values that could fail is known.
-_WEAK: Final = {
+# Keywords without an exact opposite: only the type of the values that can break them is known.
+_ONLY_TYPE: Final = {
     **dict.fromkeys(("pattern", "format"), "string"),
     **dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum", "multipleOf"), "number"),
     **dict.fromkeys(("additionalItems", "uniqueItems", "unevaluatedItems"), "array"),

@@ -1,4 +1,4 @@
-"""Branches of objects, as llguidance reads them."""
+"""Writes the objects of a branch for llguidance."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.engine.structured_output.schema.branch import Range
-from twostroke.engine.structured_output.schema.patterns import are_apart, matches, spelled, without
+from twostroke.engine.structured_output.schema.patterns import (
+    are_disjoint,
+    listed_texts,
+    matches,
+    without,
+)
 from twostroke.engine.structured_output.schema.scalars import can_be_written
 
 if TYPE_CHECKING:
@@ -19,31 +24,31 @@ if TYPE_CHECKING:
 
     Schema = dict[str, Any]
     AnySchema = Schema | bool
-    # The schema of a state, which may be a reference; False if no value fits.
+    # Returns the schema of the values that fit all states; False if no value fits.
     Child = Callable[[Sequence[State | None]], Schema | bool]
 
-_MOST_SELECTIONS: Final = 64  # of members, which are spelled one by one
-_MOST_SELECTED_TEXT: Final = 100_000  # characters of these
-_MOST_MATCHES: Final = 20_000  # comparisons of a name with a pattern
-MAX_NAME_SHOWN: Final = 80  # characters of a name
+_MAX_SELECTIONS: Final = 64  # of optional members, written as a schema each
+_MAX_SELECTIONS_CHARS: Final = 100_000
+_MAX_MATCHES: Final = 20_000  # comparisons of a name with a pattern
+MAX_QUOTED_NAME_CHARS: Final = 80
 
 
 def objects(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[Schema]:
-    """Yield schemas of a branch's objects, and note in it what they do not hold."""
+    """Yield schemas of a branch's objects; add keywords they do not enforce to its gaps."""
     parts = branch.object_parts()
     allowed = _Names(branch, expander)
-    spoken = dict(branch.known)
+    described = dict(branch.member_names)  # names that have a schema
     for pattern in _patterns(parts):
-        spoken |= dict.fromkeys(spelled(pattern))
-    known = spoken | branch.required
+        described |= dict.fromkeys(listed_texts(pattern))
+    schema_names = described | branch.required
     num_patterns = sum(len(part.patterns) for part in parts)
-    if len(known) * max(1, num_patterns) > _MOST_MATCHES:
-        first_name = next(iter(known))[:MAX_NAME_SHOWN]
+    if len(schema_names) * max(1, num_patterns) > _MAX_MATCHES:
+        first_name = next(iter(schema_names))[:MAX_QUOTED_NAME_CHARS]
         raise ValueError(
-            f"an object has {len(known):,} names and {num_patterns:,} of patternProperties, whose "
-            f"product must be at most {_MOST_MATCHES:,}; its first name is '{first_name}'"
+            f"an object has {len(schema_names):,} names and {num_patterns:,} of patternProperties, "
+            f"whose product must be at most {_MAX_MATCHES:,}; its first name is '{first_name}'"
         )
-    names = dict.fromkeys([*known, *allowed.listed])
+    names = dict.fromkeys([*schema_names, *allowed.listed])
     members: dict[str, AnySchema] = {}
     for name in names:
         is_usable = can_be_written(name) and allowed.has(name)
@@ -51,117 +56,134 @@ def objects(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[
     if any(members[name] is False for name in branch.required):
         return
     possible = [name for name, inner in members.items() if inner is not False]
-    more = _others(parts, allowed, possible, child)
-    if not _is_asked(branch, parts):
-        is_enough = branch.members.low <= len(possible)
-        more = _less(more, is_named=is_enough and any(name in spoken for name in possible))
-    if more and allowed.is_weak:
-        branch.gap("propertyNames (of several limits)", "object")
-    yield from _counted(branch, members, more)
+    others = _other_members(parts, allowed, possible, child)
+    if not _mentions_others(branch, parts):
+        is_enough = branch.num_members.low <= len(possible)
+        has_described = any(name in described for name in possible)
+        others = _without_unmentioned(others, has_names=is_enough and has_described)
+    if others and allowed.is_weak:
+        branch.add_gap("propertyNames (of several limits)", "object")
+    yield from _with_counts(branch, members, others)
 
 
-def _counted(branch: SchemaBranch, members: dict[str, AnySchema], more: Schema) -> Iterator[Schema]:
-    """Yield schemas with the right number of members: `more` are those without a name."""
-    low, high = branch.members
+def _with_counts(
+    branch: SchemaBranch, members: dict[str, AnySchema], others: Schema
+) -> Iterator[Schema]:
+    """Yield schemas of objects with an allowed number of members.
+
+    `members` are the schemas of named members, `others` the keywords about all other members.
+    """
+    low, high = branch.num_members
     required = [name for name in members if name in branch.required]
-    optional = [n for n, one in members.items() if one is not False and n not in branch.required]
-    most = len(required) + len(optional)
-    if (high is not None and len(required) > high) or (not more and low > most):
+    optional = [
+        name
+        for name, inner in members.items()
+        if inner is not False and name not in branch.required
+    ]
+    num_named = len(required) + len(optional)
+    if (high is not None and len(required) > high) or (not others and low > num_named):
         return
-    used = {name: inner for name, inner in members.items() if more or inner is not False}
+    used = {name: inner for name, inner in members.items() if others or inner is not False}
     shape: Schema = {"type": "object", "properties": used, "required": required}
-    shape |= more or {"additionalProperties": False}
-    if low <= len(required) and (high is None or (not more and high >= most)):
+    shape |= others or {"additionalProperties": False}
+    if low <= len(required) and (high is None or (not others and high >= num_named)):
         yield shape
         return
-    if not optional or (not more and high is None and low == len(required) + 1):
+    if not optional or (not others and high is None and low == len(required) + 1):
         yield shape | _counts(low, high)
         return
-    selections = _selections(required, optional, branch.members, has_others=bool(more))
-    choices = [*islice(selections, _MOST_SELECTIONS + 1)]
+    selections = _selections(required, optional, branch.num_members, has_others=bool(others))
+    choices = [*islice(selections, _MAX_SELECTIONS + 1)]
     size = len(json.dumps(used)) * len(choices)
-    if len(choices) > _MOST_SELECTIONS or size > _MOST_SELECTED_TEXT:
-        branch.gap("minProperties or maxProperties (of many)")
+    if len(choices) > _MAX_SELECTIONS or size > _MAX_SELECTIONS_CHARS:
+        branch.add_gap("minProperties or maxProperties (of many)")
         yield shape
         return
     for present, free in choices:
-        needed_names = {*required, *present}
-        is_kept = needed_names.union(free).__contains__
-        inside = {n: inner if is_kept(n) else False for n, inner in used.items()}
-        if not more:
-            inside = {n: inner for n, inner in inside.items() if is_kept(n)}
-        counts = _counts(low, high) if more and not free else {}
-        yield (
-            shape
-            | counts
-            | {"properties": inside, "required": [n for n in used if n in needed_names]}
-        )
+        required_names = {*required, *present}
+        allowed_names = required_names.union(free)
+        properties = {
+            name: inner if name in allowed_names else False
+            for name, inner in used.items()
+            if others or name in allowed_names
+        }
+        counts = _counts(low, high) if others and not free else {}
+        selected = [name for name in used if name in required_names]
+        yield shape | counts | {"properties": properties, "required": selected}
 
 
 def _selections(
-    required: Sequence[str], optional: Sequence[str], members: Range, *, has_others: bool
+    required: Sequence[str], optional: Sequence[str], num_members: Range, *, has_others: bool
 ) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
-    """Yield which optional members there are, and which there may be besides.
+    """Yield pairs of optional members: members that an object has, and members it may have.
 
-    Members beside the named ones, if there can be some, count towards the least number, too.
+    Together the pairs cover all allowed objects. With `has_others`, objects may have other members,
+    which count as well.
     """
-    low, high = members
+    low, high = num_members
     num_named = len(required) + len(optional)
-    num_asked = max(0, low - len(required))
+    num_missing = max(0, low - len(required))
     if high is not None and (has_others or high < num_named):
-        for count in range(0 if has_others else num_asked, len(optional) + 1):
+        for count in range(0 if has_others else num_missing, len(optional) + 1):
             if len(required) + count <= high:
                 yield from ((names, ()) for names in combinations(optional, count))
         return
-    for count in range(num_asked if has_others else 0):  # others make up the number
+    for count in range(num_missing if has_others else 0):  # other members make up the number
         yield from ((names, ()) for names in combinations(optional, count))
-    for indices in combinations(range(len(optional)), num_asked):  # the first that there are
+    for indices in combinations(
+        range(len(optional)), num_missing
+    ):  # the first optional members of an object
         after = indices[-1] + 1 if indices else 0
         yield [optional[index] for index in indices], optional[after:]
 
 
 def _counts(low: int, high: int | None) -> Schema:
-    found = {"minProperties": low} if low else {}
-    return found if high is None else {**found, "maxProperties": high}
+    counts = {"minProperties": low} if low else {}
+    return counts if high is None else {**counts, "maxProperties": high}
 
 
-def _is_asked(branch: SchemaBranch, parts: Sequence[ObjectPart]) -> bool:
-    """Return whether the schema speaks of all members that it does not name.
+def _mentions_others(branch: SchemaBranch, parts: Sequence[ObjectPart]) -> bool:
+    """Whether the schema has a keyword about all members that it does not name.
 
-    By default they are allowed beside named ones, but then nobody waits for them.
+    By default such members are allowed, but a schema that does not mention them needs none.
     """
-    return bool(branch.names) or any(not part.is_open for part in parts)
+    return bool(branch.name_items) or any(not part.is_open for part in parts)
 
 
-def _less(more: Schema, *, is_named: bool) -> Schema:
-    """Return what of other members is left if nobody asks for them: those that fit a pattern.
+def _without_unmentioned(others: Schema, *, has_names: bool) -> Schema:
+    """Drop members that the schema does not mention, unless `patternProperties` allows them.
 
-    Patterns that only forbid names ask for others, and so does a schema without any name.
+    They stay if patterns only forbid names, or if the schema has no usable names (`has_names`).
     """
-    patterns = more.get("patternProperties", {})
+    patterns = others.get("patternProperties", {})
     if any(inner is not False for inner in patterns.values()):
-        return {**more, "additionalProperties": False}
-    return {} if is_named and not patterns else more
+        return {**others, "additionalProperties": False}
+    return {} if has_names and not patterns else others
 
 
 def _patterns(parts: Sequence[ObjectPart]) -> dict[RegexPattern, None]:
     return {pattern: None for part in parts for pattern in part.patterns}
 
 
-def _others(
+def _other_members(
     parts: Sequence[ObjectPart], allowed: _Names, named: Sequence[str], child: Child
 ) -> Schema:
-    """Return what members that have no schema of their own are; an empty one if there are none."""
-    groups = _grouped([pattern for pattern in _patterns(parts) if not spelled(pattern)])
-    # llguidance would apply the schema of a whole group to a named member, too.
+    """Return the keywords about members that are not named; empty if there are no such members."""
+    groups = _grouped([pattern for pattern in _patterns(parts) if not listed_texts(pattern)])
+    # If a named member matched only some patterns of a group, llguidance would apply the schema of
+    # the whole group to it.
     if allowed.is_closed or any(
         len({matches(pattern, name) for pattern in group}) > 1 for group in groups for name in named
     ):
         return {}
-    found: dict[str, AnySchema] = {}
+    by_pattern: dict[str, AnySchema] = {}
     for group in groups:
-        states = [state for part in parts for p, state in part.patterns.items() if p in group]
-        states += [part.others for part in parts if not all(p in part.patterns for p in group)]
+        states = [
+            state for part in parts for pattern, state in part.patterns.items() if pattern in group
+        ]
+        states += [
+            part.others for part in parts if not all(pattern in part.patterns for pattern in group)
+        ]
         text = (
             "|".join(f"(?:{pattern.text})" for pattern in group)
             if len(group) > 1
@@ -169,36 +191,38 @@ def _others(
         )
         if allowed.pattern is not None and text != allowed.pattern:
             continue
-        found[text] = child(states)
+        by_pattern[text] = child(states)
     rest = child([part.others for part in parts])
     if allowed.pattern is not None:
         if rest is not False and not groups:
-            found[allowed.pattern] = rest
+            by_pattern[allowed.pattern] = rest
         rest = False
-    if rest is False and all(inner is False for inner in found.values()):
+    if rest is False and all(inner is False for inner in by_pattern.values()):
         return {}
-    return (
-        {"patternProperties": found, "additionalProperties": rest}
-        if found
-        else {"additionalProperties": rest}
-    )
+    keywords: Schema = {"patternProperties": by_pattern} if by_pattern else {}
+    return {**keywords, "additionalProperties": rest}
 
 
 def _grouped(patterns: Sequence[RegexPattern]) -> list[list[RegexPattern]]:
-    """Return patterns in groups: no name matches patterns of two groups."""
+    """Group patterns so that no name matches patterns of two groups."""
     groups: list[list[RegexPattern]] = []
     for pattern in patterns:
-        near = [group for group in groups if not all(are_apart(pattern, one) for one in group)]
-        groups = [group for group in groups if group not in near]
-        groups.append([*(one for group in near for one in group), pattern])
+        overlapping = [
+            group for group in groups if not all(are_disjoint(pattern, other) for other in group)
+        ]
+        groups = [group for group in groups if group not in overlapping]
+        groups.append([*(other for group in overlapping for other in group), pattern])
     return groups
 
 
 class _Names:
-    """Which names `propertyNames` allows.
+    """The names that `propertyNames` allows.
 
-    `listed` are all, if it `is_closed`; else others match `pattern`, if there is one. It `is_weak`
-    if not all of those are allowed.
+    Attributes:
+        listed: names that the schema lists.
+        is_closed: whether no other names are allowed.
+        pattern: a pattern of the other names, if they have one.
+        is_weak: whether the pattern also matches names that are not allowed.
     """
 
     def __init__(self, branch: SchemaBranch, expander: Expander) -> None:
@@ -207,17 +231,17 @@ class _Names:
         self.is_closed = False
         self.is_weak = False
         self._branches: list[SchemaBranch] | None = None
-        if not branch.names:
+        if not branch.name_items:
             return
-        state = expander.state([(item,) for item in branch.names])
-        found = [] if state is None else expander.branches(state)
-        self._branches = [one for one in found if "string" in one.kinds]
-        for one in self._branches:
-            for place, of in one.gaps.items():
-                if of in {"", "string"}:
-                    branch.gap(place, "object")
+        state = expander.state([(item,) for item in branch.name_items])
+        name_branches = [] if state is None else expander.branches(state)
+        self._branches = [inner for inner in name_branches if "string" in inner.kinds]
+        for inner in self._branches:
+            for location, kind in inner.gaps.items():
+                if kind in {"", "string"}:
+                    branch.add_gap(location, "object")
         self.listed = tuple(self._listed())
-        free = [one for one in self._branches if one.allowed() is None]
+        free = [inner for inner in self._branches if inner.allowed() is None]
         self.is_closed = not free
         if not free:
             return
@@ -231,18 +255,19 @@ class _Names:
     def _listed(self) -> list[str]:
         return [
             value
-            for one in self._branches or ()
-            for value in one.allowed() or ()
+            for branch in self._branches or ()
+            for value in branch.allowed() or ()
             if isinstance(value, str)
         ]
 
     def has(self, name: str) -> bool:
-        """Return whether a name is allowed."""
+        """Whether a name is allowed."""
         if self._branches is None:
             return True
         return any(
-            one.is_allowed(name) and (one.allowed() is None or name in (one.allowed() or ()))
-            for one in self._branches
+            branch.is_allowed(name)
+            and (branch.allowed() is None or name in (branch.allowed() or ()))
+            for branch in self._branches
         )
 
 
@@ -252,7 +277,7 @@ def _num_limits(names: SchemaBranch) -> int:
 
 
 def _pattern(names: SchemaBranch) -> str | None:
-    """Return a pattern of a branch of names, which may hold one of several limits only."""
+    """Return a pattern of the names in a branch; of several limits, it has only one."""
     low, high = names.lengths
     if names.patterns:
         return next(iter(names.patterns)).text

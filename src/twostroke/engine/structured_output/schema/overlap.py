@@ -1,4 +1,4 @@
-"""Whether schemas exclude one another, as far as that is easy to see; and how they are kept to."""
+"""Finds out whether two schemas are disjoint; makes the alternatives of `oneOf` disjoint."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from twostroke.engine.structured_output.schema.branch import SchemaBranch, State
     from twostroke.engine.structured_output.schema.document import Document
 
-_DEEPEST: Final = 3
-_MOST_BRANCHES: Final = 12
-_MOST_ALTERNATIVES: Final = 40  # each of which is compared with each other
-# The opposite of a schema is simple if these are all it says.
-_PLAIN: Final = frozenset(
+_MAX_DEPTH: Final = 3  # of schemas in schemas that are compared
+_MAX_COMPARED_BRANCHES: Final = 12
+_MAX_ALTERNATIVES: Final = 40  # that are compared pair by pair
+# The opposite of a schema is simple if it has only these keywords.
+_SIMPLE: Final = frozenset(
     (
         *("$comment", "const", "default", "description", "enum", "examples", "exclusiveMaximum"),
         *("exclusiveMinimum", "maxItems", "maxLength", "maxProperties", "maximum", "minItems"),
@@ -26,106 +26,123 @@ _PLAIN: Final = frozenset(
 )
 
 
-class Space(Protocol):
-    """The schemas of a document, by states."""
+class SchemaStates(Protocol):
+    """The schemas of a document, grouped into states; `Expander` implements it."""
 
     document: Document
 
     def state(self, states: Iterable[State | None]) -> State | None:
-        """Return the state of values that fit all of these."""
+        """Return the state of the values that fit all states."""
 
     def branches(self, state: State) -> list[SchemaBranch]:
-        """Return branches: a value fits the state if it fits one of them."""
+        """Return the branches of a state: a value fits the state if it fits a branch."""
 
 
-def exclusive(items: Sequence[SchemaItem], space: Space) -> tuple[list[State], bool]:
-    """Return alternatives of which one holds and no other, and whether that is certain.
+def exclusive(items: Sequence[SchemaItem], space: SchemaStates) -> tuple[list[State], bool]:
+    """Return alternatives that exclude each other, and whether that is certain.
 
-    An alternative that could hold together with another one excludes it.
+    An alternative that overlaps with others also excludes these. If this is not possible, the
+    schemas are returned unchanged, with False.
     """
+    unchanged: list[State] = [(item,) for item in items]
     if _are_tagged(items, space):
-        return [(one,) for one in items], True
-    if len(items) > _MOST_ALTERNATIVES:
-        return [(one,) for one in items], False
+        return unchanged, True
+    if len(items) > _MAX_ALTERNATIVES:
+        return unchanged, False
     overlaps = {
         pair
-        for one, other in combinations(items, 2)
-        if not are_apart((one,), (other,), space)
-        for pair in ((one, other), (other, one))
+        for item, other in combinations(items, 2)
+        if not are_disjoint((item,), (other,), space)
+        for pair in ((item, other), (other, item))
     }
-    found: list[State] = []
-    is_exact = True
-    for one in items:
-        near = [_excluding(other, one, space) for other in items if (one, other) in overlaps]
-        also = [item for item in near if item is not None]
-        if len(also) < len(near):
-            is_exact = False
-        found.append((one, *also))
-    return (found, True) if is_exact else ([(one,) for one in items], False)
+    alternatives: list[State] = []
+    for item in items:
+        state = [item]
+        for other in items:
+            if (item, other) not in overlaps:
+                continue
+            excluded = _excluding(other, item, space)
+            if excluded is None:
+                return unchanged, False
+            state.append(excluded)
+        alternatives.append(tuple(state))
+    return alternatives, True
 
 
-def _are_tagged(items: Sequence[SchemaItem], space: Space) -> bool:
-    """Return whether a required member has values that tell the schemas apart."""
-    branches = [space.branches(space.state([(item,)]) or ()) for item in items]
-    if not all(len(one) == 1 and one[0].kinds == {"object"} for one in branches):
-        return False
+def _are_tagged(items: Sequence[SchemaItem], space: SchemaStates) -> bool:
+    """Whether a required member of objects has different values in each schema."""
+    branches: list[SchemaBranch] = []
+    for item in items:
+        item_branches = space.branches(space.state([(item,)]) or ())
+        if len(item_branches) != 1 or item_branches[0].kinds != {"object"}:
+            return False
+        branches += item_branches
     return any(
-        _is_tag(name, [one for (one,) in branches], space)
-        for name in (branches[0][0].required if branches else ())
+        _is_tag(name, branches, space) for name in (branches[0].required if branches else ())
     )
 
 
-def _is_tag(name: str, branches: Sequence[SchemaBranch], space: Space) -> bool:
-    seen: set[Any] = set()
+def _is_tag(name: str, branches: Sequence[SchemaBranch], space: SchemaStates) -> bool:
+    """Whether a member lists its values in all branches, and no two branches share a value."""
+    seen_keys: set[Any] = set()
     for branch in branches:
         state = space.state(branch.member(name)) if name in branch.required else ()
-        listed = [one.allowed() for one in space.branches(state)] if state else [None]
-        found = {key(value) for values in listed for value in values or ()}
-        if None in listed or found & seen:
+        allowed = [inner.allowed() for inner in space.branches(state)] if state else [None]
+        keys = {key(value) for values in allowed for value in values or ()}
+        if None in allowed or keys & seen_keys:
             return False
-        seen |= found
+        seen_keys |= keys
     return True
 
 
-def _excluding(other: SchemaItem, one: SchemaItem, space: Space) -> SchemaItem | None:
-    """Return a schema of values that do not fit `other`, but may fit `one`; None if unknown."""
-    if other.holds and _PLAIN.issuperset(other.node.schema):
+def _excluding(other: SchemaItem, item: SchemaItem, space: SchemaStates) -> SchemaItem | None:
+    """Return a schema that excludes the values of `other` from `item`; None if unknown."""
+    if other.holds and _SIMPLE.issuperset(other.node.schema):
         return other.flipped
-    needed, given = (
-        [branch.required for branch in space.branches(space.state([(item,)]) or ())]
-        for item in (other, one)
-    )
-    names = [name for name in needed[0] if all(name in rest for rest in needed)] if needed else []
-    if not given or any(all(name in rest for name in names) for rest in given):
+    # The required members of each branch of both schemas.
+    other_required = [branch.required for branch in space.branches(space.state([(other,)]) or ())]
+    own_required = [branch.required for branch in space.branches(space.state([(item,)]) or ())]
+    names: list[str] = []
+    if other_required:
+        names = [
+            name
+            for name in other_required[0]
+            if all(name in required for required in other_required)
+        ]
+    if not own_required or any(
+        all(name in required for name in names) for required in own_required
+    ):
         return None
-    # Those that lack a member which the other one needs.
-    made = space.document.made({"required": names}, other.node, ("needs", *names))
-    return SchemaItem(made, holds=False)
+    # A value without one of these members does not fit the other schema.
+    node = space.document.derived({"required": names}, other.node, ("needs", *names))
+    return SchemaItem(node, holds=False)
 
 
-def are_apart(one: State, other: State, space: Space, depth: int = 0) -> bool:
-    """Return whether no value fits both states; false if that is hard to see."""
-    states = [space.state([one]), space.state([other])]
+def are_disjoint(x: State, y: State, space: SchemaStates, depth: int = 0) -> bool:
+    """Return whether no value fits both states; False if that is not easy to prove."""
+    states = [space.state([x]), space.state([y])]
     if None in states:
         return True
-    if () in states or depth > _DEEPEST:
+    if () in states or depth > _MAX_DEPTH:
         return False
     a, b = (space.branches(state) for state in states if state is not None)
-    if len(a) * len(b) > _MOST_BRANCHES**2:
+    if len(a) * len(b) > _MAX_COMPARED_BRANCHES**2:
         return False
-    return all(_apart(x, y, space, depth) for x in a for y in b)
+    return all(_are_branches_disjoint(x, y, space, depth) for x in a for y in b)
 
 
-def _apart(x: SchemaBranch, y: SchemaBranch, space: Space, depth: int) -> bool:
+def _are_branches_disjoint(
+    x: SchemaBranch, y: SchemaBranch, space: SchemaStates, depth: int
+) -> bool:
     """Return whether no value fits both branches."""
     kinds = x.kinds & y.kinds
-    for one, other in ((x, y), (y, x)):
-        values = one.allowed()
+    for listing, other in ((x, y), (y, x)):
+        values = listing.allowed()
         if values is not None:
-            others = other.allowed()
-            keys = None if others is None else {key(value) for value in others}
+            other_values = other.allowed()
+            other_keys = None if other_values is None else set(map(key, other_values))
             return not any(
-                other.is_allowed(value) if keys is None else key(value) in keys
+                other.is_allowed(value) if other_keys is None else key(value) in other_keys
                 for value in values
                 if kind(value) in kinds
             )
@@ -133,39 +150,41 @@ def _apart(x: SchemaBranch, y: SchemaBranch, space: Space, depth: int) -> bool:
         return False
     if "string" in kinds and not x.lengths.narrowed(*y.lengths).is_empty:
         return False
-    if kinds & {"integer", "fraction"} and not _numbers_apart(x, y):
+    if kinds & {"integer", "fraction"} and not _are_numbers_disjoint(x, y):
         return False
-    if "array" in kinds and not _arrays_apart(x, y, space, depth):
+    if "array" in kinds and not _are_arrays_disjoint(x, y, space, depth):
         return False
-    return "object" not in kinds or _objects_apart(x, y, space, depth)
+    return "object" not in kinds or _are_objects_disjoint(x, y, space, depth)
 
 
-def _numbers_apart(x: SchemaBranch, y: SchemaBranch) -> bool:
+def _are_numbers_disjoint(x: SchemaBranch, y: SchemaBranch) -> bool:
     both = x.copy()
-    if y.least is not None:
-        both.limit_low(y.least[0], is_open=y.least[1])
-    if y.most is not None:
-        both.limit_high(y.most[0], is_open=y.most[1])
+    if y.minimum is not None:
+        both.limit_low(y.minimum[0], is_open=y.minimum[1])
+    if y.maximum is not None:
+        both.limit_high(y.maximum[0], is_open=y.maximum[1])
     return not both.has_range()
 
 
-def _arrays_apart(x: SchemaBranch, y: SchemaBranch, space: Space, depth: int) -> bool:
-    both = x.items.narrowed(*y.items)
+def _are_arrays_disjoint(x: SchemaBranch, y: SchemaBranch, space: SchemaStates, depth: int) -> bool:
+    both = x.num_items.narrowed(*y.num_items)
     return both.is_empty or any(
-        _states_apart(x.item(place), y.item(place), space, depth)
-        for place in range(min(both.low, _DEEPEST))
+        _are_states_disjoint(x.item(index), y.item(index), space, depth)
+        for index in range(min(both.low, _MAX_DEPTH))
     )
 
 
-def _objects_apart(x: SchemaBranch, y: SchemaBranch, space: Space, depth: int) -> bool:
-    return x.members.narrowed(*y.members).is_empty or any(
-        _states_apart(x.member(name), y.member(name), space, depth)
+def _are_objects_disjoint(
+    x: SchemaBranch, y: SchemaBranch, space: SchemaStates, depth: int
+) -> bool:
+    return x.num_members.narrowed(*y.num_members).is_empty or any(
+        _are_states_disjoint(x.member(name), y.member(name), space, depth)
         for name in {**x.required, **y.required}
     )
 
 
-def _states_apart(
-    x: Sequence[State | None], y: Sequence[State | None], space: Space, depth: int
+def _are_states_disjoint(
+    x: Sequence[State | None], y: Sequence[State | None], space: SchemaStates, depth: int
 ) -> bool:
     a, b = space.state(x), space.state(y)
-    return a is None or b is None or are_apart(a, b, space, depth + 1)
+    return a is None or b is None or are_disjoint(a, b, space, depth + 1)

@@ -1,4 +1,4 @@
-"""Regular expressions of ECMA-262, as llguidance reads them, and which texts they match."""
+"""Translates regular expressions of ECMA-262 for llguidance, and matches texts against them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SPACES: Final = (
 )
 _SETS: Final = {"d": "0-9", "w": "0-9A-Za-z_", "s": _SPACES}
 _CONTROLS: Final = {"f": r"\x0c", "n": r"\n", "r": r"\r", "t": r"\t", "v": r"\x0b", "0": r"\x00"}
-# What follows a backslash; what is in no group stands for itself.
+# An escape sequence, with a group for each form.
 _ESCAPE: Final = re.compile(
     r"\\(?:(?P<set>[dDwWsS])|(?P<control>[fnrtv]|0(?![0-9]))|c(?P<letter>[A-Za-z])"
     r"|x(?P<hex2>[0-9A-Fa-f]{2})|u(?P<pair>[dD][89abAB][0-9A-Fa-f]{2}\\u[dD][c-fC-F][0-9A-Fa-f]{2})"
@@ -29,35 +29,40 @@ _ESCAPE: Final = re.compile(
 )
 _COUNT: Final = re.compile(r"\{\d{1,9}(?:,\d{0,9})?\}")
 _GROUP: Final = re.compile(r"\((?:\?:|\?<[A-Za-z_$][\w$]*>|(?!\?))")
-# A part of a pattern whose assertions are left out, but no set that engines read in several ways.
-_PIECE: Final = re.compile(
+# A part of a pattern from which `relaxed` removes assertions. Sets that regular expression engines
+# read differently do not match.
+_PART: Final = re.compile(
     r"(?P<edge>\\[bB])|\\.|\[(?!\^?\])(?:\\.|[^\]\[\\])*\]|(?P<look>\(\?<?[=!])|\(|\)|[^\\\[()]+",
     re.DOTALL,
 )
 _EMPTY: Final = "(?:)"
+# A pattern that lists texts, such as `^(a|b)$`.
 _LIST: Final = re.compile(r"\^(?:\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\)|([\w -]+))\$")
-ANY_ONE: Final = r"[\x00-\x{10ffff}]"
-_ANYTHING: Final = rf"{ANY_ONE}*"
-# Control characters that an answer has only if a pattern names them. Their spelling in a pattern,
-# such as `\\u{7}`, tells `schema.escapes` about them. A set of all of them would also allow quotes
-# and backslashes.
-UNWRITTEN: Final = r"\x00-\x07\x0b\x0e-\x1f\x7f"
-_UNWRITTEN_CODES: Final = (*range(8), 0x0B, *range(0x0E, 0x20), 0x7F)
-_EACH_UNWRITTEN: Final = {
+ANY_CHARACTER: Final = r"[\x00-\x{10ffff}]"
+_ANYTHING: Final = rf"{ANY_CHARACTER}*"
+# Control characters that an answer has only if a pattern mentions them. In a translated pattern
+# they are written as `\\u{7}`, so that `schema.escapes` finds them. A set with all of them would
+# also allow quotes and backslashes.
+UNMENTIONED_CONTROLS: Final = r"\x00-\x07\x0b\x0e-\x1f\x7f"
+_CONTROL_CODES: Final = (*range(8), 0x0B, *range(0x0E, 0x20), 0x7F)
+_CONTROL_ESCAPES: Final = {
     text: f"\\u{{{code:x}}}"
-    for code in _UNWRITTEN_CODES
+    for code in _CONTROL_CODES
     for text in (f"\\x{code:02x}", f"\\x{{{code:x}}}")
 }
 _LAST_CONTROL: Final = r"[^\u{1f}]"
 _NOTHING: Final = r"[^\x00-\x{10ffff}]"
-_MOST_KNOWN: Final = 512
-_MOST_MATCHERS: Final = 32  # one of a hostile pattern takes up to half a megabyte
+_MAX_CACHED_PATTERNS: Final = 512
+_MAX_CACHED_MATCHERS: Final = 32  # a hostile pattern's matcher takes up to half a megabyte
 
 
 class RegexPattern(Frozen):
-    """A regular expression as its author wrote it (`source`), and for llguidance (`text`).
+    """A regular expression, and its translation.
 
-    If there are `other_texts`, a value must match all of them as well.
+    Attributes:
+        source: the expression of the schema.
+        text: the translation for llguidance.
+        other_texts: further translated expressions; a value must match all of them, too.
     """
 
     source: str
@@ -65,80 +70,84 @@ class RegexPattern(Frozen):
     other_texts: tuple[str, ...] = ()
 
 
-@lru_cache(_MOST_KNOWN)
+@lru_cache(_MAX_CACHED_PATTERNS)
 def translated(source: str) -> RegexPattern | None:
-    """Return a pattern for llguidance, or None if it cannot be one.
+    """Translate a pattern for llguidance; None if it cannot be translated.
 
-    Text in front of its first match, and after it, is free, as JSON Schema has it.
+    As in JSON Schema, a text matches if the pattern matches anywhere in it.
     """
-    pattern = _spelled_alike(source)
+    pattern = _translate_parts(source)
     if pattern is not None:
         return pattern
     texts = without_look_around(source)
     return RegexPattern(source, texts[0], texts[1:]) if texts else None
 
 
-def _spelled_alike(source: str) -> RegexPattern | None:
-    """Return a pattern that needs no rewriting; None if llguidance does not know a part of it."""
+def _translate_parts(source: str) -> RegexPattern | None:
+    """Translate a pattern part by part; None if a part needs a rewrite by `automata`."""
     parts: list[str] = []
-    place, was_count = 0, False
-    while place < len(source):
-        here, is_count = source[place], False
-        if here == "\\":
-            found = _ESCAPE.match(source, place)
-            if found is None:
+    offset = 0
+    was_count = False
+    while offset < len(source):
+        character = source[offset]
+        is_count = False
+        if character == "\\":
+            escape = _ESCAPE.match(source, offset)
+            if escape is None:
                 return None
-            parts.append(_escaped(found, inside=False))
-            place = found.end()
-        elif here == "[":
-            inner, place = _set(source, place + 1)
+            parts.append(_translate_escape(escape, inside=False))
+            offset = escape.end()
+        elif character == "[":
+            inner, offset = _set(source, offset + 1)
             if inner is None:
                 return None
             parts.append(inner)
-        elif here == "(":
-            group = _GROUP.match(source, place)
+        elif character == "(":
+            group = _GROUP.match(source, offset)
             if group is None:  # look-around
                 return None
             parts.append("(?:")
-            place = group.end()
-        elif here == "{":
-            count = _COUNT.match(source, place)
+            offset = group.end()
+        elif character == "{":
+            count = _COUNT.match(source, offset)
             parts.append(count.group() if count else r"\{")
-            place = count.end() if count else place + 1
+            offset = count.end() if count else offset + 1
             is_count = count is not None
         else:
-            if here != "?" or not was_count:  # a lazy count matches the same texts
-                parts.append(_plain(here))
-                is_count = here in "*+?"
-            place += 1
+            if character != "?" or not was_count:  # a lazy count matches the same texts
+                parts.append(_plain(character))
+                is_count = character in "*+?"
+            offset += 1
         was_count = is_count
-    parts = [_EACH_UNWRITTEN.get(part, part) for part in parts]
+    parts = [_CONTROL_ESCAPES.get(part, part) for part in parts]
     return RegexPattern(source, "".join(parts)) if _has_outer_anchors(parts) else None
 
 
-@lru_cache(_MOST_KNOWN)
+@lru_cache(_MAX_CACHED_PATTERNS)
 def relaxed(source: str) -> RegexPattern | None:
-    r"""Return a pattern without its look-around, `\b` and `\B`, or None if that cannot be one.
+    r"""Translate a pattern without its look-around, `\b` and `\B`; None if that is not possible.
 
-    These only restrict what the rest matches, so it matches each text that the whole one does.
+    Assertions only restrict the matches, so the result matches each text that the pattern matches.
     """
-    kept: list[str] = []
-    place = depth = 0  # depth: groups that are open in an assertion, itself included
-    while place < len(source):
-        found = _PIECE.match(source, place)
-        if found is None:
+    parts: list[str] = []
+    offset = 0
+    depth = 0  # open groups of an assertion that is being skipped, with the assertion itself
+    while offset < len(source):
+        match = _PART.match(source, offset)
+        if match is None:
             return None
-        piece, place = found.group(), found.end()
+        part = match.group()
+        offset = match.end()
         if depth:
-            depth += (piece[0] == "(") - (piece == ")")
-        elif found["look"]:
+            depth += (part[0] == "(") - (part == ")")
+        elif match["look"]:
             depth = 1
-            kept.append(_EMPTY)
+            parts.append(_EMPTY)
         else:
-            kept.append(_EMPTY if found["edge"] else piece)
-    while kept and kept[-1] == _EMPTY:
-        kept.pop()
-    return translated("".join(kept)) if kept and not depth else None
+            parts.append(_EMPTY if match["edge"] else part)
+    while parts and parts[-1] == _EMPTY:
+        parts.pop()
+    return translated("".join(parts)) if parts and not depth else None
 
 
 def _plain(character: str) -> str:
@@ -148,7 +157,7 @@ def _plain(character: str) -> str:
 
 
 def _literal(character: str) -> str:
-    """Return one character that stands for itself."""
+    """Return the pattern of one literal character."""
     if character.isalnum() or ord(character) > 127 or character in "_ ":
         return character
     return (
@@ -158,26 +167,27 @@ def _literal(character: str) -> str:
     )
 
 
-def _escaped(found: re.Match[str], *, inside: bool) -> str:
-    """Return an escape; `inside` of brackets, a set without its own."""
-    name, value = found.lastgroup, found[found.lastgroup or 0]
+def _translate_escape(match: re.Match[str], *, inside: bool) -> str:
+    """Translate an escape sequence. `inside` brackets, a set is returned without its brackets."""
+    name = match.lastgroup
+    value = match[match.lastgroup or 0]
     if name == "set":
         content = _SETS[value.lower()]
         if value.isupper():
             return f"[^{content}]"
         return content if inside else f"[{content}]"
     if name == "property" and not inside:
-        return _writable(f"\\{value}")
+        return _without_controls(f"\\{value}")
     if name in _ESCAPES:
         return _ESCAPES[name](value)
     number = int(value, 16)
-    if 0xD800 <= number < 0xE000 or number > 0x10FFFF:  # no text has it
+    if 0xD800 <= number < 0xE000 or number > 0x10FFFF:  # no text has such a character
         return "" if inside else _NOTHING
     return f"\\x{{{number:x}}}"
 
 
 def _pair(value: str) -> str:
-    """Return the character that two halves of an escape in UTF-16 make."""
+    """Return the pattern of the character that a UTF-16 surrogate pair stands for."""
     high, low = int(value[:4], 16), int(value[-4:], 16)
     return f"\\x{{{0x10000 + ((high - 0xD800) << 10) + low - 0xDC00:x}}}"
 
@@ -191,60 +201,67 @@ _ESCAPES: Final[dict[str | None, Callable[[str], str]]] = {
 }
 
 
-def _set(source: str, place: int) -> tuple[str | None, int]:
-    """Return the set of characters in brackets, and the place after it; None if it is not one."""
-    is_negated = source.startswith("^", place)
-    place += is_negated
-    members: list[tuple[str, bool]] = []  # and whether it is one character
-    while place < len(source) and source[place] != "]":
-        if source[place] == "\\":
-            if source.startswith(r"\b", place):
+def _set(source: str, offset: int) -> tuple[str | None, int]:
+    """Translate a set in brackets; return the result, or None, and the offset after the set.
+
+    `offset` is after the opening bracket.
+    """
+    is_negated = source.startswith("^", offset)
+    offset += is_negated
+    # The members, and whether each is one character.
+    members: list[tuple[str, bool]] = []
+    while offset < len(source) and source[offset] != "]":
+        if source[offset] == "\\":
+            if source.startswith(r"\b", offset):
                 members.append((r"\x08", True))
-                place += 2
+                offset += 2
                 continue
-            found = _ESCAPE.match(source, place)
-            if found is None:
-                return None, place
-            is_one = found.lastgroup not in {"set", "property"}
-            members.append((_escaped(found, inside=True), is_one))
-            place = found.end()
+            escape = _ESCAPE.match(source, offset)
+            if escape is None:
+                return None, offset
+            is_character = escape.lastgroup not in {"set", "property"}
+            members.append((_translate_escape(escape, inside=True), is_character))
+            offset = escape.end()
         else:
-            members.append(
-                (source[place] if source[place] == "-" else _literal(source[place]), True)
-            )
-            place += 1
-    if place == len(source):
-        return None, place
+            character = source[offset]
+            members.append((character if character == "-" else _literal(character), True))
+            offset += 1
+    if offset == len(source):
+        return None, offset
     text = "".join(
-        r"\-" if one == "-" and not _is_range(members, i) else one
-        for i, (one, _) in enumerate(members)
+        r"\-" if member == "-" and not _is_range(members, i) else member
+        for i, (member, _) in enumerate(members)
     )
     if not members:
-        return (r"[\x00-\x{10ffff}]" if is_negated else _NOTHING), place + 1
+        return (r"[\x00-\x{10ffff}]" if is_negated else _NOTHING), offset + 1
     if is_negated:
-        return f"[^{text}{UNWRITTEN}]", place + 1
-    if all(member in _EACH_UNWRITTEN or member == "-" for member, _ in members):
-        named = "".join(_EACH_UNWRITTEN.get(member, member) for member, _ in members)
-        return f"[[{named}]&&{_LAST_CONTROL}]" if "-" in named else f"[{named}]", place + 1
-    return _writable(f"[{text}]") if r"\x" in text or r"\p" in text else f"[{text}]", place + 1
+        return f"[^{text}{UNMENTIONED_CONTROLS}]", offset + 1
+    if all(member in _CONTROL_ESCAPES or member == "-" for member, _ in members):
+        controls = "".join(_CONTROL_ESCAPES.get(member, member) for member, _ in members)
+        if "-" in controls:
+            return f"[[{controls}]&&{_LAST_CONTROL}]", offset + 1
+        return f"[{controls}]", offset + 1
+    may_have_controls = r"\x" in text or r"\p" in text
+    return _without_controls(f"[{text}]") if may_have_controls else f"[{text}]", offset + 1
 
 
-def _writable(text: str) -> str:
-    return rf"[{text}&&[^{UNWRITTEN}]]"
+def _without_controls(text: str) -> str:
+    """Return a set without control characters."""
+    return rf"[{text}&&[^{UNMENTIONED_CONTROLS}]]"
 
 
-def _is_range(members: list[tuple[str, bool]], place: int) -> bool:
-    """Return whether a hyphen stands between two characters that begin no other range."""
-    if not 0 < place < len(members) - 1 or not (members[place - 1][1] and members[place + 1][1]):
+def _is_range(members: list[tuple[str, bool]], index: int) -> bool:
+    """Whether the hyphen at an index stands between two characters and makes a range of them."""
+    if not 0 < index < len(members) - 1 or not (members[index - 1][1] and members[index + 1][1]):
         return False
-    return not (place > 2 and members[place - 2][0] == "-" and _is_range(members, place - 2))
+    return not (index > 2 and members[index - 2][0] == "-" and _is_range(members, index - 2))
 
 
 def _has_outer_anchors(parts: list[str]) -> bool:
-    """Return whether each `^` begins an alternative, and each `$` ends one."""
-    for place, part in enumerate(parts):
-        before = parts[place - 1] if place else "|"
-        after = parts[place + 1] if place + 1 < len(parts) else "|"
+    """Whether each `^` begins an alternative, and each `$` ends one."""
+    for index, part in enumerate(parts):
+        before = parts[index - 1] if index else "|"
+        after = parts[index + 1] if index + 1 < len(parts) else "|"
         if part == "^" and before not in {"|", "(?:", "^"}:
             return False
         if part == "$" and after not in {"|", ")", "$"}:
@@ -252,7 +269,7 @@ def _has_outer_anchors(parts: list[str]) -> bool:
     return True
 
 
-@lru_cache(_MOST_MATCHERS)
+@lru_cache(_MAX_CACHED_MATCHERS)
 def _matcher(source: str) -> jsonschema_rs.Validator | None:
     try:
         return jsonschema_rs.validator_for(
@@ -263,53 +280,55 @@ def _matcher(source: str) -> jsonschema_rs.Validator | None:
 
 
 def matches(pattern: RegexPattern, text: str) -> bool:
-    """Return whether a pattern matches a text, in linear time; true if nobody can tell."""
+    """Return whether a pattern matches a text, in linear time; True for an unknown pattern."""
     matcher = _matcher(pattern.source)
     return matcher is None or matcher.is_valid(text)
 
 
-def spelled(pattern: RegexPattern) -> list[str]:
-    """Return the texts that a pattern matches, if it lists them, such as `^(a|b)$`."""
-    found = _LIST.fullmatch(pattern.source)
-    return (found[1] or found[2]).split("|") if found else []
+def listed_texts(pattern: RegexPattern) -> list[str]:
+    """Return the texts of a pattern that lists them, such as `^(a|b)$`; else none."""
+    match = _LIST.fullmatch(pattern.source)
+    return (match[1] or match[2]).split("|") if match else []
 
 
-def are_apart(one: RegexPattern, other: RegexPattern) -> bool:
-    """Return whether no text matches both patterns, as far as their beginnings show."""
-    a, b = (_begun(pattern.source) for pattern in (one, other))
+def are_disjoint(x: RegexPattern, y: RegexPattern) -> bool:
+    """Return whether no text matches both patterns, because they have other prefixes."""
+    a, b = (_prefix(pattern.source) for pattern in (x, y))
     return bool(a and b) and not (a.startswith(b) or b.startswith(a))
 
 
-def _begun(source: str) -> str:
-    """Return the text that all matches begin with, if it is easy to see."""
+def _prefix(source: str) -> str:
+    """Return the prefix of all matches, if the pattern begins with plain text; else ""."""
     if "|" in source or not source.startswith("^"):
         return ""
-    found = re.match(r"[\w/ -]*", source[1:])
-    text = found.group() if found else ""
+    match = re.match(r"[\w/ -]*", source[1:])
+    text = match.group() if match else ""
     after = source[1 + len(text) :]
     return text[:-1] if after[:1] in {"*", "?", "{"} else text
 
 
 def without(words: list[str]) -> str | None:
-    """Return llguidance's pattern of all texts but these, or None if it would be too large."""
+    """Return a pattern of all texts except these words; None if it would be too large."""
     if any(len(word) > 64 for word in words) or sum(map(len, words)) > 2000:
         return None
-    return f"^{_but(sorted(set(words)), 0)}$"
+    return f"^{_other_texts(sorted(set(words)), 0)}$"
 
 
-def _but(words: list[str], depth: int) -> str:
-    """Return an expression of what may follow `depth` characters, which all words share."""
+def _other_texts(words: list[str], depth: int) -> str:
+    """Return an expression for the rest of other texts, after `depth` characters of all words."""
     rest = [word for word in words if len(word) > depth]
     heads = sorted({word[depth] for word in rest})
     options = (
-        [f"[^{''.join(map(_literal, heads))}{UNWRITTEN}]{_ANYTHING}"] if heads else [_ANYTHING]
+        [f"[^{''.join(map(_literal, heads))}{UNMENTIONED_CONTROLS}]{_ANYTHING}"]
+        if heads
+        else [_ANYTHING]
     )
-    if len(rest) < len(words):  # the text ends here in one of the words: it must go on
-        options = options if heads else [f"{ANY_ONE}+"]
+    if len(rest) < len(words):  # a word ends here, so the text must be longer
+        options = options if heads else [f"{ANY_CHARACTER}+"]
     elif heads:
         options.append("")
     options += [
-        _literal(head) + _but([word for word in rest if word[depth] == head], depth + 1)
+        _literal(head) + _other_texts([word for word in rest if word[depth] == head], depth + 1)
         for head in heads
     ]
     return f"(?:{'|'.join(options)})"

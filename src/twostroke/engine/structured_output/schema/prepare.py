@@ -1,8 +1,8 @@
-"""Prepares a JSON schema for llguidance, which makes grammars of schemas.
+"""Prepares a JSON schema for llguidance, which turns schemas into grammars.
 
-A schema is rewritten as states, each the conjunction of some of its schemas, and each state as a
-union of plain schemas of one type. These use only what llguidance holds exactly; what they cannot
-say is noted as a gap.
+A schema is rewritten into states, which are conjunctions of its subschemas. Each state becomes a
+union of simple schemas of one type. These use only keywords that llguidance enforces exactly; other
+keywords are recorded as gaps.
 """
 
 from __future__ import annotations
@@ -31,35 +31,37 @@ if TYPE_CHECKING:
 
 ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 
-# JSON is written as json.dumps does. A schema allows any number of blanks, and a weak model
-# would fill its answer with them.
+# Answers have the form of `json.dumps`. If any number of blanks were allowed, weak models would
+# fill their answers with blanks.
 JSON_FORM: Final[Mapping[str, Any]] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
     "lenient": False,
-    # A name written with escapes would not be recognized: `{"r\\u006fle": 1}` has a `role`.
+    # The grammar would not recognize a name with other escapes, such as "r\\u006fle" for `role`.
     "json_allowed_escapes": 'nrbtf\\"',
 }
 
-_MOST_STATES: Final = 10_000
-_MOST_TEXT: Final = 1_000_000  # characters
-_MOST_KNOWN: Final = 32  # schemas that are kept prepared
-_DEEPEST: Final = 24  # schemas in one another, before they get names
-_SMALL: Final = 200  # characters of a schema that is repeated rather than named
-_MOST_GAPS: Final = 20
-_MOST_NAMED: Final = 4  # keywords in an error
-_ENDLESS: Final = Deadline()
-_REPEATED: Final = "additionalProperties (names that repeat)"
+_MAX_STATES: Final = 10_000
+_MAX_TEXT_CHARS: Final = 1_000_000
+_MAX_CACHED_SCHEMAS: Final = 32
+_MAX_NESTING: Final = 24  # schemas nested deeper get names
+_MAX_REPEATED_CHARS: Final = 200  # a larger schema that is used twice gets a name
+_MAX_GAPS: Final = 20
+_MAX_NAMED_KEYWORDS: Final = 4  # in an error
+_NO_DEADLINE: Final = Deadline()
+_REPEATED_NAMES_GAP: Final = "additionalProperties (names that repeat)"
 
 
 class Prepared(Frozen):
-    r"""A schema in llguidance's form, and the keywords that its grammar cannot enforce.
+    r"""A schema in llguidance's form, and the keywords that its grammar does not enforce.
 
-    Each of `gaps` is such a keyword with its JSON pointer, as in `uniqueItems (/properties/tags)`.
-    If there are any, the finished answer must be checked against the whole schema. Otherwise, each
-    value that the grammar allows is valid. With `escapes`, control characters are written as
-    `\u0007`.
+    Attributes:
+        text: the schema for llguidance.
+        gaps: keywords that are not enforced, each with its JSON pointer, such as
+            `uniqueItems (/properties/tags)`. If there are any, the finished answer must be checked
+            against the original schema. Without gaps, each value that the grammar allows is valid.
+        escapes: whether strings may have escaped control characters, such as `\u0007`.
     """
 
     text: str
@@ -68,54 +70,55 @@ class Prepared(Frozen):
 
     @property
     def json_form(self) -> Mapping[str, Any]:
-        """The options for llguidance about the form of JSON."""
+        """Llguidance's options for the form of the JSON."""
         return with_escapes(JSON_FORM) if self.escapes else JSON_FORM
 
 
 def with_escapes(form: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return options about the form of JSON that also allow escaped control characters."""
+    """Return options for the form of the JSON that also allow escaped control characters."""
     allowed = form.get("json_allowed_escapes", "u")
     return {**form, "json_allowed_escapes": allowed if "u" in allowed else f"{allowed}u"}
 
 
-@lru_cache(_MOST_KNOWN)
-def prepare(text: str, deadline: Deadline = _ENDLESS) -> Prepared:
-    """Return a JSON schema, rewritten for llguidance.
+@lru_cache(_MAX_CACHED_SCHEMAS)
+def prepare(text: str, deadline: Deadline = _NO_DEADLINE) -> Prepared:
+    """Rewrite a JSON schema for llguidance.
 
     Raises:
-        ValueError: it is not a schema, cannot be followed, or no value fits; the sentence says why.
+        ValueError: the text is not a schema, the schema is too complex, or no value fits it.
         TimeoutError: the deadline is over.
     """
     try:
         document = Document(text)
         rewriter = _Rewriter(document, deadline)
-        schema = rewriter.whole()
+        schema = rewriter.rewrite()
         escapes = needs_escapes(schema)
         if escapes and with_plain_strings(schema):
-            rewriter.gaps[_REPEATED] = None
-        found = json.dumps(schema, ensure_ascii=False)
+            rewriter.gaps[_REPEATED_NAMES_GAP] = None
+        prepared_text = json.dumps(schema, ensure_ascii=False)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if len(found) > _MOST_TEXT:
+    if len(prepared_text) > _MAX_TEXT_CHARS:
         raise ValueError(
-            f"its grammar has {len(found):,} characters, and may have {_MOST_TEXT:,}: it has too "
-            "many members, or alternatives that combine"
+            f"its grammar has {len(prepared_text):,} characters, and may have {_MAX_TEXT_CHARS:,}: "
+            "it has too many members, or alternatives that combine"
         )
-    return Prepared(found, tuple(rewriter.gaps)[:_MOST_GAPS], escapes)
+    return Prepared(prepared_text, tuple(rewriter.gaps)[:_MAX_GAPS], escapes)
 
 
 class _Rewriter:
-    """Rewrites states as schemas, in which the number of another state stands for it."""
+    """Rewrites states as schemas, which refer to other states by number."""
 
     def __init__(self, document: Document, deadline: Deadline) -> None:
         self.gaps: dict[str, None] = {}
-        self._expander, self._deadline = Expander(document, deadline), deadline
+        self._expander = Expander(document, deadline)
+        self._deadline = deadline
         self._root = document.root
         self._numbers: dict[State, int] = {}
         self._schemas: list[Schema | bool] = []
 
-    def whole(self) -> Schema:
-        """Return the whole schema."""
+    def rewrite(self) -> Schema:
+        """Return the rewritten schema of the document."""
         root = self._child([(SchemaItem(self._root),)])
         if root is False:
             raise ValueError(self._why_empty([(SchemaItem(self._root),)]))
@@ -123,27 +126,27 @@ class _Rewriter:
         while len(self._schemas) < len(self._numbers):
             states = list(self._numbers)[len(self._schemas) :]
             for state in states:
-                self._schemas.append(self._written(state))
-            if len(self._numbers) > _MOST_STATES:
-                keywords = ", ".join(self._expander.keywords(states[-1])[:_MOST_NAMED])
+                self._schemas.append(self._rewrite_state(state))
+            if len(self._numbers) > _MAX_STATES:
+                keywords = ", ".join(self._expander.keywords(states[-1])[:_MAX_NAMED_KEYWORDS])
                 raise ValueError(
-                    f"its schemas have over {_MOST_STATES:,} combinations; the last: {keywords}"
+                    f"its schemas have over {_MAX_STATES:,} combinations; the last: {keywords}"
                 )
         first_empty = [state for state, schema in self._states() if schema is False]
         self._drop_empty()
         if self._schemas and self._schemas[0] is False:
             raise ValueError(self._why_empty(first_empty))
         layout = _Layout(self._schemas)
-        found = layout.whole()
+        schema = layout.nested()
         if layout.has_free_names:
-            self.gaps[_REPEATED] = None
-        return found
+            self.gaps[_REPEATED_NAMES_GAP] = None
+        return schema
 
     def _states(self) -> Iterator[tuple[State, Schema | bool]]:
         return zip(self._numbers, self._schemas, strict=True)
 
     def _why_empty(self, empty: Sequence[State]) -> str:
-        """Return why no value fits the schema; `empty` are its states that no value fits."""
+        """Explain why no value fits the schema; `empty` are the states that no value fits."""
         if not empty:
             return "no value fits it: each value would have to contain another value, without end"
         values = [
@@ -152,16 +155,18 @@ class _Rewriter:
             for value in branch.allowed() or ()
             if not (can_be_written(value) if isinstance(value, str) else is_exact(value))
         ]
-        named = ", ".join(self._expander.keywords(empty[0])[:_MOST_NAMED]) or "the schema (#)"
+        named = (
+            ", ".join(self._expander.keywords(empty[0])[:_MAX_NAMED_KEYWORDS]) or "the schema (#)"
+        )
         if not values:
-            return f"no value fits it: no value is left by {named}"
+            return f"no value fits it: {named} exclude every value"
         if isinstance(values[0], str):
-            return f"no value fits it: {ascii(values[0])[:80]} in {named} has half of a character"
+            return f"no value fits it: {ascii(values[0])[:80]} in {named} has a lone surrogate"
         number = f"{values[0]:,}"[:80]
         return f"no value fits it: {number} in {named} has more digits than float64 can hold"
 
     def _child(self, states: Sequence[State | None]) -> Schema | bool:
-        """Return a schema that stands for values that fit all states."""
+        """Return a schema, mostly a reference, for the values that fit all states."""
         state = self._expander.state(states)
         if state is None:
             return False
@@ -169,23 +174,29 @@ class _Rewriter:
             return {}
         return {"$ref": self._numbers.setdefault(state, len(self._numbers))}
 
-    def _written(self, state: State) -> Schema | bool:
-        """Return the schema of a state."""
+    def _rewrite_state(self, state: State) -> Schema | bool:
+        """Return the schema of a state: a union of simple schemas."""
         choice = self._expander.alternatives(state)
         if choice is not None:
             if not choice.is_exact:
-                self.gaps[choice.place] = None
-            own = {"$ref": self._numbers[state]}
-            others = [self._child([inner]) for inner, _ in choice.alternatives]
-            return _any_of([one for one in others if not isinstance(one, bool) and one != own])
-        found: list[Schema] = []
+                self.gaps[choice.location] = None
+            own_reference = {"$ref": self._numbers[state]}
+            alternatives = [self._child([inner]) for inner, _ in choice.alternatives]
+            return _any_of(
+                [
+                    schema
+                    for schema in alternatives
+                    if not isinstance(schema, bool) and schema != own_reference
+                ]
+            )
+        schemas: list[Schema] = []
         for branch in self._expander.branches(state):
-            found += self._branch(branch)
-        return _any_of(found)
+            schemas += self._branch(branch)
+        return _any_of(schemas)
 
     def _branch(self, branch: SchemaBranch) -> Iterator[Schema]:
         if branch.kinds == frozenset(KINDS) and _is_free(branch):
-            self._note(branch)
+            self._add_gaps(branch)
             yield {}
             return
         branch = branch.copy()
@@ -199,20 +210,22 @@ class _Rewriter:
                 isinstance(value, list if kind == "array" else dict)
                 for value in branch.excluded.values()
             ):
-                branch.gap("not (of objects or arrays)")
-        self._note(branch)
+                branch.add_gap("not (of objects or arrays)")
+        self._add_gaps(branch)
 
-    def _note(self, branch: SchemaBranch) -> None:
-        """Note the gaps that are about values that a branch allows."""
-        for place, of in branch.gaps.items():
-            is_listed = branch.values is not None and of != "string"  # whose patterns count
-            if not of or (of in branch.kinds and not is_listed):
-                self.gaps[place] = None
+    def _add_gaps(self, branch: SchemaBranch) -> None:
+        """Record the gaps of a branch that are about values that the branch allows."""
+        for location, kind in branch.gaps.items():
+            # Listed values satisfy all keywords but patterns of strings.
+            is_listed = branch.values is not None and kind != "string"
+            if not kind or (kind in branch.kinds and not is_listed):
+                self.gaps[location] = None
 
     def _drop_empty(self) -> None:
-        """Replace the schemas that no value fits, as far as that follows from others.
+        """Replace the schemas that no value fits by False.
 
-        A schema that needs itself has no finite value, so each begins as empty.
+        All schemas count as empty at first, because a schema that requires itself has no finite
+        value. A schema that needs only schemas that are not empty is not empty.
         """
         empty = set(range(len(self._schemas)))
         num_before = len(empty) + 1
@@ -227,26 +240,27 @@ class _Rewriter:
 
 
 def _is_empty(schema: AnySchema, empty: set[int]) -> bool:
-    """Return whether no value fits a schema, if none fits the states of `empty`."""
+    """Whether no value fits a schema, if no value fits the states in `empty`."""
     if isinstance(schema, bool):
         return not schema
     if "$ref" in schema:
         return schema["$ref"] in empty
     if "anyOf" in schema:
-        return all(_is_empty(one, empty) for one in schema["anyOf"])
+        return all(_is_empty(inner, empty) for inner in schema["anyOf"])
     if schema.get("type") == "object" and "properties" in schema:
         members = schema["properties"]
         return any(_is_empty(members[name], empty) for name in schema["required"])
     if schema.get("type") == "array" and "items" in schema:
-        first, low = schema.get("prefixItems", ()), schema.get("minItems", 0)
-        if any(_is_empty(one, empty) for one in first[:low]):
+        first = schema.get("prefixItems", ())
+        low = schema.get("minItems", 0)
+        if any(_is_empty(item, empty) for item in first[:low]):
             return True
         return low > len(first) and _is_empty(schema["items"], empty)
     return False
 
 
 class _Layout:
-    """Puts schemas together: inside one another, or by name where they are repeated."""
+    """Nests the schemas of states; schemas that are used several times get names."""
 
     def __init__(self, schemas: list[Schema | bool]) -> None:
         self._schemas = schemas
@@ -254,62 +268,64 @@ class _Layout:
         self._is_small = [False] * len(schemas)
         for number, schema in enumerate(schemas):
             inner = list(_references(schema))
-            for one in inner:
-                self._uses[one] += 1
-            self._is_small[number] = not inner and len(json.dumps(schema)) < _SMALL
-        self.has_free_names = False  # two of which could be the same
+            for used_number in inner:
+                self._uses[used_number] += 1
+            self._is_small[number] = not inner and len(json.dumps(schema)) < _MAX_REPEATED_CHARS
+        self.has_free_names = False  # objects may have a member twice
         self._open: set[int] = set()
         self._named: dict[int, None] = {}
-        self._numbers: dict[str, str] = {}  # the schemas of numbers, and their names
+        self._numbers: dict[str, str] = {}  # names of schemas of numbers, by their text
 
-    def whole(self) -> Schema:
-        """Return the first schema, with all that it needs."""
-        found = self._laid(self._schemas[0], 0) if self._schemas else {}
-        assert isinstance(found, dict)
+    def nested(self) -> Schema:
+        """Return the first schema, with the named schemas in its `$defs`."""
+        schema = self._nest(self._schemas[0], 0) if self._schemas else {}
+        assert isinstance(schema, dict)
         definitions: dict[str, Any] = {}
         while len(definitions) < len(self._named):
             number = list(self._named)[len(definitions)]
-            definitions[f"s{number}"] = self._laid(self._schemas[number], 0)
+            definitions[f"s{number}"] = self._nest(self._schemas[number], 0)
         definitions |= {name: json.loads(text) for text, name in self._numbers.items()}
-        return {**found, "$defs": definitions} if definitions else found
+        return {**schema, "$defs": definitions} if definitions else schema
 
-    def _laid(self, schema: AnySchema, depth: int) -> Schema | bool:
-        """Return a schema in which names and schemas stand for numbers."""
+    def _nest(self, schema: AnySchema, depth: int) -> Schema | bool:
+        """Return a schema with nested schemas or names in place of numbers."""
         if isinstance(schema, bool):
             return schema
         if "$ref" in schema:
             return self._inner(schema["$ref"], depth)
         if schema.get("type") in {"integer", "number"} and len(schema) > 1:
-            # llguidance takes a millisecond for bounds, so those that are repeated have a name.
+            # llguidance compiles bounds in a millisecond, so equal bounds share a name.
             name = self._numbers.setdefault(json.dumps(schema), f"n{len(self._numbers)}")
             return {"$ref": f"#/$defs/{name}"}
         self.has_free_names = self.has_free_names or _has_free_names(schema)
-        found: Schema = {}
+        nested: Schema = {}
         for keyword, value in schema.items():
             if keyword in {"anyOf", "prefixItems"}:
-                found[keyword] = [self._laid(one, depth + 1) for one in value]
+                nested[keyword] = [self._nest(inner, depth + 1) for inner in value]
             elif keyword in {"properties", "patternProperties"}:
-                found[keyword] = {name: self._laid(one, depth + 1) for name, one in value.items()}
+                nested[keyword] = {
+                    name: self._nest(inner, depth + 1) for name, inner in value.items()
+                }
             elif keyword in {"items", "additionalProperties"}:
-                found[keyword] = self._laid(value, depth + 1)
+                nested[keyword] = self._nest(value, depth + 1)
             elif value != []:
-                found[keyword] = value
-        return found
+                nested[keyword] = value
+        return nested
 
     def _inner(self, number: int, depth: int) -> Schema | bool:
         schema = self._schemas[number]
-        is_inside = self._uses[number] == 1 or self._is_small[number]
-        if schema is False or (is_inside and number not in self._open and depth < _DEEPEST):
+        is_nested = self._uses[number] == 1 or self._is_small[number]
+        if schema is False or (is_nested and number not in self._open and depth < _MAX_NESTING):
             self._open.add(number)
-            found = self._laid(schema, depth)
+            nested = self._nest(schema, depth)
             self._open.discard(number)
-            return found
+            return nested
         self._named.setdefault(number)
         return {"$ref": f"#/$defs/s{number}"}
 
 
 def _has_free_names(schema: Schema) -> bool:
-    """Return whether a schema allows two members that it does not name, or any value."""
+    """Whether a schema allows two members that it does not name, or any value."""
     if schema.get("type") != "object":
         return not schema
     is_free = schema["additionalProperties"] is not False or "patternProperties" in schema
@@ -340,10 +356,10 @@ def _any_of(schemas: list[Schema]) -> Schema | bool:
 
 
 def _is_free(branch: SchemaBranch) -> bool:
-    """Return whether a branch says nothing that could be written."""
-    free = vars(SchemaBranch())
+    """Whether a branch has no limits that a schema could express."""
+    defaults = vars(SchemaBranch())
     return all(
-        value == free[name]
+        value == defaults[name]
         for name, value in vars(branch).items()
         if name not in {"gaps", "is_touched", "seen"}
     )

@@ -1,4 +1,4 @@
-"""Branches of null, booleans, numbers and strings, as llguidance reads them."""
+"""Writes the scalar values of a branch (null, booleans, numbers, strings) for llguidance."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ if TYPE_CHECKING:
 
     Schema = dict[str, Any]
 
-_EXACT: Final = 2**53  # the largest number up to which llguidance knows each integer
-# The largest that is written: without an end, a weak model would write digits up to its limit.
-# Keys of 64 bits need 19 digits, and this is a number that llguidance knows.
-_LARGEST: Final = 9 * 10**18
-# The largest number in `multipleOf`, without its zeros at the end and with them. llguidance has a
-# state for each remainder, and further states for the zeros.
-_LARGEST_MULTIPLE: Final = 20_000
-_LARGEST_WITH_ZEROS: Final = 50_000
-_MOST_DIGITS: Final = 8
+# llguidance reads numbers as float64, which represents every integer up to this one.
+_MAX_EXACT_INTEGER: Final = 2**53
+# The largest integer that an answer can have. Without a limit, a weak model would write digits up
+# to its token limit. 64-bit keys need 19 digits, and float64 represents this number exactly.
+_MAX_INTEGER: Final = 9 * 10**18
+# The largest number in `multipleOf`, without and with its trailing zeros. llguidance has a state
+# for each remainder, and further states for the zeros.
+_MAX_MULTIPLE: Final = 20_000
+_MAX_MULTIPLE_WITH_ZEROS: Final = 50_000
+_MAX_MULTIPLE_DIGITS: Final = 8
 
 
 def scalars(branch: SchemaBranch) -> Iterator[Schema]:
-    """Yield schemas of a branch's scalar values, and note in it what they do not hold."""
+    """Yield schemas of a branch's scalar values; add keywords they do not enforce to its gaps."""
     values = branch.allowed()
     if values is not None:
         yield from _listed(branch, values)
         return
-    for one in ("null", "boolean"):
-        if one in branch.kinds:
-            known = [None] if one == "null" else [False, True]
-            left = [value for value in known if branch.is_allowed(value)]
-            if left:
-                yield {"type": one} if len(left) == len(known) else {"enum": left}
+    for type_name, all_values in (("null", [None]), ("boolean", [False, True])):
+        if type_name in branch.kinds:
+            allowed = [value for value in all_values if branch.is_allowed(value)]
+            if allowed:
+                is_complete = len(allowed) == len(all_values)
+                yield {"type": type_name} if is_complete else {"enum": allowed}
     if branch.kinds & {"integer", "fraction"}:
         yield from _numbers(branch)
     if "string" in branch.kinds:
@@ -49,8 +50,8 @@ def _listed(branch: SchemaBranch, values: Sequence[Any]) -> Iterator[Schema]:
     texts = [value for value in values if isinstance(value, str) and can_be_written(value)]
     others = [value for value in values if not isinstance(value, str) and is_exact(value)]
     for value in others:
-        if kind(value) in {"integer", "fraction"} and abs(value) > _EXACT:
-            branch.gap("enum (of numbers beyond 2^53)")
+        if kind(value) in {"integer", "fraction"} and abs(value) > _MAX_EXACT_INTEGER:
+            branch.add_gap("enum (of numbers beyond 2^53)")
     if others:
         yield {"enum": [written(value) for value in others]}
     if texts:
@@ -61,14 +62,14 @@ def _numbers(branch: SchemaBranch) -> Iterator[Schema]:
     both = branch.kinds & {"integer", "fraction"}
     schema: Schema = {"type": "integer" if both == {"integer"} else "number"}
     if both == {"fraction"}:
-        branch.gap("not (of integers)")
+        branch.add_gap("not (of integers)")
     if branch.multiple is not None:
         multiple = branch.multiple
         if both == {"integer"}:
             multiple = multiple * multiple.denominator
         number = Decimal(multiple.numerator) / Decimal(multiple.denominator)
         if not _is_easy(number):
-            branch.gap(f"multipleOf (of {number.normalize():f})")
+            branch.add_gap(f"multipleOf (of {number.normalize():f})")
         elif number != 1 or both != {"integer"}:
             schema["multipleOf"] = written(number)
     excluded = sorted(
@@ -76,27 +77,27 @@ def _numbers(branch: SchemaBranch) -> Iterator[Schema]:
         for value in branch.excluded.values()
         if kind(value) in both and branch.has_number(value)
     )
-    edges = [branch.least, *((value, True) for value in excluded), branch.most]
+    edges = [branch.minimum, *((value, True) for value in excluded), branch.maximum]
     for low, high in pairwise(edges):
         part = branch.copy()
-        part.least, part.most = low, high
+        part.minimum, part.maximum = low, high
         if part.has_range():
-            yield schema | _bounds(branch, *_apart(low, high))
+            yield schema | _bounds(branch, *_separate_bounds(low, high))
 
 
 def _is_easy(multiple: Decimal) -> bool:
     """Return whether llguidance reads a `multipleOf` exactly and handles it quickly."""
     _, digits, exponent = multiple.normalize().as_tuple()
     size, num_zeros = int("".join(map(str, digits))), int(exponent)
-    if size > _LARGEST_MULTIPLE or abs(num_zeros) > _MOST_DIGITS:
+    if size > _MAX_MULTIPLE or abs(num_zeros) > _MAX_MULTIPLE_DIGITS:
         return False
     if num_zeros >= 0:
-        return bool(size * 10**num_zeros <= _LARGEST_WITH_ZEROS)
+        return bool(size * 10**num_zeros <= _MAX_MULTIPLE_WITH_ZEROS)
     return bool(_digits_read(float(multiple)) == size)
 
 
 def _digits_read(number: float) -> float:
-    """Return a fraction's digits as llguidance reads them, by multiplying with 10 in float64."""
+    """Return the digits of a fraction as llguidance reads them: multiplied by 10 in float64."""
     while number % 1:
         number *= 10
     return number
@@ -105,36 +106,37 @@ def _digits_read(number: float) -> float:
 def _bounds(
     branch: SchemaBranch, low: tuple[Any, bool] | None, high: tuple[Any, bool] | None
 ) -> Schema:
-    found: Schema = {}
+    bounds: Schema = {}
     is_whole = "fraction" not in branch.kinds
     for bound, other, keyword, sign in ((low, high, "inimum", 1), (high, low, "aximum", -1)):
         if bound is None:
-            if is_whole and (other is None or other[0] * sign >= -_EXACT):
-                found[f"m{keyword}"] = -_LARGEST * sign
+            if is_whole and (other is None or other[0] * sign >= -_MAX_EXACT_INTEGER):
+                bounds[f"m{keyword}"] = -_MAX_INTEGER * sign
             continue
         number, is_open = bound
-        if number * sign > _EXACT:
-            branch.gap(f"m{keyword} (beyond 2^53)")
-        elif number * sign < -_EXACT:  # only numbers that llguidance knows
-            is_larger = is_whole and number * sign < -_LARGEST
-            found[f"m{keyword}"] = -(_LARGEST if is_larger else _EXACT) * sign
+        if number * sign > _MAX_EXACT_INTEGER:
+            branch.add_gap(f"m{keyword} (beyond 2^53)")
+        elif number * sign < -_MAX_EXACT_INTEGER:  # only numbers that float64 represents
+            is_larger = is_whole and number * sign < -_MAX_INTEGER
+            limit = _MAX_INTEGER if is_larger else _MAX_EXACT_INTEGER
+            bounds[f"m{keyword}"] = -limit * sign
         else:
-            found[f"exclusiveM{keyword}" if is_open else f"m{keyword}"] = written(number)
+            bounds[f"exclusiveM{keyword}" if is_open else f"m{keyword}"] = written(number)
             if not is_exact(number):
-                branch.gap(f"m{keyword} (of {number})")
-    return found
+                branch.add_gap(f"m{keyword} (of {number})")
+    return bounds
 
 
-def _apart(low: tuple[Any, bool] | None, high: tuple[Any, bool] | None) -> Iterator[Any]:
-    """Yield two bounds, with a whole number that is excluded moved into a range less than 1 wide.
+def _separate_bounds(low: tuple[Any, bool] | None, high: tuple[Any, bool] | None) -> Iterator[Any]:
+    """Yield the two bounds; in a range narrower than 1, move an excluded integer inwards.
 
-    There, llguidance would allow the number itself.
+    llguidance would allow the excluded integer itself in such a range.
     """
     if low is None or high is None or high[0] - low[0] >= 1:
         yield from (low, high)
         return
     width = Decimal(high[0]) - low[0]
-    step = Decimal(1).scaleb(width.adjusted() - _MOST_DIGITS)
+    step = Decimal(1).scaleb(width.adjusted() - _MAX_MULTIPLE_DIGITS)
     for (number, is_open), sign in ((low, 1), (high, -1)):
         is_moved = is_open and kind(number) == "integer"
         yield (number + sign * step, False) if is_moved else (number, is_open)
@@ -151,15 +153,16 @@ def _strings(branch: SchemaBranch) -> Iterator[Schema]:
     if excluded:
         pattern = without(excluded)
         if pattern is None:
-            branch.gap("not (of many strings)")
+            branch.add_gap("not (of many strings)")
         else:
             patterns.append(pattern)
     yield schema | _patterns(branch, patterns)
 
 
-def _patterns(branch: SchemaBranch, more: Sequence[str]) -> Schema:
+def _patterns(branch: SchemaBranch, more_patterns: Sequence[str]) -> Schema:
+    """Return the keywords for all patterns of a branch, and some more patterns."""
     texts = [text for pattern in branch.patterns for text in (pattern.text, *pattern.other_texts)]
-    texts += more
+    texts += more_patterns
     if len(texts) < 2:
         return {"pattern": texts[0]} if texts else {}
     return {
@@ -169,22 +172,24 @@ def _patterns(branch: SchemaBranch, more: Sequence[str]) -> Schema:
 
 
 def written(value: Any) -> Any:
-    """Return a number as JSON writes it; other values as they are."""
+    """Return a `Decimal` as a number that JSON can write; return other values unchanged."""
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return value
 
 
 def is_exact(value: Any) -> bool:
-    """Return whether llguidance represents a value exactly; it reads numbers as float64."""
+    """Whether llguidance represents a value exactly; it reads numbers as float64."""
     if kind(value) not in {"integer", "fraction"}:
         return True
-    if abs(value) > _LARGEST:
+    if abs(value) > _MAX_INTEGER:
         return False
-    read = float(value)
-    return bool(int(read) == value if kind(value) == "integer" else Decimal(repr(read)) == value)
+    as_float = float(value)
+    if kind(value) == "integer":
+        return bool(int(as_float) == value)
+    return bool(Decimal(repr(as_float)) == value)
 
 
 def can_be_written(text: str) -> bool:
-    """Return whether the grammar can spell a text: it can unless a surrogate stands alone."""
+    """Whether a text can be written as UTF-8: it has no lone surrogate."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,4 +1,4 @@
-"""How much text a schema or a pattern can force, and how large it is."""
+"""Bounds the text that a schema or a pattern can force, which llguidance follows in one step."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import math
 import re
 from typing import Any, Final
 
-MOST_FORCED: Final = 8000  # bytes, which llguidance follows in some 50 ms
+MAX_FORCED_BYTES: Final = 8000  # llguidance follows them in about 50 ms
 _MINIMA: Final = ("minItems", "minProperties", "minLength")
-# Of a pattern: an escape, a set of characters, the least count of repetitions, or a character.
+# A part of a pattern: an escape, a set of characters, a minimum of repetitions, or a character.
 _PART: Final = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]|\{\s*\d+|.", re.DOTALL)
 
 
 def forces_little(schema: object) -> bool:
-    """Return whether a prepared schema forces at most about `MOST_FORCED` bytes in a row.
+    """Return whether a prepared schema forces at most about `MAX_FORCED_BYTES` bytes in a row.
 
-    Where text can go on in one way only, llguidance follows it to its end without a limit, in the
-    middle of a step. This walks over the schema as often as its references and minimum counts
-    repeat it, and gives up after as many bytes; so cycles end, too.
+    llguidance follows forced text (text without a choice) to its end within one step. This function
+    visits each subschema as often as references and minimum counts repeat it. It stops after
+    `MAX_FORCED_BYTES` bytes, so that cycles end, too.
     """
-    named = schema.get("$defs", {}) if isinstance(schema, dict) else {}
-    definitions = {f"#/$defs/{name}": inner for name, inner in named.items()}
-    left = float(MOST_FORCED)
+    defs = schema.get("$defs", {}) if isinstance(schema, dict) else {}
+    definitions = {f"#/$defs/{name}": inner for name, inner in defs.items()}
+    left = float(MAX_FORCED_BYTES)
     waiting: list[tuple[Any, float]] = [(schema, 1.0)]
     while waiting and left > 0:
         part, times = waiting.pop()
         if isinstance(part, dict):
             counts = (part[name] for name in _MINIMA if isinstance(part.get(name), (int, float)))
-            times *= math.prod(max(1.0, min(count, MOST_FORCED)) for count in counts)
+            times *= math.prod(max(1.0, min(count, MAX_FORCED_BYTES)) for count in counts)
             left -= 2 * times
             for name, value in part.items():
                 if name == "$defs" and part is schema:
@@ -44,7 +44,7 @@ def forces_little(schema: object) -> bool:
                 else:
                     waiting.append((value, times))
         elif isinstance(part, list):
-            waiting += [(one, times) for one in part]
+            waiting += [(item, times) for item in part]
             left -= 2 * times
         else:
             left -= len(json.dumps(part)) * times if isinstance(part, str) else 24 * times
@@ -52,8 +52,9 @@ def forces_little(schema: object) -> bool:
 
 
 def pattern_size(pattern: str) -> float:
-    """Return a bound on the bytes that a regular expression forces: its size by its counts."""
-    sizes, last = [0.0], 0.0  # of the groups that are open, and of what a count would repeat
+    """Return a bound on the bytes that a regular expression forces, from its size and counts."""
+    sizes = [0.0]  # of the open groups
+    last = 0.0  # size of the part that a count would repeat
     for part in _PART.findall(pattern):
         if part == "(":
             sizes.append(1.0)
@@ -62,7 +63,7 @@ def pattern_size(pattern: str) -> float:
             last = sizes.pop()
             sizes[-1] += last
         elif part[0] == "{" and len(part) > 1:
-            sizes[-1] += last * (min(float(part[1:]), MOST_FORCED) - 1)
+            sizes[-1] += last * (min(float(part[1:]), MAX_FORCED_BYTES) - 1)
         else:
             last = float(len(part.encode()))
             sizes[-1] += last

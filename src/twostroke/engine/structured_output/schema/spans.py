@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     Path = tuple[str | int, ...]
     PathPattern = tuple[str | int | None, ...]  # None matches any name or index
 
-_BLANK: Final = re.compile(r"[ \t\n\r]*")
-# Numbers stay texts: Python refuses to convert more than 4300 digits.
+_BLANKS: Final = re.compile(r"[ \t\n\r]*")
+# Numbers stay texts, because Python does not convert more than 4300 digits.
 _DECODER: Final = json.JSONDecoder(parse_int=str, parse_float=str)
 _GAP: Final = re.compile(r"[^ ]+ \((#|/[^…]*)\)")
 _REPEATED: Final = "(names that repeat)"
@@ -82,7 +82,7 @@ def _repeated_span(text: str, name: str) -> tuple[int, int]:
 
 def _skip(text: str, offset: int) -> int:
     """Return the offset of the first character that is not white space."""
-    match = _BLANK.match(text, offset)
+    match = _BLANKS.match(text, offset)
     assert match
     return match.end()
 
@@ -139,13 +139,13 @@ class HeldBack:
         self._names: list[set[str] | None] = []  # names in each open object; None for an array
         self._string: list[str] | None = None  # the string that is being read
         self._is_escaped = False
-        self._wants_name = False
+        self._expects_name = False
         self.is_held = self._is_checked()
 
     @property
     def is_in_name(self) -> bool:
         """Whether the text ends inside a name, which may repeat an earlier name of its object."""
-        return self._string is not None and self._wants_name and bool(self._names[-1])
+        return self._string is not None and self._expects_name and bool(self._names[-1])
 
     def feed(self, text: str) -> None:
         """Read more text; `is_held` is true from the first value or name to hold back."""
@@ -168,37 +168,37 @@ class HeldBack:
         elif character in "{[":
             self._names.append(set() if character == "{" else None)
             self._path.append("" if character == "{" else 0)
-            self._wants_name = character == "{"
+            self._expects_name = character == "{"
             if character == "[":
                 self.is_held = self._is_checked()
         elif character in "}]" and self._names:
             self._names.pop()
             self._path.pop()
-            self._wants_name = False
+            self._expects_name = False
         elif character == "," and self._names:
-            self._wants_name = self._names[-1] is not None
-            if not self._wants_name:
+            self._expects_name = self._names[-1] is not None
+            if not self._expects_name:
                 self._path[-1] = int(self._path[-1]) + 1
                 self.is_held = self._is_checked()
 
     def _end_string(self, value: str) -> None:
         self._string = None
         names = self._names[-1] if self._names else None
-        if not self._wants_name or names is None:
+        if not self._expects_name or names is None:
             return
-        self._wants_name = False
+        self._expects_name = False
         self.is_held = value in names
         names.add(value)
         self._path[-1] = value
         self.is_held = self.is_held or self._is_checked()
 
     def _is_checked(self) -> bool:
-        """Return whether the value that begins now has one of the checked paths."""
+        """Whether the value that begins now has one of the checked paths."""
         return any(
             len(path) == len(self._path)
             and all(
-                step in (None, known_step)
-                for step, known_step in zip(path, self._path, strict=True)
+                step in (None, actual_step)
+                for step, actual_step in zip(path, self._path, strict=True)
             )
             for path in self._patterns
         )

@@ -1,8 +1,8 @@
-"""Checks finished answers against their whole schemas, where grammars are known to be weaker.
+"""Checks finished answers against their schemas, where the grammar does not enforce all keywords.
 
-jsonschema-rs does the work, in a process of its own: a hostile schema or answer can take long and
-much memory, and the validator lets no other thread run meanwhile. The process is started by the
-first check, and again after one that exceeded its limits.
+jsonschema-rs validates in a separate process: a hostile schema or answer can take much time and
+memory, and the validator holds the GIL. The process is started at the first check, and again after
+a check that exceeded its limits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _WORKER: Final = Path(__file__).with_name("verify_worker.py")
-MAX_ANSWER: Final = 1 << 20  # characters
-_LIMIT_S: Final = 20.0  # of a check: the process itself ends after 2 seconds of processor time
+MAX_ANSWER_CHARS: Final = 1 << 20
+_CHECK_TIMEOUT_S: Final = 20.0  # the process ends itself after 2 s of processor time
 
 
 class SchemaViolation(Frozen):
@@ -30,13 +30,13 @@ class SchemaViolation(Frozen):
 
     Attributes:
         keyword: the schema's keyword; "repeated member" for a name that an object has twice.
-        place: the JSON pointer of the keyword in the schema.
+        location: the JSON pointer of the keyword in the schema.
         path: the names and indices that lead to the wrong value in the answer.
         name: the name that an object has twice; empty for other rules.
     """
 
     keyword: str
-    place: str = ""
+    location: str = ""
     path: tuple[str | int, ...] = ()
     name: str = ""
 
@@ -45,17 +45,17 @@ class SchemaViolation(Frozen):
 
         `#` is the schema's root, as in errors about schemas.
         """
-        schema_place = self.place.removesuffix(f"/{self.keyword}")
-        detail = ascii(self.name) if self.name else schema_place or "#"
+        schema_location = self.location.removesuffix(f"/{self.keyword}")
+        detail = ascii(self.name) if self.name else schema_location or "#"
         return f"{self.keyword} ({detail})"
 
 
 class UncheckedError(ValueError):
-    """An answer, or a schema, could not be checked; the sentence says why."""
+    """An answer or a schema could not be checked; the message says why."""
 
 
 class Verifier:
-    """Checks answers, one at a time. Safe to use from several threads; each waits for its turn."""
+    """Checks answers against schemas. Several threads may use it; checks run one after another."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -66,25 +66,25 @@ class Verifier:
         """Check that answers can be checked against a schema.
 
         Raises:
-            UncheckedError: they cannot.
+            UncheckedError: the validator cannot use the schema.
         """
         with self._lock:
             self._ask(schema, None)
 
     def fault(self, schema: str, answer: str) -> SchemaViolation | None:
-        """Return why a text is not a valid value of a schema, or None if it is.
+        """Return the rule of a schema that a text breaks; None if the text is valid.
 
         Raises:
-            UncheckedError: it took too long, or the schema cannot be used.
+            UncheckedError: the check took too long, or the schema cannot be used.
         """
-        if len(answer) > MAX_ANSWER:
-            raise UncheckedError(f"it has more than {MAX_ANSWER:,} characters")
+        if len(answer) > MAX_ANSWER_CHARS:
+            raise UncheckedError(f"it has more than {MAX_ANSWER_CHARS:,} characters")
         with self._lock:
             return self._ask(schema, answer)
 
     def _ask(self, schema: str, answer: str | None) -> SchemaViolation | None:
         process = self._running()
-        limit = threading.Timer(_LIMIT_S, process.kill)
+        limit = threading.Timer(_CHECK_TIMEOUT_S, process.kill)
         limit.daemon = True
         limit.start()
         verdict = reason = None
@@ -95,7 +95,7 @@ class Verifier:
             verdict = _line(process)
             if verdict is not None and not verdict.get("is_valid", True):
                 reason = _line(process) or {"keyword": "unknown"}
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             process.wait()
         finally:
             limit.cancel()
@@ -108,7 +108,7 @@ class Verifier:
         return SchemaViolation(**{**reason, "path": tuple(reason.get("path", ()))})
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """Return the process, or a new one if it has ended."""
+        """Return the process; start a new one if it has ended."""
         if self._process is None or self._process.poll() is not None:
             self._free()
             self._process = _start()
@@ -117,14 +117,14 @@ class Verifier:
 
 
 def _line(process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
-    """Return a line of a process, or None if it has ended."""
+    """Return the next line of a process's output, or None if the process has ended."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line.endswith(b"\n"):
         process.wait()
         return None
-    found: dict[str, Any] = json.loads(line)
-    return found
+    message: dict[str, Any] = json.loads(line)
+    return message
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -138,6 +138,6 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process, if it still runs, and free its pipes."""
+    """Kill the process, if it still runs, and close its pipes."""
     process.kill()
     process.communicate()

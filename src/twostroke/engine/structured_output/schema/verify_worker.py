@@ -1,9 +1,9 @@
-"""The process that checks finished answers; `verify` starts it with this file as its program.
+"""The program of the process that checks finished answers; `verify` starts it.
 
 Each line of input is a JSON list: a schema and an answer, both as text. The first line of output
-says whether the answer is valid. If it is not, a second line says why: to find the reason may take
-much longer, as every alternative is tried. A check that takes too much time or memory ends the
-process.
+says whether the answer is valid. For an invalid answer, a second line has the reason. It is written
+later, because every alternative is tried to find it. A check that takes too much time or memory
+ends the process.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 import jsonschema_rs
 
 _OPTIONS: dict[str, Any] = {"offline": True, "validate_formats": True}
-# Formats that draft 7 does not define, and that grammars hold in every draft.
-_NEWER = {
+# Formats that draft 7 does not define. Grammars enforce them in every draft.
+_NEW_FORMATS = {
     name: jsonschema_rs.Draft202012Validator({"format": name}, **_OPTIONS).is_valid
     for name in ("duration", "uuid")
 }
-_CPU_S = 2.0
-_MEMORY_BYTES = 1 << 30
+_CPU_LIMIT_S = 2.0
+_MAX_MEMORY_BYTES = 1 << 30
 _NICENESS = 10
-_MOST_DIGITS = 400
-_MOST_SHOWN = 200  # characters of a place
-# By a part of the identifier in `$schema`.
+_MAX_EXPONENT = 400
+_MAX_CHARS = 200  # of a name or a path in the output
+# Validators by a part of the identifier in `$schema`.
 _DRAFTS = {
     "draft-03": jsonschema_rs.Draft4Validator,
     "draft-04": jsonschema_rs.Draft4Validator,
@@ -37,8 +37,8 @@ _DRAFTS = {
     "draft-07": jsonschema_rs.Draft7Validator,
     "2019-09": jsonschema_rs.Draft201909Validator,
 }
-# The first that takes a schema is used: a schema that names no draft may be of an old one.
-_GUESSES = (
+# For a schema without `$schema`, the first validator that accepts it: it may follow an old draft.
+_DEFAULT_DRAFTS = (
     jsonschema_rs.Draft202012Validator,
     jsonschema_rs.Draft7Validator,
     jsonschema_rs.Draft4Validator,
@@ -47,17 +47,17 @@ _GUESSES = (
 
 def main() -> None:
     """Check answers until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which the parent handles
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     os.nice(_NICENESS)
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, _CPU_S)
+        signal.setitimer(signal.ITIMER_PROF, _CPU_LIMIT_S)
         _check(*json.loads(line))
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _check(schema: str, answer: str | None) -> None:
-    """Write the verdict on an answer; without one, on the schema."""
+    """Check an answer or, without one, the schema itself; write the result."""
     try:
         validator = _validator(schema)
         if answer is None:
@@ -67,23 +67,23 @@ def _check(schema: str, answer: str | None) -> None:
         is_valid = validator.is_valid(value)
     except _RepeatedError as error:
         _write({"is_valid": False})
-        _write({"keyword": "repeated member", "name": error.name[:_MOST_SHOWN]})
+        _write({"keyword": "repeated member", "name": error.name[:_MAX_CHARS]})
         return
     except json.JSONDecodeError:
         _write({"is_valid": False})
         _write({"keyword": "JSON"})
         return
     except (ValueError, ArithmeticError, RecursionError) as error:
-        _write({"error": str(error).partition("\n")[0][:_MOST_SHOWN] or type(error).__name__})
+        _write({"error": str(error).partition("\n")[0][:_MAX_CHARS] or type(error).__name__})
         return
     _write({"is_valid": is_valid})
     if not is_valid:
         first = next(iter(validator.iter_errors(value)))
-        place = "/".join(map(str, ["", *first.schema_path]))
+        location = "/".join(map(str, ["", *first.schema_path]))
         path = list(first.instance_path)
         if first.kind.name == "uniqueItems":
             path = [*path, *_repeated_item(value, path)]
-        _write({"keyword": first.kind.name, "place": place[:_MOST_SHOWN], "path": path})
+        _write({"keyword": first.kind.name, "location": location[:_MAX_CHARS], "path": path})
 
 
 def _repeated_item(value: Any, path: list[str | int]) -> list[int]:
@@ -95,22 +95,22 @@ def _repeated_item(value: Any, path: list[str | int]) -> list[int]:
 
 
 def _validator(text: str) -> Any:
-    """Return the validator of a schema, which never fetches what a reference names.
+    """Return the validator of a schema. It fetches no schemas from elsewhere.
 
     Raises:
-        ValueError: it is not a schema, or has a pattern or a reference that cannot be used.
+        ValueError: the text is not a schema, or a pattern or a reference in it cannot be used.
     """
     schema = _read(text, _without_contents)
     name = str(schema.pop("$schema", "")) if isinstance(schema, dict) else ""
     named = [draft for part, draft in _DRAFTS.items() if part in name]
-    *others, last = named or _GUESSES
+    *others, last = named or _DEFAULT_DRAFTS
     for draft in others:
         try:
-            return draft(schema, formats=_NEWER, **_OPTIONS)
+            return draft(schema, formats=_NEW_FORMATS, **_OPTIONS)
         except jsonschema_rs.ValidationError as error:
             if isinstance(error.kind, jsonschema_rs.ValidationErrorKind.Referencing):
                 raise
-    return last(schema, formats=_NEWER, **_OPTIONS)
+    return last(schema, formats=_NEW_FORMATS, **_OPTIONS)
 
 
 def _without_contents(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -145,9 +145,9 @@ def _read(text: str, make_object: Any) -> Any:
 
 
 def _number(text: str) -> Decimal:
-    """Return a number, with a huge exponent made smaller: no limit is out there."""
+    """Return an exact number; huge exponents are reduced, because no schema has such limits."""
     digits, _, exponent = text.lower().partition("e")
-    return Decimal(f"{digits}e{max(-_MOST_DIGITS, min(_MOST_DIGITS, int(exponent or 0)))}")
+    return Decimal(f"{digits}e{max(-_MAX_EXPONENT, min(_MAX_EXPONENT, int(exponent or 0)))}")
 
 
 def _write(line: dict[str, Any]) -> None:
