@@ -155,7 +155,9 @@ def _heads(
 def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     """Return the operations of latent attention, which computes scores in the latent space."""
     assert spec.latent is not None
-    name, weight, sizes = f"blk.{layer}", f"blk.{layer}.attn", spec.latent
+    name = f"blk.{layer}"
+    weight = f"blk.{layer}.attn"
+    sizes = spec.latent
     hidden, heads = spec.hidden_size, spec.num_heads
     stored_width = sizes.rank + sizes.rotated
     query_width = sizes.key + sizes.rotated  # of a head's queries
@@ -201,8 +203,12 @@ def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[O
 def _latent_projections(spec: ModelSpec, layer: int, x: str) -> list[Op]:
     """Return the operations that compute queries, latent vectors and rotated keys from x."""
     assert spec.latent is not None
-    name, weight, sizes = f"blk.{layer}", f"blk.{layer}.attn", spec.latent
-    hidden, q, latent = spec.hidden_size, f"{name}.q", f"{name}.kv_a"
+    name = f"blk.{layer}"
+    weight = f"blk.{layer}.attn"
+    sizes = spec.latent
+    hidden = spec.hidden_size
+    q = f"{name}.q"
+    latent = f"{name}.kv_a"
     query_size = spec.num_heads * (sizes.key + sizes.rotated)
     compressed_q = f"{name}.q_a"
     first_product = ops.Linear(q, x, f"{weight}_q.weight", hidden, query_size)
@@ -236,7 +242,9 @@ def _latent_queries_and_keys(spec: ModelSpec, layer: int, q: str, latent: str) -
     The last of them rotates the queries; the keys are not rotated yet.
     """
     assert spec.latent is not None
-    name, sizes, heads = f"blk.{layer}", spec.latent, spec.num_heads
+    name = f"blk.{layer}"
+    sizes = spec.latent
+    heads = spec.num_heads
     query_width = sizes.key + sizes.rotated
     return [
         ops.HeadLinear(
@@ -283,7 +291,9 @@ def feed_forward(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
 def mixture(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     """Return a router and a mixture of experts of x, with the shared expert if there is one."""
     assert spec.experts is not None
-    name, hidden, experts = f"blk.{layer}", spec.hidden_size, spec.experts
+    name = f"blk.{layer}"
+    hidden = spec.hidden_size
+    experts = spec.experts
     scores = f"{name}.scores"
     routed = f"{output}.routed" if experts.shared_size else output
     parts: list[Op] = [ops.Linear(scores, x, f"{name}.ffn_gate_inp.weight", hidden, experts.count)]
@@ -318,7 +328,9 @@ def mixture_with_dense_ffn(spec: ModelSpec, layer: int, x: str, output: str) -> 
     which x was computed. Both outputs are normalized before they are added.
     """
     assert spec.experts is not None
-    name, hidden, experts = f"blk.{layer}", spec.hidden_size, spec.experts
+    name = f"blk.{layer}"
+    hidden = spec.hidden_size
+    experts = spec.experts
     state, dense, routed = f"h{layer}", f"{output}.dense", f"{output}.routed"
     router, expert_input = f"{name}.ffn_gate_inp", f"{routed}.x"
     scores, shares = f"{name}.scores", f"{name}.shares"
@@ -381,7 +393,8 @@ def residual_layer(
         (first, x, middle, names_before[0], "post_attention_norm"),
         (second, middle, output, names_before[1], "post_ffw_norm"),
     ):
-        part_input, result = start, f"{end}.part"
+        part_input = start
+        result = f"{end}.part"
         if pre_norm is not None:
             part_input = f"{end}.normed"
             parts.append(norm(spec, part_input, start, f"{name}.{pre_norm}"))
@@ -453,7 +466,8 @@ def _latent_norm(x: str, weight: str, width: int) -> ops.RMSNorm:
 def _normed_projection(
     spec: ModelSpec, name: str, part: str, query_key_norm: QueryKeyNorm
 ) -> ops.Projection:
-    weight, offset = f"{name}.attn_{part}", spec.norm_offset
+    weight = f"{name}.attn_{part}"
+    offset = spec.norm_offset
     if query_key_norm is not None:
         return ops.Projection(f"{weight}_norm.weight", offset=offset)
     return _projection(spec, name, part, f"{weight}.bias" if spec.qkv_bias else None)

@@ -124,7 +124,8 @@ def _first_expert_layer(fields: Fields, spec: ModelSpec) -> int:
     """Return the first layer with experts; earlier layers are dense."""
     if fields.text("model_type") != "glm4_moe_lite":
         return fields.integer("first_k_dense_replace", MAX_LAYERS, low=0, default=0)
-    key, is_sparse_by_name = "mlp_layer_types", {"dense": False, "sparse": True}
+    key = "mlp_layer_types"
+    is_sparse_by_name = {"dense": False, "sparse": True}
     if not fields.has(key):
         return 1
     are_sparse = fields.choices(key, is_sparse_by_name, spec.num_layers)

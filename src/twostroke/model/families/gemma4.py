@@ -44,7 +44,9 @@ _KV_HEADS, _FFN = "attention.head_count_kv", "feed_forward_length"
 
 def gemma4_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     """Return a layer: attention, feed-forward, the added layer input, and the layer's factor."""
-    name, width, hidden = f"blk.{layer}", spec.layer_inputs, spec.hidden_size
+    name = f"blk.{layer}"
+    width = spec.layer_inputs
+    hidden = spec.hidden_size
     parts = _inputs(spec, x) if width and layer == 0 else []
     full_output = f"{output}.before" if spec.layer_factors else output
     block_output = f"{output}.own" if width else full_output
@@ -96,7 +98,8 @@ def _inputs(spec: ModelSpec, x: str) -> list[Op]:
 def gguf_values(fields: Fields) -> dict[str, Any]:
     """Return the sizes of layers without a window, and of layers that compute keys and values."""
     count = fields.integer("block_count", MAX_LAYERS)
-    slides, values = _slides(fields, count), {"attention.shared_kv_layers": 0}
+    slides = _slides(fields, count)
+    values = {"attention.shared_kv_layers": 0}
     for key, layer in ((_KV_HEADS, slides.index(False)), (_FFN, 0)):
         values[key] = _layer_sizes(fields, key, count)[layer]
     return values
@@ -104,7 +107,8 @@ def gguf_values(fields: Fields) -> dict[str, Any]:
 
 def gemma4_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Read windows, layers with shared keys and values, and layer inputs."""
-    count, sizes = spec.num_layers, _layer_sizes(fields, _FFN, spec.num_layers)
+    count = spec.num_layers
+    sizes = _layer_sizes(fields, _FFN, spec.num_layers)
     kv_heads = _layer_sizes(fields, _KV_HEADS, count)
     spec = replace(
         spec,
@@ -293,7 +297,8 @@ def _experts(
 ) -> ExpertSpec:
     """Read the experts that are added to each feed-forward, from the given keys."""
     num_experts = fields.integer(count_key, min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // spec.num_layers))
-    num_used, size = fields.integer(used_key, num_experts), fields.integer(width_key, MAX_WIDTH)
+    num_used = fields.integer(used_key, num_experts)
+    size = fields.integer(width_key, MAX_WIDTH)
     return ExpertSpec(num_experts, num_used, size, normalize=True, adds_dense_ffn=True)
 
 

@@ -105,7 +105,8 @@ def _medusa(spec: HeadsSpec) -> Program:
     block. The blocks are experts, and a row uses the expert with its number: the table of scores
     has a large number on its diagonal.
     """
-    layer, count = spec.layer, spec.depth
+    layer = spec.layer
+    count = spec.depth
     hidden = layer.hidden_size
     blocks = tuple(
         ops.Expert(*(f"blk.{index}.ffn_{part}.weight" for part in ("gate", "up", "down")))

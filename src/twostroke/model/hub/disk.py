@@ -85,7 +85,8 @@ def file_sha256(
 
     If the file is one of several, `bytes_before` of `total_bytes` were checked before it.
     """
-    digest, done_bytes = hashlib.sha256(), bytes_before
+    digest = hashlib.sha256()
+    done_bytes = bytes_before
     total = path.stat().st_size if total_bytes is None else total_bytes
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):

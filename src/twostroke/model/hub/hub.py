@@ -196,7 +196,8 @@ class Hub:
         self, commit: str, file: RepoFile, partial: Path, on_growth: Callable[[Path, int], None]
     ) -> None:
         """Send requests until the file is complete, or until several in a row return nothing."""
-        size, num_failures = file_size(partial) or 0, 0
+        size = file_size(partial) or 0
+        num_failures = 0
         while size < file.num_bytes:
             old_size = size
             problem = DownloadError(f"The hub ends {file.path!r} too early: try again.")
@@ -282,7 +283,9 @@ class Hub:
 
     def _user_error(self, error: BaseException) -> BaseException:
         """Convert a failure of the client to an error that tells the user what to do."""
-        errors, repo, status = self._errors, self.name.repo, _status(error)
+        errors = self._errors
+        repo = self.name.repo
+        status = _status(error)
         if isinstance(error, errors.OfflineModeIsEnabled):
             return HubUnreachableError(f"{repo!r} cannot be fetched: HF_HUB_OFFLINE is set.")
         if isinstance(error, errors.GatedRepoError):

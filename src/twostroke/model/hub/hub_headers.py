@@ -47,7 +47,8 @@ def fetch_headers(name: HubName, folder: Path, inspect: Inspect) -> Path:
 
 class _HeaderDownload:
     def __init__(self, hub: Hub, folder: Path) -> None:
-        self._hub, self._folder = hub, folder
+        self._hub = hub
+        self._folder = folder
         self._listing = hub.listing()
 
     def fetch(self, name: HubName, inspect: Inspect) -> Path:
@@ -79,7 +80,8 @@ class _HeaderDownload:
         for limit in (*_TRIED_BYTES, file.num_bytes):
             end = min(limit, file.num_bytes)
             self._read(file, size, end - size, set_size=False)
-            size, ranges = end, inspect(self._path(file.path), file.path)
+            size = end
+            ranges = inspect(self._path(file.path), file.path)
             if ranges is not None or size == file.num_bytes:
                 break
         os.truncate(self._path(file.path), file.num_bytes)

@@ -132,7 +132,8 @@ class _HubDownload:
 
     def record(self, selection: FileSelection) -> ModelRecord:
         """Write and return the record of the fetched model."""
-        snapshot, path = self.path(None), self.path(selection.entry)
+        snapshot = self.path(None)
+        path = self.path(selection.entry)
         old_record = next((record for record in stored_records() if record.path == path), None)
         old_names = old_record.requested_names if old_record else ()
         number_format = selection.number_format

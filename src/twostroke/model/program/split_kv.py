@@ -147,7 +147,8 @@ class SplitKvAttention(Operation):
         traffic = EachRead(self.window) if self.reads_shared_kv else EachCached(self.window)
         yield OfWholeStep(traffic), Cost(0, 0, stored // team_size)
 
-        head_bytes, split_bytes = (self.head_dim + 2) * _VALUE_BYTES, KV_SPLIT_TOKENS * stored
+        head_bytes = (self.head_dim + 2) * _VALUE_BYTES
+        split_bytes = KV_SPLIT_TOKENS * stored
         max_rows = split_bytes // (self.num_heads * head_bytes)
         own_heads = (self.end_head - self.first_head) / self.num_row_parts
         sent = (self.num_heads - own_heads) * head_bytes / team_size
@@ -198,7 +199,8 @@ def split_heads(op: Attention, shares: tuple[int, ...]) -> dict[str, tuple[Range
     """
     counts = dict.fromkeys(op.inputs, op.num_kv_heads) | {op.q: op.num_heads}
     head_cuts = cuts(sum(counts.values()), shares)
-    ranges, first = {}, 0
+    ranges = {}
+    first = 0
     for name, count in counts.items():
         column_cuts = [min(max(cut - first, 0), count) * op.head_dim for cut in head_cuts]
         ranges[name] = tuple(pairwise(column_cuts))

@@ -67,7 +67,8 @@ def fit_scale_and_minimum(groups: Floats, max_code: int) -> tuple[Floats, Floats
     low = np.minimum(groups.min(axis=-1, keepdims=True), np.float32(0))
     span = groups.max(axis=-1, keepdims=True) - low
     inverse = _inverse(span)
-    best_scale, best_low = np.zeros_like(span), low
+    best_scale = np.zeros_like(span)
+    best_low = low
     best_error = np.full_like(span, np.inf)
     for stretch in _GRID_STRETCHES:
         scaled = (groups - low) * (inverse * (np.float32(max_code) + stretch))

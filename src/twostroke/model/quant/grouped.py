@@ -180,7 +180,8 @@ class _GroupedLayout(Frozen):
     def to_kernel(self, data: Bytes) -> Bytes:
         """Convert rows of blocks, uint8 (rows, row_bytes), to the kernels' form."""
         rows = len(data)
-        head, size = self.head_bytes, self.kernel_group * self.bits // 8
+        head = self.head_bytes
+        size = self.kernel_group * self.bits // 8
         blocks = np.ascontiguousarray(data).reshape(-1, head + self.code_bytes)
         count = -(-self.code_bytes // size)
         if self.group % self.kernel_group:

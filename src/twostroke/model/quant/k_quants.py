@@ -130,7 +130,8 @@ def _fit_around_zero(
     Returns the scale of the scales (n, 1), the scales (n, 16) from -`max_scale_code` to
     `max_scale_code - 1`, and the codes (n, 256).
     """
-    groups, nearest = values.reshape(-1, 16, 16), whole_codes(-half, half - 1)
+    groups = values.reshape(-1, 16, 16)
+    nearest = whole_codes(-half, half - 1)
     scale, scale_codes = quantize_scales(
         fit_scale(groups, nearest, peaks)[:, :, 0], -max_scale_code, max_scale_code - 1
     )

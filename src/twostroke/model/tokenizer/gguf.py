@@ -129,7 +129,8 @@ def _sentencepiece(fields: _TokenizerFields) -> Tokenizer:
 
 def _sentencepiece_merges(fields: _TokenizerFields) -> Tokenizer:
     """Read Gemma 4's kind: characters merged as listed, other characters as bytes."""
-    added, bytes_of = fields.added(), _byte_tokens(fields)
+    added = fields.added()
+    bytes_of = _byte_tokens(fields)
     vocabulary = Vocabulary(fields.tokens, [*_special_ids(added), *bytes_of])
     pairs = ListedPairs(fields.array("merges", str), vocabulary)
     merges = Merges(vocabulary, pairs, _character_options(fields, bytes_of))

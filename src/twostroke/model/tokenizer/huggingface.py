@@ -91,7 +91,8 @@ def _build(
         special_map=_read(folder / "special_tokens_map.json"),
         added_json=_read(folder / "added_tokens.json"),
     )
-    named_texts, added = tokens.named_texts, _with_rows(tokens.added, num_rows)
+    named_texts = tokens.named_texts
+    added = _with_rows(tokens.added, num_rows)
     by_text = {token.text: token.id for token in added}
     try:
         words = read_words(description)
@@ -156,7 +157,8 @@ def _with_rows(added: tuple[AddedToken, ...], num_rows: int | None) -> tuple[Add
 
 def _texts(vocab: dict[str, int]) -> list[str]:
     """Return the texts by id; an id that the file leaves out has an empty text."""
-    ids, limit = vocab.values(), len(vocab) + _MAX_UNUSED_IDS
+    ids = vocab.values()
+    limit = len(vocab) + _MAX_UNUSED_IDS
     if any(type(id_) is not int or not 0 <= id_ < limit for id_ in ids):
         raise ModelFormatError(f"its {len(vocab)} token ids are not whole numbers below {limit}.")
     texts = [""] * (max(ids, default=-1) + 1)

@@ -140,7 +140,8 @@ class Merges:
 
         No token is longer than the longest token that consists only of the word's symbols.
         """
-        num_symbols, used_symbols = 0, set[int]()
+        num_symbols = 0
+        used_symbols = set[int]()
         for char, count in Counter(spelled).items():
             symbols = self._symbols(char)
             used_symbols.update(symbols)
@@ -151,7 +152,8 @@ class Merges:
 
     def _symbols(self, spelled: str) -> list[int]:
         """Return the first symbols of a word: characters, and the replacements of unknown ones."""
-        char_id, options = self._char_id, self._options
+        char_id = self._char_id
+        options = self._options
         ids: list[int | None] = []
         for start in _chunk_starts(len(spelled)):
             ids += [char_id(char) for char in spelled[start : start + _CHUNK_SYMBOLS]]
@@ -194,7 +196,8 @@ class Merges:
 
     def _merge_long(self, symbols: list[int]) -> list[int]:
         """Do the same as `_merge_short` in n log n steps, with a heap and a linked list."""
-        rank_of, end = self._pairs, len(symbols)
+        rank_of = self._pairs
+        end = len(symbols)
         next_of, previous_of = list(range(1, end + 1)), list(range(-1, end - 1))
         heap: list[int] = []
         for start in _chunk_starts(end):
@@ -248,7 +251,8 @@ class _Pairs(dict[int, int]):
     def __init__(self, vocabulary: Vocabulary, order: Order) -> None:
         """`order(left, right, merged)` returns how late a pair becomes a token, or None."""
         super().__init__()
-        self._vocabulary, self._order = vocabulary, order
+        self._vocabulary = vocabulary
+        self._order = order
 
     def __missing__(self, pair: int) -> int:
         vocabulary = self._vocabulary

@@ -63,7 +63,8 @@ def bert(step: dict[str, Any]) -> Callable[[str], str]:
     lowers_case = bool(step.get("lowercase", True))
     accents = step.get("strip_accents")
     strips_accents = lowers_case if accents is None else bool(accents)
-    cleans, spaces_cjk = step.get("clean_text", True), step.get("handle_chinese_chars", True)
+    cleans = step.get("clean_text", True)
+    spaces_cjk = step.get("handle_chinese_chars", True)
 
     def run(text: str) -> str:
         if cleans:

@@ -149,7 +149,8 @@ class _Translation:
     def _alternatives(self, *, extended: bool) -> tuple[str, int]:
         """Return the alternatives up to the end of the group that contains them."""
         self._deeper()
-        parts, size = [], 0
+        parts = []
+        size = 0
         while self._position < len(self._pattern) and not self._at(")"):
             if self._take(_COMMENT) or (extended and self._take(_EXTENDED)):
                 continue

@@ -357,7 +357,8 @@ class Tokenizer:
         """Return the ids of text pieces, and of tokens found before the text is normalized."""
         ids: list[int] = []
         parts = self._parts
-        cut, prefix = parts.cut, parts.space_prefix
+        cut = parts.cut
+        prefix = parts.space_prefix
         rest = parts.cut_rest or parts.cut
         for piece in pieces:
             if isinstance(piece, AddedToken):

@@ -49,7 +49,9 @@ class Translation:
 
     def translate(self, ids: Iterable[int]) -> TranslatedTokens:
         """Return the same text in the target's tokens, up to its last complete character."""
-        translated, text, offset = TranslatedTokens(), bytearray(), 0
+        translated = TranslatedTokens()
+        text = bytearray()
+        offset = 0
         for token in ids:
             data = self.source.token_bytes(token)
             if token not in self._special:
@@ -69,7 +71,8 @@ class Translation:
 
     def character_starts(self, ids: Sequence[int]) -> dict[int, int]:
         """Map byte offsets at which characters begin to the number of source tokens before."""
-        num_tokens_before, end = {}, 0
+        num_tokens_before = {}
+        end = 0
         for count, token in enumerate(ids):
             data = self.source.token_bytes(token)
             if data and not _CONTINUATION_BYTE <= data[0] < _LEAD_BYTE:
@@ -88,7 +91,8 @@ class Translation:
 
         Bytes that are not UTF-8 are left out.
         """
-        rest, offset = bytes(text), start
+        rest = bytes(text)
+        offset = start
         translated.is_whole = True
         while rest:
             try:

@@ -169,7 +169,8 @@ def _matches_in(compiled: regex.Pattern[str], text: str) -> Iterator[regex.Match
     After an empty match the search continues at the next character. `finditer` would first look for
     a longer match at the same character.
     """
-    start, last_end = 0, -1
+    start = 0
+    last_end = -1
     while start <= len(text) and (match := compiled.search(text, start)):
         if match.end() == match.start() == last_end:
             start += 1

@@ -112,7 +112,8 @@ def report_left_out(file: str, names: Iterable[str], family: str) -> None:
 
 def _are_equal(first: object, second: object) -> bool:
     """Whether two tensors have the same bytes, or two types are the same."""
-    first_data, second_data = getattr(first, "data", None), getattr(second, "data", None)
+    first_data = getattr(first, "data", None)
+    second_data = getattr(second, "data", None)
     if first_data is None or second_data is None:
         return first == second
     return (

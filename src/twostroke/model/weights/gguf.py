@@ -169,7 +169,8 @@ class _Reader:
 
     def take(self, num_bytes: int) -> int:
         """Move forward by `num_bytes` and return the old position."""
-        start, size = self.position, self.mapping.size
+        start = self.position
+        size = self.mapping.size
         if num_bytes > size - start:
             raise TruncatedError(
                 f"{self.mapping.name!r} is truncated or damaged: {self.where} needs "
@@ -266,10 +267,12 @@ class _Reader:
         A vocabulary has more than 100,000 strings, so the loop does nothing else: a length that
         leads out of the file is noticed at the next string or at the end.
         """
-        position, size = self.position, self.mapping.size
+        position = self.position
+        size = self.mapping.size
         if count > (size - position) // _LENGTH_BYTES:
             self.take(_LENGTH_BYTES * count)
-        unpack, buffer = _U64.unpack_from, self.mapping.buffer
+        unpack = _U64.unpack_from
+        buffer = self.mapping.buffer
         offsets = array("Q", [position])
         append = offsets.append
         try:

@@ -55,7 +55,8 @@ class MappedFile:
             ModelFormatError: the file is empty or cannot be read.
             MemoryLimitError: the limit of the address space is too low for the file.
         """
-        self.path, self.name = path, name or path.name
+        self.path = path
+        self.name = name or path.name
         if path.exists() and not path.is_file():  # a pipe would block
             raise self.fault("cannot be read: it is not a regular file")
         try:
