@@ -381,7 +381,7 @@ def residual_layer(
     Each of the two parts may have a norm before it, named by `pre_norms`, and with `post_norms` has
     one after it. The second part is a mixture of experts in layers that have experts.
     """
-    name, middle = f"blk.{layer}", f"h{layer}"
+    name, attention_output = f"blk.{layer}", f"h{layer}"
     first = latent_attention if spec.latent else partial(attention, query_key_norm=query_key_norm)
     has_experts = spec.experts is not None and layer >= spec.experts.first_layer
     second = mixture if has_experts else feed_forward
@@ -390,8 +390,8 @@ def residual_layer(
     parts: list[Op] = []
     names_before = pre_norms or (None, None)
     for part, start, end, pre_norm, post_norm in (
-        (first, x, middle, names_before[0], "post_attention_norm"),
-        (second, middle, output, names_before[1], "post_ffw_norm"),
+        (first, x, attention_output, names_before[0], "post_attention_norm"),
+        (second, attention_output, output, names_before[1], "post_ffw_norm"),
     ):
         part_input = start
         result = f"{end}.part"

@@ -85,8 +85,10 @@ def choose_files(name: HubName, files: Sequence[RepoFile]) -> FileSelection:
     for tag in QUANTIZATION_PREFERENCE:
         matching = [model for model in models if _label(model) == tag and _is_complete(model)]
         if len(matching) == 1:
-            others = _list_labels([model for model in models if model is not matching[0]])
-            note = f"{name.repo} has {len(models)} GGUF models: taking {tag}; others: {others}."
+            other_labels = _list_labels([model for model in models if model is not matching[0]])
+            note = (
+                f"{name.repo} has {len(models)} GGUF models: taking {tag}; others: {other_labels}."
+            )
             return _select_gguf(matching[0], note)
     raise ModelNotFoundError(
         f"{name.repo!r} has {len(models)} GGUF models: {_list_labels(models)}. Name one, such as "

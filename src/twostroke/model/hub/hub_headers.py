@@ -63,15 +63,15 @@ class _HeaderDownload:
     def _fetch_folder(self, selection: FileSelection) -> None:
         for file in selection.files:
             if file.path in {CONFIG, INDEX}:
-                self._read(file, 0, file.num_bytes)
+                self._fetch_range(file, 0, file.num_bytes)
         has_index = self._path(INDEX).exists()
         index = read_json(self._path(INDEX)) if has_index else None
         for file in add_weights(selection, index, self._listing.files).files:
             if file.path.endswith(".safetensors"):
-                length = int.from_bytes(self._read(file, 0, _LENGTH_BYTES), "little")
+                length = int.from_bytes(self._fetch_range(file, 0, _LENGTH_BYTES), "little")
                 if length > min(_MAX_HEADER_BYTES, file.num_bytes):
                     raise ModelFormatError(f"{file.path!r} has a header of {length} bytes.")
-                self._read(file, _LENGTH_BYTES, length)
+                self._fetch_range(file, _LENGTH_BYTES, length)
         self._path(TOKENIZER).touch()
 
     def _fetch_gguf(self, file: RepoFile, inspect: Inspect) -> None:
@@ -79,16 +79,18 @@ class _HeaderDownload:
         size = 0
         for limit in (*_TRIED_BYTES, file.num_bytes):
             end = min(limit, file.num_bytes)
-            self._read(file, size, end - size, set_size=False)
+            self._fetch_range(file, size, end - size, set_size=False)
             size = end
             ranges = inspect(self._path(file.path), file.path)
             if ranges is not None or size == file.num_bytes:
                 break
         os.truncate(self._path(file.path), file.num_bytes)
         for start, num_bytes in ranges or ():
-            self._read(file, start, num_bytes)
+            self._fetch_range(file, start, num_bytes)
 
-    def _read(self, file: RepoFile, start: int, num_bytes: int, *, set_size: bool = True) -> bytes:
+    def _fetch_range(
+        self, file: RepoFile, start: int, num_bytes: int, *, set_size: bool = True
+    ) -> bytes:
         """Fetch a byte range into the file; with `set_size` the file gets its full size."""
         path = self._path(file.path)
         path.parent.mkdir(parents=True, exist_ok=True)

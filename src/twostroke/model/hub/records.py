@@ -106,7 +106,7 @@ def hub_folder() -> Path:
 def stored_records() -> Iterator[ModelRecord]:
     """Yield the records of fetched models, even if their files no longer exist."""
     for file in sorted([*models_folder().glob("*.gguf.json"), *hub_folder().glob("*.json")]):
-        record = _read(file)
+        record = _read_record(file)
         if record is not None:
             yield record
 
@@ -115,7 +115,7 @@ def record_of_package(model: PackagedModel) -> ModelRecord | None:
     """Return the record of a packaged model; None if it is neither fetched nor in the catalogue."""
     path = models_folder() / model.file_name
     if model.file_bytes is None:
-        return _read(path.with_name(f"{path.name}.json"))
+        return _read_record(path.with_name(f"{path.name}.json"))
     return new_record(model, StoredFile(path, model.file_bytes, model.sha256))
 
 
@@ -140,7 +140,7 @@ def sources_of(model: PackagedModel) -> tuple[str, ...]:
     return (*hub, *(f"pypi:{part.requirement}:{part.path}" for part in model.parts))
 
 
-def _read(file: Path) -> ModelRecord | None:
+def _read_record(file: Path) -> ModelRecord | None:
     """Return a record; None if it is missing or damaged. A damaged record is logged."""
     try:
         if not file.exists():

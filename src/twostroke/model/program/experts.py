@@ -26,8 +26,8 @@ class Expert(Frozen):
 
     def weights(self, width: int, ffn_width: int) -> tuple[Weight, ...]:
         """Return the shapes of the three matrices."""
-        wide, narrow = (ffn_width, width), (width, ffn_width)
-        return Weight(self.gate, wide), Weight(self.up, wide), Weight(self.down, narrow)
+        up_shape, down_shape = (ffn_width, width), (width, ffn_width)
+        return Weight(self.gate, up_shape), Weight(self.up, up_shape), Weight(self.down, down_shape)
 
 
 class MixtureOfExperts(Operation):

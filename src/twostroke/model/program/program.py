@@ -75,13 +75,13 @@ class Program(Frozen, dict=True):
         or external inputs.
         """
         stores = [index for index, op in enumerate(self.ops) if op.stores]
-        rest = self.ops[stores[-1] :] if stores else ()
-        if not rest or any(isinstance(op, Embed | ExternalInput) for op in rest):
+        late_ops = self.ops[stores[-1] :] if stores else ()
+        if not late_ops or any(isinstance(op, Embed | ExternalInput) for op in late_ops):
             return frozenset()
-        last = rest[0]
-        are_products = all(self._is_product(name, last) for name in last.inputs[1:])
-        is_apart = isinstance(last, Attention) and are_products
-        return frozenset(op.output for op in rest[0 if is_apart else 1 :])
+        last_store = late_ops[0]
+        are_products = all(self._is_product(name, last_store) for name in last_store.inputs[1:])
+        is_apart = isinstance(last_store, Attention) and are_products
+        return frozenset(op.output for op in late_ops[0 if is_apart else 1 :])
 
     def _is_product(self, name: str, attention: Op) -> bool:
         """Whether a value is the output of a product, perhaps normalized by head and rotated."""

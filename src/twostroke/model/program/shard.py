@@ -78,7 +78,9 @@ def shard(
     ranks: list[RankProgram] = []
     sent: list[HeldValue] = []
     for number, stage_ops in enumerate(stages):
-        read_later = {name for rest in stages[number + 1 :] for op in rest for name in op.inputs}
+        read_later = {
+            name for later_ops in stages[number + 1 :] for op in later_ops for name in op.inputs
+        }
         stage = _Stage(mesh, number, read_ranges, split_outputs)
         stage.receive(sent)
         for op in stage_ops:
@@ -170,28 +172,26 @@ class _Stage:
             self._add_split_kv_attention(op)
             return
         ranges = self._ranges(op)
-        reads = {field: self._read(op, field, ranges) for field in op.reads}
+        inputs = {field: self._held_input(op, field, ranges) for field in op.reads}
         all_rows = self._num_row_parts == 1 or op.sharding is Sharding.BY_STAGE
         if ranges is None and isinstance(op, Embed):  # an undivided table: a rank writes its rows
             all_rows = self._num_row_parts == 1
         value = HeldValue(op.output, op.width, ranges, all_rows=all_rows)
         if ranges is not None:
-            op_of_rank_0 = replace(op, **{field: read.at(0) for field, read in reads.items()})
+            op_of_rank_0 = replace(op, **{field: x.at(0) for field, x in inputs.items()})
             value = replace(value, parts=op_of_rank_0.parts_by(cuts_from_ranges(ranges)))
         for index in range(self._size):
             own_range = None if ranges is None else value.range_at(index)
             if value.at(index) is None:
                 continue
             part = op if own_range is None else op.part(*own_range)
-            names = {field: read.at(index) for field, read in reads.items()}
+            names = {field: x.at(index) for field, x in inputs.items()}
             self._emit(index, replace(part, output=value.at(index), **names))
             divided_weights = {weight.name for weight in op.weights if weight.is_divided}
             for weight in part.weights:
-                rows = (
-                    own_range
-                    if own_range and weight.name in divided_weights
-                    else (0, weight.shape[0])
-                )
+                rows = (0, weight.shape[0])
+                if own_range and weight.name in divided_weights:
+                    rows = own_range
                 assert self._weight_rows[index].setdefault(weight.name, rows) == rows
         self._held_values[op.output] = [value]
 
@@ -302,12 +302,12 @@ class _Stage:
             candidates = [output_ranges]
         return next((ranges for ranges in candidates if ranges and _fits(op, ranges)), None)
 
-    def _read(self, op: Op, field: str, ranges: Ranges | None) -> HeldValue:
+    def _held_input(self, op: Op, field: str, ranges: Ranges | None) -> HeldValue:
         """Return an input as the parts of an operation read it, gathered or cut if necessary."""
         name = getattr(op, field)
         all_rows = field in op.needs_all_rows
-        read = [op.part_reads(field, *part) for part in ranges or ()]
-        columns = tuple([part for part in read if part is not None])
+        input_ranges = [op.part_reads(field, *part) for part in ranges or ()]
+        columns = tuple([part for part in input_ranges if part is not None])
         if columns:
             return self._columns(name, columns, all_rows=all_rows)
         return self._undivided(name, all_rows=all_rows)

@@ -204,9 +204,11 @@ def pack_super_blocks(
 
 def unpack_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
     """Unpack bytes (n, 12) into scales and minimums, each uint8 (n, 8) below 64."""
-    first, second, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = np.concatenate([first & _LOW_SIX, rest & 15 | (first & _HIGH_TWO) >> 2], axis=1)
-    minimums = np.concatenate([second & _LOW_SIX, rest >> 4 | (second & _HIGH_TWO) >> 2], axis=1)
+    first, second, low_nibbles = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = np.concatenate([first & _LOW_SIX, low_nibbles & 15 | (first & _HIGH_TWO) >> 2], axis=1)
+    minimums = np.concatenate(
+        [second & _LOW_SIX, low_nibbles >> 4 | (second & _HIGH_TWO) >> 2], axis=1
+    )
     return scales, minimums
 
 
@@ -214,8 +216,8 @@ def pack_scales(scales: Bytes, minimums: Bytes) -> Bytes:
     """Pack scales and minimums, each uint8 (n, 8) below 64, into bytes (n, 12)."""
     first = scales[:, :4] | (scales[:, 4:] & 0x30) << 2
     second = minimums[:, :4] | (minimums[:, 4:] & 0x30) << 2
-    rest = scales[:, 4:] & 15 | minimums[:, 4:] << 4
-    return np.concatenate([first, second, rest], axis=1)
+    low_nibbles = scales[:, 4:] & 15 | minimums[:, 4:] << 4
+    return np.concatenate([first, second, low_nibbles], axis=1)
 
 
 def _scales_and_minimums(blocks: Bytes) -> tuple[Floats, Floats]:

@@ -58,42 +58,42 @@ def read_added_tokens(
     else:  # an older folder
         by_id = _listed_by_text(config, special_map, added_json)
         by_id |= {_id_of(entry["id"]): entry for entry in entries}
-    named = _named(config, special_map)
-    texts = {name: _text(value) for name, value in named.items()}
+    named_tokens = _named_tokens(config, special_map)
+    texts = {name: _text(value) for name, value in named_tokens.items()}
     specials = {*texts.values()}
-    listed = [_token(by_id[id_], specials) for id_ in sorted(by_id)]
-    listed_texts = {token.text for token in (*own_tokens, *listed)}
-    unnamed = _unnamed(config, special_map)
+    listed_tokens = [_token(by_id[id_], specials) for id_ in sorted(by_id)]
+    listed_texts = {token.text for token in (*own_tokens, *listed_tokens)}
+    unnamed_tokens = _unnamed_tokens(config, special_map)
     unlisted: list[str | Json] = []
-    for value in (*named.values(), *unnamed):
+    for value in (*named_tokens.values(), *unnamed_tokens):
         if value and value not in unlisted and _text(value) not in listed_texts:
             unlisted.append(value)
-    more_tokens = listed + [_token(value, specials) for value in unlisted]
+    more_tokens = listed_tokens + [_token(value, specials) for value in unlisted]
     added = _with_ids(own_tokens, more_tokens, description["model"]["vocab"])
-    additional = tuple(dict.fromkeys(_text(value) for value in unnamed if value))
+    additional = tuple(dict.fromkeys(_text(value) for value in unnamed_tokens if value))
     return FolderTokens(added, texts, additional)
 
 
-def _named(config: Json, special_map: Json) -> dict[str, str | Json]:
+def _named_tokens(config: Json, special_map: Json) -> dict[str, str | Json]:
     """Return the special tokens that have names, in the order of the names.
 
     A token is a text, or an object with flags.
     """
-    named = {name: value for name, value in config.items() if _is_named(name, value)}
+    named_tokens = {name: value for name, value in config.items() if _is_named(name, value)}
     extras = config.get("extra_special_tokens")
     if isinstance(extras, dict):
-        named |= {name: value for name, value in extras.items() if value}
+        named_tokens |= {name: value for name, value in extras.items() if value}
     for name, value in special_map.items():
         # For a name outside `_NAMES`, a text in the configuration overrides this file.
-        is_fixed = name not in _TOKEN_NAMES and isinstance(named.get(name), str)
+        is_fixed = name not in _TOKEN_NAMES and isinstance(named_tokens.get(name), str)
         if _is_named(name, value) and not is_fixed:
-            named[name] = value
+            named_tokens[name] = value
     order = {name: index for index, name in enumerate(_TOKEN_NAMES)}
-    names = sorted(named, key=lambda name: order.get(name, len(order)))
-    return {name: named[name] for name in names}
+    names = sorted(named_tokens, key=lambda name: order.get(name, len(order)))
+    return {name: named_tokens[name] for name in names}
 
 
-def _unnamed(config: Json, special_map: Json) -> list[str | Json]:
+def _unnamed_tokens(config: Json, special_map: Json) -> list[str | Json]:
     """Return the special tokens without names."""
     older, newer = "additional_special_tokens", "extra_special_tokens"
     lists = [config.get(newer) or config.get(older), special_map.get(newer)]
@@ -104,9 +104,11 @@ def _unnamed(config: Json, special_map: Json) -> list[str | Json]:
 
 def _listed_by_text(config: Json, special_map: Json, added_json: Json) -> dict[int, Json]:
     """Return the tokens of added_tokens.json by id, special if the other files say so."""
-    named = {name: value for name, value in config.items() if isinstance(value, str)} | special_map
-    special_texts = {_text(named[name]) for name in _TOKEN_NAMES if named.get(name)}
-    special_texts |= {value for value in _unnamed(config, {}) if isinstance(value, str)}
+    named_values = {
+        name: value for name, value in config.items() if isinstance(value, str)
+    } | special_map
+    special_texts = {_text(named_values[name]) for name in _TOKEN_NAMES if named_values.get(name)}
+    special_texts |= {value for value in _unnamed_tokens(config, {}) if isinstance(value, str)}
     return {
         _id_of(id_): {
             "content": text,

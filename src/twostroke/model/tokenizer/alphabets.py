@@ -21,8 +21,8 @@ def _byte_characters() -> list[str]:
     and the characters from U+0100 on spell the other byte values in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (chr(code) for code in range(0x100, 0x200))
-    return [chr(value) if value in printable else next(others) for value in range(256)]
+    other_characters = (chr(code) for code in range(0x100, 0x200))
+    return [chr(value) if value in printable else next(other_characters) for value in range(256)]
 
 
 _CHARACTERS = _byte_characters()

@@ -241,8 +241,8 @@ class _TokenizerFields:
         self.unknown_id = self.token_id("unknown_token_id")
         self.ends = [token_id for key in _END_KEYS for token_id in self.token_ids(key)]
         if len(types) == 0:  # an old file: the tokens that it names are control tokens
-            named = [self.bos_id, *self.ends, self.token_id("padding_token_id")]
-            self.types = {id_: _CONTROL for id_ in named if id_ is not None}
+            named_ids = [self.bos_id, *self.ends, self.token_id("padding_token_id")]
+            self.types = {id_: _CONTROL for id_ in named_ids if id_ is not None}
             self.types |= {self.unknown_id: _UNKNOWN} if self.unknown_id is not None else {}
 
     def added(self) -> tuple[AddedToken, ...]:

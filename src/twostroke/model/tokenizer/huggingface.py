@@ -57,7 +57,7 @@ def from_tokenizer_json(path: Path, num_rows: int | None = None) -> Tokenizer:
     if not file.is_file():
         raise ModelNotFoundError(f"There is no tokenizer.json at {path}.")
     folder = file.parent
-    description = _read(file)
+    description = _read_json_object(file)
     model = description.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
         kind = model.get("type") if isinstance(model, dict) else None
@@ -65,7 +65,7 @@ def from_tokenizer_json(path: Path, num_rows: int | None = None) -> Tokenizer:
             f"{file.name} holds a tokenizer of type {kind}, which this version cannot read; "
             "it reads type BPE."
         )
-    config = _read(folder / "tokenizer_config.json")
+    config = _read_json_object(folder / "tokenizer_config.json")
     try:
         return _build(description, model, config, folder, num_rows)
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -88,8 +88,8 @@ def _build(
     tokens = read_added_tokens(
         description,
         config,
-        special_map=_read(folder / "special_tokens_map.json"),
-        added_json=_read(folder / "added_tokens.json"),
+        special_map=_read_json_object(folder / "special_tokens_map.json"),
+        added_json=_read_json_object(folder / "added_tokens.json"),
     )
     named_texts = tokens.named_texts
     added = _with_rows(tokens.added, num_rows)
@@ -278,13 +278,13 @@ def _piece_bytes(description: dict[str, Any]) -> Callable[[str], bytes]:
 
 def _configured_ends(folder: Path) -> Iterator[int]:
     for name in ("generation_config.json", "config.json"):
-        value = _read(folder / name).get("eos_token_id")
+        value = _read_json_object(folder / name).get("eos_token_id")
         for id_ in value if isinstance(value, list) else [value]:
             if isinstance(id_, int) and not isinstance(id_, bool):
                 yield id_
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_json_object(file: Path) -> dict[str, Any]:
     """Return a JSON object from a file; an empty object if there is no such file."""
     if not is_there(file):
         return {}

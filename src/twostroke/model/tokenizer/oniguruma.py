@@ -55,7 +55,7 @@ _NAMED_CLASSES: Final = {
 }
 _NAMED_PROPERTIES: Final = {**_NAMED_CLASSES, "punct": r"\p{P}"}
 _PROPERTY: Final = re.compile(r"\\([pP])\{(\^?)([^{}]*)\}")
-_NAMED: Final = re.compile(r"\[:(\^?)(\w+):\]")
+_POSIX_CLASS: Final = re.compile(r"\[:(\^?)(\w+):\]")
 _CODE: Final = re.compile(
     r"\\(?:x\{([0-9A-Fa-f]{1,8})\}|u([0-9A-Fa-f]{4})|x([0-7][0-9A-Fa-f])|x([0-9A-Fa-f])(?![0-9A-Fa-f])"
     r"|o\{([0-7]{1,11})\}|(?:c|C-)([@-_a-z]))"
@@ -359,9 +359,13 @@ class _Translation:
         char = self._pattern[self._position]
         if char == "\\":
             return self._escape_anywhere(_ESCAPES_IN_CLASS)
-        if named := self._take(_NAMED):
-            members = _NAMED_CLASSES.get(named[2])
-            return self._members(members, is_inverse=bool(named[1])) if members else named[0]
+        if posix_class := self._take(_POSIX_CLASS):
+            members = _NAMED_CLASSES.get(posix_class[2])
+            return (
+                self._members(members, is_inverse=bool(posix_class[1]))
+                if members
+                else posix_class[0]
+            )
         if char == "[":
             self.has_sets = True
             return self._class()

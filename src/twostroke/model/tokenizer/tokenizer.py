@@ -359,7 +359,7 @@ class Tokenizer:
         parts = self._parts
         cut = parts.cut
         prefix = parts.space_prefix
-        rest = parts.cut_rest or parts.cut
+        cut_rest = parts.cut_rest or parts.cut
         for piece in pieces:
             if isinstance(piece, AddedToken):
                 ids.append(piece.id)
@@ -372,8 +372,8 @@ class Tokenizer:
                         spaced = prefix and not part[0].isspace()
                         words = cut(" " + part if spaced else part)
                         ids += self._merges.encode(words, max_tokens, len(ids))
-                    cut, prefix = rest, False
-            cut, prefix = rest, False
+                    cut, prefix = cut_rest, False
+            cut, prefix = cut_rest, False
         return ids
 
 

@@ -91,18 +91,20 @@ class Translation:
 
         Bytes that are not UTF-8 are left out.
         """
-        rest = bytes(text)
+        remaining = bytes(text)
         offset = start
         translated.is_whole = True
-        while rest:
+        while remaining:
             try:
-                rest.decode()
-                size, skipped = len(rest), 0
+                remaining.decode()
+                size, skipped = len(remaining), 0
             except UnicodeDecodeError as error:
                 size, skipped = error.start, error.end - error.start
-                translated.is_whole = error.end < len(rest) or "unexpected end" not in error.reason
-            self._add_tokens(translated, rest[:size], offset)
-            rest, offset = rest[size + skipped :], offset + size + skipped
+                translated.is_whole = (
+                    error.end < len(remaining) or "unexpected end" not in error.reason
+                )
+            self._add_tokens(translated, remaining[:size], offset)
+            remaining, offset = remaining[size + skipped :], offset + size + skipped
         return start + len(text)
 
     def _add_tokens(self, translated: TranslatedTokens, text: bytes, start: int) -> None:

@@ -35,7 +35,7 @@ NUMBER_THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 
 def normalize_by(steps: Sequence[Normalize]) -> Normalize:
     """Return a function that applies all `steps` to a text."""
-    return lambda text: reduce(lambda done, step: step(done), steps, text)
+    return lambda text: reduce(lambda current, step: step(current), steps, text)
 
 
 def cut_by_all(cuts: Sequence[Cut]) -> Cut:

@@ -111,8 +111,8 @@ def without_prefix(name: str) -> str:
     prefix = _PREFIX.match(name)
     if prefix is None:
         return name
-    rest = name[prefix.end() :]
-    return rest if rest.startswith("lm_head.") else f"model.{rest}"
+    stripped = name[prefix.end() :]
+    return stripped if stripped.startswith("lm_head.") else f"model.{stripped}"
 
 
 def is_text_weight(canonical: str) -> bool:

@@ -150,10 +150,10 @@ def check_shapes(
     unknown = sorted(tensors.keys() - shapes.keys())
     for name, shape in shapes.items():
         if name not in tensors:
-            others = f"; it has {quote(unknown[0])}, which is not one of them" if unknown else ""
+            advice = f"; it has {quote(unknown[0])}, which is not one of them" if unknown else ""
             raise ModelFormatError(
                 f"{file!r} lacks tensor {quote(name)} with shape {shape}, which {reader} "
-                f"reads{others}."
+                f"reads{advice}."
             )
         if tensors[name].shape != shape:
             raise ModelFormatError(
