@@ -164,7 +164,7 @@ def config_values(fields: Fields) -> dict[str, Any]:
     values: dict[str, Any] = {"head_dim": fields.value("global_head_dim")}
     if fields.flag("attention_k_eq_v", default=False) and fields.has("num_global_key_value_heads"):
         values["num_key_value_heads"] = fields.value("num_global_key_value_heads")
-    if overrides := fields.part("per_layer_config"):  # as transformers 5 writes them
+    if overrides := fields.part("per_layer_config"):  # written by transformers 5
         layer_values = list(overrides.values.values()) or [None]
         if any(
             values_of_layer != layer_values[0] or not isinstance(values_of_layer, dict)

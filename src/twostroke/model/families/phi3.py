@@ -40,7 +40,7 @@ PHI3 = Family(
     from_gguf=from_gguf,
     from_config=from_config,
     layer_names={"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
-    # GGUF's ffn_up is gate and up here, one after the other.
+    # GGUF's ffn_up has the rows of gate, then of up.
     fused={"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")},
     partial_rotary="partial_rotary_factor",
 )

@@ -93,7 +93,7 @@ def _append(file: HubFile, partial: Path, size: int) -> Iterator[int]:
         http.client.HTTPException,
         ConnectionError,
         TimeoutError,
-        ssl.SSLError,  # while reading; before, it is inside an URLError
+        ssl.SSLError,  # raised while reading; earlier ones are inside an URLError
     ):
         raise HubUnavailableError(
             f"The hub at {env.hub_endpoint()} could not be reached for {file.repository!r}: check "

@@ -29,7 +29,7 @@ class BatchShape(Frozen, dict=True):
     counts: tuple[int, ...]
     num_sampled: int
     step: BatchShape | None = None  # the whole step, if this is one row part of it
-    num_rows: int = 0  # the sum of `counts`, kept because a step needs it several times
+    num_rows: int = 0  # the sum of `counts`, which is used several times in each step
 
     def __post_init__(self) -> None:
         force_setattr(self, "num_rows", sum(self.counts))
@@ -173,7 +173,7 @@ class DecodeRun(BatchShape):
 
     def num_context(self, window: int | None = None) -> Any:
         """Count the positions whose keys and values must be read: an array (steps,)."""
-        import numpy as np  # `--help` needs none of it
+        import numpy as np  # not needed for `--help`
 
         if window is None:
             return super().num_context() + len(self.starts) * np.arange(self.num_steps)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from twostroke.model.program.sharding import Parts
     from twostroke.model.program.work import Count
 
-_VALUE_BYTES = 4  # values travel as float32
+_VALUE_BYTES = 4  # values are sent as float32
 
 
 class AllGather(Operation):

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-# By the present name of a class or a field: the name in stored forms.
+# Names in stored forms, by the present name of a class, or of a class and its field.
 STORED_CLASSES: Final = {
     "Projection": "Made",
     "QkProjections": "Origin",

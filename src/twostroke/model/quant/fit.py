@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     Nearest = Callable[[Floats], Floats]
 
-# Trial grids span the values with this many codes more than there are: clipping the extreme
-# values, or not using the extreme codes, is often better.
+# Trials divide the span of the values into this many steps more than there are codes: clipping
+# extreme values, or leaving extreme codes unused, is often better.
 _GRID_STRETCHES = np.linspace(-1.0, 1.0, 21, dtype=np.float32)
 
 

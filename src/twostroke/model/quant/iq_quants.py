@@ -340,7 +340,7 @@ IQ4_LEVELS = np.array(
 )
 _TRIAL_PEAKS = (-151, -143, -135, -127, -119, -111, -104, -97, 97, 105, 113, 121, 129, 137)
 
-# The nearest code for each multiple of 1/2 from -128 on: all midpoints of levels are such.
+# The nearest code for each multiple of 1/2 from -128 on; midpoints of levels are such multiples.
 _IQ4_MIDDLES = (IQ4_LEVELS[1:] + IQ4_LEVELS[:-1]) / 2
 _CODE_OF_HALF_STEP = np.searchsorted(_IQ4_MIDDLES, np.arange(-256, 256) / 2, side="right").astype(
     np.uint8

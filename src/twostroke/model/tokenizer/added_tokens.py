@@ -84,7 +84,7 @@ def _named_tokens(config: Json, special_map: Json) -> dict[str, str | Json]:
     if isinstance(extras, dict):
         named_tokens |= {name: value for name, value in extras.items() if value}
     for name, value in special_map.items():
-        # For a name outside `_NAMES`, a text in the configuration overrides this file.
+        # For a name outside `_TOKEN_NAMES`, a text in the configuration overrides this file.
         is_fixed = name not in _TOKEN_NAMES and isinstance(named_tokens.get(name), str)
         if _is_named(name, value) and not is_fixed:
             named_tokens[name] = value

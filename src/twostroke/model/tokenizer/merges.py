@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MAX_CACHED_WORDS = 20_000
 _MAX_CACHED_LENGTH = 64
 _MAX_CACHED_CHARS = 1 << 16
-_SHORT_WORD = 128  # symbols; searching all of them for each merge is faster up to this length
+_SHORT_WORD = 128  # symbols; in shorter words, searching all pairs for each merge is faster
 _LONG_WORD = 1 << 14  # characters; from this length a lower bound of the tokens is checked first
 # The rank of a pair that is not merged. Every other rank is lower, and its last 32 bits are the
 # id of the merged token.

@@ -70,11 +70,11 @@ _CONDITION: Final = re.compile(r"\(\?\((?:<(\w+)>|'(\w+)'|(\d{1,4}))\)")
 _GROUPS: Final = ("(?:", "(?=", "(?!", "(?<=", "(?<!", "(?>")
 _COMMENT: Final = re.compile(r"\(\?#(?:[^\\)]|\\.)*\)", re.DOTALL)
 _EXTENDED: Final = re.compile(r"(?:[ \t\n\r\f\v]|#[^\n]*(?:\n|\Z))+")
-_OPERATORS: Final = "|~-"  # of classes in `regex`, if doubled
+_OPERATORS: Final = "|~-"  # set operators in `regex`, if doubled
 _EMPTY_CLASS, _FULL_CLASS = r"[^\x00-\U0010FFFF]", r"[\x00-\U0010FFFF]"
 _MAX_LENGTH: Final = 1 << 15  # characters of a pattern
 _MAX_REPETITIONS: Final = 100_000  # as in Oniguruma
-_MAX_SIZE: Final = 200_000  # of the whole pattern, written out: some 80 MB
+_MAX_SIZE: Final = 200_000  # characters and classes of the expanded pattern: some 80 MB
 _ESCAPE_SIZES: Final = {"w": 4, "W": 4, "b": 20, "B": 20}
 _MAX_DEPTH: Final = 50  # groups, classes and repetitions inside each other
 
@@ -202,7 +202,7 @@ class _Translation:
         if only_last is None and not comma:
             return f"{{{numbers[0]}}}", numbers[0]  # a `?` after it makes it optional
         first, last = (0, numbers[0]) if only_last else (numbers[0], (*numbers, None)[1])
-        if last is not None and last < first:  # swapped, it is possessive
+        if last is not None and last < first:  # swapped limits make it possessive
             return f"{{{last},{first}}}+", first
         text = f"{{{first},{'' if last is None else last}}}"
         return text + (self._next() if self._at("?") else ""), max(numbers)
@@ -337,7 +337,7 @@ class _Translation:
         self._position += 1
         inverse = self._next() if self._at("^") else ""
         operands: list[list[str]] = [[]]
-        if self._at("]"):  # first, it is a character
+        if self._at("]"):  # at the start, it is a plain character
             operands[-1].append("\\" + self._next())
         while not self._at("]"):
             if self._position >= len(self._pattern):

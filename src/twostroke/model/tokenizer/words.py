@@ -27,7 +27,7 @@ _WORD_CHARACTERS = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\u200c\u200d"
 WORDS = rf"[{_WORD_CHARACTERS}]+|[^{_WORD_CHARACTERS}\p{{White_Space}}]+"
 # Patterns that group digits by three from the right (tokenizer.json of Tiny Aya, SuperBPE,
 # Trinity). A regular expression engine takes quadratic time for them on long numbers, so `cut_at`
-# recognizes them and calls `_grouping`.
+# recognizes them and calls `_cut_thousands`.
 THOUSANDS = r"\d{1,3}(?=(?:\d{3})*\b)"
 BEFORE_THOUSANDS = r"(?=(\d{3})+(?!\d))"
 NUMBER_THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"

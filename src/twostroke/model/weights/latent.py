@@ -70,7 +70,7 @@ def _split_joined(
     quote: Callable[[str], str],
 ) -> dict[str, QuantTensor]:
     name = f"{prefix}kv_b.weight"
-    if f"{prefix}k_b.0.weight" not in shapes:  # of a layer that the model does not have
+    if f"{prefix}k_b.0.weight" not in shapes:  # a layer that the model does not have
         return {name: tensor}
     rank, key = shapes[f"{prefix}k_b.0.weight"]
     value, _ = shapes[f"{prefix}v_b.0.weight"]

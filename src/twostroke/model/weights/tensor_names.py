@@ -52,8 +52,8 @@ _WRAPPER = re.compile(
 )
 # Prefixes before the names of a text model: `module.` from data parallelism, `base_model.model.`
 # from peft, `language_model.` and `thinker.` from multimodal models, `pretrained_model.` from trl,
-# the others from training programs. A checkpoint without an output matrix, such
-# as an embedding model, may have no prefix.
+# the others from training programs. A checkpoint without an output matrix, such as an embedding
+# model's, may have no prefix.
 _PREFIX = re.compile(
     r"(?:(?:module|model|base_model|transformer|language_model|text_model|llm|lm|thinker"
     r"|pretrained_model|policy|actor|student|backbone|net|ema|ema_model|state_dict)\.)*"
