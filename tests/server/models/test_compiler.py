@@ -138,7 +138,7 @@ def test_queue_of_constraints_is_bounded_and_drops_clients_that_left(
         assert await tasks[1]
         assert await compiler.compile(Constraint("regex", "c"))
         assert grammars.cached(others[0])
-        assert not any(map(grammars.known, others[1:]))
+        assert not any(map(grammars.cached, others[1:]))
 
     asyncio.run(ask())
 
