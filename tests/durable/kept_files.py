@@ -47,7 +47,7 @@ from twostroke.lab.planner.fleet_file import read_fleet
 from twostroke.lab.planner.prices import load_prices
 from twostroke.lab.simulator.traces import read_trace
 from twostroke.lab.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from twostroke.lab.train.record import RecordedAnswer, SampleStore, kept_answers
+from twostroke.lab.train.record import RecordedAnswer, SampleStore, load_answers
 from twostroke.model.hub.records import ModelRecord, StoredFile, stored_records
 from twostroke.model.loader import build_tokenizer
 from twostroke.model.quant import FORMATS, QuantTensor
@@ -197,7 +197,7 @@ def make_answers(folder: Path, number: int) -> list[Path]:
 
 
 def read_answers(folder: Path) -> Any:
-    found = kept_answers(folder, 8)
+    found = load_answers(folder, 8)
     return [(one.prompt, one.tokens.tolist(), one.hidden.tolist()) for one in found] or None
 
 

@@ -65,7 +65,7 @@ def test_a_shorter_model_learns_from_the_whole(teacher: Path, tmp_path: Path) ->
 
 
 def test_layers_that_do_nothing_are_left_out(tmp_path: Path) -> None:
-    from twostroke.lab.train.shorten import choose_layers, kept_names, shortened
+    from twostroke.lab.train.shorten import choose_layers, names_in_full_model, shortened
 
     path = write_tiny_gguf(tmp_path / "teacher.gguf", tiny_of("llama", num_layers=6, fmt="F32"))
     loaded = load(str(path))
@@ -77,7 +77,9 @@ def test_layers_that_do_nothing_are_left_out(tmp_path: Path) -> None:
             tensors[key] = type(tensors[key]).from_floats(zeros, tensors[key].format)
     kept = choose_layers(loaded.spec, tensors, [[5, 9, 3, 7] * 8], 4, lambda _: None)
     assert kept == [0, 2, 3, 5]
-    names = dict(kept_names(list(build_program(shortened(loaded.spec, kept)).weight_shapes), kept))
+    names = dict(
+        names_in_full_model(list(build_program(shortened(loaded.spec, kept)).weight_shapes), kept)
+    )
     assert names["blk.3.ffn_up.weight"] == "blk.5.ffn_up.weight"
     assert names["output_norm.weight"] == "output_norm.weight"
 

@@ -18,7 +18,7 @@ from twostroke.engine.engine import build
 from twostroke.lab.train import TrainOptions
 from twostroke.lab.train.answers import collect
 from twostroke.lab.train.prompts import prompts
-from twostroke.lab.train.record import RecordedAnswer, Recorder, SampleStore, kept_answers
+from twostroke.lab.train.record import RecordedAnswer, Recorder, SampleStore, load_answers
 from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
@@ -91,11 +91,11 @@ def test_damaged_answers_are_refused(tmp_path: Path) -> None:
     store = SampleStore(tmp_path, 0)
     store.add(RecordedAnswer(np.arange(4, dtype=np.int32), np.ones((3, 8), np.float16)))
     store.flush()
-    [answer] = kept_answers(tmp_path, 8)
+    [answer] = load_answers(tmp_path, 8)
     assert answer.tokens.tolist() == [0, 1, 2, 3]
     assert answer.hidden.shape == (3, 8)
     with pytest.raises(UsageError, match=r"is damaged, or of another model: delete"):
-        kept_answers(tmp_path, 16)
+        load_answers(tmp_path, 16)
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from twostroke.lab.compress.report import check_canary, scoring_backend
 from twostroke.lab.train.answers import collect
 from twostroke.lab.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from twostroke.lab.train.descent import Descent, train
-from twostroke.lab.train.imitate import Imitator, learned
+from twostroke.lab.train.imitate import Imitator, training_examples
 from twostroke.lab.train.narrow import Widths, choose_widths
 from twostroke.lab.train.options import StudentShape
-from twostroke.lab.train.shorten import choose_layers, kept_names, shortened
+from twostroke.lab.train.shorten import choose_layers, names_in_full_model, shortened
 from twostroke.lab.train.teach import Teacher, other_tokens, same_tokens
 from twostroke.model.families import build_program
 from twostroke.model.loader import build_tokenizer, load
@@ -255,7 +255,7 @@ def _cut_student(
     """Return the part of a teacher that has a shape; the selection is saved in `folder`."""
     texts = [
         [int(token) for token in example.tokens[-_SELECTION_TOKENS:]]
-        for example in learned(examples)[:_NUM_SELECTION_ANSWERS]
+        for example in training_examples(examples)[:_NUM_SELECTION_ANSWERS]
     ]
     spec = student.spec
     if shape.layers is not None and shape.layers < spec.num_layers:
@@ -293,7 +293,7 @@ def _read(path: Path, kind: type[T], folder: Path) -> T:
 
 def _with_layers(student: Student, kept_layers: list[int]) -> Student:
     spec = shortened(student.spec, kept_layers)
-    names = kept_names(list(build_program(spec).weight_shapes), kept_layers)
+    names = names_in_full_model(list(build_program(spec).weight_shapes), kept_layers)
     tensors = {new_name: student.tensors[name] for new_name, name in names}
     prefix = student.spec.architecture
     changed: dict[str, Value] = {f"{prefix}.block_count": len(kept_layers)}

@@ -1,4 +1,4 @@
-"""Training of heads that guess a model's next tokens (extra `[train]`)."""
+"""Trains heads for speculation, and smaller models (extra `[train]`)."""
 
 from twostroke.lab.train.options import TrainOptions
 

@@ -1,4 +1,4 @@
-"""Collects a model's answers, with their hidden states, to learn from."""
+"""Generates a model's answers with their hidden states, for training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from twostroke.core.sampling import OPENAI_DEFAULTS
 from twostroke.engine.engine import build
 from twostroke.engine.prompts import encode_chat, encode_text
 from twostroke.lab.train.prompts import TrainingPrompt, prompts
-from twostroke.lab.train.record import RecordedAnswer, Recorder, SampleStore, kept_answers
+from twostroke.lab.train.record import RecordedAnswer, Recorder, SampleStore, load_answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
 
     Report = Callable[[str], None]
 
-_STREAMS = 48  # in a batch
+_STREAMS = 48
 _ANSWER_TOKENS = 200
 _PROMPT_TOKENS = 600
 _CONTEXT_LENGTH = 1024
 _NUM_REPORTS = 50
-_TEMPERATURES = (0.0, 0.0, 0.7)  # in turn
+_TEMPERATURES = (0.0, 0.0, 0.7)  # in rotation
 
 
 def collect(
     model: str, spec: ModelSpec, folder: Path, options: LearnOptions, report: Report
 ) -> list[RecordedAnswer]:
-    """Return answers with `options.num_tokens` in all: those in `folder`, then new ones.
+    """Return answers with `options.num_tokens` in all: saved answers, then new ones.
 
-    New answers are written to `folder` as they come, so that an interrupted run can continue.
-    `spec` is the model's.
+    New answers are written to `folder` as they arrive, so that an interrupted run can continue.
+    `spec` is the specification of `model`.
 
     Raises:
-        UsageError: the file of prompts is missing, or has too few of them.
+        UsageError: the file of prompts is missing, or has too few prompts.
         TwostrokeError: the model cannot be loaded, or the disk is full.
     """
-    answers = kept_answers(folder, spec.hidden_size)
+    answers = load_answers(folder, spec.hidden_size)
     if sum(map(len, answers)) >= options.num_tokens:
         return answers
     cache = CacheOptions(context_length=min(_CONTEXT_LENGTH, spec.context_length))
@@ -58,13 +58,12 @@ def collect(
         cache=cache, batch=batch, speculation=SpeculationOptions(method="off")
     )
     store = SampleStore(folder, len(answers))
-    finished = deque[
-        RecordedAnswer
-    ]()  # from the engine's thread; an engine ignores its watcher's errors
+    # The engine's thread appends here: writing in the watcher would hide errors.
+    finished = deque[RecordedAnswer]()
     with build(model, engine_options, watcher=Recorder(finished.append)) as engine:
-        some = _prompts(options, has_chat=engine.card.can_chat)
+        training_prompts = _prompts(options, has_chat=engine.card.can_chat)
         num_before = num_reported = sum(map(len, answers))
-        for _ in _answer(engine, some, len(answers)):
+        for _ in _generate(engine, training_prompts, len(answers)):
             store.take(finished)
             num_rows = num_before + store.num_rows
             is_done = num_rows >= options.num_tokens
@@ -75,7 +74,7 @@ def collect(
                 break
     store.take(finished)
     store.flush()
-    answers = kept_answers(folder, spec.hidden_size)
+    answers = load_answers(folder, spec.hidden_size)
     if sum(map(len, answers)) < options.num_tokens:
         raise UsageError(
             f"{options.data} has too few prompts for {options.num_tokens:,} tokens of answers: "
@@ -94,12 +93,12 @@ def _prompts(options: LearnOptions, *, has_chat: bool) -> Iterator[TrainingPromp
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(f"--data {path} cannot be read: {reason}.") from None
-    found = []
+    file_prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         if not line.startswith("{"):
-            found.append(TrainingPrompt(line, has_chat))
+            file_prompts.append(TrainingPrompt(line, has_chat))
             continue
         try:
             text = json.loads(line)["prompt"]
@@ -107,19 +106,21 @@ def _prompts(options: LearnOptions, *, has_chat: bool) -> Iterator[TrainingPromp
             text = None
         if not isinstance(text, str):
             raise UsageError(f'--data {path}: line {number} is not an object with a "prompt".')
-        found.append(TrainingPrompt(text, is_chat=False))
-    return iter(found)
+        file_prompts.append(TrainingPrompt(text, is_chat=False))
+    return iter(file_prompts)
 
 
-def _answer(engine: Engine, some: Iterator[TrainingPrompt], first: int) -> Iterator[None]:
-    """Answer prompts in batches, and yield after each answer; skips the first `first`."""
+def _generate(
+    engine: Engine, training_prompts: Iterator[TrainingPrompt], first: int
+) -> Iterator[None]:
+    """Answer prompts in batches, without the first `first` ones; yield after each answer."""
     waiting: deque[Generation] = deque()
     try:
-        for number, prompt in enumerate(some):
+        for number, prompt in enumerate(training_prompts):
             if number < first:
                 continue
             params = replace(
-                OPENAI_DEFAULTS,  # to learn from whole distributions
+                OPENAI_DEFAULTS,  # samples the whole distribution
                 max_tokens=_ANSWER_TOKENS,
                 temperature=_TEMPERATURES[number % len(_TEMPERATURES)],
                 seed=number,
@@ -140,7 +141,7 @@ def _answer(engine: Engine, some: Iterator[TrainingPrompt], first: int) -> Itera
 
 
 def encode_prompt(card: ModelCard, prompt: TrainingPrompt) -> list[int]:
-    """Return the token ids of a prompt, as a message of a chat if it is one."""
+    """Return the token ids of a prompt; a chat prompt is rendered as a user's message."""
     if prompt.is_chat:
         return encode_chat(card, [{"role": "user", "content": prompt.text}])
     return encode_text(card, prompt.text)

@@ -1,4 +1,4 @@
-"""Saves and loads the state of training: weights and the optimizer's state."""
+"""Saves and loads the state of a training: weights and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     Arrays = Mapping[str, NDArray[np.float32]]
 
-_NAME = "checkpoint.json"
+_FILE_NAME = "checkpoint.json"
 
 
 class Checkpoint(Frozen):
-    """The state of training; `about` identifies the target model and the options."""
+    """The state of a training; `about` identifies the target model and the options."""
 
     about: Mapping[str, Any]
     token_ids: tuple[int, ...]
@@ -34,7 +34,7 @@ class Checkpoint(Frozen):
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint; an earlier one stays until this one is whole.
+    """Write a checkpoint; the previous one is removed after this one is complete.
 
     Raises:
         TwostrokeError: the disk is full, or the folder cannot be written.
@@ -51,7 +51,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
             "token_ids": list(checkpoint.token_ids),
             "weights": _digest(path),
         }
-        write_checked_json(folder / _NAME, facts)
+        write_checked_json(folder / _FILE_NAME, facts)
         for other in folder.glob("checkpoint-*.safetensors"):
             if other != path:
                 other.unlink()
@@ -66,12 +66,12 @@ def _digest(path: Path) -> str:
 
 
 def load_checkpoint(folder: Path, about: Mapping[str, Any]) -> Checkpoint | None:
-    """Return the checkpoint in a folder, None if there is none.
+    """Return the checkpoint in a folder; None if there is none.
 
     Raises:
-        UsageError: it is damaged, or of another model or other options.
+        UsageError: it is damaged, or belongs to another model or other options.
     """
-    path = folder / _NAME
+    path = folder / _FILE_NAME
     if not path.is_file():
         return None
     try:
@@ -80,22 +80,22 @@ def load_checkpoint(folder: Path, about: Mapping[str, Any]) -> Checkpoint | None
         weights = folder / f"checkpoint-{steps}.safetensors"
         files = read_safetensors(weights)
         if facts.get("weights") not in {None, _digest(weights)}:
-            raise ModelFormatError(f"{weights.name!r} is damaged: its digest is another.")
-        found = Checkpoint(
+            raise ModelFormatError(f"{weights.name!r} is damaged: its digest differs.")
+        checkpoint = Checkpoint(
             facts["about"],
             tuple(facts["token_ids"]),
-            float(facts["seconds"]),
-            steps,
-            {name: tensor.dequantize() for name, tensor in files.tensors.items()},
+            seconds=float(facts["seconds"]),
+            num_steps=steps,
+            arrays={name: tensor.dequantize() for name, tensor in files.tensors.items()},
         )
     except (KeyError, TypeError, ValueError, TwostrokeError) as error:
         reason = (
             str(error) if isinstance(error, ModelFormatError) else "a field is missing or damaged."
         )
         raise UsageError(f"{path} cannot be used: {reason} Delete it to start again.") from None
-    if found.about != dict(about):
+    if checkpoint.about != dict(about):
         raise UsageError(
             f"{folder} holds training for another model or with other options: "
             "use the same options, or another --output."
         )
-    return found
+    return checkpoint

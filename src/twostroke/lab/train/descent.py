@@ -1,4 +1,4 @@
-"""Gradient descent within a limit of time, whose state can be saved."""
+"""Gradient descent within a time limit; its state can be saved and restored."""
 
 from __future__ import annotations
 
@@ -19,36 +19,41 @@ if TYPE_CHECKING:
     Arrays = Mapping[str, NDArray[np.float32]]
     Report = Callable[[str], None]
 
-_SAVE_EVERY_S = 120.0
-_REPORT_EVERY_S = 10.0
-_SAVING_SHARE = 20  # times longer than saving takes
-_WARM_STEPS = 50
-_WARM_SHARE = 0.1  # of the time, if that comes first
-_LEAST_RATE = 0.02  # of the learning rate, at the end
+_SAVE_INTERVAL_S = 120.0
+_REPORT_INTERVAL_S = 10.0
+_MIN_INTERVAL_RATIO = 20  # of the time between checkpoints to the time of saving one
+_WARM_UP_STEPS = 50
+_WARM_UP_SHARE = 0.1  # of the time; warm-up ends at the earlier of both
+_MIN_RATE_SHARE = 0.02  # of the learning rate, at the end
 
 
 @dataclass(slots=True)
 class Descent:
-    """AdamW for those of `weights` that require gradients.
+    """AdamW for the `weights` that require gradients.
 
-    It has taken `seconds` of the `budget_s` that it may take. `slower` is the share of the rate
-    `rate` for weights that begin as a good model's.
+    Attributes:
+        weights: all weights of the model.
+        rate: highest learning rate.
+        budget_s: time limit of all runs together.
+        rate_factors: multiplies the rate of some weights, which begin with good values.
+        seconds, num_steps: time and steps of all runs so far.
+        loss: loss of the last step.
     """
 
     weights: Mapping[str, Tensor]
     rate: float
     budget_s: float
-    slower: Mapping[str, float] = field(default_factory=dict)
+    rate_factors: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     num_steps: int = 0
     loss: float = math.nan
     _optimizer: torch.optim.Optimizer = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Make the optimizer; weights of the same rate are one group."""
+        """Create the optimizer; weights with the same factor are one group."""
         groups: dict[float, list[Tensor]] = {}
-        for name, weight in self.own.items():
-            groups.setdefault(self.slower.get(name, 1.0), []).append(weight)
+        for name, weight in self.trained.items():
+            groups.setdefault(self.rate_factors.get(name, 1.0), []).append(weight)
         self._optimizer = torch.optim.AdamW(
             [{"params": group, "share": share} for share, group in groups.items()],
             betas=(0.9, 0.95),
@@ -57,43 +62,44 @@ class Descent:
         )
 
     @property
-    def own(self) -> dict[str, Tensor]:
+    def trained(self) -> dict[str, Tensor]:
         """The weights that are trained."""
         return {name: weight for name, weight in self.weights.items() if weight.requires_grad}
 
     @property
-    def done(self) -> float:
-        """The share of the time that is over."""
+    def progress(self) -> float:
+        """Share of the time that has passed."""
         return self.seconds / self.budget_s
 
     def descend(self, loss: Tensor) -> None:
-        """Change the weights so that the loss gets smaller."""
-        # Warm up, then follow half a cosine down to `_LEAST_RATE`.
-        wave = 0.5 * (1 + math.cos(math.pi * min(1.0, self.done)))
-        warmth = max((self.num_steps + 1) / _WARM_STEPS, self.done / _WARM_SHARE)
-        rate = self.rate * min(1.0, warmth)
-        rate *= _LEAST_RATE + (1 - _LEAST_RATE) * wave
+        """Take one step against the gradient of the loss."""
+        # Warm up, then follow half a cosine down to `_MIN_RATE_SHARE`.
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, self.progress)))
+        warm_up = max((self.num_steps + 1) / _WARM_UP_STEPS, self.progress / _WARM_UP_SHARE)
+        rate = self.rate * min(1.0, warm_up)
+        rate *= _MIN_RATE_SHARE + (1 - _MIN_RATE_SHARE) * cosine
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group["share"]
         self._optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.own.values(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
         self._optimizer.step()
         self.num_steps += 1
 
     def arrays(self) -> Arrays:
-        """Return the trained weights, and the optimizer's state of each."""
-        found: dict[str, NDArray[np.float32]] = {}
-        for name, weight in self.own.items():
-            found[name] = weight.detach().numpy()
-            for part, value in self._optimizer.state[weight].items():
-                found[f"{name}:{part}"] = value.float().reshape(value.shape or (1,)).numpy()
-        return found
+        """Return the trained weights, and the optimizer's state of each weight."""
+        arrays: dict[str, NDArray[np.float32]] = {}
+        for name, weight in self.trained.items():
+            arrays[name] = weight.detach().numpy()
+            for state_name, value in self._optimizer.state[weight].items():
+                flat = value.float().reshape(value.shape or (1,))
+                arrays[f"{name}:{state_name}"] = flat.numpy()
+        return arrays
 
     def restore(self, arrays: Arrays, seconds: float, num_steps: int) -> None:
-        """Go on from what `arrays` returned in an earlier run, after so much time and work."""
+        """Continue from the `arrays` of an earlier run, after its time and steps."""
         self.seconds, self.num_steps = seconds, num_steps
-        for name, weight in self.own.items():
+        for name, weight in self.trained.items():
             with torch.no_grad():
                 weight.copy_(torch.from_numpy(arrays[name]))
             state = self._optimizer.state[weight]
@@ -103,38 +109,42 @@ class Descent:
 
 
 def train(
-    descent: Descent, step: Callable[[], None], save: Callable[[], str], what: str, report: Report
+    descent: Descent,
+    step: Callable[[], None],
+    save: Callable[[], str],
+    interruption_note: str,
+    report: Report,
 ) -> None:
-    """Take steps until the time is over; save now and then, at the end, and after Ctrl-C.
+    """Take steps until the time is over; save regularly, at the end, and after Ctrl-C.
 
-    `save` returns how good the result is. `report` gets lines about the progress.
+    `save` returns a line about the quality of the result. `report` gets lines of progress.
 
     Raises:
-        KeyboardInterrupt: with a sentence that names `what` was saved.
+        KeyboardInterrupt: after saving; the message contains `interruption_note`.
     """
-    saved_s = shown_s = time.monotonic()
+    saved_s = reported_s = time.monotonic()
     save_s = 0.0
     try:
         while descent.seconds < descent.budget_s:
-            began_s = time.monotonic()
+            start_s = time.monotonic()
             step()
             now_s = time.monotonic()
-            descent.seconds += now_s - began_s
-            if now_s - shown_s >= _REPORT_EVERY_S:
-                shown_s = now_s
+            descent.seconds += now_s - start_s
+            if now_s - reported_s >= _REPORT_INTERVAL_S:
+                reported_s = now_s
                 report(
                     f"training: {descent.seconds / 60:.1f} of {descent.budget_s / 60:g} minutes, "
                     f"loss {descent.loss:.3f}"
                 )
-            if now_s - saved_s >= max(_SAVE_EVERY_S, _SAVING_SHARE * save_s):
-                began_s = time.monotonic()
+            if now_s - saved_s >= max(_SAVE_INTERVAL_S, _MIN_INTERVAL_RATIO * save_s):
+                start_s = time.monotonic()
                 report(save())
                 saved_s = time.monotonic()
-                save_s = saved_s - began_s
+                save_s = saved_s - start_s
     except KeyboardInterrupt:
         if not descent.num_steps:
             raise KeyboardInterrupt("Stopped before the first step.") from None
         raise KeyboardInterrupt(
-            f"Stopped; the {what} ({save()}). Run the same command to continue."
+            f"Stopped; the {interruption_note} ({save()}). Run the same command to continue."
         ) from None
     report(save())

@@ -1,4 +1,4 @@
-"""Trains a whole model to draw the tokens that another one draws."""
+"""Trains a whole model to predict the tokens that another model samples."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from twostroke.lab.train.descent import Descent
     from twostroke.lab.train.teach import Example, Teacher
 
-_HELD_OUT = 25  # one example of so many is for tests
-_MOST_TESTS = 64
+_HELD_OUT_INTERVAL = 25  # one example of 25 is for tests
+_MAX_TESTS = 64
 _BATCH_ROWS = 512
 _MIN_BFLOAT16_SPEEDUP = 1.3  # bfloat16 rounds more: it must be this much faster than float32
 _NUM_TIMED_PRODUCTS = 10
 
 
-def learned(examples: Sequence[Example]) -> list[Example]:
+def training_examples(examples: Sequence[Example]) -> list[Example]:
     """Return the examples that are not held out; UsageError if there are none."""
     if len(examples) < 2:
         raise UsageError("There are too few answers to learn from: raise --tokens.")
-    return [example for index, example in enumerate(examples) if index % _HELD_OUT]
+    return [example for index, example in enumerate(examples) if index % _HELD_OUT_INTERVAL]
 
 
 def fast_products() -> torch.autocast:
@@ -57,9 +57,10 @@ def _product_s(dtype: torch.dtype) -> float:
 
 
 class Likeness(Frozen):
-    """How well a student knows held-out answers: mean loss in nats, and its share of right tokens.
+    """How well a student predicts held-out answers.
 
-    The loss is the KL divergence from the teacher, or without its distributions that of the tokens.
+    `loss` is the mean in nats: the KL divergence from the teacher, or the cross-entropy of the
+    tokens without the teacher's distributions. `right` is the share of right top tokens.
     """
 
     loss: float
@@ -68,9 +69,15 @@ class Likeness(Frozen):
 
 @dataclass(slots=True)
 class Imitator:
-    """A student in training; `teacher` is None if it has other tokens.
+    """A student in training.
 
-    `weights` returns those of the Program of `model` as they are now.
+    Attributes:
+        model: the student.
+        weights: returns the current weights of its Program.
+        descent: the optimizer.
+        teacher: None if the teacher has other tokens.
+        examples: training data; some are held out.
+        seed: seed of the batches.
     """
 
     model: TorchModel
@@ -80,29 +87,29 @@ class Imitator:
     examples: Sequence[Example]
     seed: int
     _fast: torch.autocast = field(init=False, default_factory=fast_products)
-    _ours: list[Example] = field(init=False)
+    _examples: list[Example] = field(init=False)
     _held_out: list[Example] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Hold out some examples; UsageError if nothing is left."""
-        self._ours = learned(self.examples)
-        self._held_out = list(self.examples[::_HELD_OUT][:_MOST_TESTS])
+        """Hold out some examples; raises UsageError if none remain for training."""
+        self._examples = training_examples(self.examples)
+        self._held_out = list(self.examples[::_HELD_OUT_INTERVAL][:_MAX_TESTS])
 
     def stepper(self) -> Callable[[], None]:
-        """Return what learns from one batch more each time."""
+        """Return a function that trains on one more batch at each call."""
         batches = self._batches()
         return lambda: self._step(next(batches))
 
     def test(self) -> Likeness:
-        """Compare with the held-out answers."""
-        losses, right, count = 0.0, 0, 0
+        """Return the loss and the accuracy on the held-out answers."""
+        loss_sum, num_right, count = 0.0, 0, 0
         with torch.no_grad():
             for example in self._held_out:
                 loss, hits = self._compare([example])
-                losses, right, count = (
-                    losses + float(loss.sum()), right + int(hits.sum()), count + len(hits),
-                )  # fmt: skip
-        return Likeness(losses / count, right / count)
+                loss_sum += float(loss.sum())
+                num_right += int(hits.sum())
+                count += len(hits)
+        return Likeness(loss_sum / count, num_right / count)
 
     def _step(self, batch: Sequence[Example]) -> None:
         with self._fast:
@@ -111,41 +118,47 @@ class Imitator:
         self.descent.loss = float(loss.detach())
 
     def _batches(self) -> Iterator[list[Example]]:
-        """Yield batches without end; every example comes once before any comes again."""
+        """Yield endless batches; every example is used once before any is used again."""
         rng = np.random.default_rng([self.seed, self.descent.num_steps])
         batch: list[Example] = []
         while True:
-            for index in rng.permutation(len(self._ours)):
-                batch.append(self._ours[index])
-                if sum(len(one.tokens) for one in batch) >= _BATCH_ROWS:
+            for index in rng.permutation(len(self._examples)):
+                batch.append(self._examples[index])
+                if sum(len(example.tokens) for example in batch) >= _BATCH_ROWS:
                     yield batch
                     batch = []
 
     def _compare(self, batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
-        """Return the loss of each row that learns, and whether its likeliest token is right."""
-        tokens, positions, sampled, following, start = [], [], [], [], 0
-        for one in batch:
-            length = len(one.tokens) - 1
-            tokens.append(one.tokens[:-1])
+        """Return the loss of each training row, and whether its top token is right: (rows,)."""
+        tokens, positions, sampled, following = [], [], [], []
+        start = 0
+        for example in batch:
+            length = len(example.tokens) - 1
+            tokens.append(example.tokens[:-1])
             positions.append(np.arange(length))
-            sampled.append(np.arange(start + one.first, start + length))
-            following.append(one.tokens[one.first + 1 :])
+            sampled.append(np.arange(start + example.first, start + length))
+            following.append(example.tokens[example.first + 1 :])
             start += length
-        rows, places, drawn, wanted = (
+        token_rows, position_rows, sampled_rows, targets = (
             torch.from_numpy(np.concatenate(part)).long()
             for part in (tokens, positions, sampled, following)
         )
         keeper = WholeSequences([len(part) for part in tokens], self.model.program.ops)
-        step = TorchStepState(rows, places, drawn, self.weights(), keeper)
+        step = TorchStepState(token_rows, position_rows, sampled_rows, self.weights(), keeper)
         name = self.model.program.ops[-1].output
         logits = self.model.run(step, (name,))[name].float()
         if self.teacher is None:
-            loss = functional.cross_entropy(logits, wanted, reduction="none")
-            return loss, logits.argmax(1) == wanted
-        states = np.concatenate([one.states for one in batch if one.states is not None])
+            loss = functional.cross_entropy(logits, targets, reduction="none")
+            return loss, logits.argmax(1) == targets
+        states = [example.states for example in batch if example.states is not None]
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            theirs = self.teacher.logits(torch.from_numpy(states).float())
-        width = min(logits.shape[1], theirs.shape[1])  # either may have rows without a token
-        ours, theirs = logits[:, :width].log_softmax(1), theirs[:, :width].log_softmax(1)
-        loss = functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(1)
-        return loss, ours.argmax(1) == theirs.argmax(1)
+            teacher_states = torch.from_numpy(np.concatenate(states)).float()
+            teacher_logits = self.teacher.logits(teacher_states)
+        # The wider vocabulary has padding: rows without a token.
+        width = min(logits.shape[1], teacher_logits.shape[1])
+        student_logprobs = logits[:, :width].log_softmax(1)
+        teacher_logprobs = teacher_logits[:, :width].log_softmax(1)
+        loss = functional.kl_div(
+            student_logprobs, teacher_logprobs, reduction="none", log_target=True
+        ).sum(1)
+        return loss, student_logprobs.argmax(1) == teacher_logprobs.argmax(1)

@@ -1,4 +1,4 @@
-"""Answers cut into batches for training."""
+"""Divides answers into batches for training heads."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from twostroke.model.families.spec import ModelSpec
     from twostroke.model.quant import QuantTensor
 
-_HELD_OUT = 25  # one answer of 25 is for tests
-_LEAST_ROWS = 8  # of a piece
+_HELD_OUT_INTERVAL = 25  # one answer of 25 is for tests
+_MIN_ROWS = 8  # of a piece
 
 
 class Rows(Frozen):
-    """A batch, with the next token of each row and the state at that token."""
+    """A batch with the next token of each row, and the hidden state at that token."""
 
     batch: TrainingBatch
     following: Tensor
@@ -35,12 +35,12 @@ class Rows(Frozen):
 
 
 class Target:
-    """The parts of the target model that heads use: embedding, last norm and output matrix."""
+    """The weights of the target model that heads use: embedding, last norm and output matrix."""
 
     def __init__(
         self, spec: ModelSpec, tensors: Mapping[str, QuantTensor], token_ids: Sequence[int]
     ) -> None:
-        """Read the embedding, and the output rows of `token_ids`."""
+        """Load the embedding, and the output rows of `token_ids`."""
         self.spec = spec
         self.token_ids = torch.tensor(token_ids)
         self.table = torch.from_numpy(tensors[TABLE].dequantize())
@@ -50,28 +50,29 @@ class Target:
         self.norm = torch.from_numpy(tensors["output_norm.weight"].dequantize()) + spec.norm_offset
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return the target's logits of the tokens that heads can guess, from its states."""
+        """Return the target's logits of the tokens that heads can propose, from its states."""
         normed = functional.rms_norm(states, self.norm.shape, self.norm, self.spec.norm_epsilon)
         return functional.linear(normed, self.head)
 
 
 class Lesson:
-    """Pieces of answers to train with, and pieces held out for tests."""
+    """Pieces of answers for training, and pieces held out for tests."""
 
     def __init__(self, answers: Sequence[RecordedAnswer], length: int) -> None:
-        """Cut answers into pieces of `length` rows at most."""
+        """Divide answers into pieces of at most `length` rows."""
         self._answers = answers
         self._length = length
-        ours = [index for index in range(len(answers)) if index % _HELD_OUT]
-        self.pieces = self._cut(ours)
-        self.held_out = self._cut([index for index in range(len(answers)) if not index % _HELD_OUT])
+        training = [index for index in range(len(answers)) if index % _HELD_OUT_INTERVAL]
+        held_out = [index for index in range(len(answers)) if not index % _HELD_OUT_INTERVAL]
+        self.pieces = self._divide(training)
+        self.held_out = self._divide(held_out)
 
     def learned(self) -> list[RecordedAnswer]:
-        """Return the answers that are not held out."""
-        return [answer for index, answer in enumerate(self._answers) if index % _HELD_OUT]
+        """Return the answers for training, without held-out answers."""
+        return [answer for index, answer in enumerate(self._answers) if index % _HELD_OUT_INTERVAL]
 
     def rows(self, pieces: Sequence[tuple[int, int]]) -> Rows:
-        """Return pieces, each the number of an answer and its first row, as a batch."""
+        """Return a batch of pieces; each piece is the index of an answer and its first row."""
         width = self._answers[0].hidden.shape[1]
         shape = (len(pieces), min(self._length, max(self._count(*piece) for piece in pieces)))
         tokens, following = (np.zeros(shape, np.int64) for _ in range(2))
@@ -84,19 +85,19 @@ class Lesson:
             hidden[row, :count] = answer.hidden[start : start + count]
             states[row, :count] = answer.hidden[start + 1 : start + 1 + count]
             valid[row, :count] = True
-        batch = TrainingBatch(*(torch.from_numpy(part) for part in (tokens, hidden, valid)))
+        batch = TrainingBatch(*(torch.from_numpy(array) for array in (tokens, hidden, valid)))
         return Rows(batch, torch.from_numpy(following), torch.from_numpy(states))
 
     def _count(self, index: int, start: int) -> int:
-        """Return the number of rows of a piece: each needs the state after it, too."""
+        """Return the number of rows of a piece: each row also needs the state after it."""
         return min(self._length, len(self._answers[index]) - 1 - start)
 
-    def _cut(self, indices: Sequence[int]) -> list[tuple[int, int]]:
+    def _divide(self, indices: Sequence[int]) -> list[tuple[int, int]]:
         return [
             (index, start)
             for index in indices
             for start in range(0, len(self._answers[index]), self._length)
-            if self._count(index, start) >= min(_LEAST_ROWS, len(self._answers[index]) - 1)
+            if self._count(index, start) >= min(_MIN_ROWS, len(self._answers[index]) - 1)
         ]
 
 
@@ -105,7 +106,7 @@ def frequent_tokens(
 ) -> tuple[int, ...]:
     """Return the `count` most frequent tokens of the answers, in ascending order.
 
-    If fewer occur, the lowest others fill up the number.
+    If fewer tokens occur, the lowest other token ids complete the number.
     """
     tokens: NDArray[np.int32] = np.concatenate([answer.tokens[1:] for answer in answers])
     counts = np.bincount(tokens, minlength=vocab_size)[:vocab_size]

@@ -1,4 +1,4 @@
-"""A model with fewer heads and a narrower feed-forward: those stay that say most."""
+"""Narrows a model: keeps the attention heads and feed-forward channels that contribute most."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class Widths(Frozen):
-    """By layer, ascending: the groups of heads that share keys, and the channels, that stay."""
+    """The KV heads (with their query heads) and the channels to keep, ascending, by layer."""
 
     groups: tuple[tuple[int, ...], ...]
     channels: tuple[tuple[int, ...], ...]
 
     def narrowed(self, spec: ModelSpec) -> ModelSpec:
-        """Return the facts of the narrower model."""
+        """Return the specification of the narrower model."""
         num_kv_heads = len(self.groups[0])
         return replace(
             spec,
@@ -39,29 +39,29 @@ class Widths(Frozen):
         )
 
     def cut(self, spec: ModelSpec, tensors: Mapping[str, QuantTensor]) -> dict[str, QuantTensor]:
-        """Return the weights of the narrower model, of which those that change become float32."""
+        """Return the weights of the narrower model; changed weights become float32."""
         return {name: self._cut(spec, name, tensor) for name, tensor in tensors.items()}
 
     def _cut(self, spec: ModelSpec, name: str, tensor: QuantTensor) -> QuantTensor:
-        block, layer, part, *_ = [*name.split("."), "", ""]
+        block, layer, matrix, *_ = [*name.split("."), "", ""]
         if block != "blk":
             return tensor
         groups, dim = self.groups[int(layer)], spec.head_dim
-        kept = {
-            "attn_k": _places(groups, dim),
-            "attn_q": _places(groups, dim * (spec.num_heads // spec.num_kv_heads)),
+        rows = {
+            "attn_k": _value_indices(groups, dim),
+            "attn_q": _value_indices(groups, dim * (spec.num_heads // spec.num_kv_heads)),
             "ffn_up": self.channels[int(layer)],
         }
-        kept["attn_v"] = kept["attn_k"]
-        kept["ffn_gate"] = kept["ffn_up"]
+        rows["attn_v"] = rows["attn_k"]
+        rows["ffn_gate"] = rows["ffn_up"]
         for norm, heads in (("attn_q", spec.num_heads), ("attn_k", spec.num_kv_heads)):
-            if tensor.shape == (heads * dim,):  # of a whole row, not of each head
-                kept[f"{norm}_norm"] = kept[norm]
-        columns = {"attn_output": kept["attn_q"], "ffn_down": kept["ffn_up"]}
-        if part in kept:
-            return _floats(tensor.dequantize()[list(kept[part])])
-        if part in columns and len(tensor.shape) == 2:
-            return _floats(tensor.dequantize()[:, list(columns[part])])
+            if tensor.shape == (heads * dim,):  # a norm over all heads
+                rows[f"{norm}_norm"] = rows[norm]
+        columns = {"attn_output": rows["attn_q"], "ffn_down": rows["ffn_up"]}
+        if matrix in rows:
+            return _floats(tensor.dequantize()[list(rows[matrix])])
+        if matrix in columns and len(tensor.shape) == 2:
+            return _floats(tensor.dequantize()[:, list(columns[matrix])])
         return tensor
 
 
@@ -72,10 +72,10 @@ def choose_widths(
     num_kv_heads: int,
     ffn_size: int,
 ) -> Widths:
-    """Return the groups of heads and the channels that add most to the states, in each layer.
+    """Return the KV heads and channels with the largest contributions to each layer's output.
 
-    What one adds is the sum of squares over the tokens of `sequences`: for a group that of its
-    part of the attention's output, for a channel that of its values times its column's.
+    A contribution is a sum of squares over the tokens of `sequences`: for a KV head, of its part of
+    the attention's output; for a channel, of its value times its column of the down projection.
     """
     model = TorchModel(build_program(spec), tensors)
     layers = range(spec.num_layers)
@@ -97,16 +97,18 @@ def choose_widths(
                 )
                 for group, (mixed, columns) in enumerate(parts):
                     groups[layer, group] += (mixed @ columns.T).square().sum()
-    return Widths(_most(groups, num_kv_heads), _most(channels, ffn_size))
+    return Widths(_top_indices(groups, num_kv_heads), _top_indices(channels, ffn_size))
 
 
-def _most(scores: Tensor, count: int) -> tuple[tuple[int, ...], ...]:
-    kept = scores.topk(count).indices.sort().values
-    return tuple(map(tuple, kept.tolist()))
+def _top_indices(scores: Tensor, count: int) -> tuple[tuple[int, ...], ...]:
+    """Return the indices of the `count` highest scores of each row, ascending."""
+    indices = scores.topk(count).indices.sort().values
+    return tuple(map(tuple, indices.tolist()))
 
 
-def _places(parts: Sequence[int], width: int) -> tuple[int, ...]:
-    return tuple([part * width + place for part in parts for place in range(width)])
+def _value_indices(parts: Sequence[int], width: int) -> tuple[int, ...]:
+    """Return the indices of all values of some parts of equal width."""
+    return tuple([part * width + offset for part in parts for offset in range(width)])
 
 
 def _floats(values: NDArray[np.float32]) -> QuantTensor:

@@ -1,4 +1,4 @@
-"""The options of training."""
+"""Options of training, and the shapes of students."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ if TYPE_CHECKING:
     from twostroke.model.families import ModelSpec
 
 MAX_DEPTH = 16
-_BLOCK: Final = 32  # values that one scale of the usual formats has
+_BLOCK_SIZE: Final = 32  # values that share a scale in common formats
 
 
 class LearnOptions(Frozen):
-    """From what a model's answers are made, and for how long something learns from them.
+    """Options of every training on a model's answers.
 
-    `data` is "self" or a file of prompts; `num_tokens` of the model's answers to them are learned
-    from. `minutes` limits the training time of all runs into one folder together.
+    Attributes:
+        data: "self" for built-in prompts, or a file of prompts.
+        num_tokens: tokens of answers to train on.
+        minutes: training time of all runs in one folder together.
+        learning_rate: highest learning rate.
+        seed: seed of prompts, first weights and batches.
     """
 
     data: str = "self"
@@ -34,8 +38,8 @@ class LearnOptions(Frozen):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the ranges; UsageError for a value outside."""
-        check_least(self, num_tokens=1, seed=0)
+        """Check the ranges; raises UsageError with the field."""
+        check_minimums(self, num_tokens=1, seed=0)
         for name in ("minutes", "learning_rate"):
             number = getattr(self, name)
             if not 0 < number < math.inf:
@@ -43,11 +47,14 @@ class LearnOptions(Frozen):
 
 
 class TrainOptions(LearnOptions):
-    """How heads are trained.
+    """Options of training heads.
 
-    They guess one of the `vocab_size` most frequent tokens. `depth` is the number of guesses in a
-    row, which for Medusa is the number of blocks. `ffn_size` None means two thirds of the model's.
-    A head's attention sees `window` tokens.
+    Attributes:
+        kind: "eagle" or "medusa".
+        vocab_size: heads propose one of the most frequent tokens, this many.
+        depth: drafts in a row; for Medusa, the number of blocks.
+        ffn_size: width of the feed-forward; None for two thirds of the model's width.
+        window: tokens that the head's attention sees.
     """
 
     kind: str = "eagle"
@@ -57,32 +64,34 @@ class TrainOptions(LearnOptions):
     window: int = 256
 
     def __post_init__(self) -> None:
-        """Check the ranges; UsageError for a value outside."""
+        """Check the ranges; raises UsageError with the field."""
         super().__post_init__()
         if self.kind not in KINDS:
             raise UsageError(f"must be one of {', '.join(KINDS)}, got '{self.kind}'.", field="kind")
-        check_least(self, vocab_size=16, window=16, ffn_size=1)
+        check_minimums(self, vocab_size=16, window=16, ffn_size=1)
         if not 1 <= self.depth <= MAX_DEPTH:
             raise UsageError(f"must be from 1 to {MAX_DEPTH}, got {self.depth}.", field="depth")
 
 
 class DistillOptions(LearnOptions):
-    """How a student is trained: `length` is the most tokens of a sequence."""
+    """Options of training a student; `length` is the most tokens of a sequence."""
 
     learning_rate: float = 1e-4
     length: int = 512
 
     def __post_init__(self) -> None:
-        """Check the ranges; UsageError for a value outside."""
+        """Check the ranges; raises UsageError with the field."""
         super().__post_init__()
-        check_least(self, length=32)
+        check_minimums(self, length=32)
 
 
 class StudentShape(Frozen, forbid_unknown_fields=True):
-    """The sizes of a student that is cut out of its teacher; None for as many as that has.
+    """The sizes of a student that is a part of its teacher; None for the teacher's size.
 
-    `kv_heads` are heads of keys and values; the queries that share them go with them.
-    `feed_forward` is the width between the two matrices of a feed-forward.
+    Attributes:
+        layers: number of layers.
+        kv_heads: number of KV heads; query heads that share a removed KV head are removed too.
+        feed_forward: width between the two matrices of a feed-forward.
     """
 
     layers: int | None = None
@@ -94,19 +103,19 @@ class StudentShape(Frozen, forbid_unknown_fields=True):
         """Return the shape in a YAML file.
 
         Raises:
-            UsageError: it is not one; with the line.
-            ModelFormatError: it cannot be read.
+            UsageError: the file is not a shape; the message names the line.
+            ModelFormatError: the file cannot be read.
         """
         needs = f"Shapes of students need the package pyyaml: run {install_command('train')}."
         return YamlFile(path, needs).read(cls)
 
     @property
     def is_narrower(self) -> bool:
-        """Whether layers lose something, too."""
+        """Whether layers become narrower."""
         return self.kv_heads is not None or self.feed_forward is not None
 
     def check(self, spec: ModelSpec) -> None:
-        """Raise UsageError for what cannot be cut out of a teacher."""
+        """Raise UsageError if a teacher has no part of this shape."""
         if spec.layer_factors:
             raise UsageError(f"{spec.name} cannot be cut: its layers differ from each other.")
         sizes = {
@@ -114,22 +123,22 @@ class StudentShape(Frozen, forbid_unknown_fields=True):
             "kv_heads": (self.kv_heads, spec.num_kv_heads),
             "feed_forward": (self.feed_forward, spec.ffn_size),
         }
-        for field, (wanted, most) in sizes.items():
-            if wanted is not None and not 1 <= wanted <= most:
-                reason = f"must be from 1 to {most}, as many as {spec.name} has; got {wanted}."
+        for field, (size, limit) in sizes.items():
+            if size is not None and not 1 <= size <= limit:
+                reason = f"must be from 1 to {limit}, as many as {spec.name} has; got {size}."
                 raise UsageError(reason, field=field)
-        if self.feed_forward is not None and self.feed_forward % _BLOCK:
-            reason = f"must be a multiple of {_BLOCK}, got {self.feed_forward}."
+        if self.feed_forward is not None and self.feed_forward % _BLOCK_SIZE:
+            reason = f"must be a multiple of {_BLOCK_SIZE}, got {self.feed_forward}."
             raise UsageError(reason, field="feed_forward")
         if self.is_narrower and spec.experts is not None:
             raise UsageError(f"{spec.name} is a mixture of experts: only its layers can be cut.")
-        if all(wanted in (None, most) for wanted, most in sizes.values()):
+        if all(size in (None, limit) for size, limit in sizes.values()):
             raise UsageError(f"The student would be as large as {spec.name}: cut something.")
 
 
-def check_least(options: LearnOptions, **least: int) -> None:
-    """Refuse fields of `options` that are below their least values; None passes."""
-    for name, low in least.items():
+def check_minimums(options: LearnOptions, **minimums: int) -> None:
+    """Raise UsageError for a field of `options` below its minimum; fields may be None."""
+    for name, low in minimums.items():
         value = getattr(options, name)
         if value is not None and value < low:
             raise UsageError(f"must be at least {low}, got {value}.", field=name)

@@ -1,7 +1,7 @@
-"""Makes prompts for training: heads learn from the model's answers to them.
+"""Generates prompts for training: heads and students learn from a model's answers to them.
 
-A seeded generator combines the words of prompts.toml into many thousands of prompts of the kinds
-that models are used for: questions, advice, code, and texts to continue, quote or rewrite.
+A seeded generator combines the words of prompts.toml into many thousands of prompts: questions,
+advice, code, and texts to continue, quote or rewrite.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _WORDS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-_SHARE_OF_CHAT = 0.7
+_CHAT_SHARE = 0.7
 
 
 class TrainingPrompt(Frozen):
-    """A message of a chat, or a text to continue."""
+    """A chat message, or a text to continue."""
 
     text: str
     is_chat: bool
 
 
 def prompts(seed: int, *, chat: bool) -> Iterator[TrainingPrompt]:
-    """Yield prompts without end; the same seed gives the same ones.
+    """Yield endless prompts; equal seeds give equal prompts.
 
-    Without `chat`, for models that have no chat template, all are texts to continue.
+    Without `chat`, for models without a chat template, all prompts are texts to continue.
     """
     rng = random.Random(seed)
     while True:
-        is_chat = chat and rng.random() < _SHARE_OF_CHAT
-        kinds = _ASKED if is_chat else _CONTINUED
+        is_chat = chat and rng.random() < _CHAT_SHARE
+        kinds = _CHAT_KINDS if is_chat else _TEXT_KINDS
         (make,) = rng.choices(list(kinds), list(kinds.values()))
         yield TrainingPrompt(make(rng), is_chat)
 
@@ -54,22 +54,22 @@ def _plain(rng: random.Random) -> str:
 
 
 def _program(rng: random.Random) -> str:
-    pattern, language, task = _drawn(rng, "code", "languages", "tasks")
+    pattern, language, task = _sampled_words(rng, "code", "languages", "tasks")
     task = pattern.format(language=language, task=task)
     return task if rng.random() < 0.7 else f"{task} {rng.choice(_WORDS['wishes'])}"
 
 
 def _edit(rng: random.Random) -> str:
-    return f"{rng.choice(_WORDS['edits'])}\n\n{_passage(rng, rng.randrange(3, 9))}"
+    return f"{rng.choice(_WORDS['edits'])}\n\n{_sample_story(rng, rng.randrange(3, 9))}"
 
 
 def _edit_code(rng: random.Random) -> str:
     code = rng.choice(_functions())
-    return f"{rng.choice(_WORDS['code_edits'])}\n\n```python\n{_beginning(rng, code, 24)}\n```"
+    return f"{rng.choice(_WORDS['code_edits'])}\n\n```python\n{_first_lines(rng, code, 24)}\n```"
 
 
 def _story(rng: random.Random) -> str:
-    return _passage(rng, rng.randrange(2, 7))
+    return _sample_story(rng, rng.randrange(2, 7))
 
 
 def _article(rng: random.Random) -> str:
@@ -78,25 +78,25 @@ def _article(rng: random.Random) -> str:
 
 
 def _code(rng: random.Random) -> str:
-    return _beginning(rng, rng.choice(_functions()), 40) + "\n"
+    return _first_lines(rng, rng.choice(_functions()), 40) + "\n"
 
 
 def _stub(rng: random.Random) -> str:
     """Return the first lines of an invented function."""
-    verb, name, kind, task = _drawn(rng, "verbs", "names", "types", "tasks")
+    verb, name, kind, task = _sampled_words(rng, "verbs", "names", "types", "tasks")
     return f'def {verb}_{name}({name}: {kind}):\n    """A function that {task}."""\n'
 
 
-_ASKED: dict[Callable[[random.Random], str], float] = {
+_CHAT_KINDS: dict[Callable[[random.Random], str], float] = {
     _question: 6, _plain: 0.5, _program: 2.5, _edit: 1, _edit_code: 1,
 }  # fmt: skip
-_CONTINUED: dict[Callable[[random.Random], str], float] = {
+_TEXT_KINDS: dict[Callable[[random.Random], str], float] = {
     _code: 3, _stub: 1, _story: 1.5, _article: 1.5,
 }  # fmt: skip
 
 
-def _drawn(rng: random.Random, *kinds: str) -> list[str]:
-    """Return a word of each kind."""
+def _sampled_words(rng: random.Random, *kinds: str) -> list[str]:
+    """Return a random word of each kind."""
     return [rng.choice(_WORDS[kind]) for kind in kinds]
 
 
@@ -106,36 +106,38 @@ def _filled(rng: random.Random, text: str, words: Sequence[str]) -> str:
     return text
 
 
-def _passage(rng: random.Random, num_sentences: int) -> str:
+def _sample_story(rng: random.Random, num_sentences: int) -> str:
     people = rng.sample(_WORDS["people"], 2)
     sentences = []
     for _ in range(num_sentences):
-        who = rng.choice(people)
-        place, deed, pattern, subject = _drawn(rng, "places", "deeds", "sentences", "subjects")
-        sentence = pattern.format(who=who, place=place, deed=deed, subject=subject)
+        person = rng.choice(people)
+        place_name, deed, pattern, subject = _sampled_words(
+            rng, "places", "deeds", "sentences", "subjects"
+        )
+        sentence = pattern.format(who=person, place=place_name, deed=deed, subject=subject)
         sentences.append(sentence[0].upper() + sentence[1:])
     return " ".join(sentences)
 
 
-def _beginning(rng: random.Random, code: str, most: int) -> str:
-    """Return the beginning of a function, `most` lines at most."""
+def _first_lines(rng: random.Random, code: str, max_lines: int) -> str:
+    """Return the first lines of a function, at most `max_lines`."""
     lines = code.splitlines()
-    return "\n".join(lines[: min(most, max(3, rng.randrange(len(lines))))])
+    return "\n".join(lines[: min(max_lines, max(3, rng.randrange(len(lines))))])
 
 
 @cache
 def _functions() -> list[str]:
-    """Return functions and methods of the installed standard library."""
-    found = []
+    """Return the source of functions and methods of the installed standard library."""
+    functions = []
     for name in _WORDS["modules"]:
         try:
             source = inspect.getsource(importlib.import_module(name))
-        except (ImportError, OSError):  # not installed, or without its source
+        except (ImportError, OSError):  # not installed, or without source
             continue
         lines = source.splitlines()
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef):
-                own = lines[node.lineno - 1 : node.end_lineno]
-                if 6 <= len(own) <= 60:
-                    found.append(dedent("\n".join(own)))
-    return found
+                function_lines = lines[node.lineno - 1 : node.end_lineno]
+                if 6 <= len(function_lines) <= 60:
+                    functions.append(dedent("\n".join(function_lines)))
+    return functions

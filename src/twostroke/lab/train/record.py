@@ -1,4 +1,4 @@
-"""Records answers of an engine with their hidden states, and keeps them in a folder."""
+"""Records an engine's answers with their hidden states, and stores them in a folder."""
 
 from __future__ import annotations
 
@@ -25,17 +25,21 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan, StepResult
 
-_TINY = np.float32(1e-30)
-_DAMAGE = (OSError, ValueError, TypeError, OverflowError, RecursionError, ModelFormatError)
+_EPSILON = np.float32(1e-30)
+_READ_ERRORS = (OSError, ValueError, TypeError, OverflowError, RecursionError, ModelFormatError)
 _PART_ROWS = 25_000  # in one pair of files
 
 
 class RecordedAnswer(Frozen):
-    """The last token of a prompt and the tokens of its answer, with the hidden states.
+    """The tokens of an answer, with hidden states.
 
-    `hidden[i]`, float16 (width), is the state at `tokens[i]`, from which `tokens[i + 1]` was drawn.
-    It is scaled to a mean square of 1: its readers norm it first. There is one token more than
-    there are states. `len` counts the states. `prompt` has the tokens before.
+    Attributes:
+        tokens: last token of the prompt, and the tokens of the answer.
+        hidden: `hidden[i]` is the state at `tokens[i]`, from which `tokens[i + 1]` was sampled,
+            scaled to a mean square of 1; float16 (len(tokens) - 1, width).
+        prompt: tokens before the last token of the prompt.
+
+    `len` is the number of states.
     """
 
     tokens: NDArray[np.int32]
@@ -49,21 +53,23 @@ class RecordedAnswer(Frozen):
 
 @dataclass(slots=True, eq=False)
 class Recorder:
-    """A watcher that passes each finished answer to `keep`."""
+    """Watches an engine, and calls `on_answer` with each finished answer."""
 
-    keep: Callable[[RecordedAnswer], None]
+    on_answer: Callable[[RecordedAnswer], None]
     _rows: dict[Request, list[NDArray[np.float16]]] = field(default_factory=dict)
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
-        """Keep the rows from which each request's new tokens were drawn."""
-        for part, rows in drawn_rows(plan, result):
+        """Keep the states from which each request's new tokens were sampled."""
+        for slice_, rows in drawn_rows(plan, result):
             if result.hidden is not None:
-                kept = result.hidden[rows]
-                kept = kept / np.sqrt(np.mean(kept * kept, axis=1, keepdims=True) + _TINY)
-                self._rows.setdefault(part.request, []).append(kept.astype(np.float16))
+                states = result.hidden[rows]
+                states = states / np.sqrt(
+                    np.mean(states * states, axis=1, keepdims=True) + _EPSILON
+                )
+                self._rows.setdefault(slice_.request, []).append(states.astype(np.float16))
 
     def finish(self, request: Request) -> None:
-        """Pass on an answer, unless it is too short to learn from."""
+        """Pass on an answer if it has at least two states."""
         rows = self._rows.pop(request, None)
         if rows is None:
             return
@@ -71,30 +77,31 @@ class Recorder:
         tokens = np.array(request.tokens[begin:], np.int32)
         hidden = np.concatenate(rows)[: len(tokens) - 1]
         if 2 <= len(hidden) == len(tokens) - 1:
-            self.keep(RecordedAnswer(tokens, hidden, tuple(request.tokens[:begin])))
+            self.on_answer(RecordedAnswer(tokens, hidden, tuple(request.tokens[:begin])))
 
 
 @dataclass(slots=True)
 class SampleStore:
-    """Writes answers in parts; a part's name is the number of answers before it.
+    """Writes answers in parts of many answers; a part's name is the number of answers before it.
 
-    A part is a file of float16 states, and a JSON file with the tokens of each prompt and answer.
+    A part consists of a file with float16 states, and a JSON file with the tokens of each prompt
+    and answer.
     """
 
     folder: Path
     num_answers: int
     num_rows: int = 0
-    _waiting: list[RecordedAnswer] = field(default_factory=list)
+    _unwritten: list[RecordedAnswer] = field(default_factory=list)
 
     def add(self, answer: RecordedAnswer) -> None:
-        """Add an answer; it is written once there are enough of them. Errors as `flush`."""
-        self._waiting.append(answer)
+        """Add an answer; enough answers are written as a part. Raises as `flush`."""
+        self._unwritten.append(answer)
         self.num_rows += len(answer)
-        if sum(map(len, self._waiting)) >= _PART_ROWS:
+        if sum(map(len, self._unwritten)) >= _PART_ROWS:
             self.flush()
 
     def take(self, answers: deque[RecordedAnswer]) -> None:
-        """Move answers from a list, to which another thread may add."""
+        """Move answers from a queue, to which another thread may append."""
         while answers:
             self.add(answers.popleft())
 
@@ -104,46 +111,46 @@ class SampleStore:
         Raises:
             TwostrokeError: the disk is full, or the folder cannot be written.
         """
-        if not self._waiting:
+        if not self._unwritten:
             return
         path = self.folder / f"{self.num_answers:07d}.json"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            hidden = np.concatenate([answer.hidden for answer in self._waiting])
+            hidden = np.concatenate([answer.hidden for answer in self._unwritten])
             states = hidden.tobytes()
             path.with_suffix(".f16").write_bytes(states)
-            texts = [[list(answer.prompt), answer.tokens.tolist()] for answer in self._waiting]
+            texts = [[list(answer.prompt), answer.tokens.tolist()] for answer in self._unwritten]
             write_checked_json(path, {"answers": texts, "states": _digest(states)})
         except OSError as error:
             message = f"Answers cannot be written to {str(self.folder)!r}: {error.strerror}."
             raise TwostrokeError(message) from None
-        self.num_answers += len(self._waiting)
-        self._waiting = []
+        self.num_answers += len(self._unwritten)
+        self._unwritten = []
 
 
-def kept_answers(folder: Path, width: int) -> list[RecordedAnswer]:
-    """Return the answers in a folder, in their order; states have `width` numbers.
+def load_answers(folder: Path, width: int) -> list[RecordedAnswer]:
+    """Return the answers in a folder, in order; states have `width` values.
 
     Raises:
-        UsageError: they are damaged, or of another model.
+        UsageError: the files are damaged, or of another model.
     """
     answers: list[RecordedAnswer] = []
     for path in sorted(folder.glob("*.json")):
         try:
             parts, digest = _read(path)
             prompts = [tuple(map(int, prompt)) for prompt, _ in parts]
-            tokens = [np.array(own, np.int32) for _, own in parts]
+            tokens = [np.array(answer_tokens, np.int32) for _, answer_tokens in parts]
             states = _states(path, digest)
             hidden = np.frombuffer(states, np.float16)
-            counts = [len(own) - 1 for own in tokens]
+            counts = [len(answer_tokens) - 1 for answer_tokens in tokens]
             rows = hidden.reshape(sum(counts), width)
-        except _DAMAGE:
+        except _READ_ERRORS:
             message = f"{path} is damaged, or of another model: delete {folder} to start again."
             raise UsageError(message) from None
         ends = np.cumsum(counts)
         answers += [
-            RecordedAnswer(own, rows[end - count : end], prompt)
-            for prompt, own, end, count in zip(prompts, tokens, ends, counts, strict=True)
+            RecordedAnswer(answer_tokens, rows[end - count : end], prompt)
+            for prompt, answer_tokens, end, count in zip(prompts, tokens, ends, counts, strict=True)
         ]
     return answers
 
@@ -151,7 +158,7 @@ def kept_answers(folder: Path, width: int) -> list[RecordedAnswer]:
 def _read(path: Path) -> tuple[list[Any], str | None]:
     """Return the tokens of a part's answers, and the digest of its states.
 
-    Parts of earlier versions are a list without a digest. Raises OSError, ValueError, TypeError,
+    Parts of earlier versions are a list and have no digest. Raises OSError, ValueError, TypeError,
     ModelFormatError.
     """
     data = read_regular_file(path)
@@ -162,7 +169,7 @@ def _read(path: Path) -> tuple[list[Any], str | None]:
 
 
 def _states(path: Path, digest: str | None) -> bytes:
-    """Return the states of a part; raises OSError, and ValueError if the digest is another."""
+    """Return the states of a part; raises OSError, and ValueError if the digest differs."""
     states = read_regular_file(path.with_suffix(".f16"))
     if digest not in {None, _digest(states)}:
         raise ValueError("the states are damaged")

@@ -1,4 +1,4 @@
-"""Trains heads for a model: answers, training, and a folder of heads, all of which can continue."""
+"""Trains heads for a model in a folder: answers, weights, and heads; all steps can continue."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
     Report = Callable[[str], None]
 
-_LOGITS_RATE = 0.3  # of the learning rate: these weights begin as the target's
+_LOGITS_RATE_FACTOR = 0.3  # of the learning rate: these weights begin as the target's
 _MATRIX, _VECTOR = FORMATS["F16"], FORMATS["F32"]
 
 
 def train_heads(model: str, output: Path, options: TrainOptions, report: Report) -> None:
-    """Train heads for `model` in the folder `output`; `report` gets lines about the progress.
+    """Train heads for `model` in the folder `output`; `report` gets lines of progress.
 
-    Answers, weights and the optimizer's state are kept in the folder. After Ctrl-C it holds the
-    heads as they are by then, and the same call continues.
+    Answers, weights and the optimizer's state are saved in the folder. After Ctrl-C it has the
+    heads trained so far, and the same call continues.
 
     Raises:
-        UsageError: the folder holds heads of another model or with other options, or the data
-            cannot be read.
+        UsageError: the folder has heads of another model or with other options, or the data cannot
+            be read.
         TwostrokeError: the model cannot be loaded, or the disk is full.
     """
     loaded = load(model)
@@ -53,21 +53,21 @@ def train_heads(model: str, output: Path, options: TrainOptions, report: Report)
     lesson = Lesson(answers, options.window)
     if not lesson.pieces or not lesson.held_out:
         raise UsageError("There are too few answers to learn from: raise --tokens.")
-    learned = lesson.learned()
+    training_answers = lesson.learned()
     if saved is None:
-        token_ids = frequent_tokens(learned, loaded.spec.vocab_size, options.vocab_size)
-        learner = _learner(loaded, options, lesson, token_ids, learned)
+        token_ids = frequent_tokens(training_answers, loaded.spec.vocab_size, options.vocab_size)
+        learner = _learner(loaded, options, lesson, token_ids, training_answers)
     else:
         token_ids = saved.token_ids
         learner = _learner(loaded, options, lesson, token_ids, [])
         learner.descent.restore(saved.arrays, saved.seconds, saved.num_steps)
     run = _HeadTraining(output, about, token_ids, learner)
-    what = f"heads so far are in {output}"
-    train(learner.descent, learner.stepper(), run.save, what, report)
+    note = f"heads so far are in {output}"
+    train(learner.descent, learner.stepper(), run.save, note, report)
 
 
 class _HeadTraining(Frozen):
-    """Heads in training, and the folder in which they are saved."""
+    """Heads in training, and their folder."""
 
     folder: Path
     about: dict[str, Any]
@@ -75,7 +75,7 @@ class _HeadTraining(Frozen):
     learner: Learner
 
     def save(self) -> str:
-        """Write the heads and a checkpoint; return how good the heads are."""
+        """Write the heads and a checkpoint; return a line about the quality of the heads."""
         learner = self.learner
         score = learner.test()
         facts = HeadsFacts.of(
@@ -98,7 +98,7 @@ class _HeadTraining(Frozen):
             learner.descent.arrays(),
         )
         save_checkpoint(self.folder, checkpoint)
-        return _scored(score)
+        return _describe(score)
 
 
 def _learner(
@@ -108,7 +108,7 @@ def _learner(
     token_ids: tuple[int, ...],
     answers: list[RecordedAnswer],
 ) -> Learner:
-    """Return heads to train; an empty `answers` leaves their first fit out."""
+    """Return heads to train; with no `answers`, their first weights are not fitted."""
     ffn_size = options.ffn_size or max(32, loaded.spec.ffn_size * 2 // 3 // 32 * 32)
     spec = heads_for(
         loaded.spec,
@@ -120,18 +120,36 @@ def _learner(
     )
     program = build_heads(spec)
     target = Target(loaded.spec, loaded.tensors, token_ids)
-    weights = first_weights(spec, program, target, loaded.tensors, answers, options.seed)
-    budget_s, slower = 60 * options.minutes, {"output.weight": _LOGITS_RATE}
-    descent = Descent(weights, options.learning_rate, budget_s, slower)
-    return Learner(spec, program, descent, target, lesson, options.seed)
+    weights = first_weights(
+        spec,
+        program,
+        target=target,
+        tensors=loaded.tensors,
+        answers=answers,
+        seed=options.seed,
+    )
+    descent = Descent(
+        weights,
+        options.learning_rate,
+        budget_s=60 * options.minutes,
+        rate_factors={"output.weight": _LOGITS_RATE_FACTOR},
+    )
+    return Learner(
+        spec,
+        program,
+        descent=descent,
+        target=target,
+        lesson=lesson,
+        seed=options.seed,
+    )
 
 
 def _about(identity: str, options: TrainOptions) -> dict[str, Any]:
-    """Return what must stay the same from one run to the next."""
+    """Return the values that must be equal in all runs in one folder."""
     free = replace(options, data="self", num_tokens=1, minutes=1.0, learning_rate=1.0)
     return {"target_id": identity, **asdict(free)}
 
 
-def _scored(score: Score) -> str:
+def _describe(score: Score) -> str:
     shares = ", ".join(f"{share:.0%}" for share in score.accepted)
     return f"held out: {shares} right by depth, {score.per_pass:.2f} tokens a pass"

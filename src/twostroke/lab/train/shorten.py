@@ -1,4 +1,4 @@
-"""A model without some of its layers, those without which it changes least."""
+"""Shortens a model: removes the layers whose removal changes its output least."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from twostroke.model.program import Op
     from twostroke.model.quant import QuantTensor
 
-_ROUNDS = 4  # in which layers are left out, some at a time
-_REPORT_EVERY = 10
+_NUM_ROUNDS = 4  # layers are removed over several rounds
+_REPORT_INTERVAL = 10
 
 
-def shortened(spec: ModelSpec, kept: Sequence[int]) -> ModelSpec:
-    """Return the facts of a model that has these layers alone."""
+def shortened(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
+    """Return the specification of a model with only these layers."""
     window = spec.window
     if window is not None:
-        window = replace(window, slides=tuple(window.slides[layer] for layer in kept))
-    return replace(spec, num_layers=len(kept), window=window)
+        window = replace(window, slides=tuple(window.slides[layer] for layer in layers))
+    return replace(spec, num_layers=len(layers), window=window)
 
 
-def kept_names(names: Sequence[str], kept: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """Yield each weight of the shorter model with its name in the whole one."""
+def names_in_full_model(names: Sequence[str], layers: Sequence[int]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each weight of the shorter model, with its name in the full model."""
     for name in names:
         layer, dot, rest = name.removeprefix("blk.").partition(".")
         is_layer = name.startswith("blk.")
-        yield name, f"blk.{kept[int(layer)]}{dot}{rest}" if is_layer else name
+        yield name, f"blk.{layers[int(layer)]}{dot}{rest}" if is_layer else name
 
 
 def choose_layers(
@@ -50,76 +50,77 @@ def choose_layers(
     count: int,
     report: Callable[[str], None],
 ) -> list[int]:
-    """Return the `count` layers to keep.
+    """Return the `count` layers to keep, ascending.
 
-    In each of some rounds every layer is left out on its own, and those are dropped without which
-    the distributions for `sequences` change least (KL divergence). Later layers make up for some
-    of what earlier ones did, hence the rounds.
+    In each round, every layer is left out on its own, and the layers are removed whose absence
+    changes the distributions for `sequences` least (KL divergence). Several rounds are needed,
+    because the importance of a layer depends on the other layers.
     """
-    whole = TorchModel(build_program(spec), tensors)
-    kept = list(range(spec.num_layers))
+    full_model = TorchModel(build_program(spec), tensors)
+    remaining = list(range(spec.num_layers))
     with torch.no_grad():
-        right = _ShortenedModel(whole, spec, sequences, kept).log_probabilities()
-        for left in range(_ROUNDS, 0, -1):
-            num_dropped = -(-(len(kept) - count) // left)
+        expected = _ShortenedModel(full_model, spec, sequences, remaining).log_probabilities()
+        for rounds_left in range(_NUM_ROUNDS, 0, -1):
+            num_dropped = -(-(len(remaining) - count) // rounds_left)
             if not num_dropped:
                 continue
-            before = _ShortenedModel(whole, spec, sequences, kept).states()
+            before = _ShortenedModel(full_model, spec, sequences, remaining).states()
             losses = {}
-            for at, layer in enumerate(kept):
-                if at % _REPORT_EVERY == 0:
-                    report(f"layers: left out {at} of {len(kept)}, each on its own")
-                rest = [other for other in kept if other != layer]
-                found = _ShortenedModel(whole, spec, sequences, rest).log_probabilities(
-                    at, before[at]
+            for index, layer in enumerate(remaining):
+                if index % _REPORT_INTERVAL == 0:
+                    report(f"layers: left out {index} of {len(remaining)}, each on its own")
+                others = [other for other in remaining if other != layer]
+                shortened_model = _ShortenedModel(full_model, spec, sequences, others)
+                log_probabilities = shortened_model.log_probabilities(index, before[index])
+                loss = functional.kl_div(
+                    log_probabilities, expected, reduction="batchmean", log_target=True
                 )
-                loss = functional.kl_div(found, right, reduction="batchmean", log_target=True)
                 losses[layer] = float(loss)
             dropped = sorted(losses, key=losses.__getitem__)[:num_dropped]
-            kept = [layer for layer in kept if layer not in dropped]
+            remaining = [layer for layer in remaining if layer not in dropped]
             names = ", ".join(map(str, sorted(dropped)))
-            report(f"layers: {len(kept)} of {spec.num_layers} remain, without {names}")
-    return kept
+            report(f"layers: {len(remaining)} of {spec.num_layers} remain, without {names}")
+    return remaining
 
 
 class _ShortenedModel:
-    """A model that has some layers of a whole one, at work on sequences."""
+    """A model with some layers of a full model, applied to token sequences."""
 
     def __init__(
         self,
-        whole: TorchModel,
+        full_model: TorchModel,
         spec: ModelSpec,
         sequences: Sequence[Sequence[int]],
-        kept: Sequence[int],
+        layers: Sequence[int],
     ) -> None:
-        self._program = build_program(shortened(spec, kept))
-        names = kept_names(list(self._program.weight_shapes), kept)
-        weights = {own: whole.weights[name] for own, name in names}
-        tokens = torch.tensor([token for one in sequences for token in one])
-        places = torch.cat([torch.arange(len(one)) for one in sequences])
-        keeper = WholeSequences([len(one) for one in sequences], self._program.ops)
-        self._state = TorchStepState(tokens, places, torch.arange(len(tokens)), weights, keeper)
+        self._program = build_program(shortened(spec, layers))
+        names = names_in_full_model(list(self._program.weight_shapes), layers)
+        weights = {name: full_model.weights[full_name] for name, full_name in names}
+        tokens = torch.tensor([token for sequence in sequences for token in sequence])
+        positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
+        keeper = WholeSequences([len(sequence) for sequence in sequences], self._program.ops)
+        self._state = TorchStepState(tokens, positions, torch.arange(len(tokens)), weights, keeper)
 
     def states(self) -> list[Tensor]:
         """Return the hidden states before each layer."""
         values = self._run(self._program.ops, {})
-        return [values[name] for name in self._borders[:-1]]
+        return [values[name] for name in self._layer_inputs[:-1]]
 
     def log_probabilities(self, at: int = 0, states: Tensor | None = None) -> Tensor:
-        """Return those of each row's next token; given the `states` before layer `at`, from there.
+        """Return the log-probabilities of each row's next token: (rows, vocabulary).
 
-        What stands before that layer is not computed again.
+        With the `states` before layer `at`, only this layer and the later ones are computed.
         """
         ops, values = self._program.ops, {}
         if states is not None:
-            border = self._borders[at]
-            begin = next(i for i, op in enumerate(ops) if op.output == border) + 1
-            ops, values = ops[begin:], {border: states}
+            first_input = self._layer_inputs[at]
+            begin = next(i for i, op in enumerate(ops) if op.output == first_input) + 1
+            ops, values = ops[begin:], {first_input: states}
         return self._run(ops, values)[ops[-1].output].log_softmax(1)
 
     @property
-    def _borders(self) -> list[str]:
-        """Names of the states before the first layer, and after each."""
+    def _layer_inputs(self) -> list[str]:
+        """Names of the states before each layer, and after the last layer."""
         ops, embeds = self._program.ops, (Embed, Scale)
         first = next(i for i, op in enumerate(ops) if not isinstance(op, embeds))
         return [ops[first - 1].output, *self._program.layer_outputs]

@@ -1,4 +1,4 @@
-"""Initial weights of heads, close to the target, so that they guess right from the start."""
+"""Initial weights of heads, chosen so that untrained heads already propose likely tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from twostroke.model.program import Program
     from twostroke.model.quant import QuantTensor
 
-_RIDGE = 50.0
-_SMALL = 0.1  # scale of attention and feed-forward at first
+_RIDGE_PENALTY = 50.0
+_INITIAL_SCALE = 0.1  # of the outputs of attention and feed-forward
 
 
 def first_weights(
@@ -34,17 +34,17 @@ def first_weights(
     answers: Sequence[RecordedAnswer],
     seed: int,
 ) -> dict[str, Tensor]:
-    """Return the weights of untrained heads; those to be trained require gradients.
+    """Return the weights of untrained heads; weights to be trained require gradients.
 
-    Logits are the target's. The two projections of an EAGLE head are fitted by least squares to
-    predict the next state; its layer is a copy of the target's last one, where shapes agree,
-    scaled down. Medusa blocks add little.
+    The output matrix is the target's. The two projections of an EAGLE head are fitted by least
+    squares to predict the next state. Its layer is a copy of the target's last layer if shapes are
+    equal, scaled down. Medusa blocks begin with small outputs.
     """
     generator = torch.Generator().manual_seed(seed)
     last = f"blk.{target.spec.num_layers - 1}."
     weights: dict[str, Tensor] = {}
     for name, shape in program.weight_shapes.items():
-        twin = tensors.get(last + name.removeprefix("blk.0."))
+        copied = tensors.get(last + name.removeprefix("blk.0."))
         if name == TABLE:
             weights[name] = target.table
             continue
@@ -55,16 +55,15 @@ def first_weights(
             value = target.norm.clone() if name == "output_norm.weight" else torch.ones(shape)
         elif name == "output.weight":
             value = target.head.clone()
-        elif spec.kind == EAGLE and twin is not None and twin.shape == shape:
-            value = torch.from_numpy(twin.dequantize())
+        elif spec.kind == EAGLE and copied is not None and copied.shape == shape:
+            value = torch.from_numpy(copied.dequantize())
         else:
             value = torch.randn(shape, generator=generator) / (2 * math.sqrt(shape[1]))
         if name.endswith(("attn_output.weight", "ffn_down.weight")):
-            value *= _SMALL
+            value *= _INITIAL_SCALE
         weights[name] = value
     if spec.kind == EAGLE:
-        given, embedding = _fit(target, answers)
-        weights["fc_given.weight"], weights["fc_embd.weight"] = given, embedding
+        weights["fc_given.weight"], weights["fc_embd.weight"] = _fit(target, answers)
     for name, weight in weights.items():
         weight.requires_grad_(name not in (TABLE, NUMBERS))
     return weights
@@ -73,18 +72,18 @@ def first_weights(
 def _fit(target: Target, answers: Sequence[RecordedAnswer]) -> tuple[Tensor, Tensor]:
     """Return the matrices that predict the next state from a state and the token after it.
 
-    Ridge regression on normed rows.
+    Ridge regression on normalized rows; both matrices are (width, width).
     """
     width = target.table.shape[1]
-    products = torch.eye(2 * width) * _RIDGE
-    wanted = torch.zeros(2 * width, width)
+    products = torch.eye(2 * width) * _RIDGE_PENALTY
+    targets = torch.zeros(2 * width, width)
     for answer in answers:
         states = _normed(torch.from_numpy(answer.hidden).float(), target)
         tokens = torch.from_numpy(answer.tokens).long()[1:-1]
         inputs = torch.cat([states[:-1], _normed(target.table[tokens], target)], dim=1)
         products += inputs.T @ inputs
-        wanted += inputs.T @ states[1:]
-    fitted = torch.linalg.solve(products, wanted)
+        targets += inputs.T @ states[1:]
+    fitted = torch.linalg.solve(products, targets)
     return fitted[:width].T.contiguous(), fitted[width:].T.contiguous()
 
 

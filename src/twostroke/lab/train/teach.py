@@ -1,4 +1,4 @@
-"""What a student learns from: sequences of its own tokens, and its teacher's distributions."""
+"""Training data of a student: sequences of its own tokens, and its teacher's distributions."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from twostroke.model.tokenizer.translation import Translation
     from twostroke.model.weights import LoadedModel
 
-_LEAST_ROWS = 4  # from which something is learned
+_MIN_ROWS = 4  # shorter answers are left out
 
 
 class Example(Frozen):
-    """A sequence of the student's tokens. Rows from `first` on learn the tokens after them.
+    """A sequence of the student's tokens; rows from `first` on learn to predict the next token.
 
-    `states`, float16 (rows from `first` on, width), are those from which the teacher drew these
-    tokens; None if it has other tokens.
+    `states`, float16 (rows from `first` on, width), are the teacher's states for these rows; None
+    if the teacher has other tokens.
     """
 
     tokens: NDArray[np.int32]
@@ -39,12 +39,13 @@ class Example(Frozen):
 
 
 class Teacher:
-    """The end of a teacher: from its last states to logits."""
+    """The last operations of a teacher: from its last hidden states to logits."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        """Read the weights of the last norm and the logits."""
+        """Load the weights of the last norm and of the logits."""
         program = build_program(loaded.spec)
-        self._states, self.vocab_size = last_hidden(program), program.vocab_size
+        self._states = last_hidden(program)
+        self.vocab_size = program.vocab_size
         begin = next(i for i, op in enumerate(program.ops) if op.output == self._states) + 1
         self._ops = program.ops[begin:]
         self._weights = {
@@ -54,10 +55,10 @@ class Teacher:
         }
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return the logits (rows, vocabulary) of states (rows, width)."""
-        every = torch.arange(len(states))
+        """Return the logits (rows, vocabulary) for states (rows, width)."""
+        indices = torch.arange(len(states))
         keeper = WholeSequences([len(states)], self._ops)
-        step = TorchStepState(every, every, every, self._weights, keeper)
+        step = TorchStepState(indices, indices, indices, self._weights, keeper)
         values = {self._states: states}
         for op in self._ops:
             values[op.output] = apply(op, values, step)
@@ -65,21 +66,21 @@ class Teacher:
 
 
 def same_tokens(answers: Iterable[RecordedAnswer], length: int) -> Iterator[Example]:
-    """Yield answers as examples of at most `length` tokens; the first of a long prompt are cut."""
+    """Yield answers as examples of at most `length` tokens, with the end of their prompts."""
     for answer in answers:
         num_rows = min(len(answer), length - 1)
         prompt = answer.prompt[-(length - 1 - num_rows) :] if num_rows < length - 1 else ()
         tokens = np.array([*prompt, *answer.tokens[: num_rows + 1]], np.int32)
-        if num_rows >= _LEAST_ROWS:
+        if num_rows >= _MIN_ROWS:
             yield Example(tokens, len(prompt), answer.hidden[:num_rows])
 
 
 def other_tokens(
     answers: Iterable[RecordedAnswer], translation: Translation, length: int
 ) -> Iterator[Example]:
-    """Yield answers, with their prompts, in the tokens of a student with another vocabulary.
+    """Yield answers with their prompts in the tokens of a student with another vocabulary.
 
-    The student reads just what it reads as a draft of this teacher.
+    The tokens are the same that the student gets as a draft model of this teacher.
     """
     for answer in answers:
         ids = [*answer.prompt, *map(int, answer.tokens)]
@@ -87,5 +88,5 @@ def other_tokens(
         translated = translation.translate(ids)
         first = max(0, sum(end <= begin for end in translated.ends) - 1)
         tokens = np.array(translated.tokens[:length], np.int32)
-        if len(tokens) - 1 - first >= _LEAST_ROWS:
+        if len(tokens) - 1 - first >= _MIN_ROWS:
             yield Example(tokens, first)

@@ -1,7 +1,8 @@
-"""Trains a quantized model's scales and vectors towards its source; its codes stay.
+"""Trains scales, norms and biases of a quantized model towards its source; codes stay unchanged.
 
-Each block's scale, and its smallest value if it has one, gets a factor; so does each value of norms
-and biases. They learn the distributions of the source for its own answers (KL divergence).
+The scale of each block, its smallest value if it has one, and each value of norms and biases are
+multiplied by trained factors. The training minimizes the KL divergence from the source's
+distributions for its own answers.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
     from twostroke.model.program import Program
     from twostroke.model.weights import LoadedModel
 
-_LENGTH: Final = 256  # most tokens of a sequence
-_RATE: Final = 1e-3
-_ABOUT: Final = {"kind": "tuning"}  # what else it is for, the folder's name says
-_COPIES: Final = 4  # of the weights in float32: parts, products with factors, their gradients
+_MAX_TOKENS: Final = 256  # of a sequence
+_LEARNING_RATE: Final = 1e-3
+_ABOUT: Final = {"kind": "tuning"}  # the folder's name identifies the rest
+_NUM_WEIGHT_COPIES: Final = 4  # in float32: parts, products with factors, and their gradients
 
 
 def tune(
@@ -47,46 +48,56 @@ def tune(
     folder: Path,
     report: Report,
 ) -> dict[str, QuantTensor]:
-    """Return the tensors that training changed; none if they got no better.
+    """Train for some minutes and return the changed tensors; none if the model did not improve.
 
-    `answers` are the source's, with their states. A checkpoint in `folder` lets the same call go
-    on after an interruption.
+    `answers` are the source's answers with their hidden states. A checkpoint in `folder` lets the
+    same call continue after an interruption.
 
     Raises:
-        MemoryLimitError: the weights do not fit into memory as float32, several times.
+        MemoryLimitError: several float32 copies of the weights do not fit into memory.
     """
     program = build_program(source.spec)
-    needed = 4 * _COPIES * sum(tensors[name].num_values for name in program.weight_shapes)
+    needed = (
+        4 * _NUM_WEIGHT_COPIES * sum(tensors[name].num_values for name in program.weight_shapes)
+    )
     if needed > memory_available():
         raise MemoryLimitError(
             f"Tuning {source.name} needs {needed / 1e9:.1f} GB, and {memory_available() / 1e9:.1f} "
             "GB of memory are free."
         )
-    tuned = _Tuned(program, tensors)
-    descent = Descent(tuned.offsets, _RATE, 60 * minutes)
-    examples = list(same_tokens(answers, _LENGTH))
-    imitator = Imitator(tuned.model, tuned.weights, descent, Teacher(source), examples, 0)
+    tuned_model = _TunedModel(program, tensors)
+    descent = Descent(tuned_model.offsets, _LEARNING_RATE, 60 * minutes)
+    examples = list(same_tokens(answers, _MAX_TOKENS))
+    imitator = Imitator(
+        tuned_model.model,
+        tuned_model.weights,
+        descent=descent,
+        teacher=Teacher(source),
+        examples=examples,
+        seed=0,
+    )
     before = last = imitator.test().loss
     report(f"Before tuning: KL {before:.4f} on held-out answers")
     if (saved := load_checkpoint(folder, _ABOUT)) is not None:
         descent.restore(saved.arrays, saved.seconds, saved.num_steps)
 
-    def look() -> str:
+    def save() -> str:
         nonlocal last
         last = imitator.test().loss
-        done = Checkpoint(_ABOUT, (), descent.seconds, descent.num_steps, descent.arrays())
-        save_checkpoint(folder, done)
+        checkpoint = Checkpoint(_ABOUT, (), descent.seconds, descent.num_steps, descent.arrays())
+        save_checkpoint(folder, checkpoint)
         return f"Tuned for {descent.seconds / 60:.1f} minutes: KL {last:.4f}"
 
-    train(descent, imitator.stepper(), look, "tuning so far was kept", report)
-    return tuned.stored() if last < before else {}
+    train(descent, imitator.stepper(), save, "tuning so far was kept", report)
+    return tuned_model.stored() if last < before else {}
 
 
-class _Tuned:
-    """A model whose weights are products with trained factors, 1 + `offsets`."""
+class _TunedModel:
+    """A model whose weights are multiplied by trained factors, 1 + `offsets`."""
 
     def __init__(self, program: Program, tensors: Mapping[str, QuantTensor]) -> None:
-        self.model, self._tensors = TorchModel(program, tensors), tensors
+        self.model = TorchModel(program, tensors)
+        self._tensors = tensors
         matrices = {op.weight for op in program.ops if isinstance(op, ops.Linear)}
         self._parts: dict[str, tuple[Tensor, ...]] = {}
         self.offsets: dict[str, Tensor] = {}
@@ -101,7 +112,7 @@ class _Tuned:
                 self.offsets[f"{name}:{index}"] = torch.zeros(part.shape[:2], requires_grad=True)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the Program's weights with the factors of now."""
+        """Return the Program's weights with the current factors."""
         weights = dict(self.model.weights)
         for name, parts in self._parts.items():
             terms = [self._scaled(name, index, part) for index, part in enumerate(parts)]
@@ -109,17 +120,17 @@ class _Tuned:
         return weights
 
     def stored(self) -> dict[str, QuantTensor]:
-        """Return the changed tensors in their formats, vectors as float32."""
-        found = {}
+        """Return the changed tensors in their formats; vectors become float32."""
+        stored_tensors = {}
         for name, parts in self._parts.items():
             tensor, offsets = self._tensors[name], self._offsets(name, parts)
             if len(tensor.shape) == 1:
                 values = (self.model.weights[name] * (1 + offsets[0].detach())).numpy()
-                found[name] = QuantTensor.from_floats(values, FORMATS["F32"])
+                stored_tensors[name] = QuantTensor.from_floats(values, FORMATS["F32"])
             else:
                 factors = tuple((1 + offset.detach()).numpy() for offset in offsets)
-                found[name] = multiply_scales(tensor, factors)
-        return found
+                stored_tensors[name] = multiply_scales(tensor, factors)
+        return stored_tensors
 
     def _offsets(self, name: str, parts: tuple[Tensor, ...]) -> list[Tensor]:
         return [self.offsets[f"{name}:{index}"] for index in range(len(parts))]
