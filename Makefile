@@ -124,7 +124,7 @@ bench: ## Run a benchmark (WHAT=speed, ARGS=); WHAT=list lists them.
 	@$(if $(filter list,$(WHAT)),$(call list,bench,benchmarks/suites.mk,WHAT),$(MAKE) --no-print-directory bench-$(WHAT))
 
 report: $(READY) ## Write BENCHMARKS.md from the stored measurements.
-	@$(BIN)/python benchmarks/bench_report.py
+	@$(BIN)/python -m benchmarks.write_report
 
 # $(call list,PREFIX,FILE,VARIABLE) prints the targets of a file with their descriptions.
 list = awk -F ':.*\#\# ' '/^$(1)-[a-z0-9-]+:.*\#\# / {printf "  make $(1) $(3)=%-24s %s\n", substr($$1, length("$(1)-") + 1), $$2}' $(2)

@@ -5,59 +5,59 @@ LEVEL ?=
 GPU_PYTHON ?=
 
 bench-speed: native pull ## Speed, scheduling policies, start, memory and sizes.
-	@$(BIN)/python benchmarks/speed.py $(ARGS)
+	@$(BIN)/python -m benchmarks.engine.speed $(ARGS)
 
 bench-peers: native pull ## Speed beside llama.cpp and others, installed into .bench-peers.
-	@$(BIN)/python benchmarks/peers.py $(ARGS)
+	@$(BIN)/python -m benchmarks.peers.compare $(ARGS)
 
 bench-start: native pull ## Time from the start to the first token, peak memory.
-	@$(BIN)/python benchmarks/start.py $(ARGS)
+	@$(BIN)/python -m benchmarks.engine.start $(ARGS)
 
 bench-serving: native pull ## A server with 16 clients.
-	@$(BIN)/python benchmarks/serving.py $(ARGS)
+	@$(BIN)/python -m benchmarks.serving.clients $(ARGS)
 
 bench-speculation: native pull ## Speculative decoding against plain decoding.
-	@$(BIN)/python benchmarks/speculation.py $(ARGS)
+	@$(BIN)/python -m benchmarks.engine.speculation $(ARGS)
 
 bench-overhead: native pull ## A step without its kernels, a request without its engine.
-	@$(BIN)/python benchmarks/overhead.py $(ARGS)
-	@$(BIN)/python benchmarks/tenants.py
+	@$(BIN)/python -m benchmarks.engine.overhead $(ARGS)
+	@$(BIN)/python -m benchmarks.serving.tenants
 
 bench-kv-offload: native pull ## KV offload: cached pages after a restart, a slow disk.
-	@$(BIN)/python benchmarks/tiers.py $(ARGS)
+	@$(BIN)/python -m benchmarks.serving.kv_offload $(ARGS)
 
 bench-disaggregation: native pull ## KV transfer and prefill on another engine (ARGS="--parts first").
-	@$(BIN)/python benchmarks/handover.py $(ARGS)
+	@$(BIN)/python -m benchmarks.serving.disaggregation $(ARGS)
 
 bench-batches: native pull ## A batch file, and one client beside a full batch.
-	@$(BIN)/python benchmarks/batches.py $(ARGS)
+	@$(BIN)/python -m benchmarks.serving.batches $(ARGS)
 
 bench-slow-readers: native pull ## One client among a thousand that read slowly.
-	@$(BIN)/python benchmarks/crowd.py $(ARGS)
+	@$(BIN)/python -m benchmarks.serving.slow_readers $(ARGS)
 
 bench-hostile-schemas: native pull ## Delay of one stream by hostile schemas.
-	@$(BIN)/python benchmarks/hostile.py $(ARGS)
+	@$(BIN)/python -m benchmarks.serving.hostile_schemas $(ARGS)
 
 bench-overload: native pull ## Refusals, goodput and fair shares under overload.
-	@$(BIN)/python benchmarks/overload.py $(ARGS)
+	@$(BIN)/python -m benchmarks.serving.overload $(ARGS)
 
 bench-parallel: native pull ## Several ranks beside one process.
-	@PYTHONPATH=tests $(BIN)/python benchmarks/parallel.py $(ARGS)
+	@PYTHONPATH=tests $(BIN)/python -m benchmarks.engine.parallel $(ARGS)
 
 bench-plan: native pull ## Plans beside measured steps, memory and published speeds.
-	@$(BIN)/python benchmarks/plan.py $(ARGS)
+	@$(BIN)/python -m benchmarks.lab.plan $(ARGS)
 
 bench-simulate: native pull ## Simulated runs beside the measured server.
-	@$(BIN)/python benchmarks/simulate.py $(ARGS)
+	@$(BIN)/python -m benchmarks.lab.simulate $(ARGS)
 
 bench-router: native pull ## The router beside clients that choose replicas, its decisions.
-	@$(BIN)/python benchmarks/router.py $(ARGS)
+	@$(BIN)/python -m benchmarks.serving.router $(ARGS)
 
 bench-fleet: native pull ## Both Mooncake traces simulated on 8 and 64 replicas, one replayed on 2.
-	@$(BIN)/python benchmarks/fleet.py $(ARGS)
+	@$(BIN)/python -m benchmarks.serving.fleet $(ARGS)
 
 bench-compress: native pull ## Quantized files beside llama.cpp's.
-	@$(BIN)/python benchmarks/compress.py $(ARGS)
+	@$(BIN)/python -m benchmarks.lab.compress $(ARGS)
 
 bench-kernels: native $(READY) ## Each kernel on one thread beside its limit (LEVEL=avx2, ARGS="1536 768 84 Q4_1").
 	@$(CMAKE) -B build/native -DTS_MICROBENCH=ON >/dev/null
@@ -69,4 +69,4 @@ bench-kernels: native $(READY) ## Each kernel on one thread beside its limit (LE
 IS_DRY_RUN = $(findstring --dry-run,$(ARGS))
 bench-gpu: ## The gpu backend on this machine's GPU (ARGS="--minutes 9", "--dry-run").
 	@$(if $(GPU_PYTHON),,$(MAKE) --no-print-directory $(if $(IS_DRY_RUN),$(DEV_READY),.venv-cuda/.ready))
-	@PYTHONPATH=src $(or $(GPU_PYTHON),$(if $(IS_DRY_RUN),$(BIN),.venv-cuda/bin)/python) benchmarks/gpu.py $(ARGS)
+	@PYTHONPATH=src $(or $(GPU_PYTHON),$(if $(IS_DRY_RUN),$(BIN),.venv-cuda/bin)/python) -m benchmarks.gpu.campaign $(ARGS)

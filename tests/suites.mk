@@ -6,7 +6,7 @@ CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || comman
 ARM_CPU ?= max
 ARM := build/aarch64
 SCHEMA_SUITE := build/json-schema-suite
-NIXL := PYTHONPATH=src:tests:benchmarks:.venv-nixl $(BIN)/python
+NIXL := PYTHONPATH=src:tests:.:.venv-nixl $(BIN)/python
 LARGER_MODELS := gemma3-270m qwen2.5-coder-0.5b qwen2.5-coder-1.5b
 
 long-rounds: build pull ## Run the randomized tests with ten times as many cases (TESTS=).
@@ -35,20 +35,20 @@ long-gpu-compile: $(READY) ## Compile the kernels for five GPU architectures; ne
 	  PYTHONPATH=src $$venv/bin/python tests/gpu/compile.py $(ARGS) || exit 1; done
 
 long-parallel: build pull ## Compare tokens of several ranks with those of one process (ARGS="--kills 100" kills ranks).
-	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/parallel.py $(ARGS)
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/parallel.py $(ARGS)
 
 long-kills: build pull ## End, stop and crash a server's engine under load (ARGS="--kills 200").
-	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/service.py --kills 200 $(ARGS)
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/service.py --kills 200 $(ARGS)
 
 long-fleet: build ## Kill, freeze and cut off replicas behind a router under load (ARGS="--faults 200 --first 0").
 	@PYTHONPATH=src:tests $(BIN)/python tests/exact/fleet.py $(ARGS)
-	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/killers.py
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/killers.py
 
 long-machine: build ## Run 10,000,000 random operations on KV pages, scheduler, engine and supervisor.
 	@PYTHONPATH=src:tests $(BIN)/python tests/exact/machine.py $(ARGS)
 
 long-disaggregation: build ## Lose and repeat messages between prefill and decode engines, kill both.
-	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/handover.py $(ARGS)
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/handover.py $(ARGS)
 
 long-disaggregation-nixl: build pull ## The same, with NIXL moving the KV pages.
 	@$(MAKE) --no-print-directory .venv-nixl/.ready
@@ -57,10 +57,10 @@ long-disaggregation-nixl: build pull ## The same, with NIXL moving the KV pages.
 	@$(NIXL) tests/exact/handed_over.py --nixl
 
 long-disaggregation-tokens: build pull ## Compare tokens of disaggregated engines with those of one engine.
-	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/handed_over.py $(ARGS)
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/handed_over.py $(ARGS)
 
 long-models-on-demand: build pull ## Send 500 hostile requests for three models with memory for two.
-	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/demand.py $(ARGS)
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/demand.py $(ARGS)
 
 long-ray: build pull ## Start a fleet on Ray, kill and update replicas under load, stop it (ARGS="--kills 10").
 	@$(MAKE) --no-print-directory .venv-fleet/.ready
@@ -70,7 +70,7 @@ long-kv-offload: native $(DEV_READY) ## Damage and swap 10,000 offloaded KV page
 	@PYTHONPATH=src:tests $(BIN)/python tests/exact/tiers.py $(ARGS)
 
 long-soak: build pull ## Load a server for half an hour, kill its engine, look for memory growth (ARGS="--minutes 5").
-	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/soak.py $(ARGS)
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/soak.py $(ARGS)
 
 long-speculation: build pull ## Compare tokens with and without speculative decoding.
 	@PYTHONPATH=src $(BIN)/python tests/exact/run.py --model $(MODEL) $(ARGS)
@@ -99,7 +99,7 @@ long-api: build pull ## Generate requests from the OpenAPI document (ARGS="--mod
 	@$(BIN)/python tests/api/run.py --schemathesis .venv-api/bin/schemathesis $(ARGS)
 
 long-malformed: build ## Send malformed requests, raw bytes and frames, 100,000 of each (ARGS="--http 1000").
-	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/malformed/run.py $(ARGS)
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/malformed/run.py $(ARGS)
 
 long-memory: build pull ## Serve in control groups of 350 MB, with long prompts; needs root (ARGS="--mb 300").
 	@PYTHONPATH=src $(BIN)/python tests/memory/groups.py --model $(MODEL) $(ARGS)

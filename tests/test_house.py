@@ -165,7 +165,9 @@ def test_every_suite_and_benchmark_is_explained_and_has_its_script(file: str, pr
     text = (ROOT / file).read_text()
     targets = re.findall(rf"^{prefix}-([a-z0-9-]+):", text, re.MULTILINE)
     assert targets == re.findall(rf"^{prefix}-([a-z0-9-]+):.*## \S", text, re.MULTILINE)
-    scripts = re.findall(r"(?:tests|benchmarks)/[\w/]+\.py", text)
+    modules = re.findall(r"-m (benchmarks\.[\w.]+)", text)
+    scripts = re.findall(r"tests/[\w/]+\.py", text)
+    scripts += [module.replace(".", "/") + ".py" for module in modules]
     assert scripts
     assert not [script for script in scripts if not (ROOT / script).exists()]
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import closed_loop
-import load
+from benchmarks.common import closed_loop
+from benchmarks.serving import load_clients as load
 
 
 def test_each_client_asks_for_its_share_of_the_prompts_one_after_the_other():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import gpu
+from benchmarks.gpu import campaign as gpu
 
 if TYPE_CHECKING:
     from pathlib import Path

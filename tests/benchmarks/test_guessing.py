@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import guessing
-from guessing import Chosen, Guessing, Line, least
+from benchmarks.engine import guessing
+from benchmarks.engine.guessing import Chosen, Guessing, Line, least
 
 _FACTS = {"date": "2026-01-01", "processor": "CPU", "cores": 2, "commit": "abc"}
 

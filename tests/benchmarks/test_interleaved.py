@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from interleaved import Row
-from quality import answered_prompts, answers_quality
-from workload import WORKS, Timing
+from benchmarks.common.workload import WORKS, Timing
+from benchmarks.peers.interleaved import Row
+from benchmarks.peers.quality import answered_prompts, answers_quality
 
 _DECODE = WORKS["decode-1"]
 

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-import bench_report
-import records
-from goals import GOALS, Goal, rows_of
-from records import Entry, Record
-from texts import FreshPrompts
-from workload import WORKS, Work
+from benchmarks import write_report as bench_report
+from benchmarks.common import records
+from benchmarks.common.goals import GOALS, Goal, rows_of
+from benchmarks.common.records import Entry, Record
+from benchmarks.common.texts import FreshPrompts
+from benchmarks.common.workload import WORKS, Work
 
 _FACTS = {"date": "2026-01-01", "processor": "CPU (R) 9", "cores": 2, "commit": "abc"}
 

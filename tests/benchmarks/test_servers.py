@@ -16,7 +16,7 @@ from support.tiny import write_tiny_gguf
 
 _SCRIPT = """
 import contextlib, pathlib, sys, time
-from servers import Server, our_command
+from benchmarks.common.servers import Server, our_command
 command = (*our_command(sys.argv[1], 1), "--accept-quality")
 with contextlib.ExitStack() as stack:
     print(Server("server", command, pathlib.Path(sys.argv[2]), stack).pid, flush=True)
@@ -27,7 +27,7 @@ with contextlib.ExitStack() as stack:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_server_ends_with_what_has_started_it(tmp_path: Path, number: int) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
-    parts = (SOURCE, SOURCE.parent / "benchmarks", SOURCE.parent / "tests")
+    parts = (SOURCE, SOURCE.parent, SOURCE.parent / "tests")
     process = subprocess.Popen(
         [sys.executable, "-c", _SCRIPT, str(model), str(tmp_path)],
         stdout=subprocess.PIPE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculation import Run, Usual
+from benchmarks.engine.speculation import Run, Usual
 from twostroke.engine.speculation import TimedStep
 
 

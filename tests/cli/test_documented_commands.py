@@ -113,7 +113,7 @@ def test_documented_calls_name_commands_and_options_that_exist() -> None:
 
 def test_options_in_the_text_are_those_of_a_command() -> None:
     known = every_option() | FOREIGN
-    for script in [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("tests/*/run.py")]:
+    for script in [*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("tests/*/run.py")]:
         known.update(re.findall(r"\"(--[a-z-]+)\"", script.read_text()))
     faults = []
     for page in PAGES:

@@ -112,6 +112,7 @@ def _child(
 ) -> tuple[int, list[tuple[str, str]]]:
     """Run the workload in a process of its own; return its exit code and what it reported."""
     import workload
+
     from twostroke.server.storage import RecordsError
 
     reading, writing = os.pipe()

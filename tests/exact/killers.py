@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from servers import Server, our_command
+from benchmarks.common.servers import Server, our_command
 from support.tiny import infill_metadata, vocabulary, write_tiny_gguf
 
 if TYPE_CHECKING:

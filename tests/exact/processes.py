@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from quiet import descendants
+from benchmarks.common.quiet import descendants
 
 _GONE_WITHIN_S = 2.0
 _LISTENING = "0A"

@@ -26,8 +26,8 @@ from typing import Any
 import httpx
 from processes import exists
 
-from quiet import descendants
-from servers import Server, our_command
+from benchmarks.common.quiet import descendants
+from benchmarks.common.servers import Server, our_command
 
 _FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "crash": signal.SIGSEGV}
 _TOLD_S = {"kill": 1.0, "crash": 1.0, "stop": 7.0}  # a stop counts only after 5 s of silence

@@ -25,8 +25,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from quiet import descendants
-from servers import Server, our_command
+from benchmarks.common.quiet import descendants
+from benchmarks.common.servers import Server, our_command
 from twostroke.server.http.limits import RequestLimits
 
 _SETTLE_S = 300.0  # in which caches fill, before memory is judged; at most a third of the time

@@ -6,7 +6,7 @@ import random
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from servers import Server, free_port, our_command
+from benchmarks.common.servers import Server, free_port, our_command
 from support.handover import check_clean, view, wait_until
 from twostroke import LLM, SamplingParams
 from twostroke.core.constraint import Constraint

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from quiet import descendants
-from servers import MODEL_NAME, Server, free_port, our_command
+from benchmarks.common.quiet import descendants
+from benchmarks.common.servers import MODEL_NAME, Server, free_port, our_command
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, SamplingParams
 from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions

@@ -11,13 +11,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make long SUITE=gpu")
 pytest.importorskip("triton", reason="needs Triton: make long SUITE=gpu")
 
-import gpu  # noqa: E402
-import gpu_measure  # noqa: E402
-import gpu_models  # noqa: E402
-import gpu_predict  # noqa: E402
-import gpu_products  # noqa: E402
-import gpu_rows  # noqa: E402
-from gpu_rows import Row  # noqa: E402
+from benchmarks.gpu import campaign as gpu  # noqa: E402
+from benchmarks.gpu import measure as gpu_measure  # noqa: E402
+from benchmarks.gpu import models as gpu_models  # noqa: E402
+from benchmarks.gpu import predict as gpu_predict  # noqa: E402
+from benchmarks.gpu import products as gpu_products  # noqa: E402
+from benchmarks.gpu import rows as gpu_rows  # noqa: E402
+from benchmarks.gpu.rows import Row  # noqa: E402
 from twostroke.backends.gpu import backend as module  # noqa: E402
 from twostroke.core.errors import DeviceLostError, MemoryLimitError  # noqa: E402
 from twostroke.lab.measure.single_step import Shape  # noqa: E402

@@ -10,7 +10,7 @@ from contextlib import closing
 
 import pytest
 
-import namespaces
+from benchmarks.common import namespaces
 from twostroke.backends.parallel import launcher
 from twostroke.backends.parallel.division import LauncherEnv, launched, unwise
 from twostroke.backends.parallel.launcher import RankArrival, RemoteRanks, asked_of, place_among

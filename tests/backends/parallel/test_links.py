@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-import namespaces
+from benchmarks.common import namespaces
 from twostroke.backends.cpu.library import choose_level
 from twostroke.backends.parallel.links import host_link
 from twostroke.backends.parallel.links import rendezvous as meeting

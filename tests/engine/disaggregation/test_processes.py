@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from servers import free_port
+from benchmarks.common.servers import free_port
 from support.handed_over import Case, compare
 from support.handover import decode, options, view, wait_until
 from support.handover_kills import campaign

@@ -27,7 +27,7 @@ class LinkType(Frozen):
     engine: Callable[[int, int, str], LinkEngine]
 
 
-# Fastest first (benchmarks/links.py).
+# Fastest first (benchmarks/engine/links.py).
 KINDS: Final = {
     "ucx": LinkType(ucx.obstacle, ucx.version, UcxEngine),
     "gloo": LinkType(

@@ -1,0 +1,320 @@
+"""`make bench WHAT=speculation`: what guessing ahead brings, on kinds of text and under load.
+
+One engine answers the same prompts in turn without and with guesses; answers are compared token
+by token, so the time is all that differs. As many streams as are asked for run all the time: where
+one ends, the next prompt begins, until there are no more. Each run is a tenant of its own, or the
+second one would know the answers from the first. Machines are shared, so a second ratio takes each
+step to last as long as those of as many rows usually do. With predictions that are wrong now
+and then the share of right guesses is chosen, and the measured speed-up stands beside the one that
+the usual formula predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.common.quiet import MAX_SHARE, Watch
+from benchmarks.common.report import note, positive
+from benchmarks.engine.guessing import Chosen, Guessing, Line, kept, least
+from benchmarks.engine.tasks import TASKS, Task
+from twostroke.core.options import ComputeOptions, EngineOptions, SpeculationOptions
+from twostroke.core.request import Hints
+from twostroke.engine.client import Caller
+from twostroke.engine.engine import build
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.engine import Engine
+    from twostroke.engine.output import Output
+    from twostroke.engine.speculation import TimedStep
+
+_STREAMS = (1, 4, 16, 32)
+_ANSWERS = 2  # of a stream, one after the other
+_OFTEN = 8  # times that a number of rows must have been seen
+_RIGHT = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0)  # of predicted tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One job: its answers, and the steps without prompts in which all streams ran."""
+
+    answers: list[tuple[int, ...]]
+    accepted: int
+    rejected: int
+    others_share: float
+    steps: list[TimedStep]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The speed of these steps."""
+        seconds = sum(step.step_s + step.asking_s for step in self.steps)
+        return sum(step.num_tokens for step in self.steps) / seconds
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether others had much of the processor."""
+        return self.others_share > MAX_SHARE
+
+
+@dataclass(slots=True)
+class Pair:
+    """The same job without and with guesses, round by round."""
+
+    task: str
+    streams: int
+    plain: list[Run]
+    guessed: list[Run]
+
+    @property
+    def ratios(self) -> list[float]:
+        """How many times faster guesses make it."""
+        pairs = zip(self.plain, self.guessed, strict=True)
+        return [guessed.tokens_per_s / plain.tokens_per_s for plain, guessed in pairs]
+
+    @property
+    def accepted(self) -> float:
+        """The share of guesses that were right."""
+        right = sum(run.accepted for run in self.guessed)
+        tried = right + sum(run.rejected for run in self.guessed)
+        return right / tried if tried else 0.0
+
+    @property
+    def per_pass(self) -> float:
+        """How many tokens of one stream a step brought."""
+        num_tokens = sum(len(answer) for run in self.guessed for answer in run.answers)
+        return num_tokens / (num_tokens - sum(run.accepted for run in self.guessed))
+
+    @property
+    def runs(self) -> list[Run]:
+        """All of both kinds."""
+        return [*self.plain, *self.guessed]
+
+    def line(self, usual: Usual) -> Line:
+        """Return what is kept of it; `usual` is how long steps take."""
+        return Line(
+            self.task,
+            self.streams,
+            self.ratios,
+            usual.token_s(self.plain) / usual.token_s(self.guessed),
+            [run.tokens_per_s for run in self.plain],
+            [run.tokens_per_s for run in self.guessed],
+            self.per_pass,
+            self.accepted,
+            sum(run.is_disturbed for run in self.runs),
+        )
+
+
+class Usual:
+    """How long steps take that nobody disturbs, by their rows.
+
+    A step's time is taken for the product of what its rows take and of how slow the machine was in
+    its run. Both are fitted to the medians of each run's steps of each number of rows (least
+    squares of their logarithms), so neither moments nor minutes in which others slowed a machine
+    down show in times that are made of these. Of rare numbers of rows each step has its own time,
+    as it would be had its run not been slow.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        """Learn from all runs of a benchmark."""
+        cells: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+        often = Counter[int]()
+        for number, run in enumerate(runs):
+            for step in run.steps:
+                cells[step.num_rows, number].append(step.step_s)
+                often[step.num_rows] += 1
+        least = min(_OFTEN, max(often.values()))
+        places = {rows: i for i, rows in enumerate(r for r in often if often[r] >= least)}
+        known = [(places[rows], number, t) for (rows, number), t in cells.items() if rows in places]
+        weights = np.sqrt([len(times) for *_, times in known])
+        sums = np.zeros((len(known), len(places) + len(runs)))
+        for equation, (place, number, _) in enumerate(known):
+            sums[equation, [place, len(places) + number]] = weights[equation]
+        medians = np.log([median(times) for *_, times in known])
+        fitted = np.exp(np.linalg.lstsq(sums, medians * weights)[0])
+        self._times = {rows: float(fitted[place]) for rows, place in places.items()}
+        self._slow = {id(run): float(fitted[len(places) + n]) for n, run in enumerate(runs)}
+
+    def token_s(self, runs: Iterable[Run]) -> float:
+        """Return the seconds of a token, had each step taken its usual time.
+
+        Looking for guesses takes the share of a step that it was seen to take.
+        """
+        seconds, num_tokens = 0.0, 0
+        for run in runs:
+            for step in run.steps:
+                usual_s = self._times.get(step.num_rows, step.step_s / self._slow[id(run)])
+                seconds += usual_s * (1 + step.asking_s / step.step_s)
+                num_tokens += step.num_tokens
+        return seconds / num_tokens
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--draft", help="a smaller model that guesses")
+    parser.add_argument("--heads", help="a folder of heads trained for the model")
+    parser.add_argument("--speculate", default="auto")
+    parser.add_argument("--drafts", type=int, help="so many always, instead of as many as pay")
+    parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--streams", nargs="*", type=int, default=list(_STREAMS))
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument(
+        "--activation-bits",
+        type=lambda word: word if word == "auto" else int(word),
+        default=ComputeOptions().activation_bits,
+    )
+    parser.add_argument("--no-acceptance", action="store_true")
+    given = parser.parse_args()
+    name = _name(given)
+    kept(name)
+    guessing = SpeculationOptions(draft=given.draft, heads=given.heads, count=given.drafts)
+    compute = ComputeOptions(num_threads=given.threads, activation_bits=given.activation_bits)
+    options = EngineOptions(compute, speculation=guessing)
+    with build(given.model, options) as engine:
+        pairs = [
+            measure(engine, TASKS[task], streams, given)
+            for task in given.tasks
+            for streams in given.streams
+        ]
+        chosen = [] if given.no_acceptance else measure_acceptance(engine, given)
+    usual = Usual([run for pair in pairs for run in pair.runs])
+    found = Guessing(name, [pair.line(usual) for pair in pairs], chosen)
+    found.keep()
+    print("\n".join([*found.parts(), least(found.lines)]))
+
+
+def measure(engine: Engine, task: Task, streams: int, given: argparse.Namespace) -> Pair:
+    """Answer a task's prompts in turn without and with guesses."""
+    pair = Pair(task.name, streams, [], [])
+    for number in range(given.rounds + 1):
+        rng = random.Random(f"{task.name} {streams} {number}")
+        prompts = [task.prompt(engine.card, rng) for _ in range(_ANSWERS * streams)]
+        params = task.params(given.tokens)
+        sides = [("off", pair.plain), (given.speculate, pair.guessed)]
+        found = {}
+        for method, runs in sides if number % 2 else reversed(sides):
+            caller = Caller(tenant=f"{task.name} {streams} {number} {method}")
+            run = found[method] = answer(engine, prompts, streams, params, caller, Hints(method))
+            if number:  # the first round warms up, and lets the engine learn its machine
+                runs.append(run)
+        if found["off"].answers != found[given.speculate].answers:
+            raise SystemExit(f"{task.name}: guesses changed an answer")
+    plain, guessed = (
+        median(run.tokens_per_s for run in runs) for runs in (pair.plain, pair.guessed)
+    )
+    note(
+        f"{task.name}, {streams} streams: {plain:,.0f} to {guessed:,.0f} tokens/s, "
+        f"{median(pair.ratios):.2f} x, {pair.accepted:.0%} of guesses right"
+    )
+    return pair
+
+
+def answer(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    num_streams: int,
+    params: SamplingParams,
+    caller: Caller,
+    hints: Hints,
+) -> Run:
+    """Answer all prompts, `num_streams` at a time."""
+    watch, recent = Watch(), engine.client.loop.speculator.stats.recent
+    recent.clear()
+    outputs = asyncio.run(_answer(engine, prompts, num_streams, params, caller, hints))
+    steps = [
+        step
+        for step in recent
+        if step.num_rows == step.num_plain + step.num_guesses and step.num_plain == num_streams
+    ]
+    if not steps or len(recent) == recent.maxlen:
+        raise SystemExit(
+            f"{len(recent)} steps, and all of {num_streams} streams ran in {len(steps)}: "
+            "take more --tokens or fewer --streams if there are none, fewer --tokens if there are "
+            f"{recent.maxlen} steps, which is as many as are kept."
+        )
+    usages = [output.usage for one in outputs for output in one if output.usage is not None]
+    return Run(
+        [tuple(token for output in one for token in output.token_ids) for one in outputs],
+        sum(usage.accepted_tokens for usage in usages),
+        sum(usage.rejected_tokens for usage in usages),
+        watch.others_share(),
+        steps,
+    )
+
+
+async def _answer(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    num_streams: int,
+    params: SamplingParams,
+    caller: Caller,
+    hints: Hints,
+) -> list[list[Output]]:
+    outputs: list[list[Output]] = [[] for _ in prompts]
+    waiting = iter(range(len(prompts)))
+
+    async def stream() -> None:
+        for index in waiting:
+            generation = engine.client.generate_many_async([prompts[index]], params, caller, hints)
+            outputs[index] = [output async for output in generation]
+
+    await asyncio.gather(*[stream() for _ in range(num_streams)])
+    return outputs
+
+
+def measure_acceptance(engine: Engine, given: argparse.Namespace) -> list[Chosen]:
+    """Answer with predictions of which a chosen share is right; one stream."""
+    rng = random.Random(5)
+    task = TASKS["random"]  # which does not repeat itself
+    prompts = [task.prompt(engine.card, rng) for _ in range(given.rounds)]
+    params = task.params(given.tokens)
+    found = []
+    for share in _RIGHT:
+        ratios, right, tried, passes = [], 0, 0, 0
+        for number, prompt in enumerate(prompts):
+            caller = Caller(tenant=f"plain {share} {number}")
+            plain = answer(engine, [prompt], 1, params, caller, Hints("off"))
+            expected = tuple(
+                token if rng.random() < share else rng.randrange(token + 1)
+                for token in plain.answers[0]
+            )
+            before = engine.client.loop.snapshot().speculation.passes
+            caller = Caller(tenant=f"guessed {share} {number}")
+            guessed = answer(engine, [prompt], 1, params, caller, Hints("ngram", expected))
+            if guessed.answers != plain.answers:
+                raise SystemExit("guesses changed an answer")
+            passes += engine.client.loop.snapshot().speculation.passes - before
+            right, tried = right + guessed.accepted, tried + guessed.accepted + guessed.rejected
+            ratios.append(guessed.tokens_per_s / plain.tokens_per_s)
+        per_pass = tried / passes if passes else 0.0
+        found.append(Chosen(share, ratios, right / tried if tried else 0.0, per_pass))
+        note(f"{share:.0%} of the prediction right: {median(ratios):.2f} x")
+    return found
+
+
+def _name(given: argparse.Namespace) -> str:
+    """Return what the measured way of guessing is called."""
+    draft = given.draft and Path(given.draft).name
+    helpers = [name for name in (draft, given.heads and "heads") if name]
+    name = ", ".join([given.model, given.speculate, *helpers])
+    if given.activation_bits != ComputeOptions().activation_bits:
+        name += f", {given.activation_bits}-bit activations"
+    return f"{name}, {given.drafts} drafts" if given.drafts else name
+
+
+if __name__ == "__main__":
+    main()

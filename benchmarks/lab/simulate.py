@@ -1,0 +1,357 @@
+"""Compare simulated runs with the measured server, and time the simulations.
+
+Run it with `make bench WHAT=simulate`.
+
+The same requests, a published trace scaled to this machine, are sent to the server at the same
+times and simulated. Steps of the simulation take what measured steps of the model say (`plan
+--calibrate`), and steps of the server under other requests (`plan --calibrate --server`). As the
+speed of a machine drifts, a load is sent in blocks, and such other requests come between them: a
+block is simulated with the steps seen just before and just after it. Loads are shares of the rate
+at which the server answers requests that come all at once. The Mooncake trace, whose prompts share
+beginnings, compares hits of the prefix cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+import threading
+import time
+from itertools import chain, pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from benchmarks.common.pipe import Worker, WorkerError
+from benchmarks.common.quiet import MAX_SHARE, Watch
+from benchmarks.common.report import caption, machine_facts, note, positive, save, table
+from benchmarks.common.servers import MODEL_NAME, Server, our_command
+from benchmarks.common.texts import FreshPrompts, heldout_tokens
+from twostroke.core.options import CacheOptions
+from twostroke.engine.output import Timings
+from twostroke.lab.measure.requests import Objectives, RequestLog, make_report
+from twostroke.lab.measure.single_step import Shape
+from twostroke.lab.planner import Calibration, find_device, load_planned_model, this_machine
+from twostroke.lab.planner.calibration import measured_points
+from twostroke.lab.planner.question import Question
+from twostroke.lab.planner.served import group_steps, read_steps
+from twostroke.lab.simulator import RequestArrival, Setup, Workload, read_trace, simulate
+from twostroke.model.loader import load as load_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from twostroke.lab.measure.requests import RunReport
+
+    Steps = Sequence[Sequence[Any]]
+
+_KV_BYTES = 256 << 20
+_FIGURES = (("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"))
+_LIMITS = {"p50": 0.15, "p99": 0.25}
+_REQUESTS = 550  # of which some 20 have a single token, and so no TPOT
+_SPEED_REQUESTS, _SPEED_REPLICAS = 4000, 8
+STEPS = (
+    *(Shape.decode(count, context) for context in (64, 384) for count in (1, 4, 16)),
+    *map(Shape.prefill, (16, 64, 256)),
+)
+_BLOCKS = 8  # of a load
+_WATCHED = 2  # requests of a block for each one that is watched before it
+_LOOK_S = 0.7  # between looks at the server's last steps, while it is watched
+_ALONE = 20  # requests one after another, for the time outside the engine
+HEADER = ("load", "figure", "measured", "simulated", "error", "limit")
+
+
+def main() -> None:
+    """Measure, simulate, then print and keep the tables."""
+    given, began_s = _arguments(), time.monotonic()
+    parts, result = [], dict[str, Any](machine_facts())
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+        if "speed" in given.parts:
+            parts.append(_speed(given, result))
+        if {"latency", "hits"} & set(given.parts):
+            pair = _Pair(given, Path(place), stack)
+        if "latency" in given.parts:
+            parts.append(_latency(given, pair, result))
+        if "hits" in given.parts:
+            parts.append(_hits(given, pair, result))
+    minutes = (time.monotonic() - began_s) / 60
+    parts.append(f"It took {minutes:.0f} minutes. {caption(result, given.model)}")
+    save("simulate", result, "\n\n".join(parts))
+    if failures := result.get("failures"):
+        raise SystemExit("\n".join(failures))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--parts", nargs="+", default=("speed", "latency", "hits"))
+    parser.add_argument("--trace", default="azure-conv", help="of latencies and speed")
+    parser.add_argument("--shared", default="mooncake-conversation", help="trace of hits")
+    parser.add_argument("--scale", type=float, default=0.05, help="of the first trace's lengths")
+    text = "at each load; p99 needs 500 with two tokens or more"
+    parser.add_argument("--requests", type=positive, default=_REQUESTS, help=text)
+    parser.add_argument("--loads", type=positive, nargs="+", default=[50, 70, 90], metavar="%")
+    text = "of the engine; HTTP and the clients need a core, too"
+    parser.add_argument("--threads", type=positive, default=1, help=text)
+    return parser.parse_args()
+
+
+class _Pair:
+    """The server with its clients, and its simulation."""
+
+    def __init__(
+        self, given: argparse.Namespace, folder: Path, stack: contextlib.ExitStack
+    ) -> None:
+        planned = load_planned_model(given.model)
+        note("Measuring steps")
+        points = measured_points(given.model, STEPS, note, num_threads=given.threads)
+        self.setup = Setup(
+            planned,
+            this_machine(given.threads),
+            Question(),
+            CacheOptions(memory_bytes=_KV_BYTES),
+            calibration=Calibration(points, "", given.threads),
+            is_here=True,
+        )
+        self.vocab_size = planned.program.vocab_size
+        command = (*our_command(given.model, given.threads), "--kv-memory", str(_KV_BYTES))
+        self._server = Server("Twostroke", command, folder, stack)
+        path = [sys.executable, "-m", "benchmarks.serving.load_clients"]
+        self._clients = Worker("clients", path, folder / "load.log")
+        stack.callback(self._clients.close)
+        self.others_share: list[float] = []
+
+    def watched(
+        self, load: Workload, prompts: Sequence[list[int]]
+    ) -> tuple[list[RequestLog], Steps]:
+        """Send the requests of a load; return what became of them and the server's steps."""
+        ended = threading.Event()
+        steps: list[Sequence[Any]] = []
+        url = f"http://127.0.0.1:{self._server.port}"
+
+        def watch() -> None:
+            while not ended.wait(_LOOK_S):
+                steps.extend(read_steps(url, None, self.setup.model))
+
+        thread = threading.Thread(target=watch)
+        before = set(map(tuple, read_steps(url, None, self.setup.model)))
+        thread.start()
+        try:
+            logs = self.measure(load, prompts)
+        finally:
+            ended.set()
+            thread.join()
+        return logs, [one for one in steps if tuple(one) not in before]
+
+    def simulate(self, load: Workload, steps: Steps) -> Sequence[RequestLog]:
+        """Simulate a load on a server that took these steps."""
+        assert self.setup.calibration is not None
+        known = replace(self.setup.calibration, served=group_steps(steps))
+        return simulate(replace(self.setup, calibration=known), load).logs
+
+    def measure(self, load: Workload, prompts: Sequence[list[int]]) -> list[RequestLog]:
+        """Send the requests of a load to the server.
+
+        Raises:
+            SystemExit: a request failed.
+        """
+        watch = Watch(self._server.pid, self._clients.pid)
+        try:
+            answer = self._clients.ask(
+                "replay",
+                port=self._server.port,
+                model=MODEL_NAME,
+                times_s=[one.at_s for one in load.arrivals],
+                prompts=prompts,
+                num_tokens=[one.num_output for one in load.arrivals],
+            )
+        except WorkerError as error:
+            raise SystemExit(f"the clients' process {error}") from None
+        self.others_share.append(watch.others_share())
+        return [
+            RequestLog(
+                Timings(one.at_s, 0.0, log["first_s"], log["last_s"]),
+                log["sent_s"],
+                one.num_prompt,
+                one.num_output,
+                log["num_cached"],
+            )
+            for one, log in zip(load.arrivals, answer["requests"], strict=True)
+        ]
+
+
+def _latency(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> str:
+    """Compare latencies at shares of the knee."""
+    trace = read_trace(given.trace).changed(scale=given.scale)
+    requests = _Requests(trace.first(given.requests), trace.arrivals[given.requests :])
+    fresh = FreshPrompts(heldout_tokens(load_model(given.model)))
+    overhead_s = _find_overhead(pair, fresh)
+    burst, other = (one.changed(speed=1e6) for one in requests.halves(given.requests // 3))
+    _, steps = pair.watched(other, _texts(fresh, other))
+    both = pair.measure(burst, _texts(fresh, burst)), pair.simulate(burst, steps)
+    rates = [one.num_requests / one.duration_s for one in map(_report, both)]
+    rows = [("all at once", "requests/s", *(f"{r:.2f}" for r in rates), _error(*rates[::-1]), "")]
+    note(" ".join(rows[0]))
+    kept: dict[str, Any] = {"knee_per_s": rates[0], "overhead_s": overhead_s, "loads": {}}
+    for percent in given.loads:
+        try:
+            found = _in_blocks(pair, fresh, requests, percent / 100 * rates[0])
+        except SystemExit as error:  # what was measured before is kept
+            result.setdefault("failures", []).append(f"Load of {percent}%: {error}")
+            break
+        reports = [*map(_report, found)]
+        compared = list(_compared(f"{percent}%", *reports))
+        note("\n".join(map(" ".join, compared)))
+        rows += compared
+        names = ("measured", "simulated", "requests")
+        kept["loads"][percent] = dict(zip(names, [*reports, found[0]], strict=True))
+    result["latency"] = msgspec.to_builtins(kept)
+    disturbed = sum(share > MAX_SHARE for share in pair.others_share)
+    text = (
+        f"{given.requests} requests of {given.trace}, lengths times {given.scale:g}: "
+        f"{disturbed} of {len(pair.others_share)} runs were disturbed. A request takes "
+        f"{overhead_s * 1e3:.1f} ms outside the engine."
+    )
+    return f"## Simulated and measured latencies\n\n{table(HEADER, rows)}\n\n{text}"
+
+
+class _Requests(NamedTuple):
+    """The requests that are compared, and others."""
+
+    load: Workload
+    others: Sequence[RequestArrival]
+
+    def halves(self, count: int) -> tuple[Workload, Workload]:
+        """Return the first `count` of both."""
+        return self.load.first(count), _begun("others", self.others[:count])
+
+    def blocks(self, per_s: float) -> Iterator[tuple[Workload, Workload]]:
+        """Yield others, and a block of the load, both at this rate."""
+        arrivals, speed = self.load.arrivals, per_s / self.load.rate
+        size = -(-len(arrivals) // _BLOCKS)
+        for first in range(0, len(arrivals), size):
+            own = _begun(self.load.name, arrivals[first : first + size])
+            at = first // _WATCHED
+            other = _begun("others", self.others[at : at + max(2, size // _WATCHED)])
+            yield other.changed(speed=per_s / other.rate), own.changed(speed=speed)
+
+
+def _begun(name: str, arrivals: Sequence[RequestArrival]) -> Workload:
+    """Return a load whose first request comes at once."""
+    moved = [replace(one, at_s=one.at_s - arrivals[0].at_s) for one in arrivals]
+    return Workload(name, tuple(moved))
+
+
+def _in_blocks(
+    pair: _Pair, fresh: FreshPrompts, requests: _Requests, per_s: float
+) -> tuple[list[RequestLog], list[RequestLog]]:
+    """Return what became of the load's requests at this rate, measured and simulated."""
+    note(f"Load of {per_s:.2f} requests/s")
+    watched: list[Steps] = []
+    measured: list[Sequence[RequestLog]] = []
+    blocks = list(requests.blocks(per_s))
+    for other, block in [*blocks, (blocks[0][0], None)]:
+        watched.append(pair.watched(other, _texts(fresh, other))[1])
+        if block is not None:
+            measured.append(pair.measure(block, _texts(fresh, block)))
+    simulated = [
+        pair.simulate(block, [*before, *after])
+        for (_, block), (before, after) in zip(blocks, pairwise(watched), strict=True)
+    ]
+    return [*chain.from_iterable(measured)], [*chain.from_iterable(simulated)]
+
+
+def _report(logs: Sequence[RequestLog]) -> RunReport:
+    return make_report(logs, Objectives())
+
+
+def _find_overhead(pair: _Pair, fresh: FreshPrompts) -> float:
+    """Measure requests one after another; a first token's time beyond its step is the overhead."""
+    load = Workload("alone", tuple(RequestArrival(0.5 * n, 64, 4) for n in range(_ALONE)))
+    pair.measure(load, _texts(fresh, load))  # the server's first requests warm it up
+    logs, steps = pair.watched(load, _texts(fresh, load))
+    seen = [step_s for _, prompt, _, step_s, *_ in dict.fromkeys(map(tuple, steps)) if prompt]
+    ttft_s = [one.timings.ttft_s for one in logs]
+    overhead_s = max(0.0, median(ttft_s) - float(median(seen)))
+    pair.setup = replace(pair.setup, overhead_s=overhead_s)
+    return overhead_s
+
+
+def _compared(load: str, measured: RunReport, simulated: RunReport) -> Iterator[tuple[str, ...]]:
+    for name, percentile in _FIGURES:
+        both = []
+        for report in (measured, simulated):
+            found = report.latencies[name].percentiles.get(percentile)
+            both.append(None if found is None else found.value)
+        if None in both:
+            continue
+        cells = (f"{value * 1e3:,.1f} ms" for value in both if value is not None)
+        limit = f"{_LIMITS[percentile]:.0%}"
+        figure = f"{name.upper()} {percentile}"
+        yield (load, figure, *cells, _error(both[1] or 0.0, both[0] or 1.0), limit)
+
+
+def _hits(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> str:
+    """Compare hit rates of the prefix cache on prompts of which a page is a block."""
+    scale = 16 / 512
+    load = read_trace(given.shared).first(given.requests // 2).changed(scale=scale)
+    burst = load.first(given.requests // 8).changed(speed=1e6)
+    seconds = simulate(pair.setup, burst).report.duration_s
+    load = load.changed(speed=0.7 * len(burst.arrivals) / seconds / load.rate)
+    note("Prefix hits")
+    prompts = [one.tokens(n, pair.vocab_size).tolist() for n, one in enumerate(load.arrivals)]
+    measured = make_report(pair.measure(load, prompts), Objectives())
+    simulated = simulate(pair.setup, load).report
+    result["hits"] = msgspec.to_builtins({"measured": measured, "simulated": simulated})
+    rates = [one.hit_rate for one in (measured, simulated)]
+    row = (load.name, *(f"{rate:.1%}" for rate in rates), f"{(rates[1] - rates[0]) * 100:+.1f}")
+    header = ("trace", "measured", "simulated", "points (at most 2)")
+    return (
+        f"## Prefix hits\n\n{table(header, [row])}\n\n{given.requests // 2} requests, lengths "
+        f"times 1/32, {_KV_BYTES >> 20} MB of keys and values."
+    )
+
+
+def _speed(given: argparse.Namespace, result: dict[str, Any]) -> str:
+    """Measure how many requests are simulated in a second of processor time."""
+    note("Speed")
+    load = read_trace(given.trace).first(_SPEED_REQUESTS)
+    setup = Setup(
+        load_planned_model(given.model).with_weights("bf16"),
+        find_device("A100-80GB"),
+        Question(mfu=0.02, mbu=0.03),
+        replicas=_SPEED_REPLICAS,
+        routing="least-work",
+    )
+    rows, kept = [], {}
+    for name, one in (
+        ("lengths as they are", load.changed(speed=8)),
+        ("lengths times 0.1", load.changed(speed=80, scale=0.1)),
+    ):
+        began_s = time.process_time()
+        found = simulate(replace(setup), one)
+        rate = len(one.arrivals) / (time.process_time() - began_s)
+        kept[name] = rate
+        busy = sum(found.busy) / len(found.busy)
+        rows.append((name, f"{rate:,.0f}", f"{found.num_steps:,}", f"{busy:.0%}"))
+    result["simulated_per_s"] = kept
+    note("\n".join(map(" ".join, rows)))
+    header = (f"{load.name}, {_SPEED_REPLICAS} replicas", "requests a second", "steps", "busy")
+    return f"## Speed of the simulation, one core\n\n{table(header, rows)}"
+
+
+def _texts(fresh: FreshPrompts, load: Workload) -> list[list[int]]:
+    return [fresh.take(one.num_prompt) for one in load.arrivals]
+
+
+def _error(simulated: float, measured: float) -> str:
+    return f"{simulated / measured - 1:+.0%}"
+
+
+if __name__ == "__main__":
+    main()

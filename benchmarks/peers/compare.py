@@ -1,0 +1,235 @@
+"""`make bench WHAT=peers`: Twostroke beside its peers in one interleaved run, quality beside speed.
+
+Same weights, same token ids, greedy, ends ignored, the same number of threads; each engine in a
+process of its own that stays alive, warm, and rests while the others run. A round is one run of
+each (A B A B); figures are medians over the rounds, and ratios are ratios of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from benchmarks.common.goals import SMOLLM2, rows_of
+from benchmarks.common.records import OTHER_BITS, OURS, Record, is_ours, keep, ours_with
+from benchmarks.common.report import caption, machine_facts, note, positive, save, spread, table
+from benchmarks.common.texts import FreshPrompts, heldout_tokens, pieces
+from benchmarks.common.workload import WORKS
+from benchmarks.peers.interleaved import Row, measure
+from benchmarks.peers.quality import (
+    Quality,
+    answered_prompts,
+    answers_quality,
+    engine_quality,
+    reference_logits,
+)
+from benchmarks.peers.sides import Side, add_arguments, start
+from twostroke.core.frozen import Frozen
+from twostroke.core.options import ComputeOptions
+from twostroke.lab.measure.divergence import compare
+from twostroke.model.loader import load
+
+if TYPE_CHECKING:
+    from benchmarks.peers.quality import Logits
+    from twostroke.model.weights import LoadedModel
+
+_ASKED_TOGETHER = 32  # prompts
+
+
+def main() -> None:
+    """Measure each model, then print and keep its tables."""
+    given = _arguments()
+    texts, results = [], []
+    for model in given.models:
+        result, text = _measure_model(given, model)
+        results.append(result)
+        texts.append(text)
+    save("peers", {**machine_facts(), "models": results}, "\n\n".join(texts))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--models", nargs="+", default=[SMOLLM2], metavar="MODEL",
+        help="GGUF files or catalogue names",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--no-quality", action="store_true", help="measure speed only")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(WORKS), metavar="ROW",
+        help=f"rows of the table, in place of those that a model has goals for: {', '.join(WORKS)}",
+    )  # fmt: skip
+    add_arguments(parser)
+    return parser.parse_args()
+
+
+def _measure_model(given: argparse.Namespace, model: str) -> tuple[dict[str, Any], str]:
+    """Measure all rows of one model and keep each as it is done."""
+    note(f"== {model}")
+    loaded = load(model)
+    tokens = heldout_tokens(loaded)
+    names = given.only or rows_of(model, list(WORKS))
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        sides = start(given, model, loaded, [WORKS[name] for name in names], folder)
+        try:
+            limits = sides[0].ask("limits") or {}
+            quality = [] if given.no_quality else _quality(given, loaded, sides, tokens, folder)
+            run = Run(given, model, sides, limits, quality)
+            prompts = FreshPrompts(tokens)
+            rows = []
+            for name in names:
+                row = measure(WORKS[name], sides, prompts, given.rounds)
+                keep(_record(run, name, row))
+                rows.append(row)
+        finally:
+            for side in sides:
+                side.worker.close()
+    result = {
+        "model": model,
+        "threads": given.threads,
+        "rounds": given.rounds,
+        "limits": limits,
+        "engines": {side.name: side.about for side in sides},
+        "speed": [row.as_json() for row in rows],
+        "quality": [msgspec.to_builtins(line) for line in quality],
+    }
+    return result, _text(model, given, rows, sides, quality)
+
+
+class Run(Frozen):
+    """What all rows of a model have in common."""
+
+    given: argparse.Namespace
+    model: str
+    sides: list[Side]
+    limits: dict[str, Any]
+    quality: list[Quality]
+
+
+def _record(run: Run, name: str, row: Row) -> Record:
+    given, model, limits = run.given, run.model, run.limits
+    peers = "" if given.peers == ["llama.cpp"] else f" --peers {' '.join(given.peers)}"
+    level = f" --level {given.level}" if given.level else ""
+    level += f" --llama-level {given.llama_level}" if given.llama_level != "native" else ""
+    threads = f" --threads {given.threads}" if given.threads != 2 else ""
+    options = f"--models {model} --only {name}{level}{threads}{peers}"
+    return Record(
+        row=name,
+        name=row.work.name,
+        model=model,
+        unit="tokens/s",
+        entries=row.entries(),
+        command=f'make bench WHAT=peers ARGS="{options}"',
+        setting=_setting(given),
+        disturbed_runs=row.disturbed,
+        num_runs=row.runs,
+        failures=row.failures,
+        engines={side.name: side.about.get("version", "") for side in run.sides},
+        others={
+            "threads": given.threads,
+            "limits": limits,
+            "mbu": row.share("bytes", limits.get("bandwidth")),
+            "mfu": row.share("flops", limits.get("peak")),
+            "with_bits": {
+                str(bits): {
+                    "mbu": row.share("bytes", limits.get("bandwidth"), ours_with(bits)),
+                    "mfu": row.share("flops", limits.get("peak"), ours_with(bits)),
+                }
+                for bits in OTHER_BITS
+            },
+            "same_first_tokens": row.same_first_tokens,
+            "quality": [msgspec.to_builtins(line) for line in run.quality],
+        },
+    )
+
+
+def _setting(given: argparse.Namespace) -> str:
+    """Return what is not usual about a run: levels and threads."""
+    parts = [given.level] if given.level else []
+    parts += [f"llama.cpp {given.llama_level}"] if given.llama_level != "native" else []
+    parts += [f"{given.threads} threads"] if given.threads != 2 else []
+    return ", ".join(parts)
+
+
+def _quality(
+    given: argparse.Namespace, loaded: LoadedModel, sides: list[Side], tokens: list[int],
+    folder: Path,
+) -> list[Quality]:  # fmt: skip
+    """Compare every engine's logits on the held-out text with the reference's."""
+    note("Comparing logits on the held-out text")
+    parts = pieces(tokens, 512)
+    right = reference_logits(loaded, parts)
+    compute = ComputeOptions(given.backend, given.threads, given.level, activation_bits=15)
+    lines = engine_quality(loaded, right, parts, compute)
+    for bits in OTHER_BITS:
+        if any(side.name == ours_with(bits) for side in sides):
+            lines += engine_quality(loaded, right, parts, replace(compute, activation_bits=bits))
+    for side in sides:
+        if is_ours(side.name):
+            continue
+        if not side.scores:
+            lines += _answers_quality(side, right, parts)
+        for way, options in side.ways.items() if side.scores else ():
+            paths = [folder / f"{i}.npy" for i in range(len(parts))]
+            for part, path in zip(parts, paths, strict=True):
+                if not side.failure:
+                    known = options if side.name == "llama.cpp" else {}
+                    side.ask("score", tokens=part, path=str(path), **known)
+            if side.failure:
+                continue
+            others = (np.load(path, allow_pickle=False) for path in paths)
+            comparison = compare(list(zip(right, others, parts, strict=True)))
+            lines.append(Quality(f"{side.name}, {way}", msgspec.to_builtins(comparison)))
+    return lines
+
+
+def _answers_quality(side: Side, right: Logits, parts: list[list[int]]) -> list[Quality]:
+    """Compare what an engine without logits answers; nothing if it cannot."""
+    answers: list[int] = []
+    prompts = answered_prompts(parts)
+    for i in range(0, len(prompts), _ASKED_TOGETHER):
+        some = prompts[i : i + _ASKED_TOGETHER]
+        timing = None if side.failure else side.ask("run", prompts=some, num_tokens=1, kept=0)
+        if timing is None:
+            return []
+        answers += timing["first_tokens"]
+    return [answers_quality(side.name, right, parts, answers)]
+
+
+def _text(
+    model: str, given: argparse.Namespace, rows: list[Row], sides: list[Side],
+    quality: list[Quality],
+) -> str:  # fmt: skip
+    """Return the report of one model."""
+    peers = [side.name for side in sides if side.name != OURS]
+    ratios = [f"ratio to {name}" for name in peers]
+    header = ("tokens/s: median (lowest to highest)", OURS, *peers, *ratios, "disturbed runs")
+    lines = []
+    for row in rows:
+        ours = row.best(OURS)[1]
+        cells, shares = [], []
+        for name in peers:
+            way, rates = row.best(name)
+            cells.append(f"{spread(rates)}, {way}".rstrip(", ") if rates else "–")
+            ratio = median(ours) / median(rates) if rates else None
+            shares.append(f"{ratio:.2f}" if ratio else "–")
+        disturbed = f"{row.disturbed} of {row.runs}"
+        lines.append((row.work.name, spread(ours), *cells, *shares, disturbed))
+    parts = [f"## {model} beside {', '.join(peers) or 'nobody'}", "", table(header, lines), ""]
+    if quality:
+        parts += [table(Quality.header(), [line.cells() for line in quality]), ""]
+    parts += [f"- {side.name} {side.about.get('version', '')} {side.failure}" for side in sides]
+    facts = caption(machine_facts(), model, f"{given.rounds} rounds", _setting(given) or "as usual")
+    return "\n".join([*parts, "", facts])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""vLLM's side of a comparison, run by a Python that has its CPU build (see pipe.py).
+
+Its own engine is stepped in this process, so that what it uses of the processor is seen here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import time
+from importlib.metadata import version
+from typing import Any
+
+from benchmarks.common.pipe import claim_output, serve
+from benchmarks.common.workload import Timing
+
+_KV_GB = 4
+_MAX_STREAMS = 64
+
+
+def main() -> None:
+    """Load the model, then answer."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="a folder with bf16 safetensors")
+    parser.add_argument("--threads", type=int, required=True)
+    given, answers = parser.parse_args(), claim_output()
+    os.environ["OMP_NUM_THREADS"] = str(given.threads)  # else it leaves torch one thread
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_KV_GB)
+    cores = sorted(os.sched_getaffinity(0))[: given.threads]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+    from vllm import LLM
+
+    llm = LLM(
+        given.model, dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=_MAX_STREAMS,
+        disable_log_stats=True,
+    )  # fmt: skip
+    engine, ids = llm.llm_engine, itertools.count()
+
+    def run(prompts: list[list[int]], num_tokens: int, kept: int) -> dict[str, Any]:
+        del kept  # its prefix cache finds by itself what it has seen before
+        return _run(engine, ids, prompts, num_tokens).as_json()
+
+    def likeliest(tokens: list[int]) -> dict[str, Any]:
+        return {"tokens": _likeliest(llm, tokens)}
+
+    about = {"version": f"{version('vllm-cpu')}, bf16"}
+    serve({"about": lambda: about, "run": run, "likeliest": likeliest, "forget": dict}, answers)
+
+
+def _likeliest(llm: Any, tokens: list[int]) -> list[int]:
+    """Return the likeliest token behind each of `tokens`."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    (answer,) = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+    found = [
+        next(int(token) for token, one in place.items() if one.rank == 1)
+        for place in answer.prompt_logprobs[1:]
+    ]
+    return [*found, int(answer.outputs[0].token_ids[0])]
+
+
+def _run(
+    engine: Any, ids: itertools.count[int], prompts: list[list[int]], num_tokens: int
+) -> Timing:
+    """Answer all prompts together, and count tokens as its steps give them out."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+    )
+    began = time.monotonic()
+    streams = {str(next(ids)): prompt for prompt in prompts}
+    stamps: dict[str, list[tuple[float, int]]] = {name: [] for name in streams}
+    first: dict[str, int] = {}
+    for name, prompt in streams.items():
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            written = output.outputs[0].token_ids
+            before = sum(count for _, count in stamps[output.request_id])
+            if len(written) > before:
+                first.setdefault(output.request_id, int(written[0]))
+                now = time.monotonic()
+                stamps[output.request_id].append((now, len(written) - before))
+    firsts = [first[name] for name in streams]
+    return Timing.of_stamps(prompts, began, list(stamps.values()), firsts)
+
+
+if __name__ == "__main__":
+    main()

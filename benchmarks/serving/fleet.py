@@ -1,0 +1,281 @@
+"""Simulate a fleet's prefix cache hits and times to first token on published traces.
+
+Run it with `make bench WHAT=fleet`.
+
+Both Mooncake traces are simulated before 8 and 64 replicas of an 8B model on an H100, at 80% of
+what they can do, with each policy of the router. Beside the hit rate stands that of one cache with
+the pages of all. Options choose runs; those made before stay in the tables. Then a scaled trace is
+sent through a real router to two real servers, whose hit rate is compared with the simulated one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import OrderedDict
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.common.report import RESULTS, caption, machine_facts, note, positive, save, table
+from benchmarks.common.servers import Server, our_command
+from benchmarks.serving.router import Stream, ask
+from twostroke.core.options import BatchOptions, CacheOptions
+from twostroke.fleet.routing.policy import POLICIES, WEIGHT, prefix
+from twostroke.lab.planner import find_device, load_planned_model, this_machine
+from twostroke.lab.planner.question import Question
+from twostroke.lab.simulator import Setup, Workload, read_trace, simulate
+
+Job = tuple[str, int, str, int, float]  # a trace, replicas, a policy, requests, the weight
+
+if TYPE_CHECKING:
+    Rows = list[tuple[Any, ...]]
+
+    from twostroke.lab.planner import PlannedModel
+
+# The shape of Llama 3.1 8B (https://huggingface.co/meta-llama/Llama-3.1-8B, read on 2026-11-26).
+_SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}  # fmt: skip
+_CONTEXT, _PAGE, _BLOCK = 131072, 64, 512
+_ONE = "one cache"
+_RUNS, _SIZES = (_ONE, *POLICIES), (8, 64)
+_PATH = RESULTS / "fleet.json"
+_read = cache(read_trace)
+_POINTS = {"simulated": 0.02, "real": 0.03}
+# How much faster requests come than in the trace, for each replica: 80% of what replicas can do.
+_SPEED = {"mooncake-conversation": 0.36, "mooncake-synthetic": 0.3}
+# Of the trace that is replayed: its lengths, the bytes of a real replica's pages, its longest text.
+_REAL, _SCALE, _REAL_KV, _REAL_CONTEXT = "mooncake-synthetic", 0.02, 64 << 20, 2560
+
+
+def _fitting(load: Workload, context: int) -> Workload:
+    """Return a load without the requests that no context holds."""
+    fitting = [one for one in load.arrivals if one.num_prompt + one.num_output <= context]
+    return Workload(load.name, tuple(fitting))
+
+
+def big_model() -> PlannedModel:
+    """Return the simulated model."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.json")
+        path.write_text(json.dumps(_SHAPE))
+        return load_planned_model(str(path))
+
+
+def one_cache(load: Workload, num_tokens: int, block: int) -> float:
+    """Return the hit rate of one cache of so many tokens, the blocks used longest ago evicted."""
+    cached: OrderedDict[int, None] = OrderedDict()
+    num_hit = num_prompt = 0
+    for one in load.arrivals:
+        known = 0
+        while known < len(one.blocks) and one.blocks[known] in cached:
+            known += 1
+        num_hit += min(known * block, one.num_prompt - 1)
+        num_prompt += one.num_prompt
+        for id_ in reversed(one.blocks):  # so that the last block is evicted first
+            cached[id_] = None
+            cached.move_to_end(id_)
+        while len(cached) > num_tokens // block:
+            cached.popitem(last=False)
+    return num_hit / num_prompt
+
+
+def simulated(job: Job) -> dict[str, Any]:
+    """Return what becomes of a trace before so many replicas, by a policy."""
+    trace, replicas, policy, count, weight = job
+    POLICIES["prefix"] = partial(prefix, weight=weight)
+    setup = Setup(
+        big_model(),
+        find_device("H100-SXM"),
+        Question(mfu=0.5, mbu=0.8),
+        CacheOptions(page_size=_PAGE, context_length=_CONTEXT),
+        BatchOptions(token_budget=2048, max_running=256, max_waiting_requests=1_000_000,
+                     max_waiting_tokens=1 << 40),
+        replicas=replicas,
+        routing="prefix" if policy == _ONE else policy,
+    )  # fmt: skip
+    load = _fitting(_read(trace).first(count), _CONTEXT).changed(speed=_SPEED[trace] * replicas)
+    began_s = time.process_time()
+    if policy == _ONE:
+        hit = one_cache(load, setup.size().num_pages * replicas * _PAGE, _BLOCK)
+        return {"hit": hit, "took_s": time.process_time() - began_s}
+    found = simulate(setup, load)
+    ttfts = [one.timings.first_token_s - one.sent_s for one in found.logs]
+    return {
+        "hit": found.report.hit_rate,
+        "ttft_s": mean(ttfts),
+        "busy": mean(found.busy),
+        "took_s": time.process_time() - began_s,
+    }
+
+
+def real(given: argparse.Namespace) -> dict[str, float]:
+    """Return the hit rates of two real servers behind a router, and of the same simulated."""
+    load = read_trace(_REAL).first(given.real_requests)
+    load = load.changed(speed=load.arrivals[-1].at_s / given.real_s, scale=_SCALE)
+    load = _fitting(load, _REAL_CONTEXT)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        sizes = ("--kv-memory", str(_REAL_KV), "--context-length", str(_REAL_CONTEXT))
+        command = (*our_command(given.model, 1), *sizes)
+        ports = [Server(f"replica {n}", command, folder, stack).port for n in (1, 2)]
+        named = [word for port in ports for word in ("--replica", f"http://127.0.0.1:{port}")]
+        code = "from twostroke.cli import main; main()"
+        route = (sys.executable, "-c", code, "route", "--no-access-log", *named)
+        port = Server("router", route, folder, stack).port
+        note(f"Sending {len(load.arrivals)} requests within {given.real_s} s")
+        streams = asyncio.run(
+            _replay(load, port, load_planned_model(given.model).program.vocab_size)
+        )
+        time.sleep(1.5)  # until the router has asked its replicas again
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/state", timeout=10) as answer:
+            rows = json.load(answer)["replicas"]
+    hit = sum(r["cached_tokens"] for r in rows) / sum(r["prompt_tokens"] for r in rows)
+    setup = Setup(
+        load_planned_model(given.model),
+        this_machine(),
+        Question(),
+        CacheOptions(memory_bytes=_REAL_KV, context_length=_REAL_CONTEXT),
+        replicas=2,
+        routing="prefix",
+        is_here=True,
+    )
+    again, size = simulate(setup, load), setup.size()
+    return {
+        "hit": hit,
+        "simulated": again.report.hit_rate,
+        "requests": len(streams),
+        "ttft_s": mean(one.ttft_s for one in streams),
+        _ONE: one_cache(load, 2 * size.num_pages * size.page_size, load.arrivals[0].block_size),
+    }
+
+
+async def _replay(load: Workload, port: int, vocab_size: int) -> list[Stream]:
+    """Send each request when it is due."""
+    began_s = time.monotonic() - load.arrivals[0].at_s
+
+    async def one(number: int) -> Stream:
+        arrival = load.arrivals[number]
+        tokens = arrival.tokens(number, vocab_size - 100).tolist()
+        await asyncio.sleep(max(0.0, began_s + arrival.at_s - time.monotonic()))
+        return await ask(port, {"prompt": tokens, "max_tokens": arrival.num_output})
+
+    return await asyncio.gather(*[one(number) for number in range(len(load.arrivals))])
+
+
+def simulate_all(jobs: list[Job], kept: dict[str, Any], given: argparse.Namespace) -> None:
+    """Simulate, several at once, and keep each outcome as soon as it is there."""
+    with ProcessPoolExecutor(given.processes) as pool:
+        runs = {pool.submit(simulated, job): job for job in jobs}
+        for number, run in enumerate(as_completed(runs), 1):
+            job, got = runs[run], run.result()
+            kept[str(job)] = got
+            _PATH.parent.mkdir(exist_ok=True)
+            _PATH.write_text(json.dumps({"runs": kept}))
+            text = f"{number} of {len(jobs)}: {job[0]}, {job[1]} replicas, {job[2]}: {_cell(got)}"
+            note(f"{text}, simulated in {got['took_s']:.0f} s")
+
+
+def compared(runs: dict[str, Any], given: argparse.Namespace) -> tuple[Rows, Rows]:
+    """Return what was asked beside what was reached, and the figures of each policy.
+
+    Runs that were not made, now or before, are left out.
+    """
+    asked: Rows = []
+    all_: Rows = []
+    for trace, replicas in product(_SPEED, _SIZES):
+        jobs = {one: (trace, replicas, one, given.requests, given.weight) for one in _RUNS}
+        found = {one: runs[str(job)] for one, job in jobs.items() if str(job) in runs}
+        if not found:
+            continue
+        name = f"{trace.removeprefix('mooncake-')}, {replicas} replicas"
+        if {_ONE, "prefix"} <= found.keys():
+            least, hit = found[_ONE]["hit"] - _POINTS["simulated"], found["prefix"]["hit"]
+            asked.append((f"{name}: hit rate", least, hit, _share, "at least"))
+        if {*POLICIES} <= found.keys():
+            others_s = min(found[one]["ttft_s"] for one in POLICIES if one != "prefix")
+            mean_s = found["prefix"]["ttft_s"]
+            asked.append((f"{name}: mean TTFT", others_s, mean_s, _seconds, "below"))
+        all_.append((name, *[_cell(found[one]) if one in found else "" for one in _RUNS]))
+    return asked, all_
+
+
+def main() -> int:
+    """Simulate, measure, print and keep; return 1 if a limit is missed."""
+    given = _arguments()
+    asked: Rows = []
+    texts, facts = list[str](), machine_facts()
+    kept: dict[str, Any] = json.loads(_PATH.read_text())["runs"] if _PATH.exists() else {}
+    if "simulated" in given.parts:
+        chosen = product(given.traces, given.replicas, given.policies)
+        jobs = [(*one, given.requests, given.weight) for one in chosen]
+        note(f"Simulating {len(jobs)} runs")
+        simulate_all(jobs, kept, given)
+        asked, rows = compared(kept, given)
+        texts.append(table(("hit rate, mean TTFT", *_RUNS), rows))
+    if "real" in given.parts:
+        kept["real"] = got = real(given)
+        for sign, words in ((-1, "at least"), (1, "at most")):
+            limit = got["simulated"] + sign * _POINTS["real"]
+            asked.append(("two servers: hit rate", limit, got["hit"], _share, words))
+        texts.append(
+            f"Two servers: {got['requests']} requests of {_REAL}, lengths x {_SCALE}; simulated "
+            f"{_share(got['simulated'])}, one cache {_share(got[_ONE])}, mean TTFT "
+            f"{_seconds(got['ttft_s'])}."
+        )
+    lines = [(name, f"{words} {form(limit)}", form(value))
+             for name, limit, value, form, words in asked]  # fmt: skip
+    is_met = all(
+        value >= limit if words == "at least" else value <= limit
+        for _, limit, value, _, words in asked
+    )
+    under = caption(facts, f"the first {given.requests} requests of each trace")
+    text = "\n\n".join([table(("figure", "asked", "reached"), lines), *texts, under])
+    save("fleet", {"facts": facts, "runs": kept}, text)
+    return 0 if is_met else 1
+
+
+def _cell(got: dict[str, Any]) -> str:
+    return _share(got["hit"]) + (f", {_seconds(got['ttft_s'])}" if "ttft_s" in got else "")
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--requests", type=positive, default=4000)
+    parser.add_argument("--traces", nargs="+", choices=_SPEED, default=tuple(_SPEED))
+    parser.add_argument("--replicas", type=int, nargs="+", choices=_SIZES, default=_SIZES)
+    parser.add_argument("--policies", nargs="+", choices=_RUNS, default=_RUNS)
+    parser.add_argument("--weight", type=float, default=WEIGHT, help="of computing beside waiting")
+    parser.add_argument("--processes", type=positive, default=2)
+    parser.add_argument("--real-requests", type=positive, default=300)
+    parser.add_argument("--real-s", type=positive, default=140)
+    parts = ("simulated", "real")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

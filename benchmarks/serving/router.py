@@ -1,0 +1,248 @@
+"""Measure the router beside clients that choose replicas themselves, and its decisions.
+
+Run it with `make bench WHAT=router`.
+
+Two servers of one thread each answer 16 streams: by turns with the router before them, and with
+clients that use the two themselves. Prompts are all different. TTFT is compared less what the
+server says of it, since queues hide a millisecond; tokens a second are compared turn by turn. Then
+a million blocks of 1,000 replicas are made known to a dispatcher, and its decisions are timed. Last
+comes what the router itself takes, before a server that costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import re
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from benchmarks.common.report import ROOT, caption, machine_facts, note, positive, save, table
+from benchmarks.common.servers import MODEL_NAME, Server, our_command
+from benchmarks.serving.router_cost import router_costs
+from twostroke.core.process_tuning import tune_garbage_collector
+from twostroke.fleet.routing.dispatch import Dispatcher, RoutingKey
+from twostroke.fleet.routing.prompt import extent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_TTFT_S = {"p50": 0.001, "p99": 0.005}
+_TOKENS = 0.97
+_DECISION_S = {"p50": 50e-6, "p99": 200e-6}
+_RAMP_S = 1.5  # from the beginning of a turn, until all streams write
+_KEYS, _MORE = 25, 2  # of a prompt of some 50 KB, and of a turn more
+
+
+class Stream:
+    """One answer: seconds to its first token, and when its tokens came.
+
+    `own_s` is what its server says of the time to the first token.
+    """
+
+    def __init__(self) -> None:
+        self.id, self.ttft_s, self.own_s = uuid4().hex, 0.0, 0.0
+        self.at_s: list[float] = []
+
+
+async def ask(port: int, fields: dict[str, Any]) -> Stream:
+    """Return what a client sees of one streamed completion."""
+    body = json.dumps(
+        {"model": MODEL_NAME, "stream": True, "temperature": 0, "ignore_eos": True} | fields
+    )
+    seen, sent_s = Stream(), time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    head += f"X-Request-Id: {seen.id}\r\n\r\n"
+    writer.write((head + body).encode())
+    while line := await reader.readline():
+        if line.startswith(b"data: {"):
+            now_s = time.perf_counter()
+            seen.ttft_s = seen.ttft_s or now_s - sent_s
+            seen.at_s.append(now_s)
+        elif line.startswith((b"data: [DONE]", b"HTTP/1.1 5", b"HTTP/1.1 4")):
+            break
+    writer.close()
+    if not seen.at_s:
+        raise SystemExit(f"Port {port} gave no tokens: {line!r}")
+    return seen
+
+
+async def crowd(ports: Sequence[int], num_clients: int, seconds: float, given: Any) -> list[Stream]:
+    """Return the answers of clients, each of which asks again and again, for some seconds."""
+    until_s, seen, rng = time.monotonic() + seconds, list[Stream](), random.Random(given.seed)
+    given.seed += 1
+    words = given.words
+
+    async def client(number: int) -> None:
+        while time.monotonic() < until_s:
+            at = rng.randrange(len(words) - given.prompt)
+            prompt = f"{rng.random()} " + " ".join(words[at : at + given.prompt])
+            # Answers of one length would end together, and then all prompts wait for each other.
+            length = rng.randint(given.tokens // 2, 3 * given.tokens // 2)
+            fields = {"prompt": prompt, "max_tokens": length}
+            seen.append(await ask(ports[number % len(ports)], fields))
+
+    await asyncio.gather(*[client(number) for number in range(num_clients)])
+    return seen
+
+
+def rate(streams: Sequence[Stream], begin_s: float, end_s: float) -> float:
+    """Return the tokens a second between two times."""
+    return sum(begin_s <= at < end_s for one in streams for at in one.at_s) / (end_s - begin_s)
+
+
+def percentiles(values: Iterable[float]) -> dict[str, float]:
+    """Return the median, and what all but a hundredth are below."""
+    ordered = sorted(values)
+    return {"p50": statistics.median(ordered), "p99": ordered[int(0.99 * len(ordered))]}
+
+
+def decisions(num_replicas: int, num_blocks: int, count: int) -> dict[str, float]:
+    """Return percentiles of the time of decisions, in seconds."""
+    rng, dispatcher = random.Random(1), Dispatcher("prefix", time.monotonic, extent, 2 * num_blocks)
+    tune_garbage_collector()  # as the router does, when it starts
+    for number in range(num_replicas):
+        dispatcher.open(dispatcher.join(f"http://10.0.0.1:{number}"), is_open=True)
+    texts: list[tuple[int, ...]] = []
+    while len(dispatcher.known) < num_blocks:
+        keys = tuple([rng.getrandbits(64) for _ in range(_KEYS)])
+        ticket = dispatcher.decide(RoutingKey(keys, extent(_KEYS) + 100, keys[0]))
+        assert ticket is not None
+        dispatcher.end(ticket)
+        texts.append(keys)
+    asked, open_ = [], []
+    for _ in range(count):
+        more = tuple([rng.getrandbits(64) for _ in range(_MORE)])
+        keys = rng.choice(texts) + more
+        asked.append(RoutingKey(keys, extent(len(keys)), keys[0]))
+    wall_s, own_s = [], []
+    for one in asked:
+        began_s, began = time.perf_counter(), time.thread_time()
+        ticket = dispatcher.decide(one)
+        own_s.append(time.thread_time() - began)
+        wall_s.append(time.perf_counter() - began_s)
+        open_.append(ticket)
+        if len(open_) > 2 * num_replicas and (oldest := open_.pop(0)) is not None:
+            dispatcher.begin(oldest)
+            dispatcher.end(oldest)
+    found = dict[str, float]()
+    for name, values in (("wall", sorted(wall_s)), ("processor", sorted(own_s))):
+        found |= {f"{name} p50": values[count // 2], f"{name} p99": values[int(0.99 * count)]}
+    return found
+
+
+def streams(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the streams and the rates of both ways, which take turns."""
+    seen: dict[str, list[Stream]] = {"own choice": [], "router": []}
+    rates: dict[str, list[float]] = {name: [] for name in seen}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        command = (*our_command(given.model, 1), "--log-format", "json")
+        ports = [Server(f"replica {n}", command, folder, stack).port for n in (1, 2)]
+        code = "from twostroke.cli import main; main()"
+        named = [word for port in ports for word in ("--replica", f"http://127.0.0.1:{port}")]
+        route = (sys.executable, "-c", code, "route", "--no-access-log", *named)
+        ways = {"own choice": ports, "router": [Server("router", route, folder, stack).port]}
+        for number in range(given.rounds + 1):
+            note(f"Round {number} of {given.rounds}")
+            for name in sorted(ways, reverse=bool(number % 2)):  # a machine's speed drifts
+                began_s = time.perf_counter()
+                found = asyncio.run(crowd(ways[name], given.clients, given.seconds, given))
+                if number:  # the first round only warms up
+                    seen[name] += found
+                    rates[name].append(rate(found, began_s + _RAMP_S, began_s + given.seconds))
+        logs = "".join([path.read_text() for path in folder.glob("replica*.log")])
+    own_s = dict(re.findall(r'"request_id": "(\w+)".*?"ttft_s": ([0-9.e-]+)', logs))
+    for one in (*seen["own choice"], *seen["router"]):
+        one.own_s = float(own_s[one.id])
+    pairs = zip(rates["router"], rates["own choice"], strict=True)
+    return {
+        "gained": statistics.median(routed / own for routed, own in pairs),
+        "requests": {name: len(all_) for name, all_ in seen.items()},
+        "rates": rates,
+        "ttft_s": {n: percentiles(one.ttft_s for one in all_) for n, all_ in seen.items()},
+        "added_s": {
+            n: percentiles(one.ttft_s - one.own_s for one in all_) for n, all_ in seen.items()
+        },
+    }
+
+
+def main() -> int:
+    """Measure, print and keep the tables; return 1 if a limit is missed."""
+    given = _arguments()
+    given.words = _words()
+    found = streams(given)
+    added, gained = found["added_s"], found["gained"]
+    rows = [
+        (f"TTFT {name} beyond the server's own, against own choice", 1e3 * limit,
+         1e3 * (added["router"][name] - added["own choice"][name]), "ms")
+        for name, limit in _TTFT_S.items()
+    ]  # fmt: skip
+    timed = decisions(given.replicas, given.blocks, given.decisions)
+    rows += [
+        (f"a decision, {name}", 1e6 * limit, 1e6 * timed[f"wall {name}"], "us")
+        for name, limit in _DECISION_S.items()
+    ]
+    is_met = gained >= _TOKENS and all(value <= limit for _, limit, value, _ in rows)
+    lines = [(name, f"at most {limit:g} {unit}", f"{value:.2f} {unit}")
+             for name, limit, value, unit in rows]  # fmt: skip
+    lines.insert(2, ("tokens a second", f"at least {_TOKENS:.0%}", f"{gained:.1%}"))
+    costs = router_costs(ask)
+    lines += [
+        (f"the router's processor time for a {name}", "", f"{1e6 * seconds:.0f} us")
+        for name, seconds in costs.items()
+    ]
+    took = " and ".join(f"{1e6 * timed[f'processor {name}']:.0f}" for name in _DECISION_S)
+    more = (
+        f"TTFT p50 and p99, tokens a second: {_all(found, 'own choice')} with own choice, "
+        f"{_all(found, 'router')} with the router. A decision takes {took} us of processor time."
+    )
+    facts = machine_facts()
+    under = caption(
+        facts,
+        f"{given.clients} streams, {found['requests']['own choice']} and "
+        f"{found['requests']['router']} requests",
+        f"{given.replicas} replicas, {given.blocks:,} blocks",
+    )
+    text = "\n\n".join([table(("figure", "asked", "reached"), lines), more, under])
+    save("router", {"facts": facts, "streams": found, "decisions": timed, "costs_s": costs}, text)
+    return 0 if is_met else 1
+
+
+def _all(found: dict[str, Any], name: str) -> str:
+    p50, p99 = [1e3 * found["ttft_s"][name][point] for point in ("p50", "p99")]
+    return f"{p50:.0f} ms, {p99:.0f} ms, {statistics.median(found['rates'][name]):.0f}"
+
+
+def _words() -> list[str]:
+    text = (ROOT / "README.md").read_text() + (ROOT / "ARCHITECTURE.md").read_text()
+    return text.split()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--clients", type=positive, default=16)
+    parser.add_argument("--prompt", type=positive, default=12, help="words of a prompt")
+    parser.add_argument("--tokens", type=positive, default=40)
+    parser.add_argument("--seconds", type=positive, default=6, help="of a turn")
+    parser.add_argument("--rounds", type=positive, default=10)
+    parser.add_argument("--replicas", type=positive, default=1000)
+    parser.add_argument("--blocks", type=positive, default=1_000_000)
+    parser.add_argument("--decisions", type=positive, default=20_000)
+    parser.set_defaults(seed=1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""`make report`: write BENCHMARKS.md, summary tables of the rows under results/."""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+from typing import TYPE_CHECKING
+
+from benchmarks.common.goals import GOALS
+from benchmarks.common.records import OURS, Record, all_records, ours_with
+from benchmarks.common.report import ROOT, caption, table
+from benchmarks.common.workload import WORKS
+from benchmarks.engine import parallel_report
+from benchmarks.engine.guessing import all_guessing
+from benchmarks.peers.quality import Quality
+from twostroke.core.options import AUTO_BITS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from benchmarks.common.goals import Goal
+    from benchmarks.engine.guessing import Guessing
+
+_PAGE = ROOT / "BENCHMARKS.md"
+_NOT_MEASURED = "–"
+_NAMES = {
+    "start": "start of the process to first token",
+    "memory": "peak memory, a context of 2,048 tokens filled",
+    "serve-16": "server, 16 streaming clients, 100 tokens in, 64 out",
+    "overhead-256": "a step of 256 streams without its kernels",
+}
+_HEAD = """# Benchmarks
+
+`make report` writes this page from the measurements in `benchmarks/results/rows/`, which
+has every run of every row: all engines, their versions, the lowest and highest figures, and how
+many runs other programs disturbed. [benchmarks/README.md](benchmarks/README.md) says how they are
+measured. Machines are virtual and shared, so absolute figures belong to a machine and a day;
+compare only the ratios.
+"""
+_SPEED = """## Speed
+
+Each cell has Twostroke's median, the best peer's, and in **bold** how many times better Twostroke
+is (for times and memory: how many times less it takes), with 15 bits of activations. In parentheses
+is the same ratio with those that it chooses by default, and with `--activation-bits 8`, the
+precision that most peers have. Speculation is off for all engines.
+"""
+_SPECULATION = """## Speculation
+
+How many times faster answers are with `--speculate auto` than without, by the number of streams,
+if every step of a size took the same time.
+"""
+_PARALLEL = """## Several ranks
+
+A model on several ranks beside one process on the same cores: one process has two threads, each of
+two ranks has one. With llama.cpp and its `rpc-server`, which have lines of their own, the ratio is
+divided by that of llama.cpp. The time in collectives is rank 0's. It and what ranks wait (in decode
+steps, by their own clocks) are shares of a step; [docs/guide/parallel.md](docs/guide/parallel.md)
+says what is predicted.
+"""
+_QUALITY = """## Quality
+
+The next-token distributions on held-out text, against the float32 reference on the same weights.
+"""
+
+
+def main() -> None:
+    """Write the page."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    machines = dict(all_records())
+    if not machines:
+        raise SystemExit("There are no measurements yet; run `make bench WHAT=peers`.")
+    parts = [_HEAD, *_speed(machines), *_speculation(machines), *_parallel(machines)]
+    parts += _quality(machines)
+    _PAGE.write_text("\n".join(parts).rstrip() + "\n")
+    print(f"Wrote {_PAGE.relative_to(ROOT)}")
+
+
+def _speed(machines: dict[str, list[Record]]) -> Iterator[str]:
+    alone = {
+        name: [r for r in records if not _is_parallel(r)] for name, records in machines.items()
+    }
+    newest = {name: max(records, key=_date).facts for name, records in alone.items() if records}
+    columns = {
+        name: {(record.row, record.model): record for record in alone[name] if not record.setting}
+        for name in newest
+    }
+    titles = [_machine(name, facts) for name, facts in newest.items()]
+    rows = [
+        (
+            f"{goal.model}: {_NAMES.get(goal.row) or WORKS[goal.row].name}",
+            goal.text(),
+            *(summary(goal, column.get((goal.row, goal.model))) for column in columns.values()),
+        )
+        for goal in GOALS
+    ]
+    yield _SPEED
+    yield table(("", "goal", *titles), rows) + "\n"
+    commands = dict.fromkeys(goal.command.partition(" ARGS")[0] for goal in GOALS)
+    yield f"Commands: {', '.join(f'`{command}`' for command in commands)}.\n"
+
+
+def summary(goal: Goal, record: Record | None) -> str:
+    """Return our figure, the best peer's and the ratio, or a dash."""
+    if record is None or (ours := record.best(OURS)) is None:
+        return _NOT_MEASURED
+    own = _figure(ours.median, record.unit)
+    peer = record.peers[0] if record.peers else None
+    best = record.best(peer) if peer else None
+    if peer is None or best is None:
+        return own
+    bare = record.others.get("bare_tokens_per_s") if goal.bare else None
+    share = f", {ours.median / median(bare):.0%} of the bare engine" if bare else ""
+    theirs = _figure(best.median, record.unit).partition(" ")[0]
+    others = [record.ratio(peer, ours_with(bits)) for bits in (AUTO_BITS, 8)]
+    shown = ", ".join(_NOT_MEASURED if one is None else f"{one:.2f}" for one in others)
+    with_others = f" ({shown})" if any(others) else ""
+    return f"{own}, {peer} {theirs}: **{record.ratio(peer):.2f}**{with_others}{share}"
+
+
+def _speculation(machines: dict[str, list[Record]]) -> Iterator[str]:
+    measured = [
+        (guessing, name)
+        for name in machines
+        for guessing in all_guessing(name)
+        if "activations" not in guessing.name
+    ]
+    if not measured:
+        return
+    _, machine = max(measured, key=lambda one: _newest(one[0]))
+    chosen = [guessing for guessing, name in measured if name == machine]
+    streams = sorted({line.streams for guessing in chosen for line in guessing.lines})
+    rows = []
+    for guessing in chosen:
+        by_task: dict[str, dict[int, float]] = {}
+        for line in guessing.lines:
+            by_task.setdefault(line.task, {})[line.streams] = line.steady
+        for task, ratios in by_task.items():
+            cells = (f"{ratios[n]:.2f}" if n in ratios else _NOT_MEASURED for n in streams)
+            rows.append((f"{guessing.name}: {task}", *cells))
+    newest = max((line.facts for one in chosen for line in one.lines), key=lambda f: str(f["date"]))
+    yield _SPECULATION
+    yield table(("", *(f"{n} streams" if n > 1 else "1 stream" for n in streams)), rows) + "\n"
+    yield f"{caption(newest)}. Command: `make bench WHAT=speculation`.\n"
+
+
+def _newest(guessing: Guessing) -> str:
+    return max(str(line.facts["date"]) for line in guessing.lines)
+
+
+def _parallel(machines: dict[str, list[Record]]) -> Iterator[str]:
+    """Yield the table of the machine that was measured last."""
+    found = [[one for one in records if _is_parallel(one)] for records in machines.values()]
+    if not any(found):
+        return
+    records = max(filter(None, found), key=lambda records: max(map(_date, records)))
+    yield _PARALLEL
+    yield table(parallel_report.HEADER, map(parallel_report.line, records)) + "\n"
+    yield f"{caption(max(records, key=_date).facts)}. Command: `make bench WHAT=parallel`.\n"
+
+
+def _is_parallel(record: Record) -> bool:
+    return record.row.startswith(parallel_report.PREFIX)
+
+
+def _quality(machines: dict[str, list[Record]]) -> Iterator[str]:
+    newest: dict[str, Record] = {}
+    for record in sorted((one for each in machines.values() for one in each), key=_date):
+        if record.others.get("quality"):
+            newest[record.model] = record
+    if not newest:
+        return
+    rows = [
+        (model, *Quality(**line).cells())
+        for model, record in sorted(newest.items())
+        for line in record.others["quality"]
+    ]
+    yield _QUALITY
+    yield table(("model", *Quality.header()), rows) + "\n"
+    yield "Commands: `make bench WHAT=peers`; for Twostroke alone `twostroke compare MODEL`.\n"
+
+
+def _machine(name: str, facts: dict[str, object]) -> str:
+    level = name.rpartition("-")[2]
+    date = str(facts["date"]).partition(" ")[0]
+    return f"{facts['processor']}, {facts['cores']} cores, {level}, {date}"
+
+
+def _date(record: Record) -> str:
+    return str(record.facts["date"])
+
+
+def _figure(value: float, unit: str) -> str:
+    return f"{value:,.{2 if unit in {'s', 'ms'} else 0}f} {unit}"
+
+
+if __name__ == "__main__":
+    main()
