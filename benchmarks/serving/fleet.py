@@ -30,7 +30,7 @@ from benchmarks.common.report import RESULTS, caption, machine_facts, note, posi
 from benchmarks.common.servers import Server, our_command
 from benchmarks.serving.router import Stream, ask
 from twostroke.core.options import BatchOptions, CacheOptions
-from twostroke.fleet.routing.policy import POLICIES, WEIGHT, prefix
+from twostroke.fleet.routing.policy import COMPUTE_WEIGHT, POLICIES, prefix
 from twostroke.lab.planner import find_device, load_planned_model, this_machine
 from twostroke.lab.planner.question import Question
 from twostroke.lab.simulator import Setup, Workload, read_trace, simulate
@@ -97,7 +97,7 @@ def one_cache(load: Workload, num_tokens: int, block: int) -> float:
 def simulated(job: Job) -> dict[str, Any]:
     """Return what becomes of a trace before so many replicas, by a policy."""
     trace, replicas, policy, count, weight = job
-    POLICIES["prefix"] = partial(prefix, weight=weight)
+    POLICIES["prefix"] = partial(prefix, compute_weight=weight)
     setup = Setup(
         big_model(),
         find_device("H100-SXM"),
@@ -268,7 +268,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--traces", nargs="+", choices=_SPEED, default=tuple(_SPEED))
     parser.add_argument("--replicas", type=int, nargs="+", choices=_SIZES, default=_SIZES)
     parser.add_argument("--policies", nargs="+", choices=_RUNS, default=_RUNS)
-    parser.add_argument("--weight", type=float, default=WEIGHT, help="of computing beside waiting")
+    parser.add_argument(
+        "--weight", type=float, default=COMPUTE_WEIGHT, help="of computing beside waiting"
+    )
     parser.add_argument("--processes", type=positive, default=2)
     parser.add_argument("--real-requests", type=positive, default=300)
     parser.add_argument("--real-s", type=positive, default=140)

@@ -30,7 +30,7 @@ from benchmarks.common.servers import MODEL_NAME, Server, our_command
 from benchmarks.serving.router_cost import router_costs
 from twostroke.core.process_tuning import tune_garbage_collector
 from twostroke.fleet.routing.dispatch import Dispatcher, RoutingKey
-from twostroke.fleet.routing.prompt import extent
+from twostroke.fleet.routing.prompt import bytes_of_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -109,14 +109,17 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 
 def decisions(num_replicas: int, num_blocks: int, count: int) -> dict[str, float]:
     """Return percentiles of the time of decisions, in seconds."""
-    rng, dispatcher = random.Random(1), Dispatcher("prefix", time.monotonic, extent, 2 * num_blocks)
+    rng, dispatcher = (
+        random.Random(1),
+        Dispatcher("prefix", time.monotonic, bytes_of_blocks, 2 * num_blocks),
+    )
     tune_garbage_collector()  # as the router does, when it starts
     for number in range(num_replicas):
-        dispatcher.open(dispatcher.join(f"http://10.0.0.1:{number}"), is_open=True)
+        dispatcher.set_open(dispatcher.add_replica(f"http://10.0.0.1:{number}"), is_open=True)
     texts: list[tuple[int, ...]] = []
-    while len(dispatcher.known) < num_blocks:
+    while len(dispatcher.prefix_tree) < num_blocks:
         keys = tuple([rng.getrandbits(64) for _ in range(_KEYS)])
-        ticket = dispatcher.decide(RoutingKey(keys, extent(_KEYS) + 100, keys[0]))
+        ticket = dispatcher.decide(RoutingKey(keys, bytes_of_blocks(_KEYS) + 100, keys[0]))
         assert ticket is not None
         dispatcher.end(ticket)
         texts.append(keys)
@@ -124,7 +127,7 @@ def decisions(num_replicas: int, num_blocks: int, count: int) -> dict[str, float
     for _ in range(count):
         more = tuple([rng.getrandbits(64) for _ in range(_MORE)])
         keys = rng.choice(texts) + more
-        asked.append(RoutingKey(keys, extent(len(keys)), keys[0]))
+        asked.append(RoutingKey(keys, bytes_of_blocks(len(keys)), keys[0]))
     wall_s, own_s = [], []
     for one in asked:
         began_s, began = time.perf_counter(), time.thread_time()
@@ -133,7 +136,7 @@ def decisions(num_replicas: int, num_blocks: int, count: int) -> dict[str, float
         wall_s.append(time.perf_counter() - began_s)
         open_.append(ticket)
         if len(open_) > 2 * num_replicas and (oldest := open_.pop(0)) is not None:
-            dispatcher.begin(oldest)
+            dispatcher.record_first_token(oldest)
             dispatcher.end(oldest)
     found = dict[str, float]()
     for name, values in (("wall", sorted(wall_s)), ("processor", sorted(own_s))):

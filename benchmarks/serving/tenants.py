@@ -119,7 +119,7 @@ def _events(count: int) -> dict[str, float]:
     found = {}
     for name, headers in heads.items():
         meter = UsageMeter(9, 0, TokenRate())
-        meter.begin(Head(200, headers), strips=True)
+        meter.begin(Head(200, headers), strips_usage=True)
         began_s = time.process_time()
         for _ in range(count):
             meter.take(event)

@@ -13,7 +13,7 @@ from twostroke.core.errors import TwostrokeError
 from twostroke.core.files import IrregularFileError, open_regular_file, read_regular_file
 from twostroke.core.json_io import read_json
 from twostroke.engine.kv_offload.disk import entry_of, read_page
-from twostroke.fleet.router.health_checker import _listed
+from twostroke.fleet.router.health_checker import _read_listing
 from twostroke.lab.simulator.traces import read_trace
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.auth.prices import read_prices
@@ -67,7 +67,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "JSON": read_json,
     "keys": lambda path: ApiKeys.read(path, None),
     "prices": read_prices,
-    "replicas": _listed,
+    "replicas": _read_listing,
     "lines of a batch": lambda path: list(read_lines(path, 100)),
     "a trace": lambda path: read_trace(str(path)),
 }

@@ -348,7 +348,7 @@ _TEXTS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     ),
     "replicas.txt": (
         "# replicas\nhttp://127.0.0.1:800{n}\nhttp://127.0.0.1:9000\n",
-        watch._listed,
+        watch._read_listing,
     ),
     "fleet.yaml": (
         "name: shop{n}\nmodels:\n  - model: smollm2\n    cpus: 2\n    options: {{strict: true}}\n",

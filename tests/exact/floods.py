@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from support.floods import FORMS, KEYS, NEEDED, Flood
 from support.replicas import FakeReplica, Loop, live_router
 from support.servers import live_server, wait_for
-from twostroke.fleet.router.paths import COMPUTED
+from twostroke.fleet.router.paths import COMPUTED_PATHS
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.options import ServeOptions
 from twostroke.server.storage import Records
@@ -90,7 +90,7 @@ def _flood_router(server: LiveServer, most: int, num_bytes: int, seed: int) -> l
         described = server.api.description()
         assert router.loop is not None
         with closing(Flood(router.url, router.loop, described)) as flood:
-            for path in COMPUTED:
+            for path in COMPUTED_PATHS:
                 if path in NEEDED:
                     flood.send(path, num_bytes=num_bytes, most=most, seed=seed)
             _show("router", flood)

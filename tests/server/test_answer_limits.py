@@ -19,7 +19,7 @@ from support.servers import live_server, wait_for
 from support.tiny import Tiny, infill_metadata
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.mismatch import parts
-from twostroke.fleet.router.paths import COMPUTED, FREE, READ
+from twostroke.fleet.router.paths import COMPUTED_PATHS, ENGINELESS_PATHS, PROMPT_ONLY_PATHS
 from twostroke.fleet.routing.prompt import RoutedPrompt, read_prompt
 from twostroke.server.body.decode import BodyDecoder
 from twostroke.server.generation.response_store import ResponseStore, Tenant
@@ -120,7 +120,11 @@ def escaped(body: dict[str, Any]) -> str:
 
 
 def test_every_path_that_answers_says_how_it_limits_answers() -> None:
-    assert set(ANSWER_FIELDS) == set(COMPUTED) - set(READ) - set(FREE) == set(GENERATION_PROTOCOLS)
+    assert (
+        set(ANSWER_FIELDS)
+        == set(COMPUTED_PATHS) - set(PROMPT_ONLY_PATHS) - set(ENGINELESS_PATHS)
+        == set(GENERATION_PROTOCOLS)
+    )
 
 
 # Fields with whole numbers that change neither how long answers are nor how many there are.

@@ -12,7 +12,7 @@ from support.flood_bodies import Body
 from support.floods import BODILESS, FORMS, KEYS, NEEDED, Flood
 from support.replicas import FakeReplica, Loop, live_router
 from support.servers import live_server, wait_for
-from twostroke.fleet.router.paths import COMPUTED
+from twostroke.fleet.router.paths import COMPUTED_PATHS
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.options import ServeOptions
 from twostroke.server.storage import Records
@@ -56,7 +56,7 @@ def test_every_route_has_floods_or_reads_no_body(server: LiveServer) -> None:
     assert {*NEEDED, *FORMS} == {
         path for path, methods in described.items() if "requestBody" in methods.get("post", {})
     }
-    assert set(COMPUTED) - {"/v1/rerank", "/rerank"} <= set(NEEDED)
+    assert set(COMPUTED_PATHS) - {"/v1/rerank", "/rerank"} <= set(NEEDED)
 
 
 def test_no_body_of_any_path_keeps_others_waiting(server: LiveServer, flood: Flood) -> None:
@@ -99,7 +99,7 @@ def test_no_body_keeps_the_router_from_others(server: LiveServer) -> None:
         with live_router(replica.url) as router:
             wait_for(lambda: bool(router.router.fleet.ready))
             with closing(Flood(router.url, router.loop, described)) as flood:
-                for path in COMPUTED:
+                for path in COMPUTED_PATHS:
                     if path in NEEDED:
                         flood.send(path, num_bytes=_NUM_BYTES, most=2)
     assert not flood.wrong, flood.wrong

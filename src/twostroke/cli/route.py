@@ -37,7 +37,7 @@ def command(**values: Any) -> int:
     Ctrl-C or SIGTERM stops the router after the running requests; a second one cuts them off.
     """
     from twostroke.core.process_tuning import tune_garbage_collector
-    from twostroke.fleet.router.app import run_router
+    from twostroke.fleet.router.app import route as run_router
     from twostroke.server.auth.keys import ApiKeys, check_router
     from twostroke.server.http.logs import logging_to
     from twostroke.server.http.server import bind

@@ -103,8 +103,8 @@ def test_a_server_that_ignores_tenants_is_named_once(
                     f"{router.url}/api/state", headers={"x-api-key": "sk-anna"}, trust_env=False
                 ).json()
                 fleet = router.router.fleet
-                fleet.replicas[open_.url].look.set()
-                wait_for(lambda: not fleet.replicas[open_.url].look.is_set())  # noqa: B023
+                fleet.replicas[open_.url].check_now.set()
+                wait_for(lambda: not fleet.replicas[open_.url].check_now.is_set())  # noqa: B023
             assert health["ready"] == len(urls)
             assert health["warning"] == state["warning"]
             assert f"At 1 of {len(urls)} replicas tenants share cached prompts" in state["warning"]
@@ -214,10 +214,10 @@ def test_what_a_replica_stores_is_found_when_it_is_listed_again() -> None:
     address = Address.of("http://127.0.0.1:1")
     fleet = ReplicaRegistry(RouteOptions(replicas=(address.url,)))
     before = fleet.add(address)
-    fleet.store("resp_1", before)
-    fleet.set(before, ReplicaState.DOWN)
-    fleet.drop(before)
-    assert fleet.storing("resp_1") is None
+    fleet.set_stored_at("resp_1", before)
+    fleet.set_state(before, ReplicaState.DOWN)
+    fleet.remove(before)
+    assert fleet.stored_at("resp_1") is None
     after = fleet.add(address)
     assert after is not before
-    assert fleet.storing("resp_1") is after
+    assert fleet.stored_at("resp_1") is after

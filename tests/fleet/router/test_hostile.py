@@ -14,7 +14,7 @@ from twostroke.fleet.router.health_checker import HealthChecker
 from twostroke.fleet.router.options import RouteOptions
 from twostroke.fleet.router.replica_registry import ReplicaRegistry, ReplicaState
 from twostroke.fleet.router.upstream import Address
-from twostroke.fleet.router.usage_meter import asking
+from twostroke.fleet.router.usage_meter import with_usage_option
 from twostroke.fleet.routing.prompt import read_prompt
 
 _DEEP = b'{"data":' + b"[" * 100_000
@@ -47,7 +47,7 @@ def test_a_text_that_is_not_utf8_is_the_replicas_to_refuse(fakes: Loop, field: s
 
 
 def test_bodies_that_are_not_utf8_are_not_made_to_ask_for_usage() -> None:
-    assert asking(b'{"stream": true, "\xff": 1}', "/v1/chat/completions") is None
+    assert with_usage_option(b'{"stream": true, "\xff": 1}', "/v1/chat/completions") is None
     assert read_prompt(b'{"options": {"num_predict": "\xff", "\xff": 1}}', b"").limits == {}
 
 

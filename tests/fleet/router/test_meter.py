@@ -14,7 +14,7 @@ from support.accounts import BODY, CHAT, SECRET, USAGE, accounting, asleep, post
 from support.keys import add
 from support.replicas import Exchange, FakeReplica, Loop
 from support.servers import live_server, wait_for
-from twostroke.fleet.router.usage_meter import asking
+from twostroke.fleet.router.usage_meter import with_usage_option
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.options import ServeOptions
 
@@ -172,7 +172,7 @@ def test_a_stream_is_asked_for_its_usage_and_its_client_sees_nothing_of_it(
 
 def test_only_streams_that_do_not_ask_are_made_to() -> None:
     stream = b'{"stream": true, "big": 12345678901234567890, "stream_options": null}'
-    assert json.loads(asking(stream, CHAT) or b"") == {
+    assert json.loads(with_usage_option(stream, CHAT) or b"") == {
         "stream": True, "big": 12345678901234567890, "stream_options": {"include_usage": True}
     }  # fmt: skip
     for body in (
@@ -182,9 +182,11 @@ def test_only_streams_that_do_not_ask_are_made_to() -> None:
         b'{"stream": false}',
         b'{"stream": true, "stream_options": 3}',
     ):
-        assert asking(body, CHAT) is None
-    assert asking(stream, "/v1/messages") is None
-    assert asking(stream.replace(b"true", b"1"), CHAT) is not None  # as some servers take it
+        assert with_usage_option(body, CHAT) is None
+    assert with_usage_option(stream, "/v1/messages") is None
+    assert (
+        with_usage_option(stream.replace(b"true", b"1"), CHAT) is not None
+    )  # as some servers take it
 
 
 def test_a_told_usage_is_taken_out_of_the_stream(fakes: Loop, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from twostroke.fleet.routing.dispatch import Dispatcher, RoutingKey
 from twostroke.fleet.routing.hash_ring import HashRing
 from twostroke.fleet.routing.policy import POLICIES, RoutingState, mix
 from twostroke.fleet.routing.prefix_tree import PrefixTree
-from twostroke.fleet.routing.prompt import block_keys, extent, read_prompt
+from twostroke.fleet.routing.prompt import block_keys, bytes_of_blocks, read_prompt
 
 _SIZE = 10  # units of a block
 
@@ -31,17 +31,17 @@ class Fleet:
             policy, lambda: self.now_s, lambda count: _SIZE * count, most_blocks
         )
         for place in range(count):
-            self.dispatcher.open(self.dispatcher.join(f"r{place}"), is_open=True)
-        self.dispatcher.pace_s = [1.0] * count
+            self.dispatcher.set_open(self.dispatcher.add_replica(f"r{place}"), is_open=True)
+        self.dispatcher.unit_s = [1.0] * count
 
     def ask(self, *keys: int, tried=()):
         asked = RoutingKey(keys, _SIZE * len(keys), keys[0] if keys else 0)
         return self.dispatcher.decide(asked, None, tried)
 
     def finish(self, ticket) -> None:
-        self.dispatcher.begin(ticket)
+        self.dispatcher.record_first_token(ticket)
         self.dispatcher.end(ticket)
-        self.dispatcher.pace_s = [1.0] * len(self.dispatcher)
+        self.dispatcher.unit_s = [1.0] * len(self.dispatcher)
 
 
 def test_a_conversation_comes_back_to_its_pages() -> None:
@@ -51,7 +51,7 @@ def test_a_conversation_comes_back_to_its_pages() -> None:
     for number in range(20, 26):
         fleet.finish(fleet.ask(number))
     again = fleet.ask(1, 2, 3, 4)
-    assert (again.place, again.hit, again.missing) == (first.place, 30, 10)
+    assert (again.index, again.hit_units, again.missing_units) == (first.index, 30, 10)
 
 
 def test_prompts_of_an_idle_fleet_fill_the_caches_of_all() -> None:
@@ -59,7 +59,7 @@ def test_prompts_of_an_idle_fleet_fill_the_caches_of_all() -> None:
     for number in range(100):
         ticket = fleet.ask(mix(number))
         fleet.finish(ticket)
-        places[ticket.place] += 1
+        places[ticket.index] += 1
     assert len(places) == 4
     assert max(places.values()) < 50
 
@@ -68,10 +68,10 @@ def test_a_holder_that_is_too_busy_is_passed_over() -> None:
     fleet = Fleet()
     first = fleet.ask(1)
     fleet.finish(first)
-    fleet.dispatcher.report(first.place, 1000.0, None)
+    fleet.dispatcher.report(first.index, 1000.0, None)
     other = fleet.ask(1, 2)
-    assert other.place != first.place
-    assert (other.hit, other.best) == (0, 10)
+    assert other.index != first.index
+    assert (other.hit_units, other.best_hit_units) == (0, 10)
 
 
 def test_what_is_older_than_the_horizon_is_evicted_and_what_runs_is_not() -> None:
@@ -80,47 +80,49 @@ def test_what_is_older_than_the_horizon_is_evicted_and_what_runs_is_not() -> Non
     fleet.finish(old)
     fleet.now_s += 50
     fleet.dispatcher.report(0, 0.0, 49.0)
-    assert fleet.ask(1).hit == 0
-    assert fleet.ask(2).hit == 10
+    assert fleet.ask(1).hit_units == 0
+    assert fleet.ask(2).hit_units == 10
     fleet.finish(running)
 
 
 def test_a_replica_that_starts_again_holds_nothing() -> None:
     fleet = Fleet(count=1)
     fleet.finish(fleet.ask(1))
-    assert fleet.ask(1).hit == 10
-    fleet.dispatcher.restart(0)
-    assert fleet.ask(1).hit == 0
+    assert fleet.ask(1).hit_units == 10
+    fleet.dispatcher.reset(0)
+    assert fleet.ask(1).hit_units == 0
 
 
 def test_a_pace_is_that_of_first_tokens_once_there_was_one() -> None:
     fleet, starts = Fleet(count=1), iter(range(0, 10_000, 1000))
 
-    def answer(took_s: float, *, is_whole: bool) -> list[float]:
+    def answer(took_s: float, *, is_whole_answer: bool) -> list[float]:
         start = next(starts)
         ticket = fleet.ask(*range(start, start + 1000))
         fleet.now_s += took_s
-        fleet.dispatcher.begin(ticket, is_whole=is_whole)
+        fleet.dispatcher.record_first_token(ticket, is_whole_answer=is_whole_answer)
         fleet.dispatcher.end(ticket)
-        return fleet.dispatcher.pace_s
+        return fleet.dispatcher.unit_s
 
     num_units = 1000 * _SIZE + 2000
-    assert answer(60.0, is_whole=True)[0] == pytest.approx(60 / num_units)  # better than nothing
-    first = list(answer(6.0, is_whole=False))
+    assert answer(60.0, is_whole_answer=True)[0] == pytest.approx(
+        60 / num_units
+    )  # better than nothing
+    first = list(answer(6.0, is_whole_answer=False))
     assert first[0] == pytest.approx(6 / num_units)
-    assert answer(60.0, is_whole=True) == first
+    assert answer(60.0, is_whole_answer=True) == first
 
 
 def test_without_streams_a_pace_is_that_of_the_fastest_answers() -> None:
     fleet = Fleet("round-robin", count=2)
-    paces = [list(fleet.dispatcher.pace_s)]
+    paces = [list(fleet.dispatcher.unit_s)]
     for number in range(40):
         start = 1000 * number
         ticket = fleet.ask(*range(start, start + 1000))
         fleet.now_s += 6.0 if number in {4, 5} else 60.0  # most answers have many tokens
-        fleet.dispatcher.begin(ticket, is_whole=True)
+        fleet.dispatcher.record_first_token(ticket, is_whole_answer=True)
         fleet.dispatcher.end(ticket)
-        paces.append(list(fleet.dispatcher.pace_s))
+        paces.append(list(fleet.dispatcher.unit_s))
     num_units = 1000 * _SIZE + 2000
     assert paces[5] == pytest.approx([6 / num_units, 60 / num_units])
     assert paces[6] == pytest.approx([6 / num_units] * 2)
@@ -132,34 +134,34 @@ def test_the_first_token_of_one_replica_leaves_no_other_with_the_pace_of_whole_a
     for start, took_s in ((0, 60.0), (1000, 60.0), (2000, 6.0)):
         ticket = fleet.ask(*range(start, start + 1000))
         fleet.now_s += took_s
-        fleet.dispatcher.begin(ticket, is_whole=start < 2000)
+        fleet.dispatcher.record_first_token(ticket, is_whole_answer=start < 2000)
         fleet.dispatcher.end(ticket)
-    one, other = fleet.dispatcher.pace_s
+    one, other = fleet.dispatcher.unit_s
     assert one == pytest.approx(other)
 
 
 def test_a_replica_that_was_slow_once_gets_its_part_of_short_prompts() -> None:
     fleet = Fleet(count=2)
     for number in range(16):
-        fleet.dispatcher.pace_s = [1.0, 1.3]  # which nothing corrects that is not sent there
+        fleet.dispatcher.unit_s = [1.0, 1.3]  # which nothing corrects that is not sent there
         ticket = fleet.ask(*range(100 * number, 100 * number + 11))
-        fleet.dispatcher.begin(ticket)
+        fleet.dispatcher.record_first_token(ticket)
     assert min(map(fleet.dispatcher.num_open, (0, 1))) >= 6
 
 
 def test_what_is_sent_is_charged_at_once() -> None:
     fleet = Fleet("least-work")
-    assert sorted(fleet.ask(*range(10 * n, 10 * n + 9)).place for n in range(4)) == [0, 1, 2, 3]
+    assert sorted(fleet.ask(*range(10 * n, 10 * n + 9)).index for n in range(4)) == [0, 1, 2, 3]
     assert fleet.dispatcher.wait_s(0) == pytest.approx(90)
 
 
 def test_shut_and_tried_replicas_get_nothing() -> None:
     for policy in POLICIES:
         fleet = Fleet(policy)
-        fleet.dispatcher.open(1, is_open=False)
+        fleet.dispatcher.set_open(1, is_open=False)
         among = np.array([True, True, True, False])
         places = {
-            fleet.dispatcher.decide(RoutingKey((n,), 10, n), among, {0}).place for n in range(20)
+            fleet.dispatcher.decide(RoutingKey((n,), 10, n), among, {0}).index for n in range(20)
         }
         assert places == {2}
         assert fleet.ask(1, tried={0, 2, 3}) is None
@@ -169,9 +171,9 @@ def test_only_the_last_blocks_are_known() -> None:
     fleet = Fleet(count=1, most_blocks=100)
     for number in range(1000):
         fleet.finish(fleet.ask(number))
-        assert len(fleet.dispatcher.known) <= 100
-    assert fleet.ask(999).hit == 10
-    assert fleet.ask(1).hit == 0
+        assert len(fleet.dispatcher.prefix_tree) <= 100
+    assert fleet.ask(999).hit_units == 10
+    assert fleet.ask(1).hit_units == 0
 
 
 def test_two_choices_and_turns_use_all_replicas_and_avoid_the_busiest() -> None:
@@ -186,11 +188,11 @@ def test_two_choices_and_turns_use_all_replicas_and_avoid_the_busiest() -> None:
 def test_homes_move_only_where_a_replica_leaves() -> None:
     ring, wait_s = HashRing(), np.zeros(50)
     for place in range(50):
-        ring.join(place, mix(place))
-    before = [ring.homes(mix(n), wait_s) for n in range(5000)]
+        ring.add(place, mix(place))
+    before = [ring.preferred(mix(n), wait_s) for n in range(5000)]
     wait_s[before[0][0]] = np.inf
     for number, pair in enumerate(before):
-        after = ring.homes(mix(number), wait_s)
+        after = ring.preferred(mix(number), wait_s)
         if before[0][0] in pair:
             assert len(set(after)) == 2
         else:
@@ -202,8 +204,8 @@ def test_homes_move_only_where_a_replica_leaves() -> None:
 
 def test_prompts_share_what_their_keys_share() -> None:
     rng, known, texts, plain = random.Random(5), PrefixTree(10**6), [()], list[tuple[tuple, int]]()
-    known.begin_epoch(0)
-    known.begin_epoch(1)
+    known.reset(0)
+    known.reset(1)
     for _ in range(800):
         base = rng.choice(texts)
         keys = base[: rng.randint(0, len(base))]
@@ -212,10 +214,14 @@ def test_prompts_share_what_their_keys_share() -> None:
         path = known.find(keys)
         for place in (0, 1):
             asked = [one for one, at in plain if at == place]
-            assert known.num_held(path, place) == max([_shared(one, keys) for one in asked] or [0])
-        longest, places = known.longest(path)
-        assert longest == max(known.num_held(path, place) for place in (0, 1))
-        assert set(places) == {p for p in (0, 1) if longest and known.num_held(path, p) == longest}
+            assert known.num_cached(path, place) == max(
+                [_shared(one, keys) for one in asked] or [0]
+            )
+        longest, places = known.longest_prefix(path)
+        assert longest == max(known.num_cached(path, place) for place in (0, 1))
+        assert set(places) == {
+            p for p in (0, 1) if longest and known.num_cached(path, p) == longest
+        }
         place = rng.randint(0, 1)
         known.add(keys, path, place)
         plain.append((keys, place))
@@ -229,7 +235,16 @@ def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 def test_keys_follow_the_text_and_the_salt() -> None:
     text = bytes(range(256)) * 33
     keys = block_keys(text, b"a")
-    assert [extent(count) for count in range(8)] == [0, 512, 1024, 1536, 2048, 4096, 6144, 8192]
+    assert [bytes_of_blocks(count) for count in range(8)] == [
+        0,
+        512,
+        1024,
+        1536,
+        2048,
+        4096,
+        6144,
+        8192,
+    ]
     assert len(keys) == 7
     assert block_keys(text + b"more", b"a") == keys == block_keys(text[:8192], b"a")
     changed = b"x" + text[1:]
@@ -241,10 +256,10 @@ def test_a_turn_of_a_conversation_begins_as_the_one_before() -> None:
     said = '{"role":"user","content":"' + "x" * 3000 + '"}'
     one = f'{{"model":"m","messages":[{said}],"stream":true}}'.encode()
     two = f'{{"temperature":0,"messages":[{said},{said}],"model":"m"}}'.encode()
-    first, second = read_prompt(one, b"").asked, read_prompt(two, b"").asked
-    assert second.keys[: len(first.keys)] == first.keys
-    other = read_prompt(one.replace(b'"model":"m"', b'"model":"n"'), b"").asked
-    assert not set(other.keys) & set(first.keys)
+    first, second = read_prompt(one, b"").key, read_prompt(two, b"").key
+    assert second.block_keys[: len(first.block_keys)] == first.block_keys
+    other = read_prompt(one.replace(b'"model":"m"', b'"model":"n"'), b"").key
+    assert not set(other.block_keys) & set(first.block_keys)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"messages": 3, "model": [1]}', b"\xff"])
@@ -261,10 +276,10 @@ def test_requests_to_fill_in_go_where_their_files_are() -> None:
 
     def asked(prefix: str, files: list[dict[str, str]]) -> RoutingKey:
         body = {"input_suffix": "\n", "input_prefix": prefix, "input_extra": files}
-        return read_prompt(json.dumps(body).encode(), b"").asked
+        return read_prompt(json.dumps(body).encode(), b"").key
 
     first, second = asked("def f(", files), asked("def f(a", files)
-    assert len(first.keys) > 4
-    assert first.keys == second.keys[: len(first.keys)]
+    assert len(first.block_keys) > 4
+    assert first.block_keys == second.block_keys[: len(first.block_keys)]
     assert first.affinity == second.affinity
     assert asked("def f(", []) != first

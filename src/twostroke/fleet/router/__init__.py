@@ -1,1 +1,1 @@
-"""One address before many servers: which of them gets a request, and what becomes of it there."""
+"""The router: one address in front of several servers."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from twostroke.fleet.routing.prompt import UNREADABLE
+from twostroke.fleet.routing.prompt import JSON_ERRORS
 from twostroke.server.http.body_limits import MAX_CONTAINERS, nesting_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def content_hash(body: bytes, model: str) -> bytes:
         forms = [_unwrapped(fields[name]) for name in _FORM_FIELDS if fields.get(name)]
         content = [model, texts, [form for form in forms if form], _tools(fields.get("tools"))]
         encoded = msgspec.json.encode(content, order="sorted")
-    except UNREADABLE:
+    except JSON_ERRORS:
         encoded = body
     return blake2b(encoded, digest_size=16).digest()
 

@@ -1,4 +1,4 @@
-"""Asks replicas how they are, ejects those that do not answer, and finds new ones by DNS."""
+"""Checks the health of replicas, ejects silent ones, and finds new ones by DNS or in a file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from twostroke.core.files import read_regular_file
 from twostroke.core.frozen import Frozen
 from twostroke.fleet.router.replica_registry import ReplicaFacts, ReplicaState
 from twostroke.fleet.router.response import CutOffError, ReplicaError
-from twostroke.fleet.router.upstream import Address, is_name, request_head
-from twostroke.fleet.routing.prompt import UNREADABLE
+from twostroke.fleet.router.upstream import Address, is_host_name, request_head
+from twostroke.fleet.routing.prompt import JSON_ERRORS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,215 +27,230 @@ if TYPE_CHECKING:
     from twostroke.fleet.router.replica_registry import Replica, ReplicaRegistry
     from twostroke.fleet.router.upstream import UpstreamConnection
 
-_EVERY_S: Final = 0.5
-_PER_REPLICA_S: Final = 0.004  # so that a thousand take a fraction of a core
-_ANSWER_S: Final = 2.0
-_CUT_OFF_S: Final = 0.5  # of silence: one connection that is cut off need not be all
-_DISCOVER_S: Final = 2.0
-_MOST_BYTES: Final = 1 << 20
-_MOST_TEXT: Final = 300
+_MIN_INTERVAL_S: Final = 0.5  # between two checks of a replica
+_INTERVAL_PER_REPLICA_S: Final = 0.004  # so that 1,000 replicas take a fraction of a core
+_TIMEOUT_S: Final = 2.0
+_CUT_OFF_S: Final = 0.5  # of silence after which a host is cut off, not just one connection
+_DISCOVER_INTERVAL_S: Final = 2.0
+_MAX_BODY_BYTES: Final = 1 << 20
+_MAX_MESSAGE_LENGTH: Final = 300
 _logger = logging.getLogger("twostroke.router")
 
 
 class HealthChecker:
-    """Looks after the replicas of a fleet while a router runs."""
+    """Checks the replicas of a fleet while a router runs, and adds and removes them."""
 
     def __init__(self, fleet: ReplicaRegistry) -> None:
-        """Look after `fleet`, whose options name the replicas."""
+        """Check `fleet`, whose options name the replicas.
+
+        Raises:
+            UsageError: a URL, the DNS name or the file of replicas is wrong.
+        """
+        options = fleet.options
         self._fleet = fleet
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._finding: list[asyncio.Task[None]] = []
-        self._name = _split(fleet.options.discover) if fleet.options.discover else None
-        self._listing, self._misses_name = fleet.options.listing, False
-        # Which servers there are, by who says so.
-        self._known = {"options": {Address.of(url).url for url in fleet.options.replicas}}
+        self._check_tasks: dict[str, asyncio.Task[None]] = {}
+        self._discovery_tasks: list[asyncio.Task[None]] = []
+        self._dns_name = _split_name(options.discover) if options.discover else None
+        self._listing = options.listing
+        self._dns_is_failing = False
+        self._urls_by_source = {"options": {Address.of(url).url for url in options.replicas}}
         if self._listing is not None:
-            self._known["file"] = _listed(self._listing)
+            self._urls_by_source["file"] = _read_listing(self._listing)
 
     async def start(self) -> None:
-        """Begin, and give the replicas a moment to answer."""
-        self._take_in()
-        if self._name is not None:
-            await self._find(*self._name)
-            self._finding.append(asyncio.create_task(self._discover(*self._name)))
+        """Start the checks, and wait up to `_TIMEOUT_S` for the first answers."""
+        self._update_replicas()
+        if self._dns_name is not None:
+            await self._look_up(*self._dns_name)
+            self._discovery_tasks.append(asyncio.create_task(self._follow_dns(*self._dns_name)))
         if self._listing is not None:
-            self._finding.append(asyncio.create_task(self._reread(self._listing)))
-        asked = [one.was_asked.wait() for one in self._fleet.replicas.values()]
+            self._discovery_tasks.append(asyncio.create_task(self._follow_listing(self._listing)))
+        first_checks = [replica.was_checked.wait() for replica in self._fleet.replicas.values()]
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ANSWER_S):
-                await asyncio.gather(*asked)
+            async with asyncio.timeout(_TIMEOUT_S):
+                await asyncio.gather(*first_checks)
 
     async def stop(self) -> None:
-        """Stop looking."""
-        tasks = [*self._tasks.values(), *self._finding]
-        for task in tasks:
+        """Stop all checks and close idle connections."""
+        running = (*self._check_tasks.values(), *self._discovery_tasks)
+        for task in running:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(
+            *self._check_tasks.values(), *self._discovery_tasks, return_exceptions=True
+        )
         for replica in self._fleet.replicas.values():
             replica.close()
 
-    def _follow(self, replica: Replica) -> None:
-        if replica.url not in self._tasks:
-            self._tasks[replica.url] = asyncio.create_task(self._look_after(replica))
-
-    async def _look_after(self, replica: Replica) -> None:
-        """Ask a replica again and again, until it is neither listed nor busy nor there."""
+    async def _keep_checking(self, replica: Replica) -> None:
+        """Check a replica again and again, until it is not listed and has no requests."""
         fleet = self._fleet
         replica.pool.has_heard()
         while True:
-            replica.look.clear()
-            await self._look(replica)
-            replica.was_asked.set()
-            is_over = not fleet.dispatcher.num_open(replica.place)
-            if not replica.is_listed and is_over:
+            replica.check_now.clear()
+            await self._check(replica)
+            replica.was_checked.set()
+            if not replica.is_listed and not fleet.dispatcher.num_open(replica.index):
                 _logger.info("Replica %s has left.", replica.url)
-                fleet.drop(replica)
-                del self._tasks[replica.url]
+                fleet.remove(replica)
+                del self._check_tasks[replica.url]
                 return
-            pause_s = max(_EVERY_S, _PER_REPLICA_S * len(fleet.replicas))
-            await wait_until_set(replica.look, pause_s)
+            interval_s = max(_MIN_INTERVAL_S, _INTERVAL_PER_REPLICA_S * len(fleet.replicas))
+            await wait_until_set(replica.check_now, interval_s)
 
-    async def _look(self, replica: Replica) -> None:
-        """Ask a replica once, and note what follows."""
+    async def _check(self, replica: Replica) -> None:
+        """Check a replica once, and set its state and facts."""
         fleet, pool = self._fleet, replica.pool
         try:
-            async with asyncio.timeout(_ANSWER_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 state, reason, facts = await self._ask(replica)
         except TimeoutError:
             silent_s = asyncio.get_running_loop().time() - pool.heard_s
-            if silent_s < _ANSWER_S:  # it sends answers, but not this one
+            if silent_s < _TIMEOUT_S:  # it sends other answers
                 return
             reason = f"It has been silent for {silent_s:.0f} s."
-            fleet.set(replica, ReplicaState.DOWN, reason)
-            if silent_s >= fleet.options.eject_s - _EVERY_S:
+            fleet.set_state(replica, ReplicaState.DOWN, reason)
+            if silent_s >= fleet.options.eject_s - _MIN_INTERVAL_S:
                 pool.fail(ReplicaError(f"{replica.url} has been silent for {silent_s:.0f} s."))
         except ReplicaError as error:
-            fleet.set(replica, ReplicaState.DOWN, str(error))
+            fleet.set_state(replica, ReplicaState.DOWN, str(error))
             silent_s = asyncio.get_running_loop().time() - pool.heard_s
             if isinstance(error, CutOffError) and silent_s >= _CUT_OFF_S:
                 pool.fail(error)
         else:
             if facts is not None:
-                if state is ReplicaState.READY and (why := fleet.stranger(replica, facts)):
-                    state, reason = ReplicaState.REFUSED, why
-                fleet.learn(replica, facts)
-            fleet.set(replica, state, reason)
+                if state is ReplicaState.READY:
+                    disagreement = fleet.disagreement(replica, facts)
+                    if disagreement:
+                        state, reason = ReplicaState.REFUSED, disagreement
+                fleet.set_facts(replica, facts)
+            fleet.set_state(replica, state, reason)
 
     async def _ask(self, replica: Replica) -> tuple[ReplicaState, str, ReplicaFacts | None]:
-        """Return how a replica says that it is, why, and what it is."""
+        """Return the state that a replica reports, the reason, and its facts if it reports any."""
         key = self._fleet.options.replica_key
         headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
         if not replica.is_foreign:
             status, body = await _probe(replica, "/api/load", headers)
-            is_itself = self._fleet.mark.encode() in body  # requests would go round in circles
-            if status == 401 or is_itself:
-                why = "It is this router itself." if is_itself else _wants_key(key)
-                return ReplicaState.REFUSED if is_itself else ReplicaState.DOWN, why, None
+            if self._fleet.router_id.encode() in body:  # requests would go round in circles
+                return ReplicaState.REFUSED, "It is this router itself.", None
+            if status == 401:
+                return ReplicaState.DOWN, _key_hint(key), None
             replica.is_foreign = status == 404
-            if status == 200 and (said := _load(body)) is not None:
-                return self._take(replica, said)
+            if status == 200 and (load := _decode_load(body)) is not None:
+                return self._apply_load(replica, load)
+        return await self._ask_foreign(replica, headers)
+
+    async def _ask_foreign(
+        self, replica: Replica, headers: list[tuple[bytes, bytes]]
+    ) -> tuple[ReplicaState, str, ReplicaFacts | None]:
+        """Do as `_ask` for a server other than Twostroke, which has no `/api/load`."""
         status, body = await _probe(replica, "/health", headers)
-        state = _status(body)
-        if state == "draining":
+        reported_state = _status(body)
+        if reported_state == "draining":
             return ReplicaState.DRAINING, "It is stopping.", None
-        if status >= 400 and status != 404:  # 404: a server without it
-            why = f" ({state})." if state else f": {text}" if (text := _message(body)) else "."
-            return ReplicaState.DOWN, f"It says {status}{why}", None
+        if status >= 400 and status != 404:  # 404: a server without /health
+            message = _error_message(body)
+            detail = f": {message}" if message else "."
+            if reported_state:
+                detail = f" ({reported_state})."
+            return ReplicaState.DOWN, f"It says {status}{detail}", None
         if replica.facts.models and replica.state is ReplicaState.READY:
             return ReplicaState.READY, "", replica.facts
         status, body = await _probe(replica, "/v1/models", headers)
         if status == 401:
-            return ReplicaState.DOWN, _wants_key(key), None
+            return ReplicaState.DOWN, _key_hint(self._fleet.options.replica_key), None
         models = _models(body) if status == 200 else ()
         if not models:
-            return (
-                ReplicaState.DOWN,
-                f"It is not a server of models: /v1/models gives {status}.",
-                None,
-            )
+            reason = f"It is not a server of models: /v1/models gives {status}."
+            return ReplicaState.DOWN, reason, None
         return ReplicaState.READY, "", ReplicaFacts(models, context_length=_context_length(body))
 
-    def _take(self, replica: Replica, said: ServerLoad) -> tuple[ReplicaState, str, ReplicaFacts]:
-        """Take in what a server of ours says of its queue and its cache."""
+    def _apply_load(
+        self, replica: Replica, load: ServerLoad
+    ) -> tuple[ReplicaState, str, ReplicaFacts]:
+        """Take in the report of a Twostroke server; return its state, the reason, and its facts."""
         facts = ReplicaFacts(
-            said.models,
-            said.epoch,
-            said.version,
-            said.numerics,
-            said.context_length,
-            said.keeps_files,
-            said.takes_any_name,
-            said.numerics_by_model,
+            models=load.models,
+            epoch=load.epoch,
+            version=load.version,
+            numerics=load.numerics,
+            context_length=load.context_length,
+            keeps_files=load.keeps_files,
+            takes_any_name=load.takes_any_name,
+            numerics_by_model=load.numerics_by_model,
         )
-        replica.num_prompt_tokens, replica.num_cached_tokens = (
-            said.prompt_tokens,
-            said.cached_tokens,
-        )
-        replica.work_s, replica.horizon_s = said.work_s, said.horizon_s
-        replica.prefill_per_decode = said.prefill_per_decode
-        self._fleet.note_trust(replica, trusts_router=said.trusts_sender is not False)
-        if said.epoch == replica.facts.epoch:
-            self._fleet.dispatcher.report(replica.place, said.work_s, said.horizon_s)
-        if said.status == "draining":
+        replica.num_prompt_tokens = load.prompt_tokens
+        replica.num_cached_tokens = load.cached_tokens
+        replica.work_s = load.work_s
+        replica.horizon_s = load.horizon_s
+        replica.prefill_per_decode = load.prefill_per_decode
+        self._fleet.set_trust(replica, trusts_router=load.trusts_sender is not False)
+        if load.epoch == replica.facts.epoch:
+            self._fleet.dispatcher.report(replica.index, load.work_s, load.horizon_s)
+        if load.status == "draining":
             return ReplicaState.DRAINING, "It is stopping.", facts
-        if said.status != "ok":
-            return ReplicaState.DOWN, f"It says that its engine is {said.status}.", facts
+        if load.status != "ok":
+            return ReplicaState.DOWN, f"It says that its engine is {load.status}.", facts
         return ReplicaState.READY, "", facts
 
-    async def _discover(self, name: str, port: int) -> None:
+    async def _follow_dns(self, name: str, port: int) -> None:
         while True:
-            await asyncio.sleep(_DISCOVER_S)
-            await self._find(name, port)
+            await asyncio.sleep(_DISCOVER_INTERVAL_S)
+            await self._look_up(name, port)
 
-    async def _find(self, name: str, port: int) -> None:
-        """Take in the addresses of a name, and let go those that it has no more."""
+    async def _look_up(self, name: str, port: int) -> None:
+        """Update the replicas from the addresses of a DNS name."""
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-        except OSError as error:  # a name server that fails must not empty the fleet
-            if not self._misses_name:
-                why = error.strerror or str(error)
-                _logger.warning("The name %s has no address now: %s.", name, why)
-            self._misses_name = True
+            entries = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        except OSError as error:  # a name server that fails must not remove all replicas
+            if not self._dns_is_failing:
+                reason = error.strerror or str(error)
+                _logger.warning("The name %s has no address now: %s.", name, reason)
+            self._dns_is_failing = True
             return
-        self._misses_name = False
-        self._known["name"] = {f"http://{_host(one[4][0])}:{port}" for one in found}
-        self._take_in()
+        self._dns_is_failing = False
+        hosts = {_url_host(socket_address[0]) for *_, socket_address in entries}
+        self._urls_by_source["name"] = {f"http://{host}:{port}" for host in hosts}
+        self._update_replicas()
 
-    async def _reread(self, path: Path) -> None:
-        """Follow the changes of a file; one that cannot be read must not empty the fleet."""
-        said = ""
+    async def _follow_listing(self, path: Path) -> None:
+        """Update the replicas when a file changes; an unreadable file must not remove them."""
+        last_warning = ""
         while True:
-            await asyncio.sleep(_EVERY_S)
+            await asyncio.sleep(_MIN_INTERVAL_S)
             try:
-                urls = await asyncio.to_thread(_listed, path)
+                urls = await asyncio.to_thread(_read_listing, path)
             except UsageError as error:
-                if str(error) != said:
-                    said = str(error)
-                    _logger.warning("%s The replicas stay as they are.", said)
+                if str(error) != last_warning:
+                    last_warning = str(error)
+                    _logger.warning("%s The replicas stay as they are.", last_warning)
                 continue
-            said = ""
-            if urls != self._known["file"]:
-                self._known["file"] = urls
-                self._take_in()
+            last_warning = ""
+            if urls != self._urls_by_source["file"]:
+                self._urls_by_source["file"] = urls
+                self._update_replicas()
 
-    def _take_in(self) -> None:
-        """Follow all servers that are known, and let go those that nobody names any more."""
-        fleet, urls = self._fleet, set[str]().union(*self._known.values())
+    def _update_replicas(self) -> None:
+        """Add servers that are newly listed, and mark the servers that are not listed any more."""
+        fleet = self._fleet
+        urls = set[str]().union(*self._urls_by_source.values())
         for url in sorted(urls - set(fleet.replicas)):
-            self._follow(fleet.add(Address.of(url)))
+            replica = fleet.add(Address.of(url))
+            if url not in self._check_tasks:
+                self._check_tasks[url] = asyncio.create_task(self._keep_checking(replica))
         for url, replica in fleet.replicas.items():
             is_listed = url in urls
             if is_listed is not replica.is_listed:
                 replica.is_listed = is_listed
-                replica.look.set()
+                replica.check_now.set()
 
 
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # that sums of them can be counted in
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # so that sums stay finite
 
 
 class ServerLoad(Frozen):
-    """What `GET /api/load` of a server of ours says."""
+    """The answer of a Twostroke server to `GET /api/load`. Older versions lack the last fields."""
 
     status: str
     epoch: str
@@ -248,7 +263,7 @@ class ServerLoad(Frozen):
     horizon_s: Seconds | None
     context_length: int = 0
     prefill_per_decode: float | None = None
-    keeps_files: bool | None = None  # older versions do not say it, nor the next
+    keeps_files: bool | None = None
     trusts_sender: bool | None = None
     takes_any_name: bool | None = None
     numerics_by_model: Mapping[str, str] = {}
@@ -257,7 +272,7 @@ class ServerLoad(Frozen):
 async def fetch(
     replica: Replica, path: str, headers: Sequence[tuple[bytes, bytes]]
 ) -> tuple[int, bytes]:
-    """Return status and body of a GET; raises ReplicaError."""
+    """Return status and body of a GET request; raises ReplicaError."""
     connection = await replica.pool.take()
     try:
         return await _exchange(connection, replica, path, headers)
@@ -266,7 +281,7 @@ async def fetch(
 
 
 async def fetch_status(replica: Replica, path: str, headers: Sequence[tuple[bytes, bytes]]) -> int:
-    """Return the status of a GET, whose body may be of any length; raises ReplicaError."""
+    """Return the status of a GET request, without reading its body; raises ReplicaError."""
     connection = await replica.pool.take()
     try:
         connection.send(request_head(replica.address, "GET", path.encode(), headers, None))
@@ -278,7 +293,7 @@ async def fetch_status(replica: Replica, path: str, headers: Sequence[tuple[byte
 async def _probe(
     replica: Replica, path: str, headers: Sequence[tuple[bytes, bytes]]
 ) -> tuple[int, bytes]:
-    """Do as `fetch`, on a connection that is kept: one that is cut off is found out soonest."""
+    """Do as `fetch` on the replica's probe connection, where a cut-off host is noticed soonest."""
     probe = replica.probe
     if probe is None or not probe.is_usable:
         probe = replica.probe = await replica.pool.take(is_fresh=True)
@@ -300,74 +315,85 @@ async def _exchange(
     body = bytearray()
     while data := await connection.read():
         body += data
-        if len(body) > _MOST_BYTES:
-            raise ReplicaError(f"{replica.url}{path} is larger than {_MOST_BYTES} bytes.")
+        if len(body) > _MAX_BODY_BYTES:
+            raise ReplicaError(f"{replica.url}{path} is larger than {_MAX_BODY_BYTES} bytes.")
     return head.status, bytes(body)
 
 
-_loads: Final = msgspec.json.Decoder(ServerLoad)
+_load_decoder: Final = msgspec.json.Decoder(ServerLoad)
 
 
-def _wants_key(shown: str | None) -> str:
-    if shown is None:
+def _key_hint(key: str | None) -> str:
+    """Return the reason of a replica that answers 401."""
+    if key is None:
         return "It wants a key: give it and the router the same TWOSTROKE_REPLICA_KEY."
     return "It does not accept the router's TWOSTROKE_REPLICA_KEY: give it the same one."
 
 
-def _load(body: bytes) -> ServerLoad | None:
+def _decode_load(body: bytes) -> ServerLoad | None:
     try:
-        return _loads.decode(body)
-    except UNREADABLE:
+        return _load_decoder.decode(body)
+    except JSON_ERRORS:
         return None
 
 
 def _status(body: bytes) -> str:
-    found = decoded(body)
-    status = found.get("status")
+    status = decode_object(body).get("status")
     return status if isinstance(status, str) else ""
 
 
-def _message(body: bytes) -> str:
-    """Return the sentence of an error of OpenAI's form; empty if it is none."""
-    error = decoded(body).get("error")
+def _error_message(body: bytes) -> str:
+    """Return the message of an error in OpenAI's form; empty if there is none."""
+    error = decode_object(body).get("error")
     message = error.get("message") if isinstance(error, dict) else None
-    return message[:_MOST_TEXT] if isinstance(message, str) else ""
+    return message[:_MAX_MESSAGE_LENGTH] if isinstance(message, str) else ""
 
 
 def _models(body: bytes) -> tuple[str, ...]:
-    names = [row.get("id") for row in rows(body)]
+    names = [row.get("id") for row in decode_rows(body)]
     return tuple(sorted({name for name in names if isinstance(name, str)}))
 
 
 def _context_length(body: bytes) -> int:
-    """Return the longest context that the rows of models say, as vLLM's and llama-server's do."""
-    meta = [row["meta"] for row in rows(body) if isinstance(row.get("meta"), dict)]
-    given = [row.get("max_model_len") for row in rows(body)] + [one.get("n_ctx") for one in meta]
-    return max((one for one in given if isinstance(one, int) and one > 0), default=0)
+    """Return the longest context length of the listed models; 0 without one.
+
+    vLLM lists it as `max_model_len`, llama-server as `meta.n_ctx`.
+    """
+    lengths = []
+    for row in decode_rows(body):
+        lengths.append(row.get("max_model_len"))
+        if isinstance(row.get("meta"), dict):
+            lengths.append(row["meta"].get("n_ctx"))
+    valid = [length for length in lengths if isinstance(length, int) and length > 0]
+    return max(valid, default=0)
 
 
-def rows(body: bytes) -> list[dict[str, Any]]:
-    """Return the objects in `data` of a list; none of what is not one."""
-    data = decoded(body).get("data")
+def decode_rows(body: bytes) -> list[dict[str, Any]]:
+    """Return the objects in the list `data` of a JSON object; empty if it has none."""
+    data = decode_object(body).get("data")
     return [row for row in data if isinstance(row, dict)] if isinstance(data, list) else []
 
 
-def decoded(body: bytes) -> dict[str, Any]:
-    """Return an object of JSON; an empty one for anything else."""
+def decode_object(body: bytes) -> dict[str, Any]:
+    """Return a JSON object; an empty one for any other body."""
     try:
-        found = msgspec.json.decode(body)
-    except UNREADABLE:
+        value = msgspec.json.decode(body)
+    except JSON_ERRORS:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
-def _listed(path: Path) -> set[str]:
-    """Return the URLs in a file, without comments; raises UsageError."""
+def _read_listing(path: Path) -> set[str]:
+    """Return the URLs in a file, without comments.
+
+    Raises:
+        UsageError: the file cannot be read, or a line is not a URL.
+    """
     try:
         lines = read_regular_file(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"The replicas in {path} cannot be read: {why}.") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"The replicas in {path} cannot be read: {reason}.") from None
     urls = set[str]()
     for number, line in enumerate(map(str.strip, lines), 1):
         if line and not line.startswith("#"):
@@ -380,15 +406,20 @@ def _listed(path: Path) -> set[str]:
     return urls
 
 
-def _host(address: str | int) -> str:
+def _url_host(address: str | int) -> str:
+    """Return an IP address as it is written in a URL."""
     return f"[{address}]" if ":" in str(address) else str(address)
 
 
-def _split(text: str) -> tuple[str, int]:
-    """Return a name and its port; raises UsageError."""
+def _split_name(text: str) -> tuple[str, int]:
+    """Return a DNS name and its port.
+
+    Raises:
+        UsageError: the text is not a name and a port.
+    """
     name, _, port = text.removeprefix("http://").rpartition(":")
     name = name.strip("[]")
-    if not is_name(name) or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not is_host_name(name) or not port.isdecimal() or not 0 < int(port) < 65536:
         reason = "must be a DNS name and a port, such as replicas.local:8000, got {value}."
         raise UsageError(reason, field="discover", value=repr(text))
     return name, int(port)

@@ -10,7 +10,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from twostroke.fleet.router.replica_registry import ReplicaState
-from twostroke.fleet.router.state import wanted
+from twostroke.fleet.router.state import wanted_replicas
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 
 
 class RouterMetrics(Collector):
-    """Counts responses, and reads everything else when Prometheus asks."""
+    """Counts responses, and reads all other values when Prometheus asks for them.
+
+    Attributes:
+        registry: the registry of all metrics.
+        responses: the counter of HTTP responses by endpoint and status.
+    """
 
     def __init__(self, fleet: ReplicaRegistry) -> None:
-        """Measure `fleet`."""
+        """Measure the replicas of `fleet`."""
         self._fleet = fleet
         self.registry = CollectorRegistry()
         self.responses = Counter(
@@ -43,34 +48,44 @@ class RouterMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the fleet and its replicas."""
-        fleet, dispatcher = self._fleet, self._fleet.dispatcher
+        replicas, dispatcher = self._fleet.replicas.values(), self._fleet.dispatcher
         states = GaugeMetricFamily(
             "twostroke_router_replicas", "Replicas by state.", labels=("state",)
         )
         for state in ReplicaState:
-            count = sum(one.state is state for one in fleet.replicas.values())
+            count = sum(replica.state is state for replica in replicas)
             states.add_metric((state.value,), count)
         yield states
         yield GaugeMetricFamily(
             "twostroke_router_wanted_replicas",
-            "Replicas that the present work asks for.",
-            value=wanted(fleet),
+            "Replicas that the present work needs.",
+            value=wanted_replicas(self._fleet),
         )
-        for name, text, value in (
-            ("prompt_bytes", "Bytes of prompts that were sent.", dispatcher.num_units),
-            ("hit_bytes", "Bytes of these that their replica should hold.", dispatcher.num_hit),
-            ("best_hit_bytes", "Bytes of these that any replica holds.", dispatcher.num_best),
-        ):
-            yield CounterMetricFamily(f"twostroke_router_{name}", text, value=value)
-        gauges = {
-            "work_seconds": ("Seconds until a new request would begin.", dispatcher.wait_s),
-            "open_requests": ("Requests that have not ended.", dispatcher.num_open),
-        }
-        for name, (text, of) in gauges.items():
-            gauge = GaugeMetricFamily(f"twostroke_router_{name}", text, labels=("replica",))
-            for one in fleet.replicas.values():
-                gauge.add_metric((one.url,), of(one.place))
-            yield gauge
+        yield CounterMetricFamily(
+            "twostroke_router_prompt_bytes",
+            "Bytes of prompts that were sent to replicas.",
+            value=dispatcher.num_units,
+        )
+        yield CounterMetricFamily(
+            "twostroke_router_hit_bytes",
+            "Bytes of these prompts that their replica should have in its prefix cache.",
+            value=dispatcher.num_hit_units,
+        )
+        yield CounterMetricFamily(
+            "twostroke_router_best_hit_bytes",
+            "Bytes of these prompts that any replica has in its prefix cache.",
+            value=dispatcher.num_best_hit_units,
+        )
+        work = GaugeMetricFamily(
+            "twostroke_router_work_seconds",
+            "Seconds until a new request would start.",
+            labels=("replica",),
+        )
+        open_requests = GaugeMetricFamily(
+            "twostroke_router_open_requests",
+            "Requests that have not ended.",
+            labels=("replica",),
+        )
         lost = CounterMetricFamily(
             "twostroke_router_lost_requests",
             "Requests that a replica lost, before the first byte (sent to another) or after it.",
@@ -79,9 +94,10 @@ class RouterMetrics(Collector):
         sent = CounterMetricFamily(
             "twostroke_router_requests", "Requests sent to a replica.", labels=("replica",)
         )
-        for one in fleet.replicas.values():
-            sent.add_metric((one.url,), one.num_requests)
-            lost.add_metric((one.url, "before"), one.num_failed)
-            lost.add_metric((one.url, "after"), one.num_errors)
-        yield sent
-        yield lost
+        for replica in replicas:
+            work.add_metric((replica.url,), dispatcher.wait_s(replica.index))
+            open_requests.add_metric((replica.url,), dispatcher.num_open(replica.index))
+            sent.add_metric((replica.url,), replica.num_requests)
+            lost.add_metric((replica.url, "before"), replica.num_lost_before)
+            lost.add_metric((replica.url, "after"), replica.num_lost_after)
+        yield from (work, open_requests, sent, lost)

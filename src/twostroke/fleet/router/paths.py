@@ -7,37 +7,47 @@ from typing import Final
 
 from twostroke.core.errors import TwostrokeError
 
-READ: Final = (  # without an answer of tokens
+# Paths whose answers have no tokens.
+PROMPT_ONLY_PATHS: Final = (
     *("/v1/embeddings", "/embeddings", "/api/embed", "/api/embeddings", "/v1/rerank", "/rerank"),
 )
-FREE: Final = (  # without an engine
+# Paths that need no engine.
+ENGINELESS_PATHS: Final = (
     *("/v1/messages/count_tokens", "/v1/responses/input_tokens"),
     *("/v1/chat/completions/input_tokens", "/apply-template"),
     *("/tokenize", "/detokenize", "/api/show", "/api/pull"),
 )
-# Posts that compute: they go where the policy says, and may be tried again.
-COMPUTED: Final = (
+# Paths of POST requests that the policy routes, and that may be sent again after a loss.
+COMPUTED_PATHS: Final = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
     "/v1/responses/compact",
-    *("/completion", "/infill", "/api/chat", "/api/generate", *READ, *FREE),
+    *(
+        "/completion",
+        "/infill",
+        "/api/chat",
+        "/api/generate",
+        *PROMPT_ONLY_PATHS,
+        *ENGINELESS_PATHS,
+    ),
 )
-# Paths of things that one replica stores for each tenant.
-TENANTS: Final = ("/v1/files", "/v1/uploads", "/v1/batches", "/v1/messages/batches")
-# Occurs in a body that names a stored file, which is on the tenant's replica.
-FILE_ID: Final = re.compile(rb'"file_id"\s*:\s*"file-')
+# Paths of files and batches, which one replica keeps for each tenant.
+FILE_PATHS: Final = ("/v1/files", "/v1/uploads", "/v1/batches", "/v1/messages/batches")
+# Occurs in a body that names a stored file, which only the tenant's replica has.
+FILE_REFERENCE: Final = re.compile(rb'"file_id"\s*:\s*"file-')
 _ID: Final = r"[A-Za-z0-9_-]{1,100}"
-_STORED_PATH: Final = rf"/v1/(?:responses|chat/completions|conversations)/({_ID})"
-STORED: Final = re.compile(rf"{_STORED_PATH}(?:/.*)?")
+_STORED: Final = rf"/v1/(?:responses|chat/completions|conversations)/({_ID})"
+STORED_PATH: Final = re.compile(rf"{_STORED}(?:/.*)?")
 STORED_ID: Final = re.compile(_ID)
-# The path of stored things under /v1, by the prefix of their ids.
+# The path under /v1 of stored objects, by the prefix of their ids; others are responses.
 _COLLECTIONS: Final = {"chatcmpl-": "chat/completions", "conv_": "conversations"}
-_KEPT: Final = rf"(?:{'|'.join(TENANTS)})"
-_OTHERS: Final = {
-    "POST": re.compile(rf"{_STORED_PATH}(?:/(?:cancel|items))?|/v1/conversations"),
-    "DELETE": re.compile(rf"{_STORED_PATH}(?:/items/{_ID})?|{_KEPT}/{_ID}"),
+_FILES: Final = rf"(?:{'|'.join(FILE_PATHS)})"
+# Other paths that neither control a server nor bypass limits, by method.
+_HARMLESS: Final = {
+    "POST": re.compile(rf"{_STORED}(?:/(?:cancel|items))?|/v1/conversations"),
+    "DELETE": re.compile(rf"{_STORED}(?:/items/{_ID})?|{_FILES}/{_ID}"),
     "GET": re.compile(
-        rf"{_STORED_PATH}(?:/(?:input_items|messages|items(?:/{_ID})?))?|/v1/chat/completions"
-        rf"|{_KEPT}(?:/{_ID}(?:/(?:content|results))?)?"
+        rf"{_STORED}(?:/(?:input_items|messages|items(?:/{_ID})?))?|/v1/chat/completions"
+        rf"|{_FILES}(?:/{_ID}(?:/(?:content|results))?)?"
         r"|/v1/models(?:/(?!\.\.?(?:/|$))[^/%\\?#;]+)+"  # a model's name may have slashes
         r"|/props|/tokenizer_info|/lora-adapters|/openapi\.json|/api/(?:tags|ps|version)"
     ),
@@ -46,20 +56,22 @@ _OTHERS: Final = {
 
 def stored_path(id_: str) -> str:
     """Return the path of a stored response, chat completion or conversation, from its id."""
-    names = (name for start, name in _COLLECTIONS.items() if id_.startswith(start))
-    return f"/v1/{next(names, 'responses')}/{id_}"
+    for prefix, collection in _COLLECTIONS.items():
+        if id_.startswith(prefix):
+            return f"/v1/{collection}/{id_}"
+    return f"/v1/responses/{id_}"
 
 
 def is_harmless(method: str, path: str) -> bool:
-    """Return whether a request can neither control a replica nor bypass limits."""
-    if method == "POST" and path in COMPUTED:
+    """Whether a request can neither control a replica nor bypass the limits of keys."""
+    if method == "POST" and path in COMPUTED_PATHS:
         return path != "/api/pull"  # Ollama fetches models
-    others = _OTHERS.get("GET" if method == "HEAD" else method)
-    return others is not None and others.fullmatch(path) is not None
+    harmless = _HARMLESS.get("GET" if method == "HEAD" else method)
+    return harmless is not None and harmless.fullmatch(path) is not None
 
 
 class BatchPathError(TwostrokeError):
-    """Files and batches are not taken here."""
+    """The router accepts no files and batches."""
 
     http_status = 400
     code = "no_batches_here"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from twostroke.fleet.router.upstream import request_head
-from twostroke.fleet.router.usage_meter import ProxyLog, asking
+from twostroke.fleet.router.usage_meter import ProxyLog, with_usage_option
 from twostroke.server.auth.keys import TENANT_HEADER
 from twostroke.server.auth.usage_header import USAGE_HEADER
 from twostroke.server.http.body_limits import FREE_BYTES
@@ -23,22 +23,44 @@ if TYPE_CHECKING:
 
     Headers = list[tuple[bytes, bytes]]
 
-HOPS: Final = frozenset(
+HOP_HEADERS: Final = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer "
     b"transfer-encoding upgrade".split()
 )
-_NOT_SENT: Final = HOPS | {
-    *b"accept-encoding host content-length expect origin x-request-id x-forwarded-for".split(),
-    USAGE_HEADER,
-}
+CREDENTIALS: Final = frozenset((b"authorization", b"x-api-key", TENANT_HEADER))
+# Headers of the client that the router drops, or replaces by its own.
+_NOT_FORWARDED: Final = (
+    HOP_HEADERS
+    | CREDENTIALS
+    | {
+        *b"accept-encoding host content-length expect origin x-request-id x-forwarded-for".split(),
+        USAGE_HEADER,
+    }
+)
 
 
 class ProxiedRequest:
-    """One request to be passed on.
+    """A request to forward.
 
-    `body` is whole, or comes piece by piece from the client; then it can be sent only once. A
-    request that `is_safe` may be sent again after a replica has lost it. `model` is the one that it
-    names; `content` is the hash of its content, empty if no engine computes it.
+    Attributes:
+        scope, receive, send: the client's request, by ASGI.
+        body: the whole body, or the parts of a body that is forwarded as it comes.
+        replica_key: the key to show to replicas in place of the client's.
+        meter: measures the usage; None if usage is not kept.
+        model: the model that the request names.
+        content: the hash of its content; empty if no engine computes it.
+        log: where the request goes, for logs and usage records.
+        context: the request's context in the HTTP layers.
+        sent_s: when it was sent to a replica last.
+        may_resend: whether it may be sent again after a replica has lost it.
+        was_stale: whether it has been sent again because a connection had been closed.
+        has_begun: whether the response to the client has begun.
+        has_left: whether the client has disconnected.
+        connection: the connection to the replica.
+        media_type: the type of the response.
+        is_foreign: whether the replica is a server other than Twostroke.
+        strips_usage: whether the body asks for usage on behalf of the router, and the client gets
+            none.
     """
 
     def __init__(
@@ -46,106 +68,114 @@ class ProxiedRequest:
         scope: Scope,
         receive: Receive,
         send: Send,
+        *,
         body: bytes | AsyncIterator[bytes],
         replica_key: str | None = None,
-        *,
         meter: UsageMeter | None = None,
         model: str = "",
     ) -> None:
-        """Pass on the request of a scope; `replica_key` is shown in place of the client's."""
+        """Take over the request of a scope."""
+        self.scope = scope
+        self.receive = receive
+        self.send = send
+        self.body = body
         self.replica_key = replica_key
-        self.scope, self.receive, self.send, self.body = scope, receive, send, body
-        self.meter, self.model = meter, model
+        self.meter = meter
+        self.model = model
         self.content = b""
-        self.sent_s = 0.0  # when it was sent to a replica last
-        self.passage = ProxyLog(meter)
-        self.served: ServedRequest = served_of(scope)
-        self.served.running = self.passage
-        self.is_safe = True
-        self.was_stale = False  # sent on a connection that had ended
-        self.has_begun = False  # the response to the client
+        self.log = ProxyLog(meter)
+        self.context: ServedRequest = served_of(scope)
+        self.context.running = self.log
+        self.sent_s = 0.0
+        self.may_resend = True
+        self.was_stale = False
+        self.has_begun = False
+        self.has_left = False
         self.connection: UpstreamConnection | None = None
-        self.is_gone = False  # the client
-        self.media_type = b""  # of the response
-        self.is_foreign = False  # the replica, as it was sent there
-        self.asks_usage = False  # in the body, for the client, which does not
-        self._num_held = 0  # bytes of the body that count as arriving
+        self.media_type = b""
+        self.is_foreign = False
+        self.strips_usage = False
+        self._num_held_bytes = 0
 
-    def hold(self) -> None:
-        """Count the body, which has just arrived, until `free`: it may have to be sent again."""
+    def hold_body(self) -> None:
+        """Count the body as arriving until `free_body`, since it may have to be sent again."""
         num_bytes = len(self.body) - FREE_BYTES if isinstance(self.body, bytes) else 0
-        if num_bytes > 0 and self.served.body_memory is not None:
-            self.served.body_memory.take(self.served.tenant, num_bytes)
-            self._num_held = num_bytes
+        if num_bytes > 0 and self.context.body_memory is not None:
+            self.context.body_memory.take(self.context.tenant, num_bytes)
+            self._num_held_bytes = num_bytes
 
-    def free(self) -> None:
-        """Drop the body, which is not sent any more."""
-        if self._num_held and self.served.body_memory is not None:
-            self.served.body_memory.release(self.served.tenant, self._num_held)
-            self.body, self._num_held = b"", 0
+    def free_body(self) -> None:
+        """Drop the body, which will not be sent any more."""
+        if self._num_held_bytes and self.context.body_memory is not None:
+            self.context.body_memory.release(self.context.tenant, self._num_held_bytes)
+            self.body = b""
+            self._num_held_bytes = 0
 
     def request_to(self, replica: Replica) -> tuple[bytes, bytes | AsyncIterator[bytes]]:
         """Return the head and the body of the request to a replica."""
         body, path = self.body, self.scope["path"]
-        self.asks_usage, self.is_foreign = False, replica.is_foreign
+        self.strips_usage = False
+        self.is_foreign = replica.is_foreign
         if self.meter is not None:
             self.meter.restart()
-            asked = asking(body, path) if replica.is_foreign and isinstance(body, bytes) else None
-            self.asks_usage, body = asked is not None, asked or body
+            if replica.is_foreign and isinstance(body, bytes):
+                changed_body = with_usage_option(body, path)
+                if changed_body is not None:
+                    self.strips_usage = True
+                    body = changed_body
         return self._head(replica, body), body
 
     def _head(self, replica: Replica, body: bytes | AsyncIterator[bytes]) -> bytes:
         scope = self.scope
-        named = {
+        connection_headers = {
             token
             for name, value in scope["headers"]
             if name == b"connection"
-            for token in tokens(value)
+            for token in header_tokens(value)
         }
-        headers: Headers = [
-            pair
-            for pair in scope["headers"]
-            if pair[0] not in _NOT_SENT and pair[0] not in CREDENTIALS and pair[0] not in named
-        ]
+        dropped = _NOT_FORWARDED | connection_headers
+        headers: Headers = [pair for pair in scope["headers"] if pair[0] not in dropped]
         headers += credentials(scope, self.replica_key)
-        headers.append((b"x-request-id", self.served.request_id.encode()))
-        headers.append((b"accept-encoding", b"identity"))  # events and usage are read
+        headers.append((b"x-request-id", self.context.request_id.encode()))
+        headers.append((b"accept-encoding", b"identity"))  # the router reads events and usage
         if self.meter is not None and not replica.is_foreign:
             headers.append((USAGE_HEADER, b"1"))
         client = scope.get("client")
-        before = [value for name, value in scope["headers"] if name == b"x-forwarded-for"]
         if client:
-            headers.append((b"x-forwarded-for", b", ".join([*before, client[0].encode()])))
+            hosts = [value for name, value in scope["headers"] if name == b"x-forwarded-for"]
+            headers.append((b"x-forwarded-for", b", ".join([*hosts, client[0].encode()])))
         length: int | None = None
         if isinstance(body, bytes):
             if body or scope["method"] not in {"GET", "HEAD", "DELETE", "OPTIONS"}:
                 length = len(body)
         else:
-            given = next((v for n, v in scope["headers"] if n == b"content-length"), None)
-            length = int(given) if given is not None else None
-            if given is None:
+            lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+            if lengths:
+                length = int(lengths[0])
+            else:
                 headers.append((b"transfer-encoding", b"chunked"))
         query = scope["query_string"]
         target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
         return request_head(replica.address, scope["method"], target, headers, length)
 
 
-def tokens(value: bytes) -> list[bytes]:
-    """Return the words of a header in lower case."""
+def header_tokens(value: bytes) -> list[bytes]:
+    """Return the comma-separated words of a header in lower case."""
     return [part.strip().lower() for part in value.split(b",") if part.strip()]
 
 
-CREDENTIALS: Final = frozenset((b"authorization", b"x-api-key", TENANT_HEADER))
-
-
 def credentials(scope: Scope, replica_key: str | None) -> Headers:
-    """Return the client's own, or with a `replica_key` this and the client's tenant."""
+    """Return the headers by which a replica knows the client.
+
+    These are the client's own credentials or, with a `replica_key`, this key and the client's
+    tenant with its weight and service tiers.
+    """
     if replica_key is None:
         return [pair for pair in scope["headers"] if pair[0] in CREDENTIALS - {TENANT_HEADER}]
-    served = served_of(scope)
-    found = [(b"authorization", b"Bearer " + replica_key.encode())]
-    if served.tenant:
-        classes = served.key.classes if served.key is not None else None
-        named = "" if classes is None else f" {','.join(classes)}"
-        found.append((TENANT_HEADER, f"{served.tenant} {served.weight:.9g}{named}".encode()))
-    return found
+    context = served_of(scope)
+    headers = [(b"authorization", b"Bearer " + replica_key.encode())]
+    if context.tenant:
+        tiers = context.key.classes if context.key is not None else None
+        allowed = "" if tiers is None else f" {','.join(tiers)}"
+        headers.append((TENANT_HEADER, f"{context.tenant} {context.weight:.9g}{allowed}".encode()))
+    return headers

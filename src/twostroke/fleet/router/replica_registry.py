@@ -1,4 +1,4 @@
-"""The replicas of a router: which are there, how they are, and what is stored where."""
+"""The replicas of a router: their states, their facts, and which of them stores what."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.fleet.router.upstream import Address, ConnectionPool
 from twostroke.fleet.routing.dispatch import Dispatcher
 from twostroke.fleet.routing.policy import mix
-from twostroke.fleet.routing.prompt import extent
+from twostroke.fleet.routing.prompt import bytes_of_blocks
 from twostroke.server.http.errors import GatewayError
 from twostroke.server.http.model_names import bare_name, unknown_model
 
@@ -30,14 +30,16 @@ if TYPE_CHECKING:
     from twostroke.fleet.router.options import RouteOptions
     from twostroke.fleet.router.upstream import UpstreamConnection
 
-_MOST_IDS: Final = 100_000
-_ASK_S: Final = 2.5
-_CONTEXT_LENGTH: Final = 4096  # where no replica says it
-_SHARED: Final = (
+_MAX_STORED_IDS: Final = 100_000
+_MAX_MODEL_NAMES: Final = 1000  # whose replicas are cached, since clients can invent names
+_CHECK_TIMEOUT_S: Final = 2.5
+_DEFAULT_CONTEXT_LENGTH: Final = 4096  # if no replica reports one
+_TRUST_WARNING: Final = (
     "share cached prompts, turns and stored answers: give the router and its replicas the same "
     "TWOSTROKE_REPLICA_KEY (docs/operations/fleet.md#keys)."
 )
-_EQUAL: Final = {"version": "version", "numerics": "model file, settings or processor"}
+# Facts in which the replicas of a model must agree, and their names for people.
+_SHARED_FACTS: Final = {"version": "version", "numerics": "model file, settings or processor"}
 _logger = logging.getLogger("twostroke.router")
 
 
@@ -49,22 +51,27 @@ class NoReplicaError(GatewayError):
 
 
 class ReplicaState(StrEnum):
-    """How a replica is; only a ready one gets requests."""
+    """The state of a replica; only a ready one gets requests."""
 
-    NEW = "new"  # not asked yet
+    NEW = "new"  # not checked yet
     READY = "ready"
-    DRAINING = "draining"  # takes no more; what runs goes on
-    DOWN = "down"  # does not answer, or says that it cannot
-    REFUSED = "refused"  # answers, and does not suit the others
+    DRAINING = "draining"  # gets no more requests; running ones continue
+    DOWN = "down"  # does not answer, or reports that it cannot
+    REFUSED = "refused"  # answers, but does not agree with the other replicas
 
 
 class ReplicaFacts(Frozen):
-    """What a replica says of itself; empty where it says nothing.
+    """The facts that a replica reports about itself; empty if it does not report them.
 
-    `numerics` is what must be equal for equal answers; `epoch` is another after each start;
-    `context_length` counts tokens, 0 if it is not known. `keeps_files` is whether it has files and
-    batches, None if it does not say it; `takes_any_name` is whether it takes names that it does not
-    list.
+    Attributes:
+        models: the names of its models.
+        epoch: a value that changes with each start.
+        version: its version of Twostroke.
+        numerics: a digest that must be equal for equal answers.
+        context_length: in tokens; 0 if it is not known.
+        keeps_files: whether it has files and batches; None if it is not known.
+        takes_any_name: whether it accepts names of models that it does not list.
+        numerics_by_model: `numerics` of each model, if it has several.
     """
 
     models: tuple[str, ...] = ()
@@ -76,15 +83,18 @@ class ReplicaFacts(Frozen):
     takes_any_name: bool | None = None
     numerics_by_model: Mapping[str, str] = {}
 
-    def said(self, fact: str, model: str) -> str:
-        """Return its version, or the numerics of a model, by the name of the fact."""
-        if fact == "numerics" and self.numerics_by_model:
+    def shared_fact(self, name: str, model: str) -> str:
+        """Return the version, or the numerics of a model, by the name of the fact."""
+        if name == "numerics" and self.numerics_by_model:
             return self.numerics_by_model.get(model, "")
-        found: str = getattr(self, fact)
-        return found
+        value: str = getattr(self, name)
+        return value
 
-    def find(self, model: str) -> str:
-        """Return how a model is listed; owner, tag and case do not count. Empty if it is not."""
+    def find_model(self, model: str) -> str:
+        """Return the listed name of a model, empty if there is none.
+
+        The owner, the tag and upper case in `model` are ignored if no name is equal.
+        """
         if model in self.models:
             return model
         bare = bare_name(model)
@@ -95,46 +105,62 @@ class Replica:
     """One server.
 
     Attributes:
-        place: its place in the dispatcher.
-        reason: why it is not ready, for people.
-        num_requests, num_failed, num_errors: sent there; lost there before the first byte, and
-            after it.
+        address: its URL and its parts.
+        index: its index in the dispatcher.
+        pool: the connections to it.
+        state, reason: its state, and why it is not ready, for people.
+        since_s: when the state began, in seconds since 1970.
+        facts: its report about itself.
+        is_foreign: whether it is a server other than Twostroke.
+        trusts_router: whether it accepts the tenants that the router reports.
+        is_listed: whether the options, the file or DNS still name it.
+        num_requests: requests sent to it.
+        num_lost_before, num_lost_after: requests that it lost before and after the first byte.
+        num_prompt_tokens, num_cached_tokens, work_s, horizon_s, prefill_per_decode: as it reports.
+        probe: the connection for health checks.
+        check_now: set to check its health at once.
+        was_checked: set after each health check.
     """
 
-    def __init__(self, address: Address, place: int) -> None:
-        """Begin as a stranger."""
-        self.address, self.place = address, place
+    def __init__(self, address: Address, index: int) -> None:
+        """Start in the state NEW."""
+        self.address = address
+        self.index = index
         self.pool = ConnectionPool(address)
-        self.state, self.reason = ReplicaState.NEW, "It was not asked yet."
+        self.state = ReplicaState.NEW
+        self.reason = "It was not checked yet."
         self.since_s = time.time()
         self.facts = ReplicaFacts()
-        self.is_foreign = False  # not a server of ours
-        self.trusts_router = True  # about tenants; of others' servers it is not asked
-        self.is_listed = True  # by its user or by DNS
-        self.num_requests = self.num_failed = self.num_errors = 0
-        self.num_prompt_tokens = self.num_cached_tokens = 0
-        self.work_s: float | None = None  # as it says
+        self.is_foreign = False
+        self.trusts_router = True  # not checked for servers other than Twostroke
+        self.is_listed = True
+        self.num_requests = 0
+        self.num_lost_before = 0
+        self.num_lost_after = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.work_s: float | None = None
         self.horizon_s: float | None = None
-        self.prefill_per_decode: float | None = None  # prefill engines that it can use
-        self.probe: UpstreamConnection | None = None  # on which it is asked
-        self.look = asyncio.Event()  # to be asked at once
-        self.was_asked = asyncio.Event()
+        self.prefill_per_decode: float | None = None
+        self.probe: UpstreamConnection | None = None
+        self.check_now = asyncio.Event()
+        self.was_checked = asyncio.Event()
 
     @property
     def url(self) -> str:
-        """Its URL, by which people call it."""
+        """Its URL, which is also its name for people."""
         return self.address.url
 
-    def name_of(self, model: str) -> str:
-        """Return the replica's name of a model; that of its first if it does not have it."""
+    def model_name(self, model: str) -> str:
+        """Return the replica's name of a model, or of its first model if it does not have it."""
         names = self.facts.models or (model,)
-        return self.facts.find(model) or names[0]
+        return self.facts.find_model(model) or names[0]
 
-    async def is_well(self) -> bool:
-        """Ask it at once; return whether it gets requests."""
-        self.was_asked.clear()
-        self.look.set()
-        await wait_until_set(self.was_asked, _ASK_S)
+    async def check_is_ready(self) -> bool:
+        """Check its health at once; return whether it gets requests."""
+        self.was_checked.clear()
+        self.check_now.set()
+        await wait_until_set(self.was_checked, _CHECK_TIMEOUT_S)
         return self.state is ReplicaState.READY
 
     def close(self) -> None:
@@ -145,202 +171,231 @@ class Replica:
 
 
 class ReplicaRegistry:
-    """All replicas. It belongs to the event loop."""
+    """All replicas of a router. Belongs to the event loop.
+
+    Attributes:
+        options: the router's options.
+        router_id: a random text by which the router recognizes itself.
+        replicas: the replicas by URL.
+        dispatcher: chooses replicas.
+        context_length: the longest of any replica.
+    """
 
     def __init__(self, options: RouteOptions) -> None:
-        """Begin with none."""
-        self.options, self.mark = options, secrets.token_hex(8)
-        self.replicas: dict[str, Replica] = {}  # by URL
-        self.dispatcher = Dispatcher(options.policy, time.monotonic, extent)
-        self._places: list[Replica] = []
-        self._free: list[int] = []
-        self._changed, self._is_over = asyncio.Event(), False
-        self._stored: OrderedDict[str, str] = OrderedDict()  # URLs by the id of an answer
-        self._masks: dict[str, npt.NDArray[np.bool_] | None] = {}
-        self.context_length = _CONTEXT_LENGTH  # the longest of any replica
+        """Start without replicas."""
+        self.options = options
+        self.router_id = secrets.token_hex(8)
+        self.replicas: dict[str, Replica] = {}
+        self.dispatcher = Dispatcher(options.policy, time.monotonic, bytes_of_blocks)
+        self.context_length = _DEFAULT_CONTEXT_LENGTH
+        self._by_index: list[Replica] = []
+        self._free_indices: list[int] = []
+        self._became_ready = asyncio.Event()
+        self._is_stopping = False
+        self._url_by_stored_id: OrderedDict[str, str] = OrderedDict()
+        self._masks: dict[str, npt.NDArray[np.bool_] | None] = {}  # by name of a model
 
     def add(self, address: Address) -> Replica:
-        """Take in a server, or list it again."""
-        known = self.replicas.get(address.url)
-        if known is not None:
-            known.is_listed = True
-            known.look.set()
-            return known
+        """Add a server, or mark it as listed again; return its replica."""
+        present = self.replicas.get(address.url)
+        if present is not None:
+            present.is_listed = True
+            present.check_now.set()
+            return present
         self._masks.clear()
-        place = self.dispatcher.join(address.url, self._free.pop() if self._free else None)
-        replica = Replica(address, place)
+        free_index = self._free_indices.pop() if self._free_indices else None
+        index = self.dispatcher.add_replica(address.url, free_index)
+        replica = Replica(address, index)
         self.replicas[address.url] = replica
-        if place == len(self._places):
-            self._places.append(replica)
+        if index == len(self._by_index):
+            self._by_index.append(replica)
         else:
-            self._places[place] = replica
+            self._by_index[index] = replica
         return replica
 
-    def drop(self, replica: Replica) -> None:
-        """Forget a server that has no requests."""
-        self.dispatcher.open(replica.place, is_open=False)
+    def remove(self, replica: Replica) -> None:
+        """Remove a server that has no requests."""
+        self.dispatcher.set_open(replica.index, is_open=False)
         replica.close()
         del self.replicas[replica.url]
-        self._free.append(replica.place)
+        self._free_indices.append(replica.index)
         self._masks.clear()
 
-    def at(self, place: int) -> Replica:
-        """Return the replica at a place of the dispatcher."""
-        return self._places[place]
+    def by_index(self, index: int) -> Replica:
+        """Return the replica with an index of the dispatcher."""
+        return self._by_index[index]
 
     @property
     def ready(self) -> list[Replica]:
         """The replicas that get requests."""
-        return [one for one in self.replicas.values() if one.state is ReplicaState.READY]
+        return [
+            replica for replica in self.replicas.values() if replica.state is ReplicaState.READY
+        ]
 
-    def set(self, replica: Replica, state: ReplicaState, reason: str = "") -> None:
-        """Note how a replica is."""
+    def set_state(self, replica: Replica, state: ReplicaState, reason: str = "") -> None:
+        """Set the state of a replica, log changes, and open or close it for requests."""
         if state is ReplicaState.READY and not replica.is_listed:
             state, reason = ReplicaState.DRAINING, "It is not listed any more."
-        if state is not replica.state or reason != replica.reason:
-            is_news = state is not replica.state
-            replica.reason = reason
-            if is_news:
-                replica.since_s = time.time()
-                level = logging.INFO if state is ReplicaState.READY else logging.WARNING
-                text = f" {reason}" if reason else ""
-                _logger.log(level, "Replica %s is %s.%s", replica.url, state.value, text)
+        replica.reason = reason
+        if state is not replica.state:
+            replica.since_s = time.time()
+            level = logging.INFO if state is ReplicaState.READY else logging.WARNING
+            text = f" {reason}" if reason else ""
+            _logger.log(level, "Replica %s is %s.%s", replica.url, state.value, text)
         replica.state = state
         if state is ReplicaState.DOWN:
             replica.is_foreign = False  # another server may come back
-        self.dispatcher.open(replica.place, is_open=state is ReplicaState.READY)
+        self.dispatcher.set_open(replica.index, is_open=state is ReplicaState.READY)
         if state is ReplicaState.READY:
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._became_ready.set()
+            self._became_ready = asyncio.Event()
 
-    def learn(self, replica: Replica, facts: ReplicaFacts) -> None:
-        """Note what a replica says of itself; one that was started again holds nothing."""
+    def set_facts(self, replica: Replica, facts: ReplicaFacts) -> None:
+        """Set the facts of a replica; after a restart its cache is empty."""
         if facts.epoch != replica.facts.epoch or (
             not facts.epoch and replica.state is ReplicaState.DOWN
         ):
-            self.dispatcher.restart(replica.place)
-        named = facts.models, facts.takes_any_name
-        if named != (replica.facts.models, replica.facts.takes_any_name):
+            self.dispatcher.reset(replica.index)
+        old_facts = replica.facts
+        if (facts.models, facts.takes_any_name) != (old_facts.models, old_facts.takes_any_name):
             self._masks.clear()
-        is_same = facts.context_length == replica.facts.context_length
         replica.facts = facts
-        if not is_same:
-            known = max(one.facts.context_length for one in self.replicas.values())
-            self.context_length = known or _CONTEXT_LENGTH
+        if facts.context_length != old_facts.context_length:
+            longest = max(other.facts.context_length for other in self.replicas.values())
+            self.context_length = longest or _DEFAULT_CONTEXT_LENGTH
 
-    def note_trust(self, replica: Replica, *, trusts_router: bool) -> None:
-        """Note whether a replica believes the router about tenants; warn once if it does not."""
+    def set_trust(self, replica: Replica, *, trusts_router: bool) -> None:
+        """Set whether a replica accepts the router's tenants; warn once if it does not."""
         keys = self.options.api_keys
         trusts_router = trusts_router or keys is None or not keys.have_tenants
         if replica.trusts_router and not trusts_router:
-            _logger.warning("Replica %s ignores tenants, which %s", replica.url, _SHARED)
+            _logger.warning("Replica %s ignores tenants, which %s", replica.url, _TRUST_WARNING)
         replica.trusts_router = trusts_router
 
     @property
     def warning(self) -> str:
-        """What is wrong although requests are answered; empty if nothing is."""
-        count = sum(not one.trusts_router for one in self.replicas.values())
-        where = f"At {count} of {len(self.replicas)} replicas tenants {_SHARED}"
-        return where if count else ""
+        """A sentence about replicas that ignore tenants; empty if there are none."""
+        count = sum(not replica.trusts_router for replica in self.replicas.values())
+        sentence = f"At {count} of {len(self.replicas)} replicas tenants {_TRUST_WARNING}"
+        return sentence if count else ""
 
-    def stranger(self, replica: Replica, facts: ReplicaFacts) -> str:
-        """Return why a replica does not suit those that are ready; empty if it does."""
+    def disagreement(self, replica: Replica, facts: ReplicaFacts) -> str:
+        """Return how a replica differs from the ready ones with a common model; empty if not."""
         if self.options.mixed:
             return ""
         for other in self.ready:
-            shared = set(other.facts.models) & set(facts.models) if other is not replica else ()
-            for model, (fact, words) in itertools.product(sorted(shared), _EQUAL.items()):
-                here, there = facts.said(fact, model), other.facts.said(fact, model)
-                if here and there and here != there:
+            if other is replica:
+                continue
+            models = sorted(set(other.facts.models) & set(facts.models))
+            for model, (name, title) in itertools.product(models, _SHARED_FACTS.items()):
+                own_value = facts.shared_fact(name, model)
+                other_value = other.facts.shared_fact(name, model)
+                if own_value and other_value and own_value != other_value:
                     return (
-                        f"It has another {words} than {other.url} ({here}, not {there}): answers "
-                        "would differ (--mixed allows it)."
+                        f"It has another {title} than {other.url} ({own_value}, not "
+                        f"{other_value}): answers would differ (--mixed allows it)."
                     )
         return ""
 
-    def suits(self, model: str) -> npt.NDArray[np.bool_] | None:
-        """Return by place which replicas have a model; None if all, or none that is ready.
+    def having_model(self, model: str) -> npt.NDArray[np.bool_] | None:
+        """Return which replicas have a model, shape (replicas,); None if all or none have it.
 
-        Those that list the name as it is written come before those that call it otherwise, and
-        these before those that may take any name.
+        Replicas that list exactly this name are preferred to replicas that list a similar one, and
+        these to replicas that may accept any name.
 
         Raises:
-            ModelNotFoundError: no replica has it, or takes any name.
+            ModelNotFoundError: no replica has the model or accepts any name.
         """
         if model not in self._masks:
-            facts = {one.place: one.facts for one in self.replicas.values()}
-            having = [place for place, one in facts.items() if model in one.models]
-            having = having or [place for place, one in facts.items() if one.find(model)]
-            if model and facts and not having and all(one.models for one in facts.values()):
-                having = [place for place, one in facts.items() if one.takes_any_name is not False]
+            facts_by_index = {replica.index: replica.facts for replica in self.replicas.values()}
+            having = [index for index, facts in facts_by_index.items() if model in facts.models]
+            if not having:
+                having = [
+                    index for index, facts in facts_by_index.items() if facts.find_model(model)
+                ]
+            all_list_models = all(facts.models for facts in facts_by_index.values())
+            if model and facts_by_index and not having and all_list_models:
+                having = [
+                    index
+                    for index, facts in facts_by_index.items()
+                    if facts.takes_any_name is not False
+                ]
                 if not having:
-                    names = sorted({name for one in facts.values() for name in one.models})
-                    raise unknown_model(model, names)
-            mask = np.zeros(len(self._places), np.bool_)
+                    names = {name for facts in facts_by_index.values() for name in facts.models}
+                    raise unknown_model(model, sorted(names))
+            mask = np.zeros(len(self._by_index), np.bool_)
             mask[having] = True
             is_split = 0 < len(having) < len(self.replicas)
-            if len(self._masks) > 1000:
-                self._masks.clear()  # names that clients invent
+            if len(self._masks) > _MAX_MODEL_NAMES:
+                self._masks.clear()
             self._masks[model] = mask if is_split else None
         return self._masks[model]
 
-    async def wait(self, until_s: float) -> bool:
-        """Wait until a replica becomes ready, or until a time of the loop; False if it is over."""
+    async def wait_for_ready(self, deadline_s: float) -> bool:
+        """Wait until a replica becomes ready; return False at the deadline or when stopping.
+
+        `deadline_s` is a time of the event loop's clock.
+        """
         try:
-            async with asyncio.timeout_at(until_s):
-                await self._changed.wait()
+            async with asyncio.timeout_at(deadline_s):
+                await self._became_ready.wait()
         except TimeoutError:
             return False
-        return not self._is_over
+        return not self._is_stopping
 
-    def give_up(self) -> None:
-        """Let nobody wait for a replica any more."""
-        self._is_over = True
-        self._changed.set()
+    def stop_waiting(self) -> None:
+        """Let no request wait for a replica any more."""
+        self._is_stopping = True
+        self._became_ready.set()
 
-    def nothing(self, model: str = "") -> NoReplicaError:
-        """Return the error where no replica is ready, or none that has a model."""
+    def no_replica_error(self, model: str = "") -> NoReplicaError:
+        """Return the error for a request if no replica is ready, or none that has the model."""
         if not self.replicas:
             listing, name = self.options.listing, self.options.discover
-            where = f"{name} has no address" if listing is None else f"{listing} names none"
-            return NoReplicaError(f"No replica is known: {where}.")
-        all_ = list(self.replicas.values())
-        having = [one for one in all_ if model and one.facts.find(model)] or all_
-        which = f" of the model '{model}'" if len(having) < len(all_) else ""
-        states = Counter(one.state.value for one in having)
-        how = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-        return NoReplicaError(f"No replica{which} can answer now: of {len(having)}, {how}.")
+            reason = f"{name} has no address" if listing is None else f"{listing} names none"
+            return NoReplicaError(f"No replica is known: {reason}.")
+        replicas = list(self.replicas.values())
+        having = [
+            replica for replica in replicas if model and replica.facts.find_model(model)
+        ] or replicas
+        of_model = f" of the model '{model}'" if len(having) < len(replicas) else ""
+        counts = Counter(replica.state.value for replica in having)
+        states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+        return NoReplicaError(f"No replica{of_model} can answer now: of {len(having)}, {states}.")
 
-    def store(self, id_: str, replica: Replica) -> None:
-        """Note which replica stores an answer."""
-        self._stored[id_] = replica.url
-        self._stored.move_to_end(id_)
-        if len(self._stored) > _MOST_IDS:
-            self._stored.popitem(last=False)
+    def set_stored_at(self, id_: str, replica: Replica) -> None:
+        """Remember which replica stores an answer or a conversation."""
+        self._url_by_stored_id[id_] = replica.url
+        self._url_by_stored_id.move_to_end(id_)
+        if len(self._url_by_stored_id) > _MAX_STORED_IDS:
+            self._url_by_stored_id.popitem(last=False)
 
-    def storing(self, id_: str) -> Replica | None:
-        """Return the replica that stores an answer; None if it is not known."""
-        return self.replicas.get(self._stored.get(id_, ""))
+    def stored_at(self, id_: str) -> Replica | None:
+        """Return the replica that stores an answer or conversation; None if it is not known."""
+        return self.replicas.get(self._url_by_stored_id.get(id_, ""))
 
-    def home(self, affinity: int, *, is_ours: bool) -> Replica | None:
-        """Return the replica for a tenant's files: the same one as long as it is there.
+    def file_replica(self, affinity: int, *, needs_tenants: bool) -> Replica | None:
+        """Return the replica for a tenant's files, always the same while the replicas stay.
 
-        None if no replica keeps files; with `is_ours` it must be one of our servers.
+        `affinity` is a hash of the tenant. With `needs_tenants` the replica must separate the files
+        of tenants, as Twostroke does. Returns None if no replica keeps files.
 
         Raises:
-            NoReplicaError: there is no replica, or one that has not said yet what it keeps.
+            NoReplicaError: there is no replica, or one has not reported yet whether it keeps files.
         """
-        kept = {True} if is_ours else {True, None}
-        having = [one for one in self.replicas.values() if one.facts.keeps_files in kept]
-        has_asked = self.replicas and all(one.facts.models for one in self.replicas.values())
-        if not having and not has_asked:
-            raise self.nothing()
-        return max(having, key=lambda one: mix(affinity ^ hash_of(one.url)), default=None)
+        accepted = {True} if needs_tenants else {True, None}
+        having = [
+            replica for replica in self.replicas.values() if replica.facts.keeps_files in accepted
+        ]
+        have_reported = all(replica.facts.models for replica in self.replicas.values())
+        if not having and not (self.replicas and have_reported):
+            raise self.no_replica_error()
+        return max(having, key=lambda replica: mix(affinity ^ hash_text(replica.url)), default=None)
 
 
-def hash_of(text: str) -> int:
-    """Return 64 bits that follow from a text."""
-    found = 0
+def hash_text(text: str) -> int:
+    """Return a 64-bit hash of a text."""
+    value = 0
     for byte in text.encode():
-        found = mix(found ^ byte)
-    return found
+        value = mix(value ^ byte)
+    return value

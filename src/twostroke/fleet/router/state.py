@@ -1,4 +1,4 @@
-"""GET /api/state: a fleet at one moment, for people and for programs."""
+"""GET /api/state of a router: the state of all replicas, for the dashboard and for programs."""
 
 from __future__ import annotations
 
@@ -8,69 +8,70 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from twostroke.fleet.router.replica_registry import ReplicaRegistry
 
-_STREAMS: Final = 8
+_STREAMS_PER_REPLICA: Final = 8
 
 
 def fleet_state(fleet: ReplicaRegistry) -> dict[str, Any]:
     """Return the replicas with their work in seconds, and the hit rate beside the best possible.
 
-    Rates are shares of the prompts' bytes; the best possible one has all that any replica holds.
+    Rates are fractions of the prompts' bytes. The best possible rate counts all bytes that any
+    replica has in its prefix cache.
     """
     dispatcher, now_s = fleet.dispatcher, time.time()
     total = dispatcher.num_units
+    models = {name for replica in fleet.ready for name in replica.facts.models}
     return {
         "policy": fleet.options.policy,
         "warning": fleet.warning,
         "prompt_bytes": total,
-        "hit_rate": dispatcher.num_hit / total if total else None,
-        "best_hit_rate": dispatcher.num_best / total if total else None,
-        "known_blocks": len(dispatcher.known),
-        "wanted_replicas": wanted(fleet),
-        "wanted_by_model": {
-            model: wanted(fleet, model)
-            for model in sorted({name for one in fleet.ready for name in one.facts.models})
-        },
+        "hit_rate": dispatcher.num_hit_units / total if total else None,
+        "best_hit_rate": dispatcher.num_best_hit_units / total if total else None,
+        "known_blocks": len(dispatcher.prefix_tree),
+        "wanted_replicas": wanted_replicas(fleet),
+        "wanted_by_model": {model: wanted_replicas(fleet, model) for model in sorted(models)},
         "replicas": [
             {
-                "url": one.url,
-                "state": one.state.value,
-                "reason": one.reason,
-                "trusts_router": one.trusts_router,
-                "since_s": now_s - one.since_s,
-                "models": one.facts.models,
-                "version": one.facts.version,
-                "work_s": dispatcher.wait_s(one.place),
-                "running": dispatcher.num_open(one.place),
-                "pace_s_per_kb": 1000 * dispatcher.pace_s[one.place],
-                "horizon_s": one.horizon_s,
-                "prefill_per_decode": one.prefill_per_decode,
-                "requests": one.num_requests,
-                "lost_before_first_byte": one.num_failed,
-                "lost_after_first_byte": one.num_errors,
-                "prompt_tokens": one.num_prompt_tokens,
-                "cached_tokens": one.num_cached_tokens,
+                "url": replica.url,
+                "state": replica.state.value,
+                "reason": replica.reason,
+                "trusts_router": replica.trusts_router,
+                "since_s": now_s - replica.since_s,
+                "models": replica.facts.models,
+                "version": replica.facts.version,
+                "work_s": dispatcher.wait_s(replica.index),
+                "running": dispatcher.num_open(replica.index),
+                "pace_s_per_kb": 1000 * dispatcher.unit_s[replica.index],
+                "horizon_s": replica.horizon_s,
+                "prefill_per_decode": replica.prefill_per_decode,
+                "requests": replica.num_requests,
+                "lost_before_first_byte": replica.num_lost_before,
+                "lost_after_first_byte": replica.num_lost_after,
+                "prompt_tokens": replica.num_prompt_tokens,
+                "cached_tokens": replica.num_cached_tokens,
             }
-            for one in fleet.replicas.values()
+            for replica in fleet.replicas.values()
         ],
     }
 
 
-def wanted(fleet: ReplicaRegistry, model: str | None = None) -> int:
-    """Return how many replicas, or of those of a model, bring the mean wait to `busy_s`; or one.
+def wanted_replicas(fleet: ReplicaRegistry, model: str | None = None) -> int:
+    """Return how many replicas, of one model or of all, bring the mean wait to `busy_s`.
 
-    Fewer than there are only if half as many would still be enough, and as many as leave each
-    replica at most `_STREAMS` of the requests that run: work counts prompts, not answers. Replicas
-    that say how much work they have are believed: answers that are not streamed have their first
-    byte at their end, and seem to be work until then.
+    The number is smaller than the present one only if half of the present replicas would be enough,
+    and if each replica then has at most `_STREAMS_PER_REPLICA` running requests: work counts
+    prompts, not answers. It is at least one. If a replica reports its work, the report is used,
+    because a request without streaming looks like work until its end.
     """
     dispatcher = fleet.dispatcher
-    ready = [one for one in fleet.ready if model is None or model in one.facts.models]
+    ready = [replica for replica in fleet.ready if model is None or model in replica.facts.models]
     work_s = sum(
-        one.work_s if one.work_s is not None else dispatcher.wait_s(one.place) for one in ready
+        dispatcher.wait_s(replica.index) if replica.work_s is None else replica.work_s
+        for replica in ready
     )
-    asked = -(-work_s // fleet.options.busy_s)
-    if asked > len(ready):
-        return int(asked)
-    num_open = sum(dispatcher.num_open(one.place) for one in ready)
-    enough = max(1, int(2 * asked), -(-num_open // _STREAMS))
+    num_for_work = -(-work_s // fleet.options.busy_s)
+    if num_for_work > len(ready):
+        return int(num_for_work)
+    num_open = sum(dispatcher.num_open(replica.index) for replica in ready)
+    num_for_streams = -(-num_open // _STREAMS_PER_REPLICA)
+    enough = max(1, int(2 * num_for_work), num_for_streams)
     return min(enough, len(ready)) if num_open else 1

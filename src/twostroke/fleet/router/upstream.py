@@ -1,4 +1,4 @@
-"""Connections to a replica, which are kept for the next request."""
+"""Connections to replicas, and the pools that reuse them."""
 
 from __future__ import annotations
 
@@ -28,63 +28,83 @@ if TYPE_CHECKING:
 
     Headers = Sequence[tuple[bytes, bytes]]
 
-_CONNECT_S: Final = 1.5
-_IDLE_S: Final = 30.0  # shorter than servers wait: vLLM and llama-server close after 5 to 75 s
-_MOST_UNREAD: Final = 256 * 1024
-_UNACKNOWLEDGED_MS: Final = 800  # Linux gives up at the next retransmission, some 0.4 s later
-_CUT_OFF: Final = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
+_CONNECT_TIMEOUT_S: Final = 1.5
+_MAX_IDLE_S: Final = 30.0  # vLLM and llama-server close idle connections after 5 to 75 s
+_MAX_UNREAD_BYTES: Final = 256 * 1024
+# Linux ends the connection at the next retransmission, some 0.4 s later.
+_UNACKNOWLEDGED_MS: Final = 800
+_CUT_OFF_ERRORS: Final = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 
 class Address(Frozen):
-    """Where a replica is: `path` comes before that of each request."""
+    """The address of a replica.
+
+    Attributes:
+        url: the normalized URL.
+        host, port: where to connect.
+        is_tls: whether to use TLS.
+        path: the prefix of all paths.
+        netloc: the value of the header `Host`.
+    """
 
     url: str
     host: str
     port: int
     is_tls: bool
     path: str
-    netloc: bytes  # the value of the header Host
+    netloc: bytes
 
     @classmethod
     def of(cls, url: str) -> Address:
         """Return the parts of a URL.
 
         Raises:
-            UsageError: it is not the URL of a server.
+            UsageError: the text is not the URL of a server.
         """
-        wanted = "must be a URL such as http://host:8000, got {value}."
+        reason = "must be a URL such as http://host:8000, got {value}."
         try:
             parts = urlsplit(url if "//" in url else f"http://{url}")
             port = parts.port or (443 if parts.scheme == "https" else 80)
             netloc = parts.netloc.lower()
-            host = netloc.encode("ascii" if netloc.isascii() else "idna")
+            host_header = netloc.encode("ascii" if netloc.isascii() else "idna")
         except ValueError:
-            raise UsageError(wanted, field="replicas", value=repr(url)) from None
+            raise UsageError(reason, field="replicas", value=repr(url)) from None
         is_plain = not (parts.query or parts.fragment or parts.username or parts.password)
-        is_there = parts.hostname is not None and is_name(parts.hostname)
-        is_there &= not netloc.endswith(":")  # as of http:/host:8000
-        if parts.scheme not in {"http", "https"} or not is_there or not is_plain:
-            raise UsageError(wanted, field="replicas", value=repr(url))
+        has_host = parts.hostname is not None and is_host_name(parts.hostname)
+        has_host &= not netloc.endswith(":")  # the URL was http:/host:8000
+        if parts.scheme not in {"http", "https"} or not has_host or not is_plain:
+            raise UsageError(reason, field="replicas", value=repr(url))
         path = parts.path.rstrip("/").removesuffix("/v1")
-        whole = f"{parts.scheme}://{netloc}{path}"
-        return cls(whole, parts.hostname or "", port, parts.scheme == "https", path, host)
+        return cls(
+            url=f"{parts.scheme}://{netloc}{path}",
+            host=parts.hostname or "",
+            port=port,
+            is_tls=parts.scheme == "https",
+            path=path,
+            netloc=host_header,
+        )
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection, which has at most one request at a time.
+    """One connection, with at most one request at a time.
 
-    `has_answered`: a byte of the present request's response has come. `sink` gets what comes of the
-    body while `read` waits, if it returns true: no task has to wake. The end is always read.
+    Attributes:
+        has_answered: whether a byte of the present response has come.
+        sink: called with parts of the body that come while `read` waits; returns whether it took
+            them, so that no task has to wake. The last part is always read.
+        idle_since_s: when it was returned to the pool.
+        num_requests: requests sent so far.
     """
 
     def __init__(self, pool: ConnectionPool) -> None:
-        """Belong to a pool."""
+        """Open a connection of a pool."""
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self._reader = ResponseReader()
-        self._body: list[bytes] = []  # what was not read yet
-        self._unread, self._is_paused = 0, False
+        self._body: list[bytes] = []  # parts that were not read yet
+        self._num_unread_bytes = 0
+        self._is_paused = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
@@ -110,15 +130,16 @@ class UpstreamConnection(asyncio.Protocol):
         return self.is_read and not self._reader.is_last
 
     def send(self, head: bytes, body: bytes = b"", *, is_head: bool = False) -> None:
-        """Begin a request; `is_head` if its method is HEAD."""
+        """Send a request; `is_head` says that its method is HEAD."""
         assert self._transport is not None
-        self._reader, self.has_answered = ResponseReader(is_head=is_head), False
+        self._reader = ResponseReader(is_head=is_head)
+        self.has_answered = False
         self.num_requests += 1
         self._raise()
         self._transport.writelines([head, body])
 
     async def write(self, data: bytes) -> None:
-        """Send more of a request's body, once there is room."""
+        """Send a part of a request's body, and wait until there is room for the next part."""
         assert self._transport is not None
         self._raise()
         self._transport.write(data)
@@ -130,7 +151,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Return the head of the response.
 
         Raises:
-            ReplicaError: the connection ended before, or it is not HTTP.
+            ReplicaError: the connection ended before, or the response is not HTTP.
         """
         while self._reader.head is None:
             self._raise()
@@ -138,7 +159,7 @@ class UpstreamConnection(asyncio.Protocol):
         return self._reader.head
 
     async def read(self) -> bytes:
-        """Return what has come of the body; nothing at its end. Raises as `head`."""
+        """Return the next part of the body; empty at its end. Raises as `head`."""
         while not self._body:
             if self._reader.is_whole:
                 return b""
@@ -146,44 +167,44 @@ class UpstreamConnection(asyncio.Protocol):
             await self._wait()
         data = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body.clear()
-        self._unread = 0
+        self._num_unread_bytes = 0
         if self._is_paused and self._transport is not None:
             self._is_paused = False
             self._transport.resume_reading()
         return data
 
     def release(self) -> None:
-        """End the request: the connection goes back to the pool, or is closed."""
+        """End the request: return the connection to the pool, or close it."""
         self.sink = None
         self._pool.take_back(self, is_reusable=self.is_over and self.is_usable)
 
     def fail(self, error: Exception) -> None:
-        """Let the request end with an error, and close the connection."""
+        """End the request with an error, and close the connection."""
         if self._error is None:
             self._error = error
         self.close()
         self._wake()
 
     def close(self) -> None:
-        """Close at once."""
+        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
+        """Set up the new connection."""
         self._transport = cast("asyncio.Transport", transport)
         limit_read_size(transport)
         option = getattr(socket, "TCP_USER_TIMEOUT", None)  # only Linux has it
         if option is not None:
-            own = transport.get_extra_info("socket")
-            own.setsockopt(socket.IPPROTO_TCP, option, _UNACKNOWLEDGED_MS)
+            sock = transport.get_extra_info("socket")
+            sock.setsockopt(socket.IPPROTO_TCP, option, _UNACKNOWLEDGED_MS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End a body that has no other end; fail any other."""
+        """End a body that lasts until the end of the connection; fail all others."""
         self._pool.forget(self)
         if (exc is not None or not self._reader.close()) and self._error is None:
             url = self._pool.address.url
-            if isinstance(exc, OSError) and exc.errno in _CUT_OFF:
+            if isinstance(exc, OSError) and exc.errno in _CUT_OFF_ERRORS:
                 self._error = CutOffError(f"{url} is cut off: its machine does not answer.")
             else:
                 self._error = FailedReplicaError(f"{url} closed the connection.")
@@ -192,25 +213,25 @@ class UpstreamConnection(asyncio.Protocol):
         self._wake()
 
     def eof_received(self) -> bool:
-        """Close as well."""
+        """Close the connection, too."""
         return False
 
     def pause_writing(self) -> None:
-        """Wait before more of a request's body is sent."""
+        """Make `write` wait."""
         self._writable = self._loop.create_future()
 
     def resume_writing(self) -> None:
-        """Send on."""
+        """Let `write` continue."""
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
         self._writable = None
 
     def data_received(self, data: bytes) -> None:
-        """Take in bytes of the response."""
+        """Read bytes of the response."""
         self.has_answered = True
         self._pool.has_heard()
         reader = self._reader
-        if reader.is_whole or self._error is not None:  # more than was asked for
+        if reader.is_whole or self._error is not None:  # bytes without a request
             reader.is_last = True
             self.close()
             return
@@ -228,8 +249,12 @@ class UpstreamConnection(asyncio.Protocol):
             ):
                 return
             self._body.append(body)
-            self._unread += len(body)
-            if self._unread > _MOST_UNREAD and not self._is_paused and self._transport is not None:
+            self._num_unread_bytes += len(body)
+            if (
+                self._num_unread_bytes > _MAX_UNREAD_BYTES
+                and not self._is_paused
+                and self._transport is not None
+            ):
                 self._is_paused = True
                 self._transport.pause_reading()
         self._wake()
@@ -255,13 +280,15 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """The connections to one replica: those in use, and those that wait for the next request.
+    """The connections to one replica, busy and idle ones.
 
-    `heard_s` is when the last byte came from it, in the event loop's time.
+    Attributes:
+        address: the replica's address.
+        heard_s: when the last byte came from the replica, on the event loop's clock.
     """
 
     def __init__(self, address: Address) -> None:
-        """Open none yet."""
+        """Start without connections."""
         self.address = address
         self.heard_s = 0.0
         self._busy: set[UpstreamConnection] = set()
@@ -269,15 +296,15 @@ class ConnectionPool:
         self._tls = ssl.create_default_context() if address.is_tls else None
 
     async def take(self, *, is_fresh: bool = False) -> UpstreamConnection:
-        """Return a connection; a new one if `is_fresh`, or if none waits.
+        """Return an idle connection, or a new one if there is none or `is_fresh`.
 
         Raises:
-            ReplicaError: it cannot be reached.
+            ReplicaError: the replica cannot be reached.
         """
         now_s = asyncio.get_running_loop().time()
         while self._idle and not is_fresh:
             connection = self._idle.pop()
-            if connection.is_usable and now_s - connection.idle_since_s < _IDLE_S:
+            if connection.is_usable and now_s - connection.idle_since_s < _MAX_IDLE_S:
                 self._busy.add(connection)
                 return connection
             connection.close()
@@ -286,7 +313,7 @@ class ConnectionPool:
         return connection
 
     def take_back(self, connection: UpstreamConnection, *, is_reusable: bool) -> None:
-        """Keep a connection for the next request, or close it."""
+        """Take back a connection, for the next request if it is reusable; else close it."""
         self._busy.discard(connection)
         if is_reusable:
             connection.idle_since_s = asyncio.get_running_loop().time()
@@ -295,17 +322,17 @@ class ConnectionPool:
             connection.close()
 
     def forget(self, connection: UpstreamConnection) -> None:
-        """Drop a connection that has ended."""
+        """Remove a connection that has ended."""
         self._busy.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
     def has_heard(self) -> None:
-        """Note that the replica sends."""
+        """Record that the replica has sent something."""
         self.heard_s = time.monotonic()  # the event loop's clock
 
     def fail(self, error: Exception) -> None:
-        """End all requests with an error."""
+        """End all requests with an error, and close all connections."""
         for connection in list(self._busy):
             connection.fail(error)
         self.close_idle()
@@ -328,19 +355,19 @@ class ConnectionPool:
             server_hostname=name,
         )
         try:
-            async with asyncio.timeout(_CONNECT_S):
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 _, connection = await opening
         except TimeoutError:
             raise CutOffError(f"{address.url} does not accept a connection.") from None
         except OSError as error:
             is_system = error.errno is not None and not isinstance(error, socket.gaierror)
-            why = os.strerror(error.errno or 0) if is_system else error.strerror or str(error)
-            raise ReplicaError(f"{address.url} cannot be reached: {why}.") from None
+            reason = os.strerror(error.errno or 0) if is_system else error.strerror or str(error)
+            raise ReplicaError(f"{address.url} cannot be reached: {reason}.") from None
         return connection
 
 
-def is_name(text: str) -> bool:
-    """Whether a text can be looked up as a name or an address."""
+def is_host_name(text: str) -> bool:
+    """Whether a text may be a DNS name or an IP address."""
     try:
         text.encode("idna")
     except UnicodeError:
@@ -351,7 +378,7 @@ def is_name(text: str) -> bool:
 def request_head(
     address: Address, method: str, target: bytes, headers: Headers, length: int | None
 ) -> bytes:
-    """Return the head of a request, which has a body of `length` bytes, or none."""
+    """Return the head of a request; `length` is the size of its body, None if it has none."""
     lines = [
         b"%s %s%s HTTP/1.1" % (method.encode(), address.path.encode(), target),
         b"host: " + address.netloc,

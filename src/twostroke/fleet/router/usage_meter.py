@@ -1,9 +1,9 @@
-"""Learns what requests use from their answers, which pass by unread.
+"""Measures the token usage of forwarded requests from their answers.
 
-A server of ours is asked to tell it apart from the answer (`server/auth/usage_header.py`). Of
-others it is the `usage` that their protocols have; a stream is asked to have it, and a client that
-did not ask gets none of that. Where nothing is said, it is guessed from the sizes of prompt and
-answer.
+Twostroke servers report the usage in a header or a last line that the router removes
+(`server/auth/usage_header.py`). Other servers report the `usage` of their protocols: the router
+asks for it in streams, and removes it again if the client did not ask. If an answer reports
+nothing, the usage is estimated from the sizes of prompt and answer.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, structs
 
 from twostroke.core.json_io import encode_json
 from twostroke.fleet.router.response import LostError
-from twostroke.fleet.routing.prompt import FALSE, UNREADABLE
+from twostroke.fleet.routing.prompt import FALSE_VALUES, JSON_ERRORS
 from twostroke.server.auth.usage_header import (
     MARK,
     STREAMS,
@@ -33,196 +33,247 @@ if TYPE_CHECKING:
     from twostroke.fleet.router.response import Head
     from twostroke.server.http.request_context import ServedRequest
 
-_ASKED: Final = frozenset(("/v1/chat/completions", "/v1/completions"))  # whose streams may say it
-_MOST_KEPT: Final = 4 << 20  # of an answer that is not streamed
-_TOKEN_BYTES: Final = 4
-_NEWEST: Final = 0.1  # the weight of the newest answer in the pace
-# In a text its quotes would be escaped. llama-server's own protocol says counts where it stops.
+# Paths whose streams end with the usage only if `stream_options.include_usage` asks for it.
+_PATHS_WITH_USAGE_OPTION: Final = frozenset(("/v1/chat/completions", "/v1/completions"))
+_MAX_KEPT_BYTES: Final = 4 << 20  # of an answer that is not streamed
+_TOKEN_BYTES: Final = 4  # the average of English text
+_NEW_WEIGHT: Final = 0.1  # of the newest answer in the token rate
+# Cannot occur inside a JSON string, whose quotes are escaped. llama-server's own protocol reports
+# the counts in the event with `"stop": true`.
 _USAGE: Final = re.compile(rb'"usage": ?\{|"stop": ?true')
-_ENDS: Final = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")  # of events
-_LAST: Final = b"\n" + MARK
-_MOST_LAST: Final = 80  # bytes of that line
-_MOST_TOLD: Final = 10**12  # tokens
+_EVENT_ENDS: Final = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
+_USAGE_LINE_START: Final = b"\n" + MARK
+_MAX_USAGE_LINE_BYTES: Final = 80
+_MAX_REPORTED_TOKENS: Final = 10**12
 
 
 class ProxyLog:
-    """A request on its way through the router, as logs and accounts see it."""
+    """The way of a request through the router, for logs and usage records.
+
+    Attributes:
+        num_open: answers that have not ended.
+        num_tries: attempts that have failed.
+        replica: the replica to which the request was sent last.
+    """
 
     def __init__(self, meter: UsageMeter | None) -> None:
-        """Begin with no replica."""
-        self.num_open, self.num_tries = 1, 0
+        """Start without a replica; `meter` measures the answer."""
+        self.num_open = 1
+        self.num_tries = 0
         self.replica: Replica | None = None
         self._meter = meter
 
     @property
     def used(self) -> ReportedUsage | None:
-        """The tokens that were taken so far; None if they are not counted, or it was refused."""
+        """The tokens used so far; None if usage is not kept, or the request was refused."""
         meter = self._meter
         return meter.used if meter is not None and self.replica is not None else None
 
     def figures(self) -> dict[str, Any]:
-        """Return where the request went, and what it used."""
+        """Return the fields of the access log: replica, failed attempts and usage."""
         url = self.replica.url if self.replica is not None else None
-        used = self.used
-        counts = {} if used is None else {n: getattr(used, n) for n in used.__struct_fields__}
+        counts = {} if self.used is None else structs.asdict(self.used)
         return {"replica": url, "tries": self.num_tries, **counts}
 
 
 class TokenRate:
-    """How many tokens of an answer come in a second, with all waiting."""
+    """The average number of output tokens per second of a request, with its waiting time.
+
+    Attributes:
+        per_s: the average; 0.0 without measurements.
+    """
 
     def __init__(self) -> None:
-        """Begin without any."""
+        """Start without measurements."""
         self.per_s = 0.0
 
-    def note(self, num_tokens: int, seconds: float) -> None:
-        """Take in an answer."""
+    def record(self, num_tokens: int, seconds: float) -> None:
+        """Take in an answer of `num_tokens` that took `seconds`."""
         newest = num_tokens / max(seconds, 1e-3)
-        self.per_s += (_NEWEST if self.per_s else 1.0) * (newest - self.per_s)
+        self.per_s += (_NEW_WEIGHT if self.per_s else 1.0) * (newest - self.per_s)
 
 
 class UsageMeter:
-    """The usage of one request. Bytes of its answer are searched, and parsed only at its end."""
+    """Measures the usage of one request while its answer passes by.
 
-    def __init__(self, num_prompt: int, most: int, pace: TokenRate) -> None:
-        """Begin with a guess of the prompt's tokens, and the most tokens of its answers."""
-        self._began_s, self._most, self._pace = time.monotonic(), most, pace
-        self._guess = ReportedUsage(num_prompt)
-        self._used: ReportedUsage | None = self._guess
-        self._is_told = self._is_final = self._strips = self._has_begun = False
-        self._end = b"\n\n"
-        self._num_events = self._num_bytes = 0
+    Bytes of a stream are searched, and events with usage are parsed. An answer that is not streamed
+    is parsed at its end.
+
+    Attributes:
+        take: called with each part of the answer; returns the bytes for the client.
+    """
+
+    def __init__(self, num_prompt: int, max_output: int, token_rate: TokenRate) -> None:
+        """Start with an estimate of the prompt's tokens and the maximum of output tokens."""
+        self._began_s = time.monotonic()
+        self._max_output = max_output
+        self._token_rate = token_rate
+        self._estimate = ReportedUsage(num_prompt)
+        self._used: ReportedUsage | None = self._estimate
+        self._has_usage_header = False
+        self._is_final = False
+        self._strips_usage = False
+        self._is_streaming = False
+        self._event_end = b"\n\n"
+        self._num_events = 0
+        self._num_bytes = 0
         self._body: list[bytes] = []
-        self._last = b""  # events
+        self._last_events = b""
         self.take: Callable[[bytes], bytes] = bytes
 
     @property
     def used(self) -> ReportedUsage | None:
-        """What was used so far; None if the request was refused."""
+        """The usage so far; None if the request was refused."""
         used = self._used
         if used is None or self._is_final:
             return used
-        num_output = self._num_events  # an event is about a token
-        if not self._has_begun:  # the work is done unseen
+        num_output = self._num_events  # an event has about one token
+        if not self._is_streaming:  # nothing comes before the end: estimate by the time
             elapsed_s = time.monotonic() - self._began_s
-            num_output = min(self._most, int(self._pace.per_s * elapsed_s))
+            num_output = min(self._max_output, int(self._token_rate.per_s * elapsed_s))
         num_output = max(used.completion_tokens, num_output)
         return ReportedUsage(used.prompt_tokens, used.cached_tokens, num_output)
 
     def restart(self) -> None:
-        """Forget what a replica has answered that did not take the request."""
-        self._used, self._has_begun = self._guess, False
+        """Forget the answer of a replica that did not accept the request."""
+        self._used = self._estimate
+        self._is_streaming = False
 
-    def begin(self, head: Head, *, is_silent: bool = False, strips: bool = False) -> None:
-        """Take in the head of the answer, after which `take` takes its bytes.
+    def begin(
+        self, head: Head, *, is_free_if_silent: bool = False, strips_usage: bool = False
+    ) -> None:
+        """Take in the head of the answer, and set `take`.
 
-        `is_silent` says that an answer that tells nothing used nothing; `strips`, that the client
-        did not ask for the usage, and shall not get it.
+        Args:
+            head: the head of the response.
+            is_free_if_silent: whether an answer without a usage header used nothing.
+            strips_usage: whether to remove the usage from the stream, for a client that did not
+                ask for it.
         """
-        told = read_usage(head.value(USAGE_HEADER))
-        ends = STREAMS.get(head.media_type)
-        self._is_told, self._is_final = told is not None, told is not None and ends is None
-        is_free = told is None and (head.status >= 400 or is_silent)
-        self._used = None if is_free else self._guess
+        reported = read_usage(head.value(USAGE_HEADER))
+        event_ends = STREAMS.get(head.media_type)
+        self._has_usage_header = reported is not None
+        self._is_final = reported is not None and event_ends is None
+        is_free = reported is None and (head.status >= 400 or is_free_if_silent)
+        self._used = None if is_free else self._estimate
         # A stream whose constraint is not compiled yet does not know its prompt.
-        if told is not None and (told.prompt_tokens or self._is_final):
-            self._used = told
-        self._strips, self._has_begun = strips, ends is not None
-        if ends is not None:
-            self._end = ends[0]
+        if reported is not None and (reported.prompt_tokens or self._is_final):
+            self._used = reported
+        self._strips_usage = strips_usage
+        self._is_streaming = event_ends is not None
+        if event_ends is not None:
+            self._event_end = event_ends[0]
         if self._is_final or self._used is None:
             self.take = bytes
-        elif ends is None:
+        elif event_ends is None:
             self.take = self._take_body
+        elif self._has_usage_header:
+            self.take = self._take_own_events
         else:
-            self.take = self._take_told if self._is_told else self._take_events
+            self.take = self._take_foreign_events
 
-    def finish(self, served: ServedRequest) -> None:
-        """Take in the end of the answer; one that has failed is not counted."""
-        self._settle(served)
+    def finish(self, context: ServedRequest) -> None:
+        """Take in the end of the answer, and learn the token rate unless it has failed."""
+        self._settle(context)
         used = self.used
-        if used is not None and used.completion_tokens and served.error is None:
-            self._pace.note(used.completion_tokens, time.monotonic() - self._began_s)
+        if used is not None and used.completion_tokens and context.error is None:
+            self._token_rate.record(used.completion_tokens, time.monotonic() - self._began_s)
 
-    def _settle(self, served: ServedRequest) -> None:
+    def _settle(self, context: ServedRequest) -> None:
+        """Determine the final usage, by an estimate if the answer does not report it."""
         if self._is_final or self._used is None:
             return
-        if self._is_told:  # and did not tell at its end
-            served.error = LostError.code
-        elif self._last:
-            for part in _parts(self._last.splitlines()) if self._used is self._guess else ():
-                self._note(part)
-            self._is_final = self._used is not self._guess
+        if self._has_usage_header:  # the line with the usage is missing
+            context.error = LostError.code
+        elif self._last_events:
+            if self._used is self._estimate:
+                for part in _parse_parts(self._last_events.splitlines()):
+                    self._add(part)
+            self._is_final = self._used is not self._estimate
         else:
-            parts = _parts([b"".join(self._body)])
-            found = [] if any(one.says_first for one in parts) else list(map(_spent, parts))
-            found = [one for one in found if one is not None]
-            sums = [
-                sum(getattr(one, name) for one in found) for name in ReportedUsage.__struct_fields__
-            ]
-            num_output = min(self._most, self._num_bytes // _TOKEN_BYTES)
-            guess = ReportedUsage(self._guess.prompt_tokens, 0, num_output)
-            self._used, self._is_final = ReportedUsage(*sums) if found else guess, True
+            parts = _parse_parts([b"".join(self._body)])
+            usages: list[ReportedUsage] = []
+            if not any(part.has_usage_of_first_answer for part in parts):
+                usages = [usage for usage in map(_usage_of, parts) if usage is not None]
+            if usages:
+                self._used = ReportedUsage(
+                    sum(usage.prompt_tokens for usage in usages),
+                    sum(usage.cached_tokens for usage in usages),
+                    sum(usage.completion_tokens for usage in usages),
+                )
+            else:
+                num_output = min(self._max_output, self._num_bytes // _TOKEN_BYTES)
+                self._used = ReportedUsage(self._estimate.prompt_tokens, 0, num_output)
+            self._is_final = True
 
-    def _take_told(self, data: bytes) -> bytes:
-        """Take events of a server of ours, and its last line away."""
-        at = data.rfind(_LAST, -_MOST_LAST) + 1
-        if at or data.startswith(MARK):
-            self._used, self._is_final = read_usage(data[at + len(MARK) :]), True
-            data = data[:at]
-        self._num_events += data.count(self._end)
+    def _take_own_events(self, data: bytes) -> bytes:
+        """Take events of a Twostroke server, and remove the last line, which has the usage."""
+        position = data.rfind(_USAGE_LINE_START, -_MAX_USAGE_LINE_BYTES) + 1
+        if position or data.startswith(MARK):
+            self._used = read_usage(data[position + len(MARK) :])
+            self._is_final = True
+            data = data[:position]
+        self._num_events += data.count(self._event_end)
         return data
 
-    def _take_events(self, data: bytes) -> bytes:
-        """Take events of another server."""
-        self._num_events += data.count(self._end) or data.count(b"\n\r\n")
-        self._last = data
+    def _take_foreign_events(self, data: bytes) -> bytes:
+        """Take events of another server; remove the usage event if the router asked for it."""
+        self._num_events += data.count(self._event_end) or data.count(b"\n\r\n")
+        self._last_events = data
         has_mark = b'"usage"' in data or b'"stop"' in data
         if not has_mark or not _USAGE.search(data):
             return data
-        rest: list[bytes] = []
-        for event in _ENDS.split(data):
-            parts = _parts(event.splitlines()) if _USAGE.search(event) else []
+        kept_events: list[bytes] = []
+        for event in _EVENT_ENDS.split(data):
+            parts = _parse_parts(event.splitlines()) if _USAGE.search(event) else []
             for part in parts:
-                self._note(part)
-            is_own = self._strips and any(bytes(part.choices) == b"[]" for part in parts)
-            rest += [] if is_own else [event]
-        return b"".join(rest)
+                self._add(part)
+            has_only_usage = any(bytes(part.choices) == b"[]" for part in parts)
+            if not (self._strips_usage and has_only_usage):
+                kept_events.append(event)
+        return b"".join(kept_events)
 
     def _take_body(self, data: bytes) -> bytes:
         """Take a part of an answer that is not streamed."""
         self._num_bytes += len(data)
         self._body.append(data)
-        if self._num_bytes > _MOST_KEPT:
+        if self._num_bytes > _MAX_KEPT_BYTES:
             self._body.clear()
         return data
 
-    def _note(self, part: _Part) -> None:
-        """Take the usage of an event: that so far, or llama-server's, of one of the answers."""
-        found, before = _spent(part), self._used
-        if found is None or before is None:
+    def _add(self, part: _Part) -> None:
+        """Add the usage in an event.
+
+        An event has the usage so far. An event of llama-server has the usage of one of the answers.
+        """
+        usage, previous = _usage_of(part), self._used
+        if usage is None or previous is None:
             return
-        if before is self._guess:
-            self._used = found
+        if previous is self._estimate:
+            self._used = usage
             return
-        names, join = ReportedUsage.__struct_fields__, sum if bytes(part.timings) else max
-        self._used = ReportedUsage(*(join((getattr(before, n), getattr(found, n))) for n in names))
+        combine = sum if bytes(part.timings) else max
+        self._used = ReportedUsage(
+            combine((previous.prompt_tokens, usage.prompt_tokens)),
+            combine((previous.cached_tokens, usage.cached_tokens)),
+            combine((previous.completion_tokens, usage.completion_tokens)),
+        )
 
 
-def asking(body: bytes, path: str) -> bytes | None:
-    """Return a body that asks for the usage at the end of its stream; None if it need not be."""
-    if path not in _ASKED:
+def with_usage_option(body: bytes, path: str) -> bytes | None:
+    """Return a body that asks for the usage at the end of its stream; None if it need not."""
+    if path not in _PATHS_WITH_USAGE_OPTION:
         return None
     try:
-        fields = _fields.decode(body)
-        options = _options.decode(fields.get("stream_options", b"null")) or {}
-    except UNREADABLE:
-        return None  # its server says what is wrong
-    is_stream = bytes(fields.get("stream", b"")) not in FALSE
+        fields = _fields_decoder.decode(body)
+        options = _options_decoder.decode(fields.get("stream_options", b"null")) or {}
+    except JSON_ERRORS:
+        return None  # the server will answer with an error
+    is_stream = bytes(fields.get("stream", b"")) not in FALSE_VALUES
     if not is_stream or options.get("include_usage") is True:
         return None
-    asked: dict[str, Any] = {**fields, "stream_options": options | {"include_usage": True}}
-    return encode_json(asked)
+    changed: dict[str, Any] = {**fields, "stream_options": options | {"include_usage": True}}
+    return encode_json(changed)
 
 
 class _Details(msgspec.Struct):
@@ -240,28 +291,31 @@ class _UsageFields(msgspec.Struct):
     input_tokens_details: _Details | None = None
     cache_read_input_tokens: int | None = None
     cache_creation_input_tokens: int | None = None
-    total_tokens: int | None = None  # alone, where nothing is written
+    total_tokens: int | None = None  # the only field, if there is no output
 
-    def spent(self) -> ReportedUsage:
+    def total(self) -> ReportedUsage:
+        """Return the usage; Anthropic's prompt tokens do not include cached ones."""
         details = self.prompt_tokens_details or self.input_tokens_details
-        beside = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        cache_tokens = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
         output = self.completion_tokens or self.output_tokens or 0
-        rest = max(0, (self.total_tokens or 0) - output)
-        prompt = (self.prompt_tokens or self.input_tokens or rest) + beside
+        remaining = max(0, (self.total_tokens or 0) - output)
+        prompt = (self.prompt_tokens or self.input_tokens or remaining) + cache_tokens
         cached = (details.cached_tokens if details else self.cache_read_input_tokens) or 0
         return _bounded(prompt, cached, output)
 
 
-class _Inner(msgspec.Struct):
+class _UsageHolder(msgspec.Struct):
+    """The object inside an event that has the usage."""
+
     usage: _UsageFields | None = None
 
 
 class _Part(msgspec.Struct):
-    """A body or an event: that of llama-server and of Ollama have the counts in themselves."""
+    """A body or an event; llama-server and Ollama have the counts as its own fields."""
 
     usage: _UsageFields | None = None
-    response: _Inner | str | None = None
-    message: _Inner | str | None = None
+    response: _UsageHolder | str | None = None
+    message: _UsageHolder | str | None = None
     choices: Raw = Raw()
     timings: Raw = Raw()  # llama-server's, with the end of each answer
     tokens_evaluated: int | None = None
@@ -270,39 +324,45 @@ class _Part(msgspec.Struct):
     eval_count: int | None = None
 
     @property
-    def says_first(self) -> bool:
-        """Whether it is llama-server's, with several answers and the usage of the first."""
+    def has_usage_of_first_answer(self) -> bool:
+        """Whether this is llama-server's body with several answers and the usage of the first."""
         return bool(bytes(self.timings)) and bytes(self.choices).count(b'"finish_reason":') > 1
 
 
-_fields: Final = msgspec.json.Decoder(dict[str, Raw])
-_options: Final = msgspec.json.Decoder(dict[str, Any] | None)
-_bodies: Final = msgspec.json.Decoder(list[_Part] | _Part)
+_fields_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
+_options_decoder: Final = msgspec.json.Decoder(dict[str, Any] | None)
+_part_decoder: Final = msgspec.json.Decoder(list[_Part] | _Part)
 
 
-def _parts(texts: list[bytes]) -> list[_Part]:
-    """Return the objects of a body, or of the lines of events; what is not JSON has none."""
+def _parse_parts(texts: list[bytes]) -> list[_Part]:
+    """Return the JSON objects in a body or in the lines of events; skip lines without JSON."""
     parts: list[_Part] = []
     for text in texts:
         try:
-            found = _bodies.decode(text.removeprefix(b"data:"))
-        except UNREADABLE:
+            value = _part_decoder.decode(text.removeprefix(b"data:"))
+        except JSON_ERRORS:
             continue
-        parts += found if isinstance(found, list) else [found]
+        parts += value if isinstance(value, list) else [value]
     return parts
 
 
-def _spent(part: _Part) -> ReportedUsage | None:
-    """Return the usage that an object says, if it does."""
-    inner = [one.usage for one in (part.response, part.message) if isinstance(one, _Inner)]
-    usage = next((one for one in (part.usage, *inner) if one is not None), None)
-    if usage is not None:
-        return usage.spent()
+def _usage_of(part: _Part) -> ReportedUsage | None:
+    """Return the usage that a body or an event reports; None if it reports none."""
+    holders = [
+        holder for holder in (part.response, part.message) if isinstance(holder, _UsageHolder)
+    ]
+    for usage in (part.usage, *(holder.usage for holder in holders)):
+        if usage is not None:
+            return usage.total()
     prompt = part.tokens_evaluated if part.tokens_evaluated is not None else part.prompt_eval_count
     output = part.tokens_predicted or part.eval_count or 0
     return None if prompt is None else _bounded(prompt, 0, output)
 
 
-def _bounded(*counts: int) -> ReportedUsage:
-    """Return counts of another server, which has -1 for unknown ones, as the records can add up."""
-    return ReportedUsage(*(min(max(0, one), _MOST_TOLD) for one in counts))
+def _bounded(prompt: int, cached: int, output: int) -> ReportedUsage:
+    """Return counts of another server within limits; some servers report -1 for unknown ones."""
+    return ReportedUsage(
+        min(max(0, prompt), _MAX_REPORTED_TOKENS),
+        min(max(0, cached), _MAX_REPORTED_TOKENS),
+        min(max(0, output), _MAX_REPORTED_TOKENS),
+    )

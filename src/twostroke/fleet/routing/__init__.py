@@ -1,1 +1,1 @@
-"""Routing decisions without I/O: which replica gets a request."""
+"""Routing decisions without I/O: which replica gets a request. `twostroke simulate` uses them."""

@@ -1,4 +1,4 @@
-"""Decides where requests go, and keeps the accounts that the decisions are made from."""
+"""Dispatches requests to replicas, and tracks the work of each replica for these decisions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from twostroke.core.frozen import Frozen
 from twostroke.fleet.routing.hash_ring import HashRing
-from twostroke.fleet.routing.policy import LOOKS_AT_PREFIXES, POLICIES, RoutingState, mix
+from twostroke.fleet.routing.policy import POLICIES, PREFIX_POLICIES, RoutingState, mix
 from twostroke.fleet.routing.prefix_tree import PrefixTree, TreeEdge
 
 if TYPE_CHECKING:
@@ -19,253 +19,334 @@ if TYPE_CHECKING:
 
     from twostroke.fleet.routing.prefix_tree import CachedPrefix, Path
 
-MAX_BLOCKS: Final = 1_000_000
-_KEPT: Final = 0.95  # of the sums of a pace, at each first token
-_FIRST_PACE_S: Final = 1e-6  # for a unit, until something was measured
-_PRIOR: Final = 20_000  # units of the fleet's mean pace that each replica's begins with
-_OVERHEAD: Final = 2000  # units that the rest of a first token counts as
-_TIE_S: Final = 1e-9  # for each request: less than waits differ
-_RISE: Final = 1.02  # of a pace, with each whole answer that is slower
-_WRITING: Final = 32  # units that a request counts as, as long as its answer is written
-_LATE: Final = 0.5  # of the work that should be done by now and is not
+MAX_BLOCKS: Final = 1_000_000  # of the prefix tree
+_SUM_DECAY: Final = 0.95  # of the sums of seconds and units, at each first token
+_DEFAULT_UNIT_S: Final = 1e-6  # seconds per unit without measurements
+_PRIOR_UNITS: Final = 20_000  # weight of the fleet's mean in the average of a replica
+_OVERHEAD_UNITS: Final = 2000  # for the part of a first token that does not depend on the prompt
+_TIE_BREAK_S: Final = 1e-9  # for each open request, much less than waits differ
+_MAX_SLOWDOWN: Final = 1.02  # of a replica's seconds per unit, with each slower whole answer
+_DECODE_UNITS: Final = 32  # by which each running request slows down a prefill
+_MAX_OVERDUE_WORK_RATIO: Final = 0.5  # of pending work that counts though it should be done
 
 
 class RoutingKey(Frozen):
-    """What counts of a prompt: the keys of its blocks, its units, and the hash of its homes.
+    """The part of a request that routing looks at. A unit is a byte of the prompt's text.
 
-    A unit is a byte of the prompt's text.
+    Attributes:
+        block_keys: the keys of the prompt's blocks.
+        num_units: the length of the prompt.
+        affinity: a 64-bit hash, by which requests that no replica has in its cache are spread.
     """
 
-    keys: tuple[int, ...]
+    block_keys: tuple[int, ...]
     num_units: int
     affinity: int
 
 
 class RoutedRequest:
-    """A request at a replica. `hit` units of its prompt should be there, `best` are anywhere."""
+    """A request that was sent to a replica.
 
-    __slots__ = ("at_s", "best", "has_begun", "hit", "is_over", "missing", "place", "stay",
-                 "units_ahead")  # fmt: skip
+    Attributes:
+        index: the index of the replica.
+        sent_s: when it was sent.
+        hit_units: units of its prompt that the replica should have in its cache.
+        best_hit_units: the same for the replica that has most of the prompt.
+        missing_units: units that the replica must prefill.
+        units_ahead: units that the replica had to prefill before.
+        cached_prefix: the entry of its prompt in the prefix tree.
+        has_first_token, has_ended: how far it is.
+    """
 
-    def __init__(self, place: int, at_s: float, hit: int, best: int, missing: int) -> None:
-        """Begin."""
-        self.place, self.at_s, self.hit, self.best, self.missing = place, at_s, hit, best, missing
+    __slots__ = (
+        "best_hit_units",
+        "cached_prefix",
+        "has_ended",
+        "has_first_token",
+        "hit_units",
+        "index",
+        "missing_units",
+        "sent_s",
+        "units_ahead",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        sent_s: float,
+        *,
+        hit_units: int,
+        best_hit_units: int,
+        missing_units: int,
+    ) -> None:
+        """Start without a first token."""
+        self.index = index
+        self.sent_s = sent_s
+        self.hit_units = hit_units
+        self.best_hit_units = best_hit_units
+        self.missing_units = missing_units
         self.units_ahead = 0.0
-        self.stay: CachedPrefix | None = None
-        self.has_begun = self.is_over = False
+        self.cached_prefix: CachedPrefix | None = None
+        self.has_first_token = False
+        self.has_ended = False
 
 
 class Dispatcher:
-    """Counts, for each replica, the work that was sent there and has not brought a first token.
+    """Chooses replicas by a policy. Belongs to one thread.
 
-    Work is counted in seconds: units that a replica must compute, times its pace, which follows
-    from the times of first tokens. `clock` returns seconds. It belongs to one thread.
+    For each replica it counts the pending work: prompts that were sent there and have no first
+    token yet. Work is measured in seconds: units to prefill, times the replica's seconds per unit,
+    which are learned from the times of first tokens.
+
+    Attributes:
+        prefix_tree: which replicas were sent which prompts.
+        unit_s: seconds per unit, by index of the replica.
+        num_units, num_hit_units, num_best_hit_units: sums over all requests.
     """
 
     def __init__(
         self,
         policy: str,
         clock: Callable[[], float],
-        extent: Callable[[int], int],
-        most_blocks: int = MAX_BLOCKS,
+        units_of_blocks: Callable[[int], int],
+        max_blocks: int = MAX_BLOCKS,
     ) -> None:
         """Decide by the policy of this name, a key of `POLICIES`.
 
-        `extent` returns the units of a prompt's first blocks, from their number.
+        `clock` returns seconds. `units_of_blocks` returns the number of units of a prompt's first
+        blocks, given the number of blocks.
         """
-        self.known = PrefixTree(most_blocks)
-        self.pace_s: list[float] = []  # of a unit, by place
-        self.num_units = self.num_hit = self.num_best = 0  # of all prompts
-        self._decide, self._looks = POLICIES[policy], policy in LOOKS_AT_PREFIXES
-        self._clock, self._extent = clock, extent
-        self._number = 0
-        self._sums: list[tuple[float, float]] = []  # seconds and units, of each pace
-        self._all = (0.0, 0.0)  # of the fleet's
-        self._mean_pace_s = _FIRST_PACE_S
-        self._knows_first = False  # paces are of first tokens, not of whole answers
-        self._free_at_s = np.zeros(0)  # when the work that was sent should be done
-        self._pending: list[float] = []  # units without a first token
-        self._least_s = np.zeros(0)  # of a wait; inf where no request may go
-        self._num_open = np.zeros(0)
+        self.prefix_tree = PrefixTree(max_blocks)
+        self.unit_s: list[float] = []
+        self.num_units = 0
+        self.num_hit_units = 0
+        self.num_best_hit_units = 0
+        self._policy = POLICIES[policy]
+        self._uses_prefixes = policy in PREFIX_POLICIES
+        self._clock = clock
+        self._units_of_blocks = units_of_blocks
+        self._request_number = 0
+        self._sums: list[tuple[float, float]] = []  # decayed seconds and units of each replica
+        self._fleet_sum = (0.0, 0.0)
+        self._mean_unit_s = _DEFAULT_UNIT_S
+        self._has_first_tokens = False  # measurements are of first tokens, not of whole answers
+        self._free_at_s = np.zeros(0)  # when the pending work should be done
+        self._pending_units: list[float] = []
+        self._min_wait_s = np.zeros(0)  # inf for closed replicas
+        self._num_open = np.zeros(0)  # requests that have not ended
         self._is_open: list[bool] = []
         self._ring = HashRing()
 
     def __len__(self) -> int:
-        return len(self.pace_s)
+        """Return the number of replicas."""
+        return len(self.unit_s)
 
-    def join(self, name: str, place: int | None = None) -> int:
-        """Take in a replica, shut at first; return its place, `place` if one is free again."""
-        if place is None:
-            place = len(self.pace_s)
-            self.pace_s.append(self._mean_pace_s)
+    def add_replica(self, name: str, index: int | None = None) -> int:
+        """Add a replica, closed at first; return its index, which is `index` if that is free."""
+        if index is None:
+            index = len(self.unit_s)
+            self.unit_s.append(self._mean_unit_s)
             self._sums.append((0.0, 0.0))
-            self._pending.append(0.0)
+            self._pending_units.append(0.0)
             self._is_open.append(False)
-            for field in ("_free_at_s", "_least_s", "_num_open"):
-                setattr(self, field, np.append(getattr(self, field), 0.0))
+            self._free_at_s = np.append(self._free_at_s, 0.0)
+            self._min_wait_s = np.append(self._min_wait_s, 0.0)
+            self._num_open = np.append(self._num_open, 0.0)
         salt = 0
         for byte in name.encode():
             salt = mix(salt ^ byte)
-        self._ring.join(place, salt)
-        self._is_open[place] = False
-        self.restart(place)
-        return place
+        self._ring.add(index, salt)
+        self._is_open[index] = False
+        self.reset(index)
+        return index
 
-    def restart(self, place: int) -> None:
-        """Note that a replica holds nothing, and computes nothing, of what was sent before."""
-        self.known.begin_epoch(place)
-        self._free_at_s[place] = 0.0
-        self._expect(place, 0.0)
+    def reset(self, index: int) -> None:
+        """Record that a replica has an empty cache and no pending work, after a restart."""
+        self.prefix_tree.reset(index)
+        self._free_at_s[index] = 0.0
+        self._set_pending(index, 0.0)
 
-    def open(self, place: int, *, is_open: bool) -> None:
-        """Let a replica have new requests, or no more."""
-        self._is_open[place] = is_open
-        self._expect(place, self._pending[place])
+    def set_open(self, index: int, *, is_open: bool) -> None:
+        """Let a replica get new requests, or no more."""
+        self._is_open[index] = is_open
+        self._set_pending(index, self._pending_units[index])
 
-    def report(self, place: int, work_s: float, horizon_s: float | None) -> None:
-        """Take in what a replica says: its queue, and the age of what it evicted last."""
+    def report(self, index: int, work_s: float, horizon_s: float | None) -> None:
+        """Take in a replica's report: seconds of queued work, and the age of evicted pages."""
         now_s = self._clock()
-        self._free_at_s[place] = max(self._free_at_s[place], now_s + work_s)
+        self._free_at_s[index] = max(self._free_at_s[index], now_s + work_s)
         if horizon_s is not None:
-            self.known.cut(place, now_s - horizon_s)
+            self.prefix_tree.evict_before(index, now_s - horizon_s)
 
-    def wait_s(self, place: int) -> float:
+    def wait_s(self, index: int) -> float:
         """Return how long a new request would wait at a replica."""
-        return max(self._free_at_s.item(place) - self._clock(), self._late_s(place))
+        return max(self._free_at_s.item(index) - self._clock(), self._overdue_s(index))
 
-    def num_open(self, place: int) -> int:
-        """Return how many requests a replica has that have not ended."""
-        return int(self._num_open[place])
+    def num_open(self, index: int) -> int:
+        """Return how many requests of a replica have not ended."""
+        return int(self._num_open[index])
 
     def decide(
         self,
-        asked: RoutingKey,
-        among: npt.NDArray[np.bool_] | None = None,
-        tried: Collection[int] = (),
+        key: RoutingKey,
+        allowed: npt.NDArray[np.bool_] | None = None,
+        excluded: Collection[int] = (),
     ) -> RoutedRequest | None:
-        """Choose a replica for a request and charge it; None if none is open.
+        """Choose a replica for a request and add its work; return None if no replica is open.
 
-        `among` says by place which replicas suit it, `tried` are those that have failed.
+        `allowed`, shape (replicas,), says which replicas suit the request; None for all. `excluded`
+        are the indices of replicas that have failed.
         """
         now_s = self._clock()
         wait_s = self._waits_s(now_s)
-        if among is not None:
-            wait_s[~among] = np.inf
-        for place in tried:
-            wait_s[place] = np.inf
+        if allowed is not None:
+            wait_s[~allowed] = np.inf
+        for index in excluded:
+            wait_s[index] = np.inf
         nearest = int(wait_s.argmin())
         if wait_s.item(nearest) == math.inf:
             return None
-        longest, held, path = 0, dict[int, int](), list[tuple[TreeEdge, int]]()
-        if self._looks:
-            path = self.known.find(asked.keys)
-            longest, held = self._candidates(path, asked.affinity, wait_s, nearest)
-        extent, total, pace_s = self._extent, asked.num_units, self.pace_s
-        missing_s = {
-            place: (total - extent(num) + _WRITING * self._num_open.item(place)) * pace_s[place]
-            for place, num in held.items()
+        longest = 0
+        cached_blocks: dict[int, int] = {}
+        path: list[tuple[TreeEdge, int]] = []
+        if self._uses_prefixes:
+            path = self.prefix_tree.find(key.block_keys)
+            longest, cached_blocks = self._candidates(path, key.affinity, wait_s, nearest)
+        units_of_blocks, total, unit_s = self._units_of_blocks, key.num_units, self.unit_s
+        prefill_s = {
+            index: (
+                total - units_of_blocks(num_blocks) + _DECODE_UNITS * self._num_open.item(index)
+            )
+            * unit_s[index]
+            for index, num_blocks in cached_blocks.items()
         }
-        place = self._decide(RoutingState(self._number, wait_s, self._num_open, missing_s))
-        hit = extent(held.get(place, 0))
-        ticket = RoutedRequest(place, now_s, hit, extent(longest), total - hit)
-        self._number += 1
-        self._charge(asked, ticket)
-        if self._looks:
-            ticket.stay = self.known.add(asked.keys, path, place)
-        return ticket
+        index = self._policy(RoutingState(self._request_number, wait_s, self._num_open, prefill_s))
+        hit_units = units_of_blocks(cached_blocks.get(index, 0))
+        routed = RoutedRequest(
+            index,
+            now_s,
+            hit_units=hit_units,
+            best_hit_units=units_of_blocks(longest),
+            missing_units=total - hit_units,
+        )
+        self._request_number += 1
+        self._add_work(key, routed)
+        if self._uses_prefixes:
+            routed.cached_prefix = self.prefix_tree.add(key.block_keys, path, index)
+        return routed
 
     def _candidates(
         self, path: Path, affinity: int, wait_s: npt.NDArray[np.float64], nearest: int
     ) -> tuple[int, dict[int, int]]:
-        """Return the blocks of the longest known prefix, and those that each candidate holds."""
-        longest, holders = self.known.longest(path)
-        held = {place: longest for place in holders if wait_s.item(place) != math.inf}
-        for place in (*self._ring.homes(affinity, wait_s), nearest):  # of equals the first
-            if place not in held:
-                held[place] = self.known.num_held(path, place)
-        return longest, held
+        """Return the blocks of the longest cached prefix, and the cached blocks of candidates.
 
-    def _charge(self, asked: RoutingKey, ticket: RoutedRequest) -> None:
-        place = ticket.place
-        ticket.units_ahead = self._pending[place]
-        begin_s = max(ticket.at_s, self._free_at_s.item(place))
-        self._free_at_s[place] = begin_s + ticket.missing * self.pace_s[place]
-        self._num_open[place] += 1
-        self._expect(place, ticket.units_ahead + ticket.missing)
-        self.num_units += asked.num_units
-        self.num_hit += ticket.hit
-        self.num_best += ticket.best
-
-    def begin(self, ticket: RoutedRequest, *, is_whole: bool = False) -> None:
-        """Note the first token of a request, from which its replica's pace is learned.
-
-        An answer that `is_whole` took longer, for its other tokens. It counts only as long as no
-        first token is known, and then the fastest answers do.
+        Candidates are the replicas with the longest prefix, the preferred replicas of the hash
+        ring, and the `nearest` replica. Of candidates with equal cost, the first is taken.
         """
-        if ticket.has_begun or ticket.is_over:
+        longest, holders = self.prefix_tree.longest_prefix(path)
+        cached_blocks = {index: longest for index in holders if wait_s.item(index) != math.inf}
+        for index in (*self._ring.preferred(affinity, wait_s), nearest):
+            if index not in cached_blocks:
+                cached_blocks[index] = self.prefix_tree.num_cached(path, index)
+        return longest, cached_blocks
+
+    def _add_work(self, key: RoutingKey, routed: RoutedRequest) -> None:
+        index = routed.index
+        routed.units_ahead = self._pending_units[index]
+        start_s = max(routed.sent_s, self._free_at_s.item(index))
+        self._free_at_s[index] = start_s + routed.missing_units * self.unit_s[index]
+        self._num_open[index] += 1
+        self._set_pending(index, routed.units_ahead + routed.missing_units)
+        self.num_units += key.num_units
+        self.num_hit_units += routed.hit_units
+        self.num_best_hit_units += routed.best_hit_units
+
+    def record_first_token(self, routed: RoutedRequest, *, is_whole_answer: bool = False) -> None:
+        """Record that the first token of a request has come, and learn the replica's speed.
+
+        With `is_whole_answer` the replica did not stream, so the time includes all other tokens.
+        Such times count only as long as no first token has been measured. Then only the times of
+        the fastest answers count.
+        """
+        if routed.has_first_token or routed.has_ended:
             return
-        now_s, is_first = self._clock(), not is_whole and not self._knows_first
-        knew_whole = self._all[1] > 0
-        if is_first:
-            self._all, self._sums, self._knows_first = (0.0, 0.0), [(0.0, 0.0)] * len(self), True
-        if not is_whole:
-            self._learn(ticket, now_s - ticket.at_s)
-        elif not self._knows_first:
-            self._learn_whole(ticket, now_s - ticket.at_s)
-        if is_first and knew_whole:  # as the paces of the other replicas are
-            self.pace_s = [self._mean_pace_s] * len(self)
-        self._settle(ticket, now_s)
+        now_s = self._clock()
+        is_first_measured = not is_whole_answer and not self._has_first_tokens
+        had_whole_answers = self._fleet_sum[1] > 0
+        if is_first_measured:
+            self._fleet_sum = (0.0, 0.0)
+            self._sums = [(0.0, 0.0)] * len(self)
+            self._has_first_tokens = True
+        if not is_whole_answer:
+            self._learn_first_token(routed, now_s - routed.sent_s)
+        elif not self._has_first_tokens:
+            self._learn_whole_answer(routed, now_s - routed.sent_s)
+        if is_first_measured and had_whole_answers:
+            # The other replicas' values are of whole answers, which are not comparable.
+            self.unit_s = [self._mean_unit_s] * len(self)
+        self._remove_work(routed, now_s)
 
-    def _learn(self, ticket: RoutedRequest, took_s: float) -> None:
-        place = ticket.place
-        count = ticket.units_ahead + ticket.missing + _OVERHEAD
-        seconds, units = self._all = self._all[0] * _KEPT + took_s, self._all[1] * _KEPT + count
-        mean_s = self._mean_pace_s = seconds / units
-        own_s, own = self._sums[place]
-        own_s, own = self._sums[place] = own_s * _KEPT + took_s, own * _KEPT + count
-        self.pace_s[place] = (own_s + mean_s * _PRIOR) / (own + _PRIOR)
+    def _learn_first_token(self, routed: RoutedRequest, took_s: float) -> None:
+        index = routed.index
+        num_units = routed.units_ahead + routed.missing_units + _OVERHEAD_UNITS
+        self._fleet_sum = _decayed_sum(self._fleet_sum, took_s, num_units)
+        self._sums[index] = _decayed_sum(self._sums[index], took_s, num_units)
+        fleet_s, fleet_units = self._fleet_sum
+        own_s, own_units = self._sums[index]
+        self._mean_unit_s = fleet_s / fleet_units
+        prior_s = self._mean_unit_s * _PRIOR_UNITS
+        self.unit_s[index] = (own_s + prior_s) / (own_units + _PRIOR_UNITS)
 
-    def _learn_whole(self, ticket: RoutedRequest, took_s: float) -> None:
-        """Follow the fastest answers of a replica, whose other tokens took the least time."""
-        own_s, own = self._sums[ticket.place]
-        pace_s = took_s / (ticket.units_ahead + ticket.missing + _OVERHEAD)
-        pace_s = min(pace_s, _RISE * own_s / own) if own else pace_s
-        self._sums[ticket.place] = pace_s, 1.0
-        paces = [seconds for seconds, count in self._sums if count]
-        mean_s = self._mean_pace_s = sum(paces) / len(paces)
-        self._all = mean_s, 1.0
-        self.pace_s = [seconds if count else mean_s for seconds, count in self._sums]
+    def _learn_whole_answer(self, routed: RoutedRequest, took_s: float) -> None:
+        """Follow the fastest answers of a replica, whose decoding took the least time."""
+        own_s, own_units = self._sums[routed.index]
+        unit_s = took_s / (routed.units_ahead + routed.missing_units + _OVERHEAD_UNITS)
+        if own_units:
+            unit_s = min(unit_s, _MAX_SLOWDOWN * own_s / own_units)
+        self._sums[routed.index] = unit_s, 1.0
+        measured = [seconds for seconds, num_units in self._sums if num_units]
+        mean_unit_s = sum(measured) / len(measured)
+        self._mean_unit_s = mean_unit_s
+        self._fleet_sum = mean_unit_s, 1.0
+        self.unit_s = [seconds if num_units else mean_unit_s for seconds, num_units in self._sums]
 
-    def end(self, ticket: RoutedRequest) -> None:
-        """Note the end of a request, whether it was answered or not."""
-        if ticket.is_over:
+    def end(self, routed: RoutedRequest) -> None:
+        """Record the end of a request, whether it was answered or not."""
+        if routed.has_ended:
             return
-        if not ticket.has_begun:
-            self._settle(ticket, self._clock())
-        ticket.is_over = True
-        if ticket.stay is not None:
-            ticket.stay.used_s = self._clock()
-        self._num_open[ticket.place] -= 1
-        self._expect(ticket.place, self._pending[ticket.place])
+        if not routed.has_first_token:
+            self._remove_work(routed, self._clock())
+        routed.has_ended = True
+        if routed.cached_prefix is not None:
+            routed.cached_prefix.used_s = self._clock()
+        self._num_open[routed.index] -= 1
+        self._set_pending(routed.index, self._pending_units[routed.index])
 
-    def _settle(self, ticket: RoutedRequest, now_s: float) -> None:
-        """Take a request's work from what is pending."""
-        ticket.has_begun = True
-        place, pace_s = ticket.place, self.pace_s[ticket.place]
-        left = max(0.0, self._pending[place] - ticket.missing)
-        self._free_at_s[place] = now_s + left * pace_s
-        self._expect(place, left)
+    def _remove_work(self, routed: RoutedRequest, now_s: float) -> None:
+        """Remove a request from the pending work of its replica."""
+        routed.has_first_token = True
+        index = routed.index
+        num_left = max(0.0, self._pending_units[index] - routed.missing_units)
+        self._free_at_s[index] = now_s + num_left * self.unit_s[index]
+        self._set_pending(index, num_left)
 
-    def _expect(self, place: int, pending: float) -> None:
-        """Note the units of a replica that have not brought a first token."""
-        self._pending[place] = pending
-        least_s = self._late_s(place) + _TIE_S * self._num_open.item(place)
-        self._least_s[place] = least_s if self._is_open[place] else math.inf
+    def _set_pending(self, index: int, num_units: float) -> None:
+        self._pending_units[index] = num_units
+        min_wait_s = self._overdue_s(index) + _TIE_BREAK_S * self._num_open.item(index)
+        self._min_wait_s[index] = min_wait_s if self._is_open[index] else math.inf
 
-    def _late_s(self, place: int) -> float:
-        return _LATE * self._pending[place] * self.pace_s[place]
+    def _overdue_s(self, index: int) -> float:
+        """Return the seconds that pending work takes at least, even if it should be done by now."""
+        return _MAX_OVERDUE_WORK_RATIO * self._pending_units[index] * self.unit_s[index]
 
     def _waits_s(self, now_s: float) -> npt.NDArray[np.float64]:
         waits: npt.NDArray[np.float64] = self._free_at_s - now_s
-        np.maximum(waits, self._least_s, out=waits)
+        np.maximum(waits, self._min_wait_s, out=waits)
         return waits
+
+
+def _decayed_sum(
+    total: tuple[float, float], seconds: float, num_units: float
+) -> tuple[float, float]:
+    """Return the sums of seconds and units with new values, while older values lose weight."""
+    return total[0] * _SUM_DECAY + seconds, total[1] * _SUM_DECAY + num_units

@@ -1,4 +1,7 @@
-"""The homes of prompts that no replica holds: consistent hashing (Karger et al., 1997)."""
+"""Consistent hashing: the preferred replicas of prompts that no replica has in its cache.
+
+Karger et al., "Consistent Hashing and Random Trees", STOC 1997.
+"""
 
 from __future__ import annotations
 
@@ -10,49 +13,56 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_POINTS: Final = 64  # of a replica: shares of prompts differ by an eighth
-_SPREAD: Final = np.uint64(0xBF58476D1CE4E5B9)  # of SplitMix64's finalizer
-_SHIFT: Final = 48  # of a hash, to one of 65,536 parts of the circle: a bisection takes longer
-_MOST_PASSED: Final = 1000  # points of replicas that are shut
+_POINTS_PER_REPLICA: Final = 64  # the replicas' shares of prompts then differ by an eighth
+_MIX_FACTOR: Final = np.uint64(0xBF58476D1CE4E5B9)  # of SplitMix64's finalizer
+_SECTOR_SHIFT: Final = 48  # of a 64-bit hash, to one of 65,536 sectors; a bisection is slower
+_MAX_SKIPPED_POINTS: Final = 1000  # points of closed replicas
+_NUM_PREFERRED: Final = 2
 
 
 class HashRing:
-    """Points of replicas on a circle: the homes of a hash are the replicas that follow it.
+    """Each replica has points on a ring; a hash prefers the replicas whose points follow it.
 
-    When a replica leaves, only what it was a home of moves.
+    When a replica leaves, only hashes that preferred it get other replicas.
     """
 
     def __init__(self) -> None:
-        """Begin without replicas."""
-        self._salts: dict[int, int] = {}  # by place
-        self._places: list[int] = []  # by point
-        self._begins: list[int] = []  # of each part of the circle, in `_places`
+        """Start without replicas."""
+        self._salts: dict[int, int] = {}  # by index of the replica
+        self._owners: list[int] = []  # index of the replica of each point, in the ring's order
+        self._sector_starts: list[int] = []  # index in `_owners` of each sector's first point
 
-    def join(self, place: int, salt: int) -> None:
-        """Give a place to a replica, in place of the one that had it."""
-        self._salts[place] = salt
-        self._places.clear()
+    def add(self, index: int, salt: int) -> None:
+        """Add a replica, or replace the replica with this index; the salt is its identity."""
+        self._salts[index] = salt
+        self._owners.clear()
 
-    def homes(self, affinity: int, wait_s: npt.NDArray[np.float64]) -> list[int]:
-        """Return the places of up to two replicas whose wait is finite."""
-        if not self._places:
-            self._draw()
-        found: list[int] = []
-        places, begin = self._places, self._begins[affinity >> _SHIFT]
-        for at in range(begin, begin + min(len(places), _MOST_PASSED)):
-            place = places[at % len(places)]
-            if place not in found and wait_s.item(place) != math.inf:
-                found.append(place)
-                if len(found) == 2:
+    def preferred(self, affinity: int, wait_s: npt.NDArray[np.float64]) -> list[int]:
+        """Return the indices of up to two open replicas for a 64-bit hash.
+
+        `wait_s`, shape (replicas,), is inf for closed replicas.
+        """
+        if not self._owners:
+            self._place_points()
+        owners = self._owners
+        start = self._sector_starts[affinity >> _SECTOR_SHIFT]
+        preferred: list[int] = []
+        for point in range(start, start + min(len(owners), _MAX_SKIPPED_POINTS)):
+            index = owners[point % len(owners)]
+            if index not in preferred and wait_s.item(index) != math.inf:
+                preferred.append(index)
+                if len(preferred) == _NUM_PREFERRED:
                     break
-        return found
+        return preferred
 
-    def _draw(self) -> None:
+    def _place_points(self) -> None:
+        """Compute the points of all replicas and sort them."""
         salts = np.array(list(self._salts.values()), np.uint64)
-        points = salts[:, None] ^ (np.arange(1, _POINTS + 1, dtype=np.uint64) * _SPREAD)
-        points = (points ^ points >> np.uint64(29)) * _SPREAD
+        numbers = np.arange(1, _POINTS_PER_REPLICA + 1, dtype=np.uint64)
+        points = salts[:, None] ^ (numbers * _MIX_FACTOR)  # (replicas, points)
+        points = (points ^ points >> np.uint64(29)) * _MIX_FACTOR
         points = (points ^ points >> np.uint64(32)).ravel()
         order = points.argsort()
-        begins = np.arange(1 << (64 - _SHIFT), dtype=np.uint64) << np.uint64(_SHIFT)
-        self._begins = np.searchsorted(points[order], begins).tolist()
-        self._places = np.repeat(list(self._salts), _POINTS)[order].tolist()
+        sectors = np.arange(1 << (64 - _SECTOR_SHIFT), dtype=np.uint64) << np.uint64(_SECTOR_SHIFT)
+        self._sector_starts = np.searchsorted(points[order], sectors).tolist()
+        self._owners = np.repeat(list(self._salts), _POINTS_PER_REPLICA)[order].tolist()

@@ -1,4 +1,9 @@
-"""Which of several replicas a request goes to: pure functions of what is known of the replicas."""
+"""Routing policies: pure functions that choose a replica from the state of all replicas.
+
+To add a policy, write a function from `RoutingState` to the index of a replica, add it to
+`POLICIES`, and add its name to `POLICY_NAMES` in `fleet/router/options.py`. The router and
+`twostroke simulate` then offer it.
+"""
 
 from __future__ import annotations
 
@@ -12,69 +17,70 @@ import numpy.typing as npt
 from twostroke.core.frozen import Frozen
 
 Floats = npt.NDArray[np.float64]
-WEIGHT: Final = 3.0  # of a second that is computed, beside one that is waited
-_CROWD: Final = 0.02  # by which each request that writes its answer slows the others
-_OPEN_S: Final = 1e-4  # what it costs those that wait for nothing
-_GOLDEN: Final = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
-_MASK: Final = (1 << 64) - 1
+
+COMPUTE_WEIGHT: Final = 3.0  # of a second that is computed, relative to a second that is waited
+_CROWDING_FACTOR: Final = 0.02  # by which each running request slows down the others
+_OPEN_REQUEST_S: Final = 1e-4  # cost of each running request, to choose between idle replicas
+_GOLDEN_GAMMA: Final = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio
+_MASK_64: Final = (1 << 64) - 1
 
 
 class RoutingState(Frozen):
-    """What a router knows when a request comes; replicas have places from 0.
+    """The state of all replicas when a request arrives. Replicas are numbered from 0.
 
     Attributes:
-        number: counts the requests.
-        wait_s: (replicas,) seconds until a new request would begin; inf where none may go. At
-            least one is finite. Of those that wait for nothing, the one with the fewest requests
-            has the least.
-        num_open: (replicas,) requests that have not ended.
-        missing_s: seconds for the part of the prompt that a replica must compute, and for tokens of
-            answers beside it, by place, of the candidates; empty unless the policy is one of
-            `LOOKS_AT_PREFIXES`.
+        request_number: counts the requests.
+        wait_s: shape (replicas,): seconds until a new request would start; inf for replicas that
+            get no requests. At least one is finite. Of idle replicas, the smallest value belongs to
+            the replica with the fewest requests.
+        num_open: shape (replicas,): requests that have not ended.
+        prefill_s: by index of a candidate, seconds to prefill the part of the prompt that its
+            prefix cache lacks, slowed down by its running requests. Empty unless the policy is one
+            of `PREFIX_POLICIES`.
     """
 
-    number: int
+    request_number: int
     wait_s: Floats
     num_open: Floats
-    missing_s: Mapping[int, float] = {}
+    prefill_s: Mapping[int, float] = {}
 
 
-Policy = Callable[[RoutingState], int]  # to the place of a replica whose wait is finite
+Policy = Callable[[RoutingState], int]  # returns the index of a replica with a finite wait
 
 
-def prefix(view: RoutingState, weight: float = WEIGHT) -> int:
-    """Take the candidate with the soonest first token, where computing counts more than waiting.
+def prefix(state: RoutingState, compute_weight: float = COMPUTE_WEIGHT) -> int:
+    """Return the candidate with the soonest first token; computing counts more than waiting.
 
-    A second that is computed also delays those that come later; one that is waited does not.
+    A second of prefill also delays requests that come later, and a second of waiting does not.
     """
-    best, least_s = 0, math.inf
-    for place, missing_s in view.missing_s.items():
-        num_open = view.num_open.item(place)
-        cost_s = (view.wait_s.item(place) + weight * missing_s) * (1 + _CROWD * num_open)
-        cost_s += _OPEN_S * num_open
-        if cost_s < least_s:
-            best, least_s = place, cost_s
+    best, min_cost_s = 0, math.inf
+    for index, prefill_s in state.prefill_s.items():
+        num_open = state.num_open.item(index)
+        first_token_s = state.wait_s.item(index) + compute_weight * prefill_s
+        cost_s = first_token_s * (1 + _CROWDING_FACTOR * num_open) + _OPEN_REQUEST_S * num_open
+        if cost_s < min_cost_s:
+            best, min_cost_s = index, cost_s
     return best
 
 
-def least_work(view: RoutingState) -> int:
-    """Take the replica with the shortest wait; of several, the one with the fewest requests."""
-    return int(view.wait_s.argmin())
+def least_work(state: RoutingState) -> int:
+    """Return the replica with the shortest wait; among idle replicas, the fewest requests."""
+    return int(state.wait_s.argmin())
 
 
-def two_choices(view: RoutingState) -> int:
-    """Take the one with the shorter wait of two random replicas (Mitzenmacher, 2001)."""
-    places = np.flatnonzero(np.isfinite(view.wait_s))
-    mixed = mix(view.number)
-    first = int(places[(mixed >> 32) % len(places)])
-    other = int(places[(mixed & 0xFFFFFFFF) % len(places)])
-    return min(first, other, key=view.wait_s.item)
+def two_choices(state: RoutingState) -> int:
+    """Return the replica with the shorter wait of two random replicas (Mitzenmacher, 2001)."""
+    open_replicas = np.flatnonzero(np.isfinite(state.wait_s))
+    random_bits = mix(state.request_number)
+    first = int(open_replicas[(random_bits >> 32) % len(open_replicas)])
+    second = int(open_replicas[(random_bits & 0xFFFFFFFF) % len(open_replicas)])
+    return min(first, second, key=state.wait_s.item)
 
 
-def round_robin(view: RoutingState) -> int:
-    """Take the replicas in turn."""
-    places = np.flatnonzero(np.isfinite(view.wait_s))
-    return int(places[view.number % len(places)])
+def round_robin(state: RoutingState) -> int:
+    """Return the replicas in turn."""
+    open_replicas = np.flatnonzero(np.isfinite(state.wait_s))
+    return int(open_replicas[state.request_number % len(open_replicas)])
 
 
 POLICIES: Final[dict[str, Policy]] = {
@@ -83,12 +89,12 @@ POLICIES: Final[dict[str, Policy]] = {
     "two-choices": two_choices,
     "round-robin": round_robin,
 }
-LOOKS_AT_PREFIXES: Final = frozenset({"prefix"})
+PREFIX_POLICIES: Final = frozenset({"prefix"})  # policies that need `RoutingState.prefill_s`
 
 
 def mix(number: int) -> int:
-    """Return 64 bits that look random and follow from a number (the finalizer of SplitMix64)."""
-    mixed = (number + 1) * _GOLDEN & _MASK
-    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+    """Return 64 pseudo-random bits that depend on a number (the finalizer of SplitMix64)."""
+    mixed = (number + 1) * _GOLDEN_GAMMA & _MASK_64
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK_64
     return mixed ^ mixed >> 31

@@ -1,4 +1,4 @@
-"""Which replicas were sent the blocks of which prompts, and when: what they may still hold."""
+"""The prefix tree: which replicas were sent which prompts, and so may have them in their caches."""
 
 from __future__ import annotations
 
@@ -8,30 +8,39 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    Path = list[tuple["TreeEdge", int]]
+    Path = list[tuple["TreeEdge", int]]  # edges from the root, with the number of equal blocks
 
-_MOST_HOLDERS: Final = 8  # of the longest prefix that are looked at: the last ones
-_FREED: Final = 4  # runs, with each prompt: all at once would take too long
+_MAX_HOLDERS: Final = 8  # replicas that are considered for the longest prefix, the latest first
+_MAX_FREED_EDGES: Final = 4  # with each prompt, since freeing all at once would take too long
 
 
 class CachedPrefix:
-    """Blocks that a replica was sent with one request; `epoch` counts its restarts.
+    """Blocks that a replica has in its cache since a request.
 
-    `used_s` is when the request ended, after which they may be evicted; until then it is inf.
+    Attributes:
+        index: the index of the replica.
+        epoch: how often the replica had been reset when the request was sent.
+        used_s: time of the request's end, after which the blocks may be evicted; inf until then.
     """
 
-    __slots__ = ("epoch", "place", "used_s")
+    __slots__ = ("epoch", "index", "used_s")
 
-    def __init__(self, place: int, epoch: int) -> None:
-        """Begin, in use."""
-        self.place, self.epoch, self.used_s = place, epoch, math.inf
+    def __init__(self, index: int, epoch: int) -> None:
+        """Start with a running request."""
+        self.index = index
+        self.epoch = epoch
+        self.used_s = math.inf
 
 
 class TreeEdge:
-    """Blocks that so far have only come one after another: an edge of a radix tree.
+    """An edge of the radix tree: blocks that have only come one after another so far.
 
-    `holders` has the last stay of all of them, by place, the newest last. A run that `has_branches`
-    is continued by others.
+    Attributes:
+        keys: the keys of the blocks.
+        holders: by index of a replica, its latest request with all of these blocks; the latest of
+            all is the last.
+        generation: the generation in which the edge was used last.
+        has_branches: whether other edges follow this one.
     """
 
     __slots__ = ("generation", "has_branches", "holders", "keys")
@@ -39,151 +48,168 @@ class TreeEdge:
     def __init__(
         self, keys: tuple[int, ...], holders: dict[int, CachedPrefix], generation: int
     ) -> None:
-        """Begin."""
-        self.keys, self.holders, self.generation = keys, holders, generation
+        """Start without branches."""
+        self.keys = keys
+        self.holders = holders
+        self.generation = generation
         self.has_branches = False
 
 
 class PrefixTree:
-    """The last `most` blocks, by the keys of their prompts up to their ends.
+    """A radix tree of prompts, as keys of blocks; a key stands for the prompt up to its block.
 
-    A conversation that stays at its replica is one run, found by its first key, so that a prompt
-    takes as many look-ups as it has branches before it. A request's stay replaces those of all its
-    blocks: who holds a run holds those before it. Runs are forgotten in two generations, which
-    costs the same at each request, and keeps those that were asked for since half of them were new.
+    A conversation that stays at its replica is a single edge, found by the key of its first block.
+    So a prompt takes one look-up for each branch on its path. It is enough to store a request at
+    the edges of its path: a replica that has the blocks of an edge has the blocks before them.
+
+    Edges are forgotten in two generations, at a constant cost for each prompt: edges that were not
+    used while half of `max_blocks` were added or used are dropped.
     """
 
-    def __init__(self, most: int) -> None:
-        """Begin with none."""
-        self._half = max(1, most // 2)
-        self._young: dict[int, TreeEdge] = {}  # by first key; all of the present generation
+    def __init__(self, max_blocks: int) -> None:
+        """Start with an empty tree for at most `max_blocks` blocks."""
+        self._max_young_blocks = max(1, max_blocks // 2)
+        self._young: dict[int, TreeEdge] = {}  # by first key: edges used in this generation
         self._old: dict[int, TreeEdge] = {}
-        self._dead: dict[int, TreeEdge] = {}
-        self._num_young = self._num_old = 0  # blocks
+        self._dropped: dict[int, TreeEdge] = {}
+        self._num_young_blocks = 0
+        self._num_old_blocks = 0
         self._generation = 0
-        self._epochs: list[int] = []  # by place
-        self._cutoffs_s: list[float] = []  # what was last used before is evicted
+        self._epochs: list[int] = []  # by index of the replica
+        self._cutoffs_s: list[float] = []  # blocks last used before have been evicted
 
     def __len__(self) -> int:
-        return self._num_young + self._num_old
+        """Return the number of blocks."""
+        return self._num_young_blocks + self._num_old_blocks
 
-    def begin_epoch(self, place: int) -> None:
-        """Forget what a replica holds, which is new or has started again."""
-        while place >= len(self._epochs):
+    def reset(self, index: int) -> None:
+        """Forget all blocks of a replica, which is new or has been restarted."""
+        while index >= len(self._epochs):
             self._epochs.append(0)
             self._cutoffs_s.append(0.0)
-        self._epochs[place] += 1
-        self._cutoffs_s[place] = 0.0
+        self._epochs[index] += 1
+        self._cutoffs_s[index] = 0.0
 
-    def cut(self, place: int, before_s: float) -> None:
+    def evict_before(self, index: int, cutoff_s: float) -> None:
         """Forget the blocks of a replica that were last used before a time."""
-        self._cutoffs_s[place] = before_s
+        self._cutoffs_s[index] = cutoff_s
 
     def find(self, keys: Sequence[int]) -> Path:
-        """Return the runs that a prompt begins with, and how many blocks of each."""
-        at, path = 0, []
+        """Return the edges with which a prompt begins, and the number of equal blocks of each."""
+        path: Path = []
+        position = 0
         young, old = self._young, self._old
-        while at < len(keys):
-            run = young.get(keys[at])
-            if run is None:
-                run = old.get(keys[at])
-                if run is None:
+        while position < len(keys):
+            edge = young.get(keys[position])
+            if edge is None:
+                edge = old.get(keys[position])
+                if edge is None:
                     break
-            count = _num_equal(run.keys, keys, at)
-            path.append((run, count))
-            at += count
+            count = _num_equal(edge.keys, keys, position)
+            path.append((edge, count))
+            position += count
         return path
 
-    def longest(self, path: Path) -> tuple[int, list[int]]:
-        """Return how many of the first blocks some replica holds, and the last ones to get them."""
+    def longest_prefix(self, path: Path) -> tuple[int, list[int]]:
+        """Return the length in blocks of the longest cached prefix, and replicas that have it.
+
+        These are at most `_MAX_HOLDERS`, the latest first.
+        """
         num_blocks = sum([count for _, count in path])
-        for run, count in reversed(path):
-            places = []
-            for stay in reversed(run.holders.values()):
-                if self._is_valid(stay):
-                    places.append(stay.place)
-                    if len(places) == _MOST_HOLDERS:
+        for edge, count in reversed(path):
+            indices = []
+            for cached in reversed(edge.holders.values()):
+                if self._is_valid(cached):
+                    indices.append(cached.index)
+                    if len(indices) == _MAX_HOLDERS:
                         break
-            if places:
-                return num_blocks, places
+            if indices:
+                return num_blocks, indices
             num_blocks -= count
         return 0, []
 
-    def num_held(self, path: Path, place: int) -> int:
-        """Return how many of the first blocks a replica holds."""
+    def num_cached(self, path: Path, index: int) -> int:
+        """Return how many of the first blocks a replica has in its cache."""
         num_blocks = 0
-        for run, count in path:
-            stay = run.holders.get(place)
-            if stay is None or not self._is_valid(stay):
+        for edge, count in path:
+            cached = edge.holders.get(index)
+            if cached is None or not self._is_valid(cached):
                 break
             num_blocks += count
         return num_blocks
 
-    def add(self, keys: tuple[int, ...], path: Path, place: int) -> CachedPrefix:
-        """Note that a replica was sent the blocks of a prompt; the caller ends their stay.
+    def add(self, keys: tuple[int, ...], path: Path, index: int) -> CachedPrefix:
+        """Add a prompt that is sent to a replica; the caller sets `used_s` when it ends.
 
-        `path` is what `find` has just returned for it.
+        `path` is the result of `find` for the prompt.
         """
-        stay, num_known, run = CachedPrefix(place, self._epochs[place]), 0, None
-        for run, count in path:
-            if count < len(run.keys):
-                self._split(run, count)
-            run.holders.pop(place, None)  # the last to come is last
-            run.holders[place] = stay
-            num_known += count
-            self._keep(run)
-        if rest := keys[num_known:]:
-            if run is not None and len(run.holders) == 1 and not run.has_branches:
-                run.keys += rest
+        cached = CachedPrefix(index, self._epochs[index])
+        num_found = 0
+        edge = None
+        for edge, count in path:
+            if count < len(edge.keys):
+                self._split(edge, count)
+            edge.holders.pop(index, None)  # the latest holder must be the last
+            edge.holders[index] = cached
+            num_found += count
+            self._use(edge)
+        if new_keys := keys[num_found:]:
+            if edge is not None and len(edge.holders) == 1 and not edge.has_branches:
+                edge.keys += new_keys
             else:
-                self._young[rest[0]] = TreeEdge(rest, {place: stay}, self._generation)
-                if run is not None:
-                    run.has_branches = True
-            self._num_young += len(rest)
-        self._forget()
-        return stay
+                self._young[new_keys[0]] = TreeEdge(new_keys, {index: cached}, self._generation)
+                if edge is not None:
+                    edge.has_branches = True
+            self._num_young_blocks += len(new_keys)
+        self._drop_old()
+        return cached
 
-    def _split(self, run: TreeEdge, count: int) -> None:
-        """Leave a run its first blocks; the others become one for themselves."""
-        tail = TreeEdge(run.keys[count:], run.holders.copy(), run.generation)
-        tail.has_branches, run.has_branches = run.has_branches, True
-        run.keys = run.keys[:count]
-        is_young = run.generation == self._generation
+    def _split(self, edge: TreeEdge, count: int) -> None:
+        """Cut an edge after `count` blocks; its other blocks become a new edge."""
+        tail = TreeEdge(edge.keys[count:], edge.holders.copy(), edge.generation)
+        tail.has_branches = edge.has_branches
+        edge.has_branches = True
+        edge.keys = edge.keys[:count]
+        is_young = edge.generation == self._generation
         (self._young if is_young else self._old)[tail.keys[0]] = tail
 
-    def _keep(self, run: TreeEdge) -> None:
-        """Count a run to those that were asked for lately."""
-        if run.generation != self._generation:
-            run.generation = self._generation
-            self._young[run.keys[0]] = run
-            self._num_young += len(run.keys)
-            self._num_old -= len(run.keys)
+    def _use(self, edge: TreeEdge) -> None:
+        """Move an edge to the present generation."""
+        if edge.generation != self._generation:
+            edge.generation = self._generation
+            self._young[edge.keys[0]] = edge
+            self._num_young_blocks += len(edge.keys)
+            self._num_old_blocks -= len(edge.keys)
 
-    def _forget(self) -> None:
-        """Drop the runs that were not asked for in a generation."""
-        if self._num_young >= self._half:
-            self._dead, self._old, self._young = self._old, self._young, {}
-            self._num_old, self._num_young = self._num_young, 0
+    def _drop_old(self) -> None:
+        """Begin a new generation if this one is full, and free some dropped edges."""
+        if self._num_young_blocks >= self._max_young_blocks:
+            self._dropped = self._old
+            self._old = self._young
+            self._young = {}
+            self._num_old_blocks = self._num_young_blocks
+            self._num_young_blocks = 0
             self._generation += 1
-        for _ in range(min(len(self._dead), _FREED)):
-            self._dead.popitem()
+        for _ in range(min(len(self._dropped), _MAX_FREED_EDGES)):
+            self._dropped.popitem()
 
-    def _is_valid(self, stay: CachedPrefix) -> bool:
-        place = stay.place
-        return stay.epoch == self._epochs[place] and stay.used_s >= self._cutoffs_s[place]
+    def _is_valid(self, cached: CachedPrefix) -> bool:
+        """Whether a replica probably still has the blocks in its cache."""
+        index = cached.index
+        return cached.epoch == self._epochs[index] and cached.used_s >= self._cutoffs_s[index]
 
 
-def _num_equal(run: tuple[int, ...], keys: Sequence[int], at: int) -> int:
-    """Return how many keys of a run follow in `keys`, of which that at `at` is its first.
+def _num_equal(edge_keys: tuple[int, ...], keys: Sequence[int], position: int) -> int:
+    """Return how many of an edge's keys follow in `keys` from `position` on, at least one.
 
-    A key stands for all before it, so that a bisection finds the last equal one.
+    A key stands for all keys before it, so a bisection finds the last equal key.
     """
-    low, high = 1, min(len(run), len(keys) - at)
-    if run[high - 1] == keys[at + high - 1]:
+    low, high = 1, min(len(edge_keys), len(keys) - position)
+    if edge_keys[high - 1] == keys[position + high - 1]:
         return high
     while low < high:
         middle = (low + high + 1) // 2
-        if run[middle - 1] == keys[at + middle - 1]:
+        if edge_keys[middle - 1] == keys[position + middle - 1]:
             low = middle
         else:
             high = middle - 1

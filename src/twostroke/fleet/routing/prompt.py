@@ -1,4 +1,4 @@
-"""Reads of a request what routing needs: its prompt's blocks, its model, its conversation."""
+"""Reads from a request's body what routing needs: the prompt's blocks, the model, the limits."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ from twostroke.server.http.body_limits import nesting_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_SHORT: Final = 512
-_LONG: Final = 2048  # after the first short ones: fewer keys for the same text
-_NUM_SHORT: Final = 4
-_PARTS: Final = (
+_SHORT_BLOCK_BYTES: Final = 512
+_LONG_BLOCK_BYTES: Final = 2048  # after the first short blocks, for fewer keys
+_NUM_SHORT_BLOCKS: Final = 4
+# The fields that make up the prompt, in the order in which templates write them.
+_PROMPT_FIELDS: Final = (
     *("tools", "system", "instructions", "messages", "input_extra", "input_prefix", "prompt"),
     "input",
 )
-_TOKEN_BYTES: Final = 4  # about as many as a token of English has
-_LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
-_COUNTS: Final = ("n", "n_cmpl", "best_of")
-_UNKNOWN: Final = AnswerFields(
-    counts=_COUNTS, has_best_of=True
+_TOKEN_BYTES: Final = 4  # the average of English text
+_LIMIT_FIELDS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
+_COUNT_FIELDS: Final = ("n", "n_cmpl", "best_of")
+_UNKNOWN_PATH_FIELDS: Final = AnswerFields(
+    counts=_COUNT_FIELDS, has_best_of=True
 )  # a path that only servers of others have
-_MOST_NAME: Final = 1024  # of a model's name, which the fleet remembers: longer ones are of none
-_MOST_PROMPTS: Final = 10_000  # lists of tokens: more than servers take are not decoded here
-_MAX_TOKENS: Final = 1 << 40  # of one request: more would not fit a bucket's arithmetic
+_MAX_NAME_BYTES: Final = 1024  # of a model's name, since the router remembers names
+_MAX_PROMPTS: Final = 10_000  # lists of tokens that are decoded; servers accept fewer
+_MAX_TOKENS: Final = 1 << 40  # of one request, the limit of a token bucket's arithmetic
 _NONE: Final = Raw()
-UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)  # JSON of others
-FALSE: Final = frozenset((b"", b"false", b"null", b"0"))  # some servers take 1 and "true"
+JSON_ERRORS: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+FALSE_VALUES: Final = frozenset(
+    (b"", b"false", b"null", b"0")
+)  # some servers accept 1 and "true" as true
 
 
 class _PromptBody(msgspec.Struct):
-    """The fields that count, as they were sent; no value of them is wrong here."""
+    """The fields that routing reads, undecoded, so that no value of them is an error here."""
 
     model: Raw = _NONE
     tools: Raw = _NONE
@@ -66,16 +69,21 @@ class _PromptBody(msgspec.Struct):
 
 
 class RoutedPrompt(Frozen):
-    """What a body says; empty strings where it says nothing.
+    """The content of a request's body that the router uses; empty strings for missing fields.
 
-    `previous` is the id of the stored answer or conversation that it continues.
-
-    `num_tokens` is estimated from the size of the body. `limits` are the whole numbers in fields
-    about the length or the number of answers, by the field's name. With `in_background` the
-    response is sent before the answer is complete.
+    Attributes:
+        key: the routing key.
+        num_tokens: estimated number of prompt tokens, from the size of the body.
+        model: the model's name.
+        previous: id of the stored answer or conversation that the request continues.
+        service: the service tier.
+        priority: the priority, if the request has one.
+        num_prompts: number of prompts in the body.
+        limits: whole numbers in fields about the length or the number of answers, by field.
+        in_background: whether the response is sent before the answer is complete.
     """
 
-    asked: RoutingKey
+    key: RoutingKey
     num_tokens: int
     model: str = ""
     previous: str = ""
@@ -86,13 +94,13 @@ class RoutedPrompt(Frozen):
     in_background: bool = False
 
     def max_answer_tokens(self, path: str, context_length: int, *, is_foreign: bool = False) -> int:
-        """Return how many tokens all answers on a path may have.
+        """Return the maximum number of tokens of all answers on a path.
 
-        With `is_foreign`, a server other than Twostroke may answer. It is not known which of
-        several fields that server follows, so the largest counts. Fields that only llama-server
-        has count as no limit.
+        With `is_foreign`, a server other than Twostroke may answer. Which of several limit fields
+        that server follows is unknown, so the largest counts. Fields that only llama-server has are
+        no limit on the paths of OpenAI.
         """
-        fields = ANSWER_FIELDS.get(path, _UNKNOWN)
+        fields = ANSWER_FIELDS.get(path, _UNKNOWN_PATH_FIELDS)
         limits = dict(self.limits)
         if is_foreign and fields.limits:
             if path.startswith("/v1/"):
@@ -106,78 +114,78 @@ class RoutedPrompt(Frozen):
 
 
 class _Options(msgspec.Struct):
-    """Ollama's options that count."""
+    """Ollama's options that limit the answer."""
 
     num_predict: Raw = _NONE
 
 
 class _Reference(msgspec.Struct):
-    """A stored conversation."""
+    """A reference to a stored conversation."""
 
     id: Raw = _NONE
 
 
-_references: Final = msgspec.json.Decoder(_Reference)
-_decoder: Final = msgspec.json.Decoder(_PromptBody)
-_options: Final = msgspec.json.Decoder(_Options)
+_reference_decoder: Final = msgspec.json.Decoder(_Reference)
+_body_decoder: Final = msgspec.json.Decoder(_PromptBody)
+_options_decoder: Final = msgspec.json.Decoder(_Options)
 
 
 def read_prompt(body: bytes, salt: bytes) -> RoutedPrompt:
-    """Return what a body says; of one that is not a JSON object, only its size.
+    """Return the router's view of a body; only its size if it is not a JSON object.
 
-    The salt tells tenants apart, whose pages are not shared.
+    The salt separates tenants, whose pages are not shared.
     """
     num_tokens = len(body) // _TOKEN_BYTES
     try:
-        found = _decoder.decode(body)
-    except UNREADABLE:
+        fields = _body_decoder.decode(body)
+    except JSON_ERRORS:
         return RoutedPrompt(RoutingKey((), len(body), _hash(salt)), num_tokens)
-    model = _text(found.model)[:_MOST_NAME]
+    model = _text(fields.model)[:_MAX_NAME_BYTES]
     salt += model.encode()
-    # A conversation grows at the end of a list or a text: what closes these does not count.
-    text = b"".join([bytes(getattr(found, name)).rstrip(b']"') for name in _PARTS])
+    # A conversation grows at the end of a list or a text, so the closing characters are left out.
+    text = b"".join([bytes(getattr(fields, name)).rstrip(b']"') for name in _PROMPT_FIELDS])
     keys = block_keys(text, salt)
-    if conversation := _text(found.prompt_cache_key):
+    if conversation := _text(fields.prompt_cache_key):
         affinity = _hash(salt + conversation.encode())
     else:
         affinity = keys[0] if keys else _hash(salt + text)
     return RoutedPrompt(
-        RoutingKey(keys, len(text), affinity),
-        num_tokens,
-        model,
-        _text(found.previous_response_id) or _conversation_id(found.conversation),
-        _text(found.service_tier),
-        _number(found.priority),
-        _num_prompts(found.prompt),
-        _limits_of(found),
-        bytes(found.background) not in FALSE,
+        key=RoutingKey(keys, len(text), affinity),
+        num_tokens=num_tokens,
+        model=model,
+        previous=_text(fields.previous_response_id) or _conversation_id(fields.conversation),
+        service=_text(fields.service_tier),
+        priority=_number(fields.priority),
+        num_prompts=_num_prompts(fields.prompt),
+        limits=_limits_of(fields),
+        in_background=bytes(fields.background) not in FALSE_VALUES,
     )
 
 
 def _conversation_id(raw: Raw) -> str:
-    """Return the id of a stored conversation, which is a text or an object with one."""
+    """Return the id of a stored conversation, which is a string or an object with an `id`."""
     try:
-        return _text(raw) or _text(_references.decode(raw).id)
-    except UNREADABLE:
+        return _text(raw) or _text(_reference_decoder.decode(raw).id)
+    except JSON_ERRORS:
         return ""
 
 
 def block_keys(text: bytes, salt: bytes) -> tuple[int, ...]:
-    """Return a 64-bit key for each full block of a text, each a hash of all up to its end."""
+    """Return a 64-bit key for each full block of a text: a hash of the text up to its end."""
     digest = blake2b(salt, digest_size=8).digest()
-    keys, at, end = [], 0, extent(1)
+    keys: list[int] = []
+    start, end = 0, bytes_of_blocks(1)
     while end <= len(text):
-        digest = blake2b(digest + text[at:end], digest_size=8).digest()
+        digest = blake2b(digest + text[start:end], digest_size=8).digest()
         keys.append(int.from_bytes(digest))
-        at, end = end, extent(len(keys) + 1)
+        start, end = end, bytes_of_blocks(len(keys) + 1)
     return tuple(keys)
 
 
-def extent(num_blocks: int) -> int:
-    """Return how many bytes the first blocks have."""
-    if num_blocks <= _NUM_SHORT:
-        return _SHORT * num_blocks
-    return _SHORT * _NUM_SHORT + _LONG * (num_blocks - _NUM_SHORT)
+def bytes_of_blocks(num_blocks: int) -> int:
+    """Return the total size of a prompt's first blocks, in bytes."""
+    num_short = min(num_blocks, _NUM_SHORT_BLOCKS)
+    return _SHORT_BLOCK_BYTES * num_short + _LONG_BLOCK_BYTES * (num_blocks - num_short)
 
 
 def _hash(text: bytes) -> int:
@@ -185,15 +193,15 @@ def _hash(text: bytes) -> int:
 
 
 def _text(raw: Raw) -> str:
-    """Return a value that is a string; of any other, an empty one."""
+    """Return a JSON string; an empty string for any other value."""
     try:
         return msgspec.json.decode(raw, type=str) if bytes(raw)[:1] == b'"' else ""
-    except UNREADABLE:
+    except JSON_ERRORS:
         return ""
 
 
 def _number(raw: Raw) -> int | None:
-    """Return a value that is a number, also in quotes, as some servers read it; else None."""
+    """Return a JSON number as an integer, also from a string, as some servers do; else None."""
     try:
         return int(float(_text(raw) or bytes(raw))) if raw else None
     except (ValueError, OverflowError):
@@ -201,40 +209,41 @@ def _number(raw: Raw) -> int | None:
 
 
 def _limits_of(body: _PromptBody) -> dict[str, int]:
-    """Return the fields that limit answers and have whole numbers; servers refuse other values.
+    """Return the fields that limit answers, if they have whole numbers; servers refuse others.
 
-    Numbers of answers in quotes count, too, since some servers read them.
+    Numbers of answers may also be strings, since some servers accept these.
     """
-    limits = {name: _whole_number(getattr(body, name)) for name in _LIMITS}
+    limits = {name: _whole_number(getattr(body, name)) for name in _LIMIT_FIELDS}
     if bytes(body.options)[:1] == b"{":
-        limits["num_predict"] = _whole_number(_options.decode(body.options).num_predict)
-    limits |= {name: _number(getattr(body, name)) for name in _COUNTS}
+        limits["num_predict"] = _whole_number(_options_decoder.decode(body.options).num_predict)
+    limits |= {name: _number(getattr(body, name)) for name in _COUNT_FIELDS}
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def _whole_number(raw: Raw) -> int | None:
-    """Return a whole number, which may be written as 5.0 or 5e0; None for anything else."""
+    """Return a whole number, also if it is written as 5.0 or 5e0; None for any other value."""
     try:
         number = msgspec.json.decode(raw, type=int | float) if raw else None
-    except UNREADABLE:
+    except JSON_ERRORS:
         return None
     is_whole = isinstance(number, int) or (number is not None and number.is_integer())
     return int(number) if number is not None and is_whole else None
 
 
 def _num_prompts(raw: Raw) -> int:
-    """Return how many prompts there are: in a list of texts, or with lists of tokens.
+    """Return the number of prompts in the field `prompt`.
 
-    A list of tokens and texts without lists inside is one prompt.
+    A list of strings or of token lists has several prompts. A list of tokens is one prompt, also if
+    it is mixed with strings.
     """
     text = bytes(raw)
     if text[:1] != b"[" or (b'"' not in text and text.count(b"[") == 1):
         return 1
-    if nesting_of(text, _MOST_PROMPTS).num_containers > _MOST_PROMPTS:
+    if nesting_of(text, _MAX_PROMPTS).num_containers > _MAX_PROMPTS:
         return text.count(b",") + 1
     try:
         prompts = msgspec.json.decode(raw)
-    except UNREADABLE:
+    except JSON_ERRORS:
         return text.count(b",") + 1
     is_several = any(isinstance(prompt, (list, dict)) for prompt in prompts) or all(
         isinstance(prompt, str) for prompt in prompts

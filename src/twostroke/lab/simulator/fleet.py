@@ -12,8 +12,8 @@ from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.output import Timings
 from twostroke.fleet.routing.dispatch import Dispatcher, RoutingKey
-from twostroke.fleet.routing.policy import LOOKS_AT_PREFIXES
-from twostroke.fleet.routing.prompt import block_keys, extent
+from twostroke.fleet.routing.policy import PREFIX_POLICIES
+from twostroke.fleet.routing.prompt import block_keys, bytes_of_blocks
 from twostroke.lab.measure.requests import REFUSED, RequestLog
 from twostroke.lab.simulator.disaggregation import SimulatedTransfers
 
@@ -222,12 +222,12 @@ class _SimulatedRouter:
         self._replicas = replicas
         self._indices = indices
         self._clock = clock
-        self._knows_prefixes = policy in LOOKS_AT_PREFIXES
-        self._dispatcher = Dispatcher(policy, clock.read, extent)
+        self._knows_prefixes = policy in PREFIX_POLICIES
+        self._dispatcher = Dispatcher(policy, clock.read, bytes_of_blocks)
         self._routed_requests: dict[str, RoutedRequest] = {}
         self._next_report_s = 0.0
         for index in indices:
-            self._dispatcher.open(self._dispatcher.join(str(index)), is_open=True)
+            self._dispatcher.set_open(self._dispatcher.add_replica(str(index)), is_open=True)
 
     def due(self) -> range:
         """Return the replicas whose report is due: all of them after each interval, else none."""
@@ -249,11 +249,11 @@ class _SimulatedRouter:
         routed = self._dispatcher.decide(routing_key)
         assert routed is not None, "all replicas are open"
         self._routed_requests[request.id] = routed
-        return self._indices[routed.place]
+        return self._indices[routed.index]
 
     def begin(self, request: Request) -> None:
         """Record the first token of a request."""
-        self._dispatcher.begin(self._routed_requests[request.id])
+        self._dispatcher.record_first_token(self._routed_requests[request.id])
 
     def end(self, request: Request) -> None:
         """Record the end of a request."""

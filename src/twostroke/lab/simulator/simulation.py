@@ -15,7 +15,7 @@ from twostroke.core.hardware import memory_available
 from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.core.process_tuning import without_garbage_collection
 from twostroke.engine.engine import build_scheduler
-from twostroke.fleet.routing.policy import LOOKS_AT_PREFIXES, POLICIES
+from twostroke.fleet.routing.policy import POLICIES, PREFIX_POLICIES
 from twostroke.lab.measure.requests import Objectives, RunReport, make_report
 from twostroke.lab.planner.planner import fitting_context
 from twostroke.lab.planner.prices import usd_per_million_tokens
@@ -101,7 +101,7 @@ class Setup(Frozen):
         if not self.cache.prefix_cache:
             if self.prefill_replicas:
                 raise UsageError("needs the prefix cache.", field="prefill_replicas")
-            if self.routing in LOOKS_AT_PREFIXES:
+            if self.routing in PREFIX_POLICIES:
                 raise UsageError(f"{self.routing} needs the prefix cache.", field="routing")
         check_range(self, "link", high=1e18)
 
