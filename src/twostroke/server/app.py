@@ -151,11 +151,15 @@ class Api:
         ] = {}  # the OpenAPI document, by whether a key is needed
         self._checks = AnswerChecks(Verifier(), self.metrics)
         self._readers = Readers(_NUM_READER_THREADS)
-        self.vitals = HealthReports(engine, self.models.names, lambda: self.is_draining, records)
+        self.vitals = HealthReports(
+            engine, self.models.names, is_draining=lambda: self.is_draining, records=records
+        )
         journal = Journal(records) if records is not None else None
         self.response_store = ResponseStore(options.max_stored, options.max_stored_bytes, journal)
         self._background = BackgroundRuns()
-        self.batches = BatchService(records, options.limits, self._num_free_slots, options.api_keys)
+        self.batches = BatchService(
+            records, options.limits, max_running=self._num_free_slots, keys=options.api_keys
+        )
         usage = UsageBook(self.names[0])
         self.key_refresher = KeyRefresher(records, options.api_keys, usage)
         self.observers += [usage] if records is not None else []
@@ -247,7 +251,13 @@ class Api:
             "/health",
             "/metrics",
         ]
-        about = AboutBody("twostroke", VERSION, self.names[0], paths, "/openapi.json")
+        about = AboutBody(
+            name="twostroke",
+            version=VERSION,
+            model=self.names[0],
+            endpoints=paths,
+            description="/openapi.json",
+        )
         return to_json(about, headers={"vary": "accept"})
 
     async def openapi(self, _request: Request) -> Response:
@@ -333,6 +343,7 @@ class Api:
         prepare = partial(self._prepare_job, protocol, decoder)
 
         async def generate(request: Request) -> Any:
+            """Start the job of a request, and return its response."""
             prepared = await self._read(request, prepare, is_long=protocol.recalls)
             context = served_of(request.scope)
             self.models.note(context, is_empty=isinstance(prepared, Response))
@@ -357,7 +368,11 @@ class Api:
             if job.in_background:
                 assert isinstance(encoder, ResponsesEncoder)
                 return BackgroundResponse(
-                    start, encoder, self.options, self._background, is_streamed=job.stream
+                    start,
+                    encoder,
+                    options=self.options,
+                    runs=self._background,
+                    is_streamed=job.stream,
                 )
             if job.stream:
                 return EventStream(start, encoder, self.options, protocol.framing)
@@ -422,9 +437,9 @@ class Api:
             answers = await Answers.start(
                 model.engine,
                 with_spent_time(job, context),
-                encoded,
-                self.metrics,
-                self._open_requests,
+                encoded=encoded,
+                metrics=self.metrics,
+                running=self._open_requests,
             )
             context.running = answers
         return answers, info.reader(), guard
@@ -437,6 +452,7 @@ class Api:
         def prepare(
             body: bytes, request: Request
         ) -> tuple[EmbeddingJob, list[list[int]], str, ServedModel] | Response:
+            """Return a request's job, its texts as tokens, and its model."""
             context = served_of(request.scope)
             fields, ignored = decoder.decode(body)
             self._ignored.note(ignored, context)
@@ -451,6 +467,7 @@ class Api:
             return job, texts, name, model
 
         async def embed(request: Request) -> Response:
+            """Compute the embeddings of a request, and return them."""
             prepared = await self._read(request, prepare)
             self.models.note(served_of(request.scope), is_empty=isinstance(prepared, Response))
             if isinstance(prepared, Response):
@@ -461,7 +478,11 @@ class Api:
             context.reserve(sum(map(len, texts)))
             with Accepting(job.caller.service, self._open_requests, self._retry_after):
                 vectors = await Vectors.start(
-                    model.engine, job, texts, self.metrics, self._open_requests
+                    model.engine,
+                    job,
+                    texts=texts,
+                    metrics=self.metrics,
+                    running=self._open_requests,
                 )
             context.running = vectors
             context.model = name

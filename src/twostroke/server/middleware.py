@@ -80,8 +80,10 @@ def build_app(api: Api) -> ASGIApp:
         return errors.to_response(error, request.scope)
 
     async def unrouted(request: Request, error: Exception) -> Response:
+        """Return the error for a path or a method without a route."""
         assert isinstance(error, HTTPException)
-        method, path = request.method, request.url.path
+        method = request.method
+        path = request.url.path
         if error.status_code == 405:
             allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
             message = f"{path} does not accept {method}, only {allowed}."
@@ -97,6 +99,7 @@ def build_app(api: Api) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        """Run key refreshes and batches between the startup and the shutdown of the application."""
         await api.key_refresher.start()
         await api.response_store.load(ended_by_restart)
         await api.batches.start(boundary)
@@ -116,10 +119,10 @@ def build_app(api: Api) -> ASGIApp:
         layers = KeyCheck(LimitCheck(layers, model_paths.__contains__), keys)
     boundary = Boundary(
         OriginCheck(layers, origins),
-        api.metrics.responses,
-        api.options.limits,
-        origins,
-        api.observers,
+        responses=api.metrics.responses,
+        limits=api.options.limits,
+        origins=origins,
+        observers=api.observers,
         find_endpoint=_endpoint_finder(routes),
     )
     return boundary

@@ -55,4 +55,6 @@ def serve(  # noqa: PLR0913 - the parts of a server
     options = options or ServeOptions()
     listener = listener or bind(options.host, options.port)
     api = Api(engine, options, limits, records=records, extensions=extensions)
-    return asyncio.run(run(build_app(api), api, listener, on_ready, on_stop))
+    return asyncio.run(
+        run(build_app(api), api, listener=listener, on_ready=on_ready, on_stop=on_stop)
+    )

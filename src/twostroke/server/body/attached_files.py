@@ -72,11 +72,11 @@ def _replace_all(value: Any, path: str, read_file: ReadFile, depth: int = 0) -> 
         has_changed |= _replace(value, path, read_file)
         for name in _INNER_FIELDS:
             if isinstance(inner := value.get(name), (dict, list)):
-                has_changed |= _replace_all(inner, f"{path}.{name}", read_file, depth + 1)
+                has_changed |= _replace_all(inner, f"{path}.{name}", read_file, depth=depth + 1)
     elif isinstance(value, list):
         for index, item in enumerate(value):
             if isinstance(item, (dict, list)):
-                has_changed |= _replace_all(item, f"{path}[{index}]", read_file, depth + 1)
+                has_changed |= _replace_all(item, f"{path}[{index}]", read_file, depth=depth + 1)
     return has_changed
 
 

@@ -89,7 +89,7 @@ class BodyDecoder(Generic[T]):
             try:
                 value = _parse(_UNTYPED_DECODER, body)
             except msgspec.ValidationError:  # a number is too large for any field
-                raise explain(str(error), self._struct_type, body) from None
+                raise explain(str(error), self._struct_type, body=body) from None
             decoded, ignored = _convert_leniently(value, self._struct_type)
         return decoded, [*ignored, *_fields_without_effect(decoded, "", self._marks)]
 
@@ -184,7 +184,7 @@ def _convert_leniently(value: Any, kind: Any, where: str = "") -> tuple[Any, lis
     try:
         return msgspec.convert(value, kind, str_keys=True), ignored
     except msgspec.ValidationError as error:
-        refusal = explain(str(error), kind, value, where)
+        refusal = explain(str(error), kind, body=value, where=where)
     if isinstance(refusal, MissingFieldError):
         raise misspelt_field_error(refusal, ignored)
     raise refusal

@@ -38,7 +38,8 @@ def explain(reason: str, kind: Any, body: Any, where: str = "") -> RequestError:
     mismatch = find_mismatch(kind, body, where)
     if mismatch is None:
         return _request_error("is not valid: {why}.", path=where, why=reason)
-    path, actual = mismatch.path, mismatch.actual
+    path = mismatch.path
+    actual = mismatch.actual
     match mismatch.problem:
         case "missing":
             return MissingFieldError("is missing.", field=path)
@@ -65,7 +66,9 @@ def _type_reason(mismatch: Mismatch) -> str:
 
 def _word_error(mismatch: Mismatch) -> RequestError:
     """Return the error about a text in a field that accepts only a few words."""
-    word, words, advice = str(mismatch.actual), mismatch.expected, mismatch.advice
+    word = str(mismatch.actual)
+    words = mismatch.expected
+    advice = mismatch.advice
     word = word[:MAX_NAME_LENGTH]
     special = advice.get(word, advice.get("*"))
     hint = f" {special}" if special else nearest(word, words)

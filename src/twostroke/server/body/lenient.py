@@ -131,6 +131,7 @@ class _LenientWalk:
         items[:] = kept_items
 
     def _fit_object(self, value: dict[str, Any], fields: _StructFields, where: str) -> None:
+        """Remove unknown fields and droppable fields with wrong values from an object, in place."""
         if fields.is_closed and (unknown := value.keys() - fields.names):
             for name in sorted(unknown) if len(unknown) <= MAX_IGNORED else unknown:
                 refusal = partial(unknown_field, where, name, fields.names)
@@ -138,7 +139,7 @@ class _LenientWalk:
                     error = refusal()
                     reason = "is not a known field, and the answer depends on it: leave it out."
                     raise UnknownFieldError(f"{reason}{{hint}}", field=error.field, **error.facts)
-                self._note(fields, name, where, refusal, is_known=False)
+                self._note(fields, name, where=where, refusal=refusal, is_known=False)
         for name, shape in fields.searchable.items():
             if name in value:
                 value[name] = self.fit(value[name], shape, join(where, name))
@@ -155,7 +156,7 @@ class _LenientWalk:
                     body=value.pop(name),
                     where=join(where, name),
                 )
-                self._note(fields, name, where, explanation, is_known=True)
+                self._note(fields, name, where=where, refusal=explanation, is_known=True)
 
     def _note(
         self, fields: _StructFields, name: str, where: str, refusal: Any, *, is_known: bool

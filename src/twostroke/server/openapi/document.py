@@ -283,6 +283,7 @@ def _id(method: str, path: str) -> str:
 
 
 def _body(operation: RouteDescription, kind: type[msgspec.Struct], facts: ServerFacts) -> Parts:
+    """Return the request body of an operation, with its examples."""
     model = facts.values[Fact.MODEL_NAMES][0]
     first = {"model": model} if "model" in kind.__struct_fields__ else {}
     examples = {name: {"value": {**first, **value}} for name, value in operation.examples.items()}
@@ -290,6 +291,7 @@ def _body(operation: RouteDescription, kind: type[msgspec.Struct], facts: Server
 
 
 def _responses(operation: RouteDescription, forms: list[ErrorForm], *, needs_key: bool) -> Parts:
+    """Return the responses of an operation, by status."""
     form = forms[0]
     ids = ["x-request-id", *([form.id_header.decode()] if form.id_header else [])]
     content: Parts = {kind: {"schema": schema} for kind, schema in operation.media.items()}

@@ -270,6 +270,7 @@ def open_database(
 
 
 def _connect(path: Path) -> sqlite3.Connection:
+    """Open a connection, and create the database if necessary, readable by its owner only."""
     is_new = False
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))

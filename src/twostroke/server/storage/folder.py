@@ -87,7 +87,8 @@ class Temporary:
         """Create the file at `path`; `keep` moves it into `folder`."""
         self.num_bytes = 0
         self._hash = new_hash()
-        self._path, self._folder = path, folder
+        self._path = path
+        self._folder = folder
         try:
             self._file = path.open("x+b")
         except OSError as error:

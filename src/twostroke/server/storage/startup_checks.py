@@ -35,7 +35,8 @@ def restore_ids(db: Connection) -> list[str]:
     """Restore damaged ids and indexes where possible; return a sentence for each fault."""
     faults: list[str] = []
     for table, noun in NOUNS.items():
-        row_ids, index_ids = _ids_in_rows(db, table), _ids_in_index(db, table)
+        row_ids = _ids_in_rows(db, table)
+        index_ids = _ids_in_index(db, table)
         lost_ids = [index_ids[row] for row in index_ids.keys() - row_ids.keys()]
         faults += [f"The record of {noun} {id_} is lost: restore a backup" for id_ in lost_ids]
         table_faults = _structure_faults(db, table, "quick_check")
@@ -43,7 +44,7 @@ def restore_ids(db: Connection) -> list[str]:
         faults += [f"The table {table} is damaged ({fault})" for fault in sorted(table_faults)]
         if lost_ids or table_faults or not index_faults:
             continue  # the index may be the only place that still has an id
-        faults += _restore_table(db, table, noun, row_ids, index_ids)
+        faults += _restore_table(db, table, noun=noun, row_ids=row_ids, index_ids=index_ids)
     return faults
 
 
@@ -52,7 +53,8 @@ def _restore_table(
 ) -> list[str]:
     """Restore the ids and the indexes of a table that has lost no rows."""
     true_ids: dict[int, str] = {}
-    faults, undecided = list[str](), list[str]()
+    faults: list[str] = []
+    undecided: list[str] = []
     for row, index_id in index_ids.items():
         row_id = row_ids[row]
         if row_id == index_id:

@@ -264,7 +264,8 @@ def _check_blocks(message: AnthropicMessage, path: str, call_ids: set[str]) -> N
 def _template_messages(message: AnthropicMessage) -> list[dict[str, Any]]:
     """Return a message as messages for a chat template; each tool result becomes a message."""
     template_message: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
-    results, reasoning_texts = [], []
+    results = []
+    reasoning_texts = []
     for block in () if isinstance(message.content, str) else message.content:
         if isinstance(block, ToolUseBlock):
             function = {"name": block.name, "arguments": arguments_text(block.input)}

@@ -161,9 +161,9 @@ _DELTAS: Final[dict[events.BlockKind, type[TextDelta | ThinkingDelta | InputDelt
 class MessageEncoder:
     """Writes the events of one message."""
 
-    def __init__(self, reply: ResponseInfo) -> None:
-        """Write `reply`."""
-        self._reply = reply
+    def __init__(self, info: ResponseInfo) -> None:
+        """Write the response that `info` describes."""
+        self._info = info
         self._stop = StopBody("end_turn", None)
         self._timings: TimingsBody | UnsetType = UNSET
         self._schema_miss: SchemaMiss = UNSET
@@ -191,7 +191,9 @@ class MessageEncoder:
                 self._end(event, has_calls=event.has_calls)
             case events.AnswerFinished():
                 usage = _usage_body(event.usage)
-                last_delta = MessageDelta(self._stop, usage, self._timings, self._schema_miss)
+                last_delta = MessageDelta(
+                    self._stop, usage=usage, timings=self._timings, schema_miss=self._schema_miss
+                )
                 return named_sse(last_delta) + named_sse(MessageStop())
             case events.StreamFailed():
                 error = ANTHROPIC.body(event.error, event.request_id, str)
@@ -222,14 +224,14 @@ class MessageEncoder:
     def _is_omitted(self, block: events.ContentBlock) -> bool:
         """Whether a block is sent without its text, as `thinking.display` may request."""
         is_reasoning = block.kind is events.BlockKind.REASONING
-        return is_reasoning and self._reply.job.omits_reasoning
+        return is_reasoning and self._info.job.omits_reasoning
 
     def _message(self, content: list[BlockBody], usage: Usage) -> MessageBody:
         """Return the message with this content and no stop reason."""
         return MessageBody(
-            id=self._reply.id,
+            id=self._info.id,
             role="assistant",
-            model=self._reply.model,
+            model=self._info.model,
             content=content,
             stop_reason=None,
             stop_sequence=None,
@@ -247,7 +249,7 @@ class MessageEncoder:
             self._stop = StopBody("stop_sequence", event.stop)
         else:
             self._stop = StopBody("end_turn", None)
-        if self._reply.job.timings:
+        if self._info.job.timings:
             self._timings = timings_body(event.usage, event.timings)
 
 

@@ -183,7 +183,12 @@ _TEXT_BLOCKS: Final = (TextBlock, DocumentBlock, SearchResultBlock)
 def read_tools(tools: Sequence[Tool] | None, choice: Choice | None) -> Tools | None:
     """Return the tools that the answer may call, or None for none. Raises as `to_tools`."""
     functions = [
-        FunctionBody(tool.name, tool.description, tool.input_schema, tool.strict)
+        FunctionBody(
+            tool.name,
+            description=tool.description,
+            parameters=tool.input_schema,
+            strict=tool.strict,
+        )
         for tool in tools or ()
     ]
     if isinstance(choice, OneChoice):

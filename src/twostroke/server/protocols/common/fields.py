@@ -368,7 +368,13 @@ def to_caller(request: ServiceFields, prompt_field: str, tenant: Tenant) -> Call
     service = TIERS[request.service_tier or "auto"]
     priority = SERVICE_TIERS[service] if request.priority is None else request.priority
     names_class = request.service_tier not in {None, "auto"}
-    return Caller(priority, tenant.name, prompt_field, service, names_class=names_class)
+    return Caller(
+        priority=priority,
+        tenant=tenant.name,
+        prompt_field=prompt_field,
+        service=service,
+        names_class=names_class,
+    )
 
 
 def to_job(request: CommonFields, prompts: tuple[Prompt, ...], **other_fields: Any) -> Job:

@@ -119,9 +119,9 @@ class LlamaCompletion(msgspec.Struct, kw_only=True, frozen=True):
 class Verbose:
     """Makes the `__verbose` field of each answer, if the request has `verbose`."""
 
-    def __init__(self, reply: ResponseInfo) -> None:
-        """Describe the answers of `reply`."""
-        self._reply = reply
+    def __init__(self, info: ResponseInfo) -> None:
+        """Describe the answers of the response that `info` describes."""
+        self._info = info
         self._tokens: dict[int, list[int]] = {}  # by choice
 
     def begin(self, event: ChoiceStarted) -> None:
@@ -130,11 +130,11 @@ class Verbose:
 
     def body(self, event: ChoiceEnded) -> LlamaCompletion | UnsetType:
         """Return a complete answer with its prompt and special tokens; UNSET if not requested."""
-        reply = self._reply
-        job = reply.job
+        info = self._info
+        job = info.job
         if not job.is_verbose:
             return UNSET
-        tokenizer = reply.tokenizer
+        tokenizer = info.tokenizer
         tokens = self._tokens[event.choice]
         usage = event.usage
         if tokens and tokens[-1] in tokenizer.eos_ids:
@@ -156,13 +156,11 @@ class Verbose:
             content=text,
             tokens=tokens,
             id_slot=NO_SLOT,
-            model=reply.model,
+            model=info.model,
             tokens_predicted=usage.completion_tokens,
             tokens_evaluated=usage.prompt_tokens,
             generation_settings=settings,
-            prompt=tokenizer.decode(
-                reply.prompts[event.choice // job.params.n], skip_special=False
-            ),
+            prompt=tokenizer.decode(info.prompts[event.choice // job.params.n], skip_special=False),
             has_new_line="\n" in text,
             truncated=is_cut and usage.completion_tokens != limit,
             stop_type="limit" if is_cut else "word" if word else "eos",

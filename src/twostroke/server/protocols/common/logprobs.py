@@ -63,11 +63,15 @@ def chat_logprobs(
     content = []
     for token, scores in scored:
         likely = [
-            TopLogprob(name_of(id_), logprob, list(tokenizer.token_bytes(id_)))
+            TopLogprob(token=name_of(id_), logprob=logprob, bytes=list(tokenizer.token_bytes(id_)))
             for id_, logprob in zip(scores.top_ids, scores.top_logprobs, strict=True)
         ]
         data = list(tokenizer.token_bytes(token))
-        content.append(TokenLogprob(name_of(token), scores.logprob, data, likely))
+        content.append(
+            TokenLogprob(
+                token=name_of(token), logprob=scores.logprob, bytes=data, top_logprobs=likely
+            )
+        )
     return content
 
 
@@ -90,7 +94,7 @@ class CompletionScorer:
         self._echoed = iter(echoed)
         self._prompt = TextOffsets(tokenizer, prompt=text)
         self._answer = TextOffsets(tokenizer, len(text), begins=False)
-        self._body = CompletionLogprobs([], [], [], [])
+        self._body = _no_logprobs()
         for token in echoed[:1]:
             next(self._echoed)
             self._add(token, None, self._prompt)
@@ -107,7 +111,8 @@ class CompletionScorer:
 
     def take(self) -> CompletionLogprobs:
         """Return the log-probabilities added since the last call, and remove them."""
-        body, self._body = self._body, CompletionLogprobs([], [], [], [])
+        body = self._body
+        self._body = _no_logprobs()
         return body
 
     @property
@@ -116,6 +121,7 @@ class CompletionScorer:
         return bool(self._body.tokens)
 
     def _add(self, token: int, scores: TokenLogprobs | None, offsets: TextOffsets) -> None:
+        """Add a token; `scores` is None for a token without log-probabilities."""
         body = self._body
         data = self._tokenizer.token_bytes(token)
         name = self._name_of(token)
@@ -131,6 +137,10 @@ class CompletionScorer:
         }
         body.token_logprobs.append(scores.logprob)
         body.top_logprobs.append(top | {name: scores.logprob})
+
+
+def _no_logprobs() -> CompletionLogprobs:
+    return CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
 
 
 class TextOffsets:

@@ -74,7 +74,9 @@ class FreeText(Frozen):
                 pattern = pattern[:-1]
             text["pattern"] = f"^(?:{pattern})$"
         schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-        return FunctionBody(self.name, "\n\n".join(described), schema, strict=True)
+        return FunctionBody(
+            self.name, description="\n\n".join(described), parameters=schema, strict=True
+        )
 
 
 def arguments_text(arguments: str | Mapping[str, Any] | None) -> str:

@@ -71,7 +71,7 @@ def read(request: LlamaRequest, tenant: Tenant) -> Job:
         _to_mixed(prompt, parse_special=request.parse_special)
         for prompt in _split_prompts(request.prompt)
     ]
-    return to_job(request, prompts, tenant)
+    return to_job(request, prompts, tenant=tenant)
 
 
 def to_job(

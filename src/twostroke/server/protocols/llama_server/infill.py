@@ -145,4 +145,4 @@ def read(request: InfillRequest, tenant: Tenant) -> Job:
         files=tuple((file.filename, file.text) for file in files),
         limit=num_predict(request),
     )
-    return to_job(request, [gap], tenant, InfillJob)
+    return to_job(request, [gap], tenant=tenant, job_type=InfillJob)

@@ -100,8 +100,10 @@ def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
     assignments: dict[str, _SlotAssignment] = defaultdict(_SlotAssignment)
 
     async def props(request: Request) -> Response:
+        """Return the properties of the server and of a model."""
         name, model = models.find(request.query_params.get("model"))
-        config, card = model.engine.facts.config, model.card
+        config = model.engine.facts.config
+        card = model.card
         defaults = TextFields()
         params = card.sampling.fill(to_params(defaults), DEFAULTS)
         texts = card.tokenizer.named_texts
@@ -124,11 +126,14 @@ def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
         )
 
     async def slots(request: Request) -> Response:
+        """Return all slots of a model, free and busy."""
         if not options.shows_dashboard:
             message = "The slots are not shown: start `twostroke serve` with --dashboard."
             raise SlotsOffError(message)
         _, model = models.find(request.query_params.get("model"))
-        engine, card, assignment = model.engine, model.card, assignments[model.name]
+        engine = model.engine
+        card = model.card
+        assignment = assignments[model.name]
         config = engine.facts.config
         running = (await engine.read()).view.running
         if request.query_params.get("fail_on_no_slot") and len(running) >= config.max_running:

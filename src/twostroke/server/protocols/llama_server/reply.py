@@ -83,13 +83,13 @@ class _Progress:
 class LlamaEncoder:
     """Writes each answer as chunks of text, and a last event with its settings and counts."""
 
-    def __init__(self, reply: ResponseInfo) -> None:
-        """Write `reply`."""
-        assert isinstance(reply.job, LlamaJob)
-        self._reply = reply
-        self._request = reply.job.request
-        self._settings = generation_settings(reply.job.request, reply.job.params)
-        self._hides_answer = num_predict(reply.job.request) == 0  # the engine generates one token
+    def __init__(self, info: ResponseInfo) -> None:
+        """Write the response that `info` describes."""
+        assert isinstance(info.job, LlamaJob)
+        self._info = info
+        self._request = info.job.request
+        self._settings = generation_settings(info.job.request, info.job.params)
+        self._hides_answer = num_predict(info.job.request) == 0  # the engine generates one token
         self._id_slot = NO_SLOT if self._request.id_slot is None else self._request.id_slot
         self._started_s = time.monotonic()
         self._answers: dict[int, _Progress] = {}  # by choice
@@ -131,9 +131,10 @@ class LlamaEncoder:
                     self._add(event)
                 case events.ChoiceEnded():
                     responses.append(self._select_fields(self._end(event)))
-        return responses if self._reply.job.num_choices > 1 else responses[0]
+        return responses if self._info.job.num_choices > 1 else responses[0]
 
     def _add(self, event: events.ContentAdded) -> list[ScoredToken]:
+        """Add text and scored tokens to an answer; return the scored tokens."""
         answer = self._answers[event.block.choice]
         answer.texts.append(event.text)
         scored = [self._scored(token, scores) for token, scores in event.scored]
@@ -141,9 +142,11 @@ class LlamaEncoder:
         return scored
 
     def _scored(self, token: int, scores: TokenLogprobs) -> ScoredToken:
-        tokenizer, request = self._reply.tokenizer, self._request
+        """Return a token of the answer with its probability and the likeliest tokens."""
+        tokenizer = self._info.tokenizer
+        request = self._request
         if request.post_sampling_probs:
-            sampled = sampled_probabilities(self._reply.job.params, token, scores)
+            sampled = sampled_probabilities(self._info.job.params, token, scores)
             likely = [
                 LikelyToken(**_token_fields(tokenizer, other), prob=prob)
                 for other, prob in sampled[: request.n_probs]
@@ -180,6 +183,7 @@ class LlamaEncoder:
         *,
         progress: PromptProgress | UnsetType = UNSET,
     ) -> bytes:
+        """Return a chunk with more text, more tokens, or the progress of the prompt."""
         answer = self._answers[choice]
         piece = LlamaPiece(
             index=choice,
@@ -202,7 +206,8 @@ class LlamaEncoder:
         return llama_timings(usage, answer.prompt_s, time.monotonic() - answer.answer_started_s)
 
     def _end(self, event: events.ChoiceEnded) -> LlamaCompletion:
-        reply = self._reply
+        """Return the complete answer of a choice."""
+        info = self._info
         answer = self._answers[event.choice]
         usage = event.usage
         if self._hides_answer:
@@ -210,7 +215,7 @@ class LlamaEncoder:
             answer.tokens = []
             answer.scored = []
             usage = replace(usage, completion_tokens=0)
-        prompt = reply.prompts[event.choice // reply.job.params.n]
+        prompt = info.prompts[event.choice // info.job.params.n]
         num_tokens = usage.prompt_tokens + usage.completion_tokens
         is_cut = event.reason is FinishReason.LENGTH
         word = event.stop if isinstance(event.stop, str) else ""
@@ -220,11 +225,11 @@ class LlamaEncoder:
             content=text,
             tokens=answer.tokens if self._request.return_tokens else [],
             id_slot=self._id_slot,
-            model=reply.model,
+            model=info.model,
             tokens_predicted=usage.completion_tokens,
             tokens_evaluated=usage.prompt_tokens,
             generation_settings=self._settings,
-            prompt=reply.tokenizer.decode(prompt, skip_special=False),
+            prompt=info.tokenizer.decode(prompt, skip_special=False),
             has_new_line="\n" in text,
             truncated=is_cut and usage.completion_tokens != self._settings.n_predict,
             stop_type="limit" if is_cut or self._hides_answer else "word" if word else "eos",
@@ -252,7 +257,7 @@ class LlamaEncoder:
         return fields
 
     def _num_prompt(self, choice: int) -> int:
-        return len(self._reply.prompts[choice // self._reply.job.params.n])
+        return len(self._info.prompts[choice // self._info.job.params.n])
 
 
 # The structs inside an answer whose fields `response_fields` can select, and their depth.

@@ -126,6 +126,7 @@ def _job(
     tenant: Tenant,
     **other_fields: Any,
 ) -> EmbeddingJob:
+    """Return the job of a request; `other_fields` are fields of `EmbeddingJob`."""
     return EmbeddingJob(
         model=model,
         texts=tuple(texts),

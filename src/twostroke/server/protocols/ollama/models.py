@@ -177,6 +177,7 @@ def ollama_routes(models: ModelRegistry) -> list[Route]:
     """Return the routes of this file that send lists or errors."""
 
     async def tags(_request: Request) -> Response:
+        """List all models, loaded or not."""
         tagged_models = [
             TaggedModel(
                 **_common_fields(name, model.card),
@@ -190,6 +191,7 @@ def ollama_routes(models: ModelRegistry) -> list[Route]:
         return to_json(TaggedModels(tagged_models))
 
     async def loaded(_request: Request) -> Response:
+        """List the models in memory."""
         loaded_models = [
             LoadedModelBody(
                 **_common_fields(name, model.card),
@@ -206,6 +208,7 @@ def ollama_routes(models: ModelRegistry) -> list[Route]:
         return to_json(VersionBody(API_VERSION))
 
     async def refuse(_request: Request) -> NoReturn:
+        """Refuse a request that would change the collection of models."""
         reason = (
             "This server has the models that it was started with: fetch others with "
             "`twostroke pull`, list them with `twostroke models`, and serve them with "

@@ -99,7 +99,9 @@ Line = TypeVar("Line", bound=OllamaLine)
 
 def chat_line(model: str, text: str, thinking: str, calls: list[OllamaCallBody]) -> OllamaChatLine:
     """Return a line with the next part of an answer's message."""
-    message = OllamaAnswer("assistant", text, thinking or UNSET, calls or UNSET)
+    message = OllamaAnswer(
+        role="assistant", content=text, thinking=thinking or UNSET, tool_calls=calls or UNSET
+    )
     return OllamaChatLine(model=model, created_at=datetime.now(UTC), message=message)
 
 
@@ -126,9 +128,12 @@ def empty_generate(request: OllamaGenerateRequest, model: str) -> OllamaGenerate
 class LineEncoder:
     """Writes a line for each part of the answer's text, and for each complete tool call."""
 
-    def __init__(self, reply: ResponseInfo, make: MakeLine) -> None:
-        """Write `reply`; `make` returns a line for a model's name, text, reasoning and calls."""
-        self._reply = reply
+    def __init__(self, info: ResponseInfo, make: MakeLine) -> None:
+        """Write the response that `info` describes.
+
+        `make` returns a line for a model's name, a text, a text of reasoning, and tool calls.
+        """
+        self._info = info
         self._make = make
         self._tokens: list[int] = []  # of the answer so far
 
@@ -143,7 +148,7 @@ class LineEncoder:
                     return b""
                 line = self._line(**_content(block.kind, event.text))
                 if event.scored:
-                    line.logprobs = chat_logprobs(self._reply.tokenizer, event.scored)
+                    line.logprobs = chat_logprobs(self._info.tokenizer, event.scored)
             case events.BlockClosed(block=events.ContentBlock(kind=events.BlockKind.CALL)):
                 line = self._line(**_complete_content(event.block))
             case events.ChoiceEnded():
@@ -164,18 +169,18 @@ class LineEncoder:
                 case events.ChoiceStarted():
                     self._tokens = event.tokens
                 case events.ContentAdded():
-                    scored += chat_logprobs(self._reply.tokenizer, event.scored)
+                    scored += chat_logprobs(self._info.tokenizer, event.scored)
                 case events.BlockClosed():
                     for name, part in _complete_content(event.block).items():
                         content[name] += part
                 case events.ChoiceEnded():
                     line = self._line(**content)
                     self._end(line, event)
-        line.logprobs = scored if self._reply.has_logprobs else UNSET
+        line.logprobs = scored if self._info.has_logprobs else UNSET
         return line
 
     def _line(self, text: str = "", thinking: str = "", calls: Calls = ()) -> OllamaLine:
-        return self._make(self._reply.model, text, thinking, list(calls))
+        return self._make(self._info.model, text, thinking, list(calls))
 
     def _end(self, line: OllamaLine, event: events.ChoiceEnded) -> None:
         """Add the finish reason, the durations and the counts to the last line."""
@@ -190,9 +195,9 @@ class LineEncoder:
         line.prompt_eval_duration = nanoseconds(times.first_token_s - times.started_s)
         line.eval_count = usage.completion_tokens
         line.eval_duration = nanoseconds(times.last_token_s - times.first_token_s)
-        is_chat = isinstance(self._reply.job.prompts[0], Conversation)
+        is_chat = isinstance(self._info.job.prompts[0], Conversation)
         if isinstance(line, OllamaGenerateLine) and is_chat:
-            line.context = [*self._reply.prompts[0], *self._tokens]
+            line.context = [*self._info.prompts[0], *self._tokens]
 
 
 def nanoseconds(seconds: float) -> int:

@@ -196,7 +196,7 @@ def read_chat(request: OllamaChatRequest, tenant: Tenant) -> Job:
         continues=last.role == "assistant" and not last.tool_calls,
         thinking=_thinking(request),
     )
-    return _job(request, conversation, tenant, "messages", tools=tools)
+    return _job(request, conversation, tenant=tenant, prompt_field="messages", tools=tools)
 
 
 def read_generate(request: OllamaGenerateRequest, tenant: Tenant) -> Job:
@@ -205,7 +205,7 @@ def read_generate(request: OllamaGenerateRequest, tenant: Tenant) -> Job:
     if request.parse_special is not None and not request.raw:
         raise RequestError("may only be set where raw is true.", field="parse_special")
     if request.suffix:
-        return _job(request, text, tenant, "prompt", suffix=request.suffix)
+        return _job(request, text, tenant=tenant, prompt_field="prompt", suffix=request.suffix)
     if not request.raw:
         template_messages = (
             [{"role": "system", "content": request.system}] if request.system else []
@@ -213,11 +213,13 @@ def read_generate(request: OllamaGenerateRequest, tenant: Tenant) -> Job:
         template_messages.append({"role": "user", "content": text})
         conversation = Conversation(tuple(template_messages), thinking=_thinking(request))
         context = tuple(request.context or ())
-        return _job(request, conversation, tenant, "prompt", context=context)
+        return _job(request, conversation, tenant=tenant, prompt_field="prompt", context=context)
     for name in ("system", "context"):
         if getattr(request, name):
             raise RequestError("cannot be combined with raw: leave one of them out.", field=name)
-    return _job(request, Mixed((text,), request.parse_special), tenant, "prompt")
+    return _job(
+        request, Mixed((text,), request.parse_special), tenant=tenant, prompt_field="prompt"
+    )
 
 
 def names(_request: OllamaRequest) -> Mapping[str, str]:

@@ -145,25 +145,25 @@ class ChatChunk(msgspec.Struct):
 class ChatEncoder:
     """Writes each answer as chunks: its role, its text, and a last chunk with the finish reason."""
 
-    def __init__(self, reply: ResponseInfo) -> None:
-        """Write `reply`; one chunk object is reused for all events."""
-        self._reply = reply
-        self._choice = ChunkChoice(0, ChatDelta())
+    def __init__(self, info: ResponseInfo) -> None:
+        """Write the response that `info` describes; one chunk object is reused for all events."""
+        self._info = info
+        self._choice = ChunkChoice(index=0, delta=ChatDelta())
         self._chunk = ChatChunk(
-            id=reply.id,
+            id=info.id,
             object="chat.completion.chunk",
-            created=reply.created_s,
-            model=reply.model,
+            created=info.created_s,
+            model=info.model,
             choices=[self._choice],
-            usage=None if reply.job.include_usage else UNSET,
-            service_tier=reply.job.caller.service if reply.job.tier else UNSET,
+            usage=None if info.job.include_usage else UNSET,
+            service_tier=info.job.caller.service if info.job.tier else UNSET,
         )
         self._started_s = time.monotonic()
-        self._usage = UsageSoFar(reply.job)
-        self._ids = TokenIds(reply.job)
+        self._usage = UsageSoFar(info.job)
+        self._ids = TokenIds(info.job)
         self._prompt_scores: list[TokenLogprobs | None] = []  # of the first choice
         self._timings: LlamaTimings | UnsetType = UNSET  # of the newest complete answer
-        self._verbose = Verbose(reply)
+        self._verbose = Verbose(info)
         self._chunk_around_text: dict[
             int, tuple[bytes, bytes]
         ] = {}  # JSON before and after, by choice
@@ -197,7 +197,7 @@ class ChatEncoder:
 
     def whole_response(self, stream: Iterable[events.Event]) -> ChatCompletion:
         """Return the response that is not streamed."""
-        reply = self._reply
+        info = self._info
         choices: list[ChatChoice] = []
         verbose: LlamaCompletion | UnsetType = UNSET  # of the first answer
         for event in stream:
@@ -205,9 +205,16 @@ class ChatEncoder:
                 case events.ChoiceStarted():
                     self._ids.begin(event)
                     self._verbose.begin(event)
-                    logprobs = ChatLogprobs([]) if reply.has_logprobs else None
+                    logprobs = ChatLogprobs([]) if info.has_logprobs else None
                     message = AnswerMessage("assistant", "")
-                    choices.append(ChatChoice(event.choice, message, logprobs, "stop"))
+                    choices.append(
+                        ChatChoice(
+                            index=event.choice,
+                            message=message,
+                            logprobs=logprobs,
+                            finish_reason="stop",
+                        )
+                    )
                 case events.ContentAdded(scored=[_, *_]):
                     if (answer_logprobs := choices[-1].logprobs) is not None:
                         answer_logprobs.content.extend(self._logprobs(event).content)
@@ -217,31 +224,31 @@ class ChatEncoder:
                     self._prompt_scores += event.logprobs
                 case events.ChoiceEnded():
                     message = choices[-1].message
-                    if message.tool_calls is not UNSET or reply.reading.is_forced:
+                    if message.tool_calls is not UNSET or info.reading.is_forced:
                         message.content = message.content or None
                     self._end(choices[-1], event)
                     verbose = verbose or self._verbose.body(event)
                 case events.AnswerFinished():
                     usage = usage_body(event.usage, event.num_reasoning)
         return ChatCompletion(
-            id=reply.id,
+            id=info.id,
             object="chat.completion",
-            created=reply.created_s,
-            model=reply.model,
+            created=info.created_s,
+            model=info.model,
             choices=choices,
             usage=usage,
-            service_tier=reply.job.caller.service if reply.job.tier else UNSET,
+            service_tier=info.job.caller.service if info.job.tier else UNSET,
             timings=self._timings,
             prompt_logprobs=self._prompt_logprobs(),
-            prompt_token_ids=list(reply.prompts[0]) if self._ids.is_reported else UNSET,
+            prompt_token_ids=list(info.prompts[0]) if self._ids.is_reported else UNSET,
             verbose=verbose,
         )
 
     def _prompt_logprobs(self) -> PromptLogprobs | UnsetType:
-        reply = self._reply
-        if not reply.job.prompt_scores:
+        info = self._info
+        if not info.job.prompt_scores:
             return UNSET
-        return to_prompt_logprobs(reply.tokenizer, reply.prompts[0], self._prompt_scores)
+        return to_prompt_logprobs(info.tokenizer, info.prompts[0], self._prompt_scores)
 
     @property
     def _reports_progress(self) -> bool:
@@ -255,7 +262,7 @@ class ChatEncoder:
             self._ids.begin(event)
             self._verbose.begin(event)
             if self._ids.is_reported:
-                self._chunk.prompt_token_ids = list(self._reply.prompts[0])
+                self._chunk.prompt_token_ids = list(self._info.prompts[0])
             return self._write(event.choice, self._first_delta)
         self._chunk.prompt_progress = to_progress(event, time.monotonic() - self._started_s)
         return self._write(event.choice, ChatDelta())
@@ -266,10 +273,10 @@ class ChatEncoder:
 
         Clients such as Vercel's AI SDK show a text for any content that is not null, even if empty.
         """
-        reply = self._reply
-        if reply.as_llama_server:
+        info = self._info
+        if info.as_llama_server:
             return ChatDelta("assistant", content=None)
-        may_call = reply.job.tools is not None
+        may_call = info.job.tools is not None
         return ChatDelta("assistant", content=None if may_call else "", refusal=None)
 
     def _write_text(self, index: int, text: str) -> bytes:
@@ -283,6 +290,7 @@ class ChatEncoder:
         return encode_json(text).join(around)
 
     def _write(self, index: int, delta: ChatDelta) -> bytes:
+        """Return a chunk with `delta` for the choice `index`, and reset the reused chunk."""
         choice = self._choice
         choice.index = index
         choice.delta = delta
@@ -299,16 +307,16 @@ class ChatEncoder:
         return data
 
     def _logprobs(self, event: events.ContentAdded) -> ChatLogprobs:
-        as_ids = self._reply.job.tokens_as_ids
-        return ChatLogprobs(chat_logprobs(self._reply.tokenizer, event.scored, as_ids=as_ids))
+        as_ids = self._info.job.tokens_as_ids
+        return ChatLogprobs(chat_logprobs(self._info.tokenizer, event.scored, as_ids=as_ids))
 
     def _end(self, choice: ChatChoice | ChunkChoice, event: events.ChoiceEnded) -> None:
         choice.finish_reason = finish_reason(event.reason, has_calls=event.has_calls)
         choice.schema_miss = event.schema_miss or UNSET
-        self._timings = requested_timings(self._reply.job, event)
+        self._timings = requested_timings(self._info.job, event)
         if isinstance(choice, ChatChoice):
             choice.token_ids = self._ids.take(event.choice)
-        if self._reply.job.timings:
+        if self._info.job.timings:
             choice.timings = timings_body(event.usage, event.timings)
 
 

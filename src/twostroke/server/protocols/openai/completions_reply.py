@@ -71,25 +71,28 @@ class CompletionBody(msgspec.Struct):
 class CompletionEncoder:
     """Writes each answer as chunks of text, and a last chunk with the finish reason."""
 
-    def __init__(self, reply: ResponseInfo) -> None:
-        """Write `reply`; in a stream, one body object is reused for all events."""
-        self._reply = reply
-        self._choice = CompletionChoice(0, "")
+    def __init__(self, info: ResponseInfo) -> None:
+        """Write the response that `info` describes.
+
+        In a stream, one body object is reused for all events.
+        """
+        self._info = info
+        self._choice = CompletionChoice(index=0, text="")
         self._body = CompletionBody(
-            id=reply.id,
+            id=info.id,
             object="text_completion",
-            created=reply.created_s,
-            model=reply.model,
+            created=info.created_s,
+            model=info.model,
             choices=[self._choice],
-            usage=None if reply.job.include_usage else UNSET,
-            service_tier=reply.job.caller.service if reply.job.tier else UNSET,
+            usage=None if info.job.include_usage else UNSET,
+            service_tier=info.job.caller.service if info.job.tier else UNSET,
         )
         self._started_s = time.monotonic()
-        self._usage = UsageSoFar(reply.job)
-        self._ids = TokenIds(reply.job)
+        self._usage = UsageSoFar(info.job)
+        self._ids = TokenIds(info.job)
         self._prompt_scores: dict[int, list[TokenLogprobs | None]] = {}  # by choice
         self._timings: LlamaTimings | UnsetType = UNSET  # of the newest complete answer
-        self._verbose = Verbose(reply)
+        self._verbose = Verbose(info)
         self._scorers: dict[
             int, CompletionScorer
         ] = {}  # by choice; empty without log-probabilities
@@ -132,7 +135,7 @@ class CompletionEncoder:
         for event in stream:
             match event:
                 case events.ChoiceStarted():
-                    choices.append(CompletionChoice(event.choice, self._begin(event)))
+                    choices.append(CompletionChoice(index=event.choice, text=self._begin(event)))
                 case events.ContentAdded():
                     self._score(event)
                     choices[-1].text += event.text
@@ -152,27 +155,27 @@ class CompletionEncoder:
 
     def _begin(self, event: events.ChoiceStarted) -> str:
         """Begin a choice; return the prompt to echo before its answer, or an empty text."""
-        reply = self._reply
+        info = self._info
         choice = event.choice
         tokens: list[int] = []
         text = ""
         self._ids.begin(event)
         self._verbose.begin(event)
-        if reply.job.echo:
-            prompt_index = choice // reply.job.params.n
-            prompt = reply.job.prompts[prompt_index]
-            tokens = list(reply.prompts[prompt_index])
+        if info.job.echo:
+            prompt_index = choice // info.job.params.n
+            prompt = info.job.prompts[prompt_index]
+            tokens = list(info.prompts[prompt_index])
             assert isinstance(prompt, str | list)
-            text = prompt if isinstance(prompt, str) else reply.tokenizer.decode(prompt)
-        if reply.has_logprobs:
-            as_ids = reply.job.tokens_as_ids
+            text = prompt if isinstance(prompt, str) else info.tokenizer.decode(prompt)
+        if info.has_logprobs:
+            as_ids = info.job.tokens_as_ids
             self._scorers[choice] = CompletionScorer(
-                reply.tokenizer, echoed=tokens, text=text, as_ids=as_ids
+                info.tokenizer, echoed=tokens, text=text, as_ids=as_ids
             )
         return text
 
     def _prompt_tokens(self, choice: int) -> list[int]:
-        return list(self._reply.prompts[choice // self._reply.job.params.n])
+        return list(self._info.prompts[choice // self._info.job.params.n])
 
     def _add_reports(self, choice: CompletionChoice) -> None:
         """Add the requested token ids and prompt log-probabilities to a complete answer."""
@@ -180,13 +183,13 @@ class CompletionEncoder:
         choice.token_ids = self._ids.take(index)
         if self._ids.is_reported:
             choice.prompt_token_ids = self._prompt_tokens(index)
-        if self._reply.job.prompt_scores:
+        if self._info.job.prompt_scores:
             scores = self._prompt_scores.get(index, [])
             tokens = self._prompt_tokens(index)
-            choice.prompt_logprobs = to_prompt_logprobs(self._reply.tokenizer, tokens, scores)
+            choice.prompt_logprobs = to_prompt_logprobs(self._info.tokenizer, tokens, scores)
 
     def _score(self, event: events.ContentAdded | events.PromptScored) -> None:
-        if isinstance(event, events.PromptScored) and self._reply.job.prompt_scores:
+        if isinstance(event, events.PromptScored) and self._info.job.prompt_scores:
             self._prompt_scores.setdefault(event.choice, []).extend(event.logprobs)
         elif isinstance(event, events.PromptScored):
             self._scorers[event.choice].add_prompt(event.logprobs)
@@ -194,6 +197,7 @@ class CompletionEncoder:
             self._scorers[event.block.choice].add(event.scored)
 
     def _write(self, index: int, text: str) -> bytes:
+        """Return a chunk with more text of the choice `index`."""
         choice = self._choice
         choice.index = index
         choice.text = text
@@ -204,6 +208,7 @@ class CompletionEncoder:
         return sse(encode_json(self._body))
 
     def _end(self, event: events.ChoiceEnded) -> bytes:
+        """Return the last chunk of a choice, with its finish reason."""
         choice = self._choice
         scorer = self._scorers.get(event.choice)
         choice.index = event.choice
@@ -224,6 +229,6 @@ class CompletionEncoder:
     def _finish(self, choice: CompletionChoice, event: events.ChoiceEnded) -> None:
         choice.finish_reason = finish_reason(event.reason)
         choice.schema_miss = event.schema_miss or UNSET
-        self._timings = requested_timings(self._reply.job, event)
-        if self._reply.job.timings:
+        self._timings = requested_timings(self._info.job, event)
+        if self._info.job.timings:
             choice.timings = timings_body(event.usage, event.timings)

@@ -105,13 +105,18 @@ def _keeper(request: ChatRequest, tenant: Tenant) -> Callable[[ChatCompletion], 
     """Return a function that stores the completion of a request."""
 
     def keep(completion: ChatCompletion) -> None:
-        id_, labels = completion.id, request.metadata or {}
+        id_ = completion.id
+        labels = request.metadata or {}
         messages = [
             {"id": f"{id_}-{index}", "content": None, **_present_fields(message)}
             for index, message in enumerate(request.messages)
         ]
         answer = _with_metadata(encode_json(completion), labels)
-        tenant.put(StoredResponse(id_, encode_json(messages), answer, (), kind=_KIND))
+        tenant.put(
+            StoredResponse(
+                id=id_, request_items=encode_json(messages), answer=answer, item_ids=(), kind=_KIND
+            )
+        )
 
     return keep
 
@@ -119,9 +124,9 @@ def _keeper(request: ChatRequest, tenant: Tenant) -> Callable[[ChatCompletion], 
 class StoringEncoder:
     """Writes a completion, and stores the complete one at its end, even if it is streamed."""
 
-    def __init__(self, reply: ResponseInfo, keep: Callable[[ChatCompletion], None]) -> None:
-        """Write `reply`; `keep` is called with the complete completion."""
-        self._inner = ChatEncoder(reply)
+    def __init__(self, info: ResponseInfo, keep: Callable[[ChatCompletion], None]) -> None:
+        """Write the response that `info` describes, and call `keep` with the completion."""
+        self._inner = ChatEncoder(info)
         self._keep = keep
         self._events: list[events.Event] = []  # from which the complete completion is made
 
@@ -141,10 +146,10 @@ class StoringEncoder:
         return completion
 
 
-def encoder(reply: ResponseInfo) -> Encoder:
+def encoder(info: ResponseInfo) -> Encoder:
     """Return the encoder of a chat completion; it stores the completion if the job has `keep`."""
-    keep = reply.job.store
-    return ChatEncoder(reply) if keep is None else StoringEncoder(reply, keep)
+    keep = info.job.store
+    return ChatEncoder(info) if keep is None else StoringEncoder(info, keep)
 
 
 def routes(

@@ -209,12 +209,16 @@ def tokenize(request: TokenizeRequest, card: ModelCard) -> TokenizeBody:
     try:
         ids = _encode(request, card, max_tokens)
     except TooManyTokensError as error:
-        raise _too_many_tokens(request, error.num_tokens, max_tokens, card) from None
+        raise _too_many_tokens(
+            request, num_tokens=error.num_tokens, max_tokens=max_tokens, card=card
+        ) from None
     if request.max_tokens is not None and len(ids) > max_tokens:
-        raise _too_many_tokens(request, len(ids), max_tokens, card)
+        raise _too_many_tokens(request, num_tokens=len(ids), max_tokens=max_tokens, card=card)
     texts = [tokenizer.token_text(id_) for id_ in ids] if request.return_token_strs else None
     tokens = [_piece(tokenizer, id_) for id_ in ids] if request.with_pieces else ids
-    return TokenizeBody(len(ids), card.context_length, [*tokens], texts)
+    return TokenizeBody(
+        count=len(ids), max_model_len=card.context_length, tokens=[*tokens], token_strs=texts
+    )
 
 
 def detokenize(request: DetokenizeRequest, card: ModelCard) -> DetokenizeBody:

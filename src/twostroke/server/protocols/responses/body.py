@@ -175,22 +175,22 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     schema_miss: SchemaMiss = UNSET
 
 
-def begin_response(reply: ResponseInfo) -> ResponseBody:
+def begin_response(info: ResponseInfo) -> ResponseBody:
     """Return the response before its first token."""
-    exchange = exchange_of(reply)
-    params = reply.job.params
+    exchange = exchange_of(info)
+    params = info.job.params
     request = exchange.request
     format_ = request.text.format if request.text is not None else None
     conversation = conversation_id(request)
     return ResponseBody(
         **{name: getattr(request, name) for name in _REPEATED_FIELDS},
-        id=reply.id,
-        created_at=reply.created_s,
+        id=info.id,
+        created_at=info.created_s,
         conversation=ConversationOfResponse(conversation) if conversation is not None else None,
-        model=reply.model,
+        model=info.model,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         reasoning={"effort": request.reasoning and request.reasoning.effort, "summary": None},
-        service_tier=reply.job.caller.service,
+        service_tier=info.job.caller.service,
         store=exchange.is_stored,
         temperature=params.values.temperature,
         text={"format": format_ or {"type": "text"}, "verbosity": "medium"},
@@ -210,9 +210,9 @@ def _tool_fields(tool: ResponsesTool) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None or name in required}
 
 
-def exchange_of(reply: ResponseInfo) -> Exchange:
+def exchange_of(info: ResponseInfo) -> Exchange:
     """Return the conversation of a response."""
-    (exchange,) = reply.job.prompts
+    (exchange,) = info.job.prompts
     assert isinstance(exchange, Exchange)
     return exchange
 

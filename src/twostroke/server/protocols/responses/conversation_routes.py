@@ -149,7 +149,7 @@ class Conversations:
         def work(body: bytes) -> ConversationBody:
             fields = self._decode(LIST_PATH, body, request)
             conversation = stored.new_conversation(fields.metadata)
-            items = self._read_items(fields.items or [], tenant, set(), request)
+            items = self._read_items(fields.items or [], tenant, ids=set(), request=request)
             stored.store_conversation(tenant, conversation, items)
             return conversation
 
@@ -193,7 +193,7 @@ class Conversations:
         def work(body: bytes) -> ItemList:
             raw_items = self._decode(ITEMS_PATH, body, request).items
             ids = {item["id"] for item in stored.items_in(record)}
-            items = self._read_items(raw_items, tenant, ids, request)
+            items = self._read_items(raw_items, tenant, ids=ids, request=request)
             stored.add_items(tenant, record, items)
             return ItemList(
                 data=items,

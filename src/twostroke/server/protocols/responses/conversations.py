@@ -149,13 +149,26 @@ def check_room(tenant: Tenant, turn: StoredResponse) -> None:
 
 def _make_record(id_: str, answer: bytes, last_turn: StoredResponse | None) -> StoredResponse:
     """Return the record of a conversation; `answer` is the JSON of its `ConversationBody`."""
-    return StoredResponse(id_, _NO_ITEMS, answer, (), last_turn, kind=CONVERSATION)
+    return StoredResponse(
+        id=id_,
+        request_items=_NO_ITEMS,
+        answer=answer,
+        item_ids=(),
+        previous=last_turn,
+        kind=CONVERSATION,
+    )
 
 
 def _new_turn(items: Sequence[RawItem], previous: StoredResponse | None) -> StoredResponse:
     """Return a turn of items that a client added, after the turn `previous`."""
     ids = tuple(item["id"] for item in items)
-    return StoredResponse(_new_turn_id(), encode_json(items), _NO_OUTPUT, ids, previous)
+    return StoredResponse(
+        id=_new_turn_id(),
+        request_items=encode_json(items),
+        answer=_NO_OUTPUT,
+        item_ids=ids,
+        previous=previous,
+    )
 
 
 def _new_turn_id() -> str:

@@ -88,7 +88,13 @@ class Exchange(Conversation, kw_only=True):
     def response(self, id_: str, answer: bytes, item_ids: Sequence[str]) -> StoredResponse:
         """Return the response to store: `answer` is its JSON, `item_ids` the ids of its output."""
         ids = (*self.draft.item_ids, *item_ids)
-        return StoredResponse(id_, self.draft.request_items, answer, ids, self.draft.previous)
+        return StoredResponse(
+            id=id_,
+            request_items=self.draft.request_items,
+            answer=answer,
+            item_ids=ids,
+            previous=self.draft.previous,
+        )
 
     def hold(self, id_: str, answer: bytes) -> StoredResponse | None:
         """Store a response that has not ended; requests cannot continue it. Return it if stored."""
@@ -114,7 +120,9 @@ class Exchange(Conversation, kw_only=True):
         Clients can read the response, but requests cannot continue it.
         """
         ids = (*self.draft.item_ids, *item_ids)
-        response = StoredResponse(queued.id, self.draft.request_items, answer, ids)
+        response = StoredResponse(
+            id=queued.id, request_items=self.draft.request_items, answer=answer, item_ids=ids
+        )
         if not self.tenant.supersede(queued, response):
             self.tenant.remove(queued.id)
 

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 class ResponsesEncoder:
     """Builds the response, an output item for each block, and writes its numbered events."""
 
-    def __init__(self, reply: ResponseInfo) -> None:
-        """Write `reply`."""
-        self._reply = reply
-        self._body = begin_response(reply)
+    def __init__(self, info: ResponseInfo) -> None:
+        """Write the response that `info` describes."""
+        self._info = info
+        self._body = begin_response(info)
         self._body.output = []
         self._block: events.ContentBlock | None = None  # the block that has begun and not ended
         self._logprobs: list[TokenLogprob] = []  # of the open block
@@ -72,7 +72,7 @@ class ResponsesEncoder:
         body = self._body
         body.background = True
         body.status = "queued"
-        self._queued = exchange_of(self._reply).hold(body.id, encode_json(body))
+        self._queued = exchange_of(self._info).hold(body.id, encode_json(body))
         return self._written([sent.ResponseCreated(body), sent.ResponseQueued(body)])
 
     def cancel(self) -> list[bytes]:
@@ -135,7 +135,9 @@ class ResponsesEncoder:
         self._body.output.append(item)
         yield sent.OutputItemAdded(block.index, item)
         if part := _add_empty_part(item):
-            yield sent.ContentPartAdded(item.id, block.index, 0, part)
+            yield sent.ContentPartAdded(
+                item_id=item.id, output_index=block.index, content_index=0, part=part
+            )
 
     def _empty_item(self, block: events.ContentBlock) -> OutputItem:
         """Return the output item of a block, without content."""
@@ -145,7 +147,7 @@ class ResponsesEncoder:
             case events.BlockKind.REASONING:
                 return OutputReasoning(new_id("rs_"), "in_progress", [])
             case events.BlockKind.CALL:
-                name, namespace = split_name(block.name, exchange_of(self._reply).request.tools)
+                name, namespace = split_name(block.name, exchange_of(self._info).request.tools)
                 item_type = OutputCustomCall if block.is_custom else OutputCall
                 return item_type(
                     id=new_id("ctc_" if block.is_custom else "fc_"),
@@ -156,20 +158,33 @@ class ResponsesEncoder:
                 )
 
     def _add(self, event: events.ContentAdded) -> sent.StreamEvent:
+        """Return the event for more content of the open block."""
         output_index = event.block.index
         id_ = self._body.output[output_index].id
         match event.block.kind:
             case events.BlockKind.TEXT:
                 scored = event.scored[event.num_reasoning :]
-                logprobs = chat_logprobs(self._reply.tokenizer, scored)
+                logprobs = chat_logprobs(self._info.tokenizer, scored)
                 self._logprobs += logprobs
-                return sent.OutputTextDelta(id_, output_index, 0, event.text, logprobs)
+                return sent.OutputTextDelta(
+                    item_id=id_,
+                    output_index=output_index,
+                    content_index=0,
+                    delta=event.text,
+                    logprobs=logprobs,
+                )
             case events.BlockKind.REASONING:
-                return sent.ReasoningTextDelta(id_, output_index, 0, event.text)
+                return sent.ReasoningTextDelta(
+                    item_id=id_, output_index=output_index, content_index=0, delta=event.text
+                )
             case events.BlockKind.CALL if event.block.is_custom:
-                return sent.CustomInputDelta(id_, output_index, event.text)
+                return sent.CustomInputDelta(
+                    item_id=id_, output_index=output_index, delta=event.text
+                )
             case events.BlockKind.CALL:
-                return sent.CallArgumentsDelta(id_, output_index, event.text)
+                return sent.CallArgumentsDelta(
+                    item_id=id_, output_index=output_index, delta=event.text
+                )
 
     def _close(self, block: events.ContentBlock) -> Iterator[sent.StreamEvent]:
         """End the output item of a block."""
@@ -177,15 +192,34 @@ class ResponsesEncoder:
         output_index = block.index
         match item:
             case OutputCall():
-                yield sent.CallArgumentsDone(item.id, output_index, item.name, item.arguments)
+                yield sent.CallArgumentsDone(
+                    item_id=item.id,
+                    output_index=output_index,
+                    name=item.name,
+                    arguments=item.arguments,
+                )
             case OutputCustomCall():
-                yield sent.CustomInputDone(item.id, output_index, item.input)
+                yield sent.CustomInputDone(
+                    item_id=item.id, output_index=output_index, input=item.input
+                )
             case OutputReasoning(content=[part]):
-                yield sent.ReasoningTextDone(item.id, output_index, 0, part.text)
-                yield sent.ContentPartDone(item.id, output_index, 0, part)
+                yield sent.ReasoningTextDone(
+                    item_id=item.id, output_index=output_index, content_index=0, text=part.text
+                )
+                yield sent.ContentPartDone(
+                    item_id=item.id, output_index=output_index, content_index=0, part=part
+                )
             case OutputMessage(content=[part]):
-                yield sent.OutputTextDone(item.id, output_index, 0, part.text, part.logprobs)
-                yield sent.ContentPartDone(item.id, output_index, 0, part)
+                yield sent.OutputTextDone(
+                    item_id=item.id,
+                    output_index=output_index,
+                    content_index=0,
+                    text=part.text,
+                    logprobs=part.logprobs,
+                )
+                yield sent.ContentPartDone(
+                    item_id=item.id, output_index=output_index, content_index=0, part=part
+                )
         yield sent.OutputItemDone(output_index, item)
 
     def _complete(self, block: events.ContentBlock, *, is_cut: bool) -> OutputItem:
@@ -210,7 +244,7 @@ class ResponsesEncoder:
         if event.reason is FinishReason.LENGTH:
             self._body.incomplete_details = IncompleteDetails("max_output_tokens")
         self._body.schema_miss = event.schema_miss or UNSET
-        if self._reply.job.timings:
+        if self._info.job.timings:
             self._body.timings = timings_body(event.usage, event.timings)
 
     def _finish(self, event: events.AnswerFinished) -> sent.StreamEvent:
@@ -240,7 +274,7 @@ class ResponsesEncoder:
     def _store(self) -> None:
         """Store the response for later requests, and note in `store` whether that was possible."""
         body = self._body
-        exchange = exchange_of(self._reply)
+        exchange = exchange_of(self._info)
         ids = [item.id for item in body.output]
         response = exchange.response(body.id, encode_json(body), ids)
         body.store = exchange.keep(response, self._queued)
