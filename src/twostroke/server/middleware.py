@@ -111,13 +111,19 @@ def build_app(api: Api) -> ASGIApp:
 
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False
+    boundary = _with_middleware(app, api, routes)
+    return boundary
+
+
+def _with_middleware(app: ASGIApp, api: Api, routes: Sequence[Route]) -> Boundary:
+    """Return `app` inside the middleware: limits, keys, origins, and the boundary outermost."""
     keys = api.options.api_keys
     origins = Origins(api.options)
     model_paths = {*GENERATION_PROTOCOLS, *EMBEDDING_PROTOCOLS, *UTILITY_ENDPOINTS}
     layers: ASGIApp = UsageReporter(app)
     if keys is not None:
         layers = KeyCheck(LimitCheck(layers, model_paths.__contains__), keys)
-    boundary = Boundary(
+    return Boundary(
         OriginCheck(layers, origins),
         responses=api.metrics.responses,
         limits=api.options.limits,
@@ -125,7 +131,6 @@ def build_app(api: Api) -> ASGIApp:
         observers=api.observers,
         find_endpoint=_endpoint_finder(routes),
     )
-    return boundary
 
 
 def _endpoint_finder(routes: Sequence[Route]) -> Callable[[Scope], str]:
