@@ -222,10 +222,10 @@ def _is_alive() -> bool:
 def measure_device() -> tuple[dict[str, Any], tuple[float, float]]:
     """Return facts about the GPU, its copy bandwidth (read and write) and BF16 matrix rate."""
     from twostroke.backends.gpu import launch_times
-    from twostroke.backends.gpu.device import find
+    from twostroke.backends.gpu.device import find_device
     from twostroke.backends.gpu.limits import measure
 
-    device = find()
+    device = find_device()
     if device.is_interpreted:
         return {"name": device.name}, (_BANDWIDTH, _PEAK)
     found, times = measure(device), launch_times.measure(device)

@@ -27,7 +27,7 @@ _MOST_KL, _LEAST_TOP1 = 1e-3, 0.98
 def correct(fmt: str) -> dict[str, Any]:
     """Return how far logits are from the reference's, for a format of weights."""
     from twostroke.backends.gpu.backend import GpuBackend
-    from twostroke.backends.gpu.device import find
+    from twostroke.backends.gpu.device import find_device
     from twostroke.backends.reference import ReferenceBackend
     from twostroke.lab.measure.divergence import compare
 
@@ -40,7 +40,7 @@ def correct(fmt: str) -> dict[str, Any]:
         right = ReferenceBackend(program, tensors, 1, _PAGE).score(tokens)
         for kv in ("f16", "int8", "fp8") if fmt == "BF16" else ("f16",):
             given: Any = {"kv_format": kv, "max_rows": max(256, count)}
-            ours: Any = GpuBackend(program, tensors, 80, _PAGE, find(), **given)
+            ours: Any = GpuBackend(program, tensors, 80, _PAGE, find_device(), **given)
             result = compare([(right, ours.score(tokens), tokens)])
             ours.close()
             own = {"mean_kl": result.mean_kl, "top1": result.top1_agreement}
@@ -57,12 +57,12 @@ def sampler(count: int = _DRAWN) -> dict[str, Any]:
     import torch
 
     from twostroke.backends.gpu import sampling
-    from twostroke.backends.gpu.device import find
-    from twostroke.backends.gpu.drawing import Drawing
+    from twostroke.backends.gpu.device import find_device
+    from twostroke.backends.gpu.drawing import StepSampler
     from twostroke.backends.gpu.step_input import LOGIT_ROWS
 
-    rng, gpu, differ = np.random.default_rng(3), find().gpu(torch.float32), 0
-    drawing, vocabulary = Drawing(gpu, 1000, on_host=False), 1000
+    rng, gpu, differ = np.random.default_rng(3), find_device().gpu(torch.float32), 0
+    drawing, vocabulary = StepSampler(gpu, 1000, on_host=False), 1000
     for first in range(0, count, LOGIT_ROWS):
         rows = min(LOGIT_ROWS, count - first)
         logits = (3 * rng.standard_normal((rows, vocabulary))).astype(np.float32)
@@ -92,13 +92,13 @@ def _params(rng: np.random.Generator) -> SamplingParams:
 def same_tokens(count: int = _SEQUENCES) -> dict[str, Any]:
     """Return how many sequences' log-probabilities differ from those of each computed alone."""
     from twostroke.backends.gpu.backend import GpuBackend
-    from twostroke.backends.gpu.device import find
+    from twostroke.backends.gpu.device import find_device
 
     rng, found = np.random.default_rng(2), {}
     params = SamplingParams(temperature=0, logprobs=5)
     for model, fmt in (("small", "BF16"), ("small", "Q4_K"), ("small-experts", "Q4_K")):
         program = program_of(model)
-        given = program, random_tensors(program, fmt, rng), 16 * 20, _PAGE, find()
+        given = program, random_tensors(program, fmt, rng), 16 * 20, _PAGE, find_device()
         backend: Any = GpuBackend(*given, max_rows=1024, same_tokens=True)
         known, differ = [], {"batched": 0, "chunked": 0, "drafted": 0}
         requests = []

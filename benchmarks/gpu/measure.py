@@ -95,11 +95,17 @@ class Engines:
 
     def _make(self, row: Row, program: Program, room: Room) -> None:
         from twostroke.backends.gpu.backend import GpuBackend
-        from twostroke.backends.gpu.device import find
+        from twostroke.backends.gpu.device import find_device
 
         tensors, began_s = made_up(program, row.fmt), time.perf_counter()
         self._backend = GpuBackend(
-            *(program, tensors, room.num_pages, PAGE, replace(find(), may_overlap=not row.apart)),
+            *(
+                program,
+                tensors,
+                room.num_pages,
+                PAGE,
+                replace(find_device(), may_overlap=not row.apart),
+            ),
             max_rows=room.max_rows,
             kv_format=row.kv,
             same_tokens=row.same_tokens,

@@ -27,9 +27,9 @@ def products(
     many: tuple[int, ...] = _ROWS,
 ) -> dict[str, Any]:
     """Return microseconds of each way for each format, shape and number of rows."""
-    from twostroke.backends.gpu.device import find
+    from twostroke.backends.gpu.device import find_device
 
-    device, found = find(), {}
+    device, found = find_device(), {}
     gpu = device.gpu(_element(is_interpreted=device.is_interpreted))
     for fmt in formats:
         for shape in shapes:
@@ -66,7 +66,7 @@ class _Ways:
         self._packed = [packed, *(pack(given, gpu.device) for _ in range(count - 1))]
         wanted = {"dtype": gpu.element, "device": gpu.device}
         self._dense = torch.empty(shape, **wanted)
-        products_packed.write_out(gpu, packed, self._dense)
+        products_packed.unpack_matrix(gpu, packed, self._dense)
         self._scratch = torch.empty(shape, **wanted)
         x = rng.standard_normal((most_rows, self._depth), np.float32)
         self._x = torch.from_numpy(x).to(**wanted)
@@ -83,7 +83,7 @@ class _Ways:
         right = (x @ self._dense.T).float()
         out = torch.empty((rows, self._width), dtype=gpu.element, device=gpu.device)
         floats = {"dtype": torch.float32, "device": gpu.device}
-        sums = torch.empty((products_tiles.MOST_PARTS, rows, self._width), **floats)
+        sums = torch.empty((products_tiles.MAX_PARTS, rows, self._width), **floats)
         found: dict[str, Any] = {}
         layout = self._packed[0].layout
         sizes = (rows, *(size for size in (64, 128) if size < rows))
@@ -105,7 +105,7 @@ class _Ways:
                     found[f"{name}: wrong"] = error
 
         def write_out(packed: Any) -> None:
-            products_packed.write_out(gpu, packed, self._scratch)
+            products_packed.unpack_matrix(gpu, packed, self._scratch)
             torch.mm(x, self._scratch.T, out=out)
 
         found["written out"] = self._us(write_out)

@@ -113,7 +113,7 @@ def fp8_product(fmt: Format, rows: int, architecture: int) -> Case:
     gpu = listing(launches, architecture)
     weight = _packed(fmt)
     output = Parts(_empty(rows, WIDTH, dtype=gpu.element), WIDTH, WIDTH)
-    if not products_fp8.is_for(gpu, rows, weight, output):
+    if not products_fp8.is_supported(gpu, rows, weight, output):
         return Case(launches)
     x = _empty(rows, DEPTH, dtype=gpu.element)
     size = products_fp8.scratch_bytes(gpu, rows, (weight.layout, WIDTH, DEPTH))
@@ -139,7 +139,7 @@ def written_out(fmt: Format, architecture: int) -> Case:
     gpu = listing(launches, architecture)
     weight = _packed(fmt)
     output = _empty(WIDTH, DEPTH, dtype=gpu.element)
-    products_packed.write_out(gpu, weight, output)
+    products_packed.unpack_matrix(gpu, weight, output)
     return Case(launches, weight.num_bytes + 2 * output.numel())
 
 

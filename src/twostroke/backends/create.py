@@ -73,9 +73,9 @@ def gpu_device(compute: ComputeOptions) -> GpuDevice:
     Raises:
         BackendError: there is no usable device.
     """
-    from twostroke.backends.gpu.device import find
+    from twostroke.backends.gpu.device import find_device
 
-    return find(compute.device)
+    return find_device(compute.device)
 
 
 def memory_free(

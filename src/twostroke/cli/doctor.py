@@ -232,7 +232,7 @@ def measure_gpu() -> dict[str, Any] | None:
     if not device.has_driver():
         return None
     try:
-        found = device.find()
+        found = device.find_device()
         from twostroke.backends.gpu.limits import measure
 
     except BackendError as error:

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs Triton: make long SUITE=gpu")
 
 from support.programs import PROGRAMS, SPEC, VOCAB_SIZE, random_tensors  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
-from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.backends.gpu.device import find_device  # noqa: E402
 from twostroke.backends.gpu.kernels import products_tiles  # noqa: E402
 from twostroke.backends.reference import ReferenceBackend  # noqa: E402
 from twostroke.lab.measure.divergence import compare  # noqa: E402
@@ -36,7 +36,7 @@ VARIANTS: dict[str, Program] = {
 
 def gpu_backend(program: Program, tensors: Any, num_pages: int = 2, **options: Any) -> GpuBackend:
     given = {"element": torch.float32, "kv_format": "f32", "max_rows": 64, "piece": 32}
-    return GpuBackend(program, tensors, num_pages, 16, find(), **{**given, **options})
+    return GpuBackend(program, tensors, num_pages, 16, find_device(), **{**given, **options})
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -17,7 +17,7 @@ from support.schedules import Setting, fresh, random_requests, run_schedule  # n
 from support.tiny import Tiny, write_tiny_gguf  # noqa: E402
 from twostroke.backends.gpu import attending  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
-from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.backends.gpu.device import find_device  # noqa: E402
 from twostroke.backends.gpu.kernels import attention  # noqa: E402
 from twostroke.core.constraint import Constraint  # noqa: E402
 from twostroke.core.errors import MemoryLimitError  # noqa: E402
@@ -44,7 +44,7 @@ _NUM_REQUESTS = 12
 
 def gpu_backend(num_pages: int, windows: tuple[int | None, ...] = (), **options: Any) -> GpuBackend:
     program, tensors = tiny_model(num_layers=1, windows=windows)
-    return GpuBackend(program, tensors, num_pages, 16, find(), **{**_EXACT, **options})
+    return GpuBackend(program, tensors, num_pages, 16, find_device(), **{**_EXACT, **options})
 
 
 @pytest.mark.parametrize("windows", [(), (20,)])
@@ -175,7 +175,7 @@ def test_no_size_of_a_step_has_kernels_that_were_not_prepared(
     program = PROGRAMS[name]
     given = {"max_rows": 2048, "same_tokens": same_tokens}
     tensors = random_tensors(program, "F16", "F16")
-    backend = GpuBackend(program, tensors, 8, 16, find(), **given)
+    backend = GpuBackend(program, tensors, 8, 16, find_device(), **given)
     kernels = backend._kernels
     prepared, kernels.only_notes = len(kernels), True
     for num_rows in range(64, 2049, 64):
@@ -214,7 +214,7 @@ def answers(tiny: str, monkeypatch: pytest.MonkeyPatch, method: str) -> tuple[li
     def make(*args: Any, size: Any, **_: Any) -> GpuBackend:
         tensors, program = args
         sizes = size.num_pages, size.page_size
-        made.append(GpuBackend(program, tensors, *sizes, find(), **_EXACT))
+        made.append(GpuBackend(program, tensors, *sizes, find_device(), **_EXACT))
         return made[0]
 
     num_blind = 0

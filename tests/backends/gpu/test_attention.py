@@ -15,7 +15,7 @@ from twostroke.backends.gpu.kernels.attention import AttentionItems, HeadLayout 
 from twostroke.backends.gpu.kernels.common import Parts  # noqa: E402
 from twostroke.backends.gpu.kernels.norm import Norm  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
-from twostroke.backends.gpu.tiles import MOST_PIECES, Tiling, divide  # noqa: E402
+from twostroke.backends.gpu.tiles import MAX_PIECES, Tiling, divide  # noqa: E402
 
 PAGE, PAGES = 16, 24
 
@@ -117,7 +117,7 @@ def test_pieces_depend_on_the_context_alone() -> None:
         (among,) = divide(np.array(slices, np.int32), tiling, 10_000)
         own = among.small[among.small[:, 0] == 41]
         np.testing.assert_array_equal(own[:, 4:6], alone.small[:, 4:6])
-        assert len(own) <= MOST_PIECES
+        assert len(own) <= MAX_PIECES
         assert own[0, 4] == 0
         assert own[-1, 5] == position + 1
 

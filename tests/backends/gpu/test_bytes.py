@@ -16,7 +16,7 @@ from support.programs import PROGRAMS, SPEC, VOCAB_SIZE, random_tensors  # noqa:
 from twostroke.backends.cpu.keys import balances  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.cache import DevicePages  # noqa: E402
-from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.backends.gpu.device import find_device  # noqa: E402
 from twostroke.backends.gpu.kernels import rope  # noqa: E402
 from twostroke.backends.gpu.kernels.common import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
@@ -173,7 +173,14 @@ def test_logits_are_those_of_a_reference_that_rounds(
     monkeypatch.setattr(backend, "PagedCache", Rounding)
     right = ReferenceBackend(program, tensors, 1, 16).score(TOKENS)
     ours = GpuBackend(
-        program, tensors, 2, 16, find(), element=torch.float32, kv_format=kv_format, max_rows=64
+        program,
+        tensors,
+        2,
+        16,
+        find_device(),
+        element=torch.float32,
+        kv_format=kv_format,
+        max_rows=64,
     )
     found = ours.score(TOKENS)
     assert f"{kv_format} keys and values" in ours.facts.detail

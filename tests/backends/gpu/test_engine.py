@@ -22,7 +22,7 @@ from support.schedules import (  # noqa: E402
 )
 from support.tiny import Tiny, tiny_of, write_tiny_gguf  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
-from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.backends.gpu.device import find_device  # noqa: E402
 from twostroke.backends.reference import ReferenceBackend  # noqa: E402
 from twostroke.core.constraint import Constraint  # noqa: E402
 from twostroke.core.errors import BackendError, MemoryLimitError  # noqa: E402
@@ -51,7 +51,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def gpu_backend(program: Any, tensors: Any, num_pages: int, **options: Any) -> GpuBackend:
     given = {"element": torch.float32, "kv_format": "f32", "max_rows": 60, "piece": 32}
-    return GpuBackend(program, tensors, num_pages, 16, find(), **given, **options)
+    return GpuBackend(program, tensors, num_pages, 16, find_device(), **given, **options)
 
 
 def engine(tiny: str, backend: str, num_tokens: int = 256, **options: Any) -> LLM:
@@ -102,19 +102,19 @@ def test_what_the_backend_cannot_do_is_said_in_a_sentence(
     from twostroke.backends.gpu import device
 
     with pytest.raises(BackendError, match="interpreted on the cpu, not on 'cuda:3'"):
-        device.find("cuda:3")
+        device.find_device("cuda:3")
     monkeypatch.setattr(device, "find_spec", lambda name: None if name == "triton" else name)
     with pytest.raises(BackendError, match=r"needs Triton: pip install '.+\[gpu\]'"):
-        device.find()
+        device.find_device()
     monkeypatch.undo()
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(BackendError, match="built without CUDA"):
-        device.find()
+        device.find_device()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(device, "_DRIVER", tmp_path / "none")
     with pytest.raises(BackendError, match="There is no NVIDIA driver here"):
-        device.find()
+        device.find_device()
     assert not device.may_exist()
     monkeypatch.setattr(device, "_DRIVER", tmp_path)
 
@@ -123,30 +123,30 @@ def test_what_the_backend_cannot_do_is_said_in_a_sentence(
 
     monkeypatch.setattr(torch.cuda, "init", refuse)
     with pytest.raises(BackendError, match=r"cannot be used: The NVIDIA driver .* too old"):
-        device.find()
+        device.find_device()
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("TWOSTROKE_CACHE", "/proc/nothing")
     with pytest.raises(BackendError, match="cannot be kept in /proc/nothing/triton"):
-        device.find()
+        device.find_device()
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path))
     with pytest.raises(
         BackendError, match=r"no device 'cuda:1' here\. Devices: auto, cuda, cuda:0"
     ):
-        device.find("cuda:1")
+        device.find_device("cuda:1")
     old = type("Properties", (), {"name": "T4", "major": 7, "minor": 5})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: old)
     with pytest.raises(BackendError, match="T4 is an sm_75; the gpu backend needs sm_80"):
-        device.find()
+        device.find_device()
     old.major, old.multi_processor_count = 9, 132  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(BackendError, match="Triton cannot start here: libcuda"):
-        device.find()
+        device.find_device()
     (tmp_path / "libcuda.so.1").touch()
     monkeypatch.setattr("triton.knobs.nvidia.libcuda_path", str(tmp_path))
     monkeypatch.setenv("CC", "false")
     with pytest.raises(BackendError, match=r"its C code does not compile.* install gcc and"):
-        device.find()
+        device.find_device()
 
 
 @pytest.mark.parametrize("windows", [(None,), (20,)])
@@ -265,7 +265,7 @@ def test_a_gpus_limits_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise BackendError("T4 is an sm_75.")
 
-    monkeypatch.setattr(device, "find", refuse)
+    monkeypatch.setattr(device, "find_device", refuse)
     found = doctor.measure_gpu()
     assert found is not None
     assert doctor.gpu_lines(found) == {"not used": "T4 is an sm_75."}
@@ -300,7 +300,7 @@ def test_a_full_gpu_has_no_limits_and_the_rest_goes_on(
     assert "There is no MBU and no MFU without them." in caplog.text
     failing("CUDA error: an illegal memory access was encountered")
     with pytest.raises(RuntimeError, match="illegal"):
-        limits.measure(device.find())
+        limits.measure(device.find_device())
 
 
 def test_a_gpu_without_room_for_cuda_has_no_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def routes_of(scores, num_used: int, *, more: int = 0, least: int = 8, normalize
     rows, experts = scores.shape
     bucket = rows + more
     memory = torch.full((bucket * route_ints(num_used),), -99, dtype=torch.int32)
-    routes = routing.routes_in(memory, bucket, experts, num_used, (least, 64))
+    routes = routing.divide_memory(memory, bucket, experts, num_used, (least, 64))
     given = np.zeros((2, bucket, experts + 8), np.float32)  # in two parts
     given[0, :rows, 8:] = np.where(np.isinf(scores), scores, 0)
     given[1, :rows, 8:] = np.where(np.isinf(scores), 0, scores)
@@ -65,7 +65,7 @@ def test_rows_choose_as_in_the_reference_and_stand_in_the_order_of_experts(seed:
     if bias is not None:
         scores += bias
     chosen = choose_experts(scores, used)
-    np.testing.assert_array_equal(found.chosen[: rows * used].reshape(rows, used), chosen)
+    np.testing.assert_array_equal(found.expert_ids[: rows * used].reshape(rows, used), chosen)
     shares = np.exp(scores - scores.max(1, keepdims=True))
     shares = np.take_along_axis(shares / shares.sum(1, keepdims=True), chosen, axis=1)
     if seed > 2:
@@ -83,7 +83,7 @@ def test_rows_choose_as_in_the_reference_and_stand_in_the_order_of_experts(seed:
     assert found.header[:2].tolist() == [rows * used, len(items)]
     assert len(items) <= found.max_items
     assert [tuple(item[:3]) for item in found.items.view(-1, 4)[: len(items)].tolist()] == items
-    assert (found.chosen[rows * used :] == -99).all()  # no rows of the step
+    assert (found.expert_ids[rows * used :] == -99).all()  # no rows of the step
 
 
 def test_a_score_that_is_not_a_number_makes_such_shares() -> None:

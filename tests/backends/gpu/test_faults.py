@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs Triton: make long SUITE=gpu")
 
 from support.cpu import tiny_model  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
-from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.backends.gpu.device import find_device  # noqa: E402
 from twostroke.core.errors import BackendError, MemoryLimitError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -71,15 +71,15 @@ def test_what_fails_while_an_engine_is_built_is_said_in_a_sentence(
     model = tiny_model(num_layers=1)
     failing(OutOfResources(120_000, 101_376, "shared memory"))
     with pytest.raises(BackendError, match=r"interpreted kernels, an sm_90: out of resource: sha"):
-        GpuBackend(*model, 4, 16, find())
+        GpuBackend(*model, 4, 16, find_device())
     failing(RuntimeError("CUDA error: an illegal instruction was encountered\nmore"))
     with pytest.raises(RuntimeError, match="illegal instruction"):
-        GpuBackend(*model, 4, 16, find())
+        GpuBackend(*model, 4, 16, find_device())
     monkeypatch.setattr(
         backend, "lost", lambda gpu, error: transfers.DeviceLostError(f"The GPU failed: {error}")
     )
     with pytest.raises(DeviceLostError, match="The GPU failed"):
-        GpuBackend(*model, 4, 16, find())
+        GpuBackend(*model, 4, 16, find_device())
 
 
 def test_a_kernel_fault_is_told_from_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from support.programs import SPEC, random_tensors  # noqa: E402
 from support.published import compressed_config, fp8, write_published  # noqa: E402
 from twostroke.backends.gpu import products  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
-from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.backends.gpu.device import find_device  # noqa: E402
 from twostroke.backends.gpu.kernels import products_fp8  # noqa: E402
 from twostroke.backends.gpu.kernels.common import Parts  # noqa: E402
 from twostroke.backends.gpu.kernels.packed import pack  # noqa: E402
@@ -70,9 +70,9 @@ def test_many_rows_are_rounded_and_multiplied(group: int, depth: int) -> None:
     output = torch.zeros((rows + 1, width + 8), dtype=torch.float16)
     given = Parts(output, width + 8, width + 8).columns(8, width)
     header = torch.tensor([rows, 0, 0, 0], dtype=torch.int32)
-    assert products_fp8.is_for(gpu, rows, weight, given)
+    assert products_fp8.is_supported(gpu, rows, weight, given)
     for layer in (gpu, replace(gpu, architecture=80), replace(gpu, same_tokens=True)):
-        assert products_fp8.is_for(layer, rows, weight, given) == (layer is gpu)
+        assert products_fp8.is_supported(layer, rows, weight, given) == (layer is gpu)
     ours = rounded_on_gpu(gpu, header, torch.from_numpy(x), weight.layout)
     products_fp8.launch(gpu, header, rows + 1, ours, weight, given)
     exact = rounded(x[:rows].astype(np.float32), group) @ tensor.dequantize().T
@@ -87,7 +87,7 @@ def test_very_many_rows_are_multiplied_by_the_library(monkeypatch: pytest.Monkey
     """Neighbours that share rounded rows, written out one after the other into one output."""
     monkeypatch.setattr(products_fp8, "LIBRARY_ROWS", 96)
     rng, calls, start = np.random.default_rng(7), list[Any](), products_fp8.write_rows
-    monkeypatch.setattr(products_fp8, "write_rows", lambda *x: calls.append(start(*x)))
+    monkeypatch.setattr(products_fp8, "write_rows", lambda *x, **y: calls.append(start(*x, **y)))
     depth, rows = 384, 101
     widths, groups = (80, 48, 64, 96, 70, 64), (depth, depth, 128, depth, depth, depth)
     tensors = [
@@ -170,7 +170,7 @@ def test_folders_stay_e4m3_and_agree_with_the_reference(tmp_path: Path, kind: st
     tokens = TOKENS[:16]
     right = ReferenceBackend(program, loaded.tensors, 1, 64).score(tokens)
     given = {"element": torch.float16, "kv_format": "f16", "max_rows": 16, "piece": 32}
-    ours = GpuBackend(program, loaded.tensors, 8, 16, find(), **given)
+    ours = GpuBackend(program, loaded.tensors, 8, 16, find_device(), **given)
     result = compare([(right, ours.score(tokens), tokens)])
     assert result.mean_kl < 1e-4
     assert "E4M3" not in ours.facts.detail, "no matrix was converted"
@@ -183,10 +183,10 @@ def test_steps_of_many_rows_are_close(monkeypatch: pytest.MonkeyPatch, name: str
     right = ReferenceBackend(program, tensors, 1, 128).score(TOKENS)
     given = {"element": torch.float16, "kv_format": "f16", "max_rows": 128}
     launched, start = [], getattr(products_fp8, name)
-    monkeypatch.setattr(products_fp8, name, lambda *x: launched.append(start(*x)))
+    monkeypatch.setattr(products_fp8, name, lambda *x, **y: launched.append(start(*x, **y)))
     if name == "write_rows":
         monkeypatch.setattr(products_fp8, "LIBRARY_ROWS", 65)
-    ours = GpuBackend(program, tensors, 2, 128, find(), **given)
+    ours = GpuBackend(program, tensors, 2, 128, find_device(), **given)
     launched.clear()
     result = compare([(right, ours.score(TOKENS), TOKENS)])
     assert launched

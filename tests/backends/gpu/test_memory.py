@@ -18,12 +18,12 @@ from support.programs import PROGRAMS, SPEC, random_tensors  # noqa: E402
 from support.tiny import Tiny, write_tiny_gguf  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.cache import DevicePages  # noqa: E402
-from twostroke.backends.gpu.device import GpuDevice, find  # noqa: E402
-from twostroke.backends.gpu.kernels.packed import PackedMatrix, joined, pack  # noqa: E402
+from twostroke.backends.gpu.device import GpuDevice, find_device  # noqa: E402
+from twostroke.backends.gpu.kernels.packed import PackedMatrix, concatenate, pack  # noqa: E402
 from twostroke.backends.gpu.launch import listing  # noqa: E402
 from twostroke.backends.gpu.lower import lower  # noqa: E402
 from twostroke.backends.gpu.plan import GpuPlan, step_bytes  # noqa: E402
-from twostroke.backends.gpu.stored import device_bytes, together  # noqa: E402
+from twostroke.backends.gpu.stored import device_bytes, runs_of_neighbours  # noqa: E402
 from twostroke.core.errors import MemoryLimitError  # noqa: E402
 from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions  # noqa: E402
 from twostroke.model.families import build_program  # noqa: E402
@@ -56,9 +56,9 @@ class Weights:
                 self.matrices[name] = torch.empty(tensor.shape, dtype=torch.float16, device=META)
 
     def factors(self, names: tuple[str, ...]) -> list[Any]:
-        runs = together([self.shapes.get(name) for name in names])
+        runs = runs_of_neighbours([self.shapes.get(name) for name in names])
         return [
-            joined(parts, sum(part.width for part in parts))
+            concatenate(parts, sum(part.width for part in parts))
             if (parts := [self.packed[names[i]] for i in run if names[i] in self.packed])
             else self.matrices[names[run[0]]]
             for run in runs
@@ -110,7 +110,7 @@ def test_matrices_that_are_written_out_and_rounded_rows_are_counted() -> None:
     rows, largest = 640, 2 * 4096 * 512  # a gate and an up
     dense, _, _ = planned_and_reserved(FORMATS["BF16"], rows, 90)
     packed, _, launches = planned_and_reserved(FORMATS["Q4_K"], rows, 90)
-    assert "_write_out" in {launch.kernel.__name__ for launch in launches}
+    assert "_unpack_matrix" in {launch.kernel.__name__ for launch in launches}
     assert 2 * largest <= packed - dense < 3 * largest  # and sums in parts
     fp8, _, launches = planned_and_reserved(e4m3(128), rows, 90)
     assert "_round_rows" in {launch.kernel.__name__ for launch in launches}
@@ -152,7 +152,7 @@ def test_models_that_take_turns_on_a_gpu_count_its_memory(tmp_path: Path) -> Non
 @pytest.mark.parametrize("model", ["borrowing", "experts beside", "latent", "latent, many heads"])
 @pytest.mark.parametrize("rows", [1, 300])
 def test_engines_reserve_no_more_than_was_planned(model: str, rows: int) -> None:
-    program, device = PROGRAMS[model], find()
+    program, device = PROGRAMS[model], find_device()
     tensors = random_tensors(program, "F16", "F16")
     backend = GpuBackend(program, tensors, 8, 16, device, max_rows=rows)
     planned = step_bytes(program, tensors, device, rows)

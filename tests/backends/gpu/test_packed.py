@@ -49,7 +49,7 @@ def test_a_matrix_is_written_out_exactly(fmt) -> None:
     tensor = random_matrix(rng, fmt, (70, depth))
     output = torch.zeros((70, depth))
     gpu = interpreted(torch.float32)
-    products_packed.write_out(gpu, pack(tensor, CPU), output)
+    products_packed.unpack_matrix(gpu, pack(tensor, CPU), output)
     np.testing.assert_allclose(output.numpy(), tensor.dequantize(), rtol=1e-6, atol=1e-7)
 
 
@@ -111,7 +111,9 @@ def test_a_large_matrix_is_packed_in_parts(fmt, monkeypatch: pytest.MonkeyPatch)
     tensor = random_matrix(np.random.default_rng(4), fmt, (200, 512))
     whole = pack(tensor, CPU)
     monkeypatch.setattr(packed, "_CODES_AT_ONCE", 70 * 512)
-    for right, found in zip(whole.pointers, pack(tensor, CPU).pointers, strict=True):
+    parts = pack(tensor, CPU).pointers
+    for name, right in whole.pointers.items():
+        found = parts[name]
         assert found.is_contiguous()
         assert found.shape == right.shape
         assert torch.equal(found.view(torch.uint8), right.view(torch.uint8))

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make long
 pytest.importorskip("triton", reason="needs Triton: make long SUITE=gpu")
 
 from twostroke.backends.gpu.kernels.bytes import assembly as assembly_of  # noqa: E402
-from twostroke.backends.gpu.kernels.packed_codes import constants, numbers  # noqa: E402
+from twostroke.backends.gpu.kernels.packed_codes import code_constants, number_constants  # noqa: E402
 from twostroke.backends.gpu.launch import listing  # noqa: E402
 from twostroke.backends.gpu.stored import PackedLayout  # noqa: E402
 from twostroke.model.quant.floats import E4M3  # noqa: E402
@@ -110,7 +110,7 @@ def test_assembly_makes_the_codes(layout: PackedLayout, element: torch.dtype) ->
     words, high = (rng.integers(0, limit, (2, 500)) for limit in (1 << 16, most))
     pair = [(low | upper << 16).astype(np.uint32) for low, upper in (words, high)]
     for is_centered in (True, False):
-        given = constants(listing([], 90, element), layout, is_centered=is_centered)
+        given = code_constants(listing([], 90, element), layout, is_centered=is_centered)
         for step, assembly in enumerate(given["ASSEMBLY"]):
             assert not re.search(r"\$[6-9]", assembly)
             inputs = {f"${layout.planes + place}": value for place, value in enumerate(pair)}
@@ -126,7 +126,7 @@ def test_assembly_makes_the_codes_in_float32(layout: PackedLayout) -> None:
     most = 256 if layout.bits == 5 else 1 << 16
     words, high = (rng.integers(0, limit, (2, 500)) for limit in (1 << 16, most))
     pair = [(low | upper << 16).astype(np.uint32) for low, upper in (words, high)]
-    given = numbers(listing([], 90), layout)
+    given = number_constants(listing([], 90), layout)
     for index, assembly in enumerate(given["ASSEMBLY"]):
         found = execute(assembly, {"$2": pair[0], "$3": pair[1]}, torch.bfloat16)
         codes = [*planes_of(layout, words, high, index // layout.planes)][index % layout.planes]
@@ -137,7 +137,7 @@ def test_assembly_makes_the_codes_in_float32(layout: PackedLayout) -> None:
 def test_assembly_makes_the_numbers_of_matrices_in_float32() -> None:
     codes = np.random.default_rng(1).permutation(np.arange(256).repeat(4)).astype(np.uint8)
     codes = codes[np.isfinite(E4M3[codes])].reshape(-1, 4)  # two words of two planes
-    given = numbers(listing([], 90), PackedLayout(8, 128, table="e4m3"))
+    given = number_constants(listing([], 90), PackedLayout(8, 128, table="e4m3"))
     assert given["SHIFT"] == 0
     for index, assembly in enumerate(given["ASSEMBLY"]):
         found = execute(assembly, {"$2": codes.view(np.uint32)[:, 0]}, torch.bfloat16)
@@ -150,7 +150,7 @@ def test_assembly_makes_the_numbers_of_matrices(element: torch.dtype) -> None:
     codes = np.random.default_rng(1).permutation(np.arange(256).repeat(4)).astype(np.uint8)
     codes = codes[np.isfinite(E4M3[codes])].reshape(-1, 4)  # two words of two planes
     layout = PackedLayout(8, 128, table="e4m3")
-    (text, *_) = constants(listing([], 90, element), layout, is_centered=True)["ASSEMBLY"]
+    (text, *_) = code_constants(listing([], 90, element), layout, is_centered=True)["ASSEMBLY"]
     found = execute(text, {"$2": codes.view(np.uint32)[:, 0]}, element)
     for plane in range(2):
         numbers = halves(found[f"${plane}"], element)

@@ -18,7 +18,7 @@ from support.tiny import tiny_of, write_tiny_gguf  # noqa: E402
 from twostroke import LLM, SamplingParams  # noqa: E402
 from twostroke.backends.gpu import launch  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
-from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.backends.gpu.device import find_device  # noqa: E402
 from twostroke.core.distributed_options import OffloadOptions  # noqa: E402
 from twostroke.core.errors import BackendError  # noqa: E402
 from twostroke.engine.disaggregation import prefill_peer as peer  # noqa: E402
@@ -35,7 +35,7 @@ ON_GPU = {"backend": "gpu", "same_tokens": True}
 def test_a_page_is_what_was_written_to_it(kv_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = PROGRAMS["borrowing"]
     tensors = random_tensors(program)
-    backend = GpuBackend(program, tensors, 4, 16, find(), kv_format=kv_format, max_rows=16)
+    backend = GpuBackend(program, tensors, 4, 16, find_device(), kv_format=kv_format, max_rows=16)
     pages = backend.pages
     assert pages.mapped is None
     for page in range(4):

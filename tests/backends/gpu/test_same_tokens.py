@@ -16,7 +16,7 @@ from support.cpu import tiny_model  # noqa: E402
 from support.programs import PROGRAMS, SPEC, VOCAB_SIZE, random_tensors  # noqa: E402
 from support.schedules import Setting, fresh, random_requests, run_schedule  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
-from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.backends.gpu.device import find_device  # noqa: E402
 from twostroke.backends.gpu.kernels import product, products_packed  # noqa: E402
 from twostroke.backends.gpu.kernels.common import Parts  # noqa: E402
 from twostroke.backends.gpu.kernels.packed import pack  # noqa: E402
@@ -129,7 +129,7 @@ def check_rows(program: Program, fmt: str, kv_format: str = "f16") -> None:
     def make(*, same_tokens: bool) -> GpuBackend:
         given = {"piece": 32, "max_rows": 128, "same_tokens": same_tokens, "kv_format": kv_format}
         num_pages = 27 * len(program.cache_groups)
-        return GpuBackend(program, tensors, num_pages, 16, find(), **given)
+        return GpuBackend(program, tensors, num_pages, 16, find_device(), **given)
 
     ours, other = make(same_tokens=True), make(same_tokens=False)
     right = computed(ours, [(len(TOKENS), 0)])
@@ -148,7 +148,7 @@ def test_requests_together_are_answered_as_each_alone() -> None:
 
     def backend(num_pages: int) -> GpuBackend:
         given = {"piece": 32, "max_rows": 64, "same_tokens": True}
-        return GpuBackend(*model, num_pages, 16, find(), **given)
+        return GpuBackend(*model, num_pages, 16, find_device(), **given)
 
     alone = replace(crowded.alone(64), token_budget=64)
     right, _ = run_schedule(backend(64), alone, [fresh(r) for r in requests], 100)

@@ -10,16 +10,16 @@ triton = pytest.importorskip("triton", reason="needs Triton: make long SUITE=gpu
 
 import triton.language as tl  # noqa: E402
 
-from twostroke.backends.gpu.kernels.token_blocks import nothing_seen, updated  # noqa: E402
+from twostroke.backends.gpu.kernels.token_blocks import add_block, empty_sums  # noqa: E402
 
 
 @triton.jit
 def _mixed(scores, values, scales, output, alone: tl.constexpr):
     rows, tokens, dims = tl.arange(0, 16), tl.arange(0, 32), tl.arange(0, 16)
-    top, total, mixed, unit = nothing_seen(16, 16)
+    top, total, mixed, unit = empty_sums(16, 16)
     own = tl.load(scores + tokens)[None, :] + tl.zeros((16, 32), tl.float32)
     block = tl.load(values + tokens[:, None] * 16 + dims[None, :]), tl.load(scales + tokens)
-    top, total, mixed, unit = updated(
+    top, total, mixed, unit = add_block(
         own, block[0], block[1], top, total, mixed, unit, 1.0, "int8", alone
     )
     tl.store(output + rows[:, None] * 16 + dims[None, :], mixed * unit)

@@ -1,4 +1,4 @@
-"""The GPU reader: a Program lowered once to Triton kernels, and steps replayed as CUDA graphs.
+"""The gpu backend: a Program lowered to Triton kernels, with steps replayed as CUDA graphs.
 
-`device` says whether there is a GPU without importing PyTorch; the other modules need it.
+`device` finds a GPU without importing PyTorch; the other modules need PyTorch and Triton.
 """

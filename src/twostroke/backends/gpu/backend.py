@@ -1,4 +1,4 @@
-"""The gpu backend: planned steps on one GPU, replayed as CUDA graphs."""
+"""The gpu backend: runs steps on one GPU, with Triton kernels in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from twostroke.backends.cpu.keys import balances
 from twostroke.backends.cpu.plan import MeasuredOpTime
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.gpu.cache import DevicePages
-from twostroke.backends.gpu.drawing import Drawing
+from twostroke.backends.gpu.drawing import StepSampler
 from twostroke.backends.gpu.graphs import LARGEST_BUCKET, Graphs, bucket_of, buckets_up_to
 from twostroke.backends.gpu.launch import Kernels
 from twostroke.backends.gpu.launch_times import overlapping
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.plan import GpuPlan
 from twostroke.backends.gpu.sequence import trace
-from twostroke.backends.gpu.step_input import LOGIT_ROWS, MOST_CHANGES, STEPS_AHEAD
+from twostroke.backends.gpu.step_input import LOGIT_ROWS, MAX_CHANGES, STEPS_AHEAD
 from twostroke.backends.gpu.timeline import seconds_of
 from twostroke.backends.gpu.transfers import (
     DeviceEvent,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from twostroke.backends.gpu.device import GpuDevice
-    from twostroke.backends.gpu.drawing import Drawn
+    from twostroke.backends.gpu.drawing import DrawnTokens
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.weights import Progress, Release
     from twostroke.backends.step_frame import StepFrame
@@ -58,14 +58,14 @@ if TYPE_CHECKING:
     Array = NDArray[np.float32]
     from collections.abc import Hashable
 
-    Launching = Callable[[], None]
+    LaunchFunction = Callable[[], None]
 
 
 class _Step(Frozen, eq=False):
-    """A step that was started: what `read` and the tensors bring is there after `mark`."""
+    """A step in flight; the results of `read` and the tensors are valid after `mark`."""
 
-    began_s: float
-    read: Callable[[], Drawn]
+    start_s: float
+    read: Callable[[], DrawnTokens]
     hidden: Tensor | None
     states: tuple[Tensor, ...]
     mark: DeviceEvent
@@ -75,11 +75,11 @@ class _Step(Frozen, eq=False):
 class GpuBackend:
     """Runs a Program on one GPU.
 
-    A step may be started while another one is in flight: all launches are on one stream, and
-    rows whose token the step before draws read it on the device.
+    A step may be started while another one is in flight: all launches are on one stream, and rows
+    whose input token is drawn by the previous step read the token on the device.
     """
 
-    def __init__(  # noqa: PLR0913 - facts that only the builder knows
+    def __init__(  # noqa: PLR0913 - each is a fact that only the caller knows
         self,
         program: Program,
         tensors: Mapping[str, QuantTensor],
@@ -99,19 +99,32 @@ class GpuBackend:
     ) -> None:
         """Load the weights, reserve all memory, compile the kernels and capture the graphs.
 
-        Steps have at most `max_rows` rows, for which all memory is reserved, and return
-        `tapped_value` for those that draw. `element` is the type of products' inputs, else that of
-        the weights. With `same_tokens` rows depend on their request alone. Tokens are drawn on the
-        device, unless its kernels are interpreted, which is slow: `draws_on_host` chooses.
-        `release` and `progress` are those of `CpuBackend`.
+        Args:
+            program: the model.
+            tensors: its weights, by name.
+            num_pages: KV pages.
+            page_size: tokens of a page.
+            device: the GPU.
+            kv_format: the number format of keys and values.
+            max_rows: the largest number of rows of a step, for which memory is reserved.
+            tapped_value: the value of the Program that steps return for the rows that draw.
+            element: the type of products' inputs; None: chosen by the weights' formats.
+            piece: the shortest piece of a context, for tests.
+            draws_on_host: whether tokens are drawn on the processor; None: only if kernels are
+                interpreted, in which drawing is slow.
+            same_tokens: a row's result depends on its request alone, not on the other rows.
+            release: as for `CpuBackend`.
+            progress: as for `CpuBackend`.
 
         Raises:
-            BackendError: there is no kernel for something, Triton cannot compile one, or one fails.
+            BackendError: a kernel is missing, does not compile, or fails.
             MemoryLimitError: the GPU has too little memory.
         """
-        chosen = element or (torch.float16 if device.is_interpreted else element_of(tensors))
+        element_type = element or (torch.float16 if device.is_interpreted else element_of(tensors))
         self._kernels = Kernels(only_notes=device.is_interpreted)
-        self._gpu = overlapping(device, device.gpu(chosen, self._kernels, same_tokens=same_tokens))
+        self._gpu = overlapping(
+            device, device.gpu(element_type, self._kernels, same_tokens=same_tokens)
+        )
         self._program, self._tapped_value = program, tapped_value
         self._lowered = lower(program, [] if tapped_value is None else [tapped_value])
         windows = tuple(group.window for group in program.cache_groups)
@@ -123,28 +136,51 @@ class GpuBackend:
         self._steps.tables.note_changes()
         self._graphs = Graphs(self._gpu, self._kernels)
         on_host = device.is_interpreted if draws_on_host is None else draws_on_host
-        given = tensors, release, progress, balances(program, tensors, kv_format)
         try:
-            self._weights = DeviceWeights(self._gpu, self._lowered, *given)
+            self._weights = DeviceWeights(
+                self._gpu,
+                self._lowered,
+                tensors,
+                release=release,
+                progress=progress,
+                balances=balances(program, tensors, kv_format),
+            )
             self._pages = DevicePages(self._gpu, program, num_pages, page_size, kv_format)
-            shape = self._max_rows, len(windows), table_width
-            tables = torch.zeros(shape, dtype=torch.int32, device=self._gpu.device)
-            memory = self._weights, self._pages, tables, self._max_rows
-            self._plan = GpuPlan(self._gpu, self._lowered, *memory, piece=piece)
-            self._drawing = Drawing(self._gpu, program.vocab_size, on_host=on_host)
-            with on(self._gpu.device):
-                prepare(self._graphs, self._kernels, self._plan, self._drawing)
+            self._plan_steps(table_width, on_host=on_host)
         except (RuntimeError, TritonError) as error:
-            if (reason := _reason(error, program, tensors, device, self._gpu)) is None:
+            if (reason := _user_error(error, program, tensors, device, self._gpu)) is None:
                 raise
             raise reason from error
         self._kernels.only_notes = False
-        self._places: dict[Request, int] = {}  # of what the last step drew, among its results
+        self._result_rows: dict[Request, int] = {}  # of tokens that the last step drew
         self._in_flight, self._finished_s = deque[_Step](), 0.0
-        self.facts = BackendFacts(
-            "gpu",
-            self._detail(device, kv_format),
-            *(1, num_pages, page_size, windows),
+        self.facts = self._facts_of(device, num_pages)
+
+    def _plan_steps(self, table_width: int, *, on_host: bool) -> None:
+        """Reserve the memory of steps, compile the kernels and capture the graphs."""
+        shape = self._max_rows, len(self._program.cache_groups), table_width
+        self._plan = GpuPlan(
+            self._gpu,
+            self._lowered,
+            weights=self._weights,
+            cache=self._pages,
+            tables=torch.zeros(shape, dtype=torch.int32, device=self._gpu.device),
+            max_rows=self._max_rows,
+            piece=self._piece,
+        )
+        self._sampler = StepSampler(self._gpu, self._program.vocab_size, on_host=on_host)
+        with on(self._gpu.device):
+            prepare(self._graphs, self._kernels, self._plan, self._sampler)
+
+    def _facts_of(self, device: GpuDevice, num_pages: int) -> BackendFacts:
+        kv_format, same_tokens = self._pages.kv_format, self._gpu.same_tokens
+        return BackendFacts(
+            name="gpu",
+            detail=self._detail(device, kv_format),
+            num_threads=1,
+            num_pages=num_pages,
+            page_size=self._pages.page_size,
+            windows=tuple(group.window for group in self._program.cache_groups),
             weight_bytes=self._weights.num_bytes,
             cache_bytes=self._pages.memory.nbytes,
             level=f"sm_{device.architecture} {self._element}" + " same tokens" * same_tokens,
@@ -154,12 +190,12 @@ class GpuBackend:
 
     @property
     def pages(self) -> DevicePages:
-        """The bytes of its pages."""
+        """Access to the bytes of the KV pages."""
         return self._pages
 
     @property
     def step_bytes(self) -> int:
-        """Bytes that steps need besides weights and pages."""
+        """Bytes that steps need, apart from weights and pages."""
         return self._plan.num_bytes
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -168,29 +204,37 @@ class GpuBackend:
         return self.finish()
 
     def start(self, plan: StepPlan) -> None:
-        """Launch a step while at most `facts.draws_ahead` others are in flight."""
-        assert len(self._in_flight) <= STEPS_AHEAD, "the memory of its input is in use"
+        """Launch a step; at most `facts.draws_ahead` other steps may be in flight."""
+        assert len(self._in_flight) <= STEPS_AHEAD, "the memory of the step's input is in use"
         try:
             with on(self._gpu.device), checked(self._gpu):
                 self._in_flight.append(self._launch(plan))
         except BaseException:
-            self._steps.tables.note_all()  # changes may have been lost, such as for lack of memory
+            self._steps.tables.note_all()  # the failed step may have lost changes of the tables
             raise
 
     def finish(self) -> StepResult:
-        """Wait for the earliest step in flight, and return its result."""
+        """Wait for the oldest step in flight, and return its result."""
         step = self._in_flight.popleft()
-        began_s = max(step.began_s, self._finished_s)
+        start_s = max(step.start_s, self._finished_s)
         with checked(self._gpu):
             step.mark.wait()
-        kernel_s = time.perf_counter() - began_s
+        kernel_s = time.perf_counter() - start_s
         tokens, logprobs, scores = step.read()
         hidden = None if step.hidden is None else step.hidden.numpy()
         states = [rows.numpy() for rows in step.states]
         self._finished_s = time.perf_counter()
-        elapsed_s = self._finished_s - began_s
-        given = tokens, logprobs, elapsed_s, kernel_s, hidden, scores, states
-        return StepResult(*given, num_compiled=step.num_compiled)
+        elapsed_s = self._finished_s - start_s
+        return StepResult(
+            tokens,
+            logprobs,
+            elapsed_s=elapsed_s,
+            kernel_s=kernel_s,
+            hidden=hidden,
+            scores=scores,
+            states=states,
+            num_compiled=step.num_compiled,
+        )
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
         """Return the logits of a sequence; see `Backend.score`."""
@@ -201,18 +245,25 @@ class GpuBackend:
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, Array]:
         """Return values of the Program for a sequence; see `Backend.trace`."""
-        del generated  # one arithmetic for all rows
-        given = self._gpu, self._program, self._weights, self._pages
+        del generated  # all rows are computed in the same way
         with on(self._gpu.device):
-            return trace(*given, tokens, values, piece=self._piece)
+            return trace(
+                self._gpu,
+                self._program,
+                weights=self._weights,
+                pages_like=self._pages,
+                tokens=tokens,
+                values=values,
+                piece=self._piece,
+            )
 
     @property
     def fused(self) -> tuple[tuple[Op, ...], ...]:
-        """The Program's operations as a step launches them, those of one launch together."""
+        """The Program's operations, grouped by launch."""
         return *filter(None, self._lowered.parts), (self._lowered.logits,)
 
     def times(self) -> list[MeasuredOpTime]:
-        """Launch the last step again without its graph, and return the time of each of `fused`."""
+        """Launch the last step again, without its graph; return the time of each of `fused`."""
         frame = self._steps.frame
 
         def launch(mark: Callable[[], None]) -> None:
@@ -226,29 +277,29 @@ class GpuBackend:
             return [MeasuredOpTime(elapsed_s, 0.0) for elapsed_s in seconds_of(self._gpu, launch)]
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy one page's keys and values to another; must not be called while a step runs."""
+        """Copy a page's keys and values to another page; must not be called while a step runs."""
         pages = self._pages.memory.view(-1, self._pages.page_stride)
         pages[target] = pages[source]
 
     def forget(self, request: Request) -> None:
-        """Drop all that is kept for a finished request."""
+        """Drop the state of a finished request."""
         self._steps.forget(request)
 
     def close(self) -> None:
-        """Give back the GPU's memory."""
+        """Free the GPU's memory."""
         self._in_flight.clear()
         self._graphs.drop()
         for name in ("_plan", "_pages", "_weights"):
-            if isinstance(held := self.__dict__.pop(name, None), DevicePages):
-                held.close()  # others hold them, too
+            if isinstance(part := self.__dict__.pop(name, None), DevicePages):
+                part.close()  # other objects refer to the pages, too
         if self._gpu.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _launch(self, plan: StepPlan) -> _Step:
-        began_s, num_compiled = time.perf_counter(), self._num_compiled
+        start_s, num_compiled = time.perf_counter(), self._num_compiled
         self._steps.fill(plan)
         frame = self._steps.frame
-        self._find_blind(plan, frame)
+        self._resolve_blind_tokens(plan, frame)
         num_rows = self._send(frame)
         if frame.external is not None:
             self._plan.take_external(frame.external)
@@ -264,41 +315,51 @@ class GpuBackend:
         last = self._plan.last_states(num_rows)
         states = tuple([to_host(last[part].float()) for part in pooled_rows(plan.slices)])
         num_compiled = self._num_compiled - num_compiled
-        return _Step(began_s, read, hidden, states, DeviceEvent(self._gpu), num_compiled)
+        return _Step(
+            start_s=start_s,
+            read=read,
+            hidden=hidden,
+            states=states,
+            mark=DeviceEvent(self._gpu),
+            num_compiled=num_compiled,
+        )
 
-    def _find_blind(self, plan: StepPlan, frame: StepFrame) -> None:
-        """Let blind rows read their token where the step before draws it; note what this draws."""
-        row, num_results, drawn = 0, 0, {}
-        for part in plan.slices:
-            if part.is_blind:
-                frame.tokens[row] = -1 - self._places[part.request]
-            row += part.num_rows
-            num_results += part.num_with_logits
-            if part.samples:
-                drawn[part.request] = num_results - part.num_drawn
-        self._places = drawn
+    def _resolve_blind_tokens(self, plan: StepPlan, frame: StepFrame) -> None:
+        """Point blind rows to the results of the previous step, and note this step's result rows.
+
+        Token -1 - i stands for the token in row i of the previous step's results.
+        """
+        row, num_results, result_rows = 0, 0, {}
+        for slice_ in plan.slices:
+            if slice_.is_blind:
+                frame.tokens[row] = -1 - self._result_rows[slice_.request]
+            row += slice_.num_rows
+            num_results += slice_.num_with_logits
+            if slice_.samples:
+                result_rows[slice_.request] = num_results - slice_.num_drawn
+        self._result_rows = result_rows
 
     def _send(self, frame: StepFrame) -> int:
-        """Send a step to the device; return the rows of its bucket."""
+        """Send a step to the device; return the number of rows of its bucket."""
         num_rows = bucket_of(len(frame.tokens))
         assert num_rows <= self._max_rows, "a step has no more rows than were planned for"
         changes = self._steps.tables.take_changes()
-        while len(changes) > MOST_CHANGES:
-            self._plan.change_tables(changes[:MOST_CHANGES])
-            changes = changes[MOST_CHANGES:]
+        while len(changes) > MAX_CHANGES:
+            self._plan.change_tables(changes[:MAX_CHANGES])
+            changes = changes[MAX_CHANGES:]
         self._plan.input.fill(frame, changes, num_rows)
         return num_rows
 
-    def _draw(self, plan: StepPlan, count: int) -> Callable[[], Drawn]:
-        """Draw a step's tokens; return what reads them."""
-        self._drawing.begin(self._steps.samples)
-        for chunk, taken in _chunks(count):
-            bucket = bucket_of(taken)
+    def _draw(self, plan: StepPlan, count: int) -> Callable[[], DrawnTokens]:
+        """Draw a step's tokens; return a function that reads them."""
+        self._sampler.begin(self._steps.samples)
+        for chunk, num_rows in _chunks(count):
+            bucket = bucket_of(num_rows)
             launch = partial(self._plan.launch_logits, chunk, bucket)
             self._graphs.run((chunk, bucket), launch)
-            logits, first = self._plan.logits[:taken], chunk * LOGIT_ROWS
-            self._drawing.draw(logits, first, self._plan.results)
-        return self._drawing.finish(plan, self._plan.results)
+            logits, first = self._plan.logits[:num_rows], chunk * LOGIT_ROWS
+            self._sampler.draw(logits, first, self._plan.results)
+        return self._sampler.finish(plan, self._plan.results)
 
     @property
     def _num_compiled(self) -> int:
@@ -322,48 +383,51 @@ class GpuBackend:
 
 
 def _chunks(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the number of each chunk of rows that get logits, and how many it has."""
+    """Yield the index and the number of rows of each chunk of rows with logits."""
     for chunk, first in enumerate(range(0, count, LOGIT_ROWS)):
         yield chunk, min(LOGIT_ROWS, count - first)
 
 
-def _reason(
+def _user_error(
     error: RuntimeError | TritonError,
     program: Program,
     tensors: Mapping[str, QuantTensor],
     device: GpuDevice,
     gpu: Gpu,
 ) -> TwostrokeError | None:
-    """Return why a backend cannot be built, if that can be said in a sentence."""
+    """Return the error to raise if a backend cannot be built; None for unexpected errors."""
     if isinstance(error, TritonError):
         return _not_compiled(error, device)
     if is_out_of_memory(error):
-        return _too_little(program.name, tensors.values(), device)
+        return _out_of_memory(program.name, tensors.values(), device)
     return lost(gpu, error)
 
 
 def _not_compiled(error: TritonError, device: GpuDevice) -> BackendError:
     reason = next(iter(str(error).split("\n")), "").rstrip(".") or type(error).__name__
     message = f"Triton cannot compile the kernels for {device.name}, an sm_{device.architecture}"
-    return BackendError(f"{message}: {reason}. A newer Triton and PyTorch may know it.")
+    return BackendError(f"{message}: {reason}. A newer Triton and PyTorch may support this GPU.")
 
 
-def _too_little(name: str, tensors: Iterable[QuantTensor], device: GpuDevice) -> MemoryLimitError:
+def _out_of_memory(
+    name: str, tensors: Iterable[QuantTensor], device: GpuDevice
+) -> MemoryLimitError:
     needed_gb = sum(tensor.num_bytes for tensor in tensors) / 1e9
     message = f"{name} has {needed_gb:.1f} GB of weights, which with its pages is more than"
     message = f"{message} {device.name} has free"
     return MemoryLimitError(f"{message}: take a smaller model or --kv-memory.")
 
 
-def prepare(graphs: Graphs, kernels: Kernels, plan: GpuPlan, drawing: Drawing) -> None:
-    """Launch each bucket of steps, without rows.
+def prepare(graphs: Graphs, kernels: Kernels, plan: GpuPlan, drawing: StepSampler) -> None:
+    """Compile the kernels of all buckets, and capture their graphs, with steps without rows.
 
-    Larger steps have no graphs but tapes, and kernels like the smallest one of them or the next
-    power of two, at which products change. The largest one brings the libraries' memory.
+    Steps beyond the largest bucket with a graph are replayed from tapes. Their kernels change only
+    at powers of two, so these sizes are compiled, and the largest, for which libraries allocate
+    their memory.
     """
     plan.input.clear()
-    captured: dict[Hashable, Launching] = {}
-    taped: dict[Hashable, Launching] = {}
+    captured: dict[Hashable, LaunchFunction] = {}
+    taped: dict[Hashable, LaunchFunction] = {}
     for num_rows in buckets_up_to(plan.max_rows):
         captured[num_rows] = partial(plan.launch, num_rows)
     for bucket in buckets_up_to(min(plan.max_rows, LOGIT_ROWS)):
@@ -372,8 +436,8 @@ def prepare(graphs: Graphs, kernels: Kernels, plan: GpuPlan, drawing: Drawing) -
     sizes = {*(rows for rows in larger if rows < plan.max_rows), plan.max_rows}
     for num_rows in sorted(size for size in sizes if size > LARGEST_BUCKET):
         taped[num_rows] = partial(plan.launch, num_rows)
-    draw: Launching = partial(drawing.prepare, plan.logits, plan.results)
-    with kernels.ahead():
+    draw: LaunchFunction = partial(drawing.prepare, plan.logits, plan.results)
+    with kernels.compile_only():
         for launch in (*captured.values(), *taped.values(), draw):
             launch()
     for key, launch in captured.items():

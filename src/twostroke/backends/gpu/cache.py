@@ -1,4 +1,4 @@
-"""Where keys and values lie on the device, and how layers' attention is divided."""
+"""`DevicePages`: the KV pages on the device, and the layout of each layer in a page."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ KV_TYPES: Final = {
 }
 _SCALED: Final = ("int8", "fp8")
 _SCALE_BYTES: Final = 2
-_GRAIN: Final = 64  # values; pages and layers start at multiples
+_GRAIN: Final = 64  # pages and layers start at multiples of 64 values
 
 
 class DevicePages:
-    """Pages on the device, all of one size.
+    """KV pages on the device, all of the same size; a `PageMemory`.
 
-    A page has, for each layer of its cache group in turn, keys (kv_heads, page_size, head_dim),
-    then values alike; in formats of eight bits, then scales of keys (kv_heads, page_size), float16,
-    and of values. Of latent attention it has keys alone.
+    For each layer of its cache group, a page has keys (kv_heads, page_size, head_dim) and then
+    values of the same shape; in 8-bit formats followed by float16 scales of keys (kv_heads,
+    page_size) and of values. For latent attention a page has only keys.
 
-    Pages are copied to and from the processor on a stream of their own, and wait for no step: none
-    in flight uses a page that is read or filled.
+    Pages are copied to and from the processor on a separate stream, without waiting for steps,
+    because no step in flight uses a page that is read or filled.
     """
 
     def __init__(
         self, gpu: Gpu, program: Program, num_pages: int, page_size: int, kv_format: str
     ) -> None:
         self.page_size, self.kv_format = page_size, kv_format
-        self._places: dict[int, tuple[int, int]] = {}  # group and first value of each layer
+        self._layer_offsets: dict[int, tuple[int, int]] = {}  # group and first value of each layer
         layers = program.cache_layers
         stride = 0
         for number, group in enumerate(program.cache_groups):
             first = 0
             for layer in group.layers:
-                self._places[layer] = number, first
+                self._layer_offsets[layer] = number, first
                 stored = layers[layer]
                 heads = stored.num_rows * stored.num_kv_heads if kv_format in _SCALED else 0
                 size = stored.values_per_token + _SCALE_BYTES * heads
@@ -73,7 +73,7 @@ class DevicePages:
 
     @property
     def mapped(self) -> None:
-        """None: they are in the GPU's memory."""
+        """None, because the pages are in the GPU's memory."""
 
     def read(self, page: int) -> memoryview[Any]:
         """Return a copy of a page's bytes."""
@@ -82,19 +82,19 @@ class DevicePages:
 
     @contextmanager
     def filling(self, page: int) -> Iterator[memoryview[Any]]:
-        """Yield what is copied to a page at last."""
+        """Yield a buffer whose bytes are copied to the page at the end."""
         content = torch.empty(self.page_bytes, dtype=torch.uint8)
         yield memoryview(content.numpy())
         with self._copying():
             self._bytes(page).copy_(content)
 
     def close(self) -> None:
-        """Give back the memory, whoever still holds this."""
+        """Free the memory, even if other objects refer to these pages."""
         self.memory = self.memory.new_empty(0)
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
-        """Copy on the stream for that.
+        """Run the block on the stream for copies.
 
         Raises:
             BackendError: the device has failed.
@@ -110,8 +110,11 @@ class DevicePages:
         return self.memory.view(torch.uint8).view(-1, self.page_bytes)[page]
 
     def heads(self, op: ops.Attention, table_width: int, num_groups: int) -> HeadLayout:
-        """Return an operation's shape and places, for tables of so many pages in each group."""
-        group, first = self._places[op.layer]
+        """Return the shape and layout of an attention operation.
+
+        `table_width`: the number of pages of each cache group in a page table.
+        """
+        group, first = self._layer_offsets[op.layer]
         size = self.page_size * op.num_kv_heads * op.head_dim
         end = first + size * op.stored.num_rows
         return HeadLayout(

@@ -1,4 +1,4 @@
-"""Finds the GPU, or says in a sentence why there is none that can be used."""
+"""Finds a usable GPU, or raises an error that says why there is none."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 
     from twostroke.backends.gpu.launch import Gpu, Kernels
 
-_OLDEST = 80  # sm_80: the first with bfloat16 and asynchronous copies
+_MIN_ARCHITECTURE = 80  # sm_80: the first with bfloat16 and asynchronous copies
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class GpuDevice(Frozen, eq=False):
-    """A GPU that can be used, or the processor that interprets its kernels for tests."""
+    """A usable GPU, or the processor, which interprets kernels in tests."""
 
     name: str
     torch_device: torch.device
     architecture: int
     num_units: int
     is_interpreted: bool = False
-    may_overlap: bool = True  # its launches
+    may_overlap: bool = True  # whether launches may overlap
 
     def gpu(
         self, element: torch.dtype, kernels: Kernels | None = None, *, same_tokens: bool = False
     ) -> Gpu:
-        """Return it as those see it who launch kernels, for products of a type of values."""
+        """Return the object that launches kernels on this device; see `Gpu`."""
         from twostroke.backends.gpu.launch import Gpu, Kernels
 
         kernels = Kernels() if kernels is None else kernels
         return Gpu(
             self.torch_device,
             self.architecture,
-            self.num_units,
-            element,
-            kernels.start,
+            num_units=self.num_units,
+            element=element,
+            run=kernels.start,
             is_interpreted=self.is_interpreted,
             same_tokens=same_tokens,
             call=kernels.call,
@@ -53,7 +53,7 @@ class GpuDevice(Frozen, eq=False):
 
     @property
     def memory_available(self) -> int:
-        """Bytes that are free now."""
+        """Bytes of memory that are free at the moment."""
         if self.is_interpreted:
             return memory_available()
         import torch
@@ -62,7 +62,7 @@ class GpuDevice(Frozen, eq=False):
 
         try:
             free: int = torch.cuda.mem_get_info(self.torch_device)[0]
-        except RuntimeError as error:  # too little for CUDA itself
+        except RuntimeError as error:  # perhaps too little memory for CUDA itself
             if not is_out_of_memory(error):
                 raise
             return 0
@@ -70,7 +70,7 @@ class GpuDevice(Frozen, eq=False):
 
     @property
     def memory_total(self) -> int:
-        """Bytes that it has."""
+        """Bytes of memory of the device."""
         if self.is_interpreted:
             return memory_total()
         import torch
@@ -80,23 +80,23 @@ class GpuDevice(Frozen, eq=False):
 
 
 def has_driver() -> bool:
-    """Whether there is a driver for a GPU."""
+    """Whether an NVIDIA driver is loaded."""
     return _DRIVER.exists()
 
 
 def may_exist() -> bool:
-    """Whether a GPU and what runs it may be here; quick, and without importing PyTorch."""
+    """Whether there may be a GPU, PyTorch and Triton; quick, because PyTorch is not imported."""
     return _DRIVER.exists() and bool(find_spec("torch") and find_spec("triton"))
 
 
-def find(wanted: str = "auto") -> GpuDevice:
-    """Return the device for `wanted`: "auto", "cuda", "cuda:1".
+def find_device(device_name: str = "auto") -> GpuDevice:
+    """Return the device named `device_name`: "auto", "cuda" or, for example, "cuda:1".
 
-    With `TRITON_INTERPRET` set it is the processor.
+    With `TRITON_INTERPRET` set, the device is the processor.
 
     Raises:
-        BackendError: no driver, or an old one; no PyTorch or Triton; no such device, or one that is
-            too old; a folder for compiled kernels that cannot be written; no C compiler.
+        BackendError: no driver, or an old one; no PyTorch or Triton; no such device, or a device
+            that is too old; the folder for compiled kernels is not writable; no C compiler.
     """
     for package, module in (("PyTorch", "torch"), ("Triton", "triton")):
         if find_spec(module) is None:
@@ -105,9 +105,11 @@ def find(wanted: str = "auto") -> GpuDevice:
     import triton
 
     if triton.knobs.runtime.interpret:
-        if wanted not in {"auto", "cpu"}:
-            message = f"With TRITON_INTERPRET kernels are interpreted on the cpu, not on '{wanted}'"
-            raise BackendError(f"{message}: leave --device out.")
+        if device_name not in {"auto", "cpu"}:
+            raise BackendError(
+                "With TRITON_INTERPRET kernels are interpreted on the cpu, not on "
+                f"'{device_name}': leave --device out."
+            )
         return GpuDevice("interpreted kernels", torch.device("cpu"), 90, 2, is_interpreted=True)
     if torch.version.cuda is None:
         raise BackendError(
@@ -124,32 +126,32 @@ def find(wanted: str = "auto") -> GpuDevice:
         reason = str(error).split(". ")[0].splitlines()[0]
         raise BackendError(f"The NVIDIA driver cannot be used: {reason}.") from None
     _prepare_cache()
-    device = _device(wanted, count)
+    device = _device(device_name, count)
     _start_triton()
     return device
 
 
-def _device(wanted: str, count: int) -> GpuDevice:
+def _device(device_name: str, count: int) -> GpuDevice:
     import torch
 
-    known = ["auto", "cuda", *(f"cuda:{index}" for index in range(count))]
+    names = ["auto", "cuda", *(f"cuda:{index}" for index in range(count))]
     if count == 0:
         raise BackendError("The NVIDIA driver sees no GPU; is CUDA_VISIBLE_DEVICES empty?")
-    if wanted not in known:
-        raise BackendError(f"There is no device '{wanted}' here. Devices: {', '.join(known)}.")
-    device = torch.device("cuda:0" if wanted in {"auto", "cuda"} else wanted)
-    found = torch.cuda.get_device_properties(device)
-    architecture = 10 * found.major + found.minor
-    if architecture < _OLDEST:
-        message = (
-            f"{found.name} is an sm_{architecture}; the gpu backend needs sm_{_OLDEST} or newer"
+    if device_name not in names:
+        raise BackendError(f"There is no device '{device_name}' here. Devices: {', '.join(names)}.")
+    device = torch.device("cuda:0" if device_name in {"auto", "cuda"} else device_name)
+    properties = torch.cuda.get_device_properties(device)
+    architecture = 10 * properties.major + properties.minor
+    if architecture < _MIN_ARCHITECTURE:
+        raise BackendError(
+            f"{properties.name} is an sm_{architecture}; the gpu backend needs "
+            f"sm_{_MIN_ARCHITECTURE} or newer: use --backend torch."
         )
-        raise BackendError(f"{message}: use --backend torch.")
-    return GpuDevice(found.name, device, architecture, found.multi_processor_count)
+    return GpuDevice(properties.name, device, architecture, properties.multi_processor_count)
 
 
 def _prepare_cache() -> None:
-    """Let Triton keep compiled kernels in our cache."""
+    """Make Triton cache compiled kernels in Twostroke's cache folder."""
     import triton
 
     folder = env.cache_dir() / "triton"
@@ -165,7 +167,7 @@ def _prepare_cache() -> None:
 
 
 def _start_triton() -> None:
-    """Let Triton build what launches kernels, which it does once, in C."""
+    """Make Triton compile its launcher, a C module, which it does once."""
     import triton
 
     try:

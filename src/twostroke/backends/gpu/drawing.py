@@ -1,4 +1,4 @@
-"""Draws a step's tokens where its logits are, and brings only what was drawn to the processor."""
+"""`StepSampler`: draws the tokens of a step on the device, and copies only results to the host."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from twostroke.core.step import Slice, TokenLogprobs
 
     Reports = list[TokenLogprobs | None]
-    Drawn = tuple[list[int], Reports, Reports]
+    DrawnTokens = tuple[list[int], Reports, Reports]
 
 
-class Drawing:
-    """The sampler of one step at a time.
+class StepSampler:
+    """Draws the tokens of one step after another.
 
-    Its results, int32 (rows, RESULT_INTS), are those of the plan's rows with logits, in order.
-    `finish` returns a function to call after the device has done what was launched until then.
+    For each step: `begin`, then `draw` for each chunk of rows with logits, then `finish`, whose
+    result is a function that reads the tokens once the device has computed them. Results are int32
+    (rows, RESULT_INTS), in the order of the plan's rows with logits.
     """
 
     def __init__(self, gpu: Gpu, vocab_size: int, *, on_host: bool) -> None:
@@ -43,62 +44,86 @@ class Drawing:
         self._work = torch.zeros(shape, dtype=torch.float32, device=gpu.device)
 
     def prepare(self, logits: Tensor, results: Tensor) -> None:
-        """Compile the kernels, with a row that draws and reports nothing."""
+        """Compile the kernels with a row that is greedy and reports nothing."""
         if self._on_host:
             return
         row = np.zeros((1, sampling.ROW_INTS), np.int32)
         row[:, sampling.NUM_TOP] = NO_TOKEN
         rows, lists = (to_device(self._gpu, array) for array in (row, row[0, :1]))
-        sampler.launch(self._gpu, logits[:1], rows, lists, results[:1], self._work[:1])
+        sampler.launch(
+            self._gpu,
+            logits[:1],
+            rows=rows,
+            lists=lists,
+            results=results[:1],
+            work=self._work[:1],
+        )
         sampler.report(self._gpu, logits[:1], rows, results[:1])
 
     def begin(self, rows: Rows) -> None:
-        """Send what the rows of a step want."""
-        self._asked = rows["num_logprobs"].tolist()
+        """Send the sampling parameters of a step's rows to the device."""
+        self._num_logprobs = rows["num_logprobs"].tolist()
         self._logits: list[Tensor] = []
         if not self._on_host:
-            given = sampling.sample_rows(rows, self._mask_words)
-            self._reports = given.reports
-            self._rows, self._lists = (to_device(self._gpu, a) for a in (given.rows, given.lists))
+            sample_rows = sampling.sample_rows(rows, self._mask_words)
+            self._reports = sample_rows.reports
+            self._rows = to_device(self._gpu, sample_rows.rows)
+            self._lists = to_device(self._gpu, sample_rows.lists)
 
     def draw(self, logits: Tensor, first: int, results: Tensor) -> None:
-        """Draw for the rows from `first` on, whose logits these are."""
+        """Draw the tokens of rows with these logits; `first` is the first of the rows."""
         if self._on_host:
             self._logits.append(logits.clone())
             return
-        here = slice(first, first + len(logits))
-        rows, own = self._rows[here], results[here]
-        sampler.launch(self._gpu, logits, rows, self._lists, own, self._work[: len(logits)])
+        chunk = slice(first, first + len(logits))
+        rows, chunk_results = self._rows[chunk], results[chunk]
+        sampler.launch(
+            self._gpu,
+            logits,
+            rows=rows,
+            lists=self._lists,
+            results=chunk_results,
+            work=self._work[: len(logits)],
+        )
         if self._reports:
-            sampler.report(self._gpu, logits, rows, own)
+            sampler.report(self._gpu, logits, rows, chunk_results)
 
-    def finish(self, plan: StepPlan, results: Tensor) -> Callable[[], Drawn]:
-        """Return what returns tokens, their log-probabilities, and those of scored rows."""
-        asked, draws = self._asked, np.array(plan.draws, bool)
+    def finish(self, plan: StepPlan, results: Tensor) -> Callable[[], DrawnTokens]:
+        """Return a function that returns tokens, log-probabilities, and scores of prompt tokens."""
+        num_logprobs, draws = self._num_logprobs, np.array(plan.draws, bool)
         if self._on_host:
-            drawn = self._draw_here(plan)
-            tokens = torch.tensor(drawn[0], dtype=torch.int32)
-            results[: len(asked), sampling.TOKEN][torch.from_numpy(draws)] = tokens
-            return lambda: drawn
-        found = to_host(results[: len(asked)])
-        return lambda: _in_order(*sampling.read_results(found.numpy(), asked), draws)
+            drawn_tokens = self._draw_on_host(plan)
+            tokens = torch.tensor(drawn_tokens[0], dtype=torch.int32)
+            results[: len(num_logprobs), sampling.TOKEN][torch.from_numpy(draws)] = tokens
+            return lambda: drawn_tokens
+        results_on_host = to_host(results[: len(num_logprobs)])
+        return lambda: _in_order(
+            *sampling.read_results(results_on_host.numpy(), num_logprobs), draws
+        )
 
-    def _draw_here(self, plan: StepPlan) -> Drawn:
-        parts = tuple([_grown(part) if part.is_blind else part for part in plan.slices])
+    def _draw_on_host(self, plan: StepPlan) -> DrawnTokens:
+        slices = tuple(
+            [_with_future_tokens(slice_) if slice_.is_blind else slice_ for slice_ in plan.slices]
+        )
         logits = torch.cat(self._logits).numpy() if self._logits else np.zeros((0, 0), np.float32)
-        drawn, scores = draw_all(StepPlan(parts), logits)
-        return [token for token, _ in drawn], [report for _, report in drawn], scores
+        token_reports, scores = draw_all(StepPlan(slices), logits)
+        tokens = [token for token, _ in token_reports]
+        return tokens, [report for _, report in token_reports], scores
 
 
-def _grown(part: Slice) -> Slice:
-    """Return a blind slice of a request with as many tokens as it will have, of any value."""
-    request = part.request
-    missing = part.start + part.count - len(request.tokens)
-    return replace(part, request=copy_of(request, tokens=[*request.tokens, *[0] * missing]))
+def _with_future_tokens(slice_: Slice) -> Slice:
+    """Return a blind slice whose request has placeholders for tokens that are not drawn yet."""
+    request = slice_.request
+    missing = slice_.start + slice_.count - len(request.tokens)
+    return replace(slice_, request=copy_of(request, tokens=[*request.tokens, *[0] * missing]))
 
 
-def _in_order(tokens: list[int], reports: Reports, draws: NDArray[np.bool_]) -> Drawn:
+def _in_order(tokens: list[int], reports: Reports, draws: NDArray[np.bool_]) -> DrawnTokens:
     if draws.all():
         return tokens, reports, []
-    drawn, scored = np.flatnonzero(draws).tolist(), np.flatnonzero(~draws).tolist()
-    return [tokens[i] for i in drawn], [reports[i] for i in drawn], [reports[i] for i in scored]
+    drawn_rows, scored_rows = np.flatnonzero(draws).tolist(), np.flatnonzero(~draws).tolist()
+    return (
+        [tokens[i] for i in drawn_rows],
+        [reports[i] for i in drawn_rows],
+        [reports[i] for i in scored_rows],
+    )

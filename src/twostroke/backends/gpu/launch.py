@@ -1,4 +1,4 @@
-"""How kernels are launched: on a GPU, in Triton's interpreter, or only listed for a compiler."""
+"""Launches kernels: on a GPU, in Triton's interpreter, or only into a list, for a compiler."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ _POINTERS: Final = {
     torch.int64: "*i64",
 }
 OLDEST_OVERLAPPING: Final = 90  # sm_90
-_LARGEST_INT: Final = (1 << 31) - 1  # larger numbers have 64 bits
+_LARGEST_INT: Final = (1 << 31) - 1  # Triton passes larger numbers with 64 bits
 
 
 class Launch(Frozen, eq=False):
     """One launch of a kernel.
 
-    `arguments` are tensors, which kernels see as pointers to their first value (16-byte aligned),
-    and numbers; `constants` are compiled in. A tensor's values lie one after another: kernels get
-    no strides that the constants or numbers do not say. With `may_contract` a product and the sum
-    that it is added to may be rounded once. Threads have up to `max_registers`; with 0 the compiler
-    may choose so few that it spills.
+    - `arguments`: numbers, and contiguous tensors, which a kernel gets as pointers to the first
+      value, 16-byte aligned. Other strides are passed as numbers or constants.
+    - `constants`: values that are compiled into the kernel.
+    - `may_contract`: whether multiplications and additions may be fused, with a single rounding.
+    - `max_registers`: the limit for a thread; 0: the compiler chooses, perhaps so few that it
+      spills.
     """
 
     kernel: Any
@@ -54,60 +55,65 @@ class Launch(Frozen, eq=False):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Triton's own options."""
-        found = {
+        """The options that Triton itself knows."""
+        options = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": self.may_contract,
         }
-        found |= {"maxnreg": self.max_registers} if self.max_registers else {}
-        return found | ({"launch_pdl": True} if self.constants["OVERLAPS"] else {})
+        options |= {"maxnreg": self.max_registers} if self.max_registers else {}
+        return options | ({"launch_pdl": True} if self.constants["OVERLAPS"] else {})
 
     @property
     def types(self) -> dict[str, str]:
-        """Triton's type of each argument, by name, as a compiler needs them."""
+        """Triton's type of each argument, by name, for a compiler."""
         names = self.kernel.arg_names
-        found = dict(zip(names, map(_type_of, self.arguments), strict=False))
-        return {name: found.get(name, "constexpr") for name in names}
+        types = dict(zip(names, map(_type_of, self.arguments), strict=False))
+        return {name: types.get(name, "constexpr") for name in names}
 
 
 class Tape:
-    """Launches that were prepared once, to be repeated: with the same memory, in the same order."""
+    """Launches that can be replayed, in the same order and with the same memory."""
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], object]] = []
-        self._used: dict[int, Tensor] = {}  # one of each memory that calls know by its address
+        self._tensors: dict[
+            int, Tensor
+        ] = {}  # keeps alive the memory whose addresses are on the tape
 
     def add(self, call: Callable[[], object]) -> None:
-        """Append what calls a library."""
+        """Append a call of a library."""
         self._calls.append(call)
 
     def add_launch(self, launch: Launch, compiled: Any) -> None:
-        """Append a launch of a kernel that Triton compiled."""
-        one, two, three = (*launch.grid, 1, 1)[:3]
+        """Append the launch of a compiled kernel."""
+        grid_x, grid_y, grid_z = (*launch.grid, 1, 1)[:3]
         names = launch.kernel.arg_names[len(launch.arguments) :]
         tensors = [x for x in launch.arguments if isinstance(x, torch.Tensor)]
-        self._used |= {x.untyped_storage().data_ptr(): x for x in tensors}
-        given = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in launch.arguments]
+        self._tensors |= {x.untyped_storage().data_ptr(): x for x in tensors}
+        pointers_and_numbers = [
+            x.data_ptr() if isinstance(x, torch.Tensor) else x for x in launch.arguments
+        ]
         constants = [launch.constants[name] for name in names]
-        self.add(partial(compiled[one, two, three], *given, *constants))
+        self.add(partial(compiled[grid_x, grid_y, grid_z], *pointers_and_numbers, *constants))
 
     def replay(self) -> None:
-        """Launch all on the current stream."""
+        """Launch everything on the current stream."""
         for call in self._calls:
             call()
 
 
 class Kernels:
-    """Launches kernels, and knows which variants of them there were: Triton compiles each once.
+    """Launches kernels, and counts their variants; Triton compiles each variant once.
 
-    With `only_notes` nothing is launched: interpreted kernels need not be compiled.
+    With `only_notes` variants are counted, but nothing is launched: interpreted kernels need no
+    compilation.
     """
 
     def __init__(self, *, only_notes: bool = False) -> None:
         self.only_notes = only_notes
         self._variants: set[tuple[Any, ...]] = set()
-        self._ahead: set[tuple[Any, ...]] | None = None  # what `ahead` has compiled
+        self._compiled_variants: set[tuple[Any, ...]] | None = None  # within `compile_only`
         self._tape: Tape | None = None
         self._changing: dict[int, frozenset[str]] = {}
 
@@ -115,14 +121,14 @@ class Kernels:
         return len(self._variants)
 
     def start(self, launch: Launch) -> None:
-        """Launch on the current stream, or interpret at once where `TRITON_INTERPRET` is set."""
+        """Launch on the current stream; with `TRITON_INTERPRET` set, interpret the kernel now."""
         variant = self._variant(launch)
-        known = self._variants if self._ahead is None else self._ahead
-        is_new = variant not in known
-        known.add(variant)
+        variants = self._variants if self._compiled_variants is None else self._compiled_variants
+        is_new = variant not in variants
+        variants.add(variant)
         if self.only_notes:
             return
-        if self._ahead is None:
+        if self._compiled_variants is None:
             compiled = start(launch)
             if self._tape is not None:
                 self._tape.add_launch(launch, compiled)
@@ -130,16 +136,16 @@ class Kernels:
             options = {**launch.constants, **launch.options}
             launch.kernel.warmup(*launch.arguments, grid=launch.grid, **options)
 
-    def call(self, function: Callable[..., object], *given: Any, **options: Any) -> None:
-        """Call a library's function on the current stream."""
-        call = partial(function, *given, **options)
+    def call(self, function: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        """Call a library function that launches kernels on the current stream."""
+        call = partial(function, *arguments, **options)
         call()
         if self._tape is not None:
             self._tape.add(call)
 
     @contextmanager
     def taped(self) -> Iterator[Tape]:
-        """Let a tape, which is yielded, have what is launched; not what is interpreted."""
+        """Yield a tape that records all launches within the block, except interpreted kernels."""
         self._tape = Tape()
         try:
             yield self._tape
@@ -147,27 +153,29 @@ class Kernels:
             self._tape = None
 
     @contextmanager
-    def ahead(self) -> Iterator[None]:
-        """Launch nothing, but compile what would be launched, as many kernels at once as cores.
+    def compile_only(self) -> Iterator[None]:
+        """Compile the kernels that are launched within the block, in parallel; launch nothing.
 
-        They are then in Triton's caches, of this process and on disk, where launches find them.
+        The compiled kernels are in Triton's caches, in this process and on disk.
         """
-        self._ahead = set()
+        self._compiled_variants = set()
         executor = ThreadPoolExecutor(num_cores(), "twostroke-compile")
         try:
-            with triton.AsyncCompileMode(executor):  # waits for all of them
+            with triton.AsyncCompileMode(executor):  # waits for all compilations at the end
                 yield
         finally:
-            self._ahead = None
-            executor.shutdown(wait=False, cancel_futures=True)  # some wait if it was interrupted
+            self._compiled_variants = None
+            executor.shutdown(wait=False, cancel_futures=True)  # if interrupted, some are queued
 
     def _variant(self, launch: Launch) -> tuple[Any, ...]:
         kernel = launch.kernel
         changing = self._changing.get(id(kernel))
         if changing is None:
             is_compiled = hasattr(kernel, "do_not_specialize")
-            given = kernel.do_not_specialize if is_compiled else kernel.kwargs["do_not_specialize"]
-            changing = self._changing[id(kernel)] = frozenset(given or ())
+            unspecialized = (
+                kernel.do_not_specialize if is_compiled else kernel.kwargs["do_not_specialize"]
+            )
+            changing = self._changing[id(kernel)] = frozenset(unspecialized or ())
         traits = [
             _trait(argument, is_changing=name in changing)
             for name, argument in zip(kernel.arg_names, launch.arguments, strict=False)
@@ -176,7 +184,7 @@ class Kernels:
 
 
 def _trait(argument: Any, *, is_changing: bool) -> Any:
-    """Return what of an argument a compiled kernel depends on."""
+    """Return the property of an argument on which the compiled kernel depends."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
@@ -185,12 +193,13 @@ def _trait(argument: Any, *, is_changing: bool) -> Any:
 
 
 class Gpu(Frozen, eq=False):
-    """A GPU as those see it who launch kernels; `run` does, or notes, what is to be launched.
+    """The device that kernels are launched on.
 
-    `architecture` is 90 for sm_90, and `num_units` counts the streaming multiprocessors. Values
-    that go into products have the type `element`. With `same_tokens` a row is computed by the same
-    kernels with the same tiles, whatever else is in its step. If it `overlaps`, each kernel begins
-    while the one before it ends. `call` calls a library's function.
+    - `architecture`: 90 for sm_90. `num_units`: streaming multiprocessors.
+    - `element`: the type of products' inputs.
+    - `run`: launches a kernel, or records the launch. `call`: calls a library function.
+    - `same_tokens`: a row is computed by the same kernels with the same tiles in every step.
+    - `overlaps`: a kernel starts while the previous kernel ends.
     """
 
     device: torch.device
@@ -201,51 +210,79 @@ class Gpu(Frozen, eq=False):
     is_interpreted: bool = False
     same_tokens: bool = False
     overlaps: bool = False
-    call: Callable[..., object] = lambda function, *given, **options: function(*given, **options)
+    call: Callable[..., object] = lambda function, *args, **options: function(*args, **options)
 
     def programs(self, per_unit: int) -> int:
-        """Return how many programs share a step's work, of whatever size; one variant for all."""
+        """Return the number of programs of a persistent kernel, the same for all sizes of steps."""
         return 2 if self.is_interpreted else per_unit * self.num_units
 
     @property
     def row_block(self) -> int:
-        """How many rows a program of a row's values takes; interpreted ones are slow to begin."""
+        """The rows of a program of elementwise kernels; interpreted programs have more."""
         return 16 if self.is_interpreted else 1
 
     def launch(
         self,
         kernel: Any,
         grid: tuple[int, ...],
-        *arguments: Any,
+        *,
         num_warps: int = 4,
         num_stages: int = 2,
         may_contract: bool = True,
         max_registers: int = 0,
-        **constants: Any,
+        **arguments: Any,
     ) -> None:
-        """Launch `kernel` on a grid; `constants` are its compile-time arguments by name."""
+        """Launch `kernel` on a grid, with its arguments by name; see `Launch` for the options.
+
+        Names in capitals are compile-time constants. `OVERLAPS` is added here.
+        """
+        constants = {name: value for name, value in arguments.items() if name.isupper()}
         constants["OVERLAPS"] = self.overlaps
-        options = num_warps, num_stages, may_contract, max_registers
-        self.run(Launch(kernel, grid, arguments, constants, *options))
+        names = kernel.arg_names[: len(arguments) + 1 - len(constants)]
+        self.run(
+            Launch(
+                kernel,
+                grid,
+                arguments=tuple([arguments[name] for name in names]),
+                constants=constants,
+                num_warps=num_warps,
+                num_stages=num_stages,
+                may_contract=may_contract,
+                max_registers=max_registers,
+            )
+        )
 
 
 def start(launch: Launch) -> Any:
-    """Launch without a note; return what was compiled."""
+    """Launch a kernel; return the compiled kernel."""
     return launch.kernel[launch.grid](*launch.arguments, **launch.constants, **launch.options)
 
 
 def interpreted(element: torch.dtype = torch.float16) -> Gpu:
     """Return a GPU whose kernels are interpreted on the processor, with the constants of sm_90."""
-    return Gpu(torch.device("cpu"), 90, 2, element, start, is_interpreted=True)
+    return Gpu(
+        torch.device("cpu"),
+        architecture=90,
+        num_units=2,
+        element=element,
+        run=start,
+        is_interpreted=True,
+    )
 
 
 def listing(
     launches: list[Launch], architecture: int, element: torch.dtype = torch.bfloat16
 ) -> Gpu:
-    """Return a GPU that does nothing but append what is launched; its tensors have no memory."""
-    given = torch.device("meta"), architecture, 132, element, launches.append
-    overlaps = architecture >= OLDEST_OVERLAPPING
-    return Gpu(*given, overlaps=overlaps, call=lambda *_, **__: None)
+    """Return a GPU that only appends launches to a list; its tensors have no memory."""
+    return Gpu(
+        torch.device("meta"),
+        architecture=architecture,
+        num_units=132,
+        element=element,
+        run=launches.append,
+        overlaps=architecture >= OLDEST_OVERLAPPING,
+        call=lambda *_, **__: None,
+    )
 
 
 def _type_of(argument: Any) -> str:

@@ -1,4 +1,4 @@
-"""Measures a GPU's limits: how fast it copies memory, and multiplies matrices of BF16."""
+"""Measures a GPU's limits: memory bandwidth, and the peak of BF16 matrix products."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.device import GpuDevice
 
 _COPIED_BYTES: Final = 1 << 30
-_SIDE: Final = 8192  # of the matrices
-_SMALL: Final = 64  # times smaller, where there is little memory or no GPU
+_SIDE: Final = 8192  # rows and columns of the matrices
+_SMALL_DIVISOR: Final = 64  # sizes are divided by it if there is little memory, or no GPU
 _REPEATS: Final = 10
 
 
 def measure(device: GpuDevice) -> Hardware:
-    """Return the bytes a second that are read and written, and the FLOPs a second of products.
+    """Measure the device; return its bandwidth (bytes/s read and written) and peak (FLOP/s).
 
-    It takes some tenths of a second, and 3 GB of the GPU's memory if that much is free.
+    The measurement takes some tenths of a second, and 3 GB of the GPU's memory if they are free.
 
     Raises:
-        MemoryLimitError: not even the smallest measurement fits.
+        MemoryLimitError: there is too little memory for the smallest measurement.
     """
     try:
         bandwidth, peak = _measure(device)
@@ -51,12 +51,16 @@ def measure(device: GpuDevice) -> Hardware:
 
 def _measure(device: GpuDevice) -> tuple[float, float]:
     is_small = device.is_interpreted or device.memory_available < 4 * _COPIED_BYTES
-    size, side = (_COPIED_BYTES // _SMALL, _SIDE // _SMALL) if is_small else (_COPIED_BYTES, _SIDE)
+    size, side = (
+        (_COPIED_BYTES // _SMALL_DIVISOR, _SIDE // _SMALL_DIVISOR)
+        if is_small
+        else (_COPIED_BYTES, _SIDE)
+    )
     where = device.torch_device
     source = torch.zeros(size, dtype=torch.uint8, device=where)
     target = torch.empty_like(source)
     copy_s = _seconds(device, lambda: target.copy_(source))
-    # Of equal values products take less power, and some GPUs compute them faster.
+    # Random values: with equal values, products take less power and are faster on some GPUs.
     matrix = torch.randn(side, side, dtype=torch.bfloat16, device=where)
     product = torch.empty_like(matrix)
     product_s = _seconds(device, lambda: torch.mm(matrix, matrix, out=product))
@@ -64,14 +68,14 @@ def _measure(device: GpuDevice) -> tuple[float, float]:
 
 
 def _seconds(device: GpuDevice, run: Callable[[], object]) -> float:
-    """Return the median seconds of some calls after the first."""
+    """Return the median seconds of a call, without the first call."""
     times = []
     for _ in range(1 + _REPEATS):
         _wait(device)
-        began_s = time.perf_counter()
+        start_s = time.perf_counter()
         run()
         _wait(device)
-        times.append(time.perf_counter() - began_s)
+        times.append(time.perf_counter() - start_s)
     return statistics.median(times[1:])
 
 

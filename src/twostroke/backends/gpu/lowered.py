@@ -1,4 +1,4 @@
-"""A Program as launches over buffers, before there is memory for them."""
+"""A Program as a list of records, each one or a few launches, over buffers without memory yet."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 class BufferType(Enum):
-    """What a buffer holds.
+    """The contents of a buffer.
 
-    A float32 stream, input of products, sums in parts, such sums that stay float32 with many rows,
-    or lines of sums that are not divided.
+    `STREAM`: a float32 residual stream. `ELEMENT`: input of products, in the element type. `PARTS`:
+    partial sums of products. `SCORES`: partial sums that stay float32 with many rows. `LINES`:
+    several lines for each row, whose sum is the value.
     """
 
     STREAM = "stream"
@@ -28,19 +29,20 @@ class BufferType(Enum):
 
 
 class DeviceBuffer(Frozen):
-    """Rows of `width` values; one that is `kept` is read after the step.
+    """Rows of `width` values.
 
-    A row of LINES has several `lines`, whose sum is its value.
+    `is_kept`: the buffer is read after the step, so that no other buffer may reuse its memory.
+    `lines`: lines of a row in a buffer of type LINES.
     """
 
     width: int
     kind: BufferType
-    kept: bool = False
+    is_kept: bool = False
     lines: int = 1
 
 
 class BufferColumns(Frozen):
-    """Columns of a buffer that hold a value, to which its reader adds the `bias`."""
+    """The columns of a buffer that hold a value; the reader adds the `bias`, by name."""
 
     buffer: int
     first: int
@@ -49,15 +51,15 @@ class BufferColumns(Frozen):
 
 
 class QkvSource(Frozen):
-    """Queries, keys or values, whose reader norms and rotates each head."""
+    """Queries, keys or values, and the norm and rotation of each head, which the reader applies."""
 
-    place: BufferColumns
+    columns: BufferColumns
     norm: ops.RMSNorm | None = None
     rope: ops.Rope | None = None
 
 
 class EmbedRows(Frozen):
-    """Rows of the table, times the factor."""
+    """Gathers the tokens' rows of a table, times a factor."""
 
     table: str
     factor: float
@@ -65,15 +67,16 @@ class EmbedRows(Frozen):
 
 
 class External(Frozen):
-    """Values that come with the step."""
+    """Values that the step's input brings."""
 
     output: int
 
 
 class AddNorm(Frozen):
-    """`residual = (residual + post(delta)) * factor`, `output = norm(residual)`.
+    """Computes `residual = (residual + post(delta)) * factor`, `output = norm(residual)`.
 
-    As far as there are such; without a norm the output is a copy. `factor` names one number.
+    Parts that are None are left out; without a norm the output is a copy. `factor` is the name of a
+    weight with one number.
     """
 
     residual: int | None = None
@@ -85,7 +88,7 @@ class AddNorm(Frozen):
 
 
 class Products(Frozen):
-    """Products of one input with matrices; each writes its columns of the output."""
+    """Products of one input with several matrices, whose outputs are side by side."""
 
     x: int
     weights: tuple[str, ...]
@@ -94,7 +97,7 @@ class Products(Frozen):
 
 
 class HeadProducts(Frozen):
-    """Products of each head's values with a matrix of its own."""
+    """Products of each head's values with the head's matrix."""
 
     x: BufferColumns
     op: ops.HeadLinear
@@ -102,18 +105,18 @@ class HeadProducts(Frozen):
 
 
 class JoinedHeads(Frozen):
-    """Heads of which each is some values at a place, rotated, then those of `rest`."""
+    """Heads that consist of rotated values from `columns`, then the values of `rest`."""
 
     op: ops.Join
-    place: BufferColumns
+    columns: BufferColumns
     rest: QkvSource
     rope: ops.Rope | None = None
 
 
 class StoreKv(Frozen):
-    """Queries ready for attention, keys and values in the pages.
+    """Prepares queries for attention, and stores keys and values in pages.
 
-    Where these are other layers' there are queries alone.
+    A layer that reads another layer's keys and values has only queries.
     """
 
     sources: tuple[QkvSource, ...]
@@ -122,7 +125,7 @@ class StoreKv(Frozen):
 
 
 class StoreLatents(Frozen):
-    """Queries ready for latent attention, keys in the pages."""
+    """Prepares queries for latent attention, and stores keys in pages."""
 
     queries: JoinedHeads
     keys: JoinedHeads
@@ -131,7 +134,7 @@ class StoreLatents(Frozen):
 
 
 class Attend(Frozen):
-    """Attention over the pages."""
+    """Attention over KV pages."""
 
     q: int
     op: ops.Attention
@@ -148,9 +151,10 @@ class Activate(Frozen):
 
 
 class MixExperts(Frozen):
-    """A mixture of experts: `routes` says which rows go where, a line of the others is a pair's.
+    """A mixture of experts.
 
-    Scores become shares by the rule of `route`, if it is not the mixture's own.
+    `routes`, `hidden`, `gated` and `output` are buffers: the (row, expert) pairs, then one line for
+    each pair. `route`: the rule by which scores choose experts; None: the rule of `op`.
     """
 
     x: int
@@ -164,7 +168,7 @@ class MixExperts(Frozen):
 
 
 class Combine(Frozen):
-    """`a * factor + b`; `weight` names a number that multiplies a, too."""
+    """Computes `a * factor + b`; `weight` is the name of one more factor of a."""
 
     a: BufferColumns
     output: int
@@ -189,10 +193,10 @@ Record = (
 
 
 class GpuLowered(Frozen):
-    """Launches in their order, and the Program's operations that each does.
+    """The records of a step in order, and the Program's operations that each record computes.
 
-    `taps` names the buffers, float32, of values that leave the step. `last` is the buffer from
-    whose rows `logits` are computed, after the step, for those rows that need them.
+    `taps`: the float32 buffers of tapped values, by name. `last`: the buffer with the last hidden
+    states, from which `logits` are computed after the step, for the rows that need logits.
     """
 
     records: tuple[Record, ...]
@@ -204,41 +208,45 @@ class GpuLowered(Frozen):
 
 
 def route_ints(num_used: int) -> int:
-    """Return how many numbers a row's routes take: of each pair, its item, choice, order, share."""
-    return (4 + 3) * num_used + 16  # and a header, in arrays that begin at multiples of four
+    """Return how many numbers the routes of a row take.
+
+    A pair takes an item of four numbers, its expert, its index in the order, and its weight. The
+    arrays and the header begin at multiples of four numbers.
+    """
+    return (4 + 3) * num_used + 16
 
 
-def touched(record: Record) -> Iterator[int]:
+def touched_buffers(record: Record) -> Iterator[int]:
     """Yield the buffers that a record reads or writes."""
     for name in record.__struct_fields__:
         if name != "factor" and isinstance(buffer := getattr(record, name), int):
             yield buffer
-    yield from (place.buffer for place in places(record))
+    yield from (columns.buffer for columns in columns_read(record))
 
 
-def places(record: Record) -> Iterator[BufferColumns]:
-    """Yield the places that a record reads."""
-    yield from (source.place for source in sources(record))
+def columns_read(record: Record) -> Iterator[BufferColumns]:
+    """Yield the columns of buffers that a record reads."""
+    yield from (source.columns for source in sources(record))
     for name in record.__struct_fields__:
-        found = getattr(record, name)
-        if isinstance(found, JoinedHeads):
-            found = found.place
-        if isinstance(found, BufferColumns):
-            yield found
+        value = getattr(record, name)
+        if isinstance(value, JoinedHeads):
+            value = value.columns
+        if isinstance(value, BufferColumns):
+            yield value
 
 
 def sources(record: Record) -> tuple[QkvSource, ...]:
-    """Return what a record norms and rotates."""
+    """Return the heads that a record norms and rotates."""
     match record:
-        case StoreKv(sources=found):
-            return found
+        case StoreKv(sources=kv_sources):
+            return kv_sources
         case StoreLatents(queries=queries, keys=keys):
             return queries.rest, keys.rest
     return ()
 
 
 def ropes(record: Record) -> Iterator[ops.Rope]:
-    """Yield the rotations that a record does."""
+    """Yield the rotary embeddings that a record applies."""
     yield from (source.rope for source in sources(record) if source.rope is not None)
     if isinstance(record, StoreLatents) and record.keys.rope is not None:
         yield record.keys.rope

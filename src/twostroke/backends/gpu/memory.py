@@ -1,4 +1,4 @@
-"""Memory of a step, planned before there is any: one piece in which buffers take turns."""
+"""The memory of a step: plans the offsets of buffers, which reuse memory, and allocates it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from twostroke.backends.gpu.graphs import buckets_up_to
 from twostroke.backends.gpu.kernels import products_tiles
 from twostroke.backends.gpu.kernels.common import Parts
 from twostroke.backends.gpu.kernels.product import FEW_ROWS, num_parts
-from twostroke.backends.gpu.lowered import BufferType, Products, touched
+from twostroke.backends.gpu.lowered import BufferType, Products, touched_buffers
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.lowered import BufferColumns, DeviceBuffer, GpuLowered
 
-_LINE = 256  # bytes; buffers start on one
+_LINE_BYTES = 256  # buffers start at multiples of it
 
 
 class StepMemoryLayout(Frozen):
-    """Where each buffer lies, in bytes, and how many bytes a step needs in all."""
+    """The offset of each buffer in bytes, and the bytes that a step needs."""
 
     offsets: tuple[int, ...]
     num_bytes: int
@@ -34,36 +34,43 @@ class StepMemoryLayout(Frozen):
 def lay_out(
     gpu: Gpu, lowered: GpuLowered, in_parts: Container[int], max_rows: int
 ) -> StepMemoryLayout:
-    """Give buffers places for `max_rows` rows; those that are never needed together may share one.
+    """Assign memory for `max_rows` rows to buffers; buffers that are not used together share it.
 
-    Each takes the smallest free place that is large enough, else a new one. Buffers `in_parts` are
-    those of `products.in_parts`.
+    A buffer takes the smallest free region that is large enough, else a new one. `in_parts`: see
+    `products.in_parts`.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for time, record in enumerate(lowered.records):
-        for buffer in touched(record):
+        for buffer in touched_buffers(record):
             first.setdefault(buffer, time)
             last[buffer] = time
     depths = {r.output: lowered.buffers[r.x].width for r in lowered.records if type(r) is Products}
-    places: list[tuple[int, int]] = []  # offset and bytes
+    regions: list[tuple[int, int]] = []  # offset and bytes
     free: list[int] = []
-    place_of: dict[int, int] = {}
+    region_of: dict[int, int] = {}
     end = 0
     for time in range(len(lowered.records)):
         for buffer in (b for b in first if first[b] == time):
-            given = lowered.buffers[buffer], max_rows, depths.get(buffer, 0)
-            size = _num_bytes(gpu, *given, in_parts=buffer in in_parts)
-            fitting = [place for place in free if places[place][1] >= size]
+            size = _num_bytes(
+                gpu,
+                lowered.buffers[buffer],
+                max_rows,
+                depth=depths.get(buffer, 0),
+                in_parts=buffer in in_parts,
+            )
+            fitting = [region for region in free if regions[region][1] >= size]
             if fitting:
-                place_of[buffer] = min(fitting, key=lambda place: places[place][1])
-                free.remove(place_of[buffer])
+                region_of[buffer] = min(fitting, key=lambda region: regions[region][1])
+                free.remove(region_of[buffer])
             else:
-                place_of[buffer] = len(places)
-                places.append((end, size))
+                region_of[buffer] = len(regions)
+                regions.append((end, size))
                 end += size
-        free += [place_of[b] for b in last if last[b] == time and not lowered.buffers[b].kept]
-    offsets = [places[place_of[b]][0] if b in place_of else 0 for b in range(len(lowered.buffers))]
+        free += [region_of[b] for b in last if last[b] == time and not lowered.buffers[b].is_kept]
+    offsets = [
+        regions[region_of[b]][0] if b in region_of else 0 for b in range(len(lowered.buffers))
+    ]
     return StepMemoryLayout(tuple(offsets), end)
 
 
@@ -78,24 +85,24 @@ def _num_bytes(gpu: Gpu, buffer: DeviceBuffer, max_rows: int, depth: int, *, in_
         num_bytes = size * max_rows * width
     else:
         few = max_rows if gpu.same_tokens else min(max_rows, FEW_ROWS)
-        many = buckets_up_to(min(max_rows, products_tiles.most_rows(gpu))) if in_parts else ()
+        many = buckets_up_to(min(max_rows, products_tiles.max_rows(gpu))) if in_parts else ()
         counts = {rows: _num_parts(gpu, rows, width, depth) for rows in (*range(1, few + 1), *many)}
         parts = max(rows * count for rows, count in counts.items() if rows <= few or count > 1)
         size = 4 if buffer.kind is BufferType.SCORES else size
         num_bytes = max(4 * parts * width, size * max_rows * width)
-    return -(-num_bytes // _LINE) * _LINE
+    return -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
 
 
 def _num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
-    """Return the number of parts of products with `num_rows` rows, if they are written in parts."""
+    """Return the number of parts of a product of `num_rows` rows, if it is written in parts."""
     if num_rows <= FEW_ROWS or gpu.same_tokens:
         return num_parts(gpu, num_rows, width, depth)
-    is_tiled = num_rows <= products_tiles.most_rows(gpu)
+    is_tiled = num_rows <= products_tiles.max_rows(gpu)
     return products_tiles.num_parts(gpu, num_rows, width, depth) if is_tiled else 1
 
 
 class StepMemory:
-    """The buffers of a step as tensors; some are `in_parts`, as `lay_out` says."""
+    """The buffers of a step as tensors; `in_parts`: see `products.in_parts`."""
 
     def __init__(
         self, gpu: Gpu, lowered: GpuLowered, in_parts: Container[int], max_rows: int
@@ -108,22 +115,26 @@ class StepMemory:
         self.memory = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=gpu.device)
 
     def tensor(self, buffer: int, num_rows: int) -> Tensor:
-        """Return a buffer that is no product's, (rows, width)."""
-        found = self._buffers[buffer]
-        dtype = torch.float32 if found.kind is BufferType.STREAM else self._gpu.element
-        return self._view(buffer, num_rows * found.width, dtype).view(num_rows, found.width)
+        """Return a buffer of type STREAM or ELEMENT as a tensor (rows, width)."""
+        device_buffer = self._buffers[buffer]
+        dtype = torch.float32 if device_buffer.kind is BufferType.STREAM else self._gpu.element
+        return self._view(buffer, num_rows * device_buffer.width, dtype).view(
+            num_rows, device_buffer.width
+        )
 
-    def whole(self, buffer: int, num_rows: int) -> Parts:
-        """Return a buffer in as many parts as a step of so many rows has."""
-        found = self._buffers[buffer]
-        width, stride = found.width, num_rows * found.width
-        if found.kind in {BufferType.STREAM, BufferType.ELEMENT}:
+    def all_columns(self, buffer: int, num_rows: int) -> Parts:
+        """Return a buffer with the number of parts that a step of `num_rows` rows has."""
+        device_buffer = self._buffers[buffer]
+        width, stride = device_buffer.width, num_rows * device_buffer.width
+        if device_buffer.kind in {BufferType.STREAM, BufferType.ELEMENT}:
             return Parts(self.tensor(buffer, num_rows), width, width)
-        is_few = num_rows <= FEW_ROWS or found.kind is BufferType.SCORES or self._gpu.same_tokens
+        is_few = (
+            num_rows <= FEW_ROWS or device_buffer.kind is BufferType.SCORES or self._gpu.same_tokens
+        )
         dtype = torch.float32 if is_few else self._gpu.element
-        if found.kind is BufferType.LINES:
-            values = self._view(buffer, found.lines * stride, dtype)
-            return Parts(values, width, found.lines * width, found.lines, width)
+        if device_buffer.kind is BufferType.LINES:
+            values = self._view(buffer, device_buffer.lines * stride, dtype)
+            return Parts(values, width, device_buffer.lines * width, device_buffer.lines, width)
         count = 1
         if buffer in self._in_parts or num_rows <= FEW_ROWS or self._gpu.same_tokens:
             count = _num_parts(self._gpu, num_rows, width, self._depths[buffer])
@@ -132,13 +143,13 @@ class StepMemory:
         return Parts(self._view(buffer, count * stride, torch.float32), width, width, count, stride)
 
     def lines(self, buffer: int, num_rows: int) -> Parts:
-        """Return each line of a buffer's rows as a row of its own."""
-        whole = self.whole(buffer, num_rows)
-        return Parts(whole.values, whole.width, whole.width)
+        """Return a buffer of type LINES with each line as a separate row."""
+        partial_sums = self.all_columns(buffer, num_rows)
+        return Parts(partial_sums.values, partial_sums.width, partial_sums.width)
 
-    def parts(self, place: BufferColumns, num_rows: int) -> Parts:
-        """Return the columns at a place."""
-        return self.whole(place.buffer, num_rows).columns(place.first, place.width)
+    def parts(self, columns: BufferColumns, num_rows: int) -> Parts:
+        """Return some columns of a buffer, with the parts of a step of `num_rows` rows."""
+        return self.all_columns(columns.buffer, num_rows).columns(columns.first, columns.width)
 
     def _view(self, buffer: int, count: int, dtype: torch.dtype) -> Tensor:
         start = self._layout.offsets[buffer]

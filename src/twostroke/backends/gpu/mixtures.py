@@ -1,4 +1,4 @@
-"""Mixtures of experts: their matrices as stacks, and their launches."""
+"""Mixtures of experts: their weights as stacks of matrices, and the launches of a step."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     Convert = Callable[[QuantTensor, Tensor], None]
 
-_MOST_ROWS: Final = 128  # of a block of dense products
+_MAX_ROWS: Final = 128  # rows of a block of dense products
 
 
 class ExpertWeights(Frozen, eq=False):
-    """A mixture's matrices on the device, each stack (experts, outputs, inputs).
+    """The matrices of a mixture on the device, as stacks (experts, outputs, inputs).
 
-    `wide` are gates and, below them, ups in one stack; or two stacks if formats differ.
+    `wide`: one stack with the outputs of gates, then of ups; or two stacks if their formats differ.
     """
 
     wide: tuple[Tensor | PackedMatrix, ...]
@@ -40,7 +40,7 @@ class ExpertWeights(Frozen, eq=False):
 
     @property
     def stacks(self) -> tuple[Tensor | PackedMatrix, ...]:
-        """All of them."""
+        """All stacks."""
         return *self.wide, self.down
 
     @property
@@ -49,17 +49,18 @@ class ExpertWeights(Frozen, eq=False):
         return sum(x.num_bytes if isinstance(x, PackedMatrix) else x.nbytes for x in self.stacks)
 
 
-class Values(Frozen, eq=False):
-    """What a mixture reads and writes.
+class MixtureValues(Frozen, eq=False):
+    """The inputs and outputs of a mixture.
 
-    `x` is (rows, width), and `scores` come with their bias; `choice` says what they mean. `routes`
-    is int32. Of each pair of row and expert, `hidden` has gates and ups, `gated` (pairs, ffn_width)
-    the input of the last product in the element type, and `terms` its result times the share.
+    - `x`: (rows, width). `scores`: with their bias. `selection`: how scores choose experts.
+    - `routes`: int32 memory for the (row, expert) pairs.
+    - `hidden`: gates and ups of each pair. `gated`: (pairs, ffn_width), the input of the last
+      product, in the element type. `terms`: the result of each pair times its weight.
     """
 
     x: Tensor
     scores: tuple[Parts, Tensor | None]
-    choice: routing.ExpertSelection
+    selection: routing.ExpertSelection
     routes: Tensor
     hidden: Parts
     gated: Tensor
@@ -69,9 +70,10 @@ class Values(Frozen, eq=False):
 def load(
     gpu: Gpu, op: ops.MixtureOfExperts, tensors: Mapping[str, QuantTensor], convert: Convert
 ) -> ExpertWeights:
-    """Bring a mixture's matrices to the device.
+    """Copy a mixture's matrices to the device.
 
-    A stack of one format that kernels read stays packed; `convert` writes the matrices of others.
+    A stack stays packed if all its matrices have one format that kernels read; other matrices are
+    written by `convert`.
     """
     *wide, down = (_stack(gpu, stack, convert) for stack in stacks_of(op, tensors))
     return ExpertWeights(tuple(wide), down)
@@ -83,17 +85,26 @@ def launch(
     num_rows: int,
     op: ops.MixtureOfExperts,
     weights: ExpertWeights,
-    values: Values,
+    values: MixtureValues,
 ) -> None:
-    """Write the terms of `num_rows` rows; their reader adds up those of a row."""
+    """Write the terms of `num_rows` rows; the reader adds the terms of each row."""
     packed = [stack for stack in weights.stacks if isinstance(stack, PackedMatrix)]
-    most = [products_packed.most_in_block(gpu, stack) for stack in packed]
-    least = 8 if len(packed) == len(weights.stacks) else 16
-    limits = least, min(most, default=_MOST_ROWS)
-    if gpu.same_tokens:  # one block, whatever else is in the step
+    max_block_rows = [products_packed.max_block_rows(gpu, stack) for stack in packed]
+    min_block_rows = 8 if len(packed) == len(weights.stacks) else 16
+    limits = min_block_rows, min(max_block_rows, default=_MAX_ROWS)
+    if gpu.same_tokens:  # the same block for all steps
         limits = (SAME_ROWS,) * 2
-    routes = routing.routes_in(values.routes, num_rows, len(op.experts), op.num_used, limits)
-    routing.launch(gpu, header, num_rows, *values.scores, routes, values.choice)
+    routes = routing.divide_memory(values.routes, num_rows, len(op.experts), op.num_used, limits)
+    scores, bias = values.scores
+    routing.launch(
+        gpu,
+        header,
+        num_rows,
+        scores=scores,
+        bias=bias,
+        routes=routes,
+        choice=values.selection,
+    )
     first = 0
     for stack in weights.wide:
         width = stack.width if isinstance(stack, PackedMatrix) else stack.shape[1]
@@ -101,8 +112,15 @@ def launch(
         _multiply(gpu, values.x, stack, columns, Grouped(routes, op.num_used))
         first += width
     gate, up = (values.hidden.columns(at, op.ffn_width) for at in (0, op.ffn_width))
-    given = num_rows * op.num_used, (gate, None), (up, None), op.activation, values.gated
-    pointwise.activate(gpu, routes.header, *given)
+    pointwise.activate(
+        gpu,
+        routes.header,
+        num_rows=num_rows * op.num_used,
+        gate=(gate, None),
+        up=(up, None),
+        activation=op.activation,
+        output=values.gated,
+    )
     rows = Grouped(routes, 1, is_shared=True)
     _multiply(gpu, values.gated, weights.down, values.terms, rows)
 
@@ -119,20 +137,22 @@ def _multiply(
 def _stack(
     gpu: Gpu, experts: Sequence[tuple[QuantTensor, ...]], convert: Convert
 ) -> Tensor | PackedMatrix:
-    """Return a stack whose matrices have the outputs of all `experts[i]`, one below the other."""
+    """Return a stack whose matrix i has the outputs of all tensors of `experts[i]`."""
     first = experts[0]
     width, depth = sum(tensor.shape[0] for tensor in first), first[0].shape[1]
-    if is_stack_packed([tensor for parts in experts for tensor in parts]):
+    if is_stack_packed([tensor for tensors_of_expert in experts for tensor in tensors_of_expert]):
         joined = (
-            QuantTensor(first[0].format, (width, depth), np.concatenate([t.data for t in parts]))
-            for parts in experts
+            QuantTensor(
+                first[0].format, (width, depth), np.concatenate([t.data for t in tensors_of_expert])
+            )
+            for tensors_of_expert in experts
         )
         return pack_stack(joined, len(experts), gpu.device)
     shape = len(experts), width, depth
     stack = torch.empty(shape, dtype=gpu.element, device=gpu.device)
-    for matrix, parts in zip(stack, experts, strict=True):
-        at = 0
-        for tensor in parts:
-            convert(tensor, matrix[at : at + tensor.shape[0]])
-            at += tensor.shape[0]
+    for matrix, tensors_of_expert in zip(stack, experts, strict=True):
+        first_row = 0
+        for tensor in tensors_of_expert:
+            convert(tensor, matrix[first_row : first_row + tensor.shape[0]])
+            first_row += tensor.shape[0]
     return stack

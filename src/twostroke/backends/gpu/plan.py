@@ -1,19 +1,20 @@
-"""A lowered Program with memory: launches a step's kernels, those of a bucket of rows."""
+"""`GpuPlan`: a lowered Program with memory, which launches the kernels of a step."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from twostroke.backends.gpu import mixtures, products
 from twostroke.backends.gpu.attending import (
-    Attending,
+    StepAttention,
     attentions_of,
     num_slots,
+    rotation_floats,
     sum_floats,
     tiling_of,
-    turn_floats,
 )
 from twostroke.backends.gpu.graphs import bucket_of
 from twostroke.backends.gpu.kernels import norm, pages, pointwise, product_heads, take_packed
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from twostroke.model.program import Program, ops
     from twostroke.model.quant import QuantTensor
 
-_LEAST_PAGE = 16  # tokens
+_MIN_PAGE_SIZE = 16  # tokens
 
 
 def step_bytes(
@@ -65,7 +66,7 @@ def step_bytes(
     *,
     same_tokens: bool = False,
 ) -> int:
-    """Return how many bytes of a device steps need besides weights and pages."""
+    """Return the bytes of device memory that steps need, apart from weights and pages."""
     gpu = device.gpu(torch.bfloat16, same_tokens=same_tokens)
     lowered, rows = lower(program), bucket_of(max_rows)
     packed = {
@@ -78,19 +79,19 @@ def step_bytes(
     num_tilings = len({tiling_of(gpu, op) for op in attentions})
     slots = num_slots(attentions, rows)
     logits = LOGIT_ROWS * (lowered.logits.in_width + 2 * lowered.logits.width)  # the sampler's, too
-    floats = turn_floats(lowered, program.context_length) + sum_floats(attentions, rows)
+    floats = rotation_floats(lowered, program.context_length) + sum_floats(attentions, rows)
     floats += logits + rows * RESULT_INTS
-    tables = rows * len(program.cache_groups) * (program.context_length // _LEAST_PAGE + 8)
+    tables = rows * len(program.cache_groups) * (program.context_length // _MIN_PAGE_SIZE + 8)
     numbers = floats + tables + input_ints(num_tilings, rows, slots)
     in_parts = products.in_parts(gpu, lowered, packed)
     return lay_out(gpu, lowered, in_parts, rows).num_bytes + scratch + 4 * numbers
 
 
 class GpuPlan:
-    """The launches of steps of up to `max_rows` rows.
+    """Launches the kernels of steps of up to `max_rows` rows.
 
-    Rows of the sampler's `results` begin with the tokens that the last step drew: rows of the next
-    one may read them there.
+    Each row of the sampler's `results` begins with the token that the last step drew, where rows of
+    the next step can read it.
     """
 
     def __init__(
@@ -104,9 +105,10 @@ class GpuPlan:
         *,
         piece: int | None = None,
     ) -> None:
-        """Reserve a step's memory; `tables` (tables, groups, pages) are the device's.
+        """Reserve the memory of a step.
 
-        `piece` is the shortest piece of a context, for tests.
+        `tables`: the page tables on the device, (tables, groups, pages). `piece`: the shortest
+        piece of a context, for tests.
         """
         self._gpu, self._lowered, self._weights = gpu, lowered, weights
         self._cache, self._tables, self.max_rows = cache, tables, max_rows
@@ -114,11 +116,19 @@ class GpuPlan:
         self.memory = StepMemory(gpu, lowered, in_parts, max_rows)
         size = products.scratch_bytes(gpu, lowered, weights.shapes, max_rows)
         self._scratch = torch.zeros(size, dtype=torch.uint8, device=gpu.device)
-        given = weights, cache, tables, self.memory, max_rows, piece
-        self._attending = Attending(gpu, lowered, *given)
-        self.input = self._attending.input
+        self._attention = StepAttention(
+            gpu,
+            lowered,
+            weights=weights,
+            cache=cache,
+            tables=tables,
+            memory=self.memory,
+            max_rows=max_rows,
+            piece=piece,
+        )
+        self.input = self._attention.input
         floats = {"dtype": torch.float32, "device": gpu.device}
-        self._picked = torch.zeros(
+        self._logit_states = torch.zeros(
             (LOGIT_ROWS, lowered.logits.in_width), dtype=gpu.element, device=gpu.device
         )
         self.logits = torch.zeros((LOGIT_ROWS, lowered.logits.width), **floats)
@@ -126,92 +136,108 @@ class GpuPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that steps need besides weights and pages."""
-        own = self.memory.memory, self._picked, self.logits, self.results, self._scratch
-        num_bytes: int = sum(t.nbytes for t in own)
-        return self._attending.num_bytes + num_bytes
+        """Bytes that steps need, apart from weights and pages."""
+        tensors = self.memory.memory, self._logit_states, self.logits, self.results, self._scratch
+        num_bytes: int = sum(t.nbytes for t in tensors)
+        return self._attention.num_bytes + num_bytes
 
     def tap(self, value: str, num_rows: int) -> Tensor:
-        """Return a tapped value of the step's rows, float32."""
+        """Return a tapped value of the step's rows as float32 (rows, width)."""
         return self.memory.tensor(self._lowered.taps[value], num_rows)
 
     def last_states(self, num_rows: int) -> Tensor:
-        """Return the states from which logits are computed."""
+        """Return the hidden states from which logits are computed, (rows, width)."""
         return self.memory.tensor(self._lowered.last, num_rows)
 
     def take_external(self, values: NDArray[np.float32]) -> None:
-        """Send the value that comes with the next step."""
+        """Copy the external input of the next step to the device."""
         record = next(r for r in self._lowered.records if isinstance(r, External))
         self.memory.tensor(record.output, len(values)).copy_(torch.from_numpy(values))
 
     def change_tables(self, changes: NDArray[np.int32]) -> None:
-        """Change page tables before the step, by (index, page id)."""
-        indices, found = torch.from_numpy(changes).to(self._gpu.device).long().unbind(1)
-        self._tables.view(-1)[indices] = found.int()
+        """Apply (index, page id) changes to the page tables, before the step."""
+        indices, page_ids = torch.from_numpy(changes).to(self._gpu.device).long().unbind(1)
+        self._tables.view(-1)[indices] = page_ids.int()
 
     def launch(self, num_rows: int, mark: Callable[[], None] | None = None) -> None:
-        """Launch the step in `input`, in a bucket of `num_rows` rows, up to the last states.
+        """Launch the step in `input`, in a bucket of `num_rows` rows, up to the last hidden states.
 
-        `mark` is called before each of `GpuLowered.parts` that is not empty.
+        `mark` is called before each part of `GpuLowered.parts` that is not empty.
         """
         gpu, frame = self._gpu, self.input.device
-        places = self.input.places(num_rows)
-        pages.change(gpu, frame, CHANGES, frame, self._tables)
-        cache = self._cache.memory.view(torch.int32)
-        pages.copy(gpu, frame, COPIES, frame, cache, self._cache.page_bytes)
+        offsets = self.input.array_offsets(num_rows)
+        pages.change(gpu, frame, CHANGES, frame=frame, tables=self._tables)
+        pages.copy(
+            gpu,
+            frame,
+            COPIES,
+            frame=frame,
+            cache=self._cache.memory.view(torch.int32),
+            page_bytes=self._cache.page_bytes,
+        )
         for record, parts in zip(self._lowered.records, self._lowered.parts, strict=True):
             if mark is not None and parts:
                 mark()
-            self._launch(record, places)
+            self._launch(record, offsets)
 
     def launch_logits(self, chunk: int, bucket: int) -> None:
-        """Write a chunk's rows of logits, at most `bucket`, to `logits`."""
+        """Write the logits of a chunk of at most `bucket` rows to `logits`."""
         gpu, op = self._gpu, self._lowered.logits
-        header, chosen = self.input.logit_rows(chunk)
+        header, row_ids = self.input.logit_rows(chunk)
         states = self.memory.tensor(self._lowered.last, self.max_rows)
-        picked = self._picked[:bucket]
-        pointwise.take_rows(gpu, header, bucket, states, chosen, picked)
+        states_of_rows = self._logit_states[:bucket]
+        pointwise.take_rows(gpu, header, bucket, x=states, row_ids=row_ids, output=states_of_rows)
         output = Parts(self.logits, op.width, op.width)
-        self._multiply(header, bucket, picked, (op.weight,), output)
+        self._multiply(header, bucket, states_of_rows, (op.weight,), output)
         if op.soft_cap is not None:
             pointwise.combine(
                 gpu, header, bucket, output, self.logits[:bucket], soft_cap=op.soft_cap
             )
 
-    def _launch(self, record: Record, places: StepArrayOffsets) -> None:
-        gpu, frame, rows, memory = self._gpu, self.input.device, places.num_rows, self.memory
+    def _launch(self, record: Record, offsets: StepArrayOffsets) -> None:
+        gpu, frame, rows, memory = self._gpu, self.input.device, offsets.num_rows, self.memory
         match record:
             case EmbedRows():
-                tokens = self.input.view(places.tokens, rows)
+                tokens = self.input.view(offsets.tokens, rows)
                 output = memory.tensor(record.output, rows)
-                given = {"factor": record.factor, "results": self.results}
                 if (table := self._weights.packed.get(record.table)) is not None:
-                    take_packed.launch(gpu, frame, rows, table, tokens, output, **given)
+                    take = partial(take_packed.launch, gpu, frame, rows, table=table)
                 else:
                     dense = self._weights.matrices[record.table]
-                    pointwise.take_rows(gpu, frame, rows, dense, tokens, output, **given)
+                    take = partial(pointwise.take_rows, gpu, frame, rows, x=dense)
+                take(row_ids=tokens, output=output, factor=record.factor, results=self.results)
             case External():
                 pass  # written before the step
             case AddNorm():
                 self._add_norm(record, rows)
             case Products():
                 x = memory.tensor(record.x, rows)
-                output = memory.whole(record.output, rows)
+                output = memory.all_columns(record.output, rows)
                 self._multiply(frame, rows, x, record.weights, output)
             case HeadProducts():
                 op, x = record.op, memory.parts(record.x, rows)
                 x = x.columns(op.first, x.width - op.first)
-                output, matrices = (
-                    memory.tensor(record.output, rows),
-                    self._weights.heads[op.output],
+                product_heads.launch(
+                    gpu,
+                    frame,
+                    rows,
+                    x=x,
+                    x_head=op.x_head,
+                    matrices=self._weights.heads[op.output],
+                    output=memory.tensor(record.output, rows),
                 )
-                product_heads.launch(gpu, frame, rows, x, op.x_head, matrices, output)
             case StoreKv() | StoreLatents() | Attend():
-                self._attending.launch(record, places)
+                self._attention.launch(record, offsets)
             case Activate():
-                output = memory.tensor(record.output, rows)
-                gate, up = self._biased(record.gate, rows), self._biased(record.up, rows)
-                pointwise.activate(gpu, frame, rows, gate, up, record.activation, output)
+                pointwise.activate(
+                    gpu,
+                    frame,
+                    rows,
+                    gate=self._biased(record.gate, rows),
+                    up=self._biased(record.up, rows),
+                    activation=record.activation,
+                    output=memory.tensor(record.output, rows),
+                )
             case MixExperts():
                 self._mix(record, rows)
             case Combine():
@@ -221,37 +247,58 @@ class GpuPlan:
         self, header: Tensor, rows: int, x: Tensor, names: tuple[str, ...], output: Parts
     ) -> None:
         factors = self._weights.factors(names)
-        products.multiply(self._gpu, header, rows, x, factors, output, scratch=self._scratch)
+        products.multiply(
+            self._gpu,
+            header,
+            rows,
+            x=x,
+            factors=factors,
+            output=output,
+            scratch=self._scratch,
+        )
 
     def _mix(self, record: MixExperts, rows: int) -> None:
         op, memory = record.op, self.memory
-        values = mixtures.Values(
-            memory.tensor(record.x, rows),
-            self._biased(record.scores, rows),
-            self._choice(record),
-            memory.tensor(record.routes, rows).view(-1).view(torch.int32),
-            memory.lines(record.hidden, rows),
-            memory.tensor(record.gated, rows).view(-1, op.ffn_width),
-            memory.lines(record.output, rows),
+        values = mixtures.MixtureValues(
+            x=memory.tensor(record.x, rows),
+            scores=self._biased(record.scores, rows),
+            selection=self._expert_selection(record),
+            routes=memory.tensor(record.routes, rows).view(-1).view(torch.int32),
+            hidden=memory.lines(record.hidden, rows),
+            gated=memory.tensor(record.gated, rows).view(-1, op.ffn_width),
+            terms=memory.lines(record.output, rows),
         )
-        weights = self._weights.experts[op.output]
-        mixtures.launch(self._gpu, self.input.device, rows, op, weights, values)
+        mixtures.launch(
+            self._gpu,
+            self.input.device,
+            rows,
+            op=op,
+            weights=self._weights.experts[op.output],
+            values=values,
+        )
 
-    def _biased(self, place: BufferColumns, rows: int) -> tuple[Parts, Tensor | None]:
-        bias = None if place.bias is None else self._weights.vector(place.bias)
-        return self.memory.parts(place, rows), bias
+    def _biased(self, columns: BufferColumns, rows: int) -> tuple[Parts, Tensor | None]:
+        bias = None if columns.bias is None else self._weights.vector(columns.bias)
+        return self.memory.parts(columns, rows), bias
 
-    def _choice(self, record: MixExperts) -> ExpertSelection:
+    def _expert_selection(self, record: MixExperts) -> ExpertSelection:
         route = record.route
         if route is None:
             return ExpertSelection(record.op.normalize)
-        wanted, factors = (
+        selection_bias, factors = (
             None if name is None else self._weights.vector(name)
             for name in (route.bias, route.factors)
         )
-        groups = route.num_groups, route.num_used_groups, route.group_best
-        given = route.normalize, route.is_sigmoid, route.scale, *groups
-        return ExpertSelection(*given, wanted=wanted, factors=factors)
+        return ExpertSelection(
+            normalize=route.normalize,
+            is_sigmoid=route.is_sigmoid,
+            scale=route.scale,
+            num_groups=route.num_groups,
+            num_used_groups=route.num_used_groups,
+            group_best=route.group_best,
+            selection_bias=selection_bias,
+            factors=factors,
+        )
 
     def _combine(self, record: Combine, rows: int) -> None:
         a, bias = self._biased(record.a, rows)

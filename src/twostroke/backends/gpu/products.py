@@ -1,4 +1,4 @@
-"""Products of one input with matrices of several kinds, and the memory that they work in."""
+"""Products of one input with several matrices, each by the kernel for its format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from twostroke.backends.gpu.kernels import product, products_fp8, products_packed, products_tiles
 from twostroke.backends.gpu.kernels.packed import PackedMatrix
 from twostroke.backends.gpu.lowered import BufferType, Products
-from twostroke.backends.gpu.stored import together
+from twostroke.backends.gpu.stored import runs_of_neighbours
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def scratch_bytes(
     gpu: Gpu, lowered: GpuLowered, packed: Mapping[str, Matrix], max_rows: int
 ) -> int:
-    """Return how many bytes products of up to `max_rows` rows need besides input and output."""
+    """Return the bytes of scratch memory that products of up to `max_rows` rows need."""
     needed = [
         _needed(gpu, matrix, max_rows)
         for record in lowered.records
@@ -35,10 +35,10 @@ def scratch_bytes(
 
 
 def in_parts(gpu: Gpu, lowered: GpuLowered, packed: Mapping[str, Matrix]) -> frozenset[int]:
-    """Return the buffers that `products_tiles` alone writes, in parts, where rows are not few."""
+    """Return the buffers that only `products_tiles` writes, which uses parts with many rows."""
 
     def is_alone(name: str) -> bool:
-        return name in packed and not products_fp8.are_known(gpu, packed[name][0])
+        return name in packed and not products_fp8.is_layout_supported(gpu, packed[name][0])
 
     return frozenset(
         record.output
@@ -48,16 +48,17 @@ def in_parts(gpu: Gpu, lowered: GpuLowered, packed: Mapping[str, Matrix]) -> fro
 
 
 def _joined(matrices: list[Matrix | None]) -> Iterator[Matrix]:
-    for run in together(matrices):
+    for run in runs_of_neighbours(matrices):
         if (first := matrices[run[0]]) is not None:
-            yield first[0], sum(one[1] for i in run if (one := matrices[i])), first[2]
+            width = sum(matrix[1] for i in run if (matrix := matrices[i]))
+            yield first[0], width, first[2]
 
 
 def _needed(gpu: Gpu, matrix: Matrix, max_rows: int) -> int:
     layout, width, depth = matrix
-    if products_fp8.are_known(gpu, layout):
+    if products_fp8.is_layout_supported(gpu, layout):
         return products_fp8.scratch_bytes(gpu, max_rows, matrix)
-    if gpu.same_tokens or max_rows <= products_tiles.most_rows(gpu):
+    if gpu.same_tokens or max_rows <= products_tiles.max_rows(gpu):
         return 0
     size: int = gpu.element.itemsize * width * depth
     return size
@@ -73,21 +74,25 @@ def multiply(
     *,
     scratch: Tensor,
 ) -> None:
-    """Write the products of x with the factors side by side; `scratch` has `scratch_bytes`."""
+    """Write the products of x with all factors, side by side; `scratch` has `scratch_bytes`."""
     first = 0
-    rounded: tuple[PackedLayout, RoundedRows] | None = None  # what the scratch holds
+    rounded: tuple[PackedLayout, RoundedRows] | None = None  # the rows in the scratch memory
     for matrix in factors:
         width = matrix.width if isinstance(matrix, PackedMatrix) else matrix.shape[0]
         columns = output.columns(first, width)
         first += width
         if not isinstance(matrix, PackedMatrix):
-            product.launch(gpu, header, rows, x, matrix, columns)
-        elif products_fp8.is_for(gpu, rows, matrix, columns):
+            product.launch(gpu, header, rows, x=x, weight=matrix, output=columns)
+        elif products_fp8.is_supported(gpu, rows, matrix, columns):
             if rounded is None or rounded[0] != matrix.layout:
-                own = products_fp8.round_rows(gpu, header, rows, x, matrix.layout, scratch)
-                rounded = matrix.layout, own
-            products_fp8.launch(gpu, header, rows, rounded[1], matrix, columns)
+                rounded_rows = products_fp8.round_rows(
+                    gpu, header, rows, x=x, layout=matrix.layout, scratch=scratch
+                )
+                rounded = matrix.layout, rounded_rows
+            products_fp8.launch(gpu, header, rows, x=rounded[1], weight=matrix, output=columns)
         else:
-            if products_packed.is_written_out(gpu, rows, columns):
+            if products_packed.is_unpacked(gpu, rows, columns):
                 rounded = None
-            products_packed.launch(gpu, header, rows, x, matrix, columns, scratch)
+            products_packed.launch(
+                gpu, header, rows, x=x, weight=matrix, output=columns, scratch=scratch
+            )

@@ -1,4 +1,4 @@
-"""Rows of the sampler as its kernels read them: one flat array of int32, and what comes back."""
+"""The input of the GPU's sampler as flat int32 arrays, and its results."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int32]
 
-ROW_INTS: Final = 24  # of a row, at these places
-SCALE, LEAST, TOP_P, SEED, COUNTER, TOP_K = 0, 1, 2, 4, 6, 8
+ROW_INTS: Final = 24  # numbers of a row, at these offsets
+SCALE, MIN_WEIGHT, TOP_P, SEED, COUNTER, TOP_K = 0, 1, 2, 4, 6, 8
 REPETITION, FREQUENCY, PRESENCE = 9, 10, 11
-BIAS, SEEN, BARRED, MASK, NUM_TOP, GIVEN = 12, 14, 16, 18, 19, 20
+BIAS, SEEN, BARRED, MASK, NUM_TOP, FORCED_TOKEN = 12, 14, 16, 18, 19, 20
 
-RESULT_INTS: Final = 48  # token, count, its logit, the largest, the sum of weights; then the top
+# Numbers of a result: token, number of top tokens, the token's logit, the largest logit, the sum of
+# weights (two numbers), and the ids and logits of the top tokens.
+RESULT_INTS: Final = 48
 TOKEN, COUNT, LOGIT, LARGEST, WEIGHT, TOP_IDS, TOP_LOGITS = 0, 1, 2, 3, 4, 6, 26
 
 
 class SampleRows(Frozen, eq=False):
-    """`rows` int32 (rows, ROW_INTS), and `lists`, into which they point.
+    """`rows`, int32 (rows, ROW_INTS), and `lists`, to which rows refer by offset and length.
 
-    A list is its ids, then a value for each: what is added to a logit (float32), or how often the
-    history has a token (twice the count in the output, plus 1 if it is in the prompt). Lists of
-    barred ids and masks have no values. The first 0 of `lists` is not used.
+    A list has ids, then a value for each id: the bias of a logit (float32), or twice the count of a
+    token in the output, plus 1 if the token is in the prompt. Lists of excluded ids and masks have
+    no values. `lists` begins with an unused 0.
     """
 
     rows: Ints
@@ -48,51 +50,51 @@ class SampleRows(Frozen, eq=False):
 
 
 def sample_rows(rows: Rows, mask_words: int) -> SampleRows:
-    """Return rows of `sample.rows.RowTable` for the kernels; masks have `mask_words` words."""
+    """Convert rows of `sampling.rows.RowTable` for the kernels; masks have `mask_words` words."""
     out = np.zeros((len(rows), ROW_INTS), np.int32)
     greedy = rows["temperature"] == 0
     with np.errstate(divide="ignore"):
         scale = np.minimum(math.log2(math.e) / rows["temperature"], 1e30)
-    _put(out, SCALE, np.where(greedy, 0.0, scale).astype(np.float32))
-    _put(out, LEAST, _least(rows["min_p"]))
-    for place, name in ((TOP_P, "top_p"), (SEED, "seed"), (COUNTER, "counter"), (TOP_K, "top_k")):
-        _put(out, place, rows[name])
-    for place, name in (
+    _write_words(out, SCALE, np.where(greedy, 0.0, scale).astype(np.float32))
+    _write_words(out, MIN_WEIGHT, _min_weights(rows["min_p"]))
+    for index, name in ((TOP_P, "top_p"), (SEED, "seed"), (COUNTER, "counter"), (TOP_K, "top_k")):
+        _write_words(out, index, rows[name])
+    for index, name in (
         (REPETITION, "repetition"),
         (FREQUENCY, "frequency"),
         (PRESENCE, "presence"),
     ):
-        _put(out, place, rows[f"{name}_penalty"])
-    out[:, NUM_TOP], out[:, GIVEN] = rows["num_logprobs"], rows["given"]
+        _write_words(out, index, rows[f"{name}_penalty"])
+    out[:, NUM_TOP], out[:, FORCED_TOKEN] = rows["num_logprobs"], rows["given"]
     lists = _Lists()
     penalized = rows["repetition_penalty"] != 1
     penalized |= (rows["frequency_penalty"] != 0) | (rows["presence_penalty"] != 0)
     special = penalized | (rows["num_bias"] > 0) | (rows["num_barred"] > 0) | (rows["mask"] != 0)
-    for place in np.flatnonzero(special & (rows["given"] == NO_TOKEN)).tolist():
-        row = rows[place]
+    for index in np.flatnonzero(special & (rows["given"] == NO_TOKEN)).tolist():
+        row = rows[index]
         count = int(row["num_bias"])
-        bias = _at(row["bias_values"], count, np.float32).view(np.int32)
-        out[place, BIAS : BIAS + 2] = lists.add(_at(row["bias_ids"], count), bias)
-        if penalized[place]:
-            out[place, SEEN : SEEN + 2] = lists.add(*_seen(row))
-        barred = _at(row["barred_ids"], int(row["num_barred"]))
-        out[place, BARRED : BARRED + 2] = lists.add(barred)
+        bias = _read_list(row["bias_values"], count, np.float32).view(np.int32)
+        out[index, BIAS : BIAS + 2] = lists.add(_read_list(row["bias_ids"], count), bias)
+        if penalized[index]:
+            out[index, SEEN : SEEN + 2] = lists.add(*_seen_tokens(row))
+        barred = _read_list(row["barred_ids"], int(row["num_barred"]))
+        out[index, BARRED : BARRED + 2] = lists.add(barred)
         if row["mask"]:
-            out[place, MASK] = lists.add(_at(row["mask"], mask_words))[0]
+            out[index, MASK] = lists.add(_read_list(row["mask"], mask_words))[0]
     return SampleRows(out, np.concatenate(lists.arrays))
 
 
 def read_results(
-    results: Ints, asked: Sequence[int]
+    results: Ints, num_logprobs: Sequence[int]
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Return the tokens of `results` (rows, RESULT_INTS), and how likely where `asked` is not -1.
+    """Return the tokens of `results` (rows, RESULT_INTS), and their log-probabilities.
 
-    `asked` are the rows' `num_logprobs`.
+    `num_logprobs`: the rows' values of that name; a row with -1 has no log-probabilities.
     """
     tokens: list[int] = results[:, TOKEN].tolist()
     return tokens, [
         _logprobs(result) if count >= 0 and token != NO_TOKEN else None
-        for result, count, token in zip(results, asked, tokens, strict=True)
+        for result, count, token in zip(results, num_logprobs, tokens, strict=True)
     ]
 
 
@@ -100,7 +102,7 @@ def _logprobs(result: Ints) -> TokenLogprobs:
     count = int(result[COUNT])
     logit, largest = (float(x) for x in result[LOGIT : LARGEST + 1].view(np.float32))
     total = int(result[WEIGHT : WEIGHT + 2].view(np.int64)[0])
-    # With plus infinity as the largest, the sum counts the tokens that have it.
+    # If the largest logit is plus infinity, the sum is the number of such tokens.
     log_total = math.log(total if math.isinf(largest) else total / UNIT)
     logits = result[TOP_LOGITS : TOP_LOGITS + count].view(np.float32)
     ids = result[TOP_IDS : TOP_IDS + count]
@@ -120,41 +122,41 @@ class _Lists:
         self._size = 1
 
     def add(self, *arrays: NDArray[Any]) -> tuple[int, int]:
-        """Append arrays of one length; return where they begin, and the length."""
+        """Append arrays of the same length; return the offset of the first, and the length."""
         first, size = self._size, len(arrays[0])
         self.arrays += [array.view(np.int32) for array in arrays]
         self._size += len(arrays) * size
         return first, size
 
 
-def _at(pointer: Any, count: int, dtype: Any = np.int32) -> NDArray[Any]:
+def _read_list(pointer: Any, count: int, dtype: Any = np.int32) -> NDArray[Any]:
     if not count:
         return np.zeros(0, dtype)
     memory = (ctypes.c_char * (4 * count)).from_address(int(pointer))
-    found: NDArray[Any] = np.frombuffer(memory, dtype)  # type: ignore[call-overload]
-    return found
+    array: NDArray[Any] = np.frombuffer(memory, dtype)  # type: ignore[call-overload]
+    return array
 
 
-def _seen(row: Any) -> tuple[Ints, Ints]:
-    tokens = _at(row["tokens"], int(row["num_tokens"]))
+def _seen_tokens(row: Any) -> tuple[Ints, Ints]:
+    tokens = _read_list(row["tokens"], int(row["num_tokens"]))
     amounts = np.where(np.arange(len(tokens)) < row["num_prompt"], 0, 2)
-    ids, places = np.unique(tokens, return_inverse=True)
-    counts = np.bincount(places, amounts, len(ids)).astype(np.int32)
-    counts[places[: row["num_prompt"]]] |= 1
+    ids, positions = np.unique(tokens, return_inverse=True)
+    counts = np.bincount(positions, amounts, len(ids)).astype(np.int32)
+    counts[positions[: row["num_prompt"]]] |= 1
     if row["repetition_penalty"] == 1:
         ids, counts = ids[counts > 1], counts[counts > 1]
     return ids.astype(np.int32), counts
 
 
-def _least(min_p: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Return the smallest weights, float32, that are not below `min_p` times the largest."""
+def _min_weights(min_p: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return the smallest float32 weights that are at least `min_p` times the largest weight."""
     share = np.minimum(min_p, 1.0) * UNIT
-    least = share.astype(np.float32)
+    rounded = share.astype(np.float32)
     return np.where(
-        least.astype(np.float64) < share, np.nextafter(least, np.float32(np.inf)), least
+        rounded.astype(np.float64) < share, np.nextafter(rounded, np.float32(np.inf)), rounded
     )
 
 
-def _put(out: Ints, place: int, values: NDArray[Any]) -> None:
+def _write_words(out: Ints, offset: int, values: NDArray[Any]) -> None:
     words = np.ascontiguousarray(values)[:, None].view(np.int32)
-    out[:, place : place + words.shape[1]] = words
+    out[:, offset : offset + words.shape[1]] = words

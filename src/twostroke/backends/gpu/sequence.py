@@ -1,4 +1,4 @@
-"""Computes a sequence by itself, on pages of its own: for evaluation."""
+"""Computes a single sequence on separate pages, for evaluation."""
 
 from __future__ import annotations
 
@@ -25,46 +25,63 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float32]
 
-_ROWS = 256  # of a step
+_ROWS = 256  # rows of a step
 
 
 def trace(
     gpu: Gpu,
     program: Program,
     weights: DeviceWeights,
-    like: DevicePages,
+    pages_like: DevicePages,
     tokens: Sequence[int],
     values: Sequence[str],
     *,
     piece: int | None,
 ) -> dict[str, Array]:
-    """Return values of the Program for a sequence, by name; pages are `like` the engine's."""
+    """Return the named values of the Program for a sequence, (len(tokens), width) each.
+
+    The pages have the size and format of `pages_like`.
+    """
     count, logits = len(tokens), program.ops[-1].output
     lowered = lower(program, [name for name in values if name != logits])
-    num_groups, places = len(program.cache_groups), -(-count // like.page_size)
-    pages = DevicePages(gpu, program, num_groups * places, like.page_size, like.kv_format)
-    width = -(-places // 4) * 4
+    num_groups, pages_per_group = len(program.cache_groups), -(-count // pages_like.page_size)
+    pages = DevicePages(
+        gpu, program, num_groups * pages_per_group, pages_like.page_size, pages_like.kv_format
+    )
+    width = -(-pages_per_group // 4) * 4
     tables = torch.zeros((1, num_groups, width), dtype=torch.int32, device=gpu.device)
-    ids = torch.arange(num_groups * places, dtype=torch.int32).view(num_groups, places)
-    tables[0, :, :places] = ids
-    most = bucket_of(min(count, _ROWS))
-    plan = GpuPlan(gpu, lowered, weights, pages, tables, most, piece=piece)
+    ids = torch.arange(num_groups * pages_per_group, dtype=torch.int32).view(
+        num_groups, pages_per_group
+    )
+    tables[0, :, :pages_per_group] = ids
+    max_rows = bucket_of(min(count, _ROWS))
+    plan = GpuPlan(
+        gpu,
+        lowered,
+        weights=weights,
+        cache=pages,
+        tables=tables,
+        max_rows=max_rows,
+        piece=piece,
+    )
     widths = program.value_widths
-    found = {name: np.empty((count, widths[name]), np.float32) for name in values}
-    for start in range(0, count, most):
-        part = np.array(tokens[start : start + most], np.int32)
-        rows = len(part)
+    results = {name: np.empty((count, widths[name]), np.float32) for name in values}
+    for start in range(0, count, max_rows):
+        chunk_tokens = np.array(tokens[start : start + max_rows], np.int32)
+        rows = len(chunk_tokens)
         bucket = bucket_of(rows)
-        plan.input.fill(_frame(part, start, has_logits=logits in found), _NO_CHANGES, bucket)
+        plan.input.fill(
+            _frame(chunk_tokens, start, has_logits=logits in results), _NO_CHANGES, bucket
+        )
         plan.launch(bucket)
         for name in lowered.taps:
-            found[name][start : start + rows] = plan.tap(name, rows).cpu().numpy()
-        for chunk, first in enumerate(range(0, rows if logits in found else 0, LOGIT_ROWS)):
-            taken = min(LOGIT_ROWS, rows - first)
-            plan.launch_logits(chunk, bucket_of(taken))
-            at = start + first
-            found[logits][at : at + taken] = plan.logits[:taken].cpu().numpy()
-    return found
+            results[name][start : start + rows] = plan.tap(name, rows).cpu().numpy()
+        for chunk, first in enumerate(range(0, rows if logits in results else 0, LOGIT_ROWS)):
+            num_rows = min(LOGIT_ROWS, rows - first)
+            plan.launch_logits(chunk, bucket_of(num_rows))
+            first_row = start + first
+            results[logits][first_row : first_row + num_rows] = plan.logits[:num_rows].cpu().numpy()
+    return results
 
 
 _NO_CHANGES = np.zeros((0, 2), np.int32)
@@ -73,5 +90,13 @@ _NO_CHANGES = np.zeros((0, 2), np.int32)
 def _frame(tokens: NDArray[np.int32], start: int, *, has_logits: bool) -> StepFrame:
     rows = np.arange(len(tokens) if has_logits else 0, dtype=np.int32)
     slices = np.array([[0, len(tokens), start, 0]], np.int32)
-    none = _NO_CHANGES
-    return StepFrame(tokens, slices, rows, np.zeros_like(rows), none, none, none, len(tokens))
+    return StepFrame(
+        tokens=tokens,
+        slices=slices,
+        sampled_rows=rows,
+        only_best=np.zeros_like(rows),
+        stores=_NO_CHANGES,
+        copies=_NO_CHANGES,
+        page_tables=_NO_CHANGES,
+        num_generated=len(tokens),
+    )

@@ -1,4 +1,4 @@
-"""How weights lie on a GPU, and how many bytes they take there; needs no PyTorch."""
+"""The layout of weights on a GPU, and the bytes that they take; needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from twostroke.model.program import Program
     from twostroke.model.quant import Format, QuantTensor
 
-    Matrix = tuple["PackedLayout", int, int]  # that is packed: outputs and inputs
+    Matrix = tuple["PackedLayout", int, int]  # layout, outputs and inputs of a packed matrix
 
 TILE_OUTPUTS: Final = 64
 TILE_INPUTS: Final = 256
@@ -21,13 +21,15 @@ _SCALE_TYPES: Final = ("F16", "BF16", "F32")
 
 
 class PackedLayout(Frozen):
-    """How the codes of a format become values.
+    """How the codes of a format are packed, and how they become values.
 
-    `bits` is 4, 5, 6 or 8, and `columns` the inputs of a plane. `group` inputs share a scale.
-    `half` is subtracted from codes. `scales` names what the scales are: values, "f16", "bf16" or
-    "f32", with `offset` None, "minimum" (added) or "zero" (a code, subtracted before the product);
-    or the headers of blocks, "k" (Q4_K, Q5_K) and "q6_k". With the table "e4m3" codes are its
-    numbers, and with `has_row_scales` all groups of an output have one scale.
+    - `bits`: 4, 5, 6 or 8. `group`: the number of inputs that share a scale.
+    - `half`: subtracted from codes.
+    - `scales`: the type of scales, "f16", "bf16" or "f32", or of a block's header, "k" (Q4_K, Q5_K)
+      or "q6_k".
+    - `offset`: None, "minimum" (added to scaled codes) or "zero" (subtracted from codes).
+    - `table`: "e4m3" if codes are E4M3 numbers.
+    - `has_row_scales`: all groups of an output have the same scale.
     """
 
     bits: int
@@ -40,22 +42,22 @@ class PackedLayout(Frozen):
 
     @property
     def columns(self) -> int:
-        """Inputs of a plane."""
+        """The number of inputs of a plane."""
         return 16 if self.group == 16 else 32
 
     @property
     def planes(self) -> int:
-        """Planes of a word."""
+        """The number of planes of a word."""
         return 2 if self.bits == 8 else 4
 
     @property
     def steps(self) -> int:
-        """Words for each output and column of a tile."""
+        """The number of words for each output and column of a tile."""
         return TILE_INPUTS // (self.planes * self.columns)
 
 
 def packed_bytes(layout: PackedLayout, width: int, depth: int) -> int:
-    """Return how many bytes a matrix takes, padded, with scales and offsets."""
+    """Return the bytes of a packed matrix, with padding, scales and offsets."""
     has_headers = layout.scales in {"k", "q6_k"}
     tile = TILE_INPUTS * layout.bits // 8  # bytes of an output
     groups = TILE_INPUTS // layout.group
@@ -66,7 +68,7 @@ def packed_bytes(layout: PackedLayout, width: int, depth: int) -> int:
 
 
 def layout_of(fmt: Format, depth: int) -> PackedLayout | None:
-    """Return the layout of a format in rows of `depth` values; None for those without kernels."""
+    """Return the layout of a format in rows of `depth` values; None if there is no kernel."""
     if fmt.name in _LAYOUTS:
         return _LAYOUTS[fmt.name]
     match = grouped_of(fmt)
@@ -77,7 +79,7 @@ def layout_of(fmt: Format, depth: int) -> PackedLayout | None:
     group = fmt.group_size
     is_row = group == depth
     scales = "f32" if table else fmt.name.split("_")[2].lower()
-    if is_row or group % TILE_INPUTS == 0:  # each tile has a copy, or two, since some are in pairs
+    if is_row or group % TILE_INPUTS == 0:  # each tile has a copy of the scale, or a pair of copies
         group = TILE_INPUTS if scales == "f32" and not has_zero else TILE_INPUTS // 2
     if TILE_INPUTS % group or group < 32:
         return None
@@ -88,7 +90,7 @@ def layout_of(fmt: Format, depth: int) -> PackedLayout | None:
 
 
 def grouped_of(fmt: Format) -> tuple[int, bool] | None:
-    """Return bits and whether there are zero points, of formats that `quant.grouped` made."""
+    """Return (bits, whether there are zero points) of a `quant.grouped` format; else None."""
     parts = fmt.name.split("_")
     if parts[0] not in ("INT4", "INT8") or parts[2] not in _SCALE_TYPES:
         return None
@@ -98,19 +100,20 @@ def grouped_of(fmt: Format) -> tuple[int, bool] | None:
 
 
 def matrix_layout(tensor: QuantTensor) -> PackedLayout | None:
-    """Return how a matrix stays packed; None if it does not."""
+    """Return the layout of a matrix that stays packed; None if it is converted."""
     return None if tensor.order is not None else layout_of(tensor.format, tensor.shape[-1])
 
 
-def together(matrices: Sequence[Matrix | None]) -> list[list[int]]:
-    """Return which neighbours are multiplied as one matrix; None is one that is not packed.
+def runs_of_neighbours(matrices: Sequence[Matrix | None]) -> list[list[int]]:
+    """Return runs of indices of neighbouring matrices that can be concatenated.
 
-    They are packed alike, and each ends with a whole tile.
+    These matrices have the same layout, and all but the last of a run end with a whole tile. None
+    stands for a matrix that is not packed, which is a run of its own.
     """
     runs: list[list[int]] = []
     for index, matrix in enumerate(matrices):
-        before = matrices[index - 1] if index else None
-        if before and matrix and before[0] == matrix[0] and before[1] % TILE_OUTPUTS == 0:
+        previous = matrices[index - 1] if index else None
+        if previous and matrix and previous[0] == matrix[0] and previous[1] % TILE_OUTPUTS == 0:
             runs[-1].append(index)
         else:
             runs.append([index])
@@ -120,9 +123,9 @@ def together(matrices: Sequence[Matrix | None]) -> list[list[int]]:
 def stacks_of(
     op: ops.MixtureOfExperts, tensors: Mapping[str, QuantTensor]
 ) -> list[list[tuple[QuantTensor, ...]]]:
-    """Return the matrices of each stack by expert, those of the downs last.
+    """Return the matrices of each stack, by expert; the last stack has the down matrices.
 
-    A gate and an up are neighbours in one stack, unless formats keep them apart.
+    Gate and up matrices are in one stack, unless only one of them can be packed.
     """
     gates, ups, downs = (
         [tensors[getattr(expert, part)] for expert in op.experts] for part in ("gate", "up", "down")
@@ -133,26 +136,26 @@ def stacks_of(
 
 
 def is_stack_packed(tensors: Sequence[QuantTensor]) -> bool:
-    """Whether a stack of these stays packed: all columns must be in the order of the inputs."""
+    """Whether a stack of these matrices stays packed; columns must be in the order of inputs."""
     (fmt, *others) = {tensor.format.name: tensor.format for tensor in tensors}.values()
     is_plain = not others and all(tensor.order is None for tensor in tensors)
     return is_plain and layout_of(fmt, tensors[0].shape[-1]) is not None
 
 
 def device_bytes(program: Program, tensors: Mapping[str, QuantTensor]) -> dict[str, int]:
-    """Return about how many bytes each weight takes on the device.
+    """Estimate the bytes of each weight on the device.
 
-    Packed are those in a format that kernels read, of experts if their whole stack has it; those
-    of heads are not.
+    Matrices in formats that kernels read stay packed; matrices of experts only if their whole stack
+    can, and matrices of heads never.
     """
     heads = [op.matrices for op in program.ops if isinstance(op, ops.HeadLinear)]
     mixes = [op for op in program.ops if isinstance(op, ops.MixtureOfExperts)]
     stacks = [sum(stack, ()) for op in mixes for stack in stacks_of(op, tensors)]
-    unlike = {id(one) for stack in stacks if not is_stack_packed(stack) for one in stack}
-    unlike |= {id(tensors[name]) for matrices in heads for name in matrices}
+    not_packed = {id(tensor) for stack in stacks if not is_stack_packed(stack) for tensor in stack}
+    not_packed |= {id(tensors[name]) for matrices in heads for name in matrices}
     return {
         name: packed_bytes(layout, *tensor.shape)
-        if (layout := matrix_layout(tensor)) and id(tensor) not in unlike
+        if (layout := matrix_layout(tensor)) and id(tensor) not in not_packed
         else tensor.num_values * (2 if len(tensor.shape) > 1 else 4)
         for name, tensor in tensors.items()
     }

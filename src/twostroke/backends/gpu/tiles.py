@@ -1,4 +1,4 @@
-"""Divides a step's attention into items: tiles of rows, and pieces of their contexts."""
+"""Divides a step's attention into items: a tile of rows and a piece of their context each."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int32]
 
-MOST_PIECES: Final = 65  # of one row: a context's first and last piece may be cut by a window
-_MOST_FULL_PIECES: Final = 64
-BLOCK: Final = 64  # tokens that attention reads at once, or half of them
-FEW_ROWS: Final = 16  # a slice of no more divides its context; one of more has tiles of many rows
+MAX_PIECES: Final = 65  # of a row: a window may cut the first and the last piece
+_MAX_FULL_PIECES: Final = 64
+BLOCK: Final = 64  # tokens that attention kernels read at once; some read half of them
+FEW_ROWS: Final = 16  # slices of up to this many rows have their contexts divided into pieces
 
 
 class Tiling(Frozen):
-    """How layers of one shape are divided: the window, and how many rows tiles have.
+    """How the attention of layers with the same shape is divided.
 
-    A context is cut at multiples of a size that depends on its length alone: `piece` tokens, or
-    the power of two times as many that makes at most 64 pieces. For the `same_tokens`, all tiles
-    have few rows, and contexts are cut as each row's own would be.
+    `window`: of the layers. `small_rows`, `large_rows`: rows of a tile, for slices of few rows and
+    of many. `piece`: the size of pieces in tokens; longer contexts have pieces of a power of two
+    times this size, so that there are at most 64. `same_tokens`: all tiles have few rows, and a
+    row's context is divided by its own length.
     """
 
     window: int | None
@@ -35,47 +36,50 @@ class Tiling(Frozen):
 
 
 class Items(Frozen, eq=False):
-    """Items (n, 8) of few rows and of many, and merges (n, 4)."""
+    """Items (n, 8) of tiles of few rows and of many rows, and merges (n, 4)."""
 
     small: Ints
     large: Ints
     merges: Ints
 
 
-def divide(slices: Ints, tiling: Tiling, most_slots: int) -> list[Items]:
-    """Return the items of a step's slices, (row, number of rows, position, table) each.
+def divide(slices: Ints, tiling: Tiling, max_slots: int) -> list[Items]:
+    """Return the items of a step's slices, which are (row, number of rows, position, table).
 
-    They are several lists, to be done one after another, if their pieces take more slots than
-    there are; tiles of many rows take none and are in the first.
+    If the pieces take more than `max_slots` slots, the items are divided into several passes. Tiles
+    of many rows take no slots, and are in the first pass.
     """
     is_few = (slices[:, 1] <= FEW_ROWS) | tiling.same_tokens
-    small = _tiles(_apart(slices[is_few], tiling), tiling.small_rows)
+    small = _tiles(_cut_at_piece_sizes(slices[is_few], tiling), tiling.small_rows)
     large = _tiles(slices[~is_few], tiling.large_rows)
-    start, end = _seen(large, tiling)
-    longest = np.argsort(start - end, kind="stable")  # first: short ones make up for differences
+    start, end = _visible_range(large, tiling)
+    longest = np.argsort(start - end, kind="stable")  # long items first, which balances the work
     large, start, end = large[longest], start[longest], end[longest]
-    whole = np.full(len(large), -1, np.int32)
+    no_slots = np.full(len(large), -1, np.int32)
     large_items = np.stack(
-        [*(large[:, i] for i in (0, 1, 3, 2)), start, end, whole, np.zeros_like(whole)], axis=1
+        [*(large[:, i] for i in (0, 1, 3, 2)), start, end, no_slots, np.zeros_like(no_slots)],
+        axis=1,
     )
     slots = np.cumsum(_num_slots(small, tiling))
-    found: list[Items] = []
-    done, used = 0, 0
-    while not found or done < len(small):
-        until = int(np.searchsorted(slots, used + most_slots, side="right"))
-        assert until > done or not len(small), "no tile has more pieces than there are slots"
-        found.append(_pieces(small[done:until], large_items, tiling))
-        done, used = until, int(slots[until - 1]) if until else 0
+    items: list[Items] = []
+    num_done, num_used_slots = 0, 0
+    while not items or num_done < len(small):
+        until = int(np.searchsorted(slots, num_used_slots + max_slots, side="right"))
+        assert until > num_done or not len(small), "no tile has more pieces than there are slots"
+        items.append(_pieces(small[num_done:until], large_items, tiling))
+        num_done, num_used_slots = until, int(slots[until - 1]) if until else 0
         large_items = large_items[:0]
-    return found
+    return items
 
 
-def _apart(slices: Ints, tiling: Tiling) -> Ints:
-    """Return slices cut where a row's context has larger pieces than that of the row before."""
-    most = _MOST_FULL_PIECES * tiling.piece
+def _cut_at_piece_sizes(slices: Ints, tiling: Tiling) -> Ints:
+    """Return slices, cut where the next row's context has a larger piece size (same_tokens)."""
+    max_tokens = _MAX_FULL_PIECES * tiling.piece
     while tiling.same_tokens and len(slices):
         first, last = slices[:, 2] + 1, slices[:, 2] + slices[:, 1]
-        limit = most << np.ceil(np.log2(np.maximum(1, -(-first // most)))).astype(np.int32)
+        limit = max_tokens << np.ceil(np.log2(np.maximum(1, -(-first // max_tokens)))).astype(
+            np.int32
+        )
         is_cut = last > limit
         if not is_cut.any():
             break
@@ -88,22 +92,22 @@ def _apart(slices: Ints, tiling: Tiling) -> Ints:
     return slices
 
 
-def _tiles(slices: Ints, most_rows: int) -> Ints:
-    """Return the slices cut into at most so many rows each."""
-    counts = -(-slices[:, 1] // most_rows)
+def _tiles(slices: Ints, max_rows: int) -> Ints:
+    """Return the slices, cut into tiles of at most `max_rows` rows."""
+    counts = -(-slices[:, 1] // max_rows)
     if len(slices) == 0 or counts.max() == 1:
         return slices
     first = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-    first = first.astype(np.int32) * np.int32(most_rows)
+    first = first.astype(np.int32) * np.int32(max_rows)
     tiles = np.repeat(slices, counts, axis=0)
     tiles[:, 0] += first
-    tiles[:, 1] = np.minimum(tiles[:, 1] - first, most_rows)
+    tiles[:, 1] = np.minimum(tiles[:, 1] - first, max_rows)
     tiles[:, 2] += first
     return tiles
 
 
-def _seen(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints]:
-    """Return the first position that a tile's rows see, and the one after the last."""
+def _visible_range(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints]:
+    """Return the first and the end position of the tokens that the rows of each tile see."""
     end = tiles[:, 2] + tiles[:, 1]
     if tiling.window is None:
         return np.zeros_like(end), end
@@ -112,42 +116,42 @@ def _seen(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints]:
 
 
 def _cuts(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints, Ints]:
-    """Return the size of each tile's pieces, the first one's number, and how many there are."""
-    start, end = _seen(tiles, tiling)
-    ratio = np.maximum(1, -(-end // (_MOST_FULL_PIECES * tiling.piece)))
+    """Return, for each tile, the piece size, the number of the first piece, and their count."""
+    start, end = _visible_range(tiles, tiling)
+    ratio = np.maximum(1, -(-end // (_MAX_FULL_PIECES * tiling.piece)))
     size = tiling.piece * (1 << np.ceil(np.log2(ratio)).astype(np.int32))
     first = start // size
     return size, first, -(-end // size) - first
 
 
 def _num_slots(tiles: Ints, tiling: Tiling) -> Ints:
-    """Return how many slots each tile needs: none if its context is not cut."""
+    """Return how many slots each tile needs; 0 if its context is a single piece."""
     _, _, counts = _cuts(tiles, tiling)
     return np.where(counts > 1, counts * tiles[:, 1], 0)
 
 
 def _pieces(tiles: Ints, large: Ints, tiling: Tiling) -> Items:
-    """Cut the contexts of tiles of few rows."""
-    start, end = _seen(tiles, tiling)
+    """Return the items of a pass: tiles of few rows by piece, and the `large` items."""
+    start, end = _visible_range(tiles, tiling)
     size, first, counts = _cuts(tiles, tiling)
     num = int(counts.sum())
     of_tile = np.repeat(np.arange(len(tiles)), counts)
-    place = (np.arange(num) - np.repeat(counts.cumsum() - counts, counts)).astype(np.int32)
-    size_of, at = size[of_tile], first[of_tile] + place
+    piece_index = (np.arange(num) - np.repeat(counts.cumsum() - counts, counts)).astype(np.int32)
+    size_of, piece_number = size[of_tile], first[of_tile] + piece_index
     is_cut = counts > 1
     slots = _num_slots(tiles, tiling)
     slot_of_tile = slots.cumsum() - slots
     small = np.empty((num, 8), np.int32)
     small[:, :4] = tiles[of_tile][:, (0, 1, 3, 2)]
-    small[:, 4] = np.maximum(at * size_of, start[of_tile])
-    small[:, 5] = np.minimum((at + 1) * size_of, end[of_tile])
-    small[:, 6] = np.where(is_cut[of_tile], slot_of_tile[of_tile] + place, -1)
+    small[:, 4] = np.maximum(piece_number * size_of, start[of_tile])
+    small[:, 5] = np.minimum((piece_number + 1) * size_of, end[of_tile])
+    small[:, 6] = np.where(is_cut[of_tile], slot_of_tile[of_tile] + piece_index, -1)
     small[:, 7] = counts[of_tile]
     return Items(small, large, _merges(tiles, counts, slot_of_tile))
 
 
 def _merges(tiles: Ints, counts: Ints, slots: Ints) -> Ints:
-    """Return (row, first slot, slots, 0) for each row whose context is cut."""
+    """Return (row, first slot, slots, 0) for each row with several pieces."""
     is_cut = counts > 1
     tiles, counts, slots = tiles[is_cut], counts[is_cut], slots[is_cut]
     rows = tiles[:, 1]

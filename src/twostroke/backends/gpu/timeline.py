@@ -1,4 +1,4 @@
-"""Times parts of what is launched on the device, one after another."""
+"""Measures the device time of consecutive parts of a step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
     from twostroke.backends.gpu.launch import Gpu
 
-_PARTS: Final = 64  # between two waits; CUDA queues some 1,000 launches
-_CYCLES: Final = 1 << 24  # of the first wait, some 10 ms
+_PARTS: Final = 64  # parts between two waits; CUDA queues about 1,000 launches
+_CYCLES: Final = 1 << 24  # the first wait, about 10 ms
 
 
 def seconds_of(gpu: Gpu, launch: Callable[[Callable[[], None]], None]) -> list[float]:
-    """Return the device's seconds between calls of the function that `launch` is called with.
+    """Call `launch(mark)`; return the device's seconds between two calls of `mark`.
 
-    Launching a small kernel takes longer than running it. So the device waits while launches queue
-    up; if it ran out of them all the same, everything is launched again, after a longer wait.
+    Launching a small kernel takes longer than running it, so the device first waits while launches
+    are queued. If the queue still runs empty, everything is launched again with a longer wait.
     Interpreted kernels are timed on the processor.
     """
     if gpu.device.type != "cuda":
@@ -39,12 +39,12 @@ def seconds_of(gpu: Gpu, launch: Callable[[Callable[[], None]], None]) -> list[f
 
 
 class _Timeline:
-    """Events on a GPU's current stream; `was_late` if the GPU waited for the processor."""
+    """Events on a GPU's current stream; `was_late`: the GPU waited for the processor."""
 
     def __init__(self, cycles: int) -> None:
-        """Let the GPU wait for so many of its cycles at a time."""
+        """Prepare to make the GPU wait for `cycles` clock cycles at a time."""
         self._cycles, self.was_late = cycles, False
-        self._start: Any = None  # of what was launched since the last wait
+        self._start: Any = None  # the end of the last wait
         self._begin: Any = None
         self._spans: list[tuple[Any, Any]] = []
 
@@ -60,7 +60,7 @@ class _Timeline:
         self._begin = now
 
     def check(self) -> None:
-        """See whether the GPU waited for as long as launches took."""
+        """Note whether the last wait of the GPU ended before the launches were queued."""
         self.was_late |= self._start is not None and self._start.query()
 
     def seconds(self) -> list[float]:

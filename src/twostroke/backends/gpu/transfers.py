@@ -1,4 +1,4 @@
-"""Copies between the processor and a device for which nobody waits, and what may go wrong there."""
+"""Asynchronous copies between host and device, and the errors of a device."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one of this thread, for launches and copies."""
+    """Return a context in which a GPU is the current device of this thread."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def to_device(gpu: Gpu, array: NDArray[Any]) -> Tensor:
-    """Return a copy of an array for kernels that are launched from now on."""
+    """Copy an array to the device; kernels that are launched later can read the copy."""
     if gpu.device.type != "cuda":
         return torch.from_numpy(array.copy())
     return torch.from_numpy(array).pin_memory().to(gpu.device, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor as it is after all launches so far, good after a `DeviceEvent`."""
+    """Copy a tensor to the host after all launches so far; valid after a `DeviceEvent`."""
     if tensor.device.type != "cuda":
         return tensor.clone()
-    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return found.copy_(tensor, non_blocking=True)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 @contextmanager
 def checked(gpu: Gpu) -> Iterator[None]:
-    """Say what an error of the device means.
+    """Run the block, and replace PyTorch's errors by Twostroke's.
 
     Raises:
-        MemoryLimitError: it has no memory left; smaller steps may go on.
-        DeviceLostError: a kernel failed, after which CUDA does nothing in this process any more.
+        MemoryLimitError: the device has no memory left; smaller steps may still succeed.
+        DeviceLostError: a kernel failed; CUDA cannot be used in this process any more.
     """
     try:
         yield
@@ -59,17 +59,17 @@ def checked(gpu: Gpu) -> Iterator[None]:
 
 
 def lost(gpu: Gpu, error: RuntimeError) -> DeviceLostError | None:
-    """Return what to raise instead of an error that ended CUDA in this process; else None."""
+    """Return a DeviceLostError if an error has ended CUDA in this process; else None."""
     if gpu.device.type != "cuda" or _is_alive(gpu):
         return None
     return DeviceLostError(f"The GPU failed: {str(error).splitlines()[0]}.")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether PyTorch, CUDA or one of its libraries found too little memory."""
+    """Whether an error says that PyTorch, CUDA or a library ran out of memory."""
     text = str(error)
-    is_told = "out of memory" in text or "ALLOC_FAILED" in text
-    return is_told or isinstance(error, torch.OutOfMemoryError)
+    has_message = "out of memory" in text or "ALLOC_FAILED" in text
+    return has_message or isinstance(error, torch.OutOfMemoryError)
 
 
 def _is_alive(gpu: Gpu) -> bool:
@@ -81,7 +81,7 @@ def _is_alive(gpu: Gpu) -> bool:
 
 
 class DeviceEvent:
-    """The point that a device reaches after all that was launched so far."""
+    """The point in time at which a device has finished all launches so far."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._event = torch.cuda.Event() if gpu.device.type == "cuda" else None
@@ -89,6 +89,6 @@ class DeviceEvent:
             self._event.record()
 
     def wait(self) -> None:
-        """Wait until the device is there; interpreted kernels are done when they are launched."""
+        """Wait until the device has reached the event; interpreted kernels are already done."""
         if self._event is not None:
             self._event.synchronize()

@@ -1,4 +1,4 @@
-"""Weights on the device: packed where products read their format, else in the element type."""
+"""Weights on the device: packed if products read their format, else in the element type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from twostroke.backends.gpu import mixtures
-from twostroke.backends.gpu.kernels.packed import joined, pack
+from twostroke.backends.gpu.kernels.packed import concatenate, pack
 from twostroke.backends.gpu.lowered import (
     AddNorm,
     Combine,
@@ -18,10 +18,10 @@ from twostroke.backends.gpu.lowered import (
     HeadProducts,
     MixExperts,
     Products,
-    places,
+    columns_read,
     sources,
 )
-from twostroke.backends.gpu.stored import matrix_layout, together
+from twostroke.backends.gpu.stored import matrix_layout, runs_of_neighbours
 from twostroke.model.program import ops
 
 if TYPE_CHECKING:
@@ -44,20 +44,21 @@ _STORED = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def element_of(tensors: Mapping[str, QuantTensor]) -> torch.dtype:
-    """Return the type of products' inputs: that of most of the matrices' bytes, if it is F16."""
+    """Return the type of products' inputs: float16 if most bytes of matrices are, else bfloat16."""
     num_bytes: Counter[str] = Counter()
     for tensor in tensors.values():
         if len(tensor.shape) > 1:
             num_bytes[tensor.format.name] += tensor.num_bytes
-    most = max(num_bytes, key=num_bytes.__getitem__, default="")
-    return _STORED.get(most, torch.bfloat16)
+    common_format = max(num_bytes, key=num_bytes.__getitem__, default="")
+    return _STORED.get(common_format, torch.bfloat16)
 
 
 class DeviceWeights:
-    """Matrices by name, and vectors; those that read one input are together if they are alike.
+    """The weights of a lowered Program on the device.
 
-    `packed` and `joined` are those in a format that kernels read, tables too, and `matrices`
-    others, in the element type. `converted` counts the matrices of each format that was neither.
+    `packed`: matrices in formats that kernels read. `joined`: neighbouring packed matrices with the
+    same input, concatenated. `matrices`: other matrices, in the element type. `converted`: the
+    number of matrices that were converted to the element type, by format.
     """
 
     def __init__(
@@ -69,22 +70,22 @@ class DeviceWeights:
         progress: Progress = lambda *_: None,
         balances: Mapping[int, NDArray[np.float32]] = MappingProxyType({}),
     ) -> None:
-        """Load what a lowered Program reads; see `PackedWeights.pack` for the two callbacks.
+        """Load the weights of a lowered Program; see `PackedWeights.pack` for the two callbacks.
 
-        `balances` say by layer how keys change before they become int8 (`keys.balances`).
+        `balances`: by layer, how keys are balanced before they become int8 (`keys.balances`).
         """
         self._gpu, self._tensors = gpu, tensors
         self.converted: Counter[str] = Counter()
         self.matrices: dict[str, Tensor] = {}
         self.packed: dict[str, PackedMatrix] = {}
-        self.shapes: dict[str, Matrix] = {}  # of all packed matrices
+        self.shapes: dict[str, Matrix] = {}  # only of packed matrices
         self.joined: dict[tuple[str, ...], PackedMatrix] = {}
         self.products: dict[tuple[str, ...], Tensor] = {}
         self.experts: dict[str, ExpertWeights] = {}  # by the mixture's output
         self.heads: dict[str, Tensor] = {}  # (heads, outputs, inputs), by the products' output
         self.balances = {k: torch.from_numpy(x).to(gpu.device) for k, x in balances.items()}
         self._vectors: dict[tuple[str, float], Tensor] = {}
-        self._ones: dict[int, Tensor] = {}
+        self._ones_vectors: dict[int, Tensor] = {}
         groups = [record.weights for record in lowered.records if isinstance(record, Products)]
         tables = [record.table for record in lowered.records if isinstance(record, EmbedRows)]
         mixes = [record.op for record in lowered.records if isinstance(record, MixExperts)]
@@ -123,17 +124,17 @@ class DeviceWeights:
         self._tensors = {}
 
     def _load_dense(self, group: tuple[str, ...], finish: Release) -> None:
-        """Load matrices that read the same rows as one, [sum of widths, depth]."""
+        """Load matrices with the same input as one matrix (sum of widths, depth)."""
         shapes = [self._tensors[name].shape for name in group]
         size = sum(shape[0] for shape in shapes), shapes[0][1]
-        whole = torch.empty(size, dtype=self._gpu.element, device=self._gpu.device)
+        stacked = torch.empty(size, dtype=self._gpu.element, device=self._gpu.device)
         first = 0
         for name, shape in zip(group, shapes, strict=True):
-            self.matrices[name] = whole[first : first + shape[0]]
+            self.matrices[name] = stacked[first : first + shape[0]]
             self._load(self._tensors[name], self.matrices[name])
             first += shape[0]
             finish([self._tensors[name]])
-        self.products[group] = whole
+        self.products[group] = stacked
 
     def _load_heads(self, op: ops.HeadLinear) -> Tensor:
         shape = op.num_heads, op.head_width, op.in_width
@@ -145,16 +146,16 @@ class DeviceWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
-        held = {tensor.data_ptr(): tensor for tensor in self.products.values()}
-        kept = *held.values(), *self._vectors.values(), *self._ones.values()
-        kept += tuple(self.heads.values())
-        num_bytes: int = sum(t.nbytes for t in kept)
+        products = {tensor.data_ptr(): tensor for tensor in self.products.values()}
+        tensors = *products.values(), *self._vectors.values(), *self._ones_vectors.values()
+        tensors += tuple(self.heads.values())
+        num_bytes: int = sum(t.nbytes for t in tensors)
         packed = *self.packed.values(), *self.joined.values()
         num_bytes += sum(matrix.num_bytes for matrix in packed)
         return num_bytes + sum(experts.num_bytes for experts in self.experts.values())
 
     def factors(self, names: tuple[str, ...]) -> Sequence[Tensor | PackedMatrix]:
-        """Return matrices that read one input, in order; neighbours of one format are one."""
+        """Return the matrices of products with the same input; concatenated ones count as one."""
         if names in self.products:
             return (self.products[names],)
         return [
@@ -167,36 +168,36 @@ class DeviceWeights:
         ]
 
     def _runs(self, names: tuple[str, ...]) -> list[tuple[str, ...]]:
-        runs = together([self.shapes.get(name) for name in names])
+        runs = runs_of_neighbours([self.shapes.get(name) for name in names])
         return [tuple([names[index] for index in run]) for run in runs]
 
     def _join(self, groups: Sequence[tuple[str, ...]]) -> None:
-        """Make one matrix of neighbours that are packed alike: each launch has a price."""
+        """Concatenate neighbouring matrices with the same layout, to save launches."""
         runs = [run for group in groups for run in self._runs(group) if len(run) > 1]
         readers = Counter(name for run in runs for name in run)
         for run in runs:
             parts = [self.packed[name] for name in run]
-            self.joined[run] = joined(parts, sum(part.width for part in parts))
+            self.joined[run] = concatenate(parts, sum(part.width for part in parts))
             for name in run:
                 readers[name] -= 1
                 if not readers[name]:
                     del self.packed[name]
 
     def vector(self, name: str, offset: float = 0.0) -> Tensor:
-        """Return a weight of one dimension in float32, with an offset added."""
+        """Return a weight of one dimension as float32, with an offset added."""
         if (name, offset) not in self._vectors:
             values = self._tensors[name].dequantize().reshape(-1) + np.float32(offset)
             self._vectors[name, offset] = torch.from_numpy(values).to(self._gpu.device)
         return self._vectors[name, offset]
 
     def norm_weight(self, op: ops.RMSNorm) -> Tensor:
-        """Return the weight of a norm, with its offset: ones if it has none."""
+        """Return the weight of a norm, with its offset; ones for a norm without weight."""
         if op.weight is not None:
             return self.vector(op.weight, op.offset)
-        if op.grain not in self._ones:
-            ones = torch.ones(op.grain, dtype=torch.float32, device=self._gpu.device)
-            self._ones[op.grain] = ones
-        return self._ones[op.grain]
+        if op.grain not in self._ones_vectors:
+            vector = torch.ones(op.grain, dtype=torch.float32, device=self._gpu.device)
+            self._ones_vectors[op.grain] = vector
+        return self._ones_vectors[op.grain]
 
     def _load(self, tensor: QuantTensor, target: Tensor) -> None:
         dtype = _STORED.get(tensor.format.name)
@@ -211,18 +212,18 @@ class DeviceWeights:
 
 def _norms_of(lowered: GpuLowered) -> Iterator[ops.RMSNorm]:
     for record in lowered.records:
-        given = [source.norm for source in sources(record)]
-        given += [record.post, record.norm] if isinstance(record, AddNorm) else []
-        yield from (norm for norm in given if norm is not None)
+        norms = [source.norm for source in sources(record)]
+        norms += [record.post, record.norm] if isinstance(record, AddNorm) else []
+        yield from (norm for norm in norms if norm is not None)
 
 
 def _vectors_of(lowered: GpuLowered) -> Iterator[str]:
-    """Yield the biases and the factors that records read."""
+    """Yield the names of biases and factors that records read."""
     for record in lowered.records:
-        given = [place.bias for place in places(record)]
+        names = [columns.bias for columns in columns_read(record)]
         match record:
             case AddNorm(factor=name) | Combine(weight=name):
-                given.append(name)
+                names.append(name)
             case MixExperts(route=ops.Route(bias=name, factors=other)):
-                given += [name, other]
-        yield from (name for name in given if name is not None)
+                names += [name, other]
+        yield from (name for name in names if name is not None)

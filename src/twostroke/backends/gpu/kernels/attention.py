@@ -1,4 +1,4 @@
-"""Attention over pages: tiles of rows against pieces of their contexts, and the pieces' merge."""
+"""Attention over KV pages: tiles of rows attend to pieces of their contexts, which are merged."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.bytes import assembly, numbers_of, scales_at
-from twostroke.backends.gpu.kernels.common import begin
+from twostroke.backends.gpu.kernels.bytes import assembly, codes_to_numbers, load_scales
+from twostroke.backends.gpu.kernels.common import overlap_kernels
 from twostroke.backends.gpu.kernels.token_blocks import (
-    LEAST,
     LOG2_E,
-    as_pages,
-    index_of,
-    nothing_seen,
+    MIN_TOP,
+    add_block,
+    cast_to_pages,
+    clamp_position,
+    empty_sums,
+    item_index,
+    num_items_of,
     pages_of,
     scales_alone,
-    turns_of,
-    updated,
-    within_seen,
-    write,
+    write_result,
 )
 from twostroke.backends.gpu.tiles import BLOCK
 from twostroke.core.frozen import Frozen
@@ -31,26 +31,27 @@ if TYPE_CHECKING:
 
     from twostroke.backends.gpu.launch import Gpu
 
-ITEM = (
-    8  # numbers: row, rows, table, position, first and last token + 1, slot or -1, slots of a row
-)
-MERGE = 4  # numbers: row, first slot, slots, 0
-# Elsewhere, with mma.sync, operands are in registers.
+# Numbers of an item: row, number of rows, table, position, first token, end token, slot or -1, and
+# slots of a row.
+ITEM = 8
+MERGE = 4  # numbers of a merge: row, first slot, number of slots, 0
+# Other architectures use mma.sync, whose operands are in registers.
 _WITH_OPERANDS_IN_MEMORY = 90, 100
 
 
 class HeadLayout(Frozen):
-    """The shape of attention, and where a layer's keys and values lie.
+    """The shape of a layer's attention, and the layout of its keys and values in pages.
 
-    Query head h reads key-value head `h // group`. Tokens of a page are `page_size`; a page's keys
-    of this layer begin `keys_at` values into it, as (kv_heads, page_size, head_dim), and its values
-    `values_at`. Pages are `page_stride` values apart. A table of pages has `table_stride` numbers,
-    those of the layer's cache group from `group_at` on. `window` 0 means that all is seen.
+    Query head h reads KV head `h // group`. `window` 0 means no window.
 
-    Of latent attention, keys alone are stored, whose first values are the `rotated` ones.
+    Pages have `page_size` tokens and are `page_stride` values apart. In a page, keys (kv_heads,
+    page_size, head_dim) begin at value `keys_at`, and values at `values_at`. A page table has
+    `table_stride` numbers; the page ids of the layer's cache group begin at `group_at`.
 
-    In a `kv_format` "int8" or "fp8" scales of keys begin `scales_at` numbers of two bytes into a
-    page, (kv_heads, page_size), and those of values after them.
+    Latent attention stores keys only; the first `rotated` values of a key are the rotated ones.
+
+    With `kv_format` "int8" or "fp8", scales are float16: the scales of keys (kv_heads, page_size)
+    begin `scales_at` float16 numbers into a page, followed by the scales of values.
     """
 
     num_heads: int
@@ -70,21 +71,21 @@ class HeadLayout(Frozen):
     rotated: int = 0
 
     def scales(self, cache: Tensor) -> Tensor:
-        """Return the `layer` of a cache as its scales are read."""
+        """Return `layer(cache)` as float16, from which scales are read."""
         return self.layer(cache).view(torch.float16) if self.kv_format else cache
 
     @property
     def group(self) -> int:
-        """How many query heads read one key-value head."""
+        """The number of query heads that read one KV head."""
         return self.num_heads // self.num_kv_heads
 
     def layer(self, cache: Tensor) -> Tensor:
-        """Return the cache from the layer's first key on, so that a kernel is for all layers."""
+        """Return the cache from the layer's first key on, so that all layers share a kernel."""
         return cache.view(-1)[self.keys_at :]
 
     @property
     def constants(self) -> dict[str, Any]:
-        """The shapes and places, in a `layer`, as kernels' constants."""
+        """Shapes, and offsets relative to `layer`, as constants of kernels."""
         return {
             "HEADS": self.num_heads,
             "KV_HEADS": self.num_kv_heads,
@@ -101,10 +102,11 @@ class HeadLayout(Frozen):
 
 
 class AttentionItems(Frozen, eq=False):
-    """What a step's attention is to do: places in the frame's header of (offset, count) pairs.
+    """The work of a step's attention, and the memory for the sums of pieces.
 
-    `frame` has the items and merges at these offsets. Sums of pieces go to `sums` (slots, heads,
-    head_dim) and `tops` (slots, heads, 2), both float32.
+    `header` has an (offset, count) pair for each list of items or merges, which are in `frame`.
+    Sums of pieces are written to `sums` (slots, heads, head_dim), and their largest scores and
+    totals to `tops` (slots, heads, 2), both float32.
     """
 
     header: Tensor
@@ -115,39 +117,40 @@ class AttentionItems(Frozen, eq=False):
 
 
 def rows_of(heads_in_group: int, block: int) -> int:
-    """Return how many rows a tile of `block` pairs of row and head has."""
+    """Return the number of rows of a tile with `block` (row, head) pairs."""
     return max(1, block // heads_in_group)
 
 
 def small_block(group: int) -> int:
-    """Return the pairs of row and head in a tile of decode."""
+    """Return the number of (row, head) pairs in a tile for decode."""
     return max(16, 1 << (group - 1).bit_length())
 
 
 def same_block(group: int) -> int:
-    """Return the pairs of row and head in every tile, for the same tokens."""
+    """Return the number of (row, head) pairs in each tile in the mode `same_tokens`."""
     return max(32, small_block(group))
 
 
 def large_block(group: int, head_dim: int) -> int:
-    """Return the pairs of row and head in a tile of prefill."""
-    most = 128 if head_dim <= 128 else 64 if head_dim <= 256 else 32
-    return max(most, small_block(group))
+    """Return the number of (row, head) pairs in a tile for prefill."""
+    block = 128 if head_dim <= 128 else 64 if head_dim <= 256 else 32
+    return max(block, small_block(group))
 
 
 def launch(
     gpu: Gpu,
     work: AttentionItems,
-    place: int,
+    header_index: int,
     block_m: int,
     q: Tensor,
     cache: Tensor,
     output: Tensor,
     heads: HeadLayout,
 ) -> None:
-    """Compute the items at `place` of the header.
+    """Compute the items whose (offset, count) pair is at `header_index` of the header.
 
-    q and output are (rows, heads * head_dim); what has one piece is written to the output.
+    q and output are (rows, heads * head_dim). Results of contexts with a single piece are written
+    to the output, the others to the sums of `work`.
     """
     is_small = block_m <= same_block(heads.group)
     block_d = max(16, triton.next_power_of_2(heads.head_dim))
@@ -157,24 +160,24 @@ def launch(
     if heads.kv_format and not is_small:
         block_n = BLOCK // 4 if is_narrow else BLOCK // 2
     if block_d > 256 and gpu.architecture not in {80, *_WITH_OPERANDS_IN_MEMORY}:
-        block_n = BLOCK // 4  # others have less shared memory
-    # Few rows: several programs share a multiprocessor and hide that each waits for its block.
+        block_n = BLOCK // 4  # other architectures have less shared memory
+    # With few rows, several programs share a multiprocessor, which hides their waits for memory.
     is_ahead = not is_small and block_d <= (128 if is_narrow else 256)
     gpu.launch(
         _attention,
         (num_programs,),
-        work.header,
-        work.frame,
-        work.tables,
-        q,
-        heads.layer(cache),
-        heads.scales(cache),
-        output,
-        work.sums,
-        work.tops,
+        header=work.header,
+        frame=work.frame,
+        tables=work.tables,
+        q=q,
+        cache=heads.layer(cache),
+        scales=heads.scales(cache),
+        output=output,
+        sums=work.sums,
+        tops=work.tops,
         num_warps=4 if block_d <= 256 and block_m * block_d <= 8192 else 8,
         num_stages=3 if is_ahead else 2,
-        PLACE=place,
+        HEADER_INDEX=header_index,
         GROUP=heads.group,
         SCALE=heads.scale,
         WINDOW=heads.window,
@@ -191,19 +194,21 @@ def launch(
     )
 
 
-def merge(gpu: Gpu, work: AttentionItems, place: int, output: Tensor, heads: HeadLayout) -> None:
-    """Add up the pieces of rows that have several, in their order."""
+def merge(
+    gpu: Gpu, work: AttentionItems, header_index: int, output: Tensor, heads: HeadLayout
+) -> None:
+    """Merge the pieces of each row with several pieces, in order."""
     num_programs = gpu.programs(16)
     gpu.launch(
         _merge,
         (num_programs,),
-        work.header,
-        work.frame,
-        work.sums,
-        work.tops,
-        output,
+        header=work.header,
+        frame=work.frame,
+        sums=work.sums,
+        tops=work.tops,
+        output=output,
         num_warps=1,
-        PLACE=place,
+        HEADER_INDEX=header_index,
         HEADS=heads.num_heads,
         DIM=heads.head_dim,
         BLOCK_D=triton.next_power_of_2(heads.head_dim),
@@ -214,15 +219,18 @@ def merge(gpu: Gpu, work: AttentionItems, place: int, output: Tensor, heads: Hea
 
 @triton.jit
 def _stored(
-    cache, scales, page, place,
+    cache, scales, page, line,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     KEYS_AT: tl.constexpr, VALUES_AT: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return keys and values (tokens, dims) at places of a page's heads, and scales if any."""
+    """Load keys and values (tokens, dims) and, with a `KV` format, their scales.
+
+    `line`: KV head * PAGE_SIZE + offset of the token in its page.
+    """
     dims = tl.arange(0, BLOCK_D)
     page = page.to(tl.int64)
-    stored = (cache + dims)[None, :] + (page * PAGE_STRIDE + place * DIM)[:, None]
+    stored = (cache + dims)[None, :] + (page * PAGE_STRIDE + line * DIM)[:, None]
     if DIM == BLOCK_D:
         keys, values = tl.load(stored + KEYS_AT), tl.load(stored + VALUES_AT)
     else:
@@ -230,18 +238,19 @@ def _stored(
         keys = tl.load(stored + KEYS_AT, is_dim, 0)
         values = tl.load(stored + VALUES_AT, is_dim, 0)
     if KV == "":
-        return keys, values, place, place
+        return keys, values, line, line
     else:
-        scale = scales + page * (PAGE_STRIDE // 2) + SCALES_AT + place
-        of_keys = scales_at(scale, KV)
-        return keys, values, of_keys, scales_at(scale + KV_HEADS * PAGE_SIZE, KV)
+        scale = scales + page * (PAGE_STRIDE // 2) + SCALES_AT + line
+        key_scales = load_scales(scale, KV)
+        return keys, values, key_scales, load_scales(scale + KV_HEADS * PAGE_SIZE, KV)
 
 
 @triton.jit
 def _pairs_of(item, kv_head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the row within an item, and the head, of each of its pairs.
+    """Return the row within an item, and the head, of each (row, head) pair.
 
-    They are computed from the item's row, or quotients would keep registers for all items.
+    The computation depends on the item's row, so that the compiler does not keep the quotients in
+    registers for all items.
     """
     row = tl.load(item)
     pairs = tl.arange(0, BLOCK_M) + row * GROUP
@@ -253,7 +262,7 @@ def _queries_at(
     item, kv_head, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return where an item's queries are, (pairs, dims), and which there are."""
+    """Return the offsets of an item's queries, (pairs, dims), and the mask of existing ones."""
     dims = tl.arange(0, BLOCK_D)
     within, head = _pairs_of(item, kv_head, GROUP, BLOCK_M)
     at = (tl.load(item) + within) * (HEADS * DIM) + head * DIM
@@ -263,7 +272,7 @@ def _queries_at(
 
 @triton.jit
 def _masked(scores, seen_at, since, until, WINDOW: tl.constexpr):
-    """Return scores without those of tokens that a row does not see."""
+    """Return scores with minus infinity for tokens outside a row's context or window."""
     is_seen = seen_at[None, :] < until[:, None]
     if WINDOW:
         is_seen &= seen_at[None, :] >= since[:, None]
@@ -272,7 +281,7 @@ def _masked(scores, seen_at, since, until, WINDOW: tl.constexpr):
 
 @triton.jit
 def _attention(
-    header, frame, tables, q, cache, scales, output, sums, tops, PLACE: tl.constexpr,
+    header, frame, tables, q, cache, scales, output, sums, tops, HEADER_INDEX: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr, KEYS_AT: tl.constexpr, VALUES_AT: tl.constexpr,
@@ -281,66 +290,74 @@ def _attention(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAPS)
+    overlap_kernels(OVERLAPS)
     FACTOR: tl.constexpr = LOG2_E * (2 * SOFT_CAP if SOFT_CAP > 0 else SCALE)
     pairs, tokens = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    num_turns = turns_of(tl.load(header + PLACE + 1) * KV_HEADS, NUM_PROGRAMS)
+    num_turns = num_items_of(tl.load(header + HEADER_INDEX + 1) * KV_HEADS, NUM_PROGRAMS)
     for turn in tl.range(num_turns, disable_licm=True):
-        index = index_of(turn, NUM_PROGRAMS)
+        index = item_index(turn, NUM_PROGRAMS)
         kv_head = index % KV_HEADS
-        item = frame + tl.load(header + PLACE) + index // KV_HEADS * ITEM
+        item = frame + tl.load(header + HEADER_INDEX) + index // KV_HEADS * ITEM
         table = tables + tl.load(item + 2).to(tl.int64) * TABLE_STRIDE + GROUP_AT
         position, start, end = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
-        at, is_query = _queries_at(item, kv_head, HEADS, GROUP, DIM, BLOCK_M, BLOCK_D)
-        queries = as_pages(tl.load(q + at, is_query, 0.0), cache)  # (pairs, dims)
+        at, is_query = _queries_at(
+            item, kv_head, HEADS=HEADS, GROUP=GROUP, DIM=DIM, BLOCK_M=BLOCK_M, BLOCK_D=BLOCK_D,
+        )  # fmt: skip
+        queries = cast_to_pages(tl.load(q + at, is_query, 0.0), cache)  # (pairs, dims)
         within, head = _pairs_of(item, kv_head, GROUP, BLOCK_M)
         first = position - WINDOW + 1 if WINDOW else 0
-        # From where to where all rows see everything, and until where each does.
+        # Blocks from all_from to all_until are visible to all rows; row r sees tokens before until.
         all_from = first + tl.load(item + 1) - 1 if WINDOW else 0
         all_until = tl.minimum(position + 1, end) - BLOCK_N
         until = tl.minimum(position + within + 1, end)
-        top, total, mixed, unit = nothing_seen(BLOCK_M, BLOCK_D)
-        page = pages_of(table, within_seen(start + tokens, first, end), PAGE_SIZE)
+        top, total, mixed, unit = empty_sums(BLOCK_M, BLOCK_D)
+        page = pages_of(table, clamp_position(start + tokens, first, end), PAGE_SIZE)
         for block in range(start, end, BLOCK_N):
-            place = within_seen(block + tokens, first, end) & (PAGE_SIZE - 1)
+            token_offset = clamp_position(block + tokens, first, end) & (PAGE_SIZE - 1)
             keys, values, key_scales, value_scales = _stored(
-                cache, scales, page, kv_head * PAGE_SIZE + place, KV_HEADS, DIM, PAGE_SIZE,
-                PAGE_STRIDE, KEYS_AT, VALUES_AT, KV, SCALES_AT, BLOCK_D,
+                cache, scales, page=page, line=kv_head * PAGE_SIZE + token_offset,
+                KV_HEADS=KV_HEADS, DIM=DIM, PAGE_SIZE=PAGE_SIZE, PAGE_STRIDE=PAGE_STRIDE,
+                KEYS_AT=KEYS_AT,
+                VALUES_AT=VALUES_AT, KV=KV, SCALES_AT=SCALES_AT, BLOCK_D=BLOCK_D,
             )  # fmt: skip
-            page = pages_of(table, within_seen(block + BLOCK_N + tokens, first, end), PAGE_SIZE)
-            keys = numbers_of(keys, queries.dtype, KV, ASSEMBLY)
+            page = pages_of(table, clamp_position(block + BLOCK_N + tokens, first, end), PAGE_SIZE)
+            keys = codes_to_numbers(keys, queries.dtype, KV, ASSEMBLY)
             scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
             if KV != "":
                 scores *= key_scales[None, :]
-            if SOFT_CAP > 0:  # tanh(x) is 2 / (1 + exp(-2x)), less 1, which changes no share
+            if SOFT_CAP > 0:  # tanh(x) = 2 / (1 + exp(-2x)) - 1; the -1 changes no weight
                 scores = 1 / (1 + tl.exp2(scores * (-2 * LOG2_E * SCALE / SOFT_CAP)))
             if not SKIPS_MASKS:  # noqa: SIM114 - a constant chooses; `or` would make a branch
                 scores = _masked(scores, block + tokens, first + within, until, WINDOW)
             elif (block > all_until) | (block < all_from):
                 scores = _masked(scores, block + tokens, first + within, until, WINDOW)
-            values = numbers_of(values, queries.dtype, KV, ASSEMBLY)
-            top, total, mixed, unit = updated(
-                scores, values, value_scales, top, total, mixed, unit, FACTOR, KV, ALONE
+            values = codes_to_numbers(values, queries.dtype, KV, ASSEMBLY)
+            top, total, mixed, unit = add_block(
+                scores, values, value_scales=value_scales, top=top, total=total, mixed=mixed,
+                unit=unit, FACTOR=FACTOR, KV=KV, ALONE=ALONE,
             )  # fmt: skip
         slot = tl.load(item + 6)
-        at, is_query = _queries_at(item, kv_head, HEADS, GROUP, DIM, BLOCK_M, BLOCK_D)  # again
-        own = (slot + within * tl.load(item + 7)).to(tl.int64) * HEADS + head
-        write(
-            slot, output + at, sums + own[:, None] * DIM + tl.arange(0, BLOCK_D)[None, :],
-            tops + own * 2, is_query, pairs < tl.load(item + 1) * GROUP, top * FACTOR, total,
-            mixed * unit,
+        at, is_query = _queries_at(
+            item, kv_head, HEADS=HEADS, GROUP=GROUP, DIM=DIM, BLOCK_M=BLOCK_M, BLOCK_D=BLOCK_D,
+        )  # again  # fmt: skip
+        sum_slots = (slot + within * tl.load(item + 7)).to(tl.int64) * HEADS + head
+        write_result(
+            slot, output + at, sums=sums + sum_slots[:, None] * DIM + tl.arange(0, BLOCK_D)[None,
+            :],
+            tops=tops + sum_slots * 2, inside=is_query, is_pair=pairs < tl.load(item + 1) * GROUP,
+            top=top * FACTOR, total=total, mixed=mixed * unit,
         )  # fmt: skip
 
 
 @triton.jit
 def _merge(
     header, frame, sums, tops, output,
-    PLACE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEADER_INDEX: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr, MERGE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAPS)
-    merges = frame + tl.load(header + PLACE)
-    num_work = tl.load(header + PLACE + 1) * HEADS
+    overlap_kernels(OVERLAPS)
+    merges = frame + tl.load(header + HEADER_INDEX)
+    num_work = tl.load(header + HEADER_INDEX + 1) * HEADS
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < DIM
     for index in range(tl.program_id(0), num_work, NUM_PROGRAMS):
@@ -349,7 +366,7 @@ def _merge(
         row = tl.load(entry).to(tl.int64)
         first = tl.load(entry + 1).to(tl.int64)
         count = tl.load(entry + 2)
-        top = LEAST + 0.0
+        top = MIN_TOP + 0.0
         total = 0.0
         mixed = tl.zeros((BLOCK_D,), tl.float32)
         for piece in range(count):

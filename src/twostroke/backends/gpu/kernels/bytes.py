@@ -1,8 +1,8 @@
-"""Numbers in eight bits. Of keys and values each head of a token has a float16 scale.
+"""Numbers of 8 bits in KV pages: int8 and fp8, with a float16 scale for each head of a token.
 
-`int8` is the cpu backend's format (ADR 0011): keys are spread by a Hadamard matrix before they are
-rounded, and queries by the same. `fp8` is E4M3, whose numbers are made of bits, so that every GPU
-has it; those of weights, too.
+`int8` is the cpu backend's format (ADR 0011): keys and queries are multiplied by a Hadamard matrix
+before keys are rounded. `fp8` is E4M3; codes are converted by bit operations, so that it works on
+every GPU. The same conversion is used for E4M3 weights.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 def assembly(gpu: Gpu, kv_format: str) -> str:
-    """Return PTX that makes numbers of four codes of E4M3; for int8 plain code does as well."""
+    """Return PTX that converts four E4M3 codes to numbers; "" if plain Triton code is used."""
     if gpu.is_interpreted or kv_format != "fp8":
         return ""
     lines = [".reg .b32 t, u, v;"]
-    for out, places in (("$0", 0x1404), ("$1", 0x3424)):
-        lines.append(f"prmt.b32 t, $2, 0, {places:#x};")
+    for out, selectors in (("$0", 0x1404), ("$1", 0x3424)):
+        lines.append(f"prmt.b32 t, $2, 0, {selectors:#x};")
         lines += e4m3_lines(out, "t", gpu.element)
     return "{" + " ".join(lines) + "}"
 
 
 def e4m3_lines(out: str, source: str, element: torch.dtype) -> list[str]:
-    """Return PTX that makes two numbers of the codes in the upper bytes of two words."""
+    """Return PTX lines that convert the codes in the upper bytes of two 16-bit words."""
     shift, mask = (1, 0x3F80_3F80) if element == torch.float16 else (4, 0x07F0_07F0)
     lines = [f"shr.b32 u, {source}, {shift};", f"and.b32 u, u, {mask:#x};"]
     lines.append(f"lop3.b32 {out}, {source}, 0x80008000, u, 0xea;")  # a & b | c
@@ -40,8 +40,8 @@ def e4m3_lines(out: str, source: str, element: torch.dtype) -> list[str]:
 
 
 @triton.jit
-def spread(x, NUM: tl.constexpr, BLOCK_D: tl.constexpr, LEVELS: tl.constexpr):
-    """Multiply neighbours of x (NUM, BLOCK_D), 2^LEVELS at a time, with a Hadamard matrix."""
+def hadamard_transform(x, NUM: tl.constexpr, BLOCK_D: tl.constexpr, LEVELS: tl.constexpr):
+    """Multiply each group of 2^LEVELS neighbours of x (NUM, BLOCK_D) by a Hadamard matrix."""
     for level in tl.static_range(LEVELS):
         pairs = tl.reshape(x, (NUM, BLOCK_D >> (level + 1), 2, 1 << level))
         a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
@@ -51,22 +51,22 @@ def spread(x, NUM: tl.constexpr, BLOCK_D: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def bounded(x):
-    """Return numbers as pages can hold them; what is not a number, too."""
+def clamp_to_float16(x):
+    """Return numbers limited to the range of float16; NaN becomes 65504."""
     return tl.maximum(tl.where(x < 65504.0, x, 65504.0), -65504.0)
 
 
 @triton.jit
-def rounded(x, largest, KV: tl.constexpr):
-    """Return the codes of bounded heads (pairs, dims), int32, and their scales (pairs,), float16.
+def quantize(x, largest, KV: tl.constexpr):
+    """Return the codes (pairs, dims), int32, of heads of values, and scales (pairs,), float16.
 
-    `largest` (pairs,) are the sizes that codes must reach.
+    `largest` (pairs,): the largest absolute value of each head, which gets the largest code.
     """
-    most: tl.constexpr = 127.0 if KV == "int8" else 448.0
-    scale = (largest / most).to(tl.float16)
+    max_code: tl.constexpr = 127.0 if KV == "int8" else 448.0
+    scale = (largest / max_code).to(tl.float16)
     exact = scale.to(tl.float32)
     x /= tl.where(exact == 0, 1.0, exact)[:, None]
-    x = tl.minimum(tl.maximum(x, -most), most)
+    x = tl.minimum(tl.maximum(x, -max_code), max_code)
     if KV == "int8":
         return ((x + 12582912.0) - 12582912.0).to(tl.int32), scale  # 1.5 * 2^23: it rounds
     return e4m3_codes(x), scale
@@ -74,7 +74,7 @@ def rounded(x, largest, KV: tl.constexpr):
 
 @triton.jit
 def e4m3_codes(x):
-    """Return the nearest codes of numbers up to 448, int32."""
+    """Return the nearest E4M3 codes, int32, of numbers from -448 to 448."""
     size = tl.abs(x)
     # Below 2^-6 numbers are multiples of 2^-9; above, three bits of the mantissa stay.
     small = ((size * 512 + 12582912.0) - 12582912.0).to(tl.int32)
@@ -85,10 +85,13 @@ def e4m3_codes(x):
 
 
 @triton.jit
-def numbers_of(codes, element: tl.constexpr, KV: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return codes as numbers of a type; those of E4M3 are 256 times too small."""
+def codes_to_numbers(codes, element: tl.constexpr, KV: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Return the numbers that codes stand for; numbers of E4M3 codes are divided by 256."""
     if ASSEMBLY != "":
-        halves = tl.inline_asm_elementwise(ASSEMBLY, "=&r,=&r,r", [codes], tl.int16, True, 4)
+        halves = tl.inline_asm_elementwise(
+            asm=ASSEMBLY, constraints="=&r,=&r,r", args=[codes], dtype=tl.int16, is_pure=True,
+            pack=4,
+        )  # fmt: skip
         return halves.to(element, bitcast=True)
     elif KV == "fp8":
         return e4m3_numbers(codes.to(tl.uint16), element)
@@ -98,13 +101,13 @@ def numbers_of(codes, element: tl.constexpr, KV: tl.constexpr, ASSEMBLY: tl.cons
 
 @triton.jit
 def e4m3_numbers(codes, element: tl.constexpr):
-    """Return uint16 codes as numbers that are 256 times too small."""
+    """Return the numbers that E4M3 codes, uint16, stand for, divided by 256."""
     bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
     return bits.to(tl.float16, bitcast=True).to(element)
 
 
 @triton.jit
-def scales_at(at, KV: tl.constexpr):
-    """Return what the numbers of heads are multiplied by, float32."""
+def load_scales(at, KV: tl.constexpr):
+    """Load scales as float32, times 256 for E4M3, whose numbers are divided by 256."""
     scale = tl.load(at).to(tl.float32)
     return scale * 256 if KV == "fp8" else scale

@@ -1,7 +1,7 @@
 """Parts that several kernels share: overlapping launches, and the sums of split products.
 
 With programmatic dependent launch (NVIDIA, sm_90 and newer) a kernel starts and prefetches its
-weights while the previous kernel ends. `begin` waits for the previous kernel's results.
+weights while the previous kernel ends. `overlap_kernels` waits for the previous kernel's results.
 
 A product that is split over its inputs leaves partial sums (`Parts`); the kernel that reads them
 adds them in a fixed order (`sum_parts`).
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def begin(OVERLAPS: tl.constexpr):
-    """Let the next kernel begin, and wait for all that earlier ones have written.
+def overlap_kernels(OVERLAPS: tl.constexpr):
+    """Let the next kernel start, and wait for the results of all earlier kernels.
 
-    Each kernel calls it before it returns, and before it reads or writes what others do.
+    Each kernel calls it once, before it reads results of other kernels or writes its own.
     """
     if OVERLAPS:
         gdc_launch_dependents()
@@ -34,17 +34,18 @@ def begin(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def prefetch(at):
-    """Bring the lines of 128 bytes to which pointers point into the L2 cache."""
+    """Prefetch the 128-byte lines at these pointers into the L2 cache."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0", "=r,l", [at.to(tl.int64)], tl.int32, False, 1
-    )
+        asm="prefetch.global.L2 [$1]; // $0", constraints="=r,l", args=[at.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 class Parts(Frozen, eq=False):
-    """Rows of `width` values in `count` parts, to be added in their order.
+    """Rows of `width` values as `count` partial sums, which the reader adds in order.
 
-    `values` begins at the first value; rows are `row_stride` values apart and parts `part_stride`.
-    It has float32, or the element type if there is one part.
+    `values` begins at the first value of the first part. `row_stride` and `part_stride` are in
+    values. The type is float32, or the element type if there is only one part.
     """
 
     values: Tensor
@@ -54,14 +55,14 @@ class Parts(Frozen, eq=False):
     part_stride: int = 0
 
     def columns(self, first: int, width: int) -> Parts:
-        """Return some columns."""
+        """Return `width` columns from column `first` on, as a view."""
         values = self.values.view(-1)[first:]
         return Parts(values, width, self.row_stride, self.count, self.part_stride)
 
 
 @triton.jit
 def sum_parts(pointers, inside, count, part_stride):
-    """Return the sums in float32 of what `pointers` and their like in later parts hold."""
+    """Return the float32 sums over all `count` parts; `pointers` point into the first part."""
     total = tl.load(pointers, inside, 0.0).to(tl.float32)
     for part in range(1, count):
         total += tl.load(pointers + part * part_stride, inside, 0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Adds what a layer computed to the residual stream, and norms the sum for the next products."""
+"""Adds the output of a layer to the residual stream, and norms the sum for the next products."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.common import Parts, begin, sum_parts
+from twostroke.backends.gpu.kernels.common import Parts, overlap_kernels, sum_parts
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Norm(Frozen, eq=False):
-    """A norm of a row, or of each of its equal `groups`.
+    """An RMS norm of a row, or of each of its `groups` of equal size.
 
-    Its weight is that of a group's values, float32, with the offset added.
+    `weight`: float32, one value for each value of a group, with the offset added.
     """
 
     weight: Tensor
@@ -42,27 +42,27 @@ def launch(
 ) -> None:
     """Compute `residual = (residual + post(delta + bias)) * factor`, `output = norm(residual)`.
 
-    As far as these are given: `residual` (rows, width) is float32, and without one `output` is made
-    of the rest. Only a `norm` of what has neither residual nor bias has groups.
+    Missing arguments are left out of the formula. `residual` (rows, width) is float32; without it,
+    `output` is the norm of the delta. `norm` may have groups only without residual and bias.
     """
-    given = next(x for x in (residual, output) if x is not None)
+    stream = next(x for x in (residual, output) if x is not None)
     groups = norm.groups if norm else 1
-    width = given.shape[1] // groups
+    width = stream.shape[1] // groups
     block = triton.next_power_of_2(width)
     unused = header
     gpu.launch(
         _add_norm,
         (-(-num_rows * groups // gpu.row_block),),
-        header,
-        unused if residual is None else residual,
-        unused if delta is None else delta.values,
-        unused if bias is None else bias,
-        unused if post is None else post.weight,
-        unused if factor is None else factor,
-        unused if norm is None else norm.weight,
-        unused if output is None else output,
-        delta.count if delta else 0,
-        delta.part_stride if delta else 0,
+        header=header,
+        residual=unused if residual is None else residual,
+        delta=unused if delta is None else delta.values,
+        bias=unused if bias is None else bias,
+        post_weight=unused if post is None else post.weight,
+        factor=unused if factor is None else factor,
+        weight=unused if norm is None else norm.weight,
+        output=unused if output is None else output,
+        num_parts=delta.count if delta else 0,
+        part_stride=delta.part_stride if delta else 0,
         num_warps=min(16, max(1, block // 512)),
         DELTA_STRIDE=delta.row_stride if delta else 0,
         POST_EPSILON=post.epsilon if post else 0.0,
@@ -90,7 +90,7 @@ def _add_norm(
     HAS_POST: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_OUTPUT: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAPS)
+    overlap_kernels(OVERLAPS)
     num_rows = tl.load(header) * GROUPS
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     if tl.program_id(0) * ROWS >= num_rows:

@@ -1,13 +1,17 @@
-"""Quantized matrices as the GPU's products read them: the codes of the file, in another order.
+"""Packs quantized matrices for the GPU's products: the codes of the file, in another order.
 
-A matrix is cut into tiles of 64 outputs by 256 inputs; a tile's words of 16 bits lie together, so
-that a program reads it as one stream of 16-byte loads. A word holds codes of neighbouring planes:
-word (step, output, column) has the inputs `step * planes * columns + plane * columns + column`, a
-plane in each nibble (4 planes) or byte (2). A plane's inputs are neighbours and share a scale.
-Upper bits of codes of 5 or 6 bits lie in words of their own. Scales are those of the file, or its
-16 bytes for eight of them, for all outputs of a group side by side, in words of 32 bits: GPUs copy
-no less ahead, so those of 16 bits are in pairs, of neighbouring groups. Scales of E4M3 are 256
-times as large, for its numbers are made 256 times too small.
+A matrix is divided into tiles of 64 outputs by 256 inputs. The 16-bit words of a tile are
+consecutive, so that a program reads a tile as one stream of 16-byte loads.
+
+A word has codes of neighbouring planes: word (step, output, column) has the inputs
+`step * planes * columns + plane * columns + column`, one plane in each nibble (4 planes) or byte
+(2 planes). The inputs of a plane are consecutive and share a scale. The upper bits of 5-bit and
+6-bit codes are in separate words.
+
+Scales are copied from the file, or, for k-quants, the 16-byte header of eight scales. They are
+stored as 32-bit words, with all outputs of a group side by side, because asynchronous copies need
+at least 32 bits. 16-bit scales of two neighbouring groups share a word. Scales of E4M3 are
+multiplied by 256, because kernels divide its numbers by 256.
 """
 
 from __future__ import annotations
@@ -34,18 +38,19 @@ if TYPE_CHECKING:
 
     from twostroke.model.quant import Bytes, Format, QuantTensor
 
-    Parts = tuple[Tensor, Tensor, Tensor | None]
+    CodesAndScales = tuple[Tensor, Tensor, Tensor | None]
 
 _CODES_AT_ONCE: Final = 1 << 25
 
 
 class PackedMatrix(Frozen, eq=False):
-    """A matrix (width, depth), or a stack of them, on a device.
+    """A packed matrix (width, depth), or a stack of such matrices, on a device.
 
-    `codes` are int16 (matrices, tiles of outputs, tiles of inputs, steps, 64, columns); `high`
-    the upper bits of 5-bit codes, uint8 without the steps, or of 6-bit codes, int16 with half of
-    them. `scales` (matrices, groups or pairs, words, outputs) and `offsets`, likewise, int32 or
-    float32, are padded as the codes are: with scales of 0.
+    - `codes`: int16 (matrices, tiles of outputs, tiles of inputs, steps, 64, columns).
+    - `high`: the upper bits of 5-bit codes, uint8 without the dimension of steps, or of 6-bit
+      codes, int16 with half of the steps.
+    - `scales`, `offsets`: int32 or float32 (matrices, groups or pairs of groups, words, outputs),
+      padded with 0 where codes are padded.
     """
 
     layout: PackedLayout
@@ -57,25 +62,26 @@ class PackedMatrix(Frozen, eq=False):
     offsets: Tensor | None = None
 
     @property
-    def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Codes, high bits, scales and offsets for a kernel, which reads no array that is missing.
-
-        The codes stand for such an array.
-        """
-        high = self.codes if self.high is None else self.high
-        return self.codes, high, self.scales, self.codes if self.offsets is None else self.offsets
+    def pointers(self) -> dict[str, Tensor]:
+        """The arrays as arguments of a kernel; `codes` stand for missing arrays, never read."""
+        return {
+            "codes": self.codes,
+            "high": self.codes if self.high is None else self.high,
+            "scales": self.scales,
+            "offsets": self.codes if self.offsets is None else self.offsets,
+        }
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all its arrays take."""
+        """Bytes of all arrays."""
         arrays = (self.codes, self.scales, self.high, self.offsets)
         return sum(x.numel() * x.element_size() for x in arrays if x is not None)
 
 
 def pack(tensor: QuantTensor, device: torch.device) -> PackedMatrix:
-    """Bring a matrix (width, depth) into its layout, on the device: its bytes go there as they are.
+    """Copy a matrix (width, depth) to the device, and pack it there.
 
-    A large one goes in parts, so that their codes, a byte each, need little memory.
+    A large matrix is packed in parts, because unpacked codes take a byte each.
     """
     width, depth = tensor.shape
     layout = layout_of(tensor.format, depth)
@@ -86,59 +92,66 @@ def pack(tensor: QuantTensor, device: torch.device) -> PackedMatrix:
         _pack_rows(tensor.format, data[start : start + grain], depth, device)
         for start in range(0, width, grain)
     ]
-    return joined([PackedMatrix(layout, width, depth, *part) for part in parts], width)
+    return concatenate([PackedMatrix(layout, width, depth, *part) for part in parts], width)
 
 
-def joined(parts: Sequence[PackedMatrix], width: int) -> PackedMatrix:
-    """Return matrices of one layout and depth as one with `width` outputs in all.
+def concatenate(matrices: Sequence[PackedMatrix], width: int) -> PackedMatrix:
+    """Concatenate matrices of the same layout and depth; the result has `width` outputs.
 
-    All but the last end with a whole tile.
+    All matrices except the last must have a multiple of 64 outputs.
     """
-    if len(parts) == 1:
-        return parts[0]
+    if len(matrices) == 1:
+        return matrices[0]
 
-    def whole(name: str, dim: int) -> Tensor | None:
-        arrays = [array for part in parts if (array := getattr(part, name)) is not None]
+    def join_arrays(name: str, dim: int) -> Tensor | None:
+        arrays = [array for matrix in matrices if (array := getattr(matrix, name)) is not None]
         return torch.cat(arrays, dim) if arrays else None
 
-    first, codes, scales = parts[0], whole("codes", 1), whole("scales", -1)
+    first, codes, scales = matrices[0], join_arrays("codes", 1), join_arrays("scales", -1)
     assert codes is not None
     assert scales is not None
-    given = first.layout, width, first.depth, codes, scales
-    return PackedMatrix(*given, whole("high", 1), whole("offsets", -1))
+    return PackedMatrix(
+        first.layout,
+        width,
+        depth=first.depth,
+        codes=codes,
+        scales=scales,
+        high=join_arrays("high", 1),
+        offsets=join_arrays("offsets", -1),
+    )
 
 
 def _pack_rows(
     fmt: Format, rows: Bytes, depth: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return codes, scales, upper bits and offsets of some rows, which begin a tile."""
+    """Return the packed codes, scales, upper bits and offsets of rows; the first begins a tile."""
     layout = layout_of(fmt, depth)
     assert layout is not None
     copied = np.array(rows, order="C")  # a file's pages are read-only
-    given = torch.from_numpy(copied).to(device)
-    blocks = given.view(-1, fmt.block_bytes)
+    bytes_on_device = torch.from_numpy(copied).to(device)
+    blocks = bytes_on_device.view(-1, fmt.block_bytes)
     reader = _READERS.get(fmt.name, _read_e4m3 if layout.table else _read_grouped)
     codes, scales, offsets = reader(fmt, blocks)
-    words, high = _words(_tiles(codes.reshape(1, len(rows), depth), layout), layout)
+    words, high = _pack_words(_tiles(codes.reshape(1, len(rows), depth), layout), layout)
     shape = len(rows), depth
-    found = None if offsets is None else _groups(offsets, shape, layout)
-    return words, _groups(scales, shape, layout), high, found
+    grouped_offsets = None if offsets is None else _groups(offsets, shape, layout)
+    return words, _groups(scales, shape, layout), high, grouped_offsets
 
 
 def pack_stack(matrices: Iterable[QuantTensor], count: int, device: torch.device) -> PackedMatrix:
-    """Bring `count` matrices of one format and shape into one stack, each by itself."""
-    whole: PackedMatrix | None = None
+    """Pack `count` matrices of the same format and shape into one stack."""
+    stack: PackedMatrix | None = None
     for index, matrix in enumerate(matrices):
-        own = pack(matrix, device)
-        if whole is None:
+        packed = pack(matrix, device)
+        if stack is None:
             names = ("codes", "scales", "high", "offsets")
-            arrays = {name: x for name in names if (x := getattr(own, name)) is not None}
+            arrays = {name: x for name in names if (x := getattr(packed, name)) is not None}
             room = {name: x.new_empty((count, *x.shape[1:])) for name, x in arrays.items()}
-            whole = PackedMatrix(own.layout, own.width, own.depth, **room)
+            stack = PackedMatrix(packed.layout, packed.width, packed.depth, **room)
         for name in room:
-            getattr(whole, name)[index] = getattr(own, name)[0]
-    assert whole is not None
-    return whole
+            getattr(stack, name)[index] = getattr(packed, name)[0]
+    assert stack is not None
+    return stack
 
 
 def _tiles(codes: Tensor, layout: PackedLayout) -> Tensor:
@@ -149,11 +162,12 @@ def _tiles(codes: Tensor, layout: PackedLayout) -> Tensor:
     if any(padding):
         codes = pad(codes, (0, padding[1], 0, padding[0]))
     shape = stack, rows, TILE_OUTPUTS, inputs, layout.steps, layout.planes, layout.columns
-    return codes.reshape(shape).permute(0, 1, 3, 4, 2, 5, 6)
+    order = (0, 1, 3, 4, 2, 5, 6)
+    return codes.reshape(shape).permute(order)
 
 
-def _words(tiles: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor | None]:
-    """Return the words of codes, and those of their upper bits."""
+def _pack_words(tiles: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor | None]:
+    """Return the words of codes, and the words of their upper bits, if any."""
     if layout.planes == 2:
         return _in_words(tiles[..., 0, :], tiles[..., 1, :]), None
     low = tiles & 0xF
@@ -162,20 +176,20 @@ def _words(tiles: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor | None]:
     if not num_high:
         return words, None
     upper = tiles >> 4
-    own = upper[..., 0, :]
+    upper_words = upper[..., 0, :]
     for plane in range(1, layout.planes):
-        own = own | upper[..., plane, :] << num_high * plane
-    even, odd = own[:, :, :, 0::2], own[:, :, :, 1::2]  # steps
+        upper_words = upper_words | upper[..., plane, :] << num_high * plane
+    even, odd = upper_words[:, :, :, 0::2], upper_words[:, :, :, 1::2]  # steps
     return words, (even | odd << 4).contiguous() if num_high == 1 else _in_words(even, odd)
 
 
 def _in_words(low: Tensor, high: Tensor) -> Tensor:
-    """Return words of 16 bits of their two bytes."""
+    """Return int16 words with these low and high bytes."""
     return torch.stack([low, high], -1).view(torch.int16).squeeze(-1)
 
 
 def _groups(values: Tensor, shape: tuple[int, int], layout: PackedLayout) -> Tensor:
-    """Return values of blocks (rows * blocks, words) as (1, groups, words, outputs)."""
+    """Return scales or offsets of blocks (rows * blocks, words) as (1, groups, words, outputs)."""
     width, depth = shape
     size = TILE_INPUTS if layout.scales in {"k", "q6_k"} else layout.group
     rows, groups = -(-width // TILE_OUTPUTS) * TILE_OUTPUTS, -(-depth // TILE_INPUTS) * TILE_INPUTS
@@ -189,68 +203,68 @@ def _groups(values: Tensor, shape: tuple[int, int], layout: PackedLayout) -> Ten
     return values[None].contiguous()
 
 
-def _unpacked(packed: Tensor, bits: int, run: int) -> Tensor:
-    """Unpack (blocks, bytes) as `quant.planes.unpack_planes` does."""
+def _unpack(packed: Tensor, bits: int, run: int) -> Tensor:
+    """Unpack codes of `bits` bits from (blocks, bytes), as `quant.planes.unpack_planes` does."""
     runs = packed.reshape(len(packed), -1, 1, run)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return (runs >> shifts[:, None] & (1 << bits) - 1).reshape(len(packed), -1)
 
 
-def _numbers(blocks: Tensor, first: int, last: int, dtype: torch.dtype) -> Tensor:
+def _view_as(blocks: Tensor, first: int, last: int, dtype: torch.dtype) -> Tensor:
     return blocks[:, first:last].contiguous().view(dtype)
 
 
-def _halves(blocks: Tensor, first: int) -> Tensor:
-    return _numbers(blocks, first, first + 2, torch.float16)
+def _float16_at(blocks: Tensor, first: int) -> Tensor:
+    return _view_as(blocks, first, first + 2, torch.float16)
 
 
-def _read_q4_0(_: Format, blocks: Tensor) -> Parts:
-    return _unpacked(blocks[:, 2:], 4, run=16), _halves(blocks, 0), None
+def _read_q4_0(_: Format, blocks: Tensor) -> CodesAndScales:
+    return _unpack(blocks[:, 2:], 4, run=16), _float16_at(blocks, 0), None
 
 
-def _read_q4_1(_: Format, blocks: Tensor) -> Parts:
-    return _unpacked(blocks[:, 4:], 4, run=16), _halves(blocks, 0), _halves(blocks, 2)
+def _read_q4_1(_: Format, blocks: Tensor) -> CodesAndScales:
+    return _unpack(blocks[:, 4:], 4, run=16), _float16_at(blocks, 0), _float16_at(blocks, 2)
 
 
-def _read_q8_0(_: Format, blocks: Tensor) -> Parts:
-    return blocks[:, 2:], _halves(blocks, 0), None
+def _read_q8_0(_: Format, blocks: Tensor) -> CodesAndScales:
+    return blocks[:, 2:], _float16_at(blocks, 0), None
 
 
-def _read_q4_k(_: Format, blocks: Tensor) -> Parts:
-    return _unpacked(blocks[:, 16:], 4, run=32), _numbers(blocks, 0, 16, torch.int32), None
+def _read_q4_k(_: Format, blocks: Tensor) -> CodesAndScales:
+    return _unpack(blocks[:, 16:], 4, run=32), _view_as(blocks, 0, 16, torch.int32), None
 
 
-def _read_q5_k(_: Format, blocks: Tensor) -> Parts:
-    codes = _unpacked(blocks[:, 48:], 4, run=32)
-    codes |= _unpacked(blocks[:, 16:48], 1, run=32) << 4
-    return codes, _numbers(blocks, 0, 16, torch.int32), None
+def _read_q5_k(_: Format, blocks: Tensor) -> CodesAndScales:
+    codes = _unpack(blocks[:, 48:], 4, run=32)
+    codes |= _unpack(blocks[:, 16:48], 1, run=32) << 4
+    return codes, _view_as(blocks, 0, 16, torch.int32), None
 
 
-def _read_q6_k(_: Format, blocks: Tensor) -> Parts:
-    codes = _unpacked(blocks[:, :128], 4, run=64)
-    codes |= _unpacked(blocks[:, 128:192], 2, run=32) << 4
-    return codes, _numbers(blocks, 192, 208, torch.int32), _halves(blocks, 208).float()
+def _read_q6_k(_: Format, blocks: Tensor) -> CodesAndScales:
+    codes = _unpack(blocks[:, :128], 4, run=64)
+    codes |= _unpack(blocks[:, 128:192], 2, run=32) << 4
+    return codes, _view_as(blocks, 192, 208, torch.int32), _float16_at(blocks, 208).float()
 
 
-def _read_grouped(fmt: Format, blocks: Tensor) -> Parts:
-    """Read the blocks of `quant.grouped`: the scale, perhaps a zero point, codes."""
+def _read_grouped(fmt: Format, blocks: Tensor) -> CodesAndScales:
+    """Read blocks of `quant.grouped`: a scale, perhaps a zero point, and codes."""
     bits, has_zero = grouped_of(fmt) or (0, False)
     code_bytes = fmt.block_size * bits // 8
     head = fmt.block_bytes - code_bytes
-    scales = _numbers(blocks, 0, head - has_zero, _SCALES[fmt.name.split("_")[2]])
+    scales = _view_as(blocks, 0, head - has_zero, _SCALES[fmt.name.split("_")[2]])
     codes = blocks[:, head:]
-    codes = _unpacked(codes, 4, run=1) if bits == 4 else codes ^ 0x80
+    codes = _unpack(codes, 4, run=1) if bits == 4 else codes ^ 0x80
     return codes, scales, blocks[:, head - 1 : head].half() if has_zero else None
 
 
-def _read_e4m3(fmt: Format, blocks: Tensor) -> Parts:
+def _read_e4m3(fmt: Format, blocks: Tensor) -> CodesAndScales:
     head = fmt.block_bytes - fmt.block_size
-    scales = _numbers(blocks, 0, head, torch.float32 if head == 4 else torch.bfloat16)
+    scales = _view_as(blocks, 0, head, torch.float32 if head == 4 else torch.bfloat16)
     return blocks[:, head:], scales.float() * 256, None
 
 
 _SCALES: Final = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-_READERS: Final[dict[str, Callable[[Format, Tensor], Parts]]] = {
+_READERS: Final[dict[str, Callable[[Format, Tensor], CodesAndScales]]] = {
     "Q4_0": _read_q4_0,
     "Q4_1": _read_q4_1,
     "Q8_0": _read_q8_0,

@@ -1,4 +1,4 @@
-"""How kernels make values of packed codes, in registers."""
+"""Converts packed codes to values in registers, inside kernels."""
 
 from __future__ import annotations
 
@@ -19,36 +19,40 @@ if TYPE_CHECKING:
 
 
 def has_offset(layout: PackedLayout) -> bool:
+    """Whether an offset is added to the scaled codes of a layout."""
     return layout.offset is not None or layout.scales == "k"
 
 
-def constants(gpu: Gpu, layout: PackedLayout, *, is_centered: bool) -> dict[str, Any]:
-    """Return what kernels need to know of a layout.
+def code_constants(gpu: Gpu, layout: PackedLayout, *, is_centered: bool) -> dict[str, Any]:
+    """Return the constants of a layout for kernels that convert codes to the element type.
 
-    Codes that are not centered come out with `SHIFT` added, which costs nothing, and a multiple of
-    the inputs' sum is subtracted with the minimum. Without `ASSEMBLY` Triton makes the values:
-    there, for a step, is PTX, or the table.
+    Codes that are not centered are converted with `SHIFT` added, which costs nothing; kernels then
+    subtract a multiple of the sum of inputs together with the minimum. `ASSEMBLY` has PTX for each
+    step, or the name of a table; "" means that Triton code converts.
     """
     shift = -layout.half if is_centered else _MAGIC[gpu.element][2]
     assembly = without_assembly(layout)
     if not gpu.is_interpreted:
-        steps = range(layout.steps)
-        given = {"is_centered": is_centered}
-        assembly = tuple(_assembly(layout, gpu.element, step, **given) for step in steps)
+        assembly = tuple(
+            _codes_assembly(layout, gpu.element, step, is_centered=is_centered)
+            for step in range(layout.steps)
+        )
     return _constants(layout, shift, assembly)
 
 
-def numbers(gpu: Gpu, layout: PackedLayout) -> dict[str, Any]:
-    """Return `constants` for kernels that make codes float32: numbers that are too large by SHIFT.
+def number_constants(gpu: Gpu, layout: PackedLayout) -> dict[str, Any]:
+    """Return the constants of a layout for kernels that convert codes to float32, plus `SHIFT`.
 
-    `ASSEMBLY` has PTX, or the table, for each step and plane.
+    `ASSEMBLY` has PTX, or the name of a table, for each step and plane.
     """
     count, shift = layout.steps * layout.planes, layout.half
     if gpu.is_interpreted:
         return _constants(layout, shift, (layout.table or "",) * count)
     if not layout.table:
         shift += 384 if layout.bits == 8 else 128
-    return _constants(layout, shift, tuple(_number(layout, index) for index in range(count)))
+    return _constants(
+        layout, shift, tuple(_number_assembly(layout, index) for index in range(count))
+    )
 
 
 def _constants(layout: PackedLayout, shift: int, assembly: tuple[str, ...]) -> dict[str, Any]:
@@ -66,33 +70,40 @@ def _constants(layout: PackedLayout, shift: int, assembly: tuple[str, ...]) -> d
 
 
 def without_assembly(layout: PackedLayout) -> tuple[str, ...]:
-    """Return `ASSEMBLY` for kernels whose values Triton makes."""
+    """Return `ASSEMBLY` for kernels in which Triton code converts codes."""
     return (layout.table or "",) * layout.steps
 
 
-# Of two values of an element type: bits to which small codes are added, one, and their number.
+# For pairs of an element type: the bits of a number n to which small codes can be or-ed, the bits
+# of 1.0, and n.
 _MAGIC: Final = {
     torch.float16: (0x6400_6400, 0x3C00_3C00, 1024),
     torch.bfloat16: (0x4300_4300, 0x3F80_3F80, 128),
-    torch.float32: (0, 0, 0),  # interpreted alone
+    torch.float32: (0, 0, 0),  # only used by interpreted kernels
 }
 
 
-def _assembly(layout: PackedLayout, element: torch.dtype, step: int, *, is_centered: bool) -> str:
-    """Return PTX that makes two values of each plane of two words.
+def _codes_assembly(
+    layout: PackedLayout, element: torch.dtype, step: int, *, is_centered: bool
+) -> str:
+    """Return PTX that converts the codes of two words to two values for each plane.
 
-    A code is put below the bits of 128 (bfloat16) or 1024 (float16), where it counts ones.
+    A code is or-ed into the low bits of 128 (bfloat16) or 1024 (float16), which adds the code.
     """
     if layout.table == "e4m3":
         lines = [".reg .b32 t, u, v;", "shl.b32 t, $2, 8;"]
         lines += [*e4m3_lines("$0", "t", element), *e4m3_lines("$1", "$2", element)]
         return "{" + " ".join(lines) + "}"
-    magic, one, number = _MAGIC[element]
+    magic, one_bits, number = _MAGIC[element]
     kind = "bf16x2" if element == torch.bfloat16 else "f16x2"
     word = f"${layout.planes}"
     half = 128 if layout.bits == 8 else layout.half
-    less = _twice(-number - half, element)
-    lines = [".reg .b32 t, u, one, less;", f"mov.b32 one, {one:#x};", f"mov.b32 less, {less:#x};"]
+    less = _repeat_twice(-number - half, element)
+    lines = [
+        ".reg .b32 t, u, one, less;",
+        f"mov.b32 one, {one_bits:#x};",
+        f"mov.b32 less, {less:#x};",
+    ]
     for plane in range(layout.planes):
         out = f"${plane}"
         source = word
@@ -110,11 +121,11 @@ def _assembly(layout: PackedLayout, element: torch.dtype, step: int, *, is_cente
     return "{" + " ".join(lines) + "}"
 
 
-def _number(layout: PackedLayout, index: int) -> str:
-    """Return PTX that makes two numbers in float32 of a plane's codes in two words.
+def _number_assembly(layout: PackedLayout, index: int) -> str:
+    """Return PTX that converts the codes of one plane of two words to two float32 numbers.
 
-    A code is put below the bits of 128 (bfloat16, whose bits are the upper ones of float32), one of
-    8 bits below those of 256.
+    A code is or-ed into the low bits of 128 in bfloat16, whose bits are the upper half of float32;
+    a code of 8 bits into 256.
     """
     step, plane = divmod(index, layout.planes)
     lines = [".reg .b32 t, u, v;"]
@@ -143,7 +154,7 @@ def _signed_bytes(out: str, source: str, element: torch.dtype) -> list[str]:
             f"xor.b32 u, u, {magic | 0x0080_0080:#x};",
             f"fma.rn.f16x2 {out}, u, one, less;",
         ]
-    # 128 and the lower seven bits; less 128, or 256 where the eighth is set.
+    # 128 plus the lower seven bits, minus 128, or minus 256 if the eighth bit is set.
     return [
         f"lop3.b32 u, {source}, 0x00800080, {0x8000_8000 | magic:#x}, 0xea;",
         f"lop3.b32 {out}, {source}, 0x007f007f, {magic:#x}, 0xea;",
@@ -160,48 +171,49 @@ def _upper_bits(out: str, source: str, layout: PackedLayout, step: int, plane: i
     return [shift, f"lop3.b32 {out}, u, {mask:#x}, {out}, 0xea;"]
 
 
-def _twice(value: float, element: torch.dtype) -> int:
+def _repeat_twice(value: float, element: torch.dtype) -> int:
     bits = torch.tensor(value, dtype=element).view(torch.int16).item() & 0xFFFF
     return int(bits) << 16 | int(bits)
 
 
 @triton.jit
 def fetch_codes(codes, TILE: tl.constexpr, PART_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
-                TILES: tl.constexpr, COUNT: tl.constexpr, IS_WANTED: tl.constexpr):  # fmt: skip
-    """Bring a program's first codes, of COUNT tiles of outputs, into the L2 cache, if wanted."""
-    if IS_WANTED:
+                TILES: tl.constexpr, COUNT: tl.constexpr, ENABLED: tl.constexpr):  # fmt: skip
+    """If ENABLED, prefetch a program's first codes, of COUNT tiles of outputs, into L2."""
+    if ENABLED:
         LINES: tl.constexpr = TILE // 64  # of 128 bytes
         end = tl.minimum((tl.program_id(1) + 1) * PART_BLOCKS, BLOCKS) * LINES
         line = tl.program_id(1) * (PART_BLOCKS * LINES) + tl.arange(0, 256 // COUNT)
         line = tl.minimum(line, end - 1).to(tl.int64)
-        for place in tl.static_range(COUNT):
-            tile = tl.minimum(tl.program_id(2) * COUNT + place, TILES - 1).to(tl.int64)
+        for tile_index in tl.static_range(COUNT):
+            tile = tl.minimum(tl.program_id(2) * COUNT + tile_index, TILES - 1).to(tl.int64)
             prefetch(codes + (tile * (BLOCKS * LINES) + line) * 64)
 
 
 @triton.jit
-def codes_of(word, high, element: tl.constexpr, step: tl.constexpr, BITS: tl.constexpr,
+def unpack_codes(word, high, element: tl.constexpr, step: tl.constexpr, BITS: tl.constexpr,
            PLANES: tl.constexpr, SHIFT: tl.constexpr, ASSEMBLY: tl.constexpr):  # fmt: skip
-    """Return the codes of each plane plus SHIFT, in the element type; numbers of E4M3 / 256."""
+    """Return the codes of each plane plus SHIFT; for E4M3, the numbers divided by 256."""
     if ASSEMBLY[step] == "e4m3":
         pair = word.to(tl.uint16, bitcast=True)
         return e4m3_numbers(pair & 0xFF, element), e4m3_numbers(pair >> 8, element)
     elif ASSEMBLY[step] != "":
         if PLANES == 2:
             a, b = tl.inline_asm_elementwise(
-                ASSEMBLY[step], "=&r,=&r,r", [word], (tl.int16, tl.int16), True, 2
-            )
+                asm=ASSEMBLY[step], constraints="=&r,=&r,r", args=[word],
+                dtype=(tl.int16, tl.int16), is_pure=True, pack=2,
+            )  # fmt: skip
             return a.to(element, bitcast=True), b.to(element, bitcast=True)
         else:
             if BITS == 4:
                 a, b, c, d = tl.inline_asm_elementwise(
-                    ASSEMBLY[step], "=&r,=&r,=&r,=&r,r", [word],
-                    (tl.int16, tl.int16, tl.int16, tl.int16), True, 2,
+                    asm=ASSEMBLY[step], constraints="=&r,=&r,=&r,=&r,r", args=[word],
+                    dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2,
                 )  # fmt: skip
             else:
                 a, b, c, d = tl.inline_asm_elementwise(
-                    ASSEMBLY[step], "=&r,=&r,=&r,=&r,r,r", [word, high],
-                    (tl.int16, tl.int16, tl.int16, tl.int16), True, 2,
+                    asm=ASSEMBLY[step], constraints="=&r,=&r,=&r,=&r,r,r", args=[word, high],
+                    dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2,
                 )  # fmt: skip
             return (
                 a.to(element, bitcast=True),
@@ -213,17 +225,17 @@ def codes_of(word, high, element: tl.constexpr, step: tl.constexpr, BITS: tl.con
         return ((word << 8) >> 8).to(element), (word >> 8).to(element)
     else:
         return (
-            _code(word, high, 0, element, step, BITS, SHIFT),
-            _code(word, high, 1, element, step, BITS, SHIFT),
-            _code(word, high, 2, element, step, BITS, SHIFT),
-            _code(word, high, 3, element, step, BITS, SHIFT),
+            _code(word, high, plane=0, element=element, step=step, BITS=BITS, SHIFT=SHIFT),
+            _code(word, high, plane=1, element=element, step=step, BITS=BITS, SHIFT=SHIFT),
+            _code(word, high, plane=2, element=element, step=step, BITS=BITS, SHIFT=SHIFT),
+            _code(word, high, plane=3, element=element, step=step, BITS=BITS, SHIFT=SHIFT),
         )
 
 
 @triton.jit
-def number_of(word, upper, index: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr,
+def unpack_number(word, upper, index: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr,
               ASSEMBLY: tl.constexpr):  # fmt: skip
-    """Return a plane's `numbers`, float32."""
+    """Return the codes of a plane as float32 plus SHIFT; see `number_constants`."""
     plane: tl.constexpr = index % PLANES
     if ASSEMBLY[index] == "e4m3":
         pair = word.to(tl.uint16, bitcast=True)
@@ -231,17 +243,22 @@ def number_of(word, upper, index: tl.constexpr, BITS: tl.constexpr, PLANES: tl.c
     elif ASSEMBLY[index] != "":
         if BITS % 4 != 0:
             bits = tl.inline_asm_elementwise(
-                ASSEMBLY[index], "=&r,=&r,r,r", [word, upper], tl.int32, True, 2
-            )
+                asm=ASSEMBLY[index], constraints="=&r,=&r,r,r", args=[word, upper],
+                dtype=tl.int32, is_pure=True, pack=2,
+            )  # fmt: skip
         else:
             bits = tl.inline_asm_elementwise(
-                ASSEMBLY[index], "=&r,=&r,r", [word], tl.int32, True, 2
-            )
+                asm=ASSEMBLY[index], constraints="=&r,=&r,r", args=[word], dtype=tl.int32,
+                is_pure=True, pack=2,
+            )  # fmt: skip
         return bits.to(tl.float32, bitcast=True)
     elif PLANES == 2:
         return ((word << (8 - 8 * plane)) >> 8).to(tl.float32)
     else:
-        return _code(word, upper, plane, tl.float32, index // PLANES, BITS, 0)
+        return _code(
+            word, upper, plane=plane, element=tl.float32, step=index // PLANES, BITS=BITS,
+            SHIFT=0,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -256,19 +273,19 @@ def _code(word, high, plane: tl.constexpr, element: tl.constexpr, step: tl.const
 
 
 @triton.jit
-def _half(word, shift: tl.constexpr):
+def _float16_of(word, shift: tl.constexpr):
     return ((word >> shift) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _of_pair(at, index: tl.constexpr, SCALES: tl.constexpr, OUTPUTS: tl.constexpr):
-    """Load a group's value; two groups of 16 bits share a word."""
+def _load_group_value(at, index: tl.constexpr, SCALES: tl.constexpr, OUTPUTS: tl.constexpr):
+    """Load the scale or offset of a group; two groups of 16 bits share a word."""
     if SCALES == "f32":
         return tl.load(at + index * OUTPUTS)
     else:
         word = tl.load(at + index // 2 * OUTPUTS).to(tl.uint32, bitcast=True)
         if SCALES == "f16":
-            return _half(word, 16 * (index % 2))
+            return _float16_of(word, 16 * (index % 2))
         else:
             return ((word >> (16 * (index % 2))) << 16).to(tl.float32, bitcast=True)
 
@@ -279,8 +296,8 @@ def _byte(word, index: tl.constexpr):
 
 
 @triton.jit
-def headers_of(at, SCALES: tl.constexpr, OUTPUTS: tl.constexpr):
-    """Load the four words of a tile's headers at once, where there are some."""
+def load_headers(at, SCALES: tl.constexpr, OUTPUTS: tl.constexpr):
+    """Load the four words of a tile's k-quant header; zeros for other formats."""
     if SCALES[-1] != "k":
         return 0, 0, 0, 0
     else:
@@ -293,9 +310,9 @@ def headers_of(at, SCALES: tl.constexpr, OUTPUTS: tl.constexpr):
 
 
 @triton.jit
-def scale_of(headers, scales, offsets, block, index: tl.constexpr, GROUP: tl.constexpr,
+def scale_and_offset(headers, scales, offsets, block, index: tl.constexpr, GROUP: tl.constexpr,
            SCALES: tl.constexpr, OFFSET: tl.constexpr, OUTPUTS: tl.constexpr):  # fmt: skip
-    """Return what group `index` of a tile is multiplied by, and what is added."""
+    """Return the scale and the offset of group `index` of a tile."""
     if SCALES == "k":
         step: tl.constexpr = index % 4
         if index < 4:
@@ -303,8 +320,8 @@ def scale_of(headers, scales, offsets, block, index: tl.constexpr, GROUP: tl.con
         else:
             first = (headers[3] & 0x0F0F0F0F) | ((headers[1] >> 2) & 0x30303030)
             second = ((headers[3] >> 4) & 0x0F0F0F0F) | ((headers[2] >> 2) & 0x30303030)
-        return _half(headers[0], 0) * _byte(first, step), -(
-            _half(headers[0], 16) * _byte(second, step)
+        return _float16_of(headers[0], 0) * _byte(first, step), -(
+            _float16_of(headers[0], 16) * _byte(second, step)
         )
     elif SCALES == "q6_k":
         shift: tl.constexpr = 24 - 8 * (index % 4)
@@ -312,11 +329,13 @@ def scale_of(headers, scales, offsets, block, index: tl.constexpr, GROUP: tl.con
         return tl.load(offsets + block * OUTPUTS) * signed.to(tl.float32), 0.0
     else:
         words: tl.constexpr = 256 // GROUP if SCALES == "f32" else 128 // GROUP
-        scale = _of_pair(scales + block * (words * OUTPUTS), index, SCALES, OUTPUTS)
+        scale = _load_group_value(scales + block * (words * OUTPUTS), index, SCALES, OUTPUTS)
         if OFFSET == "":
             return scale, 0.0
         else:
-            offset = _of_pair(offsets + block * (128 // GROUP * OUTPUTS), index, "f16", OUTPUTS)
+            offset = _load_group_value(
+                offsets + block * (128 // GROUP * OUTPUTS), index, "f16", OUTPUTS
+            )
             if OFFSET == "zero":
                 return scale, -scale * offset
             else:
@@ -324,7 +343,7 @@ def scale_of(headers, scales, offsets, block, index: tl.constexpr, GROUP: tl.con
 
 
 @triton.jit
-def upper_of(high_at, block, step: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr):
+def load_upper_bits(high_at, block, step: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr):
     """Load the word with the upper bits of a step's codes."""
     if BITS == 5:
         return tl.load(high_at + block * STEP).to(tl.int16)

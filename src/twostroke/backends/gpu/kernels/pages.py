@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.common import begin
+from twostroke.backends.gpu.kernels.common import overlap_kernels
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,27 +17,37 @@ if TYPE_CHECKING:
 _BLOCK: Final = 1024
 
 
-def change(gpu: Gpu, header: Tensor, place: int, frame: Tensor, tables: Tensor) -> None:
-    """Write the step's (index in the tables, page) pairs; the header has (offset, count)."""
+def change(gpu: Gpu, header: Tensor, header_index: int, frame: Tensor, tables: Tensor) -> None:
+    """Write the step's (index in the tables, page) pairs to the page tables.
+
+    Their (offset, count) pair is at `header_index` of the header.
+    """
     count = gpu.programs(1)
     gpu.launch(
-        _change, (count,), header, frame, tables, PLACE=place, BLOCK=_BLOCK, NUM_PROGRAMS=count
+        _change,
+        (count,),
+        header=header,
+        frame=frame,
+        tables=tables,
+        HEADER_INDEX=header_index,
+        BLOCK=_BLOCK,
+        NUM_PROGRAMS=count,
     )
 
 
 def copy(
-    gpu: Gpu, header: Tensor, place: int, frame: Tensor, cache: Tensor, page_bytes: int
+    gpu: Gpu, header: Tensor, header_index: int, frame: Tensor, cache: Tensor, page_bytes: int
 ) -> None:
-    """Copy the step's (source, target) pages of a `cache` of bytes."""
+    """Copy the step's (source, target) pairs of pages; `cache` has `page_bytes` for each page."""
     assert page_bytes % 4 == 0
     count = gpu.programs(1)
     gpu.launch(
         _copy,
         (count,),
-        header,
-        frame,
-        cache,
-        PLACE=place,
+        header=header,
+        frame=frame,
+        cache=cache,
+        HEADER_INDEX=header_index,
         PAGE_WORDS=page_bytes // 4,
         BLOCK=_BLOCK,
         NUM_PROGRAMS=count,
@@ -47,11 +57,12 @@ def copy(
 @triton.jit
 def _change(
     header, frame, tables,
-    PLACE: tl.constexpr, BLOCK: tl.constexpr, NUM_PROGRAMS: tl.constexpr, OVERLAPS: tl.constexpr,
+    HEADER_INDEX: tl.constexpr, BLOCK: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAPS)
-    pairs = frame + tl.load(header + PLACE)
-    count = tl.load(header + PLACE + 1)
+    overlap_kernels(OVERLAPS)
+    pairs = frame + tl.load(header + HEADER_INDEX)
+    count = tl.load(header + HEADER_INDEX + 1)
     for first in range(tl.program_id(0) * BLOCK, count, NUM_PROGRAMS * BLOCK):
         index = first + tl.arange(0, BLOCK)
         inside = index < count
@@ -62,13 +73,14 @@ def _change(
 @triton.jit
 def _copy(
     header, frame, cache,
-    PLACE: tl.constexpr, PAGE_WORDS: tl.constexpr, BLOCK: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    HEADER_INDEX: tl.constexpr, PAGE_WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAPS)
-    pairs = frame + tl.load(header + PLACE)
+    overlap_kernels(OVERLAPS)
+    pairs = frame + tl.load(header + HEADER_INDEX)
     blocks: tl.constexpr = (PAGE_WORDS + BLOCK - 1) // BLOCK
-    count = tl.load(header + PLACE + 1) * blocks
+    count = tl.load(header + HEADER_INDEX + 1) * blocks
     for work in range(tl.program_id(0), count, NUM_PROGRAMS):
         pair = pairs + work // blocks * 2
         words = work % blocks * BLOCK + tl.arange(0, BLOCK)

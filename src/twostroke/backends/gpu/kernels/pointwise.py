@@ -1,4 +1,4 @@
-"""Operations value by value: gated activations, sums, factors, soft caps, and chosen rows."""
+"""Elementwise operations: gated activations, sums, factors, soft caps; and gathers of rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.common import Parts, begin, sum_parts
+from twostroke.backends.gpu.kernels.common import Parts, overlap_kernels, sum_parts
 from twostroke.model.program import Activation
 
 if TYPE_CHECKING:
@@ -28,22 +28,22 @@ def activate(
     activation: Activation,
     output: Tensor,
 ) -> None:
-    """Write `activation(gate) * up`; each comes with its bias, and output is (rows, width)."""
+    """Write `activation(gate) * up` to output (rows, width); both inputs have an optional bias."""
     width, unused = output.shape[1], header
     grid, sizes = _blocks(gpu, num_rows, width)
     gpu.launch(
         _activate,
         grid,
-        header,
-        gate[0].values,
-        up[0].values,
-        unused if gate[1] is None else gate[1],
-        unused if up[1] is None else up[1],
-        output,
-        gate[0].count,
-        gate[0].part_stride,
-        up[0].count,
-        up[0].part_stride,
+        header=header,
+        gate=gate[0].values,
+        up=up[0].values,
+        gate_bias=unused if gate[1] is None else gate[1],
+        up_bias=unused if up[1] is None else up[1],
+        output=output,
+        gate_count=gate[0].count,
+        gate_part_stride=gate[0].part_stride,
+        up_count=up[0].count,
+        up_part_stride=up[0].part_stride,
         GATE_STRIDE=gate[0].row_stride,
         UP_STRIDE=up[0].row_stride,
         HAS_GATE_BIAS=gate[1] is not None,
@@ -75,16 +75,16 @@ def combine(
     gpu.launch(
         _combine,
         grid,
-        header,
-        a.values,
-        unused if bias is None else bias,
-        unused if weight is None else weight,
-        unused if b is None else b.values,
-        output,
-        a.count,
-        a.part_stride,
-        b.count if b else 0,
-        b.part_stride if b else 0,
+        header=header,
+        a=a.values,
+        bias=unused if bias is None else bias,
+        weight=unused if weight is None else weight,
+        b=unused if b is None else b.values,
+        output=output,
+        a_count=a.count,
+        a_part_stride=a.part_stride,
+        b_count=b.count if b else 0,
+        b_part_stride=b.part_stride if b else 0,
         A_STRIDE=a.row_stride,
         B_STRIDE=b.row_stride if b else 0,
         FACTOR=factor,
@@ -101,7 +101,7 @@ def take_rows(
     header: Tensor,
     num_rows: int,
     x: Tensor,
-    chosen: Tensor,
+    row_ids: Tensor,
     output: Tensor,
     *,
     factor: float = 1.0,
@@ -109,18 +109,19 @@ def take_rows(
 ) -> None:
     """Write `output[r] = x[chosen[r]] * factor`: an embedding, or the rows that get logits.
 
-    Where `chosen` is negative, -1 - i, row i of the sampler's `results` begins with what is chosen.
+    A negative id -1 - i stands for the token that the last step drew: the first number of row i of
+    the sampler's `results`.
     """
     width, unused = output.shape[1], header
     grid, sizes = _blocks(gpu, num_rows, width)
     gpu.launch(
         _take_rows,
         grid,
-        header,
-        x,
-        chosen,
-        unused if results is None else results,
-        output,
+        header=header,
+        x=x,
+        row_ids=row_ids,
+        results=unused if results is None else results,
+        output=output,
         FACTOR=factor,
         RESULT_STRIDE=0 if results is None else results.shape[1],
         **sizes,
@@ -128,7 +129,7 @@ def take_rows(
 
 
 def _blocks(gpu: Gpu, num_rows: int, width: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return the grid over rows of `width` values, and the constants that say its blocks."""
+    """Return the grid over rows of `width` values, and the constants of its blocks."""
     block = min(_BLOCK, triton.next_power_of_2(width))
     grid = -(-num_rows // gpu.row_block), -(-width // block)
     return grid, {"WIDTH": width, "BLOCK": block, "ROWS": gpu.row_block}
@@ -136,7 +137,7 @@ def _blocks(gpu: Gpu, num_rows: int, width: int) -> tuple[tuple[int, int], dict[
 
 @triton.jit
 def _block(num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Return the rows and columns of a program's block, and which of its values there are."""
+    """Return the rows and columns of a program's block, and the mask of existing values."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     return row, columns, (row < num_rows) & (columns < WIDTH)
@@ -150,7 +151,7 @@ def _activate(
     HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, FUNCTION: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAPS)
+    overlap_kernels(OVERLAPS)
     num_rows = tl.load(header)
     if tl.program_id(0) * ROWS >= num_rows:
         return
@@ -177,7 +178,7 @@ def _combine(
     SOFT_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_B: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAPS)
+    overlap_kernels(OVERLAPS)
     num_rows = tl.load(header)
     if tl.program_id(0) * ROWS >= num_rows:
         return
@@ -197,19 +198,19 @@ def _combine(
 
 @triton.jit
 def _take_rows(
-    header, x, chosen, results, output,
+    header, x, row_ids, results, output,
     WIDTH: tl.constexpr, FACTOR: tl.constexpr, RESULT_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAPS)
+    overlap_kernels(OVERLAPS)
     num_rows = tl.load(header)
     if tl.program_id(0) * ROWS >= num_rows:
         return
     row, columns, inside = _block(num_rows, WIDTH, BLOCK, ROWS)
-    line = tl.load(chosen + row, row < num_rows, 0)
+    line = tl.load(row_ids + row, row < num_rows, 0)
     if RESULT_STRIDE > 0:
-        drawn = tl.load(results + (-1 - line) * RESULT_STRIDE, line < 0, 0)
-        line = tl.where(line < 0, tl.maximum(drawn, 0), line)  # no token: its request has failed
+        token = tl.load(results + (-1 - line) * RESULT_STRIDE, line < 0, 0)
+        line = tl.where(line < 0, tl.maximum(token, 0), line)  # no token: its request has failed
     line = line.to(tl.int64) * WIDTH
     values = tl.load(x + line + columns, inside, 0.0)
     values = values.to(tl.float32) * FACTOR

@@ -1,4 +1,4 @@
-"""Products with matrices of the element type: few rows in Triton, many in a library."""
+"""Products with dense matrices: few rows in Triton, many rows by cuBLAS."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.common import begin, prefetch
+from twostroke.backends.gpu.kernels.common import overlap_kernels, prefetch
 from twostroke.backends.gpu.kernels.routing import rows_of
 
 if TYPE_CHECKING:
@@ -18,26 +18,27 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.kernels.routing import Grouped
     from twostroke.backends.gpu.launch import Gpu
 
-FEW_ROWS: Final = 64  # up to which a product reads its weights at memory speed
+FEW_ROWS: Final = 64  # up to this many rows, a product is limited by reading its weights
 _BLOCK_N: Final = 64
-_LEAST_DEPTH: Final = 512  # inputs of a part
+_MIN_DEPTH: Final = 512  # inputs of a part
 
 
 def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
-    """Return in how many parts a product of few rows sums, so that all units have work.
+    """Return the number of parts of a product of few rows, so that all multiprocessors have work.
 
-    One number for all products that write into the same `Parts`: `width` is that of all. For the
-    same tokens it depends on the shape alone, and is small, since many rows have parts, too.
+    `width`: the total width of all products that write to the same `Parts`, because they share the
+    number. With `same_tokens` the number depends only on the shape; it is small, because products
+    of many rows have parts, too.
     """
-    most, per_unit = 8, 8 if num_rows <= 16 else 4
+    max_parts, per_unit = 8, 8 if num_rows <= 16 else 4
     if gpu.same_tokens:
-        num_rows, most, per_unit = 1, 2, 4
+        num_rows, max_parts, per_unit = 1, 2, 4
     blocks = -(-width // _BLOCK_N) * -(-num_rows // FEW_ROWS)
     parts = 1
     while (
-        parts < most
+        parts < max_parts
         and 2 * parts * blocks <= per_unit * gpu.num_units
-        and depth // (2 * parts) >= _LEAST_DEPTH
+        and depth // (2 * parts) >= _MIN_DEPTH
     ):
         parts *= 2
     return parts
@@ -46,7 +47,7 @@ def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
 def launch(
     gpu: Gpu, header: Tensor, num_rows: int, x: Tensor, weight: Tensor, output: Parts
 ) -> None:
-    """Write `x @ weight.T` into `output`: x is (rows, depth) and weight (width, depth)."""
+    """Write `x @ weight.T` to `output`: x is (rows, depth), weight is (width, depth)."""
     width = len(weight)
     if num_rows > FEW_ROWS and output.values.dtype == gpu.element and not gpu.same_tokens:
         out = torch.as_strided(output.values, (num_rows, width), (output.row_stride, 1))
@@ -55,11 +56,20 @@ def launch(
     fitting = FEW_ROWS if gpu.same_tokens else triton.next_power_of_2(num_rows)
     block_m = max(16, min(FEW_ROWS, fitting))
     grid = -(-num_rows // block_m), output.count, -(-width // _BLOCK_N)
-    _start(gpu, grid, header, x, weight, output, (block_m, _BLOCK_N), None)
+    _start(
+        gpu,
+        grid,
+        header=header,
+        x=x,
+        weight=weight,
+        output=output,
+        blocks=(block_m, _BLOCK_N),
+        rows=None,
+    )
 
 
 def launch_grouped(gpu: Gpu, x: Tensor, weight: Tensor, output: Parts, rows: Grouped) -> None:
-    """Write the products of a mixture's pairs, one line each, with their experts' matrices.
+    """Write the product of each (row, expert) pair with the expert's matrix, one line for each.
 
     `weight` is (experts, width, depth).
     """
@@ -67,7 +77,16 @@ def launch_grouped(gpu: Gpu, x: Tensor, weight: Tensor, output: Parts, rows: Gro
     is_wide = routes.block >= 64 and gpu.architecture == 90  # others would spill registers
     block_n = 128 if is_wide else _BLOCK_N
     grid = routes.max_items, output.count, -(-weight.shape[1] // block_n)
-    _start(gpu, grid, routes.header, x, weight, output, (routes.block, block_n), rows)
+    _start(
+        gpu,
+        grid,
+        header=routes.header,
+        x=x,
+        weight=weight,
+        output=output,
+        blocks=(routes.block, block_n),
+        rows=rows,
+    )
 
 
 def _start(
@@ -86,14 +105,14 @@ def _start(
     gpu.launch(
         _product,
         grid,
-        header,
-        x,
-        weight,
-        output.values,
-        header if rows is None else rows.routes.items,
-        header if rows is None else rows.routes.order,
-        header if rows is None else rows.routes.shares,
-        output.part_stride,
+        header=header,
+        x=x,
+        weight=weight,
+        output=output.values,
+        items=header if rows is None else rows.routes.items,
+        order=header if rows is None else rows.routes.order,
+        shares=header if rows is None else rows.routes.shares,
+        part_stride=output.part_stride,
         num_warps=8 if block_m > FEW_ROWS else 4,
         num_stages=3 if block_m > FEW_ROWS else 4 if rows else 6,
         WIDTH=width,
@@ -118,24 +137,24 @@ def _product(
     part = tl.program_id(1)
     start = part * PART_DEPTH
     if OVERLAPS and LINES == 0:
-        own = tl.minimum(tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N), WIDTH - 1)
+        outputs = tl.minimum(tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N), WIDTH - 1)
         first = tl.minimum(start + tl.arange(0, 4) * 64, DEPTH - 1)
-        prefetch(weight + own.to(tl.int64)[:, None] * DEPTH + first[None, :])
-    begin(OVERLAPS)
+        prefetch(weight + outputs.to(tl.int64)[:, None] * DEPTH + first[None, :])
+    overlap_kernels(OVERLAPS)
     count, rows, x_rows, expert, block = rows_of(header, items, order, BLOCK_M, LINES)
     if count <= 0:
         return
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    places = tl.arange(0, BLOCK_K)
+    inputs = tl.arange(0, BLOCK_K)
     is_row, is_column = tl.arange(0, BLOCK_M) < count, columns < WIDTH
-    x_at = x + x_rows[:, None] * DEPTH + places[None, :]
-    weight_at = weight + (expert * WIDTH + columns)[None, :] * DEPTH + places[:, None]
+    x_at = x + x_rows[:, None] * DEPTH + inputs[None, :]
+    weight_at = weight + (expert * WIDTH + columns)[None, :] * DEPTH + inputs[:, None]
     end = tl.minimum(start + PART_DEPTH, DEPTH)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(start, end, BLOCK_K):
-        is_place = k + places < end
-        a = tl.load(x_at + k, is_row[:, None] & is_place[None, :], 0.0)
-        b = tl.load(weight_at + k, is_place[:, None] & is_column[None, :], 0.0)
+        is_input = k + inputs < end
+        a = tl.load(x_at + k, is_row[:, None] & is_input[None, :], 0.0)
+        b = tl.load(weight_at + k, is_input[:, None] & is_column[None, :], 0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
     if IS_SHARED:
         total *= tl.load(shares + rows, is_row, 0.0)[:, None]

@@ -1,4 +1,4 @@
-"""Products of each head's values with a matrix of its own, around latent attention."""
+"""Products with a separate matrix for each head, before and after latent attention."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Final
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.common import Parts, begin, sum_parts
+from twostroke.backends.gpu.kernels.common import Parts, overlap_kernels, sum_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from twostroke.backends.gpu.launch import Gpu
 
-_MOST_ROWS: Final = 64
+_MAX_ROWS: Final = 64
 _BLOCK_N: Final = 64
 
 
@@ -29,21 +29,21 @@ def launch(
 ) -> None:
     """Write `x[h] @ matrices[h].T` to `output` (rows, heads * head_width), for each head h.
 
-    `matrices` are (heads, head_width, depth). Head h of x is the first `depth` of the `x_head`
-    values from `h * x_head` on.
+    `matrices` are (heads, head_width, depth). Head h of x begins at value `h * x_head`, and has
+    `depth` values.
     """
     num_heads, width, depth = matrices.shape
-    fitting = _MOST_ROWS if gpu.same_tokens else triton.next_power_of_2(num_rows)
-    block_m = max(16, min(_MOST_ROWS, fitting))
+    fitting = _MAX_ROWS if gpu.same_tokens else triton.next_power_of_2(num_rows)
+    block_m = max(16, min(_MAX_ROWS, fitting))
     gpu.launch(
         _product,
         (-(-width // _BLOCK_N), num_heads, -(-num_rows // block_m)),
-        header,
-        x.values,
-        matrices,
-        output,
-        x.count,
-        x.part_stride,
+        header=header,
+        x=x.values,
+        matrices=matrices,
+        output=output,
+        count=x.count,
+        part_stride=x.part_stride,
         num_warps=4,
         num_stages=3,
         X_STRIDE=x.row_stride,
@@ -64,7 +64,7 @@ def _product(
     DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAPS)
+    overlap_kernels(OVERLAPS)
     num_rows = tl.load(header)
     first = tl.program_id(2) * BLOCK_M
     if first >= num_rows:
@@ -72,16 +72,16 @@ def _product(
     head = tl.program_id(1)
     rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    places = tl.arange(0, BLOCK_K)
+    inputs = tl.arange(0, BLOCK_K)
     is_row, is_column = rows < num_rows, columns < WIDTH
-    x_at = x + rows * X_STRIDE + head * X_HEAD + places[None, :]
+    x_at = x + rows * X_STRIDE + head * X_HEAD + inputs[None, :]
     matrix = matrices + head.to(tl.int64) * (WIDTH * DEPTH)
-    matrix_at = matrix + columns[None, :] * DEPTH + places[:, None]
+    matrix_at = matrix + columns[None, :] * DEPTH + inputs[:, None]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, DEPTH, BLOCK_K):
-        is_place = k + places < DEPTH
-        a = sum_parts(x_at + k, is_row & is_place[None, :], count, part_stride)
-        b = tl.load(matrix_at + k, is_place[:, None] & is_column[None, :], 0.0)
+        is_input = k + inputs < DEPTH
+        a = sum_parts(x_at + k, is_row & is_input[None, :], count, part_stride)
+        b = tl.load(matrix_at + k, is_input[:, None] & is_column[None, :], 0.0)
         total = tl.dot(a.to(b.dtype), b, total, input_precision="ieee")
     at = output + rows * (HEADS * WIDTH) + head * WIDTH + columns[None, :]
     tl.store(at, total.to(output.dtype.element_ty), is_row & is_column[None, :])

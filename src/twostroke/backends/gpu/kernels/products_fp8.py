@@ -1,9 +1,9 @@
-"""Products of many rows with E4M3 matrices on tensor cores that multiply E4M3: sm_89 and newer.
+"""Products of many rows with E4M3 matrices on E4M3 tensor cores: sm_89 and newer.
 
-Rows of x are rounded to E4M3 in the order in which packed matrices have their inputs, with a scale
-for each row, or for each 128 inputs of it where the matrix has such scales. Sums of 128 inputs come
-from the tensor cores, some of which keep 14 bits; their sums are float32. With very many rows, a
-matrix whose outputs have one scale each is written out row after row for a product of the library.
+Rows of x are rounded to E4M3, with their inputs in the order of packed matrices. A row has one
+scale, or a scale for each 128 inputs if the matrix has such scales. Tensor cores add 128 inputs,
+some with only 14 bits of precision; these sums are added in float32. With very many rows, a matrix
+with one scale for each output is unpacked to rows, and cuBLAS multiplies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from twostroke.backends.gpu.kernels.bytes import e4m3_codes
-from twostroke.backends.gpu.kernels.common import begin
+from twostroke.backends.gpu.kernels.common import overlap_kernels
 from twostroke.backends.gpu.kernels.product import FEW_ROWS
 from twostroke.backends.gpu.stored import TILE_INPUTS, TILE_OUTPUTS
 from twostroke.core.frozen import Frozen
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.stored import Matrix, PackedLayout
 
-LIBRARY_ROWS: Final = 1024  # from which the library multiplies (ADR 0059)
-_OLDEST: Final = 89
+LIBRARY_ROWS: Final = 1024  # from this many rows on, cuBLAS multiplies (ADR 0059)
+_MIN_ARCHITECTURE: Final = 89
 _GROUP: Final = 128
 _BLOCK_M: Final = 128
-_WIDE_ROWS: Final = 256  # beyond which programs have 128 outputs
-_TOGETHER: Final = 8  # blocks of rows whose programs read the same weights
+_WIDE_ROWS: Final = 256  # with more rows, programs have 128 outputs
+_BLOCKS_TOGETHER: Final = 8  # blocks of rows that run together, to read the same weights
 
 
 class RoundedRows(Frozen, eq=False):
-    """Rows of E4M3 codes (rows, depth), padded, and scales (groups, rows).
+    """Rows rounded to E4M3: `codes` (rows, depth), padded, and `scales` (groups, rows).
 
-    Scales are 256 times too small, as those of packed matrices are 256 times too large. `room` is
-    what follows in the scratch, bytes.
+    Scales are divided by 256, because scales of packed matrices are multiplied by 256. `room` is
+    the rest of the scratch memory, in bytes.
     """
 
     codes: Tensor
@@ -49,51 +49,53 @@ class RoundedRows(Frozen, eq=False):
     room: Tensor
 
 
-def is_for(gpu: Gpu, num_rows: int, weight: PackedMatrix, output: Parts) -> bool:
-    """Whether a product takes this way; those into float32, such as logits, never do."""
+def is_supported(gpu: Gpu, num_rows: int, weight: PackedMatrix, output: Parts) -> bool:
+    """Whether this module computes a product; never with float32 output, such as logits."""
     is_many = num_rows > FEW_ROWS and output.count == 1 and output.values.dtype == gpu.element
-    return is_many and are_known(gpu, weight.layout)
+    return is_many and is_layout_supported(gpu, weight.layout)
 
 
-def are_known(gpu: Gpu, layout: PackedLayout) -> bool:
-    """Whether products of many rows with matrices of a layout take this way."""
+def is_layout_supported(gpu: Gpu, layout: PackedLayout) -> bool:
+    """Whether this module computes products of many rows with matrices of a layout."""
     has_scales = layout.has_row_scales or layout.group == _GROUP
-    is_known = gpu.architecture >= _OLDEST and not gpu.same_tokens
-    return is_known and layout.table == "e4m3" and has_scales
+    has_tensor_cores = gpu.architecture >= _MIN_ARCHITECTURE and not gpu.same_tokens
+    return has_tensor_cores and layout.table == "e4m3" and has_scales
 
 
 def scratch_bytes(gpu: Gpu, num_rows: int, matrix: Matrix) -> int:
-    """Return how many bytes a product needs: rounded rows, perhaps the matrix written out."""
+    """Return the bytes of scratch memory for a product: rounded rows, and the unpacked matrix."""
     layout, width, depth = matrix
     if num_rows <= FEW_ROWS:
         return 0
     size = rounded_bytes(num_rows, depth, layout)
     if _suits_library(gpu, num_rows, layout, width):
-        size += -(-width // TILE_OUTPUTS) * TILE_OUTPUTS * _shape(num_rows, depth, layout)[0][1]
+        size += (
+            -(-width // TILE_OUTPUTS) * TILE_OUTPUTS * _padded_shape(num_rows, depth, layout)[0][1]
+        )
     return size
 
 
 def _suits_library(gpu: Gpu, num_rows: int, layout: PackedLayout, width: int) -> bool:
-    """Whether PyTorch multiplies E4M3 with E4M3 by cuBLAS, with a scale for each row.
+    """Whether PyTorch multiplies E4M3 by E4M3 with cuBLAS, with a scale for each row.
 
-    On other GPUs and with older CUDA it takes kernels that may ignore the stride of output rows.
+    On other GPUs, and with older CUDA, PyTorch uses kernels that may ignore the output's stride.
     """
     if num_rows < LIBRARY_ROWS or not layout.has_row_scales or width % 16:
         return False
     if gpu.is_interpreted:
-        return bool(torch.__version__ >= (2, 14))  # older ones know one scale for a matrix
+        return bool(torch.__version__ >= (2, 14))  # older versions support one scale per matrix
     cuda = tuple(map(int, (torch.version.cuda or "0").split(".")))
     return gpu.architecture == 90 and gpu.element == torch.bfloat16 and cuda >= (12, 9)
 
 
 def rounded_bytes(num_rows: int, depth: int, layout: PackedLayout) -> int:
-    """Return how many bytes rounded rows take."""
-    (rows, padded), groups = _shape(num_rows, depth, layout)
+    """Return the bytes that rounded rows take."""
+    (rows, padded), groups = _padded_shape(num_rows, depth, layout)
     return rows * padded + 4 * groups * rows
 
 
-def _shape(num_rows: int, depth: int, layout: PackedLayout) -> tuple[tuple[int, int], int]:
-    """Return the shape of codes, and the groups of scales."""
+def _padded_shape(num_rows: int, depth: int, layout: PackedLayout) -> tuple[tuple[int, int], int]:
+    """Return the padded shape of codes, and the number of scales of a row."""
     padded = -(-depth // TILE_INPUTS) * TILE_INPUTS
     rows = -(-num_rows // _BLOCK_M) * _BLOCK_M
     return (rows, padded), 1 if layout.has_row_scales else padded // _GROUP
@@ -102,20 +104,20 @@ def _shape(num_rows: int, depth: int, layout: PackedLayout) -> tuple[tuple[int, 
 def round_rows(
     gpu: Gpu, header: Tensor, num_rows: int, x: Tensor, layout: PackedLayout, scratch: Tensor
 ) -> RoundedRows:
-    """Round x (rows, depth) for products with matrices of a layout, into the `scratch`, bytes."""
+    """Round x (rows, depth) for matrices of a layout; the result is in `scratch`, bytes."""
     depth = x.shape[1]
-    (rows, padded), groups = _shape(num_rows, depth, layout)
+    (rows, padded), groups = _padded_shape(num_rows, depth, layout)
     end, size = rows * padded, rounded_bytes(num_rows, depth, layout)
     codes = scratch[:end].view(torch.float8_e4m3fn).view(rows, padded)
     scales = scratch[end:size].view(torch.float32).view(groups, rows)
     gpu.launch(
         _round_rows,
         (num_rows,),
-        header,
-        x,
-        codes.view(torch.int16),
-        scales,
-        rows,
+        header=header,
+        x=x,
+        codes=codes.view(torch.int16),
+        scales=scales,
+        stride=rows,
         DEPTH=depth,
         PADDED=padded,
         HAS_ROW_SCALES=layout.has_row_scales,
@@ -127,26 +129,26 @@ def round_rows(
 def launch(
     gpu: Gpu, header: Tensor, num_rows: int, x: RoundedRows, weight: PackedMatrix, output: Parts
 ) -> None:
-    """Write `x @ weight.T` into `output`, for a matrix (width, depth)."""
+    """Write `x @ weight.T` to `output`, for a matrix (width, depth)."""
     assert x.has_row_scales == weight.layout.has_row_scales
     is_aligned = not (output.row_stride % 8 or output.values.storage_offset() % 8)  # 16 bytes
     if is_aligned and _suits_library(gpu, num_rows, weight.layout, weight.width):
         _launch_library(gpu, num_rows, x, weight, output)
         return
-    # With scales of groups, blocks of 128 spill registers but on sm_90.
+    # With scales of groups, blocks of 128 outputs spill registers, except on sm_90.
     may_be_wide = x.has_row_scales or gpu.architecture == 90
     block_n = 128 if num_rows > _WIDE_ROWS and may_be_wide else 64
     has_room = gpu.architecture in {90, 100}  # for three stages of both factors
     gpu.launch(
         _product_fp8,
         (-(-num_rows // _BLOCK_M) * -(-weight.width // block_n),),
-        header,
-        x.codes,
-        x.scales,
-        weight.codes.view(torch.float8_e4m3fn),
-        weight.scales,
-        output.values,
-        x.scales.shape[1],
+        header=header,
+        x=x.codes,
+        x_scales=x.scales,
+        codes=weight.codes.view(torch.float8_e4m3fn),
+        scales=weight.scales,
+        output=output.values,
+        stride=x.scales.shape[1],
         num_warps=8 if block_n == 128 else 4,
         num_stages=3 if has_room else 2,
         WIDTH=weight.width,
@@ -155,7 +157,7 @@ def launch(
         HAS_ROW_SCALES=x.has_row_scales,
         BLOCK_M=_BLOCK_M,
         BLOCK_N=block_n,
-        TOGETHER=_TOGETHER,
+        TOGETHER=_BLOCKS_TOGETHER,
     )
 
 
@@ -178,16 +180,16 @@ def _launch_library(
 
 
 def write_rows(gpu: Gpu, weight: PackedMatrix, output: Tensor) -> None:
-    """Write E4M3 codes row after row into `output`, (width, depth), both padded to whole tiles.
+    """Unpack E4M3 codes to rows: `output` (width, depth), both padded to whole tiles.
 
-    A row's inputs stay in the order that tiles have them in.
+    The inputs of a row stay in the order of packed tiles.
     """
     blocks = output.shape[1] // TILE_INPUTS
     gpu.launch(
         _write_rows,
         (len(output) // TILE_OUTPUTS, blocks),
-        weight.codes,
-        output.view(torch.int16),
+        codes=weight.codes,
+        output=output.view(torch.int16),
         BLOCKS=blocks,
     )
 
@@ -198,7 +200,7 @@ def _round_rows(
     DEPTH: tl.constexpr, PADDED: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAPS)
+    overlap_kernels(OVERLAPS)
     GROUPS: tl.constexpr = BLOCK // 128
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(header):
@@ -209,12 +211,12 @@ def _round_rows(
     x += row * DEPTH + first
     scale = tl.zeros((GROUPS,), tl.float32)
     if HAS_ROW_SCALES:
-        most = tl.zeros((GROUPS, 64), tl.float32)
+        largest = tl.zeros((GROUPS, 64), tl.float32)
         for k in range(0, PADDED, BLOCK):
             a = tl.load(x + k, k + first < DEPTH, 0.0).to(tl.float32)
             b = tl.load(x + k + 32, k + first + 32 < DEPTH, 0.0).to(tl.float32)
-            most = tl.maximum(most, tl.maximum(tl.abs(a), tl.abs(b)))
-        scale += tl.max(tl.max(most, 1), 0) / 448.0
+            largest = tl.maximum(largest, tl.maximum(tl.abs(a), tl.abs(b)))
+        scale += tl.max(tl.max(largest, 1), 0) / 448.0
         tl.store(scales + row + groups, scale / 256.0, groups == 0)
     for k in range(0, PADDED, BLOCK):
         a = tl.load(x + k, k + first < DEPTH, 0.0).to(tl.float32)
@@ -231,9 +233,9 @@ def _round_rows(
 
 @triton.jit
 def _code(x):
-    """Return codes; what is not a number stays so."""
-    found = e4m3_codes(tl.minimum(tl.maximum(x, -448.0), 448.0))
-    return tl.where(x == x, found, 0x7F)  # noqa: PLR0124 - false for it
+    """Return E4M3 codes of numbers, clamped to 448; NaN stays NaN."""
+    codes = e4m3_codes(tl.minimum(tl.maximum(x, -448.0), 448.0))
+    return tl.where(x == x, codes, 0x7F)  # noqa: PLR0124 - false for it
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -243,7 +245,7 @@ def _product_fp8(
     HAS_ROW_SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TOGETHER: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAPS)
+    overlap_kernels(OVERLAPS)
     TILES: tl.constexpr = (WIDTH + 63) // 64
     BLOCKS_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     program, count = tl.program_id(0), tl.load(header)
@@ -255,11 +257,13 @@ def _product_fp8(
         return
     rows = first + tl.arange(0, BLOCK_M)
     outputs = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    own = tl.minimum(outputs // 64, TILES - 1) * 64 + outputs % 64  # the last block may be half
+    stored_outputs = (
+        tl.minimum(outputs // 64, TILES - 1) * 64 + outputs % 64
+    )  # the last block may be half
     inputs, is_row = tl.arange(0, 128), rows < count
     x_at = x + rows.to(tl.int64)[:, None] * PADDED + inputs[None, :]
     # A tile has 64 bytes of each of its outputs, then the next 64.
-    tiles = codes + (own // 64).to(tl.int64) * (64 * PADDED) + own % 64 * 64
+    tiles = codes + (stored_outputs // 64).to(tl.int64) * (64 * PADDED) + stored_outputs % 64 * 64
     codes_at = tiles[None, :] + (inputs // 64 * 4096 + inputs % 64)[:, None]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(PADDED // 128):
@@ -268,10 +272,13 @@ def _product_fp8(
             total += part
         else:
             x_scale = tl.load(x_scales + step * stride + rows, is_row, 0.0)
-            scale = tl.load(scales + step * (TILES * 64) + own)
+            scale = tl.load(scales + step * (TILES * 64) + stored_outputs)
             total += part * x_scale[:, None] * scale[None, :]
     if HAS_ROW_SCALES:
-        total *= tl.load(x_scales + rows, is_row, 0.0)[:, None] * tl.load(scales + own)[None, :]
+        total *= (
+            tl.load(x_scales + rows, is_row, 0.0)[:, None]
+            * tl.load(scales + stored_outputs)[None, :]
+        )
     at = output + rows.to(tl.int64)[:, None] * ROW_STRIDE + outputs[None, :]
     is_output = is_row[:, None] & (outputs < WIDTH)[None, :]
     tl.store(at, total.to(output.dtype.element_ty), is_output)
@@ -279,10 +286,10 @@ def _product_fp8(
 
 @triton.jit
 def _write_rows(codes, output, BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr):
-    begin(OVERLAPS)
+    overlap_kernels(OVERLAPS)
     tile, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     outputs, words = tl.arange(0, 64)[:, None], tl.arange(0, 128)[None, :]
     # A tile has 32 words of each of its outputs, then the next 32.
     codes += (tile * BLOCKS + block) * 8192
-    found = tl.load(codes + words // 32 * 2048 + outputs * 32 + words % 32)
-    tl.store(output + (tile * 64 + outputs) * (BLOCKS * 128) + block * 128 + words, found)
+    row_codes = tl.load(codes + words // 32 * 2048 + outputs * 32 + words % 32)
+    tl.store(output + (tile * 64 + outputs) * (BLOCKS * 128) + block * 128 + words, row_codes)

@@ -1,4 +1,4 @@
-"""Products of packed codes with many rows: codes become weights in registers, tile by tile."""
+"""Products of many rows with packed matrices: codes are scaled in registers, tile by tile."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, Final
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.common import begin
+from twostroke.backends.gpu.kernels.common import overlap_kernels
 from twostroke.backends.gpu.kernels.packed_codes import (
     fetch_codes,
-    headers_of,
-    number_of,
-    numbers,
-    scale_of,
-    upper_of,
+    load_headers,
+    load_upper_bits,
+    number_constants,
+    scale_and_offset,
+    unpack_number,
 )
-from twostroke.backends.gpu.kernels.routing import rows_again, rows_of
+from twostroke.backends.gpu.kernels.routing import reload_rows, rows_of
 from twostroke.backends.gpu.stored import TILE_INPUTS, PackedLayout
 from twostroke.core.frozen import Frozen
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.kernels.routing import Grouped
     from twostroke.backends.gpu.launch import Gpu
 
-SAME_ROWS: Final = 32  # of each tile, for the same tokens
-MOST_PARTS: Final = 8
-_PLAIN: Final = PackedLayout(4, 32)  # as most weights have, by which sums are divided
-_SUM_COST: Final = 6  # multiplications by one unit, while all units write and read a float32
+SAME_ROWS: Final = 32  # rows of each tile in the mode `same_tokens`
+MAX_PARTS: Final = 8
+_PLAIN: Final = PackedLayout(4, 32)  # the layout of most weights, by which parts are chosen
+_SUM_COST: Final = 6  # a float32 written and read by all units costs as many multiplications of one
 
 
 class Tile(Frozen):
-    """A program's rows and outputs, its warps, and stages of its loop.
+    """The rows and outputs of a program, its warps, and the stages of its loop.
 
-    A thread has at most `max_registers`; with 0 the compiler chooses.
+    `max_registers` of a thread; 0: the compiler chooses.
     """
 
     rows: int
@@ -49,8 +49,8 @@ class Tile(Frozen):
     max_registers: int = 0
 
 
-def most_rows(gpu: Gpu) -> int:
-    """Return up to how many rows tiles should be faster than writing a matrix out."""
+def max_rows(gpu: Gpu) -> int:
+    """Return the number of rows up to which this module is faster than unpacking the matrix."""
     return 128 if gpu.architecture // 10 == 10 else 512
 
 
@@ -62,13 +62,14 @@ def tile_of(
     *,
     in_groups: bool = False,
 ) -> Tile:
-    """Return the tile for a product with codes of a layout, of a mixture if `in_groups`.
+    """Return the tile for a product with a layout; `in_groups`: for a mixture of experts.
 
-    With larger ones, shared memory could not hold stages of x or of float32 scales; on sm_80 masks
-    of x, and on sm_90 codes of 5 bits and mixtures, would spill registers; and Triton up to 3.8
-    would make a trap for sm_100. Two programs of up to 64 rows share a multiprocessor of sm_90.
+    Tiles are as large as possible. Larger tiles have these problems: stages of x or of float32
+    scales do not fit into shared memory; on sm_80 masks of x, and on sm_90 codes of 5 bits and
+    mixtures, spill registers; for sm_100, Triton up to 3.8 generates a trap. Two programs of up to
+    64 rows share a multiprocessor of sm_90.
     """
-    if gpu.same_tokens:  # rows are often few, so programs should be many
+    if gpu.same_tokens:  # rows are often few, so small tiles make enough programs
         return Tile(SAME_ROWS, 64, 4, 4)
     rows, bits, architecture = (
         max(16, triton.next_power_of_2(num_rows)),
@@ -93,7 +94,7 @@ def tile_of(
 
 
 def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
-    """Return the number of parts that keeps all units busy and costs little traffic of sums."""
+    """Return the number of parts that balances busy multiprocessors and traffic of sums."""
     tile = tile_of(gpu, num_rows, _PLAIN)
     programs = -(-width // tile.outputs) * -(-num_rows // tile.rows)
     blocks = -(-depth // TILE_INPUTS)
@@ -103,7 +104,7 @@ def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
         sums = num_rows * width * parts * (parts > 1)
         return turns * tile.rows * tile.outputs * TILE_INPUTS + sums * _SUM_COST
 
-    return min((1, 2, 4, MOST_PARTS), key=cost)
+    return min((1, 2, 4, MAX_PARTS), key=cost)
 
 
 def launch(
@@ -116,12 +117,24 @@ def launch(
     tile: Tile,
     rows: Grouped | None = None,
 ) -> None:
-    """Write `x @ weight.T` into `output`: x is (rows, depth), weight a matrix (width, depth).
+    """Write `x @ weight.T` to `output`: x is (rows, depth), weight is (width, depth).
 
-    Or write the products of a mixture's pairs, one line each; `weight` is a stack of matrices.
+    With `rows`, write the product of each (row, expert) pair, one line for each; `weight` is then a
+    stack of matrices.
     """
-    constants = numbers(gpu, weight.layout)
-    start(gpu, _product_tiles, header, num_rows, x, weight, output, tile, rows, constants)
+    code_constants = number_constants(gpu, weight.layout)
+    start(
+        gpu,
+        _product_tiles,
+        header=header,
+        num_rows=num_rows,
+        x=x,
+        weight=weight,
+        output=output,
+        tile=tile,
+        rows=rows,
+        code_constants=code_constants,
+    )
 
 
 def start(
@@ -134,22 +147,22 @@ def start(
     output: Parts,
     tile: Tile,
     rows: Grouped | None,
-    constants: Mapping[str, Any],
+    code_constants: Mapping[str, Any],
 ) -> None:
-    """Launch a kernel with a product's arguments, and the constants of codes."""
+    """Launch a product's kernel; `code_constants`: from `packed_codes`."""
     blocks, blocks_n = -(-weight.depth // TILE_INPUTS), -(-weight.width // tile.outputs)
     blocks_m = -(-num_rows // tile.rows) if rows is None else rows.routes.max_items
     gpu.launch(
         kernel,
         (blocks_m, output.count, blocks_n),
-        header,
-        x,
-        *weight.pointers,
-        output.values,
-        header if rows is None else rows.routes.items,
-        header if rows is None else rows.routes.order,
-        header if rows is None else rows.routes.shares,
-        output.part_stride,
+        header=header,
+        x=x,
+        **weight.pointers,
+        output=output.values,
+        items=header if rows is None else rows.routes.items,
+        order=header if rows is None else rows.routes.order,
+        shares=header if rows is None else rows.routes.shares,
+        part_stride=output.part_stride,
         num_warps=tile.warps,
         num_stages=tile.stages,
         max_registers=tile.max_registers,
@@ -163,7 +176,7 @@ def start(
         IS_SHARED=rows is not None and rows.is_shared,
         SCALE_STRIDE=weight.scales[0].numel(),
         OFFSET_STRIDE=0 if weight.offsets is None else weight.offsets[0].numel(),
-        **constants,
+        **code_constants,
     )
 
 
@@ -189,47 +202,56 @@ def _product_tiles(
     OUTPUTS: tl.constexpr = (WIDTH + 63) // 64 * 64
     STEP: tl.constexpr = 64 * COLUMNS
     HALF: tl.constexpr = STEPS * PLANES // 2
-    fetch_codes(codes, STEPS * STEP, PART_BLOCKS, BLOCKS, OUTPUTS // 64, BLOCK_N // 64,
-        OVERLAPS and LINES == 0)  # fmt: skip
-    begin(OVERLAPS)
+    fetch_codes(
+        codes, STEPS * STEP, PART_BLOCKS=PART_BLOCKS, BLOCKS=BLOCKS, TILES=OUTPUTS // 64,
+        COUNT=BLOCK_N // 64, ENABLED=OVERLAPS and LINES == 0,
+    )  # fmt: skip
+    overlap_kernels(OVERLAPS)
     count, rows, x_rows, expert, column = rows_of(header, items, order, BLOCK_M, LINES)
     if count <= 0:
         return
-    part, columns, places = tl.program_id(1), tl.arange(0, COLUMNS), tl.arange(0, BLOCK_M)
+    part, columns, row_offsets = tl.program_id(1), tl.arange(0, COLUMNS), tl.arange(0, BLOCK_M)
     outputs = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    own = tl.minimum(outputs // 64, OUTPUTS // 64 - 1) * 64 + outputs % 64  # the last may be less
+    stored_outputs = (
+        tl.minimum(outputs // 64, OUTPUTS // 64 - 1) * 64 + outputs % 64
+    )  # the last may be less
     if LINES == 0:  # rows beyond the last repeat it
-        x_rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.minimum(places, count - 1)
+        x_rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.minimum(row_offsets, count - 1)
     x_at = x + (x_rows * DEPTH)[None, :] + columns[:, None]
-    tiles = (expert * (OUTPUTS // 64) + own // 64) * BLOCKS
-    within = (own % 64 * COLUMNS)[:, None] + columns[None, :]
+    tiles = (expert * (OUTPUTS // 64) + stored_outputs // 64) * BLOCKS
+    within = (stored_outputs % 64 * COLUMNS)[:, None] + columns[None, :]
     codes_at = codes + (tiles * (STEPS * STEP))[:, None] + within
     high_at = high + (tiles * (STEP * (BITS - 4)))[:, None] + within
-    scales_at = scales + expert * SCALE_STRIDE + own
-    offsets_at = offsets + expert * OFFSET_STRIDE + own
+    scales_at = scales + expert * SCALE_STRIDE + stored_outputs
+    offsets_at = offsets + expert * OFFSET_STRIDE + stored_outputs
     first = part * PART_BLOCKS
     end = tl.minimum(first + PART_BLOCKS, BLOCKS)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    # Half a block at a time: shared memory has no room to read more of x ahead.
+    # Half a block at a time, because stages with more of x do not fit into shared memory.
     for half in tl.static_range(2):
         for block in range(first, end):
-            headers = headers_of(scales_at + block * (4 * OUTPUTS), SCALES, OUTPUTS)
+            headers = load_headers(scales_at + block * (4 * OUTPUTS), SCALES, OUTPUTS)
             for index in tl.static_range(half * HALF, (half + 1) * HALF):
                 if index % PLANES == 0:
                     word = tl.load(codes_at + (block * STEPS + index // PLANES) * STEP)
-                    upper = upper_of(high_at, block, index // PLANES, BITS, STEP)
+                    upper = load_upper_bits(high_at, block, index // PLANES, BITS, STEP)
                 inputs = _inputs(x_at, block * 256 + index * COLUMNS, columns, DEPTH)
-                scale, offset = scale_of(headers, scales_at, offsets_at, block,
-                    index * COLUMNS // GROUP, GROUP, SCALES, OFFSET, OUTPUTS)  # fmt: skip
+                scale, offset = scale_and_offset(
+                    headers, scales_at, offsets=offsets_at, block=block,
+                    index=index * COLUMNS // GROUP, GROUP=GROUP, SCALES=SCALES, OFFSET=OFFSET,
+                    OUTPUTS=OUTPUTS,
+                )  # fmt: skip
                 offset -= SHIFT * scale
-                number = number_of(word, upper, index, BITS, PLANES, ASSEMBLY)
+                number = unpack_number(
+                    word, upper, index=index, BITS=BITS, PLANES=PLANES, ASSEMBLY=ASSEMBLY,
+                )  # fmt: skip
                 weight = (number * scale[:, None] + offset[:, None]).to(x.dtype.element_ty)
                 total = tl.dot(weight, inputs, total, input_precision="ieee")
-    rows = rows_again(rows, items, order, BLOCK_M, LINES)
+    rows = reload_rows(rows, items, order, BLOCK_M, LINES)
     is_row = tl.arange(0, BLOCK_M) < count
     if IS_SHARED:
         total *= tl.load(shares + rows, is_row, 0.0)[None, :]
-    if LINES == 0:  # in 32 bits, which take fewer registers
+    if LINES == 0:  # 32-bit offsets take fewer registers
         output += tl.program_id(0).to(tl.int64) * (BLOCK_M * ROW_STRIDE)
         rows = tl.arange(0, BLOCK_M)
     at = output + part * part_stride + (rows[None, :] * ROW_STRIDE + outputs[:, None])

@@ -1,4 +1,4 @@
-"""Rows of a packed table: an embedding whose matrix products read, too."""
+"""Gathers rows of a packed matrix: an embedding table that is also used for logits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.common import begin
+from twostroke.backends.gpu.kernels.common import overlap_kernels
 from twostroke.backends.gpu.kernels.packed_codes import (
-    codes_of,
-    constants,
-    headers_of,
-    scale_of,
-    upper_of,
+    code_constants,
+    load_headers,
+    load_upper_bits,
+    scale_and_offset,
+    unpack_codes,
     without_assembly,
 )
 from twostroke.backends.gpu.stored import TILE_INPUTS
@@ -30,7 +30,7 @@ def launch(
     header: Tensor,
     num_rows: int,
     table: PackedMatrix,
-    chosen: Tensor,
+    row_ids: Tensor,
     output: Tensor,
     *,
     factor: float,
@@ -41,52 +41,56 @@ def launch(
     gpu.launch(
         _take_packed,
         (num_rows, -(-table.depth // TILE_INPUTS)),
-        header,
-        chosen,
-        results,
-        *table.pointers,
-        output,
+        header=header,
+        row_ids=row_ids,
+        results=results,
+        **table.pointers,
+        output=output,
         num_warps=1,
         WIDTH=table.width,
         DEPTH=table.depth,
         FACTOR=factor,
         RESULT_STRIDE=results.shape[1],
-        **constants(gpu, layout, is_centered=True) | {"ASSEMBLY": without_assembly(layout)},
+        **code_constants(gpu, layout, is_centered=True) | {"ASSEMBLY": without_assembly(layout)},
     )
 
 
 @triton.jit
 def _take_packed(
-    header, chosen, results, codes, high, scales, offsets, output,
+    header, row_ids, results, codes, high, scales, offsets, output,
     WIDTH: tl.constexpr, DEPTH: tl.constexpr, FACTOR: tl.constexpr, RESULT_STRIDE: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
     STEPS: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr,
     ASSEMBLY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAPS)
+    overlap_kernels(OVERLAPS)
     BLOCKS: tl.constexpr = (DEPTH + 255) // 256
     OUTPUTS: tl.constexpr = (WIDTH + 63) // 64 * 64
     STEP: tl.constexpr = 64 * COLUMNS
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if row >= tl.load(header):
         return
-    line = tl.load(chosen + row)
-    drawn = tl.load(results + (-1 - line) * RESULT_STRIDE, line < 0, 0)
-    line = tl.where(line < 0, tl.maximum(drawn, 0), line).to(tl.int64)
+    line = tl.load(row_ids + row)
+    token = tl.load(results + (-1 - line) * RESULT_STRIDE, line < 0, 0)
+    line = tl.where(line < 0, tl.maximum(token, 0), line).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     tile = line // 64 * BLOCKS + block
     within = line % 64 * COLUMNS + columns
     scales += line
     offsets += line
-    headers = headers_of(scales + block * (4 * OUTPUTS), SCALES, OUTPUTS)
+    headers = load_headers(scales + block * (4 * OUTPUTS), SCALES, OUTPUTS)
     for index in tl.static_range(STEPS * PLANES):
         if index % PLANES == 0:
             word = tl.load(codes + (tile * STEPS + index // PLANES) * STEP + within)
-            upper = upper_of(high + within, tile, index // PLANES, BITS, STEP)
-            values = codes_of(word, upper, tl.float32, index // PLANES,
-                BITS, PLANES, SHIFT, ASSEMBLY)  # fmt: skip
-        scale, offset = scale_of(headers, scales, offsets, block, index * COLUMNS // GROUP,
-            GROUP, SCALES, OFFSET, OUTPUTS)  # fmt: skip
+            upper = load_upper_bits(high + within, tile, index // PLANES, BITS, STEP)
+            values = unpack_codes(
+                word, upper, element=tl.float32, step=index // PLANES, BITS=BITS, PLANES=PLANES,
+                SHIFT=SHIFT, ASSEMBLY=ASSEMBLY,
+            )  # fmt: skip
+        scale, offset = scale_and_offset(
+            headers, scales, offsets=offsets, block=block, index=index * COLUMNS // GROUP,
+            GROUP=GROUP, SCALES=SCALES, OFFSET=OFFSET, OUTPUTS=OUTPUTS,
+        )  # fmt: skip
         value = (values[index % PLANES] * scale + offset) * FACTOR
         inputs = block * 256 + index * COLUMNS + columns
         at = output + row * DEPTH + inputs

@@ -1,7 +1,7 @@
-"""Attention, a block of tokens after another: a program's items, tokens' pages, sums of rows.
+"""The parts of attention kernels: items of a program, pages of tokens, and online softmax.
 
-Scores are kept as products leave them. A constant turns them into exponents of two, so that a
-token's share takes one multiply-add and one instruction for the power.
+Scores are not scaled. A constant factor makes them exponents of 2, so that a token's softmax weight
+takes one multiply-add and one `exp2`.
 """
 
 from __future__ import annotations
@@ -17,70 +17,71 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.launch import Gpu
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-LEAST = tl.constexpr(-1e30)  # the top of rows that have seen no token; finite, for differences
+MIN_TOP = tl.constexpr(-1e30)  # the top of rows that have seen no token; finite, for differences
 
 
 def scales_alone(gpu: Gpu, kv_format: str) -> bool:
-    """Whether values are scaled, not shares: see `updated`."""
+    """Whether scales are applied to values, not to softmax weights; see `add_block`."""
     return gpu.same_tokens and bool(kv_format) and gpu.element == torch.float16
 
 
 @triton.jit
-def turns_of(num, NUM_PROGRAMS: tl.constexpr):
-    """Return how many of `num` items this program computes."""
-    last = index_of(num // NUM_PROGRAMS, NUM_PROGRAMS)
+def num_items_of(num, NUM_PROGRAMS: tl.constexpr):
+    """Return the number of items, of `num`, that this program computes."""
+    last = item_index(num // NUM_PROGRAMS, NUM_PROGRAMS)
     return num // NUM_PROGRAMS + tl.where(last < num, 1, 0)
 
 
 @triton.jit
-def index_of(turn, NUM_PROGRAMS: tl.constexpr):
-    """Return the item that this program computes in a turn.
+def item_index(turn, NUM_PROGRAMS: tl.constexpr):
+    """Return the index of the item that this program computes in a turn.
 
-    Every other turn begins with the last program, so that all have as much to do if items are
-    sorted by size.
+    Every second turn assigns items in reverse order of programs, which balances the work if items
+    are sorted by size.
     """
-    own = tl.program_id(0)
-    return turn * NUM_PROGRAMS + tl.where(turn % 2 == 0, own, NUM_PROGRAMS - 1 - own)
+    program = tl.program_id(0)
+    return turn * NUM_PROGRAMS + tl.where(turn % 2 == 0, program, NUM_PROGRAMS - 1 - program)
 
 
 @triton.jit
-def within_seen(at, first, end):
-    """Return positions; of tokens before the first or after the last one, those of these."""
+def clamp_position(at, first, end):
+    """Return positions, limited to the range from `first` to `end` - 1."""
     return tl.maximum(tl.minimum(at, end - 1), first)
 
 
 @triton.jit
 def pages_of(table, at, PAGE_SIZE: tl.constexpr):
-    """Return the pages of tokens at positions.
+    """Return the page ids of tokens at these positions.
 
-    Loops read those of the next block ahead: then the pipeline has keys and values to wait for,
-    but no pages.
+    Loops load the page ids of the next block in advance, so that the pipeline waits only for keys
+    and values.
     """
     return tl.load(table + (at.to(tl.uint32) // PAGE_SIZE))
 
 
 @triton.jit
-def as_pages(queries, cache):
-    """Return queries in F16 for pages in F16, or keys and values would go by way of registers."""
+def cast_to_pages(queries, cache):
+    """Return queries in the type of float16 pages; else keys and values would be converted."""
     return queries.to(tl.float16 if cache.dtype.element_ty == tl.float16 else queries.dtype)
 
 
 @triton.jit
-def nothing_seen(NUM: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the sums of rows before a block of tokens, as `updated` does."""
+def empty_sums(NUM: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the initial top, total, weighted sum of values, and its unit; see `add_block`."""
     total = tl.zeros((NUM,), tl.float32)
-    return total + LEAST, total, tl.zeros((NUM, WIDTH), tl.float32), 1.0
+    return total + MIN_TOP, total, tl.zeros((NUM, WIDTH), tl.float32), 1.0
 
 
 @triton.jit
-def updated(
+def add_block(
     scores, values, value_scales, top, total, mixed, unit, FACTOR: tl.constexpr, KV: tl.constexpr,
     ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of rows after a block of tokens more, with such scores and values.
+    """Add a block of tokens to the online softmax of rows; return the new sums.
 
-    A token's share is 2 to the power of FACTOR times its score. `mixed` counts in `unit`s. ALONE
-    means that no token's scale may touch another one's share, not even by what float16 rounds.
+    `top` is the largest score so far, `total` the sum of weights, and `mixed` * `unit` the weighted
+    sum of values. A token's weight is 2^(FACTOR * score). With ALONE, a token's scale must not
+    change the rounding of other tokens' weights.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
     shares = tl.exp2(scores * FACTOR - (new_top * FACTOR)[:, None])
@@ -89,8 +90,8 @@ def updated(
     if ALONE:
         values = (values.to(tl.float32) * value_scales[:, None]).to(values.dtype)
     elif KV != "":
-        # Shares times small scales are less than float16 holds: scales relative to the largest.
-        # Powers of two round nothing, whatever other rows' tokens are in the block.
+        # Weights times small scales would underflow in float16, so scales are relative to the
+        # largest scale. It is rounded to a power of two, so that the division is exact.
         bits = tl.max(value_scales, 0).to(tl.int32, bitcast=True) & 0x7F800000
         bits = tl.where(bits == 0, 127 << 23, bits)
         inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
@@ -103,8 +104,8 @@ def updated(
 
 
 @triton.jit
-def write(slot, output, sums, tops, inside, is_pair, top, total, mixed):
-    """Write results to `output`, or the sums of a piece, which has a slot, for the merge."""
+def write_result(slot, output, sums, tops, inside, is_pair, top, total, mixed):
+    """Write results to `output`, or, for a piece with a slot, its sums for the merge kernel."""
     if slot < 0:
         result = mixed / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(output, result.to(output.dtype.element_ty), inside)
