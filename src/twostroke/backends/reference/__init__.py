@@ -1,4 +1,4 @@
-"""The reader that defines what a Program means."""
+"""The reference backend, in NumPy, which defines the correct result of each operation."""
 
 from twostroke.backends.reference.backend import ReferenceBackend
 

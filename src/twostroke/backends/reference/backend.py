@@ -1,6 +1,6 @@
 """The reference backend: interprets a Program in NumPy, one operation after another.
 
-A mesh of several ranks runs in this process, in lockstep.
+All ranks of a mesh run in this process, in lockstep.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class ReferenceBackend:
     ) -> None:
         """Dequantize the Program's weights and reserve its pages.
 
-        Steps return `tapped_value` for the rows in which they draw. Ranks split no sums unless
-        `splits_sums` (see `split_sums`).
+        `tapped_value`: the value that steps return for the rows that draw. `splits_sums`: whether
+        the ranks of `mesh` split sums (see `model.program.sums.split_sums`).
         """
         self._program, self._tapped_value, self._mesh = program, tapped_value, mesh
         sizes = {name: tensor.format.block_size for name, tensor in tensors.items()}
         self._block_sizes = sizes if splits_sums else None
         self._logits, self._last = program.ops[-1].output, program.last_states
-        self._kept = {self._last} if tapped_value is None else {self._last, tapped_value}
-        self._ranks = shard(program, mesh, self._kept, self._block_sizes)
+        self._returned = {self._last} if tapped_value is None else {self._last, tapped_value}
+        self._ranks = shard(program, mesh, self._returned, self._block_sizes)
         weights = {name: tensors[name].dequantize() for name in program.weight_shapes}
         self._weights = [
             {
@@ -83,27 +83,43 @@ class ReferenceBackend:
 
     @property
     def pages(self) -> PageMemory | None:
-        """The bytes of its pages, if there is one rank."""
+        """The bytes of the pages; None with several ranks."""
         return self._caches[0].bytes if len(self._caches) == 1 else None
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
-        started = time.perf_counter()
+        start_s = time.perf_counter()
         tokens, positions, spans, sampled = flatten(plan.slices)
         states = [
-            ReferenceStepState(tokens, positions, spans, sampled, weights, cache, plan.external)
+            ReferenceStepState(
+                tokens,
+                positions,
+                spans=spans,
+                sampled=sampled,
+                weights=weights,
+                cache=cache,
+                external=plan.external,
+            )
             for weights, cache in zip(self._weights, self._caches, strict=True)
         ]
         for cache in self._caches:
             cache.copy_pages(spans)
-        values = run_ranks(self._ranks, states, self._kept)
+        values = run_ranks(self._ranks, states, self._returned)
         tapped = self._tapped_value
-        drawn, scores = draw_all(plan, values[self._logits])
+        draws, scores = draw_all(plan, values[self._logits])
         hidden = None if tapped is None else values[tapped][sampled[plan.draws]]
         pooled = [values[self._last][rows] for rows in pooled_rows(plan.slices)]
-        elapsed_s = time.perf_counter() - started
-        found, logprobs = [token for token, _ in drawn], [report for _, report in drawn]
-        return StepResult(found, logprobs, elapsed_s, elapsed_s, hidden, scores, pooled)
+        elapsed_s = time.perf_counter() - start_s
+        tokens_drawn, logprobs = [token for token, _ in draws], [report for _, report in draws]
+        return StepResult(
+            tokens_drawn,
+            logprobs,
+            elapsed_s=elapsed_s,
+            kernel_s=elapsed_s,
+            hidden=hidden,
+            scores=scores,
+            states=pooled,
+        )
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
         """Return the logits of a sequence; see `Backend.score`."""
@@ -113,7 +129,7 @@ class ReferenceBackend:
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, NDArray[np.float32]]:
         """Return values of the Program for a sequence; see `Backend.trace`."""
-        del generated  # one arithmetic for all rows
+        del generated  # all rows are computed in the same way
         count, num_groups, page_size = len(tokens), len(self.facts.windows), self.facts.page_size
         table = np.arange(num_groups * -(-count // page_size)).reshape(num_groups, -1)
         spans = (RowSpan(slice(0, count), 0, table),)
@@ -121,16 +137,21 @@ class ReferenceBackend:
         ranks = shard(self._program, self._mesh, values, self._block_sizes)
         states = [
             ReferenceStepState(
-                ids, rows, spans, rows, own, PagedCache(rank.program, table.size, page_size)
+                ids,
+                rows,
+                spans=spans,
+                sampled=rows,
+                weights=weights,
+                cache=PagedCache(rank.program, table.size, page_size),
             )
-            for rank, own in zip(ranks, self._weights, strict=True)
+            for rank, weights in zip(ranks, self._weights, strict=True)
         ]
-        kept = run_ranks(ranks, states, values)
-        return {name: kept[name] for name in values}
+        results = run_ranks(ranks, states, values)
+        return {name: results[name] for name in values}
 
     def forget(self, request: Request) -> None:
-        """Keep nothing of a request."""
+        """Do nothing: this backend has no state of requests."""
 
     def close(self) -> None:
-        """Drop weights and pages."""
+        """Free the weights."""
         self._weights = []

@@ -1,4 +1,4 @@
-"""The meaning of each operation, in NumPy float32: the definition of right, slow on purpose."""
+"""Each operation in NumPy float32: the definition of the correct result, simple and slow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceStepState(Frozen):
-    """Inputs of a step's operations besides values."""
+    """The inputs of a step's operations, apart from the values of other operations."""
 
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -38,7 +38,7 @@ class ReferenceStepState(Frozen):
 def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
     op: LocalOp, values: Mapping[str, Array], state: ReferenceStepState
 ) -> Array:
-    """Return what `op` writes, (rows, width), given the values written so far."""
+    """Return the output of `op`, (rows, width), given the values computed so far."""
     match op:
         case ops.Embed():
             return _embed(op, state)
@@ -88,14 +88,14 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
 
 def _embed(op: ops.Embed, state: ReferenceStepState) -> Array:
     ids = state.tokens - op.first_id
-    is_known = (ids >= 0) & (ids < op.num_ids)
+    is_in_table = (ids >= 0) & (ids < op.num_ids)
     rows = np.full((len(ids), op.width), np.nan, np.float32)
-    rows[is_known] = state.weights[op.table][ids[is_known]]
+    rows[is_in_table] = state.weights[op.table][ids[is_in_table]]
     return rows
 
 
 def rms_norm(op: ops.RMSNorm, x: Array, weight: Array | None) -> Array:
-    """Return the norm of x (rows, width); a row's result does not depend on the others."""
+    """Return the RMS norm of x (rows, width); a row's result does not depend on other rows."""
     grouped = x.reshape(len(x), op.num_groups, -1)
     mean_square = np.mean(grouped * grouped, axis=-1, keepdims=True, dtype=np.float32)
     normed = grouped / np.sqrt(mean_square + np.float32(op.epsilon))
@@ -106,8 +106,8 @@ def rms_norm(op: ops.RMSNorm, x: Array, weight: Array | None) -> Array:
 
 def _head_linear(op: ops.HeadLinear, x: Array, weights: Mapping[str, Array]) -> Array:
     heads = x.reshape(len(x), op.num_heads, op.x_head)[..., op.first : op.first + op.in_width]
-    found = [heads[:, head] @ weights[name].T for head, name in enumerate(op.matrices)]
-    return np.concatenate(found, axis=1)
+    products = [heads[:, head] @ weights[name].T for head, name in enumerate(op.matrices)]
+    return np.concatenate(products, axis=1)
 
 
 def _join(op: ops.Join, a: Array, b: Array) -> Array:
@@ -117,7 +117,7 @@ def _join(op: ops.Join, a: Array, b: Array) -> Array:
 
 
 def rotate(op: ops.Rope, x: Array, positions: NDArray[np.int64]) -> Array:
-    """Return the heads of x (rows, width) turned by their rows' positions."""
+    """Return x (rows, width) with each head rotated by its row's position."""
     angles = positions[:, None] * np.array(op.inverse_frequencies)  # (rows, pairs), float64
     cosine = (np.cos(angles) * op.magnitude).astype(np.float32)[:, None, :]
     sine = (np.sin(angles) * op.magnitude).astype(np.float32)[:, None, :]
@@ -141,10 +141,12 @@ def _attention(op: ops.Attention, values: Mapping[str, Array], state: ReferenceS
             rows = span.stored_rows
             stored = np.arange(span.end - len(rows), span.end)
             state.cache.store(span, op.layer, stored, values[op.k][rows], values[op.v][rows])
-        seen = np.arange(0 if op.window is None else max(0, span.start + 1 - op.window), span.end)
-        keys, vals = state.cache.load(span, op, seen)
+        visible = np.arange(
+            0 if op.window is None else max(0, span.start + 1 - op.window), span.end
+        )
+        keys, vals = state.cache.load(span, op, visible)
         queries = q[span.rows].reshape(-1, op.num_heads, op.head_dim)
-        scores = attention_scores(op, queries, keys, np.arange(span.start, span.end), seen)
+        scores = attention_scores(op, queries, keys, np.arange(span.start, span.end), visible)
         heads = np.empty(queries.shape, np.float32)
         for head in range(op.num_heads):
             heads[:, head] = _softmax(scores[:, head]) @ vals[:, _kv_head(op, head)]
@@ -156,15 +158,14 @@ def attention_scores(
     op: ops.Attention | ops.SplitKvAttention,
     q: Array,
     k: Array,
-    at: NDArray[np.int64],
-    seen: NDArray[np.int64],
+    query_positions: NDArray[np.int64],
+    key_positions: NDArray[np.int64],
 ) -> Array:
-    """Return the scores of keys, (rows, heads, keys): minus infinity where a row sees none.
+    """Return attention scores, (rows, heads, keys); minus infinity for keys a row does not see.
 
-    q is (rows, heads, head_dim), of the positions `at`; k is (keys, kv_heads, head_dim), of the
-    positions `seen`.
+    q is (rows, heads, head_dim), and k is (keys, kv_heads, head_dim).
     """
-    distance = at[:, None] - seen
+    distance = query_positions[:, None] - key_positions
     hidden = distance < 0 if op.window is None else (distance < 0) | (distance >= op.window)
     scores = np.empty((op.num_heads, len(q), len(k)), np.float32)
     for head in range(op.num_heads):
@@ -191,55 +192,55 @@ def _activate(activation: Activation, x: Array) -> Array:
 
 
 def choose_experts(scores: Array, num_used: int) -> NDArray[np.int64]:
-    """Return the experts of each row, (rows, num_used), the most wanted first."""
+    """Return the experts of each row with the largest scores, (rows, num_used), best first."""
     return np.argsort(-scores, axis=1, kind="stable")[:, :num_used]
 
 
 def _route(op: ops.Route, x: Array, weights: Mapping[str, Array]) -> Array:
     scores: Array = np.reciprocal(1 + np.exp(-x)) if op.is_sigmoid else _softmax(x)
-    wanted: Array = scores if op.bias is None else scores + weights[op.bias]
-    groups = wanted.reshape(len(x), op.num_groups, -1)
+    priorities: Array = scores if op.bias is None else scores + weights[op.bias]
+    groups = priorities.reshape(len(x), op.num_groups, -1)
     best: Array = -np.sort(-groups, axis=2)[:, :, : op.group_best].sum(axis=2)
-    seen = np.zeros(groups.shape, bool)
+    is_allowed = np.zeros(groups.shape, bool)
     np.put_along_axis(
-        seen, choose_experts(best, op.num_used_groups)[..., None], values=True, axis=1
+        is_allowed, choose_experts(best, op.num_used_groups)[..., None], values=True, axis=1
     )
-    wanted = np.where(seen, groups, np.float32(-np.inf)).reshape(x.shape)
-    chosen = choose_experts(wanted, op.num_used)
-    shares: Array = np.take_along_axis(scores, chosen, axis=1)
+    priorities = np.where(is_allowed, groups, np.float32(-np.inf)).reshape(x.shape)
+    experts = choose_experts(priorities, op.num_used)
+    shares: Array = np.take_along_axis(scores, experts, axis=1)
     if op.normalize:
         shares /= shares.sum(axis=1, keepdims=True) + np.float32(1e-20)
     shares *= np.float32(op.scale)
     if op.factors is not None:
-        shares *= weights[op.factors][chosen]
+        shares *= weights[op.factors][experts]
     output = np.full(x.shape, -1, np.float32)
-    np.put_along_axis(output, chosen, shares, axis=1)
+    np.put_along_axis(output, experts, shares, axis=1)
     return output
 
 
 def _expert_terms(
     op: ops.ExpertTerms, x: Array, scores: Array, weights: Mapping[str, Array]
 ) -> Array:
-    chosen = choose_experts(scores, op.num_used)
-    terms = np.full((*chosen.shape, op.hidden), np.nan, np.float32)
+    experts = choose_experts(scores, op.num_used)
+    terms = np.full((*experts.shape, op.hidden), np.nan, np.float32)
     for index, expert in enumerate(op.experts, op.first_expert):
-        rows, places = np.nonzero(chosen == index)
+        rows, slots = np.nonzero(experts == index)
         if not len(rows):
             continue
         gate = _activate(op.activation, x[rows] @ weights[expert.gate].T)
-        terms[rows, places] = gate * (x[rows] @ weights[expert.up].T) @ weights[expert.down].T
+        terms[rows, slots] = gate * (x[rows] @ weights[expert.up].T) @ weights[expert.down].T
     return terms.reshape(len(x), -1)
 
 
 def _sum_terms(op: ops.SumTerms, x: Array, scores: Array) -> Array:
-    chosen = choose_experts(scores, op.num_used)
-    every = scores if op.are_shares else _softmax(scores)
-    shares = np.take_along_axis(every, chosen, axis=1)  # (rows, num_used)
+    experts = choose_experts(scores, op.num_used)
+    all_shares = scores if op.are_shares else _softmax(scores)
+    shares = np.take_along_axis(all_shares, experts, axis=1)  # (rows, num_used)
     if op.normalize:
         shares /= shares.sum(axis=1, keepdims=True)
     output = np.zeros((len(x), op.width), np.float32)
-    for place, term in enumerate(np.split(x, op.num_used, axis=1)):
-        output += shares[:, place, None] * term
+    for slot, term in enumerate(np.split(x, op.num_used, axis=1)):
+        output += shares[:, slot, None] * term
     return output
 
 
@@ -255,36 +256,38 @@ def _soft_cap(x: Array, cap: float) -> Array:
 
 
 class PagedCache:
-    """Keys and values of every layer, in pages; float32."""
+    """The keys and values of all layers, in pages of float32 numbers."""
 
     def __init__(self, program: Program, num_pages: int, page_size: int) -> None:
-        """Reserve `num_pages` pages of `page_size` tokens of one group."""
+        """Reserve `num_pages` pages, each for `page_size` tokens of one cache group."""
         self._map = PageMap(program, page_size)
         self._memory = np.zeros((num_pages * self._map.page_slots, self._map.width), np.float32)
         self._num_pages = num_pages
 
     @property
     def bytes(self) -> MappedPages:
-        """The bytes of all pages."""
+        """Access to the bytes of all pages."""
         return MappedPages(memoryview(self._memory.data).cast("B"), self._num_pages)
 
     def copy_pages(self, spans: Sequence[RowSpan]) -> None:
-        """Copy the first pages of branches from their requests."""
+        """Copy the pages that branches begin with from their requests' pages."""
         targets, sources = self._map.copies(spans)
         self._memory[targets] = self._memory[sources]
 
-    def store(self, span: RowSpan, layer: int, at: NDArray[np.int64], k: Array, v: Array) -> None:
-        """Write keys and values, (positions, width), of a span's positions `at`."""
-        slots = self._map.slots(span, layer, at)
+    def store(
+        self, span: RowSpan, layer: int, positions: NDArray[np.int64], k: Array, v: Array
+    ) -> None:
+        """Write keys and values, (positions, width), of these positions of a span."""
+        slots = self._map.slots(span, layer, positions)
         keys, values = self._map.columns(layer)
         self._memory[slots, keys] = k
         self._memory[slots, values] = v
 
     def load(
-        self, span: RowSpan, op: ops.Attention | ops.SplitKvAttention, at: NDArray[np.int64]
+        self, span: RowSpan, op: ops.Attention | ops.SplitKvAttention, positions: NDArray[np.int64]
     ) -> tuple[Array, Array]:
-        """Return keys and values of a span's positions `at`, (positions, kv_heads, head_dim)."""
-        slots = self._map.slots(span, op.layer, at)
+        """Return the keys and values of these positions, (positions, kv_heads, head_dim) each."""
+        slots = self._map.slots(span, op.layer, positions)
         shape = (len(slots), op.num_kv_heads, op.head_dim)
         keys, values = self._map.columns(op.layer)
         return self._memory[slots, keys].reshape(shape), self._memory[slots, values].reshape(shape)

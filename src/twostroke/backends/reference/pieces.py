@@ -1,4 +1,8 @@
-"""Attention by pieces that lie on several ranks: each computes shares, and merges some of them."""
+"""Attention over a context whose KV splits are on several ranks.
+
+Each rank computes the partial attention of its splits for all heads. Then each rank merges the
+partial results of all ranks for its own heads.
+"""
 
 from __future__ import annotations
 
@@ -23,67 +27,69 @@ if TYPE_CHECKING:
 
 
 class PartialAttention(Frozen):
-    """What a piece adds to the rows of a span; a row that sees nothing of it has `peak` -inf."""
+    """The attention of a span's rows to one KV split; `peak` is -inf if a row sees no token."""
 
     peak: Array  # (rows, heads)
     sum: Array  # (rows, heads)
     out: Array  # (rows, heads, head_dim)
 
 
-Shares = dict[tuple[int, int], PartialAttention]  # by span and piece
+PartialAttentions = dict[tuple[int, int], PartialAttention]  # by span and split
 
 
-def shares_of(
+def partial_attentions(
     op: SplitKvAttention, values: Mapping[str, Array], state: ReferenceStepState
-) -> Shares:
-    """Store the member's keys and values of a step; return the shares of its pieces."""
+) -> PartialAttentions:
+    """Store this rank's keys and values of a step; return the attention to its KV splits."""
     q = values[op.q]
-    found: Shares = {}
+    partials: PartialAttentions = {}
     for number, span in enumerate(state.spans):
         if op.stores:
             rows = span.stored_rows
             positions = np.arange(span.end - len(rows), span.end)
-            is_own = positions // KV_SPLIT_TOKENS % len(op.team) == op.team_index
-            k, v = (values[name][rows[is_own]] for name in (op.k, op.v))
-            state.cache.store(span, op.layer, positions[is_own], k, v)
+            is_stored = positions // KV_SPLIT_TOKENS % len(op.team) == op.team_index
+            k, v = (values[name][rows[is_stored]] for name in (op.k, op.v))
+            state.cache.store(span, op.layer, positions[is_stored], k, v)
         queries = q[span.rows].reshape(-1, op.num_heads, op.head_dim)
         for piece in _pieces(op, span):
             if piece % len(op.team) == op.team_index:
-                found[number, piece] = _share(op, queries, span, piece, state)
-    return found
+                partials[number, piece] = _partial_attention(op, queries, span, piece, state)
+    return partials
 
 
-def merged(op: SplitKvAttention, team: Sequence[Shares], state: ReferenceStepState) -> Array:
-    """Return what a member merges of the shares of all: (rows, width), those of its heads."""
+def merge_partials(
+    op: SplitKvAttention, team: Sequence[PartialAttentions], state: ReferenceStepState
+) -> Array:
+    """Merge the partial attention of all ranks, for this rank's heads: (rows, width)."""
     heads = slice(op.first_head, op.end_head)
     output = np.empty((len(state.tokens), op.width), np.float32)
     for number, span in enumerate(state.spans):
         peak = np.full((len(output[span.rows]), op.end_head - op.first_head), -np.inf, np.float32)
         total, out = np.zeros_like(peak), np.zeros((*peak.shape, op.head_dim), np.float32)
         for piece in _pieces(op, span):
-            share = team[piece % len(team)][number, piece]
-            both = np.maximum(peak, share.peak[:, heads])
-            keep, take = _weight(peak, both), _weight(share.peak[:, heads], both)
-            total = total * keep + share.sum[:, heads] * take
-            out = out * keep[..., None] + share.out[:, heads] * take[..., None]
+            partial = team[piece % len(team)][number, piece]
+            both = np.maximum(peak, partial.peak[:, heads])
+            keep, take = _weight(peak, both), _weight(partial.peak[:, heads], both)
+            total = total * keep + partial.sum[:, heads] * take
+            out = out * keep[..., None] + partial.out[:, heads] * take[..., None]
             peak = both
         output[span.rows] = (out / total[..., None]).reshape(len(peak), op.width)
     return output
 
 
 def _pieces(op: SplitKvAttention, span: RowSpan) -> range:
-    """Return the pieces of which the rows of a span see anything, in their order."""
+    """Return the KV splits with tokens that the rows of a span see, in order."""
     first = 0 if op.window is None else max(0, span.start + 1 - op.window)
     return range(first // KV_SPLIT_TOKENS, -(-span.end // KV_SPLIT_TOKENS))
 
 
-def _share(
+def _partial_attention(
     op: SplitKvAttention, q: Array, span: RowSpan, piece: int, state: ReferenceStepState
 ) -> PartialAttention:
-    """Return a piece's share of the queries q (rows, heads, head_dim) of a span."""
+    """Return the attention of queries q (rows, heads, head_dim) of a span to one KV split."""
     first = piece * KV_SPLIT_TOKENS
     positions = np.arange(first, min(span.end, first + KV_SPLIT_TOKENS))
-    if op.window is not None:  # pages before it may be gone
+    if op.window is not None:  # pages before the window may have been freed
         positions = positions[positions > span.start - op.window]
     keys, vals = state.cache.load(span, op, positions)
     scores = attention_scores(op, q, keys, np.arange(span.start, span.end), positions)
@@ -96,5 +102,5 @@ def _share(
 
 
 def _weight(score: Array, peak: Array) -> Array:
-    """Return exp(score - peak), and 0 for what is not seen."""
+    """Return exp(score - peak); 0 for scores of minus infinity."""
     return np.where(np.isneginf(score), np.float32(0), np.exp(score - peak))

@@ -1,4 +1,4 @@
-"""Ranks in lockstep: each computes until it needs a value that another has not computed yet."""
+"""Runs ranks in lockstep: each computes until it needs a value that another rank has not sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from twostroke.backends.reference.operations import apply, choose_experts
-from twostroke.backends.reference.pieces import merged, shares_of
+from twostroke.backends.reference.pieces import merge_partials, partial_attentions
 from twostroke.model.program import ops
 from twostroke.model.program.sharding import ColumnParts, RowParts, TermParts, TokenParts
 
@@ -26,25 +26,34 @@ if TYPE_CHECKING:
 
 
 def run_ranks(
-    ranks: Sequence[RankProgram], states: Sequence[ReferenceStepState], kept: Collection[str]
+    ranks: Sequence[RankProgram],
+    states: Sequence[ReferenceStepState],
+    returned_names: Collection[str],
 ) -> Values:
-    """Return rank 0's values that are `kept` or that nothing reads, the logits among them."""
+    """Run all ranks; return rank 0's named values, and its values that no operation reads."""
     exchange = _Exchange()
     first: Values = {}
     walks = [
-        _walk(number, rank, state, exchange, *((first, kept) if number == 0 else ({}, ())))
+        _walk(
+            number,
+            rank,
+            state=state,
+            exchange=exchange,
+            values=first if number == 0 else {},
+            returned_names=returned_names if number == 0 else (),
+        )
         for number, (rank, state) in enumerate(zip(ranks, states, strict=True))
     ]
     with np.errstate(all="ignore"):  # numbers that are not finite reach the logits
         while walks:
-            before = exchange.num_done
+            num_done_before = exchange.num_done
             walks = [walk for walk in walks if next(walk, None) is not None]
-            assert not walks or exchange.num_done > before, "ranks wait for each other"
+            assert not walks or exchange.num_done > num_done_before, "ranks wait for each other"
     return first
 
 
 class _Exchange:
-    """What ranks give to others in a step."""
+    """The values that ranks send to each other in a step."""
 
     def __init__(self) -> None:
         self.num_done = 0  # operations of all ranks
@@ -54,85 +63,87 @@ class _Exchange:
     def meet(
         self, op: ops.AllGather | ops.AllReduce | ops.SplitKvAttention
     ) -> Generator[bool, None, list[Any]]:
-        """Return what each member of a team gives; yield True while some have not."""
+        """Return the contributions of a team's ranks; yield True while some are missing."""
         while any((op.exchange_name, member) not in self.contributions for member in op.team):
             yield True
         return [self.contributions[op.exchange_name, member] for member in op.team]
 
 
 def _walk(
-    number: int,
+    rank_number: int,
     rank: RankProgram,
     state: ReferenceStepState,
     exchange: _Exchange,
     values: Values,
-    kept: Collection[str],
+    returned_names: Collection[str],
 ) -> Iterator[bool]:
-    """Compute a rank's values; yield True while others must go first."""
+    """Compute a rank's values; yield True while other ranks must compute first."""
     last_use = {name: op for op in rank.program.ops for name in op.inputs}
     for op in rank.program.ops:
         match op:
             case ops.AllGather() | ops.AllReduce():
-                exchange.contributions[op.exchange_name, number] = (
+                exchange.contributions[op.exchange_name, rank_number] = (
                     None if op.x is None else values[op.x]
                 )
-                if isinstance(op, ops.AllReduce) or op.root in (None, number):
+                if isinstance(op, ops.AllReduce) or op.root in (None, rank_number):
                     parts = yield from exchange.meet(op)
-                    values[op.output] = _together(op, parts, values, state)
+                    values[op.output] = _combine_parts(op, parts, values, state)
             case ops.SplitKvAttention():
-                exchange.contributions[op.exchange_name, number] = shares_of(op, values, state)
+                exchange.contributions[op.exchange_name, rank_number] = partial_attentions(
+                    op, values, state
+                )
                 team = yield from exchange.meet(op)
-                values[op.output] = _own_rows(rank, merged(op, team, state))
+                values[op.output] = _own_rows(rank, merge_partials(op, team, state))
             case ops.Send():
-                exchange.sent[number, op.to].append(values[op.x])
+                exchange.sent[rank_number, op.to].append(values[op.x])
             case ops.Receive():
-                while not exchange.sent[op.sender, number]:
+                while not exchange.sent[op.sender, rank_number]:
                     yield True
-                values[op.output] = exchange.sent[op.sender, number].popleft()
+                values[op.output] = exchange.sent[op.sender, rank_number].popleft()
             case ops.Embed() | ops.Logits():
                 values[op.output] = apply(op, values, state)
             case _:
                 values[op.output] = _own_rows(rank, apply(op, values, state))
         for name in set(op.inputs):
-            if last_use[name] is op and name not in kept:
+            if last_use[name] is op and name not in returned_names:
                 del values[name]
         exchange.num_done += 1
 
 
 def _own_rows(rank: RankProgram, value: Array) -> Array:
-    """Return a value whose rows are not numbers where they are another rank's."""
+    """Return a value with NaN in the rows of other ranks."""
     if rank.num_row_parts == 1:
         return value
-    own = np.full_like(value, np.nan)
+    masked = np.full_like(value, np.nan)
     rows = _rows(len(value), rank.row_part, rank.num_row_parts)
-    own[rows] = value[rows]
-    return own
+    masked[rows] = value[rows]
+    return masked
 
 
 def _rows(num_rows: int, part: int, num_parts: int) -> slice:
     return slice(num_rows * part // num_parts, num_rows * (part + 1) // num_parts)
 
 
-def _together(
+def _combine_parts(
     op: ops.AllGather | ops.AllReduce,
     parts: Sequence[Array | None],
     values: Values,
     state: ReferenceStepState,
 ) -> Array:
-    """Return the whole of which the members of a team have `parts`."""
+    """Return the undivided value, from the `parts` of a team's ranks."""
     present = [part for part in parts if part is not None]
     if isinstance(op, ops.AllReduce):
         return sum(present[1:], present[0])
     if isinstance(op.parts, ColumnParts):
         return np.concatenate(present, axis=1)
     num_rows = len(present[0])
-    whole = np.empty((num_rows, op.width), np.float32)
+    combined = np.empty((num_rows, op.width), np.float32)
     match op.parts:
         case RowParts(count=count):
-            for place, held in enumerate(present):
-                rows = _rows(num_rows, place, count)
-                whole[rows] = held[rows]
-            return whole
+            for index, rows_of_part in enumerate(present):
+                rows = _rows(num_rows, index, count)
+                combined[rows] = rows_of_part[rows]
+            return combined
         case TokenParts(cuts=cuts):
             owner = state.tokens
         case TermParts(cuts=cuts, scores=scores, num_used=num_used):
@@ -140,6 +151,6 @@ def _together(
     shape = (*owner.shape, -1)
     for part, (first, end) in zip(parts, pairwise(cuts), strict=True):
         if part is not None:
-            is_own = (owner >= first) & (owner < end)
-            whole.reshape(shape)[is_own] = part.reshape(shape)[is_own]
-    return whole
+            is_in_part = (owner >= first) & (owner < end)
+            combined.reshape(shape)[is_in_part] = part.reshape(shape)[is_in_part]
+    return combined

@@ -1,4 +1,4 @@
-"""The PyTorch reader: interprets a Program on a CPU or a GPU; gradients flow through it."""
+"""The torch backend: interprets a Program in PyTorch, on a CPU or a GPU, with gradients."""
 
 from twostroke.backends.torch.backend import TorchBackend
 from twostroke.backends.torch.model import TorchModel, choose_device

@@ -1,4 +1,4 @@
-"""The torch backend: runs the engine's steps, one operation after another, plainly."""
+"""The torch backend: runs the engine's steps in PyTorch, one operation after another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from twostroke.backends.interface import WeightShard
     from twostroke.backends.spans import Rows
     from twostroke.backends.step_frame import StepFrame
-    from twostroke.backends.torch.pages import Keeper
+    from twostroke.backends.torch.pages import KvKeeper
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
     from twostroke.model.program import Program
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class TorchBackend:
     """Runs a Program in float32 with PyTorch."""
 
-    def __init__(  # noqa: PLR0913 - facts that only the builder knows
+    def __init__(  # noqa: PLR0913 - each is a fact that only the caller knows
         self,
         program: Program,
         tensors: Mapping[str, QuantTensor],
@@ -55,12 +55,12 @@ class TorchBackend:
         tapped_value: str | None = None,
         share: WeightShard | None = None,
     ) -> None:
-        """Dequantize the Program's weights onto `device` and reserve its pages there.
+        """Dequantize the Program's weights onto `device`, and reserve its pages there.
 
-        `num_threads` None leaves the choice to PyTorch. Steps return `tapped_value` for the rows in
-        which they draw. With a `share` this is one rank of several, which computes and holds its
-        part of the whole `program` and `tensors`; ranks other than 0 only `follow`, and
-        `tapped_value` can only be the last hidden state.
+        `num_threads`: None leaves the choice to PyTorch. `tapped_value`: the value that steps
+        return for the rows that draw. `share`: this backend is one rank of several, which holds and
+        computes its part of the model. Ranks other than 0 only `follow`, and `tapped_value` can
+        only be the last hidden state.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -68,10 +68,10 @@ class TorchBackend:
         self.logits, self._tapped_value = program.ops[-1].output, tapped_value
         tapped = tapped_value if share is None else last_hidden(program)  # the same on all ranks
         returned = [self.logits, program.last_states, *([] if tapped is None else [tapped])]
-        self._part = self._divided(returned)
-        self._returned = self._here(returned)
-        held = tensors if share is None else share.tensors(self._part, tensors)
-        self._model = TorchModel(self._part.program, held, device)
+        self._part = self._rank_program(returned)
+        self._returned = self._names_here(returned)
+        rank_tensors = tensors if share is None else share.tensors(self._part, tensors)
+        self._model = TorchModel(self._part.program, rank_tensors, device)
         self._pages = TorchKvPages(self._part.program, num_pages, page_size, self._model.device)
         self.facts = BackendFacts(
             name="torch",
@@ -83,7 +83,7 @@ class TorchBackend:
             weight_bytes=sum(weight.nbytes for weight in self._model.weights.values()),
             cache_bytes=self._pages.memory.nbytes,
         )
-        self._steps: StepArrays | None = None  # the form in which other ranks get steps
+        self._steps: StepArrays | None = None  # encodes steps for the other ranks
         if share is not None and share.rank == 0:
             groups = PageGroups(page_size, self.facts.windows)
             longest = groups.max_tokens(num_pages, program.context_length)
@@ -96,18 +96,18 @@ class TorchBackend:
         return self.compute(plan)
 
     def fill(self, plan: StepPlan) -> None:
-        """Lay out a step for the other ranks; see `RankBackend`."""
+        """Write a step's arrays for the other ranks; see `RankBackend`."""
         assert self._steps is not None
         self._steps.fill(plan)
 
     def encoded(self) -> bytes:
-        """Return the step that was laid out, as a frame."""
+        """Return the step that `fill` wrote as a message."""
         assert self._steps is not None
         return self._steps.encoded()
 
     def compute(self, plan: StepPlan) -> StepResult:
-        """Compute this rank's part of a step of this plan, and draw."""
-        started = time.perf_counter()
+        """Compute this rank's part of a step, and draw its tokens."""
+        start_s = time.perf_counter()
         rows = flatten(plan.slices)
         values = self._compute(rows, plan.external)
         hidden = None
@@ -117,46 +117,54 @@ class TorchBackend:
         last = values[self._program.last_states]
         states = [last[part].cpu().numpy() for part in pooled_rows(plan.slices)]
         logits = values[self.logits].cpu().numpy()
-        kernel_s = time.perf_counter() - started
-        drawn, scores = draw_all(plan, logits)
-        elapsed_s = time.perf_counter() - started
-        tokens_drawn, logprobs = [t for t, _ in drawn], [p for _, p in drawn]
-        return StepResult(tokens_drawn, logprobs, elapsed_s, kernel_s, hidden, scores, states)
+        kernel_s = time.perf_counter() - start_s
+        draws, scores = draw_all(plan, logits)
+        elapsed_s = time.perf_counter() - start_s
+        tokens_drawn, logprobs = [t for t, _ in draws], [p for _, p in draws]
+        return StepResult(
+            tokens_drawn,
+            logprobs,
+            elapsed_s=elapsed_s,
+            kernel_s=kernel_s,
+            hidden=hidden,
+            scores=scores,
+            states=states,
+        )
 
     def follow(self, frame: StepFrame) -> float:
-        """Compute this rank's part of a step of rank 0; return 0.0, since nothing is measured."""
+        """Compute this rank's part of a step from rank 0; return 0.0: collectives are not timed."""
         self._compute(unpack(frame), frame.external)
         return 0.0
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
-        """Return the logits of a sequence, which rank 0 alone has; see `Backend.score`."""
-        found = self.trace(tokens, [self.logits], generated=generated)
-        return found.get(self.logits, np.empty((0, 0), np.float32))
+        """Return the logits of a sequence, empty on ranks other than 0; see `Backend.score`."""
+        values = self.trace(tokens, [self.logits], generated=generated)
+        return values.get(self.logits, np.empty((0, 0), np.float32))
 
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, Array]:
         """Return values of the Program for a sequence; see `Backend.trace`."""
-        del generated  # one arithmetic for all rows
-        every = torch.arange(len(tokens))
+        del generated  # all rows are computed in the same way
+        all_rows = torch.arange(len(tokens))
         with torch.inference_mode():
-            program = self._divided(values).program
+            program = self._rank_program(values).program
             keeper = WholeSequences([len(tokens)], program.ops)
-            state = self._state(torch.tensor(tokens), every, every, keeper)
-            traced = self._model.run(state, self._here(values), program)
+            state = self._state(torch.tensor(tokens), all_rows, all_rows, keeper)
+            traced = self._model.run(state, self._names_here(values), program)
             return {name: value.cpu().numpy() for name, value in traced.items()}
 
     @property
     def pages(self) -> None:
-        """None: its pages may lie in a GPU's memory."""
+        """None, because the pages may be in a GPU's memory."""
 
     def forget(self, request: Request) -> None:
-        """Drop what other ranks need to know of a finished request."""
+        """Drop the state of a finished request, which other ranks need."""
         if self._steps is not None:
             self._steps.forget(request)
 
     def close(self) -> None:
-        """Drop weights and pages."""
+        """Free weights and pages."""
         self._model.weights = {}
         self._pages.memory = torch.empty(0)
 
@@ -178,28 +186,28 @@ class TorchBackend:
         tokens: Tensor,
         positions: Tensor,
         sampled: Tensor,
-        keeper: Keeper,
+        keeper: KvKeeper,
         external: Tensor | None = None,
     ) -> TorchStepState:
         device, part = self._model.device, self._part
         return TorchStepState(
-            tokens.to(device),
-            positions.to(device),
-            sampled.to(device),
-            self._model.weights,
-            keeper,
-            None if external is None else external.to(device),
-            None if self._share is None else self._share.link,
-            part.row_part,
-            part.num_row_parts,
+            tokens=tokens.to(device),
+            positions=positions.to(device),
+            sampled=sampled.to(device),
+            weights=self._model.weights,
+            keeper=keeper,
+            external=None if external is None else external.to(device),
+            link=None if self._share is None else self._share.link,
+            row_part=part.row_part,
+            num_row_parts=part.num_row_parts,
         )
 
-    def _divided(self, kept: Collection[str]) -> RankProgram:
-        """Return this rank's part of the Program; values that are `kept` are whole on rank 0."""
+    def _rank_program(self, kept_values: Collection[str]) -> RankProgram:
+        """Return this rank's part of the Program; rank 0 has `kept_values` undivided."""
         if self._share is None:
             return shard(self._program, ONE_RANK)[0]
-        return self._share.parts(self._program, kept)[self._share.rank]
+        return self._share.parts(self._program, kept_values)[self._share.rank]
 
-    def _here(self, values: Collection[str]) -> Collection[str]:
-        """Return those of a step's values that this rank returns."""
+    def _names_here(self, values: Collection[str]) -> Collection[str]:
+        """Return the names of the values that this rank returns: all on rank 0, else none."""
         return values if self._share is None or self._share.rank == 0 else ()

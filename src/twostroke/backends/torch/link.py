@@ -1,4 +1,4 @@
-"""How ranks reach each other: torch.distributed, with NCCL on GPUs and Gloo on CPUs."""
+"""`TorchLink`: connects ranks by torch.distributed, with NCCL on GPUs and Gloo on CPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Collective = ops.AllGather | ops.AllReduce | ops.Send | ops.Receive
 
 _LOOPBACK: Final = "127.0.0.1"
-_TIMEOUT: Final = timedelta(seconds=20)  # for what heartbeats do not find: they take a second
+_TIMEOUT: Final = timedelta(seconds=20)  # for failures that heartbeats do not find in a second
 
 
 class TorchLink:
@@ -36,21 +36,21 @@ class TorchLink:
     files = ()
 
     def __init__(self, rank: int, num_ranks: int, host: str = _LOOPBACK) -> None:
-        """Belong to no group yet; others reach rank 0 at `host`."""
+        """Prepare the link, without a group yet; other ranks reach rank 0 at `host`."""
         self._rank, self._num_ranks, self._host = rank, num_ranks, host
-        self._store: dist.Store | None = None  # where the ranks meet, in rank 0
+        self._store: dist.Store | None = None  # only on rank 0
         self._address: tuple[str, int] | None = None
         self._teams: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._busy = threading.Lock()  # Gloo's waits cannot be ended by another thread
 
     @property
     def record(self) -> TorchLink:
-        """Itself: what the backend calls."""
+        """The link itself, whose `apply` the backend calls."""
         return self
 
     def renew(self) -> str:
-        """Return where the ranks meet from now on."""
-        # By itself the store would listen at all of the machine's addresses.
+        """Open a store at which ranks meet; return its address."""
+        # Without a socket of ours, the store would listen at all addresses of the machine.
         server = socket.create_server((self._host if self._host == _LOOPBACK else "", 0))
         port: int = server.getsockname()[1]
         self._store = dist.TCPStore(
@@ -64,17 +64,17 @@ class TorchLink:
         return f"{self._host}:{port}"
 
     def join(self, link: str) -> None:
-        """Meet the other ranks there, in the first collective: until then one may be lost."""
+        """Note the address; the ranks meet in the first collective, and may be lost until then."""
         with self._busy:
             self._leave()
             host, _, port = link.rpartition(":")
             self._address = host, int(port)
 
     def begin(self) -> None:
-        """Do nothing: the first collective waits for all."""
+        """Do nothing: the first collective waits for all ranks."""
 
     def abort(self) -> None:
-        """Leave the others, whose waits for this rank end; not while this rank waits itself."""
+        """Leave the group, which ends the waits of other ranks, unless this rank waits itself."""
         if self._busy.acquire(blocking=False):
             try:
                 self._leave()
@@ -82,22 +82,21 @@ class TorchLink:
                 self._busy.release()
 
     def progress(self) -> int:
-        """Return 0: collectives have a timeout of their own."""
+        """Return 0, because collectives have their own timeout."""
         return 0
 
     def close(self) -> None:
-        """Leave the others."""
+        """Leave the group, and close the store."""
         self.abort()
         self._store = None
 
-    def apply(self, op: Collective, x: Tensor | None, tokens: Tensor, own: slice) -> Tensor:
-        """Return the output of `op`, given this rank's part of its input.
+    def apply(self, op: Collective, x: Tensor | None, tokens: Tensor, own_rows: slice) -> Tensor:
+        """Return the output of `op`, given this rank's part `x` of its input.
 
-        `own` are this rank's of the step's rows, which have `tokens`.
-        Rows and terms that another member has are zeros in `x`. An output that nothing reads has
-        no rows.
+        `tokens`: of all rows of the step. `own_rows`: the rows that this rank computes. In `x`,
+        rows and terms of other ranks are zeros. An output that this rank does not need has no rows.
         """
-        num_rows, device = own.stop - own.start, tokens.device
+        num_rows, device = own_rows.stop - own_rows.start, tokens.device
         with self._calling():
             match op:
                 case ops.Receive():
@@ -124,28 +123,28 @@ class TorchLink:
                     return total
 
     def _join_parts(self, op: ops.AllGather, x: Tensor, cuts: Sequence[int]) -> Tensor:
-        """Return the rows that the members have between `cuts`; they travel padded."""
+        """Gather rows that ranks have between `cuts`; they are sent padded to the same size."""
         counts = [end - start for start, end in pairwise(cuts)]
-        own = functional.pad(x, (0, 0, 0, max(counts) - len(x))).contiguous()
+        padded = functional.pad(x, (0, 0, 0, max(counts) - len(x))).contiguous()
         reads = op.root is None or op.root == self._rank
-        parts = [torch.empty_like(own) for _ in counts] if reads else []
-        if own.numel() and op.root is None:
-            dist.all_gather(parts, own, group=self._team(op.team))
-        elif own.numel():
-            dist.gather(own, parts or None, dst=op.root, group=self._team(op.team))
+        parts = [torch.empty_like(padded) for _ in counts] if reads else []
+        if padded.numel() and op.root is None:
+            dist.all_gather(parts, padded, group=self._team(op.team))
+        elif padded.numel():
+            dist.gather(padded, parts or None, dst=op.root, group=self._team(op.team))
         if not reads:
             return x[:0]
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def _team(self, team: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the group of a team, which its members make when they first need it."""
+        """Return the process group of a team, which its ranks create at first use."""
         if team not in self._teams:
             assert list(team) == sorted(team), "a group's members are in the order of their ranks"
             self._teams[team] = dist.new_group(list(team), use_local_synchronization=True)
         return self._teams[team]
 
     def _meet(self) -> None:
-        """Make the group of all ranks, unless there is one."""
+        """Create the group of all ranks, unless there is one already."""
         if dist.is_initialized():
             return
         if self._address is None:
@@ -166,7 +165,7 @@ class TorchLink:
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """Raise RanksLostError where torch.distributed fails."""
+        """Run collectives in the block; raise RanksLostError if torch.distributed fails."""
         with self._busy:
             try:
                 self._meet()

@@ -1,4 +1,4 @@
-"""A Program with PyTorch weights: from tokens to logits, with or without gradients."""
+"""`TorchModel`: a Program with PyTorch weights, which computes logits and gradients."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 class TorchModel:
     """Interprets a Program in float32.
 
-    `weights` are tensors by the Program's names; ask autograd for the gradients of those that
-    have `requires_grad` set.
+    `weights`: tensors by the Program's names. Set `requires_grad` to train a weight.
     """
 
     def __init__(
@@ -50,20 +49,20 @@ class TorchModel:
             ) from None
 
     def values(self, tokens: Tensor, names: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return values by name, (len(tokens), width), and the logits of a sequence (int64)."""
-        every = torch.arange(len(tokens), device=self.device)
+        """Return the named values of a sequence of tokens (int64), and its logits, by name."""
+        all_rows = torch.arange(len(tokens), device=self.device)
         keeper = WholeSequences([len(tokens)], self.program.ops)
-        state = TorchStepState(tokens.to(self.device), every, every, self.weights, keeper)
+        state = TorchStepState(tokens.to(self.device), all_rows, all_rows, self.weights, keeper)
         return self.run(state, (*names, self.program.ops[-1].output))
 
     def run(
         self, state: TorchStepState, names: Collection[str], program: Program | None = None
     ) -> dict[str, Tensor]:
-        """Run the Program, or another with its weights, on a step's rows; return named values."""
-        every = (program or self.program).ops
-        last_use = {name: op for op in every for name in op.inputs}
+        """Run the Program, or a `program` on the same weights; return the named values."""
+        operations = (program or self.program).ops
+        last_use = {name: op for op in operations for name in op.inputs}
         values: dict[str, Tensor] = {}
-        for op in every:
+        for op in operations:
             values[op.output] = apply(op, _own_rows(op, values, state), state)
             for name in set(op.inputs).difference(names):
                 if last_use[name] is op:
@@ -72,35 +71,35 @@ class TorchModel:
 
 
 def _own_rows(op: Op, values: dict[str, Tensor], state: TorchStepState) -> Mapping[str, Tensor]:
-    """Return the inputs of an operation, with this rank's rows where it does not read all."""
-    num_rows, own = len(state.tokens), state.own
-    if own == slice(0, num_rows) or not isinstance(op, ops.LocalOp):
+    """Return the inputs of an operation, cut to this rank's rows unless it reads all rows."""
+    num_rows, own_rows = len(state.tokens), state.own_rows
+    if own_rows == slice(0, num_rows) or not isinstance(op, ops.LocalOp):
         return values
     inputs = {getattr(op, field): field in op.needs_all_rows for field in op.reads}
     return {
-        name: x if reads_all or len(x) < num_rows else x[own]
+        name: x if reads_all or len(x) < num_rows else x[own_rows]
         for name, reads_all in inputs.items()
         for x in (values[name],)
     }
 
 
-def choose_device(wanted: str, local_rank: int | None = None) -> str:
-    """Return the device for `wanted`; "auto" is a GPU where PyTorch sees one.
+def choose_device(device: str, local_rank: int | None = None) -> str:
+    """Resolve a device name; "auto" is a GPU if PyTorch sees one.
 
-    Of several ranks on a machine each has a GPU: the one of its number there, `local_rank`.
+    `local_rank`: the number of this rank on the machine, and of its GPU.
 
     Raises:
         BackendError: PyTorch does not have this device here.
     """
     has_gpu = torch.cuda.is_available()
-    if local_rank is not None and wanted.startswith("cuda:"):
+    if local_rank is not None and device.startswith("cuda:"):
         raise BackendError("Each rank has a GPU of its own: set --device to cuda or cpu.")
-    if local_rank is not None and has_gpu and wanted in {"auto", "cuda"}:
-        wanted = f"cuda:{local_rank}"
-    if wanted == "auto":
+    if local_rank is not None and has_gpu and device in {"auto", "cuda"}:
+        device = f"cuda:{local_rank}"
+    if device == "auto":
         return "cuda" if has_gpu else "cpu"
     count = torch.cuda.device_count() if has_gpu else 0
-    known = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
-    if wanted not in known:
-        raise BackendError(f"PyTorch has no device '{wanted}' here. Devices: {', '.join(known)}.")
-    return wanted
+    names = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
+    if device not in names:
+        raise BackendError(f"PyTorch has no device '{device}' here. Devices: {', '.join(names)}.")
+    return device

@@ -1,4 +1,4 @@
-"""The operations in PyTorch: differentiable, on the device of their weights."""
+"""Each operation in PyTorch, differentiable, on the device of the weights."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from twostroke.backends.torch.link import TorchLink
-    from twostroke.backends.torch.pages import Keeper
+    from twostroke.backends.torch.pages import KvKeeper
     from twostroke.model.program import Op
 
 
 class TorchStepState(Frozen):
-    """Inputs of a step's operations besides values.
+    """The inputs of a step's operations, apart from the values of other operations.
 
-    `tokens`, `positions` (rows) and `sampled` (rows that get logits) are int64 on the weights'
-    device. `keeper` stores the step's keys and values and finds those that its rows see. A rank
-    reaches the others by its `link`, and computes part `row_part` of `num_row_parts` of the rows.
+    `tokens`, `positions` (rows) and `sampled` (the rows with logits) are int64 on the weights'
+    device. `keeper` stores the step's keys and values, and returns the ones its rows see. With
+    several ranks, this rank reaches the others by its `link`, and computes part `row_part` of
+    `num_row_parts` of the rows.
     """
 
     tokens: Tensor
     positions: Tensor
     sampled: Tensor
     weights: Mapping[str, Tensor]
-    keeper: Keeper
+    keeper: KvKeeper
     external: Tensor | None = None
     link: TorchLink | None = None
     row_part: int = 0
     num_row_parts: int = 1
 
     @property
-    def own(self) -> slice:
+    def own_rows(self) -> slice:
         """The rows that this rank computes."""
         count, part, parts = len(self.tokens), self.row_part, self.num_row_parts
         return slice(count * part // parts, count * (part + 1) // parts)
@@ -47,9 +48,9 @@ class TorchStepState(Frozen):
 def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
     op: Op, values: Mapping[str, Tensor], state: TorchStepState
 ) -> Tensor:
-    """Return what `op` writes, (rows, width), given the values written so far.
+    """Return the output of `op`, (rows, width), given the values computed so far.
 
-    Values have this rank's own rows of the step, or all rows.
+    Values have the step's rows that this rank computes, or all rows.
     """
     weights = state.weights
     match op:
@@ -70,7 +71,7 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
         case ops.Join():
             return _join(op, values[op.a], values[op.b])
         case ops.Rope():
-            return _rope(op, values[op.x], state.positions[state.own])
+            return _rope(op, values[op.x], state.positions[state.own_rows])
         case ops.Attention():
             return _attention(op, values, state)
         case ops.GatedActivation():
@@ -99,7 +100,7 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return a product in the weight's type, in whatever type autocast computes it."""
+    """Return a product in the weight's type; autocast may compute it in another type."""
     return functional.linear(x, weight, bias).to(weight.dtype)
 
 
@@ -108,18 +109,18 @@ def _exchange(
     values: Mapping[str, Tensor],
     state: TorchStepState,
 ) -> Tensor:
-    """Return what other ranks have of a value, with this rank's own."""
+    """Exchange a value with other ranks, and return the result."""
     assert state.link is not None, "a divided Program needs the other ranks"
     x = values[op.inputs[0]] if op.inputs else None
-    return state.link.apply(op, x, state.tokens, state.own)
+    return state.link.apply(op, x, state.tokens, state.own_rows)
 
 
 def _embed(op: ops.Embed, tokens: Tensor, table: Tensor) -> Tensor:
-    """Return rows of the table; zeros for tokens that it does not have."""
+    """Return the rows of a table; zeros for tokens that are not in it."""
     ids = tokens - op.first_id
-    elsewhere = (ids < 0) | (ids >= op.num_ids)
-    found = functional.embedding(ids.masked_fill(elsewhere, 0), table)
-    return found.masked_fill(elsewhere[:, None], 0)
+    is_missing = (ids < 0) | (ids >= op.num_ids)
+    rows = functional.embedding(ids.masked_fill(is_missing, 0), table)
+    return rows.masked_fill(is_missing[:, None], 0)
 
 
 def _rms_norm(op: ops.RMSNorm, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
@@ -147,28 +148,28 @@ def _rope(op: ops.Rope, x: Tensor, positions: Tensor) -> Tensor:
     sine = (angles.sin() * op.magnitude).to(x.dtype)[:, None, :]
     heads = x.reshape(len(x), op.num_heads, op.head_dim)
     pairs = len(op.inverse_frequencies)
-    turned, rest = heads[..., : 2 * pairs], heads[..., 2 * pairs :]
+    rotated, rest = heads[..., : 2 * pairs], heads[..., 2 * pairs :]
     if op.interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
     else:
-        first, second = turned[..., :pairs], turned[..., pairs:]
-    one, two = first * cosine - second * sine, first * sine + second * cosine
+        first, second = rotated[..., :pairs], rotated[..., pairs:]
+    new_first, new_second = first * cosine - second * sine, first * sine + second * cosine
     if op.interleaved:
-        turned = torch.stack((one, two), dim=-1).flatten(-2)
+        rotated = torch.stack((new_first, new_second), dim=-1).flatten(-2)
     else:
-        turned = torch.cat((one, two), dim=-1)
-    return torch.cat((turned, rest), dim=-1).reshape(x.shape)
+        rotated = torch.cat((new_first, new_second), dim=-1)
+    return torch.cat((rotated, rest), dim=-1).reshape(x.shape)
 
 
 def _attention(op: ops.Attention, values: Mapping[str, Tensor], state: TorchStepState) -> Tensor:
     q, *stored = (values[name] for name in op.inputs)
-    own = state.own
+    own_rows = state.own_rows
     outputs = [q[:0]]
     for span, keys, vals, first in state.keeper.spans(op, tuple(stored)):
-        rows = slice(max(span.start, own.start), min(span.stop, own.stop))
+        rows = slice(max(span.start, own_rows.start), min(span.stop, own_rows.stop))
         if rows.start >= rows.stop:
             continue
-        queries = q[rows.start - own.start : rows.stop - own.start]
+        queries = q[rows.start - own_rows.start : rows.stop - own_rows.start]
         queries = queries.reshape(-1, op.num_heads, op.head_dim)
         distance = state.positions[rows, None] - torch.arange(
             first, first + len(keys), device=q.device
@@ -179,7 +180,7 @@ def _attention(op: ops.Attention, values: Mapping[str, Tensor], state: TorchStep
 
 
 def _attend(op: ops.Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Return (rows, width); q is (rows, heads, head_dim), k and v (context, kv_heads, head_dim)."""
+    """Return (rows, width) for q (rows, heads, head_dim), k and v (context, kv_heads, head_dim)."""
     heads = torch.arange(op.first_head, op.first_head + op.num_heads, device=q.device)
     k, v = (x.index_select(1, heads // op.group_size) for x in (k, v))
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
@@ -208,22 +209,22 @@ def _activate(activation: Activation, x: Tensor) -> Tensor:
 def _expert_terms(
     op: ops.ExpertTerms, values: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 ) -> Tensor:
-    """Return the terms of each row's experts; zeros for those of experts that are elsewhere."""
-    x, chosen = values[op.x], _chosen(op, values[op.scores])
-    terms = x.new_zeros(*chosen.shape, op.hidden)
+    """Return the terms of each row's experts; zeros for experts of other ranks."""
+    x, experts = values[op.x], _experts_of_rows(op, values[op.scores])
+    terms = x.new_zeros(*experts.shape, op.hidden)
     for index, expert in enumerate(op.experts, op.first_expert):
-        rows, places = torch.nonzero(chosen == index, as_tuple=True)
+        rows, slots = torch.nonzero(experts == index, as_tuple=True)
         if not len(rows):
             continue
         gate = _activate(op.activation, _linear(x[rows], weights[expert.gate]))
         mixed = gate * _linear(x[rows], weights[expert.up])
-        terms[rows, places] = _linear(mixed, weights[expert.down])
+        terms[rows, slots] = _linear(mixed, weights[expert.down])
     return terms.flatten(1)
 
 
 def _sum_terms(op: ops.SumTerms, terms: Tensor, scores: Tensor) -> Tensor:
-    every = scores if op.are_shares else scores.softmax(dim=-1)
-    shares = every.gather(1, _chosen(op, scores))  # (rows, num_used)
+    all_shares = scores if op.are_shares else scores.softmax(dim=-1)
+    shares = all_shares.gather(1, _experts_of_rows(op, scores))  # (rows, num_used)
     if op.normalize:
         shares = shares / shares.sum(dim=-1, keepdim=True)
     weighed = shares[..., None] * terms.unflatten(1, (op.num_used, -1))
@@ -232,26 +233,26 @@ def _sum_terms(op: ops.SumTerms, terms: Tensor, scores: Tensor) -> Tensor:
 
 def _route(op: ops.Route, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     scores = x.sigmoid() if op.is_sigmoid else x.softmax(dim=-1)
-    wanted = scores if op.bias is None else scores + weights[op.bias]
-    groups = wanted.reshape(len(x), op.num_groups, -1)
+    priorities = scores if op.bias is None else scores + weights[op.bias]
+    groups = priorities.reshape(len(x), op.num_groups, -1)
     best = groups.topk(op.group_best, dim=-1).values.sum(dim=-1)
     used = _largest(best, op.num_used_groups)[..., None].expand(-1, -1, groups.shape[-1])
     masked = torch.full_like(groups, -torch.inf).scatter(1, used, groups.gather(1, used))
-    chosen = _largest(masked.flatten(1), op.num_used)
-    shares = scores.gather(1, chosen)
+    experts = _largest(masked.flatten(1), op.num_used)
+    shares = scores.gather(1, experts)
     if op.normalize:
         shares = shares / (shares.sum(dim=-1, keepdim=True) + 1e-20)
     shares = shares * op.scale
     if op.factors is not None:
-        shares = shares * weights[op.factors][chosen]
-    return torch.full_like(x, -1).scatter(1, chosen, shares)
+        shares = shares * weights[op.factors][experts]
+    return torch.full_like(x, -1).scatter(1, experts, shares)
 
 
-def _chosen(op: ops.ExpertTerms | ops.SumTerms, scores: Tensor) -> Tensor:
-    """Return each row's experts, (rows, num_used), in the order of the choice."""
+def _experts_of_rows(op: ops.ExpertTerms | ops.SumTerms, scores: Tensor) -> Tensor:
+    """Return the experts of each row with the largest scores, (rows, num_used), best first."""
     return _largest(scores, op.num_used)
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """Return the places of the largest, of equal ones the first."""
+    """Return the indices of the largest scores of each row; among equal scores, the first."""
     return scores.argsort(dim=-1, descending=True, stable=True)[:, :count]

@@ -1,4 +1,4 @@
-"""Where keys and values are kept: in pages between steps, or not at all within one sequence."""
+"""Keepers of keys and values: in pages between steps, or only within whole sequences."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ if TYPE_CHECKING:
     Seen = tuple[slice, Tensor, Tensor, int]
 
 
-class Keeper(Protocol):
-    """Stores a step's keys and values and finds those that its rows attend to."""
+class KvKeeper(Protocol):
+    """Stores a step's keys and values, and returns the context of each span of rows."""
 
-    def spans(self, op: ops.Attention, own: tuple[Tensor, ...]) -> Iterator[Seen]:
+    def spans(self, op: ops.Attention, step_kv: tuple[Tensor, ...]) -> Iterator[Seen]:
         """Yield (rows, keys, values, position of the first key) for each span of rows.
 
-        `own` are keys and values of the step, (rows, width), or nothing, where an earlier operation
-        has stored them; the yielded ones are (context, kv_heads, head_dim).
+        `step_kv`: keys and values of the step, (rows, width); empty if an earlier operation has
+        stored them. The yielded keys and values are (context, kv_heads, head_dim).
         """
 
 
 class WholeSequences:
-    """Sequences of these lengths, one after another: nothing outlives the step.
+    """Whole sequences, one after another, without pages: nothing outlives the step.
 
-    Gradients flow through.
+    Gradients flow through keys and values.
     """
 
     def __init__(self, lengths: Sequence[int], operations: Sequence[Op]) -> None:
-        """Keep what some of the `operations` borrow, until the keeper goes."""
+        """Take the `lengths` of the sequences; `operations` show which layers' KV is shared."""
         self._lengths = lengths
-        self._lent = {op.layer for op in operations if isinstance(op, SharedKvAttention)}
+        self._shared_layers = {op.layer for op in operations if isinstance(op, SharedKvAttention)}
         self._stored: dict[int, tuple[Tensor, ...]] = {}
 
-    def spans(self, op: ops.Attention, own: tuple[Tensor, ...]) -> Iterator[Seen]:
+    def spans(self, op: ops.Attention, step_kv: tuple[Tensor, ...]) -> Iterator[Seen]:
         """Yield a span for each sequence."""
         start = 0
-        if op.stores and op.layer in self._lent:
-            self._stored[op.layer] = own
-        k, v = own or self._stored[op.layer]
+        if op.stores and op.layer in self._shared_layers:
+            self._stored[op.layer] = step_kv
+        k, v = step_kv or self._stored[op.layer]
         for length in self._lengths:
             rows, shape = slice(start, start + length), (length, op.num_kv_heads, op.head_dim)
             yield rows, k[rows].reshape(shape), v[rows].reshape(shape), 0
@@ -57,41 +57,41 @@ class WholeSequences:
 
 
 class TorchKvPages:
-    """Keys and values of every layer, in pages; float32."""
+    """The keys and values of all layers, in pages of float32 numbers."""
 
     def __init__(
         self, program: Program, num_pages: int, page_size: int, device: torch.device
     ) -> None:
-        """Reserve `num_pages` pages of `page_size` tokens of one cache group."""
+        """Reserve `num_pages` pages, each for `page_size` tokens of one cache group."""
         self.map = PageMap(program, page_size)
         self.memory = torch.zeros((num_pages * page_size, self.map.width), device=device)
 
 
 class PagedStep:
-    """The spans of one step over pages; what the step computes is stored before it is read."""
+    """A keeper for one step, which stores keys and values in pages before they are read."""
 
     def __init__(self, pages: TorchKvPages, spans: Sequence[RowSpan]) -> None:
-        """`spans` are consecutive rows of one sequence each, in the order of the rows."""
+        """Take the spans of the step, in the order of rows, and copy pages of branches."""
         self._pages = pages
         self._spans = spans
         if any(span.copies for span in spans):
             device = pages.memory.device
-            found = pages.map.copies(spans)
-            targets, sources = (torch.from_numpy(slots).to(device) for slots in found)
+            slots_of_copies = pages.map.copies(spans)
+            targets, sources = (torch.from_numpy(slots).to(device) for slots in slots_of_copies)
             pages.memory[targets] = pages.memory[sources]
 
-    def spans(self, op: ops.Attention, own: tuple[Tensor, ...]) -> Iterator[Seen]:
-        """Store the step's keys and values, then yield each span's own with what it can see."""
+    def spans(self, op: ops.Attention, step_kv: tuple[Tensor, ...]) -> Iterator[Seen]:
+        """Store the step's keys and values; yield the keys and values that each span sees."""
         memory, columns = self._pages.memory, self._pages.map.columns(op.layer)
         for span in self._spans:
             rows = torch.from_numpy(span.stored_rows).to(memory.device)
             stored = np.arange(span.end - len(rows), span.end)
-            at = self._pages.map.slots(span, op.layer, stored)
-            for part, column in zip(own, columns if own else (), strict=True):
-                memory[torch.from_numpy(at).to(memory.device), column] = part[rows]
+            stored_slots = self._pages.map.slots(span, op.layer, stored)
+            for part, column in zip(step_kv, columns if step_kv else (), strict=True):
+                memory[torch.from_numpy(stored_slots).to(memory.device), column] = part[rows]
             first = 0 if op.window is None else max(0, span.start + 1 - op.window)
-            found = self._pages.map.slots(span, op.layer, np.arange(first, span.end))
-            slots = torch.from_numpy(found).to(memory.device)
+            context_slots = self._pages.map.slots(span, op.layer, np.arange(first, span.end))
+            slots = torch.from_numpy(context_slots).to(memory.device)
             shape = (len(slots), op.num_kv_heads, op.head_dim)
             keys, values = (memory[slots, column].reshape(shape) for column in columns)
             yield span.rows, keys, values, first
