@@ -31,5 +31,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, including those that are not imported yet."""
+    """Return the public names, whether they are imported yet or not."""
     return sorted(__all__)

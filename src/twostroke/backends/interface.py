@@ -1,4 +1,4 @@
-"""The interface between the engine and backends: what a backend is, can do, and reports.
+"""The interface between the engine and backends.
 
 `Backend` and its parent protocols `Runner`, `StartRunner` and `RankRunner` are the calls;
 `BackendFacts` are sizes and abilities. `PageMemory` gives access to the bytes of KV pages, and

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from twostroke.backends.parallel.division import unwise
+from twostroke.backends.parallel.division import division_warning
 from twostroke.cli.terminal import Bar, printable
 from twostroke.core.errors import ModelNotFoundError, TwostrokeError, UsageError
 from twostroke.core.options import PARTNER
@@ -135,7 +135,7 @@ def open_remote(
 
 def _fetch_all(model: str, options: EngineOptions, *, quiet: bool = False) -> str:
     """Fetch a model and its draft, and return what to say while it is loaded."""
-    if (warning := unwise(options.parallel.num_ranks)) is not None:
+    if (warning := division_warning(options.parallel.num_ranks)) is not None:
         _logger.warning(warning)
     label = f"Loading {fetch(model, quiet=quiet).name}"
     if options.speculation.draft not in {None, PARTNER}:

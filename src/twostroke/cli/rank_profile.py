@@ -15,7 +15,7 @@ from twostroke.lab.measure.rank_profile import profile_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from twostroke.backends.parallel.predicted_speed import LinkSpeed, TimeShares
+    from twostroke.backends.parallel.predicted_speed import CollectiveShares, LinkSpeed
     from twostroke.core.distributed_options import ParallelOptions
     from twostroke.lab.measure.profile import ProfileOptions
     from twostroke.lab.measure.rank_profile import RanksProfile, RankTime
@@ -80,7 +80,7 @@ def _cells(one: RankTime | None) -> tuple[str, str]:
     return f"{one.time_s * 1e3:.3f}", f"{one.waiting_s * 1e3:.3f}"
 
 
-def _shares(shares: TimeShares) -> str:
+def _shares(shares: CollectiveShares) -> str:
     both = shares.waiting + shares.moving
     return f"{both:.1%} ({shares.waiting:.1%} waiting, {shares.moving:.1%} moving)"
 

@@ -138,10 +138,13 @@ class MeetingRanks(ParallelBackend):
         ranks = [RankFacts(rank, "here", 1, 0, 0) for rank in range(3)]
         self.facts = SimpleNamespace(ranks=ranks, link=link)
 
-    def meet(self, what):
-        computing_s = what.work * 1e-9
-        meeting_s = 2e-6 + 0.1 * computing_s + (what.num_bytes > 1000) * 1e-3
-        return [computing_s] * what.count, [meeting_s + 5e-6, *[meeting_s] * (what.count - 1)]
+    def meet(self, meetings):
+        computing_s = meetings.work * 1e-9
+        meeting_s = 2e-6 + 0.1 * computing_s + (meetings.num_bytes > 1000) * 1e-3
+        return [computing_s] * meetings.count, [
+            meeting_s + 5e-6,
+            *[meeting_s] * (meetings.count - 1),
+        ]
 
 
 def test_the_link_is_measured():

@@ -12,9 +12,14 @@ import pytest
 
 from benchmarks.common import namespaces
 from twostroke.backends.parallel import launcher
-from twostroke.backends.parallel.division import LauncherEnv, launched, unwise
-from twostroke.backends.parallel.launcher import RankArrival, RemoteRanks, asked_of, place_among
-from twostroke.backends.parallel.links.link_type import KINDS
+from twostroke.backends.parallel.division import LauncherEnv, division_warning, read_launcher_env
+from twostroke.backends.parallel.launcher import (
+    RankArrival,
+    RemoteRanks,
+    assigned_rank,
+    describe_command,
+)
+from twostroke.backends.parallel.links.link_type import LINK_TYPES
 from twostroke.backends.parallel.rank_messages import pack
 from twostroke.core import env
 from twostroke.core.distributed_options import ParallelOptions
@@ -38,18 +43,18 @@ def given(monkeypatch, **variables):
 
 
 def test_variables_of_launchers_are_read(monkeypatch):
-    assert launched() is None
+    assert read_launcher_env() is None
     given(monkeypatch, SLURM_PROCID="0", SLURM_NTASKS="2")  # in a batch script, without srun
-    assert launched() is None
+    assert read_launcher_env() is None
     given(monkeypatch, SLURM_STEP_ID="0", SLURM_PROCID="1", MASTER_ADDR="10.0.0.1")
-    assert launched() == LauncherEnv(1, 2, "10.0.0.1", 29500)
+    assert read_launcher_env() == LauncherEnv(1, 2, "10.0.0.1", 29500)
     monkeypatch.delenv("MASTER_ADDR")
     given(monkeypatch, PMI_RANK="1", PMI_SIZE="2")
-    assert launched() == LauncherEnv(1, 2, None, 29500)
+    assert read_launcher_env() == LauncherEnv(1, 2, None, 29500)
     given(monkeypatch, RANK="2", WORLD_SIZE="4", MASTER_ADDR="10.0.0.1", MASTER_PORT="123")
-    assert launched() == LauncherEnv(2, 4, "10.0.0.1", 123)
+    assert read_launcher_env() == LauncherEnv(2, 4, "10.0.0.1", 123)
     given(monkeypatch, TORCHELASTIC_RUN_ID="x")  # torchrun has taken that port
-    assert launched() == LauncherEnv(2, 4, "10.0.0.1", 124)
+    assert read_launcher_env() == LauncherEnv(2, 4, "10.0.0.1", 124)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +72,7 @@ def test_variables_of_launchers_are_read(monkeypatch):
 def test_wrong_variables_are_refused(monkeypatch, variables, reason):
     given(monkeypatch, **variables)
     with pytest.raises(UsageError, match=reason):
-        place_among(2)
+        assigned_rank(2)
 
 
 def test_a_division_that_is_hardly_meant_so_gets_a_warning(monkeypatch):
@@ -78,7 +83,7 @@ def test_a_division_that_is_hardly_meant_so_gets_a_warning(monkeypatch):
         ({"RANK": "0", "WORLD_SIZE": "2"}, True),
     ):
         given(monkeypatch, **variables)
-        assert ("add --tensor-parallel 2" in (unwise(1) or "")) == warns
+        assert ("add --tensor-parallel 2" in (division_warning(1) or "")) == warns
 
 
 def test_an_empty_secret_is_refused(monkeypatch):
@@ -88,10 +93,10 @@ def test_an_empty_secret_is_refused(monkeypatch):
 
 
 def test_a_rank_that_was_asked_for_something_else_is_reported(caplog):
-    asked = asked_of("smollm2", ParallelOptions(tensor=2, shares=(3, 2)))
-    assert asked == "smollm2, tensor 2, shares (3, 2)"
-    for other, reports in ((asked, False), ("", False), ("qwen, pipeline 2", True)):
-        ranks = RemoteRanks("127.0.0.1", 0, b"", 2, asked)
+    command = describe_command("smollm2", ParallelOptions(tensor=2, shares=(3, 2)))
+    assert command == "smollm2, tensor 2, shares (3, 2)"
+    for other, reports in ((command, False), ("", False), ("qwen, pipeline 2", True)):
+        ranks = RemoteRanks("127.0.0.1", 0, b"", 2, command)
         with closing(ranks), closing(connect("127.0.0.1", ranks.port, b"", 5)) as channel:
             channel.send(MessageType.HELLO, pack(RankArrival(1, 2, other)))
             ranks(1).kill()
@@ -100,7 +105,7 @@ def test_a_rank_that_was_asked_for_something_else_is_reported(caplog):
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch):
-    monkeypatch.setattr(launcher, "COME_S", 0.3)
+    monkeypatch.setattr(launcher, "ARRIVAL_TIMEOUT_S", 0.3)
     ranks = RemoteRanks("127.0.0.1", 0, b"", 2)
     with pytest.raises(RanksLostError, match=r"Rank 1 did not come to 127.0.0.1:\d+ within"):
         ranks(1)
@@ -133,7 +138,7 @@ def test_an_impossible_address_of_rank_0_is_refused_at_once():
 
 
 @pytest.mark.model
-@pytest.mark.skipif(KINDS["ucx"].obstacle() is not None, reason="needs libucx-cu12")
+@pytest.mark.skipif(LINK_TYPES["ucx"].obstacle() is not None, reason="needs libucx-cu12")
 def test_two_hosts_give_the_same_tokens_through_all_faults():
     if why_not := namespaces.obstacle():
         pytest.skip(why_not)

@@ -17,10 +17,10 @@ from benchmarks.common import namespaces
 from twostroke.backends.cpu.library import choose_level
 from twostroke.backends.parallel.links import host_link
 from twostroke.backends.parallel.links import rendezvous as meeting
-from twostroke.backends.parallel.links.link_type import KINDS, choose_kind, open_link
+from twostroke.backends.parallel.links.link_type import LINK_TYPES, choose_link_type, open_link
 from twostroke.core.errors import BackendError, RanksLostError, UsageError
 
-USABLE = [kind for kind in ("ucx", "gloo") if KINDS[kind].obstacle() is None]
+USABLE = [kind for kind in ("ucx", "gloo") if LINK_TYPES[kind].obstacle() is None]
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 60
 
@@ -230,7 +230,7 @@ def test_a_missing_rank_is_named(monkeypatch):
 
 def test_a_kind_that_is_not_there_says_why():
     with pytest.raises(UsageError, match="must be one of ucx, gloo"):
-        choose_kind("udp")
-    if KINDS["gloo"].obstacle() is not None:
+        choose_link_type("udp")
+    if LINK_TYPES["gloo"].obstacle() is not None:
         with pytest.raises(BackendError, match="gloo: PyTorch is not installed"):
-            choose_kind("gloo")
+            choose_link_type("gloo")

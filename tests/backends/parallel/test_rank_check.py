@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from twostroke.backends.parallel.check import RankReport, interface_of, mismatches
-from twostroke.backends.parallel.links.link_type import KINDS
+from twostroke.backends.parallel.links.link_type import LINK_TYPES
 
 TIMEOUT_S = 120
 REPORT = RankReport(
@@ -54,7 +54,7 @@ def test_interfaces_are_named_by_addresses_of_ipv4_only():
     assert interface_of("::1") == "?"
 
 
-@pytest.mark.skipif(KINDS["ucx"].obstacle() is not None, reason="needs libucx-cu12")
+@pytest.mark.skipif(LINK_TYPES["ucx"].obstacle() is not None, reason="needs libucx-cu12")
 def test_the_command_compares_and_measures(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -18,7 +18,7 @@ from twostroke.backends.parallel.rank_messages import (
     pack,
     version,
 )
-from twostroke.backends.parallel.ranks import BEAT_S, Ranks
+from twostroke.backends.parallel.ranks import HEARTBEAT_INTERVAL_S, Ranks
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
 from twostroke.core.transport.channel import Channel, ChannelClosedError, MessageType
 
@@ -43,7 +43,7 @@ class FakeRank:
             while True:
                 if self.beats:
                     self.own.beat(pack(RankHeartbeat(self.waits, self.progress)))
-                if message := self.own.receive(BEAT_S / 4):
+                if message := self.own.receive(HEARTBEAT_INTERVAL_S / 4):
                     self.received.append(message.kind)
                     if message.kind is MessageType.RESET and self.beats:
                         self.own.send(
@@ -53,7 +53,7 @@ class FakeRank:
         except ChannelClosedError:
             self.own.close()
 
-    def ended(self):
+    def exit_reason(self):
         return None
 
     def kill(self):
@@ -105,7 +105,7 @@ def wait_until(condition):
 
 
 def test_ranks_that_live_are_left_alone(group):
-    assert sorted(group.ranks.meet()) == [1, 2]
+    assert sorted(group.ranks.wait_for_hellos()) == [1, 2]
     group.ranks.wait_until_ready()
     time.sleep(1.2)
     assert not group.ranks.lost
@@ -234,7 +234,7 @@ def test_a_rank_that_was_ended_by_ctrl_c_is_not_waited_for(group):
 
 
 def test_ranks_that_do_not_end_share_one_time_limit(group, monkeypatch):
-    monkeypatch.setattr(module, "_END_S", 0.3)
+    monkeypatch.setattr(module, "_END_TIMEOUT_S", 0.3)
     group.ranks.wait_until_ready()
     for rank in group.started:
         rank.ends_after_s = 60.0

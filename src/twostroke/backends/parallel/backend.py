@@ -43,69 +43,70 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float32]
 
-_CAUSE_S: Final = 2.0  # until it is known why a step failed
-# Ranks are joined again at least so often, and for so long: a link may be down for a while.
-_ATTEMPTS: Final = 5
-_PATIENCE_S: Final = 30.0
+_CAUSE_TIMEOUT_S: Final = 2.0  # to learn why a step failed
+# Ranks are joined again at least this often and this long, because a link may be down for a while.
+_MIN_ATTEMPTS: Final = 5
+_RECOVERY_TIMEOUT_S: Final = 30.0
 _PAUSE_S: Final = 0.5
 
 
 class RankBackend(Backend, Protocol):
-    """One rank's part of a Program, which computes a step in parts.
+    """The backend of one rank, which computes the rank's part of each step.
 
-    Rank 0 lays a step out with `fill`, sends it as `encoded`, and computes its part of it. The
-    others `follow`. `score` and `trace` are called on all ranks with the same arguments.
+    Rank 0 writes a step's arrays with `fill`, sends the result of `encoded`, and calls `compute`.
+    The other ranks call `follow`. All ranks call `score` and `trace` with the same arguments.
     """
 
     def fill(self, plan: StepPlan) -> None:
-        """Lay out a step, which the next call of `compute` computes."""
+        """Write a step's arrays; the next call of `compute` computes the step."""
 
     def encoded(self) -> bytes:
-        """Return the step that was laid out as a frame; once for each."""
+        """Return the filled step as a message; call it once for each step."""
 
     def compute(self, plan: StepPlan) -> StepResult:
-        """Compute the step that was laid out last, of this plan."""
+        """Compute the step that `fill` wrote for this plan, and draw its tokens."""
 
     def follow(self, frame: StepFrame) -> float:
-        """Compute this rank's part of a step of rank 0; return its seconds in collectives."""
+        """Compute this rank's part of a step from rank 0; return the seconds in collectives."""
 
 
 class ParallelBackend:
-    """Sends each step to the other ranks and computes this rank's part of it.
+    """Sends each step to the other ranks, and computes rank 0's part of it.
 
-    Sampling, page tables and taps are those of `own`, rank 0's part. The steps that `start` has
-    sent are finished in that order; there are more than one with a pipeline.
+    `rank0_backend`, the backend of rank 0, samples, and has the page tables and taps. Steps finish
+    in the order of their starts; with a pipeline, several are in flight.
     """
 
     def __init__(
         self,
-        own: RankBackend,
+        rank0_backend: RankBackend,
         ranks: Ranks,
         link: Link,
         jobs: Callable[[str], Mapping[int, RankJob]],
         mesh: Mesh,
     ) -> None:
-        """Join ranks that have their jobs; `jobs` makes those of ranks that are started again.
+        """Wait until all ranks are ready; they have their jobs already.
 
-        Takes over what it is given, and gives it back if it fails.
+        `jobs`: returns the jobs of restarted ranks, for the text of a renewed link. This object
+        closes the backend, the ranks and the link, also if this call fails.
 
         Raises:
             RanksLostError, BackendError: a rank ended, or cannot take part.
         """
-        self.own = own
+        self.rank0_backend = rank0_backend
         self._ranks, self._link, self._jobs = ranks, link, jobs
         self._process = os.getpid()
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
-        self._num_spoiled = 0
+        self._num_invalid = 0
         self._finished_s = self._collective_s = 0.0
-        self._filled: StepPlan | None = None  # what `own` has laid out
+        self._filled: StepPlan | None = None  # the step in `rank0_backend`
         self._clock = DecodeClock()
         try:
             self._begin()
         except BaseException:
             self.close()
             raise
-        self.facts = replace(_facts_of_all(own.facts, ranks, mesh), link=link.kind)
+        self.facts = replace(_facts_of_all(rank0_backend.facts, ranks, mesh), link=link.kind)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
@@ -113,74 +114,74 @@ class ParallelBackend:
         return self.finish()
 
     def start(self, plan: StepPlan) -> None:
-        """Let the other ranks begin a step.
+        """Send a step to the other ranks, which begin to compute it.
 
         Raises:
-            RanksLostError: some of them are gone.
+            RanksLostError: some ranks are lost.
         """
-        began_s = time.perf_counter()
-        self._lay_out(plan)
-        self._ranks.send(MessageType.FRAME, self.own.encoded())
-        self._in_flight.append((plan, began_s))
+        start_s = time.perf_counter()
+        self._fill(plan)
+        self._ranks.send(MessageType.FRAME, self.rank0_backend.encoded())
+        self._in_flight.append((plan, start_s))
 
     def finish(self) -> StepResult:
-        """Compute this rank's part of the earliest step in flight.
+        """Compute rank 0's part of the oldest step in flight; return its result.
 
         Raises:
-            RanksLostError: some ranks are gone; no step is in flight any more.
+            RanksLostError: some ranks are lost; no step is in flight any more.
         """
-        plan, began_s = self._in_flight.popleft()
-        if self._num_spoiled:
-            self._num_spoiled -= 1
+        plan, start_s = self._in_flight.popleft()
+        if self._num_invalid:
+            self._num_invalid -= 1
             raise BackendError("An earlier step failed.")
-        with self._failing():
+        with self._recovering_ranks():
             if self._filled is not plan:
-                self._lay_out(plan)
-            result = self.own.compute(plan)
+                self._fill(plan)
+            result = self.rank0_backend.compute(plan)
         self._collective_s += result.collective_s
         self._clock.end(result.collective_s, is_decode=plan.is_decode)
         now_s = time.perf_counter()
-        began_s, self._finished_s = max(began_s, self._finished_s), now_s
-        return replace(result, elapsed_s=now_s - began_s)
+        start_s, self._finished_s = max(start_s, self._finished_s), now_s
+        return replace(result, elapsed_s=now_s - start_s)
 
     def check(self) -> None:
         """Raise RanksLostError if a rank was lost."""
         self._ranks.check()
 
     def recover(self) -> None:
-        """Start lost ranks again, with empty pages, and join all.
+        """Restart lost ranks, with empty pages, and join all ranks again.
 
         Raises:
-            BackendError: they end again and again.
+            BackendError: ranks were lost again in each attempt.
         """
         self._in_flight.clear()
-        self._num_spoiled = 0
-        deadline = time.monotonic() + _PATIENCE_S
+        self._num_invalid = 0
+        deadline = time.monotonic() + _RECOVERY_TIMEOUT_S
         for attempt in count(1):
             try:
                 self._join(self._ranks.restart())
                 return
             except RanksLostError as error:
-                if attempt >= _ATTEMPTS and time.monotonic() > deadline:
+                if attempt >= _MIN_ATTEMPTS and time.monotonic() > deadline:
                     reason = f"Ranks were joined {attempt} times and lost again. {error}"
                     raise BackendError(reason) from None
                 time.sleep(_PAUSE_S)
 
     def give_up(self) -> None:
-        """Let `recover` fail at once, now or later; any thread may call it."""
+        """Make `recover` fail at once, now or later; any thread may call this."""
         self._ranks.give_up()
         self._link.abort()
 
     def states(self) -> list[RankState]:
-        """Return how each rank is now; any thread may call it."""
-        own, *others = self.facts.ranks
-        return [RankState(own, "ready", self._collective_s), *self._ranks.states(others)]
+        """Return the state of each rank; any thread may call this."""
+        rank0_facts, *others = self.facts.ranks
+        return [RankState(rank0_facts, "ready", self._collective_s), *self._ranks.states(others)]
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
         """Return the logits of a sequence; see `Backend.score`."""
         self._ranks.send(MessageType.EVALUATE, pack(Evaluate(list(tokens), (), generated)))
-        with self._failing():
-            return self.own.score(tokens, generated=generated)
+        with self._recovering_ranks():
+            return self.rank0_backend.score(tokens, generated=generated)
 
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
@@ -189,82 +190,84 @@ class ParallelBackend:
         self._ranks.send(
             MessageType.EVALUATE, pack(Evaluate(list(tokens), tuple(values), generated))
         )
-        with self._failing():
-            return self.own.trace(tokens, values, generated=generated)
+        with self._recovering_ranks():
+            return self.rank0_backend.trace(tokens, values, generated=generated)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy a page on all ranks; only the cpu backend can, while no step runs."""
+        """Copy a page on all ranks, while no step runs; only for the cpu backend."""
         self._ranks.send(MessageType.COPY, pack(CopyPage(source, target)))
-        cast("CpuBackend", self.own).copy_page(source, target)
+        cast("CpuBackend", self.rank0_backend).copy_page(source, target)
 
-    def meet(self, what: Meetings) -> tuple[list[float], list[float]]:
-        """Let all ranks meet; see `CpuBackend.meet`. Only the cpu backend can, while no step runs.
+    def meet(self, meetings: Meetings) -> tuple[list[float], list[float]]:
+        """Measure collectives of all ranks, while no step runs; see `CpuBackend.meet`.
 
         Raises:
-            RanksLostError: some of them are gone.
+            RanksLostError: some ranks are lost.
         """
-        self._ranks.send(MessageType.MEASURE, pack(what))
-        with self._failing():
-            return cast("CpuBackend", self.own).meet(what)
+        self._ranks.send(MessageType.MEASURE, pack(meetings))
+        with self._recovering_ranks():
+            return cast("CpuBackend", self.rank0_backend).meet(meetings)
 
     def times(self) -> list[RankTimes]:
-        """Return what the steps of each rank took since the last call; only of the cpu backend.
+        """Return the times of each rank's steps since the last call; only for the cpu backend.
 
         Raises:
-            RanksLostError: some of them are gone.
+            RanksLostError: some ranks are lost.
         """
         others = self._ranks.times()
-        own = [astuple(one) for one in cast("CpuBackend", self.own).times()]
-        return [RankTimes(own, *self._clock.take()), *(others[rank] for rank in sorted(others))]
+        decode_s, waiting_s = self._clock.take()
+        operations = [astuple(time_) for time_ in cast("CpuBackend", self.rank0_backend).times()]
+        times = RankTimes(operations, decode_s, waiting_s)
+        return [times, *(others[rank] for rank in sorted(others))]
 
     @property
     def pages(self) -> None:
-        """None: each rank has a part of every page."""
+        """None, because each rank has a part of every page."""
 
     def forget(self, request: Request) -> None:
-        """Drop all that is kept for a finished request."""
-        self.own.forget(request)
+        """Drop the state of a finished request."""
+        self.rank0_backend.forget(request)
 
     def close(self) -> None:
-        """End the other ranks, and give back memory and threads.
+        """End the other ranks, and free memory and threads.
 
-        In a copy of this process (`os.fork`) it does nothing: the ranks are the original's.
+        Does nothing in a forked copy of the process, because the ranks belong to the original.
         """
         if os.getpid() != self._process:
             return
-        self._link.abort()  # of steps in flight
+        self._link.abort()  # ends steps in flight
         self._ranks.close()
-        self.own.close()
+        self.rank0_backend.close()
         self._link.close()
 
-    def _lay_out(self, plan: StepPlan) -> None:
+    def _fill(self, plan: StepPlan) -> None:
         self._filled = None
-        self.own.fill(plan)
+        self.rank0_backend.fill(plan)
         self._filled = plan
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Bring all ranks back after a failed step, and raise what was the cause elsewhere."""
+    def _recovering_ranks(self) -> Iterator[None]:
+        """Run the block; after an error, join all ranks again and raise the original cause."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 raised again once nobody waits
+        except Exception as error:  # noqa: BLE001 raised again once the ranks are joined
             raise self._cause(error) from None
 
     def _cause(self, error: Exception) -> Exception:
         self._link.abort()
         self._filled = None
         if isinstance(error, RanksLostError):
-            cause = self._ranks.cause(_CAUSE_S)
+            cause = self._ranks.cause(_CAUSE_TIMEOUT_S)
             if isinstance(cause, RanksLostError):
                 self._in_flight.clear()
                 return cause
             error = cause
-        self._num_spoiled = len(self._in_flight)
+        self._num_invalid = len(self._in_flight)
         self._join()
         return error
 
     def _join(self, new: Iterable[int] = ()) -> None:
-        """Let all ranks begin again; `new` ones load first."""
+        """Renew the link, and join all ranks again; `new` ranks load their parts first."""
         link = self._link.renew()
         jobs = self._jobs(link)
         new = set(new)
@@ -274,32 +277,35 @@ class ParallelBackend:
         self._begin()
 
     def _begin(self) -> None:
-        """Let steps run, once all ranks are ready."""
+        """Wait until all ranks are ready, and allow steps."""
         self._ranks.wait_until_ready()
         self._link.begin()
         self._ranks.check()
 
 
-def _facts_of_all(own: BackendFacts, others: Ranks, mesh: Mesh) -> BackendFacts:
-    """Return the facts of all ranks together."""
-    parts = {0: RankReady(own.num_threads, own.weight_bytes, own.cache_bytes), **others.ready}
+def _facts_of_all(rank0_facts: BackendFacts, others: Ranks, mesh: Mesh) -> BackendFacts:
+    """Return the facts of rank 0 with the sizes of all ranks."""
+    parts = {
+        0: RankReady(rank0_facts.num_threads, rank0_facts.weight_bytes, rank0_facts.cache_bytes),
+        **others.ready,
+    }
     hosts = {rank: hello.host for rank, hello in others.hellos.items()}
     ranks = [
         RankFacts(
-            rank,
-            hosts.get(rank) or socket.gethostname(),
-            part.num_threads,
-            part.weight_bytes,
-            part.cache_bytes,
-            mesh.coordinate(rank),
+            rank=rank,
+            host=hosts.get(rank) or socket.gethostname(),
+            num_threads=part.num_threads,
+            weight_bytes=part.weight_bytes,
+            cache_bytes=part.cache_bytes,
+            coordinate=mesh.coordinate(rank),
         )
         for rank, part in sorted(parts.items())
     ]
     num_threads = sum(rank.num_threads for rank in ranks)
     threads = f"{num_threads} threads in {len(ranks)} ranks"
     return replace(
-        own,
-        detail=re.sub(r"\b\d+ threads?\b", threads, own.detail, count=1),
+        rank0_facts,
+        detail=re.sub(r"\b\d+ threads?\b", threads, rank0_facts.detail, count=1),
         num_threads=num_threads,
         weight_bytes=sum(rank.weight_bytes for rank in ranks),
         cache_bytes=sum(rank.cache_bytes for rank in ranks),
@@ -308,23 +314,23 @@ def _facts_of_all(own: BackendFacts, others: Ranks, mesh: Mesh) -> BackendFacts:
 
 
 class DecodeClock:
-    """Sums up the time of a rank's decode steps, from the end of one step to that of the next."""
+    """Adds up the time of a rank's decode steps, each counted from the end of the previous step."""
 
     def __init__(self) -> None:
-        """No step has run."""
+        """Start the clock; no step has run yet."""
         self.ended_s = time.perf_counter()  # the last step of any kind
-        self._whole_s = self._waiting_s = 0.0
+        self._total_s = self._waiting_s = 0.0
 
     def end(self, waiting_s: float, *, is_decode: bool) -> None:
-        """Note the end of a step, of which the rank has waited for `waiting_s`."""
+        """Note the end of a step, in which the rank waited for `waiting_s`."""
         now_s = time.perf_counter()
         if is_decode:
-            self._whole_s += now_s - self.ended_s
+            self._total_s += now_s - self.ended_s
             self._waiting_s += waiting_s
         self.ended_s = now_s
 
     def take(self) -> tuple[float, float]:
-        """Return the seconds of all decode steps since the last call, and those of waiting."""
-        taken = self._whole_s, self._waiting_s
-        self._whole_s = self._waiting_s = 0.0
-        return taken
+        """Return the seconds of decode steps since the last call, and the seconds of waiting."""
+        totals = self._total_s, self._waiting_s
+        self._total_s = self._waiting_s = 0.0
+        return totals

@@ -1,4 +1,4 @@
-"""Compares the ranks of a launcher before any weight is read: `twostroke doctor --ranks`."""
+"""Checks that the ranks of a launcher fit together: `twostroke doctor --ranks`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from twostroke.backends.cpu.library import choose_level, load_library
-from twostroke.backends.parallel.division import launched
-from twostroke.backends.parallel.launcher import COME_S, RankArrival, place_among, wait_for_ranks
-from twostroke.backends.parallel.links.link_type import KINDS, open_link
+from twostroke.backends.parallel.division import read_launcher_env
+from twostroke.backends.parallel.launcher import (
+    ARRIVAL_TIMEOUT_S,
+    RankArrival,
+    assigned_rank,
+    wait_for_ranks,
+)
+from twostroke.backends.parallel.links.link_type import LINK_TYPES, open_link
 from twostroke.backends.parallel.rank_messages import pack, unpack, version
 from twostroke.core import env
 from twostroke.core.errors import BackendError, TwostrokeError, UsageError
@@ -25,17 +30,17 @@ if TYPE_CHECKING:
     from twostroke.backends.parallel.division import LauncherEnv
     from twostroke.backends.parallel.links.host_link import HostLink
 
-_PATIENCE_S: Final = 60.0
-_SMALL: Final = 16384  # bytes that two ranks gather: latency
-_LARGE: Final = 1 << 20  # and bandwidth
+_MESSAGE_TIMEOUT_S: Final = 60.0
+_SMALL_BYTES: Final = 16384  # gathered by two ranks, to measure latency
+_LARGE_BYTES: Final = 1 << 20  # to measure bandwidth
 _REPEATS: Final = 60
 
 
 class RankReport(Frozen):
-    """What a rank says of itself.
+    """The facts of a rank.
 
-    `model_id` is that of the model's weights, `model_error` why they cannot be opened. `obstacles`
-    says for each kind of link why it cannot be used, or None.
+    `model_id`: the hash of the model's weights. `model_error`: why they cannot be opened.
+    `obstacles`: for each kind of link, why it cannot be used; None if it can.
     """
 
     rank: int
@@ -53,15 +58,15 @@ class RankReport(Frozen):
 
 
 class LinkTimes(Frozen):
-    """How fast rank 0 and another rank gather values over the link."""
+    """The speed at which rank 0 and another rank gather values over the link."""
 
     rank: int
     latency_s: float
     bytes_per_s: float
 
 
-class Check(Frozen):
-    """What all ranks say, what does not fit, and how fast the link is."""
+class RankCheck(Frozen):
+    """The result of a check: facts of all ranks, mismatches, and the speed of the link."""
 
     ranks: list[RankReport]
     mismatches: list[str]
@@ -69,86 +74,88 @@ class Check(Frozen):
     times: list[LinkTimes]
 
 
-class _Try(Frozen):
-    """From rank 0: how to join the link that is tried; `kind` None: none."""
+class _LinkTrial(Frozen):
+    """A message of rank 0: the link to try, and the text to join it; `kind` None: no link."""
 
     kind: str | None
     link: str = ""
 
 
-def check_ranks(model: str | None) -> Check | None:
-    """Return rank 0's view of all ranks that the launcher has started; None on the others.
+def check_ranks(model: str | None) -> RankCheck | None:
+    """Compare all ranks that a launcher has started; return the result on rank 0, else None.
 
     Raises:
         UsageError: no launcher has started this process.
         PortInUseError, RanksLostError, ChannelClosedError: the ranks do not find each other.
     """
-    told = launched()
-    place = place_among(told.num_ranks) if told else None
-    if place is None:
-        lacks = "WORLD_SIZE is 1" if told else "RANK and WORLD_SIZE are not set"
+    launcher_env = read_launcher_env()
+    own_rank = assigned_rank(launcher_env.num_ranks) if launcher_env else None
+    if own_rank is None:
+        lacks = "WORLD_SIZE is 1" if launcher_env else "RANK and WORLD_SIZE are not set"
         raise UsageError(
             f"--ranks compares the processes of a launcher, but {lacks}: run this command by "
             "torchrun, mpirun or srun on all machines, or set RANK, WORLD_SIZE, MASTER_ADDR and "
             "MASTER_PORT yourself."
         )
-    if place.rank != 0:
-        _answer(place, model)
+    if own_rank.rank != 0:
+        _report_to_rank0(own_rank, model)
         return None
-    return _ask(place, model)
+    return _collect_reports(own_rank, model)
 
 
-def _ask(place: LauncherEnv, model: str | None) -> Check:
-    remote = wait_for_ranks(place)
+def _collect_reports(own_rank: LauncherEnv, model: str | None) -> RankCheck:
+    remote = wait_for_ranks(own_rank)
     try:
-        channels = [remote(rank).channel for rank in range(1, place.num_ranks)]
+        channels = [remote(rank).channel for rank in range(1, own_rank.num_ranks)]
         reports = [_report(0, remote.host, model)]
-        reports += [unpack(_next(channel), RankReport) for channel in channels]
-        wrong = mismatches(reports)
-        usable = [k for k in KINDS if not any(report.obstacles[k] for report in reports)]
-        wanted = env.link()
-        kind = next((k for k in usable if wanted in {None, k}), None)
+        reports += [unpack(_next_message(channel), RankReport) for channel in channels]
+        problems = mismatches(reports)
+        usable = [k for k in LINK_TYPES if not any(report.obstacles[k] for report in reports)]
+        requested_kind = env.link()
+        kind = next((k for k in usable if requested_kind in {None, k}), None)
         if kind is None:
-            wrong += [f"No link: {why}" for why in _no_link(reports, wanted)]
+            problems += [f"No link: {why}" for why in _no_link(reports, requested_kind)]
             for channel in channels:
-                channel.send(MessageType.JOB, pack(_Try(None)))
-            return Check(reports, wrong, None, [])
-        link = open_link(kind, 0, place.num_ranks, reports[0].level, remote.host)
+                channel.send(MessageType.JOB, pack(_LinkTrial(None)))
+            return RankCheck(reports, problems, None, [])
+        link = open_link(kind, 0, own_rank.num_ranks, reports[0].level, remote.host)
         try:
             text = link.renew()
             for channel in channels:
-                channel.send(MessageType.JOB, pack(_Try(kind, text)))
+                channel.send(MessageType.JOB, pack(_LinkTrial(kind, text)))
             link.join(text)
-            times = [_measure(link, rank, rank) for rank in range(1, place.num_ranks)]
-            for channel in channels:  # whoever leaves ends the link of all
-                _next(channel)
+            times = [_measure(link, rank, rank) for rank in range(1, own_rank.num_ranks)]
+            for channel in channels:  # a rank that leaves early would end the link for all
+                _next_message(channel)
             for channel in channels:
                 channel.send(MessageType.END)
         except TwostrokeError as error:
-            return Check(reports, [*wrong, f"The link {kind} does not work. {error}"], kind, [])
+            return RankCheck(
+                reports, [*problems, f"The link {kind} does not work. {error}"], kind, []
+            )
         finally:
             link.close()
-        return Check(reports, wrong, KINDS[kind].version(), times)
+        return RankCheck(reports, problems, LINK_TYPES[kind].version(), times)
     finally:
         remote.close()
 
 
-def _answer(place: LauncherEnv, model: str | None) -> None:
-    assert place.host is not None
-    channel = connect(place.host, place.port, env.rank_secret(), COME_S)
+def _report_to_rank0(own_rank: LauncherEnv, model: str | None) -> None:
+    assert own_rank.host is not None
+    channel = connect(own_rank.host, own_rank.port, env.rank_secret(), ARRIVAL_TIMEOUT_S)
     try:
-        channel.send(MessageType.HELLO, pack(RankArrival(place.rank, place.num_ranks)))
-        report = _report(place.rank, channel.own_address(), model)
+        channel.send(MessageType.HELLO, pack(RankArrival(own_rank.rank, own_rank.num_ranks)))
+        report = _report(own_rank.rank, channel.own_address(), model)
         channel.send(MessageType.HELLO, pack(report))
-        trial = unpack(_next(channel), _Try)
+        trial = unpack(_next_message(channel), _LinkTrial)
         if trial.kind is None:
             return
-        link = open_link(trial.kind, place.rank, place.num_ranks, report.level)
+        link = open_link(trial.kind, own_rank.rank, own_rank.num_ranks, report.level)
         try:
             link.join(trial.link)
-            _measure(link, 0, place.rank)
+            _measure(link, 0, own_rank.rank)
             channel.send(MessageType.READY)
-            channel.receive(_PATIENCE_S)
+            channel.receive(_MESSAGE_TIMEOUT_S)
         finally:
             link.close()
     finally:
@@ -157,29 +164,33 @@ def _answer(place: LauncherEnv, model: str | None) -> None:
 
 def mismatches(reports: list[RankReport]) -> list[str]:
     """Return a sentence for each fact in which a rank differs from rank 0."""
-    first, wrong = reports[0], []
+    rank0, problems = reports[0], []
     for report in reports:
-        who = f"Rank {report.rank} on {report.host}"
+        rank_name = f"Rank {report.rank} on {report.host}"
         if report.model_error is not None:
-            wrong.append(f"{who} cannot open the model: {report.model_error}")
-        elif report.model_id != first.model_id and first.model_id is not None:
-            wrong.append(f"{who} has another file of the model than rank 0 on {first.host}.")
-        if report.version != first.version:
-            wrong.append(f"{who} has twostroke {report.version}, rank 0 has {first.version}.")
-        if report.one_arithmetic != first.one_arithmetic:
-            wrong.append(
-                f"{who} computes prompts otherwise (level {report.level}) than rank 0 (level "
-                f"{first.level}): set --level to one that both have."
+            problems.append(f"{rank_name} cannot open the model: {report.model_error}")
+        elif report.model_id != rank0.model_id and rank0.model_id is not None:
+            problems.append(
+                f"{rank_name} has another file of the model than rank 0 on {rank0.host}."
             )
-    return wrong
+        if report.version != rank0.version:
+            problems.append(
+                f"{rank_name} has twostroke {report.version}, rank 0 has {rank0.version}."
+            )
+        if report.one_arithmetic != rank0.one_arithmetic:
+            problems.append(
+                f"{rank_name} computes prompts otherwise (level {report.level}) than rank 0 (level "
+                f"{rank0.level}): set --level to one that both have."
+            )
+    return problems
 
 
-def _no_link(reports: list[RankReport], wanted: str | None) -> list[str]:
+def _no_link(reports: list[RankReport], requested_kind: str | None) -> list[str]:
     return [
         f"rank {report.rank} on {report.host}, {kind}: {why.rstrip('.')}."
         for report in reports
         for kind, why in report.obstacles.items()
-        if why is not None and wanted in {None, kind}
+        if why is not None and requested_kind in {None, kind}
     ]
 
 
@@ -203,17 +214,17 @@ def _report(rank: int, address: str, model: str | None) -> RankReport:
         memory_bytes=memory_available(),
         model_id=model_id,
         model_error=model_error,
-        obstacles={name: kind.obstacle() for name, kind in KINDS.items()},
+        obstacles={name: kind.obstacle() for name, kind in LINK_TYPES.items()},
     )
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface with an IPv4 address; "?" if that is not known."""
+    """Return the name of the network interface with an IPv4 address; "?" if unknown."""
     import fcntl
 
     try:
-        wanted = socket.inet_aton(socket.gethostbyname(address))
-    except OSError:  # it is one of IPv6
+        address_bytes = socket.inet_aton(socket.gethostbyname(address))
+    except OSError:  # an IPv6 address
         return "?"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
@@ -221,36 +232,36 @@ def interface_of(address: str) -> str:
             try:
                 answer = fcntl.ioctl(sock.fileno(), 0x8915, request)  # SIOCGIFADDR
             except OSError:
-                continue  # has no address
-            if answer[20:24] == wanted:
+                continue  # this interface has no address
+            if answer[20:24] == address_bytes:
                 return name
     return "?"
 
 
 def _measure(link: HostLink, other: int, number: int) -> LinkTimes:
-    """Gather with another rank; `number` is that of the one which is not 0."""
-    small = _gather_s(link, (0, number), _SMALL)
-    large = _gather_s(link, (0, number), _LARGE)
-    return LinkTimes(other, small, _LARGE / large)
+    """Measure a gather of rank 0 and rank `number`; `other` is the other rank of the two."""
+    small = _gather_s(link, (0, number), _SMALL_BYTES)
+    large = _gather_s(link, (0, number), _LARGE_BYTES)
+    return LinkTimes(other, small, _LARGE_BYTES / large)
 
 
 def _gather_s(link: HostLink, pair: tuple[int, int], size: int) -> float:
-    """Return how long a gather of `size` bytes of two ranks takes."""
+    """Return the median seconds of a gather of `size` bytes by two ranks."""
     half, record = size // 2, link.record
     team, sizes = (ctypes.c_int32 * 2)(*pair), (ctypes.c_int64 * 2)(half, half)
-    own, everything = (ctypes.c_uint8 * half)(), (ctypes.c_uint8 * size)()
+    contribution, gathered = (ctypes.c_uint8 * half)(), (ctypes.c_uint8 * size)()
     times = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
-        if record.all_gather(record.context, team, 2, own, everything, sizes):
+        if record.all_gather(record.context, team, 2, contribution, gathered, sizes):
             raise BackendError(f"Ranks {pair[0]} and {pair[1]} cannot exchange {size} bytes.")
         times.append(time.perf_counter() - start)
     return median(times)
 
 
-def _next(channel: Channel) -> bytes:
+def _next_message(channel: Channel) -> bytes:
     try:
-        message = channel.receive(_PATIENCE_S)
+        message = channel.receive(_MESSAGE_TIMEOUT_S)
     except ChannelClosedError:
         message = None
     if message is None:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def mesh_for(options: EngineOptions, program: Program) -> Mesh:
     """Return the mesh of an engine.
 
-    Where `kv_shares` is "auto", keys and values are divided by places if heads would have some of
-    them stored twice, and all ranks are on this machine: between machines it can cost too much.
+    If `kv_shares` is "auto", keys and values are divided by tokens if a division by heads would
+    store some of them twice, and all ranks are on this machine; between machines, a division by
+    tokens can cost too much.
 
     Raises:
         UsageError: the Program cannot be divided so.
@@ -37,11 +38,11 @@ def mesh_for(options: EngineOptions, program: Program) -> Mesh:
     )
     if not can_choose or not stores_twice(mesh, program):
         return mesh
-    is_here = parallel.launcher == "auto" and launched() is None
-    return replace(mesh, kv_by_tokens=is_here)
+    starts_ranks_here = parallel.launcher == "auto" and read_launcher_env() is None
+    return replace(mesh, kv_by_tokens=starts_ranks_here)
 
 
-# Rank and number of ranks, by launcher: torchrun and its like, Open MPI, MPICH and Intel, Slurm.
+# Variables of the rank and the number of ranks: torchrun, Open MPI, MPICH and Intel MPI, Slurm.
 _NAMES: Final = (
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -54,9 +55,9 @@ _MAX_PORT: Final = 65535
 
 
 class LauncherEnv(Frozen):
-    """A rank's number, and where rank 0 listens.
+    """The rank that a launcher assigned to this process, and the address of rank 0.
 
-    `host` is None if the launcher does not tell it, as mpirun.
+    `host` is None if the launcher does not set it, like mpirun.
     """
 
     rank: int
@@ -65,53 +66,54 @@ class LauncherEnv(Frozen):
     port: int
 
 
-def launched() -> LauncherEnv | None:
-    """Return this process's rank, or None if no launcher started it.
+def read_launcher_env() -> LauncherEnv | None:
+    """Return the rank that a launcher assigned to this process; None without a launcher.
 
     Raises:
         UsageError: a variable of the launcher is missing or not a number.
     """
-    found = env.launcher()
-    step = found.get("SLURM_STEP_ID", "")
+    variables = env.launcher()
+    step = variables.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= _SLURM_BATCH:
-        found.pop("SLURM_PROCID", None)  # a batch script has it, too, though srun did not start it
+        variables.pop("SLURM_PROCID", None)  # also set for a batch script, which is not a rank
     for rank, size in _NAMES:
-        if rank in found and size in found:
-            port = _number(found, "MASTER_PORT", _DEFAULT_PORT, 1, _MAX_PORT)
-            if "TORCHELASTIC_RUN_ID" in found:
+        if rank in variables and size in variables:
+            port = _number(variables, "MASTER_PORT", _DEFAULT_PORT, 1, _MAX_PORT)
+            if "TORCHELASTIC_RUN_ID" in variables:
                 port += 1 if port < _MAX_PORT else -1  # torchrun itself listens at MASTER_PORT
-            num_ranks = _number(found, size, 0, 1, 1 << 20)
-            number = _number(found, rank, 0, 0, 1 << 20)
+            num_ranks = _number(variables, size, 0, 1, 1 << 20)
+            number = _number(variables, rank, 0, 0, 1 << 20)
             if number >= num_ranks:
                 raise UsageError(f"{rank} must be less than {size} ({num_ranks}), got {number}.")
-            return LauncherEnv(number, num_ranks, found.get("MASTER_ADDR"), port)
-    if "RANK" in found or "WORLD_SIZE" in found:
-        missing = "WORLD_SIZE" if "RANK" in found else "RANK"
+            return LauncherEnv(number, num_ranks, variables.get("MASTER_ADDR"), port)
+    if "RANK" in variables or "WORLD_SIZE" in variables:
+        missing = "WORLD_SIZE" if "RANK" in variables else "RANK"
         raise UsageError(f"The launcher has not set {missing} (RANK and WORLD_SIZE are needed).")
     return None
 
 
-def unwise(num_ranks: int) -> str | None:
-    """Return a warning about a division into `num_ranks` that works, but is hardly meant so."""
+def division_warning(num_ranks: int) -> str | None:
+    """Return a warning about a division into `num_ranks` that is probably a mistake, or None."""
     try:
-        place = launched()
-    except UsageError:  # of variables that nobody needs if there is one rank
+        launcher_env = read_launcher_env()
+    except UsageError:  # a single rank does not need the launcher's variables
         return None
-    if place is None:
+    if launcher_env is None:
         cores = num_cores()
         if num_ranks <= max(4, 2 * cores):
             return None
         return f"{num_ranks} ranks share {cores} cores: expect it to be slow."
-    if num_ranks > 1 or place.num_ranks == 1:
+    if num_ranks > 1 or launcher_env.num_ranks == 1:
         return None
     return (
-        f"The launcher has started {place.num_ranks} processes, and each runs the whole model by "
-        f"itself: to divide it, add --tensor-parallel {place.num_ranks}, for example."
+        f"The launcher has started {launcher_env.num_ranks} processes, and each runs the whole "
+        f"model by itself: to divide it, add --tensor-parallel {launcher_env.num_ranks}, "
+        "for example."
     )
 
 
-def _number(found: dict[str, str], name: str, default: int, least: int, most: int) -> int:
-    text = found.get(name, str(default))
-    if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= most:
-        raise UsageError(f"{name} must be a number from {least} to {most}, got '{text}'.")
+def _number(variables: dict[str, str], name: str, default: int, minimum: int, maximum: int) -> int:
+    text = variables.get(name, str(default))
+    if not (text.isascii() and text.isdecimal()) or not minimum <= int(text) <= maximum:
+        raise UsageError(f"{name} must be a number from {minimum} to {maximum}, got '{text}'.")
     return int(text)

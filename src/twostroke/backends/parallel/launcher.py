@@ -18,8 +18,9 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
+from msgspec import field
 
-from twostroke.backends.parallel.division import LauncherEnv, launched
+from twostroke.backends.parallel.division import LauncherEnv, read_launcher_env
 from twostroke.core import env
 from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import BackendError, PortInUseError, RanksLostError, UsageError
@@ -39,37 +40,37 @@ ENTRY: Final = "twostroke.backends.parallel.worker"
 
 
 class RankProcess(Protocol):
-    """Another rank, wherever it runs."""
+    """The process of another rank, on this machine or another one."""
 
     channel: Channel
 
-    def ended(self) -> str | None:
-        """Return why it ended, such as "was killed by SIGKILL"; None if that is not known."""
+    def exit_reason(self) -> str | None:
+        """Return why the process ended, such as "was ended by SIGKILL"; None if unknown."""
 
     def kill(self) -> None:
-        """End it now, if it is one of ours, and close its channel."""
+        """Kill the process, if it runs on this machine, and close its channel."""
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it has ended, after it was asked to; kill it if it takes longer."""
+        """Wait until the process has ended; kill it after the timeout."""
 
 
 class Launcher(Protocol):
-    """Brings ranks, as often as they are needed."""
+    """Starts ranks, or waits until they connect; also for ranks that were lost."""
 
     def __call__(self, rank: int) -> RankProcess:
-        """Return a process that is this rank."""
+        """Return the process of a rank."""
 
     def close(self) -> None:
-        """Bring no more ranks."""
+        """Start or accept no more ranks."""
 
 
 class LocalRank:
-    """A process on this machine. It ends by itself once its channel is closed."""
+    """A rank in a process on this machine, which ends by itself when its channel is closed."""
 
     def __init__(self, rank: int, files: tuple[int, ...]) -> None:
-        """Start it; it inherits the open `files`.
+        """Start the process, which inherits the open `files`.
 
-        A terminal's Ctrl-C does not reach it: rank 0 ends it.
+        Ctrl-C in the terminal does not reach the process; rank 0 ends it.
 
         Raises:
             BackendError: the operating system refuses a process.
@@ -98,11 +99,11 @@ class LocalRank:
         """The process's number."""
         return self._process.pid
 
-    def ended(self) -> str | None:
-        """Return why it ended."""
-        with suppress(subprocess.TimeoutExpired):  # its channel ends a moment before it does
+    def exit_reason(self) -> str | None:
+        """Return why the process ended."""
+        with suppress(subprocess.TimeoutExpired):  # the channel closes just before the process ends
             code = self._process.wait(0.2)
-            return f"was ended by {_name(-code)}" if code < 0 else f"ended with code {code}"
+            return f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
         return None
 
     def kill(self) -> None:
@@ -112,32 +113,32 @@ class LocalRank:
         self.channel.close()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the process, or kill it."""
+        """Wait until the process has ended; kill it after the timeout."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         self.kill()
 
 
 class LocalRanks:
-    """A `Launcher` of ranks that inherit open files."""
+    """A `Launcher` that starts ranks on this machine."""
 
     def __init__(self, *files: int) -> None:
-        """Remember the files, and the cores that this process has."""
+        """Take open files that ranks inherit; note the cores that this process may use."""
         self._files = files
         self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
 
     def __call__(self, rank: int) -> LocalRank:
-        """Start a rank, whose cores are not those of the thread that starts it."""
-        with _on_all(self._cores):
+        """Start a rank on all cores of the process, even if this thread is limited to some."""
+        with _on_cores(self._cores):
             return LocalRank(rank, self._files)
 
     def close(self) -> None:
-        """Do nothing: each rank is ended by itself."""
+        """Do nothing, because each rank is ended separately."""
 
 
 @contextmanager
-def _on_all(cores: Collection[int]) -> Iterator[None]:
-    """Let this thread run on all these cores, which a process that it starts inherits."""
+def _on_cores(cores: Collection[int]) -> Iterator[None]:
+    """Let this thread, and processes that it starts, run on these cores within the block."""
     if not cores:
         yield
         return
@@ -149,7 +150,7 @@ def _on_all(cores: Collection[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _name(number: int) -> str:
+def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -158,38 +159,38 @@ def _name(number: int) -> str:
 
 _logger = logging.getLogger("twostroke.ranks")
 
-COME_S: Final = 60.0  # until a rank is there: its machine may start later, or be cut off
+ARRIVAL_TIMEOUT_S: Final = 60.0  # a rank's machine may start later, or be cut off for a while
 _END_S: Final = 5.0
-_SAY_S: Final = 2.0
-_LOOK_S: Final = 0.2
-SILENCE_S: Final = 3  # of a host, until its connections count as ended
+_ARRIVAL_MESSAGE_S: Final = 2.0
+_POLL_S: Final = 0.2
+SILENCE_S: Final = 3  # after this time without packets, a host's connections count as ended
 
 
 class RankArrival(Frozen):
-    """The first message of a rank that comes to rank 0; `asked` is what it was to run, in words."""
+    """The first message of a rank that connects to rank 0; `command`: see `describe_command`."""
 
     rank: int
     num_ranks: int
-    asked: str = ""
+    command: str = field(default="", name="asked")
 
 
 class RemoteRank:
-    """A rank that came; see `RankProcess`. Once its channel is cut, its own machine ends it."""
+    """A rank that connected; its process ends when the channel is cut. See `RankProcess`."""
 
     def __init__(self, channel: Channel) -> None:
-        """Take over its channel."""
+        """Take over the rank's channel."""
         self.channel = channel
 
-    def ended(self) -> str | None:
-        """Return None: only its own machine knows."""
+    def exit_reason(self) -> str | None:
+        """Return None, because only the rank's machine knows the reason."""
         return None
 
     def kill(self) -> None:
-        """Cut its channel."""
+        """Cut the channel."""
         self.channel.close()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it has closed its channel, after it was asked to end."""
+        """Wait until the rank has closed its channel; close it after the timeout."""
         deadline = time.monotonic() + timeout_s
         while not self.channel.is_cut() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -197,49 +198,51 @@ class RemoteRank:
 
 
 class RemoteRanks:
-    """A `Launcher` that waits for ranks to come, as often as one is needed."""
+    """A `Launcher` that waits until ranks connect to this process, which is rank 0."""
 
     def __init__(
-        self, host: str, port: int, secret: bytes, num_ranks: int, asked: str = ""
+        self, host: str, port: int, secret: bytes, num_ranks: int, command: str = ""
     ) -> None:
-        """Listen; `asked` is what this rank was to run, and the others will run.
+        """Listen for ranks; `command`: of this rank, to compare with the others'.
 
         Raises:
-            PortInUseError: the address is taken, or is not one of this machine.
+            PortInUseError: the address is taken, or is not an address of this machine.
         """
         self._listener = Listener(host, port, secret)
         self.host, self.port = host, self._listener.port
-        self._num_ranks, self._asked = num_ranks, asked
-        self._came: dict[int, Channel] = {}
-        self._brought: set[int] = set()
+        self._num_ranks, self._command = num_ranks, command
+        self._arrived: dict[int, Channel] = {}
+        self._returned: set[int] = set()
 
     def __call__(self, rank: int) -> RemoteRank:
-        """Return a rank's process, once it has come.
+        """Wait until a rank has connected; return its process.
 
         Raises:
-            RanksLostError: it does not come in time, or nobody waits any more.
-            BackendError: at first, one of another number of ranks comes; later it is sent away.
+            RanksLostError: the rank does not connect in time, or this launcher was closed.
+            BackendError: a process connects that was started for another number of ranks, before
+                all ranks have connected once; later, such a process is only refused.
         """
-        deadline = time.monotonic() + COME_S
-        while rank not in self._came:
+        deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
+        while rank not in self._arrived:
             if not self._listener.is_open or time.monotonic() > deadline:
                 raise RanksLostError(
-                    f"Rank {rank} did not come to {self.host}:{self.port} within {COME_S:.0f} s."
+                    f"Rank {rank} did not come to {self.host}:{self.port} within "
+                    f"{ARRIVAL_TIMEOUT_S:.0f} s."
                 )
-            if (channel := self._listener.accept(_LOOK_S)) is not None:
-                self._take(channel)
-        self._brought.add(rank)
-        return RemoteRank(self._came.pop(rank))
+            if (channel := self._listener.accept(_POLL_S)) is not None:
+                self._admit(channel)
+        self._returned.add(rank)
+        return RemoteRank(self._arrived.pop(rank))
 
     def close(self) -> None:
-        """Take no more ranks."""
+        """Accept no more ranks."""
         self._listener.close()
-        for channel in self._came.values():
+        for channel in self._arrived.values():
             channel.close()
 
-    def _take(self, channel: Channel) -> None:
+    def _admit(self, channel: Channel) -> None:
         try:
-            message = channel.receive(_SAY_S)
+            message = channel.receive(_ARRIVAL_MESSAGE_S)
             arrival = msgspec.json.decode(message.body if message else b"", type=RankArrival)
         except (BackendError, msgspec.MsgspecError):
             channel.close()
@@ -250,47 +253,51 @@ class RemoteRanks:
                 f"A process came as rank {arrival.rank} of {arrival.num_ranks}, but rank 0 is one "
                 f"of {self._num_ranks}: start all with the same number."
             )
-            if len(self._brought) < self._num_ranks - 1:
+            if len(self._returned) < self._num_ranks - 1:
                 raise BackendError(reason)
-            _logger.warning("%s", reason)  # a stray one must not end ranks that ran together
+            _logger.warning("%s", reason)  # must not end the ranks that run already
             return
-        if arrival.asked != self._asked and arrival.asked and self._asked:
+        if arrival.command != self._command and arrival.command and self._command:
             _logger.warning(
                 "Rank %d was started with %r, but follows rank 0, which has %r.",
-                *(arrival.rank, arrival.asked, self._asked),
+                arrival.rank,
+                arrival.command,
+                self._command,
             )
         channel.notice_silence(SILENCE_S)
-        if (earlier := self._came.pop(arrival.rank, None)) is not None:
+        if (earlier := self._arrived.pop(arrival.rank, None)) is not None:
             earlier.close()
-        self._came[arrival.rank] = channel
+        self._arrived[arrival.rank] = channel
 
 
 def serve_rank(host: str, port: int, secret: bytes, arrival: RankArrival) -> None:
-    """Be a rank, in a process that is started again if rank 0 loses it; returns in the end.
+    """Connect to rank 0 and run a rank in a child process, until rank 0 ends.
+
+    If rank 0 loses the rank, the process is started again.
 
     Raises:
         ChannelClosedError: rank 0 does not answer.
     """
     rank, has_met = arrival.rank, False
     while True:
-        channel = connect(host, port, secret, COME_S, has_listened=has_met)
+        channel = connect(host, port, secret, ARRIVAL_TIMEOUT_S, has_listened=has_met)
         channel.notice_silence(SILENCE_S)
         channel.send(MessageType.HELLO, msgspec.json.encode(arrival))
-        _say(f"Rank {rank} of {arrival.num_ranks} follows rank 0 at {host}:{port}.")
+        _print(f"Rank {rank} of {arrival.num_ranks} follows rank 0 at {host}:{port}.")
         if (code := _run(channel, rank)) == 0:
             return
         how = signal.Signals(-code).name if code < 0 else f"code {code}"
-        _say(f"Rank {rank} was lost ({how}) and starts again.")
+        _print(f"Rank {rank} was lost ({how}) and starts again.")
         has_met = True
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
-def _say(sentence: str) -> None:
+def _print(sentence: str) -> None:
     sys.stderr.write(f"{sentence}\n")
 
 
 def _run(channel: Channel, rank: int) -> int:
-    """Run a rank until it ends or its channel is cut; return its exit code."""
+    """Run a rank's process until it ends or its channel is cut; return its exit code."""
     number = channel.fileno()
     command = [sys.executable, "-P", "-m", ENTRY, "--rank", str(rank), "--channel", str(number)]
     try:
@@ -302,13 +309,13 @@ def _run(channel: Channel, rank: int) -> int:
     poll.register(number, select.POLLRDHUP)
     try:
         while process.poll() is None:
-            if poll.poll(_LOOK_S * 1000):
+            if poll.poll(_POLL_S * 1000):
                 break
         try:
             return process.wait(_END_S)
-        except subprocess.TimeoutExpired:  # frozen
+        except subprocess.TimeoutExpired:  # the process is frozen
             return -signal.SIGKILL
-    except KeyboardInterrupt:  # else rank 0 would wait for it to return
+    except KeyboardInterrupt:  # tells rank 0, which would wait for the rank's return
         process.kill()
         process.wait()
         with suppress(ChannelClosedError):
@@ -320,61 +327,65 @@ def _run(channel: Channel, rank: int) -> int:
         channel.close()
 
 
-def place_among(num_ranks: int) -> LauncherEnv | None:
-    """Return this process's place if a launcher started it, None if this process starts the others.
+def assigned_rank(num_ranks: int) -> LauncherEnv | None:
+    """Return the rank that a launcher assigned; None if this process starts the other ranks.
 
     Raises:
-        UsageError: the launcher has started another number of processes, or does not say where
-            rank 0 is.
+        UsageError: the launcher has started another number of processes, or does not set the
+            address of rank 0.
     """
-    place = launched()
-    if place is None or place.num_ranks == 1:
+    launcher_env = read_launcher_env()
+    if launcher_env is None or launcher_env.num_ranks == 1:
         return None
-    if place.num_ranks != num_ranks:
+    if launcher_env.num_ranks != num_ranks:
         raise UsageError(
-            f"The launcher has started {place.num_ranks} processes, but the options divide the "
-            f"model over {num_ranks}: make both numbers the same."
+            f"The launcher has started {launcher_env.num_ranks} processes, but the options divide "
+            f"the model over {num_ranks}: make both numbers the same."
         )
-    if place.host is None:
+    if launcher_env.host is None:
         reason = "Set MASTER_ADDR to an address of rank 0's machine: this launcher does not say it."
         raise UsageError(reason)
-    return place
+    return launcher_env
 
 
-def wait_for_ranks(place: LauncherEnv, asked: str = "") -> RemoteRanks:
-    """Return the launcher of ranks that come by themselves, on rank 0, which was `asked` for this.
+def wait_for_ranks(launcher_env: LauncherEnv, command: str = "") -> RemoteRanks:
+    """Return a launcher that waits for the other ranks; only on rank 0.
 
     Raises:
-        PortInUseError: the address is taken, or is not one of this machine.
+        PortInUseError: the address is taken, or is not an address of this machine.
     """
-    assert place.host is not None
+    assert launcher_env.host is not None
     try:
-        return RemoteRanks(place.host, place.port, env.rank_secret(), place.num_ranks, asked)
+        return RemoteRanks(
+            launcher_env.host, launcher_env.port, env.rank_secret(), launcher_env.num_ranks, command
+        )
     except PortInUseError as error:
         knob = "Set MASTER_ADDR to an address of this machine and MASTER_PORT to a free port."
         raise PortInUseError(f"{error} {knob}") from None
 
 
-def asked_of(model: str, parallel: ParallelOptions) -> str:
-    """Return in words what a command is to run, to compare it with that of other ranks."""
-    plain = ParallelOptions()
-    names = [name for name in plain.__struct_fields__ if name != "launcher"]
-    given = {name: getattr(parallel, name) for name in names}
-    words = [f"{name} {given[name]}" for name in names if given[name] != getattr(plain, name)]
+def describe_command(model: str, parallel: ParallelOptions) -> str:
+    """Return a text with the model and the parallel options, to compare between ranks."""
+    defaults = ParallelOptions()
+    names = [name for name in defaults.__struct_fields__ if name != "launcher"]
+    values = {name: getattr(parallel, name) for name in names}
+    words = [f"{name} {values[name]}" for name in names if values[name] != getattr(defaults, name)]
     return ", ".join([model, *words])
 
 
 def follow_if_launched(model: str, parallel: ParallelOptions) -> None:
-    """Be another rank than 0 until rank 0 ends, and exit, if a launcher has made this process one.
+    """If a launcher made this process a rank other than 0, run it until rank 0 ends, and exit.
 
     Raises:
-        UsageError: see `place_among`.
+        UsageError: see `assigned_rank`.
         ChannelClosedError: rank 0 does not answer.
         SystemExit: rank 0 has ended.
     """
-    place = place_among(parallel.num_ranks)
-    if place is not None and place.rank != 0:
-        assert place.host is not None
-        arrival = RankArrival(place.rank, place.num_ranks, asked_of(model, parallel))
-        serve_rank(place.host, place.port, env.rank_secret(), arrival)
+    launcher_env = assigned_rank(parallel.num_ranks)
+    if launcher_env is not None and launcher_env.rank != 0:
+        assert launcher_env.host is not None
+        arrival = RankArrival(
+            launcher_env.rank, launcher_env.num_ranks, describe_command(model, parallel)
+        )
+        serve_rank(launcher_env.host, launcher_env.port, env.rank_secret(), arrival)
         raise SystemExit(0)

@@ -1,4 +1,4 @@
-"""`Link`: how the ranks' kernels reach each other."""
+"""`Link`: the connection by which the kernels of ranks exchange values, and its types."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ if TYPE_CHECKING:
 
 
 class Link(Protocol):
-    """One rank's end of what connects all of them.
+    """One rank's end of the connection between all ranks.
 
-    Rank 0 calls `renew` for the text with which all can join, and sends it; all call `join` with
-    it, and rank 0 `begin` once all have. After `abort` every wait of every rank ends with an
-    error, until they have joined again.
+    Rank 0 calls `renew` and sends the resulting text to the other ranks. All ranks call `join` with
+    this text, and rank 0 then calls `begin`. After `abort`, every wait of every rank ends with an
+    error, until the ranks have joined again.
     """
 
     @property
     def kind(self) -> str:
-        """Its name in `LINKS`."""
+        """The link's name in `LINKS`."""
 
     @property
     def files(self) -> tuple[int, ...]:
-        """Open files that other ranks of this machine must inherit."""
+        """Open files that ranks on this machine must inherit."""
 
     @property
     def record(self) -> Any:
-        """What the backend needs: a `LinkRecord` for the cpu backend."""
+        """The object that the backend uses: a `LinkRecord` for cpu, a `TorchLink` for torch."""
 
     def renew(self) -> str:
-        """Return what ranks need to join from now on; only on rank 0."""
+        """Return the text by which ranks join from now on; only on rank 0."""
 
     def join(self, link: str) -> None:
         """Meet the other ranks."""
 
     def begin(self) -> None:
-        """Let steps run, now that all have joined; only on rank 0."""
+        """Allow steps, after all ranks have joined; only on rank 0."""
 
     def abort(self) -> None:
-        """End all waits of all ranks; any thread may call it at any time."""
+        """End all waits of all ranks; any thread may call this at any time."""
 
     def progress(self) -> int:
-        """Return a number that changes when bytes move; odd inside a collective.
+        """Return a number that changes when bytes move, and is odd inside a collective.
 
-        Always 0 for what cannot stall, or notices it itself. Any thread may call it.
+        Always 0 for links that cannot stall, or detect a stall themselves. Any thread may call it.
         """
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free the link's connections and memory."""
 
 
 def _join_shared(rank: int, num_ranks: int, level: str, link: str) -> Link:
@@ -67,9 +67,9 @@ def _join_torch(rank: int, num_ranks: int, level: str, link: str) -> Link:
 
 def _join_hosts(kind: str) -> Callable[[int, int, str, str], Link]:
     def join(rank: int, num_ranks: int, level: str, link: str) -> Link:
-        from twostroke.backends.parallel.links.link_type import choose_kind, open_link
+        from twostroke.backends.parallel.links.link_type import choose_link_type, open_link
 
-        opened = open_link(choose_kind(kind), rank, num_ranks, level)
+        opened = open_link(choose_link_type(kind), rank, num_ranks, level)
         try:
             opened.join(link)
         except BaseException:

@@ -40,24 +40,25 @@ if TYPE_CHECKING:
     from twostroke.model.program.ops import Op
     from twostroke.model.program.shard import RankProgram
 
-_CONTEXT = 256  # tokens before each stream's next one
+_CONTEXT_TOKENS = 256  # tokens before each stream's next one
 _SHAPES: Mapping[str, BatchShape] = {
-    "decode": BatchShape.decode((_CONTEXT,)),
-    "decode of 16 streams": BatchShape.decode((_CONTEXT,) * 16),
-    "prefill": BatchShape.prefill(_CONTEXT, start=_CONTEXT // 2),  # a chunk of a prompt
+    "decode": BatchShape.decode((_CONTEXT_TOKENS,)),
+    "decode of 16 streams": BatchShape.decode((_CONTEXT_TOKENS,) * 16),
+    "prefill": BatchShape.prefill(
+        _CONTEXT_TOKENS, start=_CONTEXT_TOKENS // 2
+    ),  # a chunk of a prompt
 }
 
 
-_NAMES = {"shared": "shared memory", "ucx": "UCX", "gloo": "Gloo"}
+_LINK_NAMES = {"shared": "shared memory", "ucx": "UCX", "gloo": "Gloo"}
 
 
-class Step(Frozen):
-    """A step as predicted; figures are those of each rank, rank 0 first.
+class PredictedStep(Frozen):
+    """The predicted times of a step, for each rank; rank 0 is first.
 
-    `waiting_s` is in collectives for slower ranks, `moving_s` is what collectives themselves take,
-    and `bytes` is what they bring to the rank. With several stages, `step_s` is the time from the
-    first rank's start to the last one's end; `each_s` is that from one step to the next if so many
-    are in flight that no stage waits.
+    `waiting_s`: time in collectives until slower ranks arrive. `moving_s`: time of the collectives
+    themselves. `bytes`: received in collectives. `step_s`: time from the start of the first rank to
+    the end of the last rank.
     """
 
     computing_s: tuple[float, ...]
@@ -68,23 +69,24 @@ class Step(Frozen):
 
     @property
     def each_s(self) -> float:
-        """Seconds from one step to the next of many."""
+        """Seconds from one step to the next, if enough steps are in flight that no stage waits."""
         return max(map(sum, zip(self.computing_s, self.moving_s, strict=True)))
 
 
-class TimeShares(Frozen):
-    """Of a rank's time, what it waits in collectives for others, and what these themselves take."""
+class CollectiveShares(Frozen):
+    """The shares of a rank's time that it waits for other ranks, and that collectives take."""
 
     waiting: float
     moving: float
 
 
 class LinkSpeed(Frozen):
-    """Seconds of a collective without data, and the bytes/s at which data follow.
+    """The speed of collectives.
 
-    Rank 0 waits `start_s` until the others have read a step and begin, too. For each second in
-    which ranks compute alike, each loses `noise` seconds to waiting: other programs and the machine
-    itself delay now one of them, now another.
+    - `latency_s`: seconds of a collective without data. `bandwidth`: bytes/s.
+    - `start_s`: seconds that rank 0 waits until other ranks have read a step and start.
+    - `noise`: seconds of waiting for each second of equal computing, because other programs and the
+      machine delay different ranks at different times.
     """
 
     latency_s: float
@@ -93,22 +95,22 @@ class LinkSpeed(Frozen):
     noise: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
-        """Return how long a collective takes from the moment when all are there."""
+        """Return the seconds of a collective after all ranks have arrived."""
         return self.latency_s + num_bytes / self.bandwidth
 
 
 class Rates(Frozen):
-    """How many times longer than the machine's limits allow each kind of operation takes.
+    """The measured time of each kind of operation, as a multiple of the minimal time.
 
-    The limits are those of one rank: the bytes and the arithmetic of an operation take their time
-    one after the other.
+    The minimal time is the time to move an operation's bytes, plus the time of its arithmetic, at
+    the limits of one rank.
     """
 
     factors: Mapping[str, float]
 
     def seconds(self, op: Op, cost: Cost, limits: Hardware) -> float:
-        """Return how long a rank computes an operation."""
-        return self.factors.get(_kind(op), 1.0) * _least_s(cost, limits)
+        """Return the seconds that a rank needs to compute an operation."""
+        return self.factors.get(_op_kind(op), 1.0) * _min_time_s(cost, limits)
 
 
 AT_LIMITS = Rates({})
@@ -123,29 +125,29 @@ class Divided(Frozen):
     link: LinkSpeed
     rates: Rates = AT_LIMITS
 
-    def step(self, batch: BatchShape) -> Step:
-        """Predict a step."""
-        return _Walk(self, batch).run()
+    def step(self, batch: BatchShape) -> PredictedStep:
+        """Predict the times of a step."""
+        return _StepSimulation(self, batch).run()
 
     def step_s_on_one(self, batch: BatchShape, limits: Hardware) -> float:
-        """Predict the seconds of one process with these limits."""
+        """Predict the seconds of a step in a single process with these limits."""
         rates, cost = self.rates, self.cost
         return sum(rates.seconds(op, cost.operation(op, batch), limits) for op in cost.program.ops)
 
     def gain(self, batch: BatchShape, limits: Hardware, num_in_flight: int = 1) -> float:
-        """Return how many times faster than one process with these limits a step is.
+        """Return the speed of a step relative to a single process with these limits.
 
-        The streams of a batch are divided over `num_in_flight` steps.
+        The streams of the batch are divided over `num_in_flight` steps.
         """
         return self.step_s_on_one(batch, limits) / self._seconds(batch, num_in_flight)[0]
 
-    def collective_shares(self, batch: BatchShape, num_in_flight: int = 1) -> TimeShares:
-        """Return what of its time rank 0 spends in collectives; arguments as `gain`."""
-        whole_s, computing_s, moving_s = self._seconds(batch, num_in_flight)
-        return TimeShares(1 - (computing_s + moving_s) / whole_s, moving_s / whole_s)
+    def collective_shares(self, batch: BatchShape, num_in_flight: int = 1) -> CollectiveShares:
+        """Return the shares of rank 0's time in collectives; arguments as for `gain`."""
+        total_s, computing_s, moving_s = self._seconds(batch, num_in_flight)
+        return CollectiveShares(1 - (computing_s + moving_s) / total_s, moving_s / total_s)
 
     def _seconds(self, batch: BatchShape, num_in_flight: int) -> tuple[float, float, float]:
-        """Return how long a batch takes, and how much of that rank 0 computes and moves."""
+        """Return the seconds of a batch, and the seconds that rank 0 computes and moves data."""
         count = min(num_in_flight, len(batch.starts))
         if count == 1:
             step = self.step(batch)
@@ -165,35 +167,35 @@ class Divided(Frozen):
 def divide(
     cost: CostModel, mesh: Mesh, limits: Hardware, ranks: Sequence[RankFacts], link: LinkSpeed
 ) -> Divided:
-    """Return a model's division over ranks; their machines are taken as equal to this one."""
+    """Return a model's division over ranks, assuming that all machines equal this one."""
     on_host = Counter(rank.host for rank in ranks)
-    own = tuple([part_of_machine(limits, on_host[rank.host]) for rank in ranks])
-    return Divided(cost, shard(cost.program, mesh), own, link)
+    rank_limits = tuple([part_of_machine(limits, on_host[rank.host]) for rank in ranks])
+    return Divided(cost, shard(cost.program, mesh), rank_limits, link)
 
 
 def describe_gain(
     *, facts: BackendFacts, cost: CostModel, mesh: Mesh, limits: Hardware | None, backend: Runner
 ) -> str:
-    """Return in a sentence what several ranks should gain over one process on this machine."""
+    """Describe the expected speed of several ranks, compared with one process on this machine."""
     hosts = {rank.host for rank in facts.ranks}
     where = f"on {len(hosts)} machines" if len(hosts) > 1 else "on this machine"
-    link = _NAMES.get(facts.link, facts.link)
+    link = _LINK_NAMES.get(facts.link, facts.link)
     ranks = f"{len(facts.ranks)} ranks {where}, connected by {link}."
-    if limits is None or not isinstance(backend, ParallelBackend):  # cannot be measured
+    if limits is None or not isinstance(backend, ParallelBackend):  # the link cannot be measured
         return ranks
     try:
         speed = measure_link(backend)
-    except RanksLostError:  # the first request's step brings them back
+    except RanksLostError:  # the first step recovers the ranks
         return ranks
     divided = divide(cost, mesh, limits, facts.ranks, speed)
     num_steps = facts.steps_ahead + 1
     figures = ", ".join(
         f"{name} {divided.gain(batch, limits, num_steps):.2f}x" for name, batch in _SHAPES.items()
     )
-    found = f"A collective takes {speed.latency_s * 1e6:.1f} µs"
+    link_text = f"A collective takes {speed.latency_s * 1e6:.1f} µs"
     if speed.bandwidth < math.inf:
-        found += f" and {speed.bandwidth / 1e9:.2g} GB/s"
-    return f"{ranks} {found}. Expected speed against one process here: {figures}."
+        link_text += f" and {speed.bandwidth / 1e9:.2g} GB/s"
+    return f"{ranks} {link_text}. Expected speed against one process here: {figures}."
 
 
 def part_of_machine(limits: Hardware, count: int) -> Hardware:
@@ -207,8 +209,8 @@ def part_of_machine(limits: Hardware, count: int) -> Hardware:
 
 
 @dataclass(slots=True)
-class _RankClock:
-    """A rank on its way: its next operation, and its clock."""
+class _SimulatedRank:
+    """A rank in the simulation of a step: its next operation, and its clock."""
 
     ops: Sequence[Op]
     cost: CostModel
@@ -219,17 +221,17 @@ class _RankClock:
     moving_s: float = 0.0
     bytes: int = 0
     since_meeting_s: float = 0.0  # computed
-    uneven_s: float = 0.0  # what of that is expected to be longer elsewhere
-    has_computed: bool = False  # the operation that comes next, before its exchange
+    uneven_s: float = 0.0  # expected extra time of other ranks since then
+    has_computed: bool = False  # whether the next operation has computed, and only exchanges
 
     def compute(self, seconds: float) -> None:
-        """Go on after some computing."""
+        """Advance the clock by some computing."""
         self.computing_s += seconds
         self.since_meeting_s += seconds
         self.now_s += seconds
 
     def arrive(self, at_s: float, moving_s: float, num_bytes: int) -> None:
-        """Go on after a collective for which all are there at `at_s`."""
+        """Advance the clock past a collective at which all ranks have arrived at `at_s`."""
         self.waiting_s += max(0.0, at_s - self.now_s)
         self.moving_s += moving_s
         self.now_s = max(self.now_s, at_s) + moving_s
@@ -240,36 +242,38 @@ class _RankClock:
 
 
 @dataclass
-class _Walk:
-    """Goes through the operations of all ranks, as far as they do not wait for each other."""
+class _StepSimulation:
+    """Simulates the operations of all ranks, which wait for each other in collectives."""
 
     divided: Divided
     batch: BatchShape
-    _ranks: list[_RankClock] = field(default_factory=list)
+    _ranks: list[_SimulatedRank] = field(default_factory=list)
     _sent: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def run(self) -> Step:
-        """Return the step's figures."""
+    def run(self) -> PredictedStep:
+        """Return the times of the step."""
         cost = self.divided.cost
-        self._ranks = [_RankClock(part.program.ops, cost.part(part)) for part in self.divided.parts]
+        self._ranks = [
+            _SimulatedRank(part.program.ops, cost.part(part)) for part in self.divided.parts
+        ]
         start_s = self.divided.link.start_s
         for rank in self._ranks:
             rank.now_s = start_s
         self._ranks[0].waiting_s = start_s
-        going = True
-        while going:
-            going = any(self._advance(rank) for rank in range(len(self._ranks)))
+        is_running = True
+        while is_running:
+            is_running = any(self._advance(rank) for rank in range(len(self._ranks)))
         assert all(rank.next == len(rank.ops) for rank in self._ranks), "ranks wait for each other"
-        return Step(
-            tuple([rank.computing_s for rank in self._ranks]),
-            tuple([rank.waiting_s for rank in self._ranks]),
-            tuple([rank.moving_s for rank in self._ranks]),
-            tuple([rank.bytes for rank in self._ranks]),
-            max(rank.now_s for rank in self._ranks),
+        return PredictedStep(
+            computing_s=tuple([rank.computing_s for rank in self._ranks]),
+            waiting_s=tuple([rank.waiting_s for rank in self._ranks]),
+            moving_s=tuple([rank.moving_s for rank in self._ranks]),
+            bytes=tuple([rank.bytes for rank in self._ranks]),
+            step_s=max(rank.now_s for rank in self._ranks),
         )
 
     def _advance(self, number: int) -> bool:
-        """Let a rank do one thing; return False if it has ended or must wait."""
+        """Advance a rank by one operation; return False if it has finished or must wait."""
         rank, link = self._ranks[number], self.divided.link
         if rank.next == len(rank.ops):
             return False
@@ -293,7 +297,7 @@ class _Walk:
                 rank.next += not rank.has_computed
         return True
 
-    def _compute(self, rank: _RankClock, op: Op, limits: Hardware) -> None:
+    def _compute(self, rank: _SimulatedRank, op: Op, limits: Hardware) -> None:
         cost = rank.cost.operation(op, self.batch)
         seconds = self.divided.rates.seconds(op, cost, limits)
         rank.compute(seconds)
@@ -301,7 +305,7 @@ class _Walk:
             rank.uneven_s += seconds * _unevenness(op, self.batch.num_rows)
 
     def _meet(self, op: AllGather | AllReduce | SplitKvAttention) -> bool:
-        """Bring a team over its collective, once all are there."""
+        """Complete a team's collective if all its ranks have arrived; return whether they had."""
         team = [self._ranks[member] for member in op.team]
         next_ops = [rank.ops[rank.next : rank.next + 1] for rank in team]
         if any(
@@ -322,11 +326,12 @@ class _Walk:
 
 
 def _unevenness(op: ExpertTerms, num_rows: int) -> float:
-    """Return how much longer another rank's experts are expected to take, as a share of these.
+    """Return the expected extra time of another rank's experts, as a share of this rank's.
 
-    Rows choose independently, `num_used` of all experts with equal chances, and time grows with
-    the choices. Of their number on one rank, the standard deviation is `deviation`; that of another
-    rank varies by about as much the other way, and only a larger one is waited for.
+    Model: rows choose `num_used` experts independently, with equal chances, and time is
+    proportional to the number of choices. `deviation` is the standard deviation of that number on
+    one rank. The number of another rank varies about as much, in the opposite direction, and this
+    rank waits only if it is larger.
     """
     share = len(op.experts) / op.num_experts
     if share in {0, 1}:
@@ -337,16 +342,16 @@ def _unevenness(op: ExpertTerms, num_rows: int) -> float:
     return 2 * deviation / math.sqrt(2 * math.pi) / mean
 
 
-_MEETINGS, _REPEATS = 40, 5
+_NUM_COLLECTIVES, _NUM_REPEATS = 40, 5
 _LARGE_BYTES = 1 << 20
-_WORK = 20_000  # between two meetings: some ten microseconds, and
-_LONGER = 10  # times as long as a meeting takes at least
+_WORK_UNITS = 20_000  # of computing between two collectives, about ten microseconds
+_COMPUTING_RATIO = 10  # computing takes at least this many times as long as a collective
 
 
 def measure_link(backend: ParallelBackend, noise_s: float = 0.03) -> LinkSpeed:
-    """Measure the link of ranks that are at rest, and for about `noise_s` seconds their noise.
+    """Measure the link between idle ranks, and their noise for about `noise_s` seconds.
 
-    The rest takes some milliseconds, or the time of a few hundred messages.
+    Apart from the noise, a measurement takes the time of a few hundred messages.
 
     Raises:
         RanksLostError: a rank ended, or the link broke.
@@ -356,26 +361,30 @@ def measure_link(backend: ParallelBackend, noise_s: float = 0.03) -> LinkSpeed:
 
 
 def own_cores(backend: ParallelBackend) -> AbstractContextManager[None]:
-    """Keep to the cores of rank 0, as its steps do: two ranks on one core would take turns."""
+    """Return a context in which this thread runs on the cores of rank 0, as in steps."""
     ranks = backend.facts.ranks
     return on_cores(0, sum(rank.host == ranks[0].host for rank in ranks))
 
 
 def _measure_link(backend: ParallelBackend, noise_s: float) -> LinkSpeed:
-    tries = [backend.meet(Meetings(_MEETINGS))[1] for _ in range(_REPEATS)]
-    start_s = median(meeting[0] for meeting in tries)
-    latency_s = min(median(meeting[1:]) for meeting in tries)  # the least disturbed
+    measurements = [backend.meet(Meetings(_NUM_COLLECTIVES))[1] for _ in range(_NUM_REPEATS)]
+    start_s = median(collective_s[0] for collective_s in measurements)
+    latency_s = min(
+        median(collective_s[1:]) for collective_s in measurements
+    )  # of the least disturbed measurement
     bandwidth = math.inf  # shared values are written in place
     if backend.facts.link != "shared":
-        _, (_, *large) = backend.meet(Meetings(_REPEATS, num_bytes=_LARGE_BYTES))
+        _, (_, *large_s) = backend.meet(Meetings(_NUM_REPEATS, num_bytes=_LARGE_BYTES))
         count = len(backend.facts.ranks) - 1
-        bandwidth = count * _LARGE_BYTES / max(median(large) - latency_s, 1e-9)
-    computing, _ = backend.meet(Meetings(_REPEATS, _WORK))
-    longer = math.ceil(_LONGER * latency_s / median(computing))  # than what moves
-    rounds = max(2, int(noise_s / (longer * median(computing))))
-    computing, meeting = backend.meet(Meetings(rounds, longer * _WORK))
-    waited_s = sum(meeting[1:]) - latency_s * len(meeting[1:])
-    noise = max(0.0, waited_s) / sum(computing)
+        bandwidth = count * _LARGE_BYTES / max(median(large_s) - latency_s, 1e-9)
+    computing_s, _ = backend.meet(Meetings(_NUM_REPEATS, _WORK_UNITS))
+    units_per_collective = math.ceil(_COMPUTING_RATIO * latency_s / median(computing_s))
+    num_rounds = max(2, int(noise_s / (units_per_collective * median(computing_s))))
+    computing_s, collective_s = backend.meet(
+        Meetings(num_rounds, units_per_collective * _WORK_UNITS)
+    )
+    waited_s = sum(collective_s[1:]) - latency_s * len(collective_s[1:])
+    noise = max(0.0, waited_s) / sum(computing_s)
     return LinkSpeed(latency_s, bandwidth, max(0.0, start_s - latency_s), noise)
 
 
@@ -385,24 +394,24 @@ def rates_of(
     limits: Hardware,
     batch: BatchShape,
 ) -> Rates:
-    """Return the rates of a rank's fused operations, which took these seconds in a step.
+    """Return the rates of operations, from the measured seconds of fused operations in a step.
 
-    Waiting must not be a part of them. `cost` and `limits` are those of the rank's part.
+    The seconds must not include waiting. `cost` and `limits`: of the rank's part.
     """
     measured_s: dict[str, float] = defaultdict(float)
-    least_s: dict[str, float] = defaultdict(float)
+    total_min_s: dict[str, float] = defaultdict(float)
     for parts, seconds in timed:
-        own_s = {op: _least_s(cost.operation(op, batch), limits) for op in parts}
-        if sum(own_s.values()) > 0:
-            kind = _kind(max(own_s, key=own_s.__getitem__))
+        min_times_s = {op: _min_time_s(cost.operation(op, batch), limits) for op in parts}
+        if sum(min_times_s.values()) > 0:
+            kind = _op_kind(max(min_times_s, key=min_times_s.__getitem__))
             measured_s[kind] += seconds
-            least_s[kind] += sum(own_s.values())
-    return Rates({kind: measured_s[kind] / least_s[kind] for kind in measured_s})
+            total_min_s[kind] += sum(min_times_s.values())
+    return Rates({kind: measured_s[kind] / total_min_s[kind] for kind in measured_s})
 
 
-def _kind(op: Op) -> str:
+def _op_kind(op: Op) -> str:
     return (ExpertTerms if isinstance(op, MixtureOfExperts) else type(op)).__name__
 
 
-def _least_s(cost: Cost, limits: Hardware) -> float:
+def _min_time_s(cost: Cost, limits: Hardware) -> float:
     return cost.bytes / limits.bandwidth + cost.flops / limits.peak

@@ -1,4 +1,4 @@
-"""`RankGroup`: an engine's other ranks, from their start until all are one backend."""
+"""`RankGroup`: starts the ranks of an engine, sizes its cache, and builds the backend of all."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from twostroke.backends.kv_size import size_kv_cache
 from twostroke.backends.parallel.backend import ParallelBackend
 from twostroke.backends.parallel.launcher import (
     LocalRanks,
-    asked_of,
+    assigned_rank,
+    describe_command,
     follow_if_launched,
-    place_among,
     wait_for_ranks,
 )
-from twostroke.backends.parallel.links.link_type import choose_kind, open_link
+from twostroke.backends.parallel.links.link_type import choose_link_type, open_link
 from twostroke.backends.parallel.rank_messages import RankJob
 from twostroke.backends.parallel.ranks import Ranks
 from twostroke.backends.parallel.ray_ranks import RayRanks
@@ -57,12 +57,12 @@ if TYPE_CHECKING:
     from twostroke.model.quant import QuantTensor
     from twostroke.model.weights import LoadedModel
 
-_EVALUATED_ROWS = 512  # of a step when a whole sequence is evaluated
-_CAUSE_S = 2.0  # until it is known why ranks did not meet
+_EVALUATED_ROWS = 512  # rows of a step in which a sequence is evaluated
+_CAUSE_TIMEOUT_S = 2.0  # to learn why ranks did not connect
 
 
 class RankGroup:
-    """Ranks that have started and wait for what they shall load."""
+    """The ranks of an engine, from their start until they load their parts of the model."""
 
     def __init__(
         self,
@@ -98,31 +98,33 @@ class RankGroup:
         self._hosts = {0: socket.gethostname()}
 
     def size(self) -> CacheSize:
-        """Return the size of the cache, the same on all ranks: what the smallest host can hold.
+        """Return the size of the cache, which all ranks have: the largest that fits on each host.
 
         Raises:
-            BackendError: a rank ended, or is of another version.
+            BackendError: a rank ended, or has another version.
             UsageError, MemoryLimitError: as `size_kv_cache`.
         """
-        hellos = self._ranks.meet()
+        hellos = self._ranks.wait_for_hellos()
         for rank, hello in hellos.items():
             self._hosts[rank] = hello.host
         options, sizes = self._options, []
         for host in set(self._hosts.values()):
-            here = [rank for rank, other in self._hosts.items() if other == host]
-            free = memory_available() if 0 in here else hellos[here[0]].memory_bytes
+            ranks_of_host = [rank for rank, other in self._hosts.items() if other == host]
+            free = (
+                memory_available() if 0 in ranks_of_host else hellos[ranks_of_host[0]].memory_bytes
+            )
             sizes.append(
                 size_kv_cache(
                     self._program,
                     options.cache,
                     options.batch.token_budget,
-                    sum(self._weight_bytes[rank] for rank in here),
+                    sum(self._weight_bytes[rank] for rank in ranks_of_host),
                     free,
                     max_running=options.batch.effective_max_running,
                     auto_format=auto_kv_format(options.compute),
-                    parts=[self._parts[rank].program for rank in here],
+                    parts=[self._parts[rank].program for rank in ranks_of_host],
                     mesh=self._mesh,
-                    group_limit=scarcest_memory() if 0 in here else None,
+                    group_limit=scarcest_memory() if 0 in ranks_of_host else None,
                 )
             )
         return min(sizes, key=lambda size: size.num_pages)
@@ -136,9 +138,9 @@ class RankGroup:
         tapped_value: str | None,
         **options: Any,
     ) -> ParallelBackend:
-        """Let all ranks load their parts, this one too; return them as one backend.
+        """Make all ranks load their parts, including this one; return the backend of all ranks.
 
-        The arguments are those of `create_backend`.
+        The arguments are the same as for `create_backend`.
         """
         jobs = partial(self._jobs, size)
         link = self._link.renew()
@@ -146,11 +148,11 @@ class RankGroup:
         try:
             self._link.join(link)
         except RanksLostError as error:
-            raise self._ranks.cause(_CAUSE_S) from error
-        compute = own_part(self._options.compute, *self._place(0))
+            raise self._ranks.cause(_CAUSE_TIMEOUT_S) from error
+        compute = options_for_rank(self._options.compute, *self._host_slot(0))
         sizes = block_sizes(tensors) if self._splits_sums else None
         with self.own_cores():
-            own = create_backend(
+            rank0_backend = create_backend(
                 tensors,
                 program,
                 compute,
@@ -160,15 +162,15 @@ class RankGroup:
                 share=WeightShard(0, self._mesh, self._max_rows, self._link.record, sizes),
                 **options,
             )
-        own = cast("RankBackend", own)  # it has a share
-        return ParallelBackend(own, self._ranks, self._link, jobs, self._mesh)
+        rank0_backend = cast("RankBackend", rank0_backend)  # true for a backend with a share
+        return ParallelBackend(rank0_backend, self._ranks, self._link, jobs, self._mesh)
 
     def own_cores(self) -> AbstractContextManager[None]:
-        """Let threads that start inside keep to the cores of rank 0."""
-        return on_cores(*self._place(0))
+        """Return a context in which new threads run only on the cores of rank 0."""
+        return on_cores(*self._host_slot(0))
 
     def close(self) -> None:
-        """End the ranks; does nothing if a backend has them that was closed."""
+        """End the ranks; does nothing after the backend was closed."""
         self._link.abort()
         self._ranks.close()
         self._undo.close()
@@ -183,9 +185,9 @@ class RankGroup:
             self.close()
 
     def _start(self, undo: ExitStack) -> tuple[Link, Launcher]:
-        """Return rank 0's end of a link, and what brings the other ranks.
+        """Return rank 0's end of the link, and the launcher of the other ranks.
 
-        Where a launcher has made this process another rank, it is that rank until it exits.
+        If a launcher has made this process another rank, it runs as that rank, and then exits.
         """
         count = self._mesh.num_ranks
         remote: RayRanks | RemoteRanks
@@ -193,36 +195,38 @@ class RankGroup:
             remote = RayRanks(count)
         else:
             follow_if_launched(self._model, self._options.parallel)
-            place = place_among(count)
-            if place is None:
+            launcher_env = assigned_rank(count)
+            if launcher_env is None:
                 link = self._new_link(None)
                 undo.callback(link.close)
                 return link, LocalRanks(*link.files)
-            remote = wait_for_ranks(place, asked_of(self._model, self._options.parallel))
+            remote = wait_for_ranks(
+                launcher_env, describe_command(self._model, self._options.parallel)
+            )
         undo.callback(remote.close)
         link = self._new_link(remote.host)
         undo.callback(link.close)
         return link, remote
 
     def _new_link(self, host: str | None) -> Link:
-        """Return this rank's end of what connects the ranks: `host` is known to other machines."""
+        """Return rank 0's end of a link; `host`: rank 0's address, for ranks on other machines."""
         count = self._mesh.num_ranks
         if self._options.compute.backend == "torch":
             from twostroke.backends.torch.link import TorchLink
 
             return TorchLink(0, count, host) if host else TorchLink(0, count)
         if host:
-            return open_link(choose_kind(env.link()), 0, count, self._level, host)
-        # Untouched memory costs nothing, so there is room for all that `compare` may ask for.
+            return open_link(choose_link_type(env.link()), 0, count, self._level, host)
+        # Untouched memory costs nothing, so there is room for all values that `compare` may trace.
         program = self._program
         traced = shard(program, self._mesh, [*program.layer_outputs, last_hidden(program)])
         num_bytes = [shared_bytes(parts, self._max_rows) for parts in (self._parts, traced)]
         return SharedLink.create(count, self._level, max(num_bytes))
 
-    def _place(self, rank: int) -> tuple[int, int]:
-        """Return a rank's number among those on its host, and how many these are."""
-        here = [other for other, host in self._hosts.items() if host == self._hosts[rank]]
-        return sorted(here).index(rank), len(here)
+    def _host_slot(self, rank: int) -> tuple[int, int]:
+        """Return a rank's index among the ranks of its host, and their number."""
+        ranks_of_host = [other for other, host in self._hosts.items() if host == self._hosts[rank]]
+        return sorted(ranks_of_host).index(rank), len(ranks_of_host)
 
     def _jobs(self, size: CacheSize, link: str) -> dict[int, RankJob]:
         return {
@@ -232,7 +236,7 @@ class RankGroup:
                 model=self._model,
                 model_id=self._model_id,
                 compute=self._options.compute,
-                place=self._place(rank),
+                host_slot=self._host_slot(rank),
                 level=self._level,
                 one_arithmetic=self._one_arithmetic,
                 num_pages=size.num_pages,
@@ -256,10 +260,10 @@ def _weight_bytes(
     return sum(tensors[name].part(*rows).packed_bytes for name, rows in part.weight_rows.items())
 
 
-def own_part(compute: ComputeOptions, index: int, count: int) -> ComputeOptions:
-    """Return the options of rank `index` of `count` on a machine: its threads, or its GPU.
+def options_for_rank(compute: ComputeOptions, index: int, count: int) -> ComputeOptions:
+    """Return the options of rank `index` of `count` on a machine, with its threads and its GPU.
 
-    Must be called before the rank keeps to its own cores (`on_cores`), since it counts them all.
+    Must be called before the rank is limited to its cores (`on_cores`), because it counts cores.
     """
     total = resolve_num_threads(compute.num_threads)
     num_threads = max(1, (index + 1) * total // count - index * total // count)
@@ -269,9 +273,9 @@ def own_part(compute: ComputeOptions, index: int, count: int) -> ComputeOptions:
 
 @contextmanager
 def on_cores(index: int, count: int) -> Iterator[None]:
-    """Let threads that start inside keep to the cores of rank `index` of `count` on a machine.
+    """Limit this thread, and threads that it starts, to the cores of rank `index` of `count`.
 
-    Two ranks that spin on one core would take turns, each for milliseconds.
+    Two ranks that spin on the same core would take turns of milliseconds.
     """
     if not hasattr(os, "sched_getaffinity"):
         yield

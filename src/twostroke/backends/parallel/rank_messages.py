@@ -1,4 +1,4 @@
-"""What rank 0 and the other ranks tell each other, besides steps."""
+"""The messages between rank 0 and the other ranks, apart from steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T", bound=Frozen)
 
 
 class RankHello(Frozen):
-    """Who a rank is: the first message to rank 0. `memory_bytes` are free."""
+    """The first message of a rank to rank 0; `memory_bytes`: free memory."""
 
     rank: int
     version: str
@@ -28,14 +28,15 @@ class RankHello(Frozen):
 
 
 class RankJob(Frozen):
-    """What a rank is to load: its part of a model, and how it reaches the other ranks.
+    """A message of rank 0: the part of the model that a rank loads, and its link to other ranks.
 
-    `model` is a name or a path on the rank's machine, and `model_id` must be that of its files.
-    `compute` is what rank 0 was asked for; this rank has a share of the machine's threads and
-    cores: it is number `place[0]` of `place[1]` ranks there. `level` is that of rank 0; ranks whose
-    prompts are computed otherwise (`one_arithmetic`) cannot take part.
-    No step has more than `max_rows` rows. `link` is what the kind of link needs to find the
-    others.
+    - `model`: a name, or a path on the rank's machine. `model_id`: the hash of its weights.
+    - `compute`: the options of rank 0.
+    - `host_slot`: (index, count) of this rank among the ranks of its machine, which divide threads
+      and cores.
+    - `level`, `one_arithmetic`: of rank 0; a rank with another `one_arithmetic` cannot take part.
+    - `max_rows`: the largest number of rows of a step.
+    - `link`: the text by which the rank joins a link of kind `link_kind`.
     """
 
     rank: int
@@ -43,7 +44,7 @@ class RankJob(Frozen):
     model: str
     model_id: str
     compute: ComputeOptions
-    place: tuple[int, int]
+    host_slot: tuple[int, int]
     one_arithmetic: bool
     num_pages: int
     page_size: int
@@ -57,7 +58,7 @@ class RankJob(Frozen):
 
 
 class RankReady(Frozen):
-    """A rank has loaded its part, or has begun again after a failed step."""
+    """A rank has loaded its part, or has joined again after a failed step."""
 
     num_threads: int
     weight_bytes: int
@@ -65,10 +66,10 @@ class RankReady(Frozen):
 
 
 class RankHeartbeat(Frozen):
-    """A rank lives.
+    """A sign of life of a rank.
 
-    `progress` is that of its link; `waits`: for a step, or inside a collective. `collective_s` are
-    its seconds in collectives since it started.
+    `waits`: whether it waits, for a step or in a collective. `progress`: of its link, see
+    `Link.progress`. `collective_s`: seconds in collectives since the rank started.
     """
 
     waits: bool
@@ -77,7 +78,7 @@ class RankHeartbeat(Frozen):
 
 
 class Evaluate(Frozen):
-    """A sequence to compute on separate pages; the values `taps`, or logits, leave it on rank 0."""
+    """A sequence to compute on separate pages; rank 0 returns the values `taps`, or logits."""
 
     tokens: list[int]
     taps: tuple[str, ...]
@@ -85,18 +86,18 @@ class Evaluate(Frozen):
 
 
 class CopyPage(Frozen):
-    """A page that becomes a copy of another, while no step runs."""
+    """A request to copy page `source` to page `target`, while no step runs."""
 
     source: int
     target: int
 
 
 class RankTimes(Frozen):
-    """What a rank's steps took since it was asked before.
+    """The times of a rank's steps since the last such message.
 
-    `operations` has for each fused operation its seconds, and how many of them its threads waited.
-    In decode steps the rank waited for `decode_waiting_s` of `decode_s` seconds: for its next step,
-    or in collectives.
+    `operations`: for each fused operation, its seconds, and the seconds that its threads waited.
+    `decode_s`: seconds of decode steps. `decode_waiting_s`: seconds thereof that the rank waited,
+    for its next step or in collectives.
     """
 
     operations: list[tuple[float, float]]
@@ -105,16 +106,16 @@ class RankTimes(Frozen):
 
 
 class Reset(Frozen):
-    """A step failed or ranks are new: join them again, with `link`."""
+    """A request to join the ranks again, by `link`, after a failed step or with new ranks."""
 
     link: str
 
 
 class RankFailed(Frozen):
-    """A rank's part of a step, or its start, failed.
+    """A rank's part of a step, or its start, has failed.
 
-    `kind` is the name of an error class in `core/errors.py`. With `lost` the rank only waited for
-    another one.
+    `kind`: the name of an error class in `core/errors.py`. `lost`: the rank itself is well, but
+    waited for another rank.
     """
 
     reason: str
@@ -124,9 +125,9 @@ class RankFailed(Frozen):
 
 @cache
 def version() -> str:
-    """Return what must be the same on all ranks: the package's version and the kernels'.
+    """Return the version of the package and the kernels, which must be the same on all ranks.
 
-    It stays what it was at first, even if another version is installed under a running process.
+    The result stays the same even if another version is installed while the process runs.
     """
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
@@ -139,15 +140,15 @@ def version() -> str:
 
 
 def pack(message: Frozen) -> bytes:
-    """Return a message's body."""
+    """Return the encoded body of a message."""
     return msgspec.json.encode(message)
 
 
 def unpack(body: bytes, kind: type[T]) -> T:
-    """Return the message of a body.
+    """Decode a message of type `kind`.
 
     Raises:
-        BackendError: it is not one.
+        BackendError: the body is not such a message.
     """
     try:
         return msgspec.json.decode(body, type=kind)

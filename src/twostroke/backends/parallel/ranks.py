@@ -1,4 +1,4 @@
-"""`Ranks`: the other ranks as rank 0 sees them: who is ready, who failed, and who is lost."""
+"""`Ranks`: starts and watches the other ranks, on rank 0: which are ready, failed or lost."""
 
 from __future__ import annotations
 
@@ -35,20 +35,22 @@ if TYPE_CHECKING:
     from twostroke.backends.parallel.rank_messages import RankJob, Reset
     from twostroke.core.transport.channel import Message
 
-BEAT_S: Final = 0.2  # between two heartbeats
-_LOOK_S: Final = 0.1
-_FROZEN_S: Final = 0.8  # without a heartbeat
-_STALLED_S: Final = 0.9  # of a link; a frozen rank is noticed before
-_FROZEN_LOADING_S: Final = 30.0  # a rank that loads from a slow disk may be unable to beat
-_END_S: Final = 5.0  # for all ranks to give their memory back
-_START_S: Final = 20.0  # until the first message of a process that runs
+HEARTBEAT_INTERVAL_S: Final = 0.2
+_POLL_S: Final = 0.1
+_HEARTBEAT_TIMEOUT_S: Final = 0.8  # a rank without heartbeats for this time is lost
+_STALL_TIMEOUT_S: Final = 0.9  # of the link; longer, so that a frozen rank is noticed first
+_LOADING_HEARTBEAT_TIMEOUT_S: Final = (
+    30.0  # a rank that loads from a slow disk may be unable to beat
+)
+_END_TIMEOUT_S: Final = 5.0  # until all ranks have freed their memory
+_START_TIMEOUT_S: Final = 20.0  # until the first message of a process that runs
 
 
 class Ranks:
-    """Starts the other ranks, sends to them, and notices when one is dead or frozen.
+    """Starts the other ranks, sends messages to them, and notices dead or frozen ranks.
 
-    A thread reads all that they send. If one is lost or fails, or if nothing arrives over the link
-    though all wait, it aborts the link, so that nobody waits any more.
+    A thread reads all messages of ranks. If a rank is lost or fails, or if nothing arrives over the
+    link although all ranks wait, the thread aborts the link, which ends all waits.
     """
 
     def __init__(self, num_ranks: int, launch: Launcher, link: Link) -> None:
@@ -65,8 +67,8 @@ class Ranks:
         self.lost: dict[int, str] = {}
         self._beats: dict[int, RankHeartbeat] = {}
         self._stall = Stall()
-        self._resetting: set[int] = set()  # what they say until they are ready is out of date
-        self._left: set[int] = set()  # for good
+        self._resetting: set[int] = set()  # until they are ready, their failures are outdated
+        self._left: set[int] = set()  # ended by Ctrl-C, so they are not started again
         self._num_starts: Counter[int] = Counter()
         try:
             for rank in range(1, num_ranks):
@@ -77,14 +79,14 @@ class Ranks:
         self._monitor = threading.Thread(target=self._watch, name="twostroke-ranks", daemon=True)
         self._monitor.start()
 
-    def meet(self) -> dict[int, RankHello]:
-        """Return the first message of each rank.
+    def wait_for_hellos(self) -> dict[int, RankHello]:
+        """Wait for the first message of each rank, and return them.
 
         Raises:
-            RanksLostError: one ended before it said anything, or takes too long.
-            BackendError: one is of another version.
+            RanksLostError: a rank ended before its first message, or takes too long.
+            BackendError: a rank has another version.
         """
-        self._wait_for(self.hellos, _START_S)
+        self._wait_for(self.hellos, _START_TIMEOUT_S)
         for rank, hello in self.hellos.items():
             if hello.version != version():
                 raise BackendError(
@@ -94,21 +96,21 @@ class Ranks:
         return self.hellos
 
     def send(self, kind: MessageType, body: bytes = b"", to: Iterable[int] | None = None) -> None:
-        """Send a message to all that live, or to some ranks.
+        """Send a message to all ranks, or to some.
 
         Raises:
-            RanksLostError: one of them is lost.
+            RanksLostError: one of these ranks is lost.
         """
         for rank in list(self._processes) if to is None else to:
             process = self._processes[rank]
             try:
                 process.channel.send(kind, body)
             except ChannelClosedError as error:
-                self._lose(rank, process, process.ended() or _gone(error))
+                self._lose(rank, process, process.exit_reason() or _disconnect_reason(error))
                 raise self._lost_error() from None
 
     def assign(self, jobs: Mapping[int, RankJob]) -> None:
-        """Tell ranks what to load."""
+        """Send jobs to ranks, which then load their parts."""
         for rank, job in jobs.items():
             self.send(MessageType.JOB, pack(job), [rank])
 
@@ -116,17 +118,17 @@ class Ranks:
         """Wait until all ranks are ready.
 
         Raises:
-            RanksLostError: one is lost.
-            BackendError: one has failed; the sentence names it.
+            RanksLostError: a rank is lost.
+            BackendError: a rank has failed; the message names it.
         """
         self._wait_for(self.ready, timeout_s)
 
     def times(self) -> dict[int, RankTimes]:
-        """Return what the steps of each rank took since the last call.
+        """Return the times of each rank's steps since the last call.
 
         Raises:
-            RanksLostError: one is lost.
-            BackendError: one cannot tell.
+            RanksLostError: a rank is lost.
+            BackendError: a rank cannot measure them.
         """
         with self._changed:
             self._times.clear()
@@ -135,10 +137,10 @@ class Ranks:
         return dict(self._times)
 
     def check(self) -> None:
-        """Abort once more if a rank was lost; what was begun since had made that undone.
+        """Abort the link again if a rank was lost, because a restart of the link undoes an abort.
 
         Raises:
-            RanksLostError: one is lost.
+            RanksLostError: a rank is lost.
         """
         with self._changed:
             if self.lost:
@@ -146,7 +148,7 @@ class Ranks:
                 raise self._lost_error()
 
     def reset(self, body: Reset, new: Collection[int]) -> None:
-        """Let all ranks but `new` ones begin again after a failed step."""
+        """Make all ranks except `new` ones join again after a failed step."""
         with self._changed:
             old = [rank for rank in self._processes if rank not in new]
             self.failed.clear()
@@ -157,13 +159,13 @@ class Ranks:
         self.send(MessageType.RESET, pack(body), old)
 
     def restart(self) -> list[int]:
-        """Start the lost ranks again and wait for their first messages; returns which they are.
+        """Restart the lost ranks, and wait for their first messages; return these ranks.
 
-        Ranks that were started before and have not loaded their part begin once more, too.
+        Ranks that have not loaded their parts yet are restarted, too.
 
         Raises:
-            RanksLostError: one ended before it said anything.
-            BackendError: one cannot be started, does not come, or has left.
+            RanksLostError: a rank ended before its first message.
+            BackendError: a rank cannot be started, does not connect, or was ended by Ctrl-C.
         """
         with self._changed:
             if self._left:
@@ -174,26 +176,26 @@ class Ranks:
             for rank in lost:
                 self._processes.pop(rank).kill()
                 self._resetting.discard(rank)
-                for known in (self.hellos, self.ready, self.lost, self._beats):
-                    known.pop(rank, None)
+                for states in (self.hellos, self.ready, self.lost, self._beats):
+                    states.pop(rank, None)
         for rank in lost:
             if self._is_given_up:
                 break
             try:
                 self._start(rank)
-            except RanksLostError as error:  # it does not come; to try again would not help
+            except RanksLostError as error:  # it does not connect; another attempt would not help
                 raise BackendError(str(error)) from None
-        self.meet()
+        self.wait_for_hellos()
         return lost
 
     def cause(self, timeout_s: float) -> TwostrokeError:
-        """Return why a step failed: a rank was lost, or failed; else that the link broke."""
+        """Return the error that made a step fail: of a lost or failed rank, or of the link."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self.lost or self._real_failures() or self._stall.is_found, timeout_s
             )
             for rank, failed in self._real_failures().items():
-                if self.lost.keys() <= {rank}:  # one that cannot load says why, and ends
+                if self.lost.keys() <= {rank}:  # a rank that cannot load reports why, and ends
                     return _error_of(rank, failed)
             if self.lost:
                 return self._lost_error()
@@ -202,25 +204,25 @@ class Ranks:
         return RanksLostError("The connection between the ranks broke.")
 
     def states(self, ranks: Iterable[RankFacts]) -> list[RankState]:
-        """Return how these ranks are now."""
+        """Return the state of these ranks."""
         with self._changed:
             return [self._state_of(facts) for facts in ranks]
 
     def give_up(self) -> None:
-        """Let nobody wait for ranks any more, now and from now on. Any thread may call it."""
+        """End all waits for ranks, now and later; any thread may call this."""
         with self._changed:
             self._is_given_up = True
             self._changed.notify_all()
         self._launch.close()
 
     def close(self) -> None:
-        """End all ranks in order; twice does no harm."""
+        """End all ranks; may be called twice."""
         self._closing = True
         self._monitor.join()
         for process in self._processes.values():
             with suppress(ChannelClosedError):
                 process.channel.send(MessageType.END)
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + _END_TIMEOUT_S
         for process in self._processes.values():
             process.wait(max(0.0, deadline - time.monotonic()))
         self._processes.clear()
@@ -234,7 +236,7 @@ class Ranks:
         elif rank in self.hellos:
             state = "ready" if rank in self.ready else "loading"
         collective_s = self._beats[rank].collective_s if rank in self._beats else 0.0
-        facts = replace(facts, host=hello.host) if hello else facts  # it may start elsewhere
+        facts = replace(facts, host=hello.host) if hello else facts  # may change with a restart
         return RankState(facts, state, collective_s, max(0, self._num_starts[rank] - 1))
 
     def _start(self, rank: int) -> None:
@@ -250,22 +252,22 @@ class Ranks:
 
     def _wait_for(
         self,
-        known: dict[int, RankHello] | dict[int, RankReady] | dict[int, RankTimes],
+        answers: dict[int, RankHello] | dict[int, RankReady] | dict[int, RankTimes],
         timeout_s: float | None,
     ) -> None:
         def is_over() -> bool:
             has_failed = self._is_given_up or self.lost or self._real_failures()
-            return bool(has_failed or len(known) == len(self._processes))
+            return bool(has_failed or len(answers) == len(self._processes))
 
         with self._changed:
             in_time = self._changed.wait_for(is_over, timeout_s)
             if self._is_given_up:
                 raise BackendError("The engine closes: its ranks are not started again.")
             if not in_time:
-                for rank in sorted(set(self._processes) - set(known)):
+                for rank in sorted(set(self._processes) - set(answers)):
                     why = f"did not answer within {timeout_s:.0f} s"
                     self._lose(rank, self._processes[rank], why)
-            # A rank that cannot load says why, and ends.
+            # A rank that cannot load reports why, and ends.
             for rank, failed in self._real_failures().items():
                 raise _error_of(rank, failed)
             if self.lost:
@@ -280,49 +282,49 @@ class Ranks:
         return RanksLostError(f"{text[0].upper()}{text[1:]}.")
 
     def _watch(self) -> None:
-        """Read what ranks send, and notice those that send nothing."""
+        """Read the messages of ranks, and notice ranks that send nothing."""
         before = beaten = time.monotonic()
         while not self._closing:
             poll = select.poll()
             with self._changed:
                 alive = {r: p for r, p in self._processes.items() if r not in self.lost}
-                for process in alive.values():  # now, as lost ones are closed at any time
+                for process in alive.values():  # under the lock, before a lost rank's is closed
                     poll.register(process.channel, select.POLLIN)
-            poll.poll(_LOOK_S * 1000)
+            poll.poll(_POLL_S * 1000)
             now = time.monotonic()
-            # A thread that was not scheduled itself must not blame the others.
-            passed_s, before = min(now - before, 2 * _LOOK_S), now
+            # If this thread itself was not scheduled, the ranks are not to blame.
+            passed_s, before = min(now - before, 2 * _POLL_S), now
             for rank, process in alive.items():
                 self._listen(rank, process, passed_s)
             self._notice_stall(passed_s)
-            if now - beaten >= BEAT_S:
+            if now - beaten >= HEARTBEAT_INTERVAL_S:
                 beaten = now
                 for process in alive.values():
                     with suppress(ChannelClosedError):
                         process.channel.beat()
 
     def _listen(self, rank: int, process: RankProcess, passed_s: float) -> None:
-        """Take a rank's messages."""
+        """Read the messages of a rank, and check its heartbeat."""
         try:
             while message := process.channel.receive(0):
                 self._silent_s[rank] = -passed_s
                 self._take(rank, process, message)
         except BackendError as error:
-            self._lose(rank, process, process.ended() or _gone(error))
+            self._lose(rank, process, process.exit_reason() or _disconnect_reason(error))
             return
         self._silent_s[rank] += passed_s
         is_loaded = rank in self.ready or rank in self._resetting
-        most_s = _FROZEN_S if is_loaded else _FROZEN_LOADING_S
-        if rank in self.hellos and self._silent_s[rank] > most_s:
+        timeout_s = _HEARTBEAT_TIMEOUT_S if is_loaded else _LOADING_HEARTBEAT_TIMEOUT_S
+        if rank in self.hellos and self._silent_s[rank] > timeout_s:
             self._lose(rank, process, f"has not responded for {self._silent_s[rank]:.1f} s")
 
     def _notice_stall(self, passed_s: float) -> None:
-        """End all waits if nothing arrives over the link."""
+        """Abort the link if nothing arrives over it although all ranks wait."""
         with self._changed:
             beats = [self._beats[rank] for rank in self.ready if rank in self._beats]
             if self.lost or self._stall.is_found or len(beats) < len(self._processes):
                 return
-            self._stall.look(self._link.progress(), beats, passed_s)
+            self._stall.update(self._link.progress(), beats, passed_s)
             if self._stall.is_found:
                 self._link.abort()
                 self._changed.notify_all()
@@ -353,7 +355,7 @@ class Ranks:
             self._changed.notify_all()
 
     def _lose(self, rank: int, process: RankProcess, reason: str) -> None:
-        """Note that a rank is lost, and let nobody wait for it."""
+        """Note that a rank is lost, abort the link, and kill the rank."""
         with self._changed:
             if self._processes.get(rank) is not process:  # it was replaced meanwhile
                 return
@@ -364,28 +366,28 @@ class Ranks:
 
 
 class Stall:
-    """Finds that a link moves nothing, though rank 0 is in a collective and no rank computes."""
+    """Detects that a link moves no bytes although all ranks wait in a collective."""
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
+        """Start without observations."""
         self._progress: list[int] = []
         self._lasts_s = 0.0
 
     @property
     def is_found(self) -> bool:
-        """Whether it has lasted long enough."""
-        return self._lasts_s > _STALLED_S
+        """Whether the stall has lasted longer than the timeout."""
+        return self._lasts_s > _STALL_TIMEOUT_S
 
-    def look(self, own_progress: int, beats: Sequence[RankHeartbeat], passed_s: float) -> None:
-        """Compare what ranks say now with what they said before."""
-        progress = [own_progress, *(beat.progress for beat in beats)]
-        waits = own_progress % 2 == 1 and all(beat.waits for beat in beats)
+    def update(self, rank0_progress: int, beats: Sequence[RankHeartbeat], passed_s: float) -> None:
+        """Compare the ranks' progress with the last observation, `passed_s` seconds ago."""
+        progress = [rank0_progress, *(beat.progress for beat in beats)]
+        waits = rank0_progress % 2 == 1 and all(beat.waits for beat in beats)
         is_still = waits and progress == self._progress
         self._lasts_s = self._lasts_s + passed_s if is_still else 0.0
         self._progress = progress
 
 
-def _gone(error: Exception) -> str:
+def _disconnect_reason(error: Exception) -> str:
     return f"is gone ({str(error).rstrip('.')})"
 
 

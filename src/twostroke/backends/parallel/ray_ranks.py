@@ -1,4 +1,4 @@
-"""Ranks that Ray starts on the machines of its cluster; the only module that imports Ray."""
+"""`RayRanks`: starts ranks on the machines of a Ray cluster; this module alone imports Ray here."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from twostroke.backends.parallel.launcher import RankArrival, RemoteRank, Remote
 from twostroke.core.env import install_command
 from twostroke.core.errors import BackendError, RanksLostError
 
-_PLACE_S: Final = 60.0
-_END_S: Final = 5.0
+_PLACEMENT_TIMEOUT_S: Final = 60.0
+_END_TIMEOUT_S: Final = 5.0
 
 
 class RayRanks:
-    """A `Launcher`: an actor on each machine that Ray chooses; rank 0 stays in this process."""
+    """A `Launcher` that starts a Ray actor for each rank; rank 0 stays in this process."""
 
     def __init__(self, num_ranks: int) -> None:
-        """Join the cluster that `RAY_ADDRESS` names, or one on this machine, and ask for places.
+        """Join the cluster at `RAY_ADDRESS`, or start one on this machine; reserve a core per rank.
 
         Raises:
             BackendError: Ray is not installed.
-            RanksLostError: the cluster has no room for so many ranks.
+            RanksLostError: the cluster has too few free cores.
         """
         if find_spec("ray") is None:
             raise BackendError(f"--ray needs Ray: {install_command('cluster')}.")
@@ -38,7 +38,7 @@ class RayRanks:
         self._tasks: list[Any] = []
         self._remote = RemoteRanks(ray.util.get_node_ip_address(), 0, self._secret, num_ranks)
         self._group = placement_group([{"CPU": 1}] * (num_ranks - 1), strategy="SPREAD")
-        if not self._group.wait(_PLACE_S):
+        if not self._group.wait(_PLACEMENT_TIMEOUT_S):
             resources = ray.cluster_resources().get("CPU", 0)
             self.close()
             raise RanksLostError(
@@ -54,16 +54,16 @@ class RayRanks:
         return self._remote.host
 
     def __call__(self, rank: int) -> RemoteRank:
-        """Return a rank's process, once it has come."""
+        """Wait until a rank has connected; return its process."""
         return self._remote(rank)
 
     def close(self) -> None:
-        """End the actors, give the places back, and leave the cluster."""
+        """End the actors, free the reserved cores, and leave the cluster."""
         from ray.util.placement_group import remove_placement_group
 
         self._remote.close()
         if self._tasks:  # they end with rank 0
-            self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=_END_S)
+            self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=_END_TIMEOUT_S)
         for actor in self._actors:
             self._ray.kill(actor)
         remove_placement_group(self._group)
@@ -77,14 +77,20 @@ class RayRanks:
         # If its machine is lost, Ray starts the actor elsewhere.
         kind = self._ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)(_RankActor)
         actor = kind.options(scheduling_strategy=strategy).remote()
-        where = self._remote.host, self._remote.port, self._secret
-        self._tasks.append(actor.serve.remote(*where, rank, self._num_ranks))
+        task = actor.serve.remote(
+            self._remote.host,
+            self._remote.port,
+            secret=self._secret,
+            rank=rank,
+            num_ranks=self._num_ranks,
+        )
+        self._tasks.append(task)
         self._actors.append(actor)
 
 
 class _RankActor:
-    """An actor: a process of Ray that runs a rank."""
+    """A Ray actor, in whose process a rank runs."""
 
     def serve(self, host: str, port: int, secret: bytes, rank: int, num_ranks: int) -> None:
-        """Be a rank until rank 0 ends."""
+        """Run a rank until rank 0 ends."""
         serve_rank(host, port, secret, RankArrival(rank, num_ranks))

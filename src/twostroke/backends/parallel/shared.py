@@ -1,4 +1,4 @@
-"""`SharedLink`: memory that the ranks of one machine share."""
+"""`SharedLink`: a link by memory that the ranks of one machine share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from twostroke.core.errors import MemoryLimitError
 
 
 class SharedLink:
-    """Memory that the ranks of one machine map; it has no name, and ends with the last of them."""
+    """A link by shared memory, which is anonymous and is freed when the last rank ends."""
 
     kind = "shared"
 
     def __init__(self, rank: int, num_ranks: int, level: str, file: int, num_bytes: int) -> None:
-        """Map `num_bytes` of an open file without a name; the file is closed with the link."""
+        """Map `num_bytes` of an open anonymous file, which the link closes."""
         self._library = load_library(level)
         self._file = file
         self._num_bytes = num_bytes
@@ -31,10 +31,10 @@ class SharedLink:
 
     @classmethod
     def create(cls, num_ranks: int, level: str, num_bytes: int) -> SharedLink:
-        """Make the memory, as rank 0. Pages that nobody touches take none.
+        """Create the shared memory, on rank 0; untouched pages take no physical memory.
 
         Raises:
-            MemoryLimitError: there is no room.
+            MemoryLimitError: there is too little memory.
         """
         file = os.memfd_create("twostroke", os.MFD_CLOEXEC)
         try:
@@ -47,32 +47,32 @@ class SharedLink:
 
     @property
     def files(self) -> tuple[int, ...]:
-        """The file, which ranks must inherit."""
+        """The file of the memory, which ranks must inherit."""
         return (self._file,)
 
     def renew(self) -> str:
-        """Return the number and the size of the file."""
+        """Return the file's descriptor and size."""
         return f"{self._file}:{self._num_bytes}"
 
     def join(self, link: str) -> None:
-        """Do nothing: who has the memory has joined."""
+        """Do nothing: a rank that has mapped the memory has joined."""
         del link
 
     def begin(self) -> None:
-        """Put barriers and channels into their first state."""
+        """Reset barriers and channels to their initial state."""
         self._library.ts_link_reset(self._address)
 
     def abort(self) -> None:
-        """End all waits."""
+        """End all waits of all ranks."""
         if self._address:
             self._library.ts_link_abort(self._address)
 
     def progress(self) -> int:
-        """Return 0: memory does not stall, and a wait in it looks again when a wake-up is lost."""
+        """Return 0: shared memory cannot stall, because waits poll if a wake-up is lost."""
         return 0
 
     def close(self) -> None:
-        """Unmap the memory; closing twice does no harm."""
+        """Unmap the memory; may be called twice."""
         if self._address:
             self._address = 0
             self._memory.close()
@@ -80,6 +80,6 @@ class SharedLink:
 
 
 def join_shared(rank: int, num_ranks: int, level: str, link: str) -> SharedLink:
-    """Return the end of a rank that has inherited the file."""
+    """Return the link of a rank that has inherited the file; `link`: the text of `renew`."""
     file, num_bytes = map(int, link.split(":"))
     return SharedLink(rank, num_ranks, level, file, num_bytes)

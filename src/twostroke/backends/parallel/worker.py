@@ -1,4 +1,4 @@
-"""What ranks other than 0 do: load their part of a model, and follow the steps of rank 0."""
+"""The process of a rank other than 0: loads its part of a model, and follows rank 0's steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from twostroke.backends.interface import Meetings, WeightShard, block_sizes
 from twostroke.backends.kv_size import CacheSize
 from twostroke.backends.parallel.backend import DecodeClock
 from twostroke.backends.parallel.link import LINKS
-from twostroke.backends.parallel.rank_group import on_cores, own_part
+from twostroke.backends.parallel.rank_group import on_cores, options_for_rank
 from twostroke.backends.parallel.rank_messages import (
     CopyPage,
     Evaluate,
@@ -36,7 +36,7 @@ from twostroke.backends.parallel.rank_messages import (
     unpack,
     version,
 )
-from twostroke.backends.parallel.ranks import BEAT_S
+from twostroke.backends.parallel.ranks import HEARTBEAT_INTERVAL_S
 from twostroke.backends.step_frame import FrameLimits, FrameLostError, FrameReader
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError, TwostrokeError
 from twostroke.core.hardware import memory_available, num_cores, return_freed_memory
@@ -56,47 +56,53 @@ if TYPE_CHECKING:
     from twostroke.core.transport.channel import Message
 
 
-_KINDS = {
+_MESSAGE_TYPES = {
     RankReady: MessageType.READY,
     RankFailed: MessageType.FAILED,
     RankTimes: MessageType.TIMES,
-}  # of answers
+}
 
 
 def main() -> int:
-    """Run a rank whose channel to rank 0 is an open file that it inherited; return its exit code.
+    """Run a rank, whose channel to rank 0 is an inherited open file; return the exit code.
 
-    0 means that it is over, another number that rank 0 may want this rank again.
+    0: rank 0 has ended the rank. Another code: rank 0 may restart the rank.
     """
     parser = argparse.ArgumentParser(prog="twostroke.backends.parallel.worker")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--channel", type=int, required=True)
-    given = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: rank 0 ends the others
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, rank 0 ends the other ranks
     logging.getLogger("twostroke.weights").setLevel(logging.ERROR)  # rank 0 reads the same files
-    return 0 if follow(Channel(socket.socket(fileno=given.channel)), given.rank) else 1
+    return 0 if follow(Channel(socket.socket(fileno=arguments.channel)), arguments.rank) else 1
 
 
 def follow(channel: Channel, rank: int) -> bool:
-    """Do what rank 0 says, until it ends this rank or is gone; return whether it is over."""
+    """Follow rank 0 until it ends this rank or is lost; return whether rank 0 ended this rank."""
     try:
-        here = socket.gethostname(), os.getpid(), memory_available(), num_cores()
-        hello = RankHello(rank, version(), *here)
+        hello = RankHello(
+            rank=rank,
+            version=version(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            memory_bytes=memory_available(),
+            num_cores=num_cores(),
+        )
         channel.send(MessageType.HELLO, pack(hello))
-        pulse = _Pulse()
-        with _beating(channel, pulse):
-            return _serve(channel, pulse)
+        heartbeat_state = _HeartbeatState()
+        with _sending_heartbeats(channel, heartbeat_state):
+            return _serve_rank(channel, heartbeat_state)
     except ChannelClosedError:
         return False
     finally:
         channel.close()
 
 
-class _Pulse:
-    """What this rank's heartbeats say."""
+class _HeartbeatState:
+    """The state that the heartbeats of this rank report."""
 
     def __init__(self) -> None:
-        self.link: Link | None = None  # once it has joined
+        self.link: Link | None = None  # until the rank has loaded
         self.waits_for_step = False
         self.collective_s = 0.0
 
@@ -107,21 +113,21 @@ class _Pulse:
 
 
 @contextmanager
-def _beating(channel: Channel, pulse: _Pulse) -> Iterator[None]:
-    """Tell rank 0 that this rank lives; end the process at once if rank 0 does not."""
+def _sending_heartbeats(channel: Channel, heartbeat_state: _HeartbeatState) -> Iterator[None]:
+    """Send heartbeats to rank 0 within the block; end the process at once if rank 0 is lost."""
     is_over = threading.Event()
     parent = os.getppid()
 
     def beat() -> None:
-        while not is_over.wait(BEAT_S):
+        while not is_over.wait(HEARTBEAT_INTERVAL_S):
             try:
-                channel.beat(pack(pulse.beat()))
+                channel.beat(pack(heartbeat_state.beat()))
             except ChannelClosedError:
                 break
             # A process that rank 0 has forked may keep rank 0's end of the channel open.
             if channel.is_cut() or os.getppid() != parent:
                 break
-        if not is_over.is_set():  # this rank may be waiting for rank 0 in a step
+        if not is_over.is_set():  # the main thread may be waiting for rank 0 in a step
             os._exit(1)
 
     thread = threading.Thread(target=beat, name="twostroke-beat", daemon=True)
@@ -133,7 +139,7 @@ def _beating(channel: Channel, pulse: _Pulse) -> Iterator[None]:
         thread.join()
 
 
-def _serve(channel: Channel, pulse: _Pulse) -> bool:
+def _serve_rank(channel: Channel, heartbeat_state: _HeartbeatState) -> bool:
     message = channel.receive()
     while message is not None and message.kind is MessageType.BEAT:
         message = channel.receive()
@@ -141,61 +147,65 @@ def _serve(channel: Channel, pulse: _Pulse) -> bool:
         return True
     try:
         job = unpack(message.body, RankJob)
-        compute = own_part(job.compute, *job.place)
-        with on_cores(*job.place), closing(RankWorker(job, compute)) as follower:
-            pulse.link = follower.link
-            _follow_steps(channel, follower, pulse)  # on these cores, too, as this thread computes
+        compute = options_for_rank(job.compute, *job.host_slot)
+        with on_cores(*job.host_slot), closing(RankWorker(job, compute)) as worker:
+            heartbeat_state.link = worker.link
+            _follow_steps(
+                channel, worker, heartbeat_state
+            )  # on these cores, too, as this thread computes
     except ChannelClosedError:
         raise
-    except Exception as error:  # noqa: BLE001 whatever it is, rank 0 must learn of it
-        failed = _failed(error)
+    except Exception as error:  # noqa: BLE001 rank 0 must learn of any error
+        failed = _failure_of(error)
         channel.send(MessageType.FAILED, pack(failed))
         return not failed.lost
     return True
 
 
-def _follow_steps(channel: Channel, follower: RankWorker, pulse: _Pulse) -> None:
-    channel.send(MessageType.READY, pack(follower.sizes))
+def _follow_steps(channel: Channel, worker: RankWorker, heartbeat_state: _HeartbeatState) -> None:
+    channel.send(MessageType.READY, pack(worker.sizes))
     while True:
-        pulse.waits_for_step = True
+        heartbeat_state.waits_for_step = True
         message = channel.receive()
         if message is None or message.kind is MessageType.END:
             return
-        pulse.waits_for_step = message.kind is MessageType.BEAT
-        answer = _answer(follower, message)
-        pulse.collective_s = follower.collective_s
+        heartbeat_state.waits_for_step = message.kind is MessageType.BEAT
+        answer = _handle_message(worker, message)
+        heartbeat_state.collective_s = worker.collective_s
         if answer is not None:
-            channel.send(_KINDS[type(answer)], pack(answer))
+            channel.send(_MESSAGE_TYPES[type(answer)], pack(answer))
 
 
-def _answer(follower: RankWorker, message: Message) -> RankReady | RankFailed | RankTimes | None:
-    """Do what a message says; return what rank 0 must know."""
+def _handle_message(
+    worker: RankWorker, message: Message
+) -> RankReady | RankFailed | RankTimes | None:
+    """Handle a message of rank 0; return the answer, if any."""
     if message.kind is MessageType.RESET:
-        follower.reset(unpack(message.body, Reset))
-        return follower.sizes
+        worker.reset(unpack(message.body, Reset))
+        return worker.sizes
     try:
         match message.kind:
             case MessageType.FRAME:
-                follower.step(message.body)
+                worker.step(message.body)
             case MessageType.EVALUATE:
-                follower.evaluate(unpack(message.body, Evaluate))
+                worker.evaluate(unpack(message.body, Evaluate))
             case MessageType.COPY:
-                follower.copy_page(unpack(message.body, CopyPage))
+                worker.copy_page(unpack(message.body, CopyPage))
             case MessageType.MEASURE:
-                follower.meet(unpack(message.body, Meetings))
+                worker.meet(unpack(message.body, Meetings))
             case MessageType.TIMES:
-                return follower.times()
-    except Exception as error:  # noqa: BLE001 the step is over, this rank is not
-        follower.abort()
-        return _failed(error)
+                return worker.times()
+    except Exception as error:  # noqa: BLE001 only the step has failed, not the rank
+        worker.abort()
+        return _failure_of(error)
     return None
 
 
-def _failed(error: Exception) -> RankFailed:
+def _failure_of(error: Exception) -> RankFailed:
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         host = socket.gethostname()
         error = MemoryLimitError(f"There is too little memory for its part of the model on {host}.")
-    if isinstance(error, FrameLostError):  # all requests must be computed again, on new pages
+    if isinstance(error, FrameLostError):  # page tables are wrong: requests must be computed again
         return RankFailed(str(error), RanksLostError.__name__)
     name = type(error).__name__
     reason = str(error) if isinstance(error, TwostrokeError) else f"{name}: {error}"
@@ -203,13 +213,13 @@ def _failed(error: Exception) -> RankFailed:
 
 
 class RankWorker:
-    """A rank's part of a model."""
+    """A rank's part of a model, and its link to the other ranks."""
 
     def __init__(self, job: RankJob, compute: ComputeOptions) -> None:
-        """Load it, with this rank's own threads.
+        """Load the part of the model, with this rank's own threads.
 
         Raises:
-            TwostrokeError: there is no such model here, it is another one, or does not fit.
+            TwostrokeError: the model is missing, differs from rank 0's, or does not fit.
         """
         loaded = load(job.model)
         if weights_identity(loaded.tensors) != job.model_id:
@@ -229,7 +239,7 @@ class RankWorker:
             tapped_value=job.tapped_value,
             share=WeightShard(job.rank, job.mesh, job.max_rows, self.link.record, sizes),
         )
-        self._backend = cast("RankBackend", backend)  # it has a share
+        self._backend = cast("RankBackend", backend)  # true for a backend with a share
         self._clock = DecodeClock()
         facts = self._backend.facts
         if facts.one_arithmetic != job.one_arithmetic:
@@ -260,36 +270,36 @@ class RankWorker:
         is_decode = len(frame.slices) == len(frame.tokens)
         self._clock.end(waiting_s + collective_s, is_decode=is_decode)
 
-    def evaluate(self, what: Evaluate) -> None:
+    def evaluate(self, evaluation: Evaluate) -> None:
         """Compute this rank's part of a sequence on separate pages."""
-        if what.taps:
-            self._backend.trace(what.tokens, what.taps, generated=what.generated)
+        if evaluation.taps:
+            self._backend.trace(evaluation.tokens, evaluation.taps, generated=evaluation.generated)
         else:
-            self._backend.score(what.tokens, generated=what.generated)
+            self._backend.score(evaluation.tokens, generated=evaluation.generated)
 
-    def copy_page(self, what: CopyPage) -> None:
-        """Copy a page; only the cpu backend is asked to."""
-        cast("CpuBackend", self._backend).copy_page(what.source, what.target)
+    def copy_page(self, copy: CopyPage) -> None:
+        """Copy a page; only for the cpu backend."""
+        cast("CpuBackend", self._backend).copy_page(copy.source, copy.target)
 
-    def meet(self, what: Meetings) -> None:
-        """Meet the other ranks as rank 0 does, which measures it; only the cpu backend is asked."""
-        cast("CpuBackend", self._backend).meet(what)
+    def meet(self, meetings: Meetings) -> None:
+        """Take part in rank 0's measurement of collectives; only for the cpu backend."""
+        cast("CpuBackend", self._backend).meet(meetings)
 
     def times(self) -> RankTimes:
-        """Return what steps took since the last call; only the cpu backend is asked."""
-        operations = [astuple(one) for one in cast("CpuBackend", self._backend).times()]
+        """Return the times of steps since the last call; only for the cpu backend."""
+        operations = [astuple(time_) for time_ in cast("CpuBackend", self._backend).times()]
         return RankTimes(operations, *self._clock.take())
 
-    def reset(self, what: Reset) -> None:
+    def reset(self, request: Reset) -> None:
         """Join the other ranks again."""
-        self.link.join(what.link)
+        self.link.join(request.link)
 
     def abort(self) -> None:
-        """Let no other rank wait for this one."""
+        """Abort the link, so that no other rank waits for this one."""
         self.link.abort()
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free the part of the model, and close the link."""
         self._backend.close()
         self.link.close()
 

@@ -14,7 +14,7 @@ from twostroke.backends.create import cost_model
 from twostroke.backends.machine_limits import machine
 from twostroke.backends.parallel.division import mesh_for
 from twostroke.backends.parallel.predicted_speed import (
-    TimeShares,
+    CollectiveShares,
     divide,
     measure_link,
     own_cores,
@@ -87,8 +87,8 @@ class RanksProfile(Frozen):
     run_s: Spread
     start_s: float
     link: LinkSpeed
-    measured: TimeShares
-    predicted: TimeShares
+    measured: CollectiveShares
+    predicted: CollectiveShares
 
 
 def profile_ranks(
@@ -234,7 +234,7 @@ def _profile(
         run_s=Spread.of(runs_s),
         start_s=max(0.0, all_s - in_operations_s),
         link=divided.link,
-        measured=TimeShares((all_s - moving_s) / run_s, moving_s / run_s),
+        measured=CollectiveShares((all_s - moving_s) / run_s, moving_s / run_s),
         predicted=divided.collective_shares(shape.batch),
     )
 

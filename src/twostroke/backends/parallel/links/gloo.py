@@ -1,7 +1,7 @@
-"""Gloo, by torch.distributed: the link of those who have PyTorch and nothing faster.
+"""Gloo, by torch.distributed: a link for machines that have PyTorch, but no faster engine.
 
-Each message passes through Python, so that collectives wait for its lock. Gloo's waits end when a
-connection ends, which may take minutes after a host has vanished.
+Each message passes through Python, so collectives wait for Python's lock. A wait of Gloo ends only
+when its connection ends, which may take minutes after a host has vanished.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from twostroke.backends.cpu.records import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_CONNECT: Final = timedelta(seconds=15)
-# Of a connection, from Linux's `struct tcp_info`: how many bytes were confirmed, and have come.
+_CONNECT_TIMEOUT: Final = timedelta(seconds=15)
+# Linux's `struct tcp_info` of a connection has the bytes that were acknowledged and received.
 _TCP_INFO: Final = (socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-_MOVED: Final = struct.Struct("QQ")
-_MOVED_AT: Final = 120
-_FOREVER: Final = timedelta(days=1)  # lost ranks are noticed elsewhere
+_MOVED_BYTES: Final = struct.Struct("QQ")
+_MOVED_BYTES_OFFSET: Final = 120
+_WAIT_TIMEOUT: Final = timedelta(days=1)  # heartbeats notice lost ranks
 
 
 def obstacle() -> str | None:
-    """Return why Gloo cannot be used here, or None."""
+    """Return why Gloo cannot be used here; None if it can."""
     return None if find_spec("torch") else "PyTorch is not installed"
 
 
 def version() -> str:
-    """Return the version of PyTorch that has it."""
+    """Return the version of PyTorch, which includes Gloo."""
     import torch
 
     return f"Gloo of PyTorch {torch.__version__}"
 
 
 class GlooEngine:
-    """See `Engine`."""
+    """A `LinkEngine` that uses Gloo."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
-        """Prepare the functions that native code calls."""
+        """Prepare the functions that native code calls for collectives."""
         self._rank, self._num_ranks = rank, num_ranks
         self._host = ""
         self._store: Any = None
         self._group: Any = None
-        self._sockets: list[socket.socket] = []  # those of Gloo
+        self._sockets: list[socket.socket] = []  # Gloo's connections
         self._files_before: set[int] | None = None
         self._is_interrupted = True
         self._progress = 0
@@ -68,68 +68,84 @@ class GlooEngine:
         )
 
     def open(self, host: str) -> bytes:
-        """Let rank 0 open the store by which the ranks of a group find each other."""
+        """On rank 0, open the store by which ranks find each other, and return its address."""
         from torch.distributed import TCPStore
 
         self._host = host
         if self._rank == 0:
-            self._store = TCPStore(host, 0, None, True, _CONNECT, False)  # noqa: FBT003
+            self._store = TCPStore(
+                host_name=host,
+                port=0,
+                is_master=True,
+                timeout=_CONNECT_TIMEOUT,
+                wait_for_workers=False,
+            )
             return f"{self._store.port} {host}".encode()
         return b""
 
     def connect(self, parts: Sequence[bytes]) -> None:
-        """Make a group of all ranks, over the interface that leads to rank 0."""
+        """Create the group of all ranks, over the network interface that leads to rank 0."""
         from torch.distributed import ProcessGroupGloo, TCPStore
 
         if self._rank != 0:
             port, host = parts[0].decode().split(" ", 1)
-            self._store = TCPStore(host, int(port), None, False, _CONNECT, False)  # noqa: FBT003
+            self._store = TCPStore(
+                host_name=host,
+                port=int(port),
+                is_master=False,
+                timeout=_CONNECT_TIMEOUT,
+                wait_for_workers=False,
+            )
         options = ProcessGroupGloo._Options()  # noqa: SLF001 - the only way to choose an interface
         options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]  # noqa: SLF001
-        options._timeout = _CONNECT  # noqa: SLF001
+        options._timeout = _CONNECT_TIMEOUT  # noqa: SLF001
         self._files_before = _open_files()
         self._group = ProcessGroupGloo(self._store, self._rank, self._num_ranks, options)
         self._is_interrupted = False
 
     def interrupt(self) -> None:
-        """End the collective that waits, and let each later one fail."""
+        """End a waiting collective, and make all later collectives fail."""
         self._is_interrupted = True
-        for end in self._sockets:  # nothing else ends a wait of Gloo
+        for socket_ in self._sockets:  # only this ends a wait of Gloo
             with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+                socket_.shutdown(socket.SHUT_RDWR)
 
     def progress(self) -> int:
         """Return a number that changes when bytes move; odd inside a collective."""
-        moved = 0
-        for end in self._sockets:
+        moved_bytes = 0
+        for socket_ in self._sockets:
             with suppress(OSError):  # closed meanwhile
-                moved += sum(_MOVED.unpack_from(end.getsockopt(*_TCP_INFO), _MOVED_AT))
-        return self._progress + 2 * moved
+                moved_bytes += sum(
+                    _MOVED_BYTES.unpack_from(socket_.getsockopt(*_TCP_INFO), _MOVED_BYTES_OFFSET)
+                )
+        return self._progress + 2 * moved_bytes
 
     def leave(self) -> None:
         """Drop all connections."""
         self.interrupt()
-        for end in self._sockets:
-            end.close()
+        for socket_ in self._sockets:
+            socket_.close()
         self._sockets = []
         self._group = self._store = None
 
     def close(self) -> None:
-        """Do nothing more than `leave` does."""
+        """Do nothing: `leave` has freed everything."""
 
     def _all_gather(
-        self, _: Any, team: Any, size: int, own: int, everything: int, sizes: Any
+        self, _: Any, team: Any, size: int, contribution: int, gathered: int, sizes: Any
     ) -> int:
-        messages, place, length = [], everything, 0
+        messages, address, length = [], gathered, 0
         for i in range(size):
             if team[i] == self._rank:
                 length = sizes[i]
-                ctypes.memmove(place, own, length)
+                ctypes.memmove(address, contribution, length)
             elif sizes[i]:
-                messages.append((self._group.recv, team[i], place, sizes[i]))
-            place += sizes[i]
+                messages.append((self._group.recv, team[i], address, sizes[i]))
+            address += sizes[i]
         others = [team[i] for i in range(size) if team[i] != self._rank and length]
-        return self._exchange([*messages, *((self._group.send, to, own, length) for to in others)])
+        return self._exchange(
+            [*messages, *((self._group.send, to, contribution, length) for to in others)]
+        )
 
     def _send(self, _: Any, to: int, data: int, length: int) -> int:
         return self._exchange([(self._group.send, to, data, length)])
@@ -138,7 +154,7 @@ class GlooEngine:
         return self._exchange([(self._group.recv, sender, data, length)])
 
     def _exchange(self, messages: Sequence[tuple[Callable[..., Any], int, int, int]]) -> int:
-        """Send and receive all messages; return 0, or 1 if that failed."""
+        """Send and receive all messages; return 0, or 1 after a failure."""
         import torch
 
         if self._is_interrupted:
@@ -151,8 +167,8 @@ class GlooEngine:
                 tensor = torch.frombuffer(memory, dtype=torch.uint8)
                 works.append(move([tensor], peer, 0))
             for work in works:
-                work.wait(_FOREVER)
-        except RuntimeError:  # a rank is gone, or `interrupt`
+                work.wait(_WAIT_TIMEOUT)
+        except RuntimeError:  # a rank is lost, or `interrupt` was called
             self._is_interrupted = True
             return 1
         finally:
@@ -161,7 +177,7 @@ class GlooEngine:
         return 0
 
     def _find_sockets(self) -> None:
-        """Find Gloo's connections, after the first collective has made them."""
+        """Find Gloo's connections, which the first collective has opened."""
         if self._files_before is None:
             return
         ends = (_connection(number) for number in _open_files() - self._files_before)

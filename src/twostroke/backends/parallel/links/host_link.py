@@ -1,4 +1,4 @@
-"""`HostLink`: what connects ranks on several hosts, over some engine that moves the bytes."""
+"""`HostLink`: connects ranks on several hosts, over an engine such as UCX that moves bytes."""
 
 from __future__ import annotations
 
@@ -18,109 +18,114 @@ _CONNECT_S: Final = 15.0
 
 
 class LinkEngine(Protocol):
-    """One rank's use of an engine such as UCX. Any thread may call `interrupt` and `progress`."""
+    """One rank's connections by an engine such as UCX.
+
+    Any thread may call `interrupt` and `progress`.
+    """
 
     record: LinkRecord
 
     def open(self, host: str) -> bytes:
-        """Begin; return what the other ranks need to reach this one, whose address is `host`."""
+        """Open this rank's end, at address `host`; return the bytes by which others reach it."""
 
     def connect(self, parts: Sequence[bytes]) -> None:
-        """Reach the other ranks, by what each of them returned from `open`."""
+        """Connect to the other ranks, by the bytes that `open` returned on each rank."""
 
     def interrupt(self) -> None:
-        """End the collective that waits, and let each later one fail."""
+        """End a waiting collective, and make all later collectives fail."""
 
     def progress(self) -> int:
         """Return a number that changes when bytes move; odd inside a collective."""
 
     def leave(self) -> None:
-        """Drop all connections without waiting for anybody."""
+        """Close all connections without waiting for other ranks."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free the engine."""
 
 
 class HostLink:
-    """One rank's end; see `Link`. When a rank aborts or is gone, the waits of all ranks end."""
+    """One rank's end of a link; see `Link`. If a rank aborts or is lost, all waits end."""
 
     files = ()
 
     def __init__(self, kind: str, rank: int, num_ranks: int, host: str, engine: LinkEngine) -> None:
-        """Prepare; `host` is the address at which others reach rank 0, which alone needs it."""
+        """Prepare the link; `host`: the address of rank 0 for other hosts, only on rank 0."""
         self.kind = kind
         self._rank, self._num_ranks, self._host = rank, num_ranks, host
         self._engine = engine
-        self._meeting: Rendezvous | None = None
+        self._rendezvous: Rendezvous | None = None
         self.record = engine.record
 
     def renew(self) -> str:
-        """Return the text with which all ranks join; only on rank 0."""
+        """Return the text by which all ranks join; only on rank 0."""
         self._leave()
-        self._meeting = Rendezvous(self._rank, self._num_ranks, self._engine.interrupt)
-        return self._meeting.open(self._host)
+        self._rendezvous = Rendezvous(self._rank, self._num_ranks, self._engine.interrupt)
+        return self._rendezvous.open(self._host)
 
     def join(self, link: str) -> None:
-        """Meet the other ranks and connect to them.
+        """Meet the other ranks at the rendezvous, and connect to them.
 
         Raises:
-            RanksLostError: some do not come, or cannot be reached.
+            RanksLostError: some ranks do not come, or cannot be reached.
         """
         if self._rank != 0:
             self._leave()
-            self._meeting = Rendezvous(self._rank, self._num_ranks, self._engine.interrupt)
-        assert self._meeting is not None
-        own_host = self._meeting.enter(link)
+            self._rendezvous = Rendezvous(self._rank, self._num_ranks, self._engine.interrupt)
+        assert self._rendezvous is not None
+        own_host = self._rendezvous.enter(link)
         try:
-            parts = self._meeting.exchange(self._engine.open(own_host))
+            parts = self._rendezvous.exchange(self._engine.open(own_host))
             self._engine.connect(parts)
-            if self._meeting.has_ended:  # since the exchange: connecting has undone the interrupt
+            if self._rendezvous.has_ended:  # after the exchange; `connect` undoes an interrupt
                 self._engine.interrupt()
         except RanksLostError:
             raise
-        except (BackendError, RuntimeError) as error:  # an interface that is down may return
+        except (
+            BackendError,
+            RuntimeError,
+        ) as error:  # may be temporary, such as a network interface that is down
             raise RanksLostError(f"Rank {self._rank} cannot open the link. {error}") from None
-        self._greet()
+        self._gather_rank_numbers()
 
     def begin(self) -> None:
-        """Do nothing: who has joined is connected."""
+        """Do nothing: ranks are connected after `join`."""
 
     def abort(self) -> None:
         """End all waits of all ranks."""
         self._engine.interrupt()
-        if (meeting := self._meeting) is not None:  # another thread may leave it now
-            meeting.end()
+        if (rendezvous := self._rendezvous) is not None:  # another thread may set it to None
+            rendezvous.end()
 
     def progress(self) -> int:
         """Return a number that changes when bytes move; odd inside a collective."""
         return self._engine.progress()
 
     def close(self) -> None:
-        """Give everything back; no collective may run. Closing twice does no harm."""
+        """Free everything, while no collective runs; may be called twice."""
         self._leave()
         self._engine.close()
 
     def _leave(self) -> None:
-        if self._meeting is not None:
-            self._meeting.close()
-            self._meeting = None
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
         self._engine.leave()
 
-    def _greet(self) -> None:
-        """Gather one byte of each rank: engines connect with the first message."""
+    def _gather_rank_numbers(self) -> None:
+        """Gather one byte of each rank, because engines connect with the first message."""
         count, record = self._num_ranks, self.record
-        own, everybody = (ctypes.c_uint8 * 1)(self._rank), (ctypes.c_uint8 * count)()
-        team, sizes = (
-            (ctypes.c_int32 * count)(*range(count)),
-            (ctypes.c_int64 * count)(*[1] * count),
-        )
+        own_number, numbers = (ctypes.c_uint8 * 1)(self._rank), (ctypes.c_uint8 * count)()
+        team = (ctypes.c_int32 * count)(*range(count))
+        sizes = (ctypes.c_int64 * count)()
+        sizes[:] = [1] * count
         timer = threading.Timer(_CONNECT_S, self.abort)
         timer.daemon = True
         timer.start()
         try:
-            failed = record.all_gather(record.context, team, count, own, everybody, sizes)
+            failed = record.all_gather(record.context, team, count, own_number, numbers, sizes)
         finally:
             timer.cancel()
-        if failed or list(everybody) != list(range(count)):
+        if failed or list(numbers) != list(range(count)):
             reason = f"Rank {self._rank} cannot exchange messages with all others over the link."
             raise RanksLostError(reason)

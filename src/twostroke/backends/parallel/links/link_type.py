@@ -1,4 +1,4 @@
-"""The kinds of links between hosts, and which of them to take."""
+"""The types of links between hosts, and the choice of one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 class LinkType(Frozen):
-    """A kind of link: why it cannot be used here (None: it can), its version, its engine.
+    """A type of link.
 
-    `engine` takes the rank, the number of ranks, and the level of native code.
+    `obstacle()`: why it cannot be used here; None if it can. `version()`: of its library.
+    `engine(rank, num_ranks, level)`: creates the engine; `level` is the instruction-set level.
     """
 
     obstacle: Callable[[], str | None]
@@ -28,7 +29,7 @@ class LinkType(Frozen):
 
 
 # Fastest first (benchmarks/engine/links.py).
-KINDS: Final = {
+LINK_TYPES: Final = {
     "ucx": LinkType(ucx.obstacle, ucx.version, UcxEngine),
     "gloo": LinkType(
         gloo.obstacle,
@@ -38,21 +39,22 @@ KINDS: Final = {
 }
 
 
-def choose_kind(wanted: str | None = None) -> str:
+def choose_link_type(requested: str | None = None) -> str:
     """Return the wanted kind of link, or the fastest that can be used here.
 
     Raises:
         UsageError: there is no such kind.
         BackendError: it cannot be used here, or none can.
     """
-    if wanted is not None and wanted not in KINDS:
-        names = ", ".join(KINDS)
+    if requested is not None and requested not in LINK_TYPES:
+        names = ", ".join(LINK_TYPES)
         raise UsageError(
-            f"TWOSTROKE_LINK must be one of {names}, got '{wanted}'.{nearest(wanted, KINDS)}"
+            f"TWOSTROKE_LINK must be one of {names}, got '{requested}'."
+            f"{nearest(requested, LINK_TYPES)}"
         )
     obstacles = {}
-    for kind in (wanted,) if wanted else KINDS:
-        obstacle = obstacles[kind] = KINDS[kind].obstacle()
+    for kind in (requested,) if requested else LINK_TYPES:
+        obstacle = obstacles[kind] = LINK_TYPES[kind].obstacle()
         if obstacle is None:
             return kind
     reasons = "; ".join(f"{kind}: {reason}" for kind, reason in obstacles.items())
@@ -60,5 +62,5 @@ def choose_kind(wanted: str | None = None) -> str:
 
 
 def open_link(kind: str, rank: int, num_ranks: int, level: str, host: str = "") -> HostLink:
-    """Return a rank's end of a link; only rank 0 needs `host`, the address that others know."""
-    return HostLink(kind, rank, num_ranks, host, KINDS[kind].engine(rank, num_ranks, level))
+    """Return a rank's end of a link; `host`: the address of rank 0, only needed on rank 0."""
+    return HostLink(kind, rank, num_ranks, host, LINK_TYPES[kind].engine(rank, num_ranks, level))

@@ -1,6 +1,7 @@
-"""UCX (openucx.org): messages over TCP, InfiniBand and others, by the library `libucp`.
+"""UCX (openucx.org): a link over TCP, InfiniBand and other networks, by the library `libucp`.
 
-It needs no launcher, tells when a connection breaks, and can be opened again with other ranks.
+UCX needs no launcher, reports broken connections, and can be opened again with other ranks.
+Collectives run in native code, without Python.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from twostroke.core.errors import BackendError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_API: Final = (1, 10)  # the oldest that has all that is used here
-_ROOM: Final = 256  # bytes after the fields that are used: later versions have more
+_MIN_API_VERSION: Final = (1, 10)  # the oldest version with all functions used here
+_RESERVED_WORDS: Final = 256  # of 8 bytes, for fields that later versions have
 _FEATURES: Final = 1  # bits of the masks that say which fields are used
 _TAGS_AND_WAKE_UP: Final = 1 | 16
 _THREAD_MODE: Final = 1
@@ -50,7 +51,7 @@ _TELL_ERRORS: Final = 1
 _FORCE: Final = 1 << 0  # ucp_ep_close_nbx: do not wait for the peer
 _FLAGS: Final = 1 << 4
 # Functions that native code calls, in the order of native/links/ucx.h.
-_CALLED: Final = (
+_NATIVE_FUNCTIONS: Final = (
     "ucp_tag_send_nbx",
     "ucp_tag_recv_nbx",
     "ucp_worker_flush_nbx",
@@ -63,11 +64,19 @@ _CALLED: Final = (
 
 
 class _ContextParameters(Structure):  # ucp_params_t
-    _fields_: ClassVar = [("mask", c_uint64), ("features", c_uint64), ("room", c_uint64 * _ROOM)]
+    _fields_: ClassVar = [
+        ("mask", c_uint64),
+        ("features", c_uint64),
+        ("room", c_uint64 * _RESERVED_WORDS),
+    ]
 
 
 class _WorkerParameters(Structure):  # ucp_worker_params_t
-    _fields_: ClassVar = [("mask", c_uint64), ("thread_mode", c_int), ("room", c_uint64 * _ROOM)]
+    _fields_: ClassVar = [
+        ("mask", c_uint64),
+        ("thread_mode", c_int),
+        ("room", c_uint64 * _RESERVED_WORDS),
+    ]
 
 
 class _EndpointParameters(Structure):  # ucp_ep_params_t
@@ -77,7 +86,7 @@ class _EndpointParameters(Structure):  # ucp_ep_params_t
         ("error_mode", c_int),
         ("on_error", c_void_p),
         ("on_error_argument", c_void_p),
-        ("room", c_uint64 * _ROOM),
+        ("room", c_uint64 * _RESERVED_WORDS),
     ]
 
 
@@ -85,12 +94,12 @@ class _RequestParameters(Structure):  # ucp_request_param_t
     _fields_: ClassVar = [
         ("mask", ctypes.c_uint32),
         ("flags", ctypes.c_uint32),
-        ("room", c_uint64 * _ROOM),
+        ("room", c_uint64 * _RESERVED_WORDS),
     ]
 
 
 def obstacle() -> str | None:
-    """Return why UCX cannot be used here, or None."""
+    """Return why UCX cannot be used here; None if it can."""
     try:
         _library()
     except BackendError as error:
@@ -105,13 +114,13 @@ def version() -> str:
 
 
 class UcxConnections:
-    """One rank's worker and its endpoints to the others."""
+    """One rank's UCX worker, and its endpoints to the other ranks."""
 
     def __init__(self, rank: int, num_ranks: int, on_error: c_void_p) -> None:
         """Open a worker; UCX calls `on_error` with the address of a rank's entry in `lost`.
 
         Raises:
-            BackendError: UCX is not there, or refuses.
+            BackendError: UCX is not installed, or returns an error.
         """
         self._library = _library()
         self._rank, self._num_ranks, self._on_error = rank, num_ranks, on_error
@@ -121,11 +130,11 @@ class UcxConnections:
         context = _ContextParameters(_FEATURES, _TAGS_AND_WAKE_UP)
         worker = _WorkerParameters(_THREAD_MODE, _ONE_AT_A_TIME)
         call = self._library
-        _check(call.ucp_init_version(*_API, byref(context), None, byref(self._context)))
+        _check(call.ucp_init_version(*_MIN_API_VERSION, byref(context), None, byref(self._context)))
         _check(call.ucp_worker_create(self._context, byref(worker), byref(self._worker)))
 
     def address(self) -> bytes:
-        """Return what other ranks need to connect to this one."""
+        """Return the bytes by which other ranks connect to this one."""
         address, length = c_void_p(), c_size_t()
         call = self._library
         _check(call.ucp_worker_get_address(self._worker, byref(address), byref(length)))
@@ -135,7 +144,7 @@ class UcxConnections:
             call.ucp_worker_release_address(self._worker, address)
 
     def connect(self, addresses: Sequence[bytes]) -> UcxRecord:
-        """Connect to all other ranks; their messages begin with the first collective."""
+        """Create endpoints to all other ranks; UCX connects with the first collective."""
         for rank, address in enumerate(addresses):
             if rank == self._rank:
                 continue
@@ -152,7 +161,7 @@ class UcxConnections:
         record.worker = self._worker
         record.endpoints = ctypes.addressof(self._endpoints)
         record.lost = ctypes.addressof(self._lost)
-        for i, name in enumerate(_CALLED):
+        for i, name in enumerate(_NATIVE_FUNCTIONS):
             record.functions[i] = ctypes.cast(getattr(self._library, name), c_void_p)
         return record
 
@@ -161,7 +170,7 @@ class UcxConnections:
         return [rank for rank, status in enumerate(self._lost) if status]
 
     def close(self) -> None:
-        """Drop all connections without waiting for anybody; closing twice does no harm."""
+        """Close all connections without waiting for other ranks; may be called twice."""
         call, forced = self._library, _RequestParameters(_FLAGS, _FORCE)
         for rank, endpoint in enumerate(self._endpoints):
             if endpoint:
@@ -175,7 +184,7 @@ class UcxConnections:
             self._context = c_void_p()
 
     def _finish(self, request: int | None) -> None:
-        """Let UCX work until a request has ended, whose "pointer" may be an error's number."""
+        """Wait until a request has ended; a pointer from 2^64 - 100 on is an error code."""
         if not request or request > 2**64 - 101:
             return
         while self._library.ucp_request_check_status(request) == 1:
@@ -185,12 +194,12 @@ class UcxConnections:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """Return libucp of the package `libucx-cu12` (or -cu13), else of the system.
+    """Return the library libucp, of the package `libucx-cu12` (or -cu13), else of the system.
 
     Raises:
-        BackendError: there is none.
+        BackendError: the library is not installed, or cannot be used.
     """
-    # It must change neither what signals do nor how memory is mapped. Unused settings are no error.
+    # UCX must change neither signal handlers nor memory mappings. Unknown settings are no error.
     for name, value in {"HANDLE_ERRORS": "none", "MEM_EVENTS": "n", "LOG_LEVEL": "fatal"}.items():
         env.set_default(f"UCX_{name}", value)
     spec = find_spec("libucx")
@@ -200,14 +209,14 @@ def _library() -> ctypes.CDLL:
         paths.append(installed)
     for path in paths:
         try:
-            return _typed(ctypes.CDLL(path))
+            return _declare_types(ctypes.CDLL(path))
         except (OSError, AttributeError) as error:
             raise BackendError(f"UCX at {path} cannot be used: {error}.") from None
     raise BackendError(f"UCX is not installed ({install_command('cluster')}).")
 
 
-def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Tell what functions return and take."""
+def _declare_types(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the types of the library's functions."""
     status, handle = c_int8, c_void_p
     signatures = {
         "ucp_get_version_string": (c_char_p, ()),
@@ -227,7 +236,7 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    for name in _CALLED:
+    for name in _NATIVE_FUNCTIONS:
         getattr(library, name)
     return library
 
@@ -241,7 +250,7 @@ _NUM_FUNCTIONS: Final = 8
 
 
 class UcxRecord(Structure):
-    """What native code needs to send and receive messages."""
+    """An open UCX worker for native code; mirrors the struct of native/links/ucx.h."""
 
     _fields_: ClassVar = [
         ("rank", c_int32),
@@ -255,14 +264,14 @@ class UcxRecord(Structure):
 
 
 class UcxEngine:
-    """See `Engine`."""
+    """A `LinkEngine` whose collectives are native code that calls UCX."""
 
     def __init__(self, rank: int, num_ranks: int, level: str) -> None:
-        """Prepare the native side, of an instruction-set level's library."""
+        """Create the native context, in the library of an instruction-set level."""
         self._library = call = load_library(level)
         self._rank, self._num_ranks = rank, num_ranks
         self._connections: UcxConnections | None = None
-        self._in_use = threading.Lock()  # the context, by threads that do not own it
+        self._in_use = threading.Lock()  # held while another thread uses the context
         self._context: int = call.ts_messages_create()
         self.record = LinkRecord(
             context=self._context,
@@ -274,20 +283,20 @@ class UcxEngine:
         )
 
     def open(self, host: str) -> bytes:
-        """Open the engine; it finds this machine's addresses itself."""
+        """Open a worker and return its address; UCX finds this machine's addresses itself."""
         del host
         on_error = ctypes.cast(self._library.ts_messages_lose, ctypes.c_void_p)
         self._connections = UcxConnections(self._rank, self._num_ranks, on_error)
         return self._connections.address()
 
     def connect(self, parts: Sequence[bytes]) -> None:
-        """Connect to the others; from here on collectives can run."""
+        """Connect to the other ranks; collectives can run afterwards."""
         assert self._connections is not None
         record = self._connections.connect(parts)
         self._library.ts_messages_connect(self._context, ctypes.byref(record))
 
     def interrupt(self) -> None:
-        """End the collective that waits, and let each later one fail."""
+        """End a waiting collective, and make all later collectives fail."""
         with self._in_use:
             if self._context:
                 self._library.ts_messages_abort(self._context)
@@ -299,14 +308,14 @@ class UcxEngine:
         return int(count)
 
     def leave(self) -> None:
-        """Drop all connections without waiting for anybody."""
+        """Close all connections without waiting for other ranks."""
         if self._connections is not None:
             self.interrupt()
             self._connections.close()
             self._connections = None
 
     def close(self) -> None:
-        """Give native memory back; closing twice does no harm."""
+        """Free the native context; may be called twice."""
         with self._in_use:
             context, self._context = self._context, 0
         if context:
