@@ -217,7 +217,7 @@ def check_tape(backend: GpuBackend, driver: Driver, request: Request) -> None:
         driver.launches = []
         backend.run(StepPlan((Slice(request, 0, 600, samples=True),)))
         found.append(driver.launches)
-    assert len(backend._graphs._kept) == 2  # tapes of the step and of its logits
+    assert len(backend._graphs._replays) == 2  # tapes of the step and of its logits
     others = [a for a, b in zip(*found, strict=True) if a != b]
     assert len(others) <= 3, others  # what the sampler is sent
 
@@ -227,7 +227,7 @@ def microseconds(program: Program, architecture: int) -> dict[str, float]:
     device = GpuDevice("none", CUDA, architecture, 132)
     with OnNoGpu():
         backend = GpuBackend(program, weights(program, "Q8_0"), 64, 16, device, max_rows=640)
-        tape = backend._graphs._kept[640]
+        tape = backend._graphs._replays[640]
     ways = {"from Python": lambda: backend._plan.launch(640), "from a tape": tape.replay}
     return {
         way: round(1e6 * min(timeit.repeat(launch, number=1, repeat=30)) / len(tape._calls), 1)

@@ -218,7 +218,7 @@ def answers(tiny: str, monkeypatch: pytest.MonkeyPatch, method: str) -> tuple[li
         return made[0]
 
     num_blind = 0
-    find_blind = GpuBackend._find_blind
+    find_blind = GpuBackend._resolve_blind_tokens
 
     def count(self: GpuBackend, plan: StepPlan, frame: Any) -> None:
         nonlocal num_blind
@@ -226,7 +226,7 @@ def answers(tiny: str, monkeypatch: pytest.MonkeyPatch, method: str) -> tuple[li
         find_blind(self, plan, frame)
 
     monkeypatch.setattr(build_module, "create_backend", make)
-    monkeypatch.setattr(GpuBackend, "_find_blind", count)
+    monkeypatch.setattr(GpuBackend, "_resolve_blind_tokens", count)
     options = EngineOptions(
         ComputeOptions("gpu"),
         CacheOptions(context_length=64, memory_bytes=160 * 2 * 2 * 2 * 16),
