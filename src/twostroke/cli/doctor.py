@@ -232,21 +232,21 @@ def measure_gpu() -> dict[str, Any] | None:
     if not device.has_driver():
         return None
     try:
-        found = device.find_device()
+        gpu = device.find_device()
         from twostroke.backends.gpu.limits import measure
 
     except BackendError as error:
         return {"refused": str(error)}
     facts: dict[str, Any] = {
-        "name": found.name,
-        "architecture": f"sm_{found.architecture}",
-        "num_units": found.num_units,
-        "memory_bytes": found.memory_total,
-        "memory_free_bytes": found.memory_available,
+        "name": gpu.name,
+        "architecture": f"sm_{gpu.architecture}",
+        "num_units": gpu.num_units,
+        "memory_bytes": gpu.memory_total,
+        "memory_free_bytes": gpu.memory_available,
         **dict.fromkeys(("copy_bytes_per_s", "peak_ops_per_s", "peak_kind")),
     }
     try:
-        limits = measure(found)
+        limits = measure(gpu)
     except MemoryLimitError as error:
         return facts | {"not_measured": str(error)}
     return facts | {
@@ -257,7 +257,7 @@ def measure_gpu() -> dict[str, Any] | None:
 
 
 def gpu_lines(gpu: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a person reads of what `measure_gpu` found."""
+    """Return what a person reads of what `measure_gpu` gpu."""
     if "refused" in gpu:
         return {"not used": gpu["refused"]}
     total, free = gpu["memory_bytes"] / 1e9, gpu["memory_free_bytes"] / 1e9
