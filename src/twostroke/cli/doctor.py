@@ -257,7 +257,7 @@ def measure_gpu() -> dict[str, Any] | None:
 
 
 def gpu_lines(gpu: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a person reads of what `measure_gpu` gpu."""
+    """Return the lines that `doctor` prints about the result of `measure_gpu`."""
     if "refused" in gpu:
         return {"not used": gpu["refused"]}
     total, free = gpu["memory_bytes"] / 1e9, gpu["memory_free_bytes"] / 1e9
