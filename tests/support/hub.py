@@ -44,7 +44,7 @@ class Repo:
     commit: str = COMMIT
 
 
-class Asked(Frozen):
+class HubRequest(Frozen):
     """A request that was made."""
 
     method: str
@@ -55,7 +55,7 @@ class Asked(Frozen):
 
 @dataclass
 class Hub:
-    """The repositories, what was asked, and what shall go wrong next.
+    """The repositories, the received requests, and the faults of the next responses.
 
     `refusals` are statuses to answer with before anything else works again, each with headers;
     `cuts` after how many bytes the next transfers break off.
@@ -63,7 +63,7 @@ class Hub:
 
     url: str = ""
     repos: dict[str, Repo] = field(default_factory=dict)
-    asked: list[Asked] = field(default_factory=list)
+    requests: list[HubRequest] = field(default_factory=list)
     refusals: deque[tuple[int, dict[str, str]]] = field(default_factory=deque)
     cuts: deque[int] = field(default_factory=deque)
     damaged: bool = False
@@ -73,9 +73,9 @@ class Hub:
     pause_s: float = 0.0
 
     @property
-    def transfers(self) -> list[Asked]:
+    def transfers(self) -> list[HubRequest]:
         """The requests for the bytes of large files."""
-        return [asked for asked in self.asked if asked.path.startswith("/cdn/")]
+        return [request for request in self.requests if request.path.startswith("/cdn/")]
 
     def blob(self, digest: str) -> bytes | None:
         """Return a large file by its SHA-256."""
@@ -167,7 +167,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send(404, b"{}")
             return
         authorization = self.headers.get("Authorization")
-        hub.asked.append(Asked(self.command, path, self.headers.get("Range"), authorization))
+        hub.requests.append(
+            HubRequest(self.command, path, self.headers.get("Range"), authorization)
+        )
         if hub.refusals:
             status, headers = hub.refusals.popleft()
             self.send(status, b"{}", headers)

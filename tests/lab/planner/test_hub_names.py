@@ -58,7 +58,7 @@ def test_headers_and_the_configuration_of_a_folder_are_enough(hub, tmp_path):
     header = int.from_bytes(files["model.safetensors"][:8], "little") + 8
     assert header < weights
     assert sent(hub) == header
-    assert not any(one.path.endswith("tokenizer.json") for one in hub.asked)
+    assert not any(one.path.endswith("tokenizer.json") for one in hub.requests)
 
 
 def test_the_configuration_of_a_model_that_does_not_run_here_is_enough(hub, tmp_path):

@@ -37,8 +37,8 @@ def test_file_and_folder_have_the_logits_of_transformers(tmp_path: Path, family:
 def test_every_architecture_has_a_tiny_model() -> None:
     assert {variant.architecture for variant in FAMILIES.values()} == ARCHITECTURES.keys()
     # As gemma3_text, gemma4_text and deepseek_v3.
-    alike = {"gemma3", "gemma4", "gemma4_unified", "gemma4_unified_text", "kimi_k2"}
-    assert {variant.model_type for variant in FAMILIES.values()} | alike == MODEL_TYPES.keys()
+    same_types = {"gemma3", "gemma4", "gemma4_unified", "gemma4_unified_text", "kimi_k2"}
+    assert {variant.model_type for variant in FAMILIES.values()} | same_types == MODEL_TYPES.keys()
 
 
 def _logits(loaded: LoadedModel) -> np.ndarray:

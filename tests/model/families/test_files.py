@@ -51,7 +51,9 @@ def from_metadata(folder: Path, family: str, **changes: Any) -> ModelSpec:
 
 
 def linear(rope: RopeSpec, factor: float) -> RopeSpec:
-    return replace(rope, scaled_frequencies=tuple(one / factor for one in rope.frequencies))
+    return replace(
+        rope, scaled_frequencies=tuple(frequency / factor for frequency in rope.frequencies)
+    )
 
 
 def test_gemma3_slides_in_all_but_every_sixth_layer(tmp_path: Path) -> None:
@@ -77,13 +79,15 @@ def test_rope_parameters_by_layer_type_are_read(tmp_path: Path) -> None:
     assert spec.window.rope == RopeSpec(2e4, 32, interleaved=False)
 
 
-@pytest.mark.parametrize(("said", "base"), [({}, 10000.0), ({"rope_local_base_freq": 5e3}, 5e3)])
+@pytest.mark.parametrize(
+    ("stored_values", "base"), [({}, 10000.0), ({"rope_local_base_freq": 5e3}, 5e3)]
+)
 def test_sliding_layers_of_gemma3_never_take_the_base_of_the_others(
-    said: dict[str, float], base: float, tmp_path: Path
+    stored_values: dict[str, float], base: float, tmp_path: Path
 ) -> None:
     by_type = {"sliding_attention": {"rope_type": "default"}}
     silent = {"rope_scaling": ..., "rope_local_base_freq": ...}
-    spec = from_config(tmp_path, "gemma3", **silent | said, rope_parameters=by_type)
+    spec = from_config(tmp_path, "gemma3", **silent | stored_values, rope_parameters=by_type)
     assert spec.rope.base == 1e6
     assert spec.window is not None
     assert spec.window.rope == RopeSpec(base, 32, interleaved=False)
@@ -109,10 +113,14 @@ def test_only_phi3_rotates_a_part_of_each_head(family: str, tmp_path: Path) -> N
 def test_layer_types_are_read_where_transformers_reads_them(tmp_path: Path) -> None:
     some = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": WINDOW}
     qwens = some | {"use_sliding_window": True}
-    for family, given in (("mistral", some), ("qwen2", qwens), ("qwen3", qwens)):
-        assert from_config(tmp_path, family, **given).window == WindowSpec(WINDOW, (False, True))
-    for family, given in (("mixtral", some), ("phi3", some), ("qwen3-moe", qwens)):
-        assert from_config(tmp_path, family, **given).window == WindowSpec(WINDOW, (True, True))
+    for family, layer_types in (("mistral", some), ("qwen2", qwens), ("qwen3", qwens)):
+        assert from_config(tmp_path, family, **layer_types).window == WindowSpec(
+            WINDOW, (False, True)
+        )
+    for family, layer_types in (("mixtral", some), ("phi3", some), ("qwen3-moe", qwens)):
+        assert from_config(tmp_path, family, **layer_types).window == WindowSpec(
+            WINDOW, (True, True)
+        )
 
 
 # DeepSeek V2 has no number of used experts unless the file says one.
@@ -162,8 +170,8 @@ def test_experts_are_read_one_by_one_or_in_stacks_without_a_copy(tmp_path: Path)
     for name, values in names.items():
         heads = {"attn_q": tiny.num_heads, "attn_k": tiny.num_kv_heads}
         part = name.split(".")[2] if name.startswith("blk") else ""
-        kept = interleave_rows(values, heads[part]) if part in heads else values
-        single[name] = QuantTensor.from_floats(kept, FORMATS["F32"])
+        stored = interleave_rows(values, heads[part]) if part in heads else values
+        single[name] = QuantTensor.from_floats(stored, FORMATS["F32"])
     old = load_path(write_gguf(tmp_path / "b.gguf", tiny_metadata(tiny), single))
     assert stacked.tensors.keys() == old.tensors.keys() == names.keys()
     for name, tensor in stacked.tensors.items():
@@ -195,13 +203,13 @@ def test_keys_of_heads_are_turned_once_and_stay_exact(tmp_path: Path) -> None:
     for fmt, turned in (("BF16", "BF16"), ("Q8_0", "F32")):
         tiny = replace(tiny_of("deepseek-v2"), fmt=fmt)
         loaded = load_path(write_tiny_gguf(tmp_path / f"{fmt}.gguf", tiny))
-        held = gguf_weights(tiny, tiny_weights(tiny))["blk.0.attn_kv_b.weight"]
-        whole = QuantTensor.from_floats(held, FORMATS[fmt]).dequantize().reshape(4, 80, 32)
+        stored = gguf_weights(tiny, tiny_weights(tiny))["blk.0.attn_kv_b.weight"]
+        dequantized = QuantTensor.from_floats(stored, FORMATS[fmt]).dequantize().reshape(4, 80, 32)
         for head in range(4):
             keys, values = (loaded.tensors[f"blk.0.attn_{p}_b.{head}.weight"] for p in "kv")
             assert (keys.format.name, values.format.name) == (turned, fmt)
-            np.testing.assert_array_equal(keys.dequantize(), whole[head, :32].T)
-            np.testing.assert_array_equal(values.dequantize(), whole[head, 32:])
+            np.testing.assert_array_equal(keys.dequantize(), dequantized[head, :32].T)
+            np.testing.assert_array_equal(values.dequantize(), dequantized[head, 32:])
 
 
 def test_stacks_of_gates_and_ups_are_cut(tmp_path: Path) -> None:
@@ -210,7 +218,7 @@ def test_stacks_of_gates_and_ups_are_cut(tmp_path: Path) -> None:
     plain = load_path(folder).tensors
     expected = {name: tensor.dequantize() for name, tensor in plain.items()}
     ours = folder_weights(tiny, tiny_weights(tiny))
-    held = {name: values for name, values in ours.items() if ".experts." not in name}
+    dense_tensors = {name: values for name, values in ours.items() if ".experts." not in name}
     for layer in range(tiny.num_layers):
         mlp, num = f"model.layers.{layer}.mlp.experts", range(tiny.variant.num_experts)
         parts = {
@@ -218,11 +226,11 @@ def test_stacks_of_gates_and_ups_are_cut(tmp_path: Path) -> None:
             for part in ("gate_proj", "up_proj", "down_proj")
         }
         both = np.concatenate([parts["gate_proj"], parts["up_proj"]], axis=1)
-        held |= {f"{mlp}.gate_up_proj": both, f"{mlp}.down_proj": parts["down_proj"]}
+        dense_tensors |= {f"{mlp}.gate_up_proj": both, f"{mlp}.down_proj": parts["down_proj"]}
     fmt = FORMATS["F32"]
     write_safetensors(
         folder / "model.safetensors",
-        {name: QuantTensor.from_floats(values, fmt) for name, values in held.items()},
+        {name: QuantTensor.from_floats(values, fmt) for name, values in dense_tensors.items()},
     )
     cut = load_path(folder).tensors
     assert cut.keys() == expected.keys()

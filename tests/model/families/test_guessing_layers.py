@@ -56,7 +56,7 @@ def test_they_are_left_out_of_a_gguf(tmp_path: Path, family: str) -> None:
     tensors |= {name.replace("blk.2.", "blk.3."): tensor for name, tensor in last.items()}
     tensors["blk.3.nextn.eh_proj.weight"] = tensors["token_embd.weight"]
     counts = {"block_count": 4, "nextn_predict_layers": 1}
-    more = {f"{tiny.variant.architecture}.{key}": count for key, count in counts.items()}
-    found = load_path(write_gguf(tmp_path / "a.gguf", tiny_metadata(tiny) | more, tensors))
-    assert found.tensors.keys() == plain.tensors.keys()
-    assert found.spec == plain.spec
+    counts_by_key = {f"{tiny.variant.architecture}.{key}": count for key, count in counts.items()}
+    model = load_path(write_gguf(tmp_path / "a.gguf", tiny_metadata(tiny) | counts_by_key, tensors))
+    assert model.tensors.keys() == plain.tensors.keys()
+    assert model.spec == plain.spec

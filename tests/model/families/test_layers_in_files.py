@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4"])
 def test_keys_of_layers_that_are_not_there_are_refused(tmp_path: Path, family: str) -> None:
     tiny = tiny_of(family)
-    more = {
+    extra_tensors = {
         "blk.9.attn_k.weight": QuantTensor.from_floats(np.ones((4, 4), np.float32), FORMATS["F32"])
     }
-    path = write_gguf(tmp_path / "a.gguf", tiny_metadata(tiny), tiny_tensors(tiny) | more)
+    path = write_gguf(tmp_path / "a.gguf", tiny_metadata(tiny), tiny_tensors(tiny) | extra_tensors)
     with pytest.raises(
         ModelFormatError, match=r"has tensor 'blk\.9\.attn_k\.weight', which the family"
     ):
         load_path(path)
 
 
-def test_layers_that_borrow_have_no_keys_whatever_the_file_has(tmp_path: Path) -> None:
+def test_layers_with_shared_keys_have_none_whatever_the_file_has(tmp_path: Path) -> None:
     tiny = tiny_of("gemma4")
-    more = {
+    extra_tensors = {
         "blk.6.attn_k.weight": QuantTensor.from_floats(np.ones((4, 4), np.float32), FORMATS["F32"])
     }
-    path = write_gguf(tmp_path / "a.gguf", tiny_metadata(tiny), tiny_tensors(tiny) | more)
-    assert not more.keys() & load_path(path).tensors.keys()
+    path = write_gguf(tmp_path / "a.gguf", tiny_metadata(tiny), tiny_tensors(tiny) | extra_tensors)
+    assert not extra_tensors.keys() & load_path(path).tensors.keys()
 
 
 def test_names_in_folders_are_those_that_were_read() -> None:
@@ -53,7 +53,7 @@ def test_names_in_folders_are_those_that_were_read() -> None:
 def test_ropes_of_null_are_those_of_the_family() -> None:
     config = tiny_config(tiny_of("gemma4"))
     specs = [
-        hf_spec(hf_fields("config.json", one), "a")
-        for one in (config, config | {"rope_parameters": None})
+        hf_spec(hf_fields("config.json", variant), "a")
+        for variant in (config, config | {"rope_parameters": None})
     ]
     assert specs[0] == specs[1]

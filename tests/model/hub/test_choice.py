@@ -23,17 +23,17 @@ def repo(*paths: str) -> list[RepoFile]:
     return [RepoFile(path, 10) for path in paths]
 
 
-def chosen(asked: str | None, *paths: str) -> FileSelection:
-    return choose_files(HubName("o/r", asked), repo(*paths))
+def select(requested: str | None, *paths: str) -> FileSelection:
+    return choose_files(HubName("o/r", requested), repo(*paths))
 
 
 def names(choice: FileSelection) -> list[str]:
     return [file.path for file in choice.files]
 
 
-def refusal(asked: str | None, *paths: str) -> str:
+def refusal(requested: str | None, *paths: str) -> str:
     with pytest.raises((ModelNotFoundError, ModelFormatError)) as caught:
-        chosen(asked, *paths)
+        select(requested, *paths)
     return str(caught.value)
 
 
@@ -58,33 +58,33 @@ def test_the_quantization_is_read_from_the_name(path: str, expected: str | None)
 
 
 def test_the_only_gguf_is_taken_without_a_note() -> None:
-    choice = chosen(None, "model.gguf", "mmproj-model-f16.gguf", "imatrix.gguf", *NOISE)
+    choice = select(None, "model.gguf", "mmproj-model-f16.gguf", "imatrix.gguf", *NOISE)
     assert (names(choice), choice.entry, choice.note) == (["model.gguf"], "model.gguf", None)
 
 
 def test_the_preferred_quantization_is_taken_and_reported() -> None:
-    choice = chosen(None, "m-Q8_0.gguf", "m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-F16.gguf")
+    choice = select(None, "m-Q8_0.gguf", "m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-F16.gguf")
     assert choice.entry == "m-Q4_K_M.gguf"
     assert choice.note == "o/r has 4 GGUF models: taking Q4_K_M; others: F16, Q2_K, Q8_0."
-    assert chosen(None, "m-Q8_0.gguf", "m-F16.gguf").entry == "m-Q8_0.gguf"
+    assert select(None, "m-Q8_0.gguf", "m-F16.gguf").entry == "m-Q8_0.gguf"
 
 
-def test_models_without_a_known_quantization_are_not_guessed() -> None:
+def test_no_model_is_chosen_without_a_known_quantization() -> None:
     message = refusal(None, "a.gguf", "b.gguf")
     assert "has 2 GGUF models: a.gguf, b.gguf. Name one, such as 'hf:o/r:a.gguf'." in message
     assert "Name one" in refusal(None, "a-Q4_0.gguf", "b-Q4_0.gguf")
 
 
 @pytest.mark.parametrize(
-    "asked", ["Q8_0", "q8_0", "m-q8_0.gguf", "m-Q8_0", "sub/m-Q8_0.gguf", "SUB/M-Q8_0.GGUF"]
+    "requested", ["Q8_0", "q8_0", "m-q8_0.gguf", "m-Q8_0", "sub/m-Q8_0.gguf", "SUB/M-Q8_0.GGUF"]
 )
-def test_a_file_is_named_by_path_name_or_quantization(asked: str) -> None:
-    assert chosen(asked, "m-Q4_0.gguf", "sub/m-Q8_0.gguf").entry == "sub/m-Q8_0.gguf"
+def test_a_file_is_named_by_path_name_or_quantization(requested: str) -> None:
+    assert select(requested, "m-Q4_0.gguf", "sub/m-Q8_0.gguf").entry == "sub/m-Q8_0.gguf"
 
 
 def test_a_quantization_is_exact() -> None:
-    assert chosen("Q4_K_M", "m-UD-Q4_K_M.gguf", "m-Q4_K_M.gguf").entry == "m-Q4_K_M.gguf"
-    assert chosen("UD-Q4_K_M", "m-UD-Q4_K_M.gguf", "m-Q4_K_M.gguf").entry == "m-UD-Q4_K_M.gguf"
+    assert select("Q4_K_M", "m-UD-Q4_K_M.gguf", "m-Q4_K_M.gguf").entry == "m-Q4_K_M.gguf"
+    assert select("UD-Q4_K_M", "m-UD-Q4_K_M.gguf", "m-Q4_K_M.gguf").entry == "m-UD-Q4_K_M.gguf"
 
 
 def test_an_ambiguous_quantization_is_refused() -> None:
@@ -98,25 +98,25 @@ def test_an_unknown_file_is_answered_with_the_available_ones() -> None:
     assert "has no 'Q4_0', but no GGUF files at all" in refusal("Q4_0", "model.safetensors", *SMALL)
 
 
-@pytest.mark.parametrize("asked", [None, "Q8_0", SPLIT[0], SPLIT[2]])
-def test_all_parts_of_a_split_model_are_chosen(asked: str | None) -> None:
-    choice = chosen(asked, *reversed(SPLIT))
+@pytest.mark.parametrize("requested", [None, "Q8_0", SPLIT[0], SPLIT[2]])
+def test_all_parts_of_a_split_model_are_chosen(requested: str | None) -> None:
+    choice = select(requested, *reversed(SPLIT))
     assert names(choice) == list(SPLIT)
     assert choice.entry == SPLIT[0]
 
 
 def test_a_split_model_with_a_part_missing_is_refused() -> None:
     assert "lacks some of the parts" in refusal("Q8_0", *SPLIT[:2])
-    assert chosen(None, *SPLIT[1:], "m-F16.gguf").entry == "m-F16.gguf"
+    assert select(None, *SPLIT[1:], "m-F16.gguf").entry == "m-F16.gguf"
 
 
 def test_only_needed_files_of_a_safetensors_repository_are_chosen() -> None:
     files = repo(*SMALL, "chat_template.jinja", "model.safetensors", "vocab.json", *NOISE)
     choice = choose_files(HubName("o/r"), files)
     assert names(choice) == [*SMALL, "chat_template.jinja"]
-    whole = add_weights(choice, None, files)
-    assert names(whole) == [*SMALL, "chat_template.jinja", "model.safetensors"]
-    assert whole.entry is None
+    with_weights = add_weights(choice, None, files)
+    assert names(with_weights) == [*SMALL, "chat_template.jinja", "model.safetensors"]
+    assert with_weights.entry is None
 
 
 def test_the_index_says_which_shards_are_fetched() -> None:
@@ -137,9 +137,9 @@ def test_the_index_says_which_shards_are_fetched() -> None:
 
 def test_a_repository_with_both_formats_gives_the_requested_one() -> None:
     both = (*SMALL, "model.safetensors", "m-Q4_0.gguf")
-    assert chosen(None, *both).entry == "m-Q4_0.gguf"
-    assert "GGUF and safetensors" in (chosen(None, *both).note or "")
-    assert names(chosen("safetensors", *both)) == list(SMALL)
+    assert select(None, *both).entry == "m-Q4_0.gguf"
+    assert "GGUF and safetensors" in (select(None, *both).note or "")
+    assert names(select("safetensors", *both)) == list(SMALL)
 
 
 @pytest.mark.parametrize(

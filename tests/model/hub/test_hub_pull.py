@@ -41,10 +41,10 @@ def test_the_hub_s_own_client_finds_what_was_fetched(
 ) -> None:
     hub.repos["o/r"] = Repo({"a-Q4_0.gguf": gguf, "config.json": b"{}"})
     path = loader.pull(NAME)
-    found = huggingface_hub.hf_hub_download(
+    client_path = huggingface_hub.hf_hub_download(
         "o/r", "a-Q4_0.gguf", cache_dir=hub_cache, local_files_only=True
     )
-    assert found == str(path)
+    assert client_path == str(path)
     scanned = huggingface_hub.scan_cache_dir(hub_cache)
     (only,) = scanned.repos
     assert (only.repo_id, only.size_on_disk, list(scanned.warnings)) == ("o/r", len(gguf), [])
@@ -53,7 +53,7 @@ def test_the_hub_s_own_client_finds_what_was_fetched(
 def test_files_fetched_by_another_program_are_used(hub: Hub, hub_cache: Path, gguf: bytes) -> None:
     hub.repos["o/r"] = Repo({"a-Q4_0.gguf": gguf})
     theirs = huggingface_hub.hf_hub_download("o/r", "a-Q4_0.gguf", cache_dir=hub_cache)
-    hub.asked.clear()
+    hub.requests.clear()
     assert str(loader.pull(NAME)) == theirs
     assert hub.transfers == []
     assert fetch.remove(NAME) == 0
@@ -100,7 +100,7 @@ def test_a_broken_connection_resumes_where_it_stopped(
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
     hub.cuts.extend([1_200_000, 1_200_000])
     assert loader.pull(NAME).read_bytes() == gguf
-    starts = [int((asked.range or "").removeprefix("bytes=")[:-1]) for asked in hub.transfers]
+    starts = [int((transfer.range or "").removeprefix("bytes=")[:-1]) for transfer in hub.transfers]
     assert starts[0] == 0
     assert 1_000_000 <= starts[1] <= 1_200_000
     assert 2_000_000 <= starts[2] <= 2_400_000
@@ -119,9 +119,9 @@ def test_a_later_pull_continues_an_interrupted_one(hub: Hub, hub_cache: Path, gg
     size = partial.stat().st_size
     assert 2_000_000 < size < len(gguf)
     assert not list(hub_cache.rglob("a.gguf"))
-    hub.asked.clear()
+    hub.requests.clear()
     assert loader.pull(NAME).read_bytes() == gguf
-    assert [asked.range for asked in hub.transfers] == [f"bytes={size}-"]
+    assert [transfer.range for transfer in hub.transfers] == [f"bytes={size}-"]
 
 
 def test_a_server_without_ranges_starts_again(hub: Hub, hub_cache: Path, gguf: bytes) -> None:

@@ -64,7 +64,7 @@ def test_a_gated_repository_says_where_its_licence_is(
     assert "You may not read" in refusal(NAME)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert loader.pull(NAME).read_bytes() == gguf
-    assert {asked.token for asked in hub.transfers} == {None}, "a token left the hub"
+    assert {transfer.token for transfer in hub.transfers} == {None}, "a token left the hub"
 
 
 def test_private_and_missing_repositories_are_not_found(
@@ -105,7 +105,7 @@ def test_offline_mode_has_its_own_message(
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in refusal(NAME)
-    assert hub.asked == []
+    assert hub.requests == []
 
 
 def test_an_unsupported_family_is_refused_after_the_first_bytes(hub: Hub, hub_cache: Path) -> None:

@@ -43,11 +43,11 @@ def test_a_pulled_model_is_listed_with_its_facts(hub: Hub, pulled: Path) -> None
 def test_loading_a_model_counts_as_use(pulled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record, now = fetch.find(NAME), time.time()
     os.utime(record.file, (now - 2 * 86400, now - 2 * 86400))
-    assert [one.name for one in fetch.unused(1)] == [NAME]
+    assert [unused_record.name for unused_record in fetch.unused(1)] == [NAME]
     loader.load(NAME)
     assert fetch.unused(1) == []
     monkeypatch.setattr("time.time", lambda: now + 2 * 86400)
-    assert [one.name for one in fetch.unused(1)] == [NAME]
+    assert [unused_record.name for unused_record in fetch.unused(1)] == [NAME]
 
 
 def test_verification_names_the_damaged_file(pulled: Path) -> None:
@@ -108,7 +108,7 @@ def test_records_of_deleted_models_are_removed(hub_cache: Path, pulled: Path) ->
     for path in pulled.iterdir():
         path.unlink()
     pulled.rmdir()
-    assert NAME not in {one.name for one in fetch.list_models()}
+    assert NAME not in {listed.name for listed in fetch.list_models()}
     (record,) = stored_records()
     fetch.forget_missing()
     assert not record.file.exists()
@@ -180,7 +180,7 @@ def test_the_next_command_resumes_a_stopped_download(
         assert b"are kept: pull again to continue.\n" in err
     assert not list(hub_cache.rglob("a.gguf"))
     hub.pause_s = 0.0
-    hub.asked.clear()
+    hub.requests.clear()
     assert loader.pull(NAME).read_bytes() == gguf
     assert hub.transfers[0].range is not None
 
@@ -202,7 +202,7 @@ def test_a_model_from_the_hub_whose_record_is_damaged_counts_as_not_there(
 ) -> None:
     path = fetch.find(NAME).file
     path.write_bytes(path.read_bytes().replace(b"apache", b"apachf"))
-    assert NAME not in {one.name for one in fetch.list_models()}
+    assert NAME not in {record.name for record in fetch.list_models()}
     with pytest.raises(ModelNotFoundError, match="is not in the cache"):
         fetch.use(NAME)
     assert str(path) in caplog.text

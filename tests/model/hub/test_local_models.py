@@ -148,8 +148,8 @@ def test_the_list_shows_the_catalogue_and_what_else_was_pulled(cache: Path, pull
         *catalogue.CATALOGUE,
         name,
     ]
-    here = [listing.name for listing in listings if listing.is_here]
-    assert here == ["smollm2", name]
+    local_names = [listing.name for listing in listings if listing.is_here]
+    assert local_names == ["smollm2", name]
     assert listings[0].num_bytes == pulled.stat().st_size
     assert listings[1].licence == "Gemma terms (https://ai.google.dev/gemma/terms)"
 

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     ],
 )
 def test_each_form_is_understood(typed: str, expected: HubName) -> None:
-    found = parse_hub_name(typed)
-    assert found == expected
-    assert parse_hub_name(str(found)) == expected
+    name = parse_hub_name(typed)
+    assert name == expected
+    assert parse_hub_name(str(name)) == expected
 
 
 @pytest.mark.parametrize(

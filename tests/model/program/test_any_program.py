@@ -75,8 +75,8 @@ def test_every_value_is_that_of_one_rank() -> None:
         tensors = random_tensors(program)
         tokens = [chance.randrange(NUM_IDS) for _ in range(13)]
         names = list(program.value_widths) if seed % 2 else ["logits"]
-        whole = ReferenceBackend(program, tensors, 1, 16).trace(tokens, names)
+        expected = ReferenceBackend(program, tensors, 1, 16).trace(tokens, names)
         ranks = ReferenceBackend(program, tensors, 1, 16, mesh=mesh).trace(tokens, names)
-        for name, value in whole.items():
-            where, most = f"{name} of program {seed}, {mesh}", np.abs(value).max()
-            np.testing.assert_allclose(ranks[name], value, 1e-3, 1e-3 * most, err_msg=where)
+        for name, value in expected.items():
+            where, largest = f"{name} of program {seed}, {mesh}", np.abs(value).max()
+            np.testing.assert_allclose(ranks[name], value, 1e-3, 1e-3 * largest, err_msg=where)

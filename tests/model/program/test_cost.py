@@ -121,35 +121,35 @@ def test_logits_are_read_only_if_a_row_is_sampled() -> None:
 
 
 def test_rows_that_draw_nothing_stop_after_the_last_store() -> None:
-    whole = cost_model("Llama-3-8B")
+    all_rows = cost_model("Llama-3-8B")
     _, hidden, ffn, heads, _, dim, _, _ = SIZES["Llama-3-8B"]
-    late = hidden * (heads * dim + 3 * ffn)  # weights of the last layer after its attention
+    late_weights = hidden * (heads * dim + 3 * ffn)  # weights of the last layer after its attention
     each = 4 * heads * dim  # of a pair that the last attention sees
-    model = replace(whole, stops_rows=True)
+    model = replace(all_rows, stops_rows=True)
     for num_rows, num_sampled in ((1000, 1), (1000, 0), (7, 3), (1, 1)):
         batch = BatchShape((5,), (num_rows,), num_sampled)
-        less = whole.per_step().of(batch).flops - model.per_step().of(batch).flops
+        less = all_rows.per_step().of(batch).flops - model.per_step().of(batch).flops
         pairs = batch.num_attended() - batch.logits_rows.num_attended()
-        expected = 2 * late * (num_rows - num_sampled) + each * pairs
+        expected = 2 * late_weights * (num_rows - num_sampled) + each * pairs
         assert less == pytest.approx(expected, rel=1e-3)
     batch = BatchShape((5, 9), (1000, 1), 0)
-    less = whole.per_step().of(batch).weight_bytes - model.per_step().of(batch).weight_bytes
-    assert less == pytest.approx(2 * late, rel=1e-3)
-    less = whole.per_step().of(batch).cache_bytes - model.per_step().of(batch).cache_bytes
+    less = all_rows.per_step().of(batch).weight_bytes - model.per_step().of(batch).weight_bytes
+    assert less == pytest.approx(2 * late_weights, rel=1e-3)
+    less = all_rows.per_step().of(batch).cache_bytes - model.per_step().of(batch).cache_bytes
     assert less == batch.num_context() * 131_072 // 32  # what the last attention would read
-    one = model.operation(model.program.ops[-1], BatchShape((0,), (9,), 1))
-    assert one == whole.operation(whole.program.ops[-1], BatchShape((0,), (9,), 1))
+    logits_cost = model.operation(model.program.ops[-1], BatchShape((0,), (9,), 1))
+    assert logits_cost == all_rows.operation(all_rows.program.ops[-1], BatchShape((0,), (9,), 1))
 
 
-def test_borrowing_layers_attend_for_rows_that_draw() -> None:
+def test_layers_with_shared_kv_attend_for_rows_with_logits() -> None:
     program = PROGRAMS["borrowing"]
     model = CostModel(program, dict.fromkeys(program.weight_shapes, 100), stops_rows=True)
-    borrower = next(op for op in program.ops if isinstance(op, SharedKvAttention))
-    assert borrower.output in program.logits_only_outputs
-    pairs = BatchShape((99,), (1,), 1).num_attended(borrower.window)
-    found = model.operation(borrower, BatchShape((0,), (100,), 1)).flops
-    assert found == 4 * borrower.num_heads * borrower.head_dim * pairs
-    assert not model.operation(borrower, BatchShape((0,), (100,), 0)).cache_bytes
+    shared_kv_op = next(op for op in program.ops if isinstance(op, SharedKvAttention))
+    assert shared_kv_op.output in program.logits_only_outputs
+    pairs = BatchShape((99,), (1,), 1).num_attended(shared_kv_op.window)
+    flops = model.operation(shared_kv_op, BatchShape((0,), (100,), 1)).flops
+    assert flops == 4 * shared_kv_op.num_heads * shared_kv_op.head_dim * pairs
+    assert not model.operation(shared_kv_op, BatchShape((0,), (100,), 0)).cache_bytes
 
 
 def test_drawn_rows_are_the_last_of_requests_the_short_ones_first() -> None:
@@ -186,16 +186,16 @@ def test_ranks_share_the_work_of_a_step() -> None:
     ):
         parts = [model.part(rank).per_step() for rank in shard(model.program, mesh)]
         for batch in (BatchShape.decode((1000,) * 16), BatchShape((0, 50), (300, 200), 2)):
-            whole = model.per_step().of(batch)
-            own = [part.of(batch) for part in parts]
-            assert sum(cost.flops for cost in own) == pytest.approx(whole.flops, rel=0.02)
+            total = model.per_step().of(batch)
+            costs = [part.of(batch) for part in parts]
+            assert sum(cost.flops for cost in costs) == pytest.approx(total.flops, rel=0.02)
             copies = mesh.row_parts  # of most weights
-            assert sum(cost.weight_bytes for cost in own) >= whole.weight_bytes * 0.99
-            assert sum(cost.weight_bytes for cost in own) <= whole.weight_bytes * copies * 1.02
-            assert sum(cost.sent_bytes - cost.received_bytes for cost in own) == pytest.approx(
+            assert sum(cost.weight_bytes for cost in costs) >= total.weight_bytes * 0.99
+            assert sum(cost.weight_bytes for cost in costs) <= total.weight_bytes * copies * 1.02
+            assert sum(cost.sent_bytes - cost.received_bytes for cost in costs) == pytest.approx(
                 0, abs=9
             )
-            assert sum(cost.sent_bytes for cost in own) > 0
+            assert sum(cost.sent_bytes for cost in costs) > 0
 
 
 def test_parts_of_rows_attend_to_what_the_step_attends_to() -> None:

@@ -23,7 +23,7 @@ def seen(groups: PageGroups, window: int | None, num_computed: int, end: int) ->
     return {at // groups.page_size for row in rows for at in range(first[row], row + 1)}
 
 
-def held(groups: PageGroups, num_tokens: int, chunk: int) -> list[int]:
+def held_pages(groups: PageGroups, num_tokens: int, chunk: int) -> list[int]:
     """Pages held in each step of a request that computes `chunk` tokens a step."""
     counts = []
     for start in range(0, num_tokens, chunk):
@@ -56,28 +56,32 @@ def test_a_request_never_holds_more_than_it_needs(
     groups: PageGroups, num_tokens: int, chunk: int
 ) -> None:
     needed = groups.num_needed(num_tokens, chunk)
-    assert max(held(groups, num_tokens, chunk)) <= needed
+    assert max(held_pages(groups, num_tokens, chunk)) <= needed
     assert needed <= len(groups.windows) * -(-num_tokens // groups.page_size)
 
 
 @given(GROUPS, st.integers(0, 6))
-def test_what_one_row_a_step_needs_is_reached_and_no_more(groups: PageGroups, more: int) -> None:
+def test_what_one_row_a_step_needs_is_reached_and_no_more(
+    groups: PageGroups, num_more: int
+) -> None:
     """A step first takes a page a group, then leaves behind: what was seen before it counts too."""
     size = groups.page_size
-    num_tokens = (45 // size + 1 + more) * size + 1  # the last row takes a page
-    most = sum(len(seen(groups, window, num_tokens - 1, num_tokens)) for window in groups.windows)
-    assert most == groups.num_needed(num_tokens)
+    num_tokens = (45 // size + 1 + num_more) * size + 1  # the last row takes a page
+    max_seen = sum(
+        len(seen(groups, window, num_tokens - 1, num_tokens)) for window in groups.windows
+    )
+    assert max_seen == groups.num_needed(num_tokens)
 
 
 @given(GROUPS, st.integers(0, 200), st.integers(1, 300), st.integers(1, 20))
 def test_most_tokens_fit_and_one_more_does_not(
     groups: PageGroups, num_pages: int, limit: int, num_rows: int
 ) -> None:
-    most = groups.max_tokens(num_pages, limit, num_rows)
-    assert 0 <= most <= limit
-    assert groups.num_needed(most, num_rows) <= num_pages or most == 0
-    if most < limit:
-        assert groups.num_needed(most + 1, num_rows) > num_pages
+    max_tokens = groups.max_tokens(num_pages, limit, num_rows)
+    assert 0 <= max_tokens <= limit
+    assert groups.num_needed(max_tokens, num_rows) <= num_pages or max_tokens == 0
+    if max_tokens < limit:
+        assert groups.num_needed(max_tokens + 1, num_rows) > num_pages
 
 
 @given(GROUPS, st.integers(0, 60), st.integers(1, 60), st.integers(1, 20))

@@ -19,12 +19,12 @@ def test_cuts_are_near_the_shares() -> None:
     assert cuts(2, (1, 1, 1)) == (0, 0, 1, 2)
 
 
-def test_each_rank_has_one_place_and_rank_0_is_in_the_last_stage() -> None:
+def test_each_rank_has_one_coordinate_and_rank_0_is_in_the_last_stage() -> None:
     mesh = Mesh((1, 2), 3, (1, 1, 2))
-    places = [mesh.coordinate(rank) for rank in range(mesh.num_ranks)]
-    assert [mesh.rank(place) for place in places] == list(range(18))
-    assert len(set(places)) == 18
-    assert places[0].stage == 1
+    coordinates = [mesh.coordinate(rank) for rank in range(mesh.num_ranks)]
+    assert [mesh.rank(coordinate) for coordinate in coordinates] == list(range(18))
+    assert len(set(coordinates)) == 18
+    assert coordinates[0].stage == 1
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,9 @@ def parts_of(op: LocalOp, inputs: Values, weights: Values, tokens: np.ndarray) -
     """Return the outputs of parts that together are the whole operation."""
     rng = np.random.default_rng(1)
     grain = min(op.grain, op.length) if op.length % op.grain == 0 else 1  # tables here are small
-    places = grain * np.sort(rng.integers(0, op.length // grain + 1, 3))
+    cut_offsets = grain * np.sort(rng.integers(0, op.length // grain + 1, 3))
     outputs = []
-    for first, end in pairwise([0, *places.tolist(), op.length]):
+    for first, end in pairwise([0, *cut_offsets.tolist(), op.length]):
         if first == end:
             continue
         part, read = op.part(first, end), {}
@@ -52,9 +52,9 @@ def parts_of(op: LocalOp, inputs: Values, weights: Values, tokens: np.ndarray) -
             name, columns = getattr(op, field), op.part_reads(field, first, end)
             read[name] = inputs[name] if columns is None else inputs[name][:, slice(*columns)]
         divided = {weight.name for weight in op.weights if weight.is_divided}
-        own = {name: w[first:end] if name in divided else w for name, w in weights.items()}
-        assert all(own[weight.name].shape == weight.shape for weight in part.weights)
-        outputs.append(run(part, read, own, tokens))
+        own_weights = {name: w[first:end] if name in divided else w for name, w in weights.items()}
+        assert all(own_weights[weight.name].shape == weight.shape for weight in part.weights)
+        outputs.append(run(part, read, own_weights, tokens))
     return outputs
 
 
@@ -67,8 +67,8 @@ def test_parts_together_compute_what_the_whole_does() -> None:
         inputs = {name: random_floats(rng, NUM_ROWS, input_width(op, name)) for name in op.inputs}
         weights = {weight.name: random_floats(rng, *weight.shape) for weight in op.weights}
         tokens = rng.integers(0, NUM_IDS, NUM_ROWS)
-        whole = run(op, inputs, weights, tokens)
-        assert whole.shape == (NUM_ROWS, op.width)
+        expected = run(op, inputs, weights, tokens)
+        assert expected.shape == (NUM_ROWS, op.width)
         if op.sharding is Sharding.REPLICATED:
             continue
         outputs = parts_of(op, inputs, weights, tokens)
@@ -78,4 +78,4 @@ def test_parts_together_compute_what_the_whole_does() -> None:
             stacked = np.stack(outputs)
             assert (np.isfinite(stacked).sum(axis=0) == 1).all(), "each value is in one part"
             together = np.nansum(stacked, axis=0)
-        np.testing.assert_allclose(together, whole, rtol=2e-5, atol=2e-5, err_msg=str(op))
+        np.testing.assert_allclose(together, expected, rtol=2e-5, atol=2e-5, err_msg=str(op))

@@ -40,8 +40,8 @@ class Model(Frozen):
         """Return random meshes of up to 18 ranks, with equal and unequal shares."""
         chance, ends = random.Random(self.seed), stage_ends(self.program, self.program.ops)
 
-        def shares(most: int) -> tuple[int, ...]:
-            return tuple(chance.choice((1, 1, 2, 3)) for _ in range(chance.randint(1, most)))
+        def shares(max_share: int) -> tuple[int, ...]:
+            return tuple(chance.choice((1, 1, 2, 3)) for _ in range(chance.randint(1, max_share)))
 
         return [
             Mesh(shares(min(3, len(ends))), chance.randint(1, 2), shares(3), bool(number % 2))
@@ -66,14 +66,14 @@ def test_every_value_is_that_of_one_rank(model: Model) -> None:
     program, chance = model.program, random.Random(model.seed)
     names = list(program.value_widths)
     tokens = [chance.randrange(program.vocab_size) for _ in range(90)]
-    whole = ReferenceBackend(program, model.tensors, 1, 16).trace(tokens, names)
+    expected = ReferenceBackend(program, model.tensors, 1, 16).trace(tokens, names)
     meshes = [Mesh(column_parts=(1,) * degree) for degree in (2, 3, 7)]
     meshes += [Mesh(column_parts=(1,) * 7, kv_by_tokens=True), Mesh(row_parts=3, kv_by_tokens=True)]
     meshes.append(Mesh(column_parts=(0, 1), attention_parts=(1, 0)))
     for mesh in meshes + model.meshes(4):
         ranks = ReferenceBackend(program, model.tensors, 1, page_size(mesh), mesh=mesh)
         for name, value in ranks.trace(tokens, names).items():
-            np.testing.assert_allclose(value, whole[name], 0, 1e-4, err_msg=f"{name} {mesh}")
+            np.testing.assert_allclose(value, expected[name], 0, 1e-4, err_msg=f"{name} {mesh}")
 
 
 @pytest.mark.parametrize("model", ["mistral", "mixtral", "gemma3", "olmo2"], indirect=True)
@@ -84,12 +84,12 @@ def test_tokens_are_those_of_one_rank(model: Model) -> None:
     fewest = -(-CONTEXT // 16) * len(plain.facts.windows)
     requests = random_requests(chance, 4, program.vocab_size, 60, 6)
     setting = Setting.chosen_by(chance, fewest, 3 * fewest)
-    known, _ = run_schedule(plain, setting, [fresh(r) for r in requests], CONTEXT)
+    expected, _ = run_schedule(plain, setting, [fresh(r) for r in requests], CONTEXT)
     mesh = model.meshes(2)[1]
     ranks = ReferenceBackend(program, model.tensors, NUM_PAGES, page_size(mesh), mesh=mesh)
-    found, _ = run_schedule(ranks, setting, [fresh(r) for r in requests], CONTEXT, known)
-    assert {name: tokens for name, (tokens, _) in found.items()} == {
-        name: tokens for name, (tokens, _) in known.items()
+    outputs, _ = run_schedule(ranks, setting, [fresh(r) for r in requests], CONTEXT, expected)
+    assert {name: tokens for name, (tokens, _) in outputs.items()} == {
+        name: tokens for name, (tokens, _) in expected.items()
     }, mesh
 
 
@@ -99,8 +99,8 @@ def test_ranks_have_their_share_of_weights_and_pages(model: Model) -> None:
         ranks = shard(program, mesh)
         assert len(ranks) == mesh.num_ranks
         for name, (rows, *_rest) in program.weight_shapes.items():
-            held = [rank.weight_rows[name] for rank in ranks if name in rank.weight_rows]
-            covered = {row for first, end in held for row in range(first, end)}
+            row_ranges = [rank.weight_rows[name] for rank in ranks if name in rank.weight_rows]
+            covered = {row for first, end in row_ranges for row in range(first, end)}
             assert covered == set(range(rows)), "rows that no rank has"
         for rank in ranks:
             shapes = rank.program.weight_shapes
@@ -121,8 +121,8 @@ def test_teams_agree_on_what_they_exchange(model: Model) -> None:
     (mesh,) = model.meshes(1)
     ranks = shard(model.program, mesh)
     gathers = [[op for op in rank.program.ops if isinstance(op, AllGather)] for rank in ranks]
-    for number, own in enumerate(gathers):
-        for op in own:
+    for number, rank_gathers in enumerate(gathers):
+        for op in rank_gathers:
             assert op.team[op.team_index] == number
             for member in op.team:
                 (theirs,) = [g for g in gathers[member] if g.output == op.output]

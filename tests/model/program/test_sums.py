@@ -25,11 +25,11 @@ def test_values_are_near_those_of_one_rank(name: str) -> None:
     program = PROGRAMS[name]
     tensors = random_tensors(program, "Q8_0")
     values = list(program.value_widths)
-    whole = ReferenceBackend(program, tensors, 1, 16).trace(TOKENS, values)
+    expected = ReferenceBackend(program, tensors, 1, 16).trace(TOKENS, values)
     for mesh in MESHES:
         ranks = ReferenceBackend(program, tensors, 1, 16, mesh=mesh, splits_sums=True)
-        for value, found in ranks.trace(TOKENS, values).items():
-            error = np.abs(found - whole[value]).max() / np.abs(whole[value]).max()
+        for value, rank_values in ranks.trace(TOKENS, values).items():
+            error = np.abs(rank_values - expected[value]).max() / np.abs(expected[value]).max()
             assert error < 1e-5, f"{value} {mesh}"
 
 
@@ -48,10 +48,12 @@ def test_weights_are_cut_between_blocks(block_size: int) -> None:
     for mesh in MESHES:
         ranks = shard(program, mesh, block_sizes=blocks)
         for name, (height, *rest) in program.weight_shapes.items():
-            held = np.zeros((height, *rest), int)
+            num_holders = np.zeros((height, *rest), int)
             for rank in ranks:
                 if name in rank.weight_rows:
                     columns = rank.weight_columns.get(name, (0, rest[0] if rest else 0))
                     assert all(end % block_size == 0 or end == rest[0] for end in columns)
-                    held[(slice(*rank.weight_rows[name]), *[slice(*columns)][: len(rest)])] += 1
-            assert held.min() > 0, f"parts of {name} that no rank has"
+                    num_holders[
+                        (slice(*rank.weight_rows[name]), *[slice(*columns)][: len(rest)])
+                    ] += 1
+            assert num_holders.min() > 0, f"parts of {name} that no rank has"

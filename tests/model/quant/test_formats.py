@@ -75,9 +75,9 @@ def test_layout_is_the_reference_layout() -> None:
 
 
 def test_every_type_of_the_reference_is_known_by_name() -> None:
-    known = UNSUPPORTED_GGUF_TYPES | {fmt.gguf_id: fmt.name for fmt in ALL}
+    name_by_id = UNSUPPORTED_GGUF_TYPES | {fmt.gguf_id: fmt.name for fmt in ALL}
     for kind in gguf.GGMLQuantizationType:
-        assert known[kind.value] == kind.name
+        assert name_by_id[kind.value] == kind.name
     assert not UNSUPPORTED_GGUF_TYPES.keys() & FORMATS_BY_GGUF_ID.keys()
 
 

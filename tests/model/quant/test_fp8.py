@@ -39,9 +39,9 @@ def test_values_are_numbers_times_scales_in_float32(group: int, kernels: str) ->
 def test_rounding_gives_the_nearest_number_of_each_group() -> None:
     values = np.random.default_rng(1).standard_normal((4, 256)).astype(np.float32)
     values[2] = 0
-    found = e4m3(128).dequantize(e4m3(128).quantize(values))
-    most = np.abs(values).reshape(4, 2, 128).max(axis=2).repeat(128, axis=1)
+    rounded = e4m3(128).dequantize(e4m3(128).quantize(values))
+    largest = np.abs(values).reshape(4, 2, 128).max(axis=2).repeat(128, axis=1)
     # Four significant bits, but no less than half of the smallest step.
-    assert (np.abs(found - values) <= np.maximum(np.abs(values) / 16, most / 448 / 1024)).all()
+    assert (np.abs(rounded - values) <= np.maximum(np.abs(values) / 16, largest / 448 / 1024)).all()
     with pytest.raises(ValueError, match="E4M3_G128_BF16 is read, not written"):
         e4m3(128, "bf16").quantize(values)

@@ -44,8 +44,8 @@ def random_scales(scale: str, shape: tuple[int, int], rng: np.random.Generator) 
             return upper.astype(np.uint16)[..., None].view(np.uint8)
         case "f32":
             return values[..., None].view(np.uint8)
-    most = 255 if scale == "e8m0" else 127
-    return rng.integers(0, most, (*shape, 1)).astype(np.uint8)
+    max_exponent = 255 if scale == "e8m0" else 127
+    return rng.integers(0, max_exponent, (*shape, 1)).astype(np.uint8)
 
 
 def plain_scale(scale: str, raw: np.ndarray) -> np.float32:

@@ -16,17 +16,17 @@ def test_a_matrix_is_linear_in_its_halves(name: str) -> None:
     values = rng.normal(0.1, 1.0, (3, 2 * fmt.block_size)).astype(np.float32)
     tensor = QuantTensor.from_floats(values, fmt)
     parts = terms_by_scale(tensor)
-    whole = sum(parts[1:], parts[0])
-    np.testing.assert_allclose(whole.reshape(values.shape), tensor.dequantize(), atol=1e-5)
+    total = sum(parts[1:], parts[0])
+    np.testing.assert_allclose(total.reshape(values.shape), tensor.dequantize(), atol=1e-5)
     factors = tuple(rng.uniform(0.5, 2.0, part.shape[:2]).astype(np.float32) for part in parts)
     changed = multiply_scales(tensor, factors).dequantize()
-    wanted = sum(part * factor[..., None] for part, factor in zip(parts, factors, strict=True))
-    np.testing.assert_allclose(changed, wanted.reshape(values.shape), rtol=2e-3, atol=1e-2)
+    expected = sum(part * factor[..., None] for part, factor in zip(parts, factors, strict=True))
+    np.testing.assert_allclose(changed, expected.reshape(values.shape), rtol=2e-3, atol=1e-2)
 
 
 def test_factors_of_one_change_nothing() -> None:
     values = np.random.default_rng(2).normal(size=(4, 256)).astype(np.float32)
     tensor = QuantTensor.from_floats(values, FORMATS["Q4_K"])
-    ones = tuple(np.ones(part.shape[:2], np.float32) for part in terms_by_scale(tensor))
-    assert np.array_equal(multiply_scales(tensor, ones).data, tensor.data)
+    unit_factors = tuple(np.ones(part.shape[:2], np.float32) for part in terms_by_scale(tensor))
+    assert np.array_equal(multiply_scales(tensor, unit_factors).data, tensor.data)
     assert not any(np.array_equal(part, 0 * part) for part in terms_by_scale(tensor))

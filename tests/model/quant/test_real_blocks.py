@@ -27,10 +27,10 @@ FORMATS_IN = {
 def tensors_by_format(path: Path) -> dict[str, list[QuantTensor]]:
     file = read_gguf(path)
     assert not file.unsupported
-    found: dict[str, list[QuantTensor]] = {}
+    by_format: dict[str, list[QuantTensor]] = {}
     for tensor in file.tensors.values():
-        found.setdefault(tensor.format.name, []).append(tensor)
-    return found
+        by_format.setdefault(tensor.format.name, []).append(tensor)
+    return by_format
 
 
 @pytest.mark.models
@@ -38,9 +38,9 @@ def tensors_by_format(path: Path) -> dict[str, list[QuantTensor]]:
 def test_real_blocks_are_dequantized_as_by_the_reference_bit_for_bit(
     real_model: Callable[[str], Path], name: str
 ) -> None:
-    found = tensors_by_format(real_model(name))
-    assert found.keys() == FORMATS_IN[name]
-    for kind, tensors in found.items():
+    by_format = tensors_by_format(real_model(name))
+    assert by_format.keys() == FORMATS_IN[name]
+    for kind, tensors in by_format.items():
         for tensor in tensors[:: max(1, len(tensors) // 12)]:
             rows = np.ascontiguousarray(tensor.data[:256])
             theirs = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
@@ -56,6 +56,6 @@ def test_real_blocks_quantized_again_change_little(
     for kind, tensors in tensors_by_format(real_model(name)).items():
         values = tensors[0].dequantize(slice(0, 64))
         fmt = tensors[0].format
-        again = fmt.dequantize(fmt.quantize(values))
+        requantized = fmt.dequantize(fmt.quantize(values))
         size = np.sqrt(np.mean(np.square(values)))
-        assert np.sqrt(np.mean(np.square(again - values))) < 0.03 * size, kind
+        assert np.sqrt(np.mean(np.square(requantized - values))) < 0.03 * size, kind

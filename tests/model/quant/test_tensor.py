@@ -13,12 +13,12 @@ from twostroke.model.quant import FORMATS, Format, QuantTensor
 def test_rows_and_columns_equal_those_of_the_whole(fmt: Format) -> None:
     values = np.random.default_rng(0).standard_normal((40, 512)).astype(np.float32)
     tensor = in_format(values, fmt.name)
-    whole = tensor.dequantize()
-    assert whole.shape == (40, 512)
+    dequantized = tensor.dequantize()
+    assert dequantized.shape == (40, 512)
     for rows in (slice(0, 1), slice(7, 23), slice(39, None), slice(5, 5)):
-        assert np.array_equal(tensor.dequantize(rows), whole[rows])
-    assert np.array_equal(tensor.part(7, 23).dequantize(), whole[7:23])
-    assert np.array_equal(tensor.columns(256, 512).dequantize(), whole[:, 256:])
+        assert np.array_equal(tensor.dequantize(rows), dequantized[rows])
+    assert np.array_equal(tensor.part(7, 23).dequantize(), dequantized[7:23])
+    assert np.array_equal(tensor.columns(256, 512).dequantize(), dequantized[:, 256:])
 
 
 def test_a_tensor_larger_than_one_chunk_is_decoded_whole() -> None:

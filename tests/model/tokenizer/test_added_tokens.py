@@ -34,8 +34,8 @@ CUTS: dict[str, Any] = {"whole": None, "first space": {**METASPACE, "split": Tru
 
 def _description(added: list[dict[str, Any]], **steps: Any) -> dict[str, Any]:
     vocabulary = {char: id_ for id_, char in enumerate(dict.fromkeys("?" + CHARACTERS))}
-    for place, entry in enumerate(added):
-        entry["id"] = vocabulary.get(entry["content"], 100 + place)
+    for index, entry in enumerate(added):
+        entry["id"] = vocabulary.get(entry["content"], 100 + index)
         for flag in FLAGS:
             entry.setdefault(flag, False)
     model = {"type": "BPE", "vocab": vocabulary, "merges": []}
@@ -142,7 +142,7 @@ def test_added_tokens_of_spaces_are_written_as_spaces(tmp_path: Path, kind: str)
     description = kind_json(FOLDER_KINDS[kind])
     model, space = description["model"], "Ġ" if FOLDER_KINDS[kind].is_byte_level else "\u2581"
     runs = (space * 2, space * 3)
-    model["vocab"] |= {text: len(model["vocab"]) + place for place, text in enumerate(runs)}
+    model["vocab"] |= {text: len(model["vocab"]) + index for index, text in enumerate(runs)}
     model["merges"] = [f"{space} {space}", f"{runs[0]} {space}", *model["merges"]]
     flags = dict.fromkeys(FLAGS, False)
     added = {**{text: model["vocab"][text] for text in runs}, f"a{space}b": len(model["vocab"])}

@@ -314,8 +314,8 @@ def test_single_digits_are_the_same_characters() -> None:
     theirs = tokenizers.pre_tokenizers.Digits(individual_digits=True)
     numbers = [char for char in VARIED if char.isnumeric()]
     spread = "a".join(numbers)
-    found = [piece for piece, _ in theirs.pre_tokenize_str(spread) if piece != "a"]
-    assert set(ours(spread)) == {piece for piece in found if len(piece) == 1}
+    pieces = [piece for piece, _ in theirs.pre_tokenize_str(spread) if piece != "a"]
+    assert set(ours(spread)) == {piece for piece in pieces if len(piece) == 1}
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFKC"])
@@ -323,8 +323,8 @@ def test_normal_forms_are_the_same(form: Any) -> None:
     """Of characters that were there in Unicode 3.2: theirs are those of Unicode 9."""
     theirs = getattr(tokenizers.normalizers, form)()
     ours = unicode_form(form)
-    known = [char for char in VARIED if unicodedata.ucd_3_2_0.category(char) != "Cn"]
-    for start in range(0, len(known), 4096):
-        chunk = known[start : start + 4096]
+    assigned_chars = [char for char in VARIED if unicodedata.ucd_3_2_0.category(char) != "Cn"]
+    for start in range(0, len(assigned_chars), 4096):
+        chunk = assigned_chars[start : start + 4096]
         for text in ("x".join(chunk), "x\u0334\u0345".join(chunk), "\u0345\u0334x".join(chunk)):
             assert ours(text) == theirs.normalize_str(text)

@@ -221,8 +221,8 @@ def test_other_files_name_ends_and_templates(tmp_path: Path) -> None:
     assert tokenizer.named_texts == {"bos_token": START, "eos_token": END}
     assert tokenizer.chat_templates == {"default": "old", "tool_use": "tools"}
     (tmp_path / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
-    again = from_tokenizer_json(tmp_path / "tokenizer.json")
-    assert again.chat_templates["default"] == CHATML
+    reread = from_tokenizer_json(tmp_path / "tokenizer.json")
+    assert reread.chat_templates["default"] == CHATML
 
 
 def test_pairs_of_merges_are_read_in_both_spellings(tmp_path: Path) -> None:

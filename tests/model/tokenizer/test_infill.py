@@ -64,8 +64,8 @@ def test_a_begin_of_sequence_stays_the_first() -> None:
     ],
 )
 def test_what_the_file_names_counts_more_than_what_is_known(keys: tuple[str, ...]) -> None:
-    own = byte_tokenizer(odd=_odd(*QWEN, *STARCODER))
-    named = {key: own.find(text) for key, text in zip(keys, STARCODER, strict=True)}
+    named_tokenizer = byte_tokenizer(odd=_odd(*QWEN, *STARCODER))
+    named = {key: named_tokenizer.find(text) for key, text in zip(keys, STARCODER, strict=True)}
     tokenizer = byte_tokenizer(odd=_odd(*QWEN, *STARCODER), **named)
     assert spelled(tokenizer, _prompt(tokenizer, "", "x")) == [*STARCODER[:2], "x", STARCODER[2]]
 
@@ -76,16 +76,18 @@ def test_a_vocabulary_without_all_three_fills_no_gaps(texts: tuple[str, ...]) ->
 
 
 def test_heads_of_other_files_and_the_marks_themselves_end_a_middle() -> None:
-    more = ("<|file_sep|>", "<|repo_name|>", "<|fim_pad|>", "<|end_of_page|>")
-    first = byte_tokenizer(odd=_odd(*QWEN, *more))
-    tokenizer = byte_tokenizer(odd=_odd(*QWEN, *more), fim_sep_token_id=first.find(more[3]))
+    other_ends = ("<|file_sep|>", "<|repo_name|>", "<|fim_pad|>", "<|end_of_page|>")
+    first = byte_tokenizer(odd=_odd(*QWEN, *other_ends))
+    tokenizer = byte_tokenizer(
+        odd=_odd(*QWEN, *other_ends), fim_sep_token_id=first.find(other_ends[3])
+    )
     assert tokenizer.infill is not None
-    assert {tokenizer.token_text(id_) for id_ in tokenizer.infill.end_ids} == {*QWEN, *more}
+    assert {tokenizer.token_text(id_) for id_ in tokenizer.infill.end_ids} == {*QWEN, *other_ends}
     assert not tokenizer.infill.end_ids & tokenizer.eos_ids
-    assert tokenizer.infill.repository == tokenizer.find(more[1])
-    assert tokenizer.infill.file == tokenizer.find(more[3])
+    assert tokenizer.infill.repository == tokenizer.find(other_ends[1])
+    assert tokenizer.infill.file == tokenizer.find(other_ends[3])
     assert first.infill is not None
-    assert first.infill.file == first.find(more[0])
+    assert first.infill.file == first.find(other_ends[0])
 
 
 @pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED])
@@ -119,9 +121,13 @@ def test_a_suffix_gets_no_space_before_it() -> None:
 
 
 def test_a_suffix_keeps_its_line_break_where_a_token_has_two() -> None:
-    more = {"▁<PRE>": 3, "▁<SUF>": 3, "▁<MID>": 3, "\n": 1, "\n\n": 1}
+    types_by_text = {"▁<PRE>": 3, "▁<SUF>": 3, "▁<MID>": 3, "\n": 1, "\n\n": 1}
     metadata = piece_metadata()
-    for name, values in (("tokens", more), ("token_type", more.values()), ("scores", [0.0] * 5)):
+    for name, values in (
+        ("tokens", types_by_text),
+        ("token_type", types_by_text.values()),
+        ("scores", [0.0] * 5),
+    ):
         metadata[f"tokenizer.ggml.{name}"] += [*values]  # type: ignore[operator]
     tokenizer = from_gguf(metadata)
     texts = spelled(tokenizer, _prompt(tokenizer, "", "\nab"))
@@ -135,8 +141,8 @@ def test_a_folder_s_tokens_are_known_by_their_texts(tmp_path: Path) -> None:
     count = len(description["model"]["vocab"])
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     description["added_tokens"] += [
-        {"id": count + place, "content": text, "special": False, **flags}
-        for place, text in enumerate(QWEN)
+        {"id": count + index, "content": text, "special": False, **flags}
+        for index, text in enumerate(QWEN)
     ]
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(description))

@@ -16,16 +16,17 @@ ANEW, INSIDE = ReasoningSection("<think>", "</think>"), ReasoningSection("", "</
 
 def cut(preface: ReasoningSection, text: str, cuts: list[int]) -> tuple[str, str, str]:
     """What stands before and between the marks, and behind; the stretches are the text."""
-    cutter, found = PrefaceCutter(preface), list[tuple[SegmentKind, str]]()
+    cutter, segments = PrefaceCutter(preface), list[tuple[SegmentKind, str]]()
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        found += cutter.feed(text[start:end])
-    found += cutter.finish()
-    assert "".join(part for _, part in found) == text
-    assert all(part for _, part in found)
-    marks, inside, behind = (
-        "".join(part for kind, part in found if kind is wanted) for wanted in SegmentKind
+        segments += cutter.feed(text[start:end])
+    segments += cutter.finish()
+    assert "".join(part for _, part in segments) == text
+    assert all(part for _, part in segments)
+    marks, inside, after = (
+        "".join(part for kind, part in segments if kind is segment_kind)
+        for segment_kind in SegmentKind
     )
-    return marks, inside, behind
+    return marks, inside, after
 
 
 @pytest.mark.parametrize(
@@ -62,9 +63,9 @@ def test_stretches_do_not_depend_on_the_cuts(
 @pytest.mark.parametrize("text", ["<" * 200_000, " " * 200_000, "</think" * 30_000, "x" * 200_000])
 def test_hostile_text_takes_linear_time(preface: ReasoningSection, text: str) -> None:
     def seconds(part: str) -> float:
-        began = time.process_time()
+        start_s = time.process_time()
         cut(preface, part, list(range(0, len(part), 20)))
-        return time.process_time() - began
+        return time.process_time() - start_s
 
     # The least of three, since the tests' garbage may be collected meanwhile.
     assert min(seconds(text) for _ in range(3)) < 10 * seconds(text[: len(text) // 4]) + 0.5

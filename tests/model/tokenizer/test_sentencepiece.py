@@ -28,7 +28,7 @@ BARE = piece_tokenizer(add_space_prefix=False)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=SPACE))
 FEW = st.text("helosab> é日本".replace(" ", "  "), max_size=60)
 RUNS = [SPACE * 2, SPACE * 3, SPACE * 4]
-SCORES = {text: -float(place) for place, text in enumerate([*RUNS, *MADE, *LETTERS])}
+SCORES = {text: -float(index) for index, text in enumerate([*RUNS, *MADE, *LETTERS])}
 
 
 @given(FEW)
@@ -124,11 +124,11 @@ def test_a_stretch_after_a_turns_own_token_gets_no_space() -> None:
 def test_turn_tokens_of_phi3_take_the_white_space_after_them() -> None:
     turns = ["<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"]
     metadata = piece_metadata()
-    more = {"tokens": turns, "token_type": [3] * 4, "scores": [0.0] * 4}
-    for key, values in more.items():
-        known = metadata[f"tokenizer.ggml.{key}"]
-        assert isinstance(known, list)
-        known += values
+    extra_tables = {"tokens": turns, "token_type": [3] * 4, "scores": [0.0] * 4}
+    for key, values in extra_tables.items():
+        table = metadata[f"tokenizer.ggml.{key}"]
+        assert isinstance(table, list)
+        table += values
     phi3 = from_gguf(metadata)
     ids = phi3.encode("<|user|>\nhello<|end|>\n<|assistant|>\n", parse_special=True)
     assert spelled(phi3, ids) == ["<|user|>", "▁hello", "<|end|>", "<|assistant|>"]

@@ -51,16 +51,16 @@ def test_a_single_word_stands_alone() -> None:
 def test_splitting_equals_trying_every_token_at_every_place(texts: list[str], text: str) -> None:
     expected: list[str | int] = []
     plain = ""
-    place = 0
-    while place < len(text):
-        fits = [t for t in texts if text.startswith(t, place)]
+    offset = 0
+    while offset < len(text):
+        fits = [t for t in texts if text.startswith(t, offset)]
         if not fits:
-            plain += text[place]
-            place += 1
+            plain += text[offset]
+            offset += 1
             continue
         best = max(fits, key=len)
         expected += ([plain] if plain else []) + [texts.index(best)]
         plain = ""
-        place += len(best)
+        offset += len(best)
     expected += [plain] if plain else []
     assert _parts(_splitter(*texts), text) == expected

@@ -193,12 +193,12 @@ def test_a_step_with_any_wrong_field_is_read_or_refused(tmp_path: Path, member: 
 def test_tokens_and_merges_with_any_wrong_field_are_read_or_refused(
     tmp_path: Path, member: str
 ) -> None:
-    whole = description()
+    valid = description()
     if member == "model":  # three tokens say as much as all
         vocab = {"<unk>": 0, "l": 1, "ll": 2}
-        whole["model"] |= {"vocab": vocab, "merges": ["l l"]}
-        whole["added_tokens"] = []
-    wrong = ({**whole, member: other} for other in changed(whole[member]))
+        valid["model"] |= {"vocab": vocab, "merges": ["l l"]}
+        valid["added_tokens"] = []
+    wrong = ({**valid, member: other} for other in changed(valid[member]))
     assert len(refusals(tmp_path, wrong)) > 50
 
 

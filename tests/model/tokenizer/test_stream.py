@@ -49,10 +49,10 @@ def test_pieces_join_to_the_decoded_whole(ids: list[int]) -> None:
 @given(TEXTS, st.data())
 def test_any_split_of_a_text_streams_to_the_same_text(text: str, data: st.DataObject) -> None:
     stops = data.draw(STOPS)
-    whole = _stream(TOKENIZER.encode(text), *stops)
+    streamed = _stream(TOKENIZER.encode(text), *stops)
     bytewise = _stream(_byte_ids(text.encode()), *stops)
-    assert "".join(whole[0]) == "".join(bytewise[0])
-    assert whole[1] == bytewise[1]
+    assert "".join(streamed[0]) == "".join(bytewise[0])
+    assert streamed[1] == bytewise[1]
 
 
 @given(TEXTS)
@@ -72,25 +72,25 @@ def test_the_first_stop_string_to_end_cuts_the_text(
     if expected is None:
         assert ("".join(pieces), stop) == (text, None)
     else:
-        end, found = expected
-        assert stop == found
-        assert "".join(pieces) == text[: end if include else end - len(found)]
+        end, expected_stop = expected
+        assert stop == expected_stop
+        assert "".join(pieces) == text[: end if include else end - len(expected_stop)]
 
 
 @given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1))
 def test_what_is_held_back_may_begin_a_stop_string(text: str, stops: list[str]) -> None:
     decoder = StreamDecoder(TOKENIZER, stops)
-    shown, known = "", ""
+    released, fed = "", ""
     for char in text:
-        shown += decoder.feed(_byte_ids(char.encode())[0])
-        known += char
+        released += decoder.feed(_byte_ids(char.encode())[0])
+        fed += char
         if decoder.stop is not None:
             break
-        held = known[len(shown) :]
-        assert known == shown + held
-        assert held == "" or any(stop.startswith(held) for stop in stops)
-        longer = range(len(held) + 1, len(known) + 1)
-        assert not any(stop.startswith(known[-n:]) for n in longer for stop in stops)
+        held_back = fed[len(released) :]
+        assert fed == released + held_back
+        assert held_back == "" or any(stop.startswith(held_back) for stop in stops)
+        longer = range(len(held_back) + 1, len(fed) + 1)
+        assert not any(stop.startswith(fed[-n:]) for n in longer for stop in stops)
 
 
 @pytest.mark.parametrize("stop", ["STOP", "é🎉é", "\n\nUser:", "🎉"])
@@ -103,16 +103,16 @@ def test_a_stop_string_is_found_at_every_byte_offset(stop: str) -> None:
         ids = [*_byte_ids(data[:cut]), *TOKENIZER.encode(data[cut:].decode("utf-8", "ignore"))]
         if data[cut:].decode("utf-8", "ignore").encode() != data[cut:]:
             ids = _byte_ids(data)
-        pieces, found = _stream(ids, stop)
+        pieces, found_stop = _stream(ids, stop)
         expected = text[: text.index(stop)]
         assert "".join(pieces) == expected
-        assert found == stop
+        assert found_stop == stop
 
 
 def test_a_stop_string_inside_one_token_is_found() -> None:
-    pieces, found = _stream(TOKENIZER.encode("say hello now"), "ell")
+    pieces, found_stop = _stream(TOKENIZER.encode("say hello now"), "ell")
     assert "".join(pieces) == "say h"
-    assert found == "ell"
+    assert found_stop == "ell"
 
 
 def test_nothing_follows_a_stop_string() -> None:
@@ -151,15 +151,15 @@ def test_special_tokens_are_not_shown_and_do_not_cut_characters() -> None:
     assert end is not None
     pieces, _ = _stream([first, end, second])
     assert pieces == ["", "", "é", ""]
-    shown = StreamDecoder(TOKENIZER, shown_ids=TOKENIZER.special_ids)
-    assert shown.feed(end) == END
+    decoder = StreamDecoder(TOKENIZER, shown_ids=TOKENIZER.special_ids)
+    assert decoder.feed(end) == END
 
 
 def test_time_does_not_grow_with_the_text_held_back() -> None:
     decoder = StreamDecoder(TOKENIZER, ["a" * 5000 + "b"])
     token = _byte_ids(b"a")[0]
-    shown = sum(len(decoder.feed(token)) for _ in range(20_000))
-    assert shown == 15_000
+    num_released = sum(len(decoder.feed(token)) for _ in range(20_000))
+    assert num_released == 15_000
     assert len(decoder.finish()) == 5_000
 
 
@@ -180,7 +180,7 @@ def test_stop_strings_are_not_looked_for_in_a_preface(
     preface: ReasoningSection, text: str, stop: str, expected: str, *, include_stop: bool
 ) -> None:
     decoder = StreamDecoder(TOKENIZER, [stop], preface=preface, include_stop=include_stop)
-    shown = "".join(map(decoder.feed, TOKENIZER.encode(text))) + decoder.finish()
+    released = "".join(map(decoder.feed, TOKENIZER.encode(text))) + decoder.finish()
     has_stopped = expected != text
     assert decoder.stop == (stop if has_stopped else None)
-    assert shown == expected + (stop if has_stopped and include_stop else "")
+    assert released == expected + (stop if has_stopped and include_stop else "")

@@ -10,7 +10,7 @@ from twostroke.model.tokenizer import Translation, from_gguf
 
 FINE = byte_tokenizer()
 COARSE = byte_tokenizer(more_merges=("Ġw o", "Ġwo r", "Ġwor l", "Ġworl d", "a b", "ab c"))
-THERE, BACK = Translation(COARSE, FINE), Translation(FINE, COARSE)
+COARSE_TO_FINE, FINE_TO_COARSE = Translation(COARSE, FINE), Translation(FINE, COARSE)
 WORDS = ["hello", " world", "abc", "é", "🙂", " ", "\n", "x"]
 TEXTS = st.lists(st.sampled_from(WORDS)).map("".join)
 
@@ -18,38 +18,38 @@ TEXTS = st.lists(st.sampled_from(WORDS)).map("".join)
 @given(TEXTS)
 def test_a_text_is_tokenized_as_the_other_tokenizer_does_it(text: str) -> None:
     ids = COARSE.encode(text)
-    said = THERE.translate(ids)
-    assert said.tokens == FINE.encode(text)
-    assert said.ends[-1:] == THERE.end_offsets(ids)[-1:]
+    translated = COARSE_TO_FINE.translate(ids)
+    assert translated.tokens == FINE.encode(text)
+    assert translated.ends[-1:] == COARSE_TO_FINE.end_offsets(ids)[-1:]
 
 
 @given(st.lists(st.tuples(TEXTS, st.sampled_from([START, END, DOC, ""]))))
 def test_control_tokens_become_their_namesakes(pieces: list[tuple[str, str]]) -> None:
     text = "".join(plain + special for plain, special in pieces)
     ids = COARSE.encode(text, parse_special=True)
-    there = THERE.translate(ids)
-    assert FINE.decode(there.tokens, skip_special=False) == text
-    assert BACK.translate(there.tokens).tokens == ids
+    translated = COARSE_TO_FINE.translate(ids)
+    assert FINE.decode(translated.tokens, skip_special=False) == text
+    assert FINE_TO_COARSE.translate(translated.tokens).tokens == ids
 
 
 @given(TEXTS)
-def test_ends_say_which_tokens_have_been_said(text: str) -> None:
+def test_ends_tell_which_tokens_are_translated(text: str) -> None:
     ids = COARSE.encode(text)
-    said, ends = THERE.translate(ids), THERE.end_offsets(ids)
+    translated, ends = COARSE_TO_FINE.translate(ids), COARSE_TO_FINE.end_offsets(ids)
     data = text.encode()
     assert [b"".join(map(COARSE.token_bytes, ids[:n])) for n in range(1, len(ids) + 1)] == [
         data[:end] for end in ends
     ]
-    for count, end in enumerate(said.ends, 1):
-        assert b"".join(map(FINE.token_bytes, said.tokens[:count])) == data[:end]
+    for count, end in enumerate(translated.ends, 1):
+        assert b"".join(map(FINE.token_bytes, translated.tokens[:count])) == data[:end]
 
 
 def test_half_a_character_waits_for_its_rest() -> None:
     ids = [FINE.encode("é")[0], *(FINE.find(char) or 0 for char in "ðŁ")]
-    said = BACK.translate(ids)
-    assert COARSE.decode(said.tokens) == "é"
-    assert said.ends[-1] == 2
-    assert BACK.end_offsets(ids)[-1] > 2
+    translated = FINE_TO_COARSE.translate(ids)
+    assert COARSE.decode(translated.tokens) == "é"
+    assert translated.ends[-1] == 2
+    assert FINE_TO_COARSE.end_offsets(ids)[-1] > 2
 
 
 def test_an_end_of_text_without_a_namesake_is_the_others_end() -> None:
@@ -62,8 +62,8 @@ def test_an_end_of_text_without_a_namesake_is_the_others_end() -> None:
 
 
 def test_a_vocabulary_without_letters_is_not_able_to_say_a_text() -> None:
-    assert THERE.preserves_text()
-    assert BACK.preserves_text()
+    assert COARSE_TO_FINE.preserves_text()
+    assert FINE_TO_COARSE.preserves_text()
     metadata = byte_metadata()
     tokens = metadata["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)
@@ -76,7 +76,7 @@ def test_a_vocabulary_without_letters_is_not_able_to_say_a_text() -> None:
 @given(TEXTS)
 def test_breaks_are_between_characters(text: str) -> None:
     ids = FINE.encode(text)
-    for end, count in BACK.character_starts(ids).items():
+    for end, count in FINE_TO_COARSE.character_starts(ids).items():
         data = b"".join(map(FINE.token_bytes, ids[:count]))
         assert len(data) == end
         assert text.startswith(data.decode())

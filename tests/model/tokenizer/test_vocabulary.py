@@ -38,8 +38,8 @@ def test_texts_are_found_by_the_last_id_that_is_not_hidden(seed: int) -> None:
     for id_, text in changed.items():
         expected[id_] = text.encode()
     last = {text: id_ for id_, text in enumerate(expected) if id_ % 5}
-    for given in (texts, _InFile(texts)):
-        vocabulary = Vocabulary(given, hidden=range(0, len(texts), 5), changed=changed)
+    for source in (texts, _InFile(texts)):
+        vocabulary = Vocabulary(source, hidden=range(0, len(texts), 5), changed=changed)
         assert [vocabulary.spelling(id_) for id_ in range(len(texts))] == expected
         for text in [*raw, *expected, b"missing"]:
             assert vocabulary.find(text) == last.get(text)

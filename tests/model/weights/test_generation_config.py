@@ -15,7 +15,7 @@ from twostroke.core.sampling import DEFAULTED, LOCAL_DEFAULTS, OPENAI_DEFAULTS, 
 from twostroke.model.weights import load_path
 
 
-def said(params: SamplingParams) -> dict[str, float]:
+def set_values(params: SamplingParams) -> dict[str, float]:
     """Return the values of the fields with defaults, without those that are not said."""
     values = asdict(params)
     return {name: values[name] for name in DEFAULTED if values[name] is not None}
@@ -40,7 +40,7 @@ FOLDERS = [
 def test_a_folder_says_its_sampling_in_generation_config(config, values, tmp_path):
     folder = write_tiny_folder(tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **config}))
-    assert said(load_path(folder).sampling) == values
+    assert set_values(load_path(folder).sampling) == values
 
 
 def test_a_gguf_file_says_its_sampling_in_its_keys(tmp_path):
@@ -52,45 +52,45 @@ def test_a_gguf_file_says_its_sampling_in_its_keys(tmp_path):
         "general.sampling.penalty_repeat": Typed(6, 1.05),
     }
     path = write_tiny_gguf(tmp_path / "tiny.gguf", None, metadata)
-    wanted = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
-    assert said(load_path(path).sampling) == {**wanted, "repetition_penalty": 1.05}
+    expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
+    assert set_values(load_path(path).sampling) == {**expected, "repetition_penalty": 1.05}
 
 
 def test_a_wrong_value_is_left_out_with_a_warning(tmp_path, caplog):
     path = write_tiny_gguf(tmp_path / "tiny.gguf", None, {"general.sampling.top_p": "much"})
-    assert said(load_path(path).sampling) == {}
+    assert set_values(load_path(path).sampling) == {}
     assert "general.sampling.top_p" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("options", "wanted"),
+    ("options", "expected"),
     [
-        ({}, {**said(LOCAL_DEFAULTS), "temperature": 0.3, "top_k": 7}),
-        ({"generation_config": "none"}, said(LOCAL_DEFAULTS)),
-        ({"generation_config": "openai"}, said(OPENAI_DEFAULTS)),
+        ({}, {**set_values(LOCAL_DEFAULTS), "temperature": 0.3, "top_k": 7}),
+        ({"generation_config": "none"}, set_values(LOCAL_DEFAULTS)),
+        ({"generation_config": "openai"}, set_values(OPENAI_DEFAULTS)),
         (
             {"override_generation_config": {"top_k": 9}},
-            {**said(LOCAL_DEFAULTS), "temperature": 0.3, "top_k": 9},
+            {**set_values(LOCAL_DEFAULTS), "temperature": 0.3, "top_k": 9},
         ),
         (
             {"generation_config": "openai", "override_generation_config": {"temperature": 0}},
-            {**said(OPENAI_DEFAULTS), "temperature": 0},
+            {**set_values(OPENAI_DEFAULTS), "temperature": 0},
         ),
     ],
 )
-def test_a_request_gets_what_it_leaves_out(options, wanted):
+def test_a_request_gets_what_it_leaves_out(options, expected):
     published = SamplingParams(temperature=0.3, top_k=7)
     defaults = GenerationOptions(**options).defaults(published)
-    assert said(defaults.fill(SamplingParams())) == wanted
-    given = SamplingParams(temperature=2, top_p=0.5)
-    assert said(defaults.fill(given)) == {**wanted, "temperature": 2, "top_p": 0.5}
+    assert set_values(defaults.fill(SamplingParams())) == expected
+    params = SamplingParams(temperature=2, top_p=0.5)
+    assert set_values(defaults.fill(params)) == {**expected, "temperature": 2, "top_p": 0.5}
 
 
 def test_a_protocol_s_own_defaults_come_after_the_model_s():
     published = SamplingParams(temperature=0.3)
-    own = SamplingParams(temperature=0.9, top_p=0.9)
-    filled = GenerationOptions().defaults(published).fill(SamplingParams(), own)
-    assert said(filled) == {**said(LOCAL_DEFAULTS), "temperature": 0.3, "top_p": 0.9}
+    protocol_defaults = SamplingParams(temperature=0.9, top_p=0.9)
+    filled = GenerationOptions().defaults(published).fill(SamplingParams(), protocol_defaults)
+    assert set_values(filled) == {**set_values(LOCAL_DEFAULTS), "temperature": 0.3, "top_p": 0.9}
 
 
 @pytest.mark.parametrize(

@@ -138,12 +138,12 @@ def test_names_from_the_file_cannot_break_the_line(tmp_path: Path) -> None:
 
 
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
-    whole = write_tiny_gguf(tmp_path / "whole.gguf", Tiny(num_layers=1)).read_bytes()
+    content = write_tiny_gguf(tmp_path / "whole.gguf", Tiny(num_layers=1)).read_bytes()
     path = tmp_path / "cut.gguf"
     # Densely through header, metadata and table, at some places in the data.
-    ends = [*range(0, 12_000, 11), *range(12_000, len(whole), 9973), len(whole) - 1]
+    ends = [*range(0, 12_000, 11), *range(12_000, len(content), 9973), len(content) - 1]
     for end in ends:
-        fault(path, whole[:end])
+        fault(path, content[:end])
 
 
 def test_truncation_names_the_tensor_and_the_sizes(tmp_path: Path) -> None:

@@ -47,20 +47,20 @@ def refusal(path: Path, kind: type[ModelFormatError | ModelNotFoundError]) -> st
 
 @pytest.mark.parametrize("num_parts", [2, 3, 12])
 def test_parts_are_read_as_one_model(tmp_path: Path, num_parts: int) -> None:
-    whole = load_path(write_tiny_gguf(tmp_path / "tiny.gguf", TINY))
+    unsplit = load_path(write_tiny_gguf(tmp_path / "tiny.gguf", TINY))
     model = load_path(write_tiny_split(tmp_path / "parts", TINY, num_parts))
-    assert (model.name, model.spec) == ("tiny", whole.spec)
+    assert (model.name, model.spec) == ("tiny", unsplit.spec)
     assert len(model.mappings) == num_parts
     files = list((tmp_path / "parts").iterdir())
     assert model.file_bytes == sum(path.stat().st_size for path in files)
-    assert model.tensors.keys() == whole.tensors.keys()
+    assert model.tensors.keys() == unsplit.tensors.keys()
     for name, tensor in model.tensors.items():
-        assert np.array_equal(tensor.data, whole.tensors[name].data)
-    held = resident_bytes(*files)
+        assert np.array_equal(tensor.data, unsplit.tensors[name].data)
+    num_resident = resident_bytes(*files)
     model.release(model.tensors.values())
-    assert resident_bytes(*files) < held
+    assert resident_bytes(*files) < num_resident
     for name, tensor in model.tensors.items():
-        assert np.array_equal(tensor.data, whole.tensors[name].data)
+        assert np.array_equal(tensor.data, unsplit.tensors[name].data)
 
 
 def test_a_first_part_without_tensors_is_read(tmp_path: Path) -> None:

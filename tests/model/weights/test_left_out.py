@@ -100,9 +100,9 @@ def test_prefixes_of_names_do_not_matter(tmp_path: Path, prefix: str, tied: bool
     tensors = folder_tensors(tiny)
     expected = load_folder(tmp_path / "plain", tiny, tensors)
     renamed = {PREFIXES[prefix](name): tensor for name, tensor in tensors.items()}
-    found = load_folder(tmp_path / "renamed", tiny, renamed)
-    assert found.tensors.keys() == expected.tensors.keys()
-    for name, tensor in found.tensors.items():
+    model = load_folder(tmp_path / "renamed", tiny, renamed)
+    assert model.tensors.keys() == expected.tensors.keys()
+    for name, tensor in model.tensors.items():
         assert np.array_equal(tensor.data, expected.tensors[name].data)
 
 
@@ -112,18 +112,18 @@ def test_errors_have_the_names_of_the_file(tmp_path: Path, prefix: str) -> None:
     tensors = {renamed_as(name): tensor for name, tensor in folder_tensors(Tiny()).items()}
     name = renamed_as("model.layers.1.mlp.up_proj.weight")
     wrong = {**tensors, name: floats(np.ones((96, 64)))}
-    said = refusal(tmp_path / "wrong", Tiny(), wrong)
-    assert f"{name!r} with shape (96, 64); the family 'llama' reads (128, 64)" in said
+    message = refusal(tmp_path / "wrong", Tiny(), wrong)
+    assert f"{name!r} with shape (96, 64); the family 'llama' reads (128, 64)" in message
     del wrong[name]
-    said = refusal(tmp_path / "lacking", Tiny(), wrong)
-    assert f"lacks tensor {name!r} with shape (128, 64)" in said
+    message = refusal(tmp_path / "lacking", Tiny(), wrong)
+    assert f"lacks tensor {name!r} with shape (128, 64)" in message
 
 
 def test_a_missing_tensor_of_every_layer_has_the_prefix_of_the_file(tmp_path: Path) -> None:
     tensors = {f"module.{name}": tensor for name, tensor in folder_tensors(Tiny()).items()}
     lacking = {name: t for name, t in tensors.items() if "q_proj" not in name}
-    said = refusal(tmp_path / "a", Tiny(), lacking)
-    assert "lacks tensor 'module.model.layers.0.self_attn.q_proj.weight'" in said
+    message = refusal(tmp_path / "a", Tiny(), lacking)
+    assert "lacks tensor 'module.model.layers.0.self_attn.q_proj.weight'" in message
 
 
 def test_a_missing_expert_is_named_as_the_others_are(tmp_path: Path) -> None:
@@ -140,9 +140,9 @@ def test_a_matrix_of_several_parts_says_its_own_shape(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.qkv_proj.weight"
     height, width = tensors[name].shape
     tensors[name] = floats(np.ones((height + 8, width)))
-    said = refusal(tmp_path / "a", tiny, tensors)
-    assert f"{name!r} with shape ({height + 8}, {width})" in said
-    assert f"reads ({height}, {width})" in said
+    message = refusal(tmp_path / "a", tiny, tensors)
+    assert f"{name!r} with shape ({height + 8}, {width})" in message
+    assert f"reads ({height}, {width})" in message
 
 
 BUFFERS = (
@@ -235,8 +235,8 @@ def test_equal_copies_of_a_weight_are_one_and_others_are_refused(tmp_path: Path)
     copies = tensors | {"module.lm_head.weight": tensors["lm_head.weight"]}
     load_folder(tmp_path / "equal", tiny, copies)
     differing = tensors | {"module.lm_head.weight": floats(np.ones((285, 64)))}
-    said = refusal(tmp_path / "other", tiny, differing)
-    assert "'lm_head.weight' and 'module.lm_head.weight', which differ" in said
+    message = refusal(tmp_path / "other", tiny, differing)
+    assert "'lm_head.weight' and 'module.lm_head.weight', which differ" in message
 
 
 def test_without_an_output_matrix_the_embedding_is_used(
@@ -281,11 +281,11 @@ def test_an_id_that_no_token_has_is_left_out_of_a_gguf(
         loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", metadata=wrong))
         tokenizer = build_tokenizer(loaded)
     assert tokenizer.decode(tokenizer.encode("hello world")) == "hello world"
-    shown = "-1" if wrong_id == MAX_U32 else str(wrong_id)
-    said = [record.getMessage() for record in caplog.records]
-    names = [text for text in said if f"tokenizer.ggml.{key}_token_id is {shown}," in text]
+    id_text = "-1" if wrong_id == MAX_U32 else str(wrong_id)
+    messages = [record.getMessage() for record in caplog.records]
+    names = [text for text in messages if f"tokenizer.ggml.{key}_token_id is {id_text}," in text]
     assert names == [
-        f"tokenizer.ggml.{key}_token_id is {shown}, which is not the id of a token: left out."
+        f"tokenizer.ggml.{key}_token_id is {id_text}, which is not the id of a token: left out."
     ]
     if key == "eos":
         assert loaded.eos_token_ids == ()

@@ -127,9 +127,9 @@ def test_every_format_loads_and_releases(tmp_path: Path, fmt: str) -> None:
     tensor = model.tensors["blk.0.ffn_up.weight"]
     assert tensor.format is FORMATS[fmt]
     before = tensor.dequantize()
-    held = resident_bytes(model.path)
+    num_resident = resident_bytes(model.path)
     model.release([tensor])
-    assert resident_bytes(model.path) < held
+    assert resident_bytes(model.path) < num_resident
     assert np.array_equal(tensor.dequantize(), before)
 
 
@@ -158,8 +158,8 @@ def test_a_folder_with_one_gguf_file_loads_that_file(tmp_path: Path) -> None:
 
 
 def test_a_safetensors_file_is_read_with_the_folder_around_it(tmp_path: Path) -> None:
-    one = write_tiny_folder(tmp_path / "one")
-    assert load_path(one / "model.safetensors").spec.num_layers == 2
+    folder = write_tiny_folder(tmp_path / "one")
+    assert load_path(folder / "model.safetensors").spec.num_layers == 2
     many = write_tiny_folder(tmp_path / "many", Tiny(), num_shards=2)
     assert len(load_path(many / "model-00002-of-00002.safetensors").mappings) == 2
 

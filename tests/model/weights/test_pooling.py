@@ -65,13 +65,13 @@ def test_a_sentence_transformers_folder_stores_pooling_as_flags_or_a_word(
 
 
 @pytest.mark.parametrize(
-    ("more", "expected"), [([], "mean"), (["Normalize"], "mean"), (["Dense"], "mean+Dense")]
+    ("more_modules", "expected"), [([], "mean"), (["Normalize"], "mean"), (["Dense"], "mean+Dense")]
 )
 def test_modules_after_the_pooling_are_named(
-    tmp_path: Path, more: list[str], expected: str
+    tmp_path: Path, more_modules: list[str], expected: str
 ) -> None:
     folder = write_tiny_folder(tmp_path / "tiny")
-    modules = [{"type": KIND + name} for name in ("Transformer", "Pooling", *more)]
+    modules = [{"type": KIND + name} for name in ("Transformer", "Pooling", *more_modules)]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
     flags = {"pooling_mode_mean_tokens": True}
@@ -101,7 +101,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str) -> Non
 def test_tensor_names_without_the_model_prefix_are_read(tmp_path: Path) -> None:
     tiny = Tiny()
     folder = write_tiny_folder(tmp_path / "tiny", tiny)
-    right = {name: one.dequantize() for name, one in load_path(folder).tensors.items()}
+    right = {name: tensor.dequantize() for name, tensor in load_path(folder).tensors.items()}
     weights = folder_weights(tiny, tiny_weights(tiny))
     (folder / "model.safetensors").unlink()  # it is mapped
     bare = {
@@ -110,7 +110,7 @@ def test_tensor_names_without_the_model_prefix_are_read(tmp_path: Path) -> None:
     }
     assert set(bare) != set(weights)
     write_safetensors(folder / "model.safetensors", bare)
-    found = load_path(folder).tensors
-    assert set(found) == set(right)
+    tensors = load_path(folder).tensors
+    assert set(tensors) == set(right)
     for name, values in right.items():
-        np.testing.assert_array_equal(found[name].dequantize(), values)
+        np.testing.assert_array_equal(tensors[name].dequantize(), values)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from support.published import MakeModule
 
 
-def gptq_config(bits: int, group: int, **more: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": bits, "group_size": group, **more}
+def gptq_config(bits: int, group: int, **other_fields: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": group, **other_fields}
 
 
 def int_config(kind: str, bits: int, group: int | None, symmetric: bool) -> dict[str, Any]:

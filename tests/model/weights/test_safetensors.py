@@ -115,22 +115,22 @@ def test_too_many_tensors_are_refused(tmp_path: Path) -> None:
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
     values = np.ones((4, 8), dtype=np.float32)
     tensors = {name: QuantTensor.from_floats(values, FORMATS["F16"]) for name in "abc"}
-    whole = safetensors_bytes(tensors)
+    content = safetensors_bytes(tensors)
     path = tmp_path / "a.safetensors"
-    for end in range(len(whole)):
+    for end in range(len(content)):
         path.unlink(missing_ok=True)  # quicker than cutting the old file short
-        path.write_bytes(whole[:end])
+        path.write_bytes(content[:end])
         with pytest.raises(ModelFormatError):
             read_safetensors(path)
 
 
 def test_shards_together_are_the_whole(tmp_path: Path) -> None:
-    one = read_safetensors(write_tiny_folder(tmp_path / "one") / "model.safetensors")
+    single_file = read_safetensors(write_tiny_folder(tmp_path / "one") / "model.safetensors")
     folder = write_tiny_folder(tmp_path / "three", Tiny(), num_shards=3)
     three = read_sharded(folder / "model.safetensors.index.json")
     assert len(three.mappings) == 3
-    assert three.tensors.keys() == one.tensors.keys()
-    for name, tensor in one.tensors.items():
+    assert three.tensors.keys() == single_file.tensors.keys()
+    for name, tensor in single_file.tensors.items():
         assert np.array_equal(three.tensors[name].data, tensor.data)
 
 
