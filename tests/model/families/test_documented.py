@@ -1,4 +1,4 @@
-"""What docs/guide/models.md lists is what loads: families, number formats, tokenizers."""
+"""The lists of docs/guide/models.md equal what loads: families, number formats, tokenizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which fields of model files are read for each family, and which values are refused."""
+"""The fields of model files: each family reads the right ones and refuses unsupported values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def from_config(folder: Path, family: str, **changes: Any) -> ModelSpec:
-    """Load a tiny model's folder whose config.json is changed; `...` leaves a key out."""
+    """Load a tiny model's folder with a changed config.json; `...` leaves a key out."""
     path = write_tiny_folder(folder / "tiny", tiny_of(family)) / "config.json"
     changed = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({k: v for k, v in changed.items() if v is not ...}))
@@ -42,7 +42,7 @@ def from_config(folder: Path, family: str, **changes: Any) -> ModelSpec:
 
 
 def from_metadata(folder: Path, family: str, **changes: Any) -> ModelSpec:
-    """Load a tiny GGUF whose metadata is changed; `...` leaves a key out, `__` stands for a dot."""
+    """Load a tiny GGUF file with changed metadata; `...` leaves a key out, `__` means a dot."""
     tiny = tiny_of(family)
     architecture = tiny.variant.architecture
     named = {f"{architecture}.{k.replace('__', '.')}": v for k, v in changes.items()}

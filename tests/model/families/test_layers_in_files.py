@@ -1,4 +1,4 @@
-"""What layers of a file are taken for: those that lend, those that borrow, those that are not."""
+"""The layers of a file: layers with shared keys and values, and layers that the model lacks."""
 
 from __future__ import annotations
 

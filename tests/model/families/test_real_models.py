@@ -1,4 +1,4 @@
-"""The specs read from the larger real models (`make long SUITE=models`)."""
+"""The specs of the larger real models (`make long SUITE=models`)."""
 
 from __future__ import annotations
 

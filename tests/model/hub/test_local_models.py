@@ -32,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def pulled(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny model in the place of the catalogue's `smollm2`."""
+    """A tiny model in place of the catalogue's `smollm2`."""
     path = write_tiny_gguf(cache / "tiny.gguf")
     model = replace(
         catalogue.CATALOGUE["smollm2"],

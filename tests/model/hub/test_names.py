@@ -1,4 +1,4 @@
-"""Names of models on the hub: the forms that are understood, and the errors for others."""
+"""Names of models on the hub: the accepted forms, and the errors for other forms."""
 
 from __future__ import annotations
 

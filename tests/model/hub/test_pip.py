@@ -1,4 +1,4 @@
-"""Calling pip: a stand-in on the module path shows how each outcome is handled."""
+"""Calls of pip: a stand-in on the module path shows how each outcome is handled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ folder = pathlib.Path(arguments[arguments.index("--dest") + 1])
 
 @pytest.fixture
 def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A `pip/__main__.py`, found before the real one."""
+    """A `pip/__main__.py` that Python finds before the real one."""
     module = tmp_path / "modules" / "pip"
     module.mkdir(parents=True)
     (module / "__init__.py").write_text("")

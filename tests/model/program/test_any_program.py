@@ -1,4 +1,4 @@
-"""Programs that no model family has are divided as well: random operations on random values."""
+"""Ranks can also divide Programs of no model family: random operations on random values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = ("linear", "linear", "norm", "head norm", "rope", "add", "gated", "scale
 
 
 def random_program(chance: random.Random) -> Program:
-    """Return up to thirty operations; layers end with attention."""
+    """Return a Program of up to thirty random operations; layers end with attention."""
     ops: list[Op] = [Embed("x", "table", NUM_IDS, 64)]
     widths, layers = {"x": 64}, []
     for number in range(chance.randint(8, 30)):

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of steps, compared with counts made by hand."""
+"""FLOPs and bytes of steps, compared with counts by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES = {
 
 
 def cost_model(name: str) -> CostModel:
-    """Return the cost model of a well-known size with 16-bit weights."""
+    """Return the cost model of a well-known model with 16-bit weights."""
     layers, hidden, ffn, heads, kv_heads, dim, vocab, _ = SIZES[name]
     spec = ModelSpec(
         "llama", name, layers, hidden, ffn, heads, kv_heads, dim, vocab, 8192, 1e-5, ROPE,

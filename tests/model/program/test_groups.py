@@ -1,4 +1,4 @@
-"""How layers are divided into groups that share pages, and the size of a page."""
+"""The division of layers into groups that share pages, and the size of a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def program(*windows: int | None, num_kv_heads: int = 1, head_dim: int = 256) ->
 
 
 def gemma(num_layers: int) -> list[int | None]:
-    """Every sixth layer sees everything."""
+    """Return the windows of a model in which every sixth layer has none."""
     return [None if layer % 6 == 5 else 512 for layer in range(num_layers)]
 
 

@@ -1,4 +1,4 @@
-"""How many bytes keys and values take in each format."""
+"""The bytes of keys and values in each format."""
 
 from __future__ import annotations
 

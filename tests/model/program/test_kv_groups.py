@@ -1,4 +1,4 @@
-"""How many pages a request needs in each cache group, against counting them one by one."""
+"""The pages that a request needs in each cache group, compared with counting them one by one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ GROUPS = st.builds(
 
 
 def seen(groups: PageGroups, window: int | None, num_computed: int, end: int) -> set[int]:
-    """Places whose pages the rows `num_computed` to `end` - 1 read or write."""
+    """Return the page indexes that the rows `num_computed` to `end` - 1 read or write."""
     first = {row: 0 if window is None else max(0, row + 1 - window) for row in range(end)}
     rows = range(num_computed, end)
     return {at // groups.page_size for row in rows for at in range(first[row], row + 1)}
 
 
 def held_pages(groups: PageGroups, num_tokens: int, chunk: int) -> list[int]:
-    """Pages held in each step of a request that computes `chunk` tokens a step."""
+    """Return the pages held in each step of a request that computes `chunk` tokens a step."""
     counts = []
     for start in range(0, num_tokens, chunk):
         end = min(start + chunk, num_tokens)
@@ -64,7 +64,7 @@ def test_a_request_never_holds_more_than_it_needs(
 def test_what_one_row_a_step_needs_is_reached_and_no_more(
     groups: PageGroups, num_more: int
 ) -> None:
-    """A step first takes a page a group, then leaves behind: what was seen before it counts too."""
+    """A step first takes a page of each group, then releases pages, so both count."""
     size = groups.page_size
     num_tokens = (45 // size + 1 + num_more) * size + 1  # the last row takes a page
     max_seen = sum(

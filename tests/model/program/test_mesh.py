@@ -1,4 +1,4 @@
-"""How ranks are arranged, and which divisions are possible."""
+"""The arrangement of ranks, and the divisions that are possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operations say about themselves, compared with what the reference computes."""
+"""The properties of operations, compared with the results of the reference backend."""
 
 from __future__ import annotations
 

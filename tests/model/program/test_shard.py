@@ -1,4 +1,4 @@
-"""Ranks together compute what one rank does, however a Program is divided."""
+"""Ranks together compute the values of one rank, for every division of a Program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUM_PAGES, CONTEXT = 256, 120
 
 
 class Model(Frozen):
-    """A tiny model, and what its tests draw from."""
+    """A tiny model, with the random choices of its tests."""
 
     program: Program
     tensors: Mapping[str, QuantTensor]
@@ -78,7 +78,7 @@ def test_every_value_is_that_of_one_rank(model: Model) -> None:
 
 @pytest.mark.parametrize("model", ["mistral", "mixtral", "gemma3", "olmo2"], indirect=True)
 def test_tokens_are_those_of_one_rank(model: Model) -> None:
-    """In any schedule: chunks, prefix hits, preemption, drafts."""
+    """With any schedule: chunked prefill, prefix hits, preemption, drafts."""
     program, chance = model.program, random.Random(model.seed)
     plain = ReferenceBackend(program, model.tensors, NUM_PAGES, 16)
     fewest = -(-CONTEXT // 16) * len(plain.facts.windows)

@@ -1,4 +1,4 @@
-"""Ranks that split sums exchange less, and compute nearly the same."""
+"""Ranks that split sums exchange less, and compute nearly the same values."""
 
 from __future__ import annotations
 

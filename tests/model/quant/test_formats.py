@@ -46,7 +46,7 @@ def random_blocks(fmt: Format, seed: int, num_blocks: int = 4096) -> np.ndarray:
 
 
 def random_values(seed: int) -> np.ndarray:
-    """Rows of many sizes, with zeros, ties, equal values, and outliers."""
+    """Return rows of many magnitudes, with zeros, ties, equal values, and outliers."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((256, 256)) * 10.0 ** rng.uniform(-4, 3, (256, 1))
     values[3] = 0

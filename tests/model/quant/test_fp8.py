@@ -1,4 +1,4 @@
-"""E4M3 in groups: what a block holds, by its definition, and what kernels get."""
+"""E4M3 in groups: the values of a block, by its definition, and the kernels' form."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def all_formats() -> list[tuple[Format, int, str, bool, str | None]]:
 
 
 def random_scales(scale: str, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
-    """Return stored scales (rows, groups, bytes of one), of both signs where the type has them."""
+    """Return stored scales (rows, groups, bytes), of both signs if the type has them."""
     values = (rng.standard_normal(shape) * 0.02).astype(np.float32)
     match scale:
         case "f16":

@@ -1,4 +1,4 @@
-"""Scales of blocks: what each adds to a matrix, and matrices with other scales."""
+"""The float16 scales of blocks: the term of each, and matrices with multiplied scales."""
 
 from __future__ import annotations
 

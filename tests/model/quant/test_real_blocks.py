@@ -1,4 +1,4 @@
-"""Blocks of real files, of every format that they hold, against the reference package's values."""
+"""Blocks of real files, of all their formats, against the reference package's values."""
 
 from __future__ import annotations
 

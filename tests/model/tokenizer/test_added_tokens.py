@@ -92,7 +92,7 @@ def test_random_added_tokens_are_found_where_tokenizers_finds_them(
 
 @pytest.fixture
 def composing(tmp_path: Path) -> Tokenizer:
-    """Composes characters; `<é>` is looked for in composed text, `<e>` in the text as it is."""
+    """A file that composes characters; `<é>` is normalized, `<e>` is found in the raw text."""
     raw = {"content": "<e>", "special": True}
     composed = {"content": "<e\u0301>", "special": True, "normalized": True, "rstrip": True}
     word = {"content": "ab", "single_word": True}
@@ -138,7 +138,7 @@ def _compare_texts(folder: Path, description: dict[str, Any], texts: tuple[str, 
 
 @pytest.mark.parametrize("kind", FOLDER_KINDS)
 def test_added_tokens_of_spaces_are_written_as_spaces(tmp_path: Path, kind: str) -> None:
-    """Gemma lists runs of spaces as added tokens, which merges make as well."""
+    """Gemma lists runs of spaces as added tokens, which are also results of merges."""
     description = kind_json(FOLDER_KINDS[kind])
     model, space = description["model"], "Ġ" if FOLDER_KINDS[kind].is_byte_level else "\u2581"
     runs = (space * 2, space * 3)

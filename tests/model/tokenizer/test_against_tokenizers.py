@@ -1,4 +1,4 @@
-"""Ids compared with those of Hugging Face's `tokenizers`: all steps of a file, odd vocabularies."""
+"""Ids are the same as in Hugging Face's `tokenizers`: all steps of a file, unusual vocabularies."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _byte_level(*steps: dict[str, Any], **members: object) -> dict[str, Any]:
 
 
 def _pieces(**members: object) -> dict[str, Any]:
-    """A SentencePiece style file; `bytes` is how many of the 256 byte tokens there are."""
+    """A SentencePiece-style file; `bytes` is the number of its byte tokens, of 256."""
     options = {name: members.pop(name) for name in ("byte_fallback", "fuse_unk") if name in members}
     byte_tokens = [f"<0x{value:02X}>" for value in range(int(str(members.pop("bytes", 256))))]
     letters = [*"abcd12\u2581.é", *(merge.replace(" ", "") for merge in MERGES)]
@@ -171,7 +171,7 @@ def test_ids_are_equal(pairs: dict[str, tuple[Tokenizer, Any]], name: str, text:
 def test_exact_tokens_spell_the_text(
     pairs: dict[str, tuple[Tokenizer, Any]], name: str, text: str
 ) -> None:
-    """Where tokens are characters, the text ends before the first one that has no token."""
+    """Where tokens are characters, the text ends before the first character without a token."""
     tokenizer, _ = pairs[name]
     spelled = b"".join(map(tokenizer.token_bytes, tokenizer.encode_exact(text)))
     assert text.encode().startswith(spelled)
@@ -202,7 +202,7 @@ def test_special_tokens_around_a_text_are_the_same(tmp_path: Path) -> None:
 def test_ids_of_vocabularies_at_odds_with_their_merges_are_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Ids in no order, several ways to one token, tokens that no merge makes, bytes missing."""
+    """Ids out of order, several merges to one token, unreachable tokens, missing bytes."""
     rng = random.Random(seed)
     texts, pairs_of = [*"abcd"], []
     while len(pairs_of) < 14:
@@ -224,7 +224,7 @@ def test_ids_of_vocabularies_at_odds_with_their_merges_are_equal(
 
 
 def test_a_huge_word_is_merged_like_any_other(pairs: dict[str, tuple[Tokenizer, Any]]) -> None:
-    """Were the time quadratic, this would take minutes."""
+    """In quadratic time, this would take minutes."""
     ours, theirs = pairs["gpt-2"]
     for text in ("a" * 100_000, "".join(random.Random(1).choices("abcd", k=100_000))):
         assert ours.encode(text) == theirs.encode(text).ids
@@ -236,7 +236,7 @@ def test_a_class_holds_the_same_characters(name: str) -> None:
 
 
 def test_words_of_kimi_are_those_of_its_own_pattern() -> None:
-    """Its pattern (tokenization_kimi.py) takes Han characters out of classes, as Python cannot."""
+    """Its pattern (tokenization_kimi.py) subtracts Han characters, which Python cannot do."""
     upper, lower = (
         rf"[\p{{{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for case in (r"Lu}\p{Lt", "Ll")
     )
@@ -295,14 +295,14 @@ def test_groups_of_digits_are_those_of_their_pattern(pattern: str) -> None:
 
 
 def check_words(cut: Cut, pattern: str, texts: Iterable[str]) -> None:
-    """Compare a cut with what `tokenizers` makes of a pattern."""
+    """Compare a cut with the words that `tokenizers` makes by a pattern."""
     theirs = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     for text in texts:
         assert cut(text) == [word for word, _ in theirs.pre_tokenize_str(text)], ascii(text)
 
 
 def test_a_huge_number_is_cut_into_groups() -> None:
-    """Were the time quadratic, this would take minutes."""
+    """In quadratic time, this would take minutes."""
     for pattern in (THOUSANDS, BEFORE_THOUSANDS, NUMBER_THOUSANDS):
         words = cut_at(pattern)("1" * 300_001 + ".")
         assert words[:2] == ["1", "111"]
@@ -320,7 +320,7 @@ def test_single_digits_are_the_same_characters() -> None:
 
 @pytest.mark.parametrize("form", ["NFC", "NFKC"])
 def test_normal_forms_are_the_same(form: Any) -> None:
-    """Of characters that were there in Unicode 3.2: theirs are those of Unicode 9."""
+    """Only characters of Unicode 3.2 are compared: `tokenizers` uses Unicode 9."""
     theirs = getattr(tokenizers.normalizers, form)()
     ours = unicode_form(form)
     assigned_chars = [char for char in VARIED if unicodedata.ucd_3_2_0.category(char) != "Cn"]

@@ -1,4 +1,4 @@
-"""Long texts are given up once they surely have too many tokens, and never before."""
+"""Long texts are refused once they certainly have too many tokens, and never earlier."""
 
 from __future__ import annotations
 

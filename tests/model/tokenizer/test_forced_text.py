@@ -1,4 +1,4 @@
-"""Text that an answer is forced to have becomes tokens with exactly its bytes, in every kind."""
+"""Text that an answer is forced to have becomes tokens with exactly its bytes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_tokens_are_those_of_the_merges(tokenizer: Tokenizer) -> None:
 
 
 def followed(grammars: Grammars, tokenizer: Tokenizer, constraint: Constraint, seed: int) -> str:
-    """Return an answer that takes forced tokens where there are some, else any allowed token."""
+    """Return an answer with forced tokens where there are some, else with any allowed token."""
     rng = random.Random(seed)
     matcher, output = grammars.matcher(constraint), list[int]()
     while len(output) < 400:

@@ -1,4 +1,4 @@
-"""SmolLM2's tokenizer and chat template against what transformers made of the same input."""
+"""SmolLM2's tokenizer and chat template against transformers' results for the same input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers of the larger real models against what transformers made of the same input."""
+"""Tokenizers of the larger real models against transformers' results for the same input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FOLDER = Path(__file__).parent / "golden"
 
 @dataclass(frozen=True)
 class Recorded:
-    """A tokenizer and what was recorded of it; `composes` is whether it composes characters."""
+    """A tokenizer and its recorded results; `composes`: it composes characters."""
 
     tokenizer: Tokenizer
     golden: dict[str, Any]

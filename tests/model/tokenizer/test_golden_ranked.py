@@ -1,4 +1,4 @@
-"""Mistral Nemo's and Phi-4-mini's tokenizers against what tiktoken made of the same texts."""
+"""Mistral Nemo's and Phi-4-mini's tokenizers against tiktoken's results for the same texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers out of Hugging Face folders: byte-level and SentencePiece, and what lies beside."""
+"""Tokenizers of Hugging Face folders: byte-level and SentencePiece, and the other files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _byte_level(**members: object) -> dict[str, Any]:
 
 
 def _sentencepiece(**members: object) -> dict[str, Any]:
-    """A Llama 2 style tokenizer.json: byte fallback, spaces as U+2581, a space in front."""
+    """A Llama 2 style tokenizer.json: byte fallback, spaces as U+2581, a space at the start."""
     texts = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *PIECES]
     merges = ["\u2581 h", "\u2581h e", "l l", "\u2581he ll", "\u2581hell o"]
     return {
@@ -98,7 +98,7 @@ def _sentencepiece(**members: object) -> dict[str, Any]:
 
 
 def _without_a_space() -> dict[str, Any]:
-    """The same as Gemma has it: nothing comes before a text."""
+    """The same in Gemma's style: nothing is added before a text."""
     normalizer = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     plain = _sentencepiece(normalizer=normalizer)
     del plain["decoder"]["decoders"][-1]
@@ -106,7 +106,7 @@ def _without_a_space() -> dict[str, Any]:
 
 
 def _gemma(description: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer.json as a GGUF file of Gemma 4 has it."""
+    """The tokenizer.json that corresponds to a GGUF file of Gemma 4."""
     vocab: dict[str, int] = description["model"]["vocab"]
     kinds = dict.fromkeys(("<s>", "</s>"), 3) | {"<unk>": 2}
     return {

@@ -1,4 +1,4 @@
-"""Fill in the middle: which tokens a vocabulary has for it, and the prompts made of them."""
+"""Fill in the middle: the tokens that a vocabulary has for it, and the prompts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_well_known_tokens_go_around_prefix_and_suffix(form: tuple[str, ...]) ->
 
 
 def test_no_space_is_put_into_the_text_around_the_gap() -> None:
-    """A suffix goes on with the text before it, whatever the tokenizer does to a whole text."""
+    """A suffix continues the text before it, even if the tokenizer adds a space to a text."""
     tokenizer = byte_tokenizer(odd=_odd(*QWEN), add_space_prefix=True)
     ids = _prompt(tokenizer, "hello", "world")
     after = ids[ids.index(tokenizer.find(QWEN[1]) or 0) + 1 : -1]

@@ -1,4 +1,4 @@
-"""Random patterns cut texts as `tokenizers` cuts them, which compiles them with Oniguruma."""
+"""Random patterns cut texts as `tokenizers` does, which compiles them with Oniguruma."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def random_pattern(rng: random.Random, depth: int = 0) -> str:
 
 
 def theirs(pattern: str) -> tokenizers.pre_tokenizers.Split | None:
-    """The cut of `tokenizers`, None if the pattern is not valid there."""
+    """Return the cut of `tokenizers`; None if the pattern is not valid there."""
     try:
         return tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     except Exception:  # noqa: BLE001  (the binding raises Exception itself)

@@ -1,4 +1,4 @@
-"""The preface of an answer, in whatever pieces its text comes."""
+"""The reasoning section of an answer, for every split of its text into pieces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANEW, INSIDE = ReasoningSection("<think>", "</think>"), ReasoningSection("", "</
 
 
 def cut(preface: ReasoningSection, text: str, cuts: list[int]) -> tuple[str, str, str]:
-    """What stands before and between the marks, and behind; the stretches are the text."""
+    """Return the text of the marks, between them, and after them; joined, it is the text."""
     cutter, segments = PrefaceCutter(preface), list[tuple[SegmentKind, str]]()
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         segments += cutter.feed(text[start:end])

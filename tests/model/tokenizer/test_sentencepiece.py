@@ -1,4 +1,4 @@
-"""SentencePiece-style tokenizers out of GGUF metadata: scores, spaces, bytes, and round trips."""
+"""SentencePiece-style tokenizers of GGUF metadata: scores, spaces, bytes, and round trips."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCORES = {text: -float(index) for index, text in enumerate([*RUNS, *MADE, *LETTE
 
 @given(FEW)
 def test_the_merges_are_those_of_the_plain_twin(text: str) -> None:
-    """The twin merges the text as a whole, and looks at everything for each merge."""
+    """The twin merges the text as a whole, and searches all pairs for each merge."""
     assert spelled(BARE, BARE.encode(text)) == slow_pieces(text.replace(" ", SPACE), SCORES)
 
 
@@ -46,7 +46,7 @@ def test_long_and_short_words_are_merged_alike(text: str) -> None:
 
 
 def test_a_long_text_without_spaces_is_merged_too() -> None:
-    """Were the time quadratic, this would take minutes."""
+    """In quadratic time, this would take minutes."""
     ids = BARE.encode("a" * 100_000)
     assert spelled(BARE, ids) == ["aaaa"] * 25_000
     assert BARE.encode("hello" * 20_000) == BARE.encode("hello") * 20_000
@@ -163,7 +163,7 @@ def test_words_met_before_are_remembered_up_to_a_bound(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("kind", GGUF_KINDS)
 @pytest.mark.parametrize("type_", [None, 0, 1])
 def test_a_file_without_types_of_tokens_is_read(kind: str, type_: int | None) -> None:
-    """Types are optional; without them, byte tokens are known by their texts."""
+    """Types are optional; without them, byte tokens are recognized by their texts."""
     metadata = {
         name: value.value if isinstance(value, Typed) else value
         for name, value in kind_metadata(GGUF_KINDS[kind]).items()

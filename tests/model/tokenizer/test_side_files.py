@@ -130,7 +130,7 @@ def test_gguf_files_name_the_same_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["bytes", "pieces"])
 def test_folders_and_files_of_one_vocabulary_have_the_same_ids(tmp_path: Path, name: str) -> None:
-    """The kinds of the tests agree, so that tests of one speak for the other."""
+    """The two kinds of test tokenizers agree, so results for one hold for the other."""
     metadata = kind_metadata(GGUF_KINDS[name])
     plain = {key: v.value if isinstance(v, Typed) else v for key, v in metadata.items()}
     folder = FOLDER_KINDS["bytes" if name == "bytes" else "replace_and_split"]

@@ -1,4 +1,4 @@
-"""Every field of a tokenizer.json's steps may be wrong: the file is refused, and nothing else."""
+"""A wrong field of any step of a tokenizer.json is refused with a ModelFormatError."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def changed(value: Any) -> Iterator[Any]:
 
 
 def refusals(folder: Path, contents: Iterator[dict[str, Any]]) -> list[str]:
-    """Use each file; return the sentences of those that are refused."""
+    """Use each file; return the messages of the refused files."""
     sentences = []
     for content in contents:
         try:
@@ -222,7 +222,7 @@ def test_the_step_and_the_field_are_named(
 
 @pytest.mark.parametrize("pattern", WRONG_PATTERNS, ids=lambda pattern: ascii(pattern)[1:20])
 def test_a_pattern_that_is_wrong_or_too_large_is_refused(tmp_path: Path, pattern: str) -> None:
-    """Without the bounds on its size, some of these take tens of gigabytes."""
+    """Without the limits on its size, some of these patterns take tens of gigabytes."""
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     with pytest.raises(ModelFormatError, match=r"tokenizer\.json .*pre-tokenizer Split .*pattern"):
         used(tmp_path, description(pre_tokenizer=split))

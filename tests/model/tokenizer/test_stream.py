@@ -1,4 +1,4 @@
-"""Streamed text: exact, never half a character, cut at the first stop string."""
+"""Streamed text: exact, without partial characters, cut at the first stop string."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOPS = st.lists(st.text("abé🎉 ", max_size=5), max_size=4)
 
 
 def _byte_ids(data: bytes) -> list[int]:
-    """One token a byte: text cut at every place where it can be."""
+    """Return one token for each byte: the text is cut at every possible offset."""
     by_byte = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size)}
     return [by_byte[bytes([value])] for value in data]
 
@@ -31,7 +31,7 @@ def _stream(
 
 
 def _first_to_end(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """The slow twin: grow the text by one character until it ends in a stop string."""
+    """The slow twin: grow the text by one character until it ends with a stop string."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if stop and text[:end].endswith(stop)]
         if ending:

@@ -1,4 +1,4 @@
-"""Tokenizers out of GGUF metadata: round trips, special tokens, and files that do not hold."""
+"""Tokenizers of GGUF metadata: round trips, special tokens, and invalid files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_text_round_trips_with_each_pre_tokenizer(name: str, text: str) -> None:
 
 
 def test_a_file_of_kimi_needs_no_list_of_merges() -> None:
-    """Its tokens are ranked by their ids, which is the order of these merges."""
+    """Its tokens are ranked by their ids, in the order of these merges."""
     listed, ranked = byte_tokenizer(pre="kimi-k2"), byte_tokenizer(pre="kimi-k2", merges=None)
     for text in ("hello hell he", "wé  \U0001f44d", "llhellohe"):
         assert ranked.encode(text) == listed.encode(text)

@@ -1,4 +1,4 @@
-"""One text in the tokens of two vocabularies."""
+"""The translation of a text's tokens between two vocabularies."""
 
 from __future__ import annotations
 

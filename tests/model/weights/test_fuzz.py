@@ -53,13 +53,13 @@ def mutated(data: bytes, rng: random.Random, header_bytes: int) -> bytes:
 
 
 def rewrite(path: Path, data: bytes) -> None:
-    """Replace a file; making a new one is quicker than cutting the old one short."""
+    """Replace a file; creating a new file is faster than truncating the old one."""
     path.unlink(missing_ok=True)
     path.write_bytes(data)
 
 
 def survive(cases: int, step: Callable[[random.Random], None]) -> int:
-    """Run `step` on many random cases; return how many were refused."""
+    """Run `step` on many random cases; return the number of refused cases."""
     messages = []
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for seed in range(cases):

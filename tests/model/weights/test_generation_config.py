@@ -1,4 +1,4 @@
-"""Sampling values that a model's publisher recommends, and what takes their place."""
+"""Sampling parameters that a model's publisher recommends, and what overrides them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from twostroke.model.weights import load_path
 
 
 def set_values(params: SamplingParams) -> dict[str, float]:
-    """Return the values of the fields with defaults, without those that are not said."""
+    """Return the values of the parameters that have defaults, without unset ones."""
     values = asdict(params)
     return {name: values[name] for name in DEFAULTED if values[name] is not None}
 

@@ -1,4 +1,4 @@
-"""Sound GGUF files: metadata, tensors, and the real file compared with the reference."""
+"""Valid GGUF files: metadata, tensors, and the real file compared with the reference reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files that are not sound: each is a ModelFormatError of one sentence, and nothing else."""
+"""Invalid GGUF files: each is a ModelFormatError of one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF models in several files: read as one, and refused where the files do not belong together."""
+"""GGUF models in several files: read as one, and refused if the files do not belong together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def split_keys(number: int, count: int, num_tensors: int) -> dict[str, Any]:
 
 
 def write_part(path: Path, keys: dict[str, Any], names: Iterable[str]) -> None:
-    """Replace a part by one with these keys and these of the tiny model's tensors."""
+    """Replace a part by a file with the given keys and the given tensors of the tiny model."""
     tensors = tiny_tensors(TINY)
     write_gguf(path, keys, {name: tensors[name] for name in names})
 

@@ -1,4 +1,4 @@
-"""Parts of model files that nobody needs: left out and named; errors have the file's own names."""
+"""Parts of model files that are not needed are left out and logged; errors use the file's names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MAX_U32 = (1 << 32) - 1
 
 @pytest.fixture(autouse=True)
 def told_again() -> None:
-    """Let each test see the notices that another test has seen."""
+    """Let each test get the notices that another test has logged."""
     errors.notice.cache_clear()
 
 
@@ -68,7 +68,7 @@ def refusal(folder: Path, tiny: Tiny, tensors: dict[str, QuantTensor]) -> str:
 
 
 def wrapped_layers(name: str) -> str:
-    """Return the names of a model whose layers were compiled or wrapped one by one."""
+    """Return the tensor names of a model whose layers were compiled or wrapped one by one."""
     for layer in range(2):
         name = name.replace(f"layers.{layer}.", f"layers.{layer}._orig_mod.")
     return name
@@ -170,7 +170,7 @@ def test_buffers_of_old_checkpoints_are_left_out(tmp_path: Path, prefix: str) ->
 
 
 def test_buffers_of_integers_are_left_out(tmp_path: Path) -> None:
-    """Types that are no weights' must not refuse a file either."""
+    """Types that weights cannot have must not refuse a file, either."""
     tensors: dict[str, Any] = dict(folder_tensors(Tiny()))
     tensors["position_ids"] = StoredArray("I64", np.arange(8))
     tensors["score.ids"] = StoredArray("I64", np.arange(8))

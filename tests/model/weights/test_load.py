@@ -1,4 +1,4 @@
-"""From files to a checked model: how they are translated, and which are refused."""
+"""From files to a checked model: the translation of their fields, and the refused files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model's files say that hidden states are pooled into embeddings."""
+"""How hidden states are pooled into an embedding, as a model's files describe it."""
 
 from __future__ import annotations
 

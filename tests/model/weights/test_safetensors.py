@@ -1,4 +1,4 @@
-"""safetensors files, sound and damaged, single and sharded."""
+"""safetensors files: valid and damaged, single and sharded."""
 
 from __future__ import annotations
 

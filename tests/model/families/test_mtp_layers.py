@@ -1,4 +1,4 @@
-"""Layers after those of the model, which only guess tokens."""
+"""Layers for multi-token prediction, which files have after the layers of the model."""
 
 from __future__ import annotations
 
