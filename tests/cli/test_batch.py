@@ -380,7 +380,7 @@ def test_line_waits_as_long_as_the_queue_is_full(
         return inside.InternalResponse(429, {}, b"{}") if number[0] < 3000 else await answer(*given)
 
     monkeypatch.setattr(inside, "post", post)
-    monkeypatch.setattr("twostroke.cli.batch._LOOK_S", 0)
+    monkeypatch.setattr("twostroke.cli.batch._RETRY_INTERVAL_S", 0)
     given = write(tmp_path / "in.jsonl", line("a"))
     ran = cli("batch", given, "-o", str(tmp_path / "o"), "--model", tiny, *SMALL, "-q")
     assert ran.code == 0, ran.err

@@ -386,7 +386,7 @@ def test_a_choice_is_shown_above_the_bar(
     assert "taking Q4_K_M" in screen.text
 
 
-@pytest.mark.parametrize("bar", [{"quiet": True}, {"patience_s": 60.0}])
+@pytest.mark.parametrize("bar", [{"quiet": True}, {"delay_s": 60.0}])
 def test_a_bar_may_be_silent(monkeypatch: pytest.MonkeyPatch, bar: dict[str, float]) -> None:
     screen = Screen(monkeypatch)
     with Bar(**bar) as silent:  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""The command line: `twostroke`."""
+"""The command line `twostroke`: `main` is its entry point.
+
+Each command has a module, which `app.py` imports when the command is called.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ def main() -> None:
         from twostroke.cli.app import main as run
 
         code = run()
-    except KeyboardInterrupt:  # before the command began, or while an earlier Ctrl-C was handled
+    except KeyboardInterrupt:  # before the command started, or while an earlier Ctrl-C was handled
         code = 130
     import signal
     from collections import namedtuple
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # If a Ctrl-C came while Python ran source text, as `namedtuple` does, `python -m` ends by the
-    # signal and ignores the code. Python forgets that Ctrl-C when it runs source text again.
+    # If Ctrl-C came while Python ran source text, as `namedtuple` does, `python -m` ends by the
+    # signal and ignores the exit code. Running source text again clears that state.
     namedtuple("_", ())  # noqa: PYI024
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""An answer on the terminal while it is being written: reasoning dimmed, text as Markdown."""
+"""Prints an answer on the terminal while it is generated: reasoning dimmed, text as Markdown."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class AnswerStream:
-    """Prints an answer as it comes, and keeps it as a message."""
+    """Prints an answer while it is generated, and collects it as a chat message."""
 
     def __init__(
         self, console: Console, preface: ReasoningSection | None, tokenizer: Tokenizer
     ) -> None:
-        """Write to `console`; `preface` is the reasoning that may come first."""
+        """Print to `console`; `preface` delimits the reasoning that may precede the answer."""
         self._console = console
         self._reader = AnswerReader(AnswerFormat(preface=preface), tokenizer)
         self._markdown: MarkdownStream | None = None
@@ -34,27 +34,27 @@ class AnswerStream:
 
     @property
     def message(self) -> dict[str, str] | None:
-        """The answer as a message; None if it is empty."""
+        """The answer as a chat message; None if it is empty."""
         if not self._text and not self._reasoning:
             return None
         message = {"role": "assistant", "content": self._text}
         return message | {"reasoning_content": self._reasoning} if self._reasoning else message
 
     def __enter__(self) -> Self:
-        """Show that something is to come."""
+        """Show a placeholder until text arrives."""
         if self._begins_with_text:
             self._markdown = MarkdownStream(self._console).__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Print what is left."""
+        """Print the rest of the answer."""
         if self._markdown is not None:
             self._markdown.__exit__(*exception)
         elif self._reasoning:
             self._console.print()
 
     def feed(self, output: Output) -> None:
-        """Show more of the answer."""
+        """Print the new text of an output."""
         for piece in self._reader.take(output):
             if isinstance(piece, ReasoningPiece):
                 self._reasoning += piece.text

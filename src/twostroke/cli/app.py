@@ -1,4 +1,4 @@
-"""The command group: finds the command, runs it, and turns errors into a sentence and a code."""
+"""Finds and runs a command, and turns its errors into a sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ COMMANDS: Final = {
     "generate": "Answer one prompt.",
     "chat": "Talk with a model in the terminal.",
     "serve": "Serve a model over an OpenAI-compatible API.",
-    "route": "Put one address before many servers.",
-    "batch": "Run a file of requests.",
+    "route": "Route requests from one address to many servers.",
+    "batch": "Run a file of requests with a model, or on a server.",
     "keys": "Make, limit and revoke the API keys of a server.",
-    "usage": "Show what keys and tenants have used of a server, and what it costs.",
-    "cache": "List, fill, check and clean a folder of pages that outlive servers.",
+    "usage": "Show the requests, tokens and costs of a server's keys and tenants.",
+    "cache": "List, fill, check and clean the folder of a page cache (--page-cache).",
     "embed": "Turn texts into vectors.",
     "compare": "Measure how much backends, formats or models differ.",
-    "quantize": "Write a model with fewer bits, and score it.",
-    "report": "Show how a quantized file scored.",
+    "quantize": "Write a model with fewer bits for each weight, and score it.",
+    "report": "Show the scores of a quantized file.",
     "distill": "Train a smaller model on the answers of a larger one.",
-    "profile": "Show where the time of a step goes.",
-    "plan": "Show what a model could do on a device, and what it costs.",
-    "simulate": "Show what becomes of a load of requests.",
-    "fleet": "Start, show and end servers and their router on the machines of a Ray cluster.",
-    "plan fleet": "Choose what to buy, or where to place what, for many models.",
-    "plan buy": "Compare hosting a model with the prices of APIs.",
-    "train-heads": "Train heads, which guess tokens ahead (speculation).",
+    "profile": "Show the time of each operation of a step.",
+    "plan": "Predict the speed, memory and costs of a model on a device.",
+    "simulate": "Simulate a load of requests on replicas, in virtual time.",
+    "fleet": "Start, show and stop servers and their router on a Ray cluster.",
+    "plan fleet": "Choose devices to buy, or place many models on a stock of devices.",
+    "plan buy": "Compare the costs of hosting a model with the prices of APIs.",
+    "train-heads": "Train draft heads for speculative decoding (eagle, medusa).",
     "models": "List, verify and remove models.",
-    "doctor": "Show what this machine can do and what 'auto' means here.",
+    "doctor": "Show the limits of this machine, and the automatic choices on it.",
 }
 # Modules and functions of commands that do not have a module of their own, by command.
 _FUNCTIONS: Final = {
@@ -56,28 +56,30 @@ _FUNCTIONS: Final = {
     "train-heads": ("train", "train_heads"),
 }
 _EPILOG: Final = "To begin: twostroke generate smollm2 -p 'Why is the sky blue?'"
-_PIPE_CLOSED: Final = 128 + signal.SIGPIPE  # as shells have it
+_PIPE_CLOSED_CODE: Final = 128 + signal.SIGPIPE  # the exit code that shells use
 
 
 class Interruption(click.ClickException):
-    """Ctrl-C; the message tells what was done with unfinished work."""
+    """Ctrl-C ended the command; the message says how to continue."""
 
     exit_code = 128 + signal.SIGINT
 
 
 class Failure(click.ClickException):
-    """A `TwostrokeError` that names options instead of fields."""
+    """A `TwostrokeError` whose sentence names options instead of fields."""
 
     def __init__(self, error: TwostrokeError, command: click.Command | None) -> None:
-        """Use the names of the options of `command`."""
+        """Name the options of `command`."""
         params = command.params if command else []
-        flags = {one.name: max(one.opts, key=len) for one in params if isinstance(one, Option)}
+        flags = {
+            param.name: max(param.opts, key=len) for param in params if isinstance(param, Option)
+        }
         super().__init__(error.sentence(lambda field: flags.get(field, field)))
         self.exit_code = error.exit_code  # type: ignore[misc]
 
 
 class Commands(CommandGroup):
-    """The commands of `COMMANDS`, by name."""
+    """The group of all commands, which are imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of `COMMANDS`."""
@@ -87,13 +89,13 @@ class Commands(CommandGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; some have two words."""
+        """Find the command; the names of some commands have two words."""
         if (both := " ".join(args[:2])) in COMMANDS:
             args = [both, *args[2:]]
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one command."""
+        """Import a command; None if there is no command of that name."""
         del ctx
         if cmd_name not in COMMANDS:
             return None
@@ -110,16 +112,16 @@ class Commands(CommandGroup):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, and turn its errors into sentences."""
+        """Run the command, and raise its errors as click's exceptions."""
         try:
             return super().invoke(ctx)
         except TwostrokeError as error:
             raise Failure(error, self.get_command(ctx, ctx.invoked_subcommand or "")) from None
         except KeyboardInterrupt as error:
             raise Interruption(str(error) or "Interrupted.") from None
-        except BrokenPipeError:  # the reader of our output ended, as in `| head`
+        except BrokenPipeError:  # the program that reads the output has ended, as in `| head`
             _drop_output()
-            ctx.exit(_PIPE_CLOSED)
+            ctx.exit(_PIPE_CLOSED_CODE)
 
 
 @click.command(
@@ -141,15 +143,15 @@ def group(ctx: click.Context, version: bool) -> None:
 
 
 def main() -> int:
-    """Run the command line as a process of its own; return the exit code."""
-    # A shell may have closed them. They stay open as long as the process lives.
+    """Run the command line of this process; return the exit code."""
+    # A shell may have closed these streams. The replacements stay open until the process ends.
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal may lack characters of an answer
+        if hasattr(stream, "reconfigure"):  # a terminal may not have all characters of an answer
             stream.reconfigure(errors="replace")
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _end)
     sys.unraisablehook = _interrupt_again
     code = run(sys.argv[1:])
@@ -158,17 +160,17 @@ def main() -> int:
 
 
 def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
-    """Repeat a Ctrl-C that Python dropped because it came while an object was deleted."""
+    """Raise a Ctrl-C again that Python ignored because an object was being deleted."""
     if ignored.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(ignored)
         return
-    soon = threading.Timer(0.02, _thread.interrupt_main)  # once the deletion is over
-    soon.daemon = True
-    soon.start()
+    timer = threading.Timer(0.02, _thread.interrupt_main)  # after the deletion
+    timer.daemon = True
+    timer.start()
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command line and return its exit code; no error leaves a trace."""
+    """Run the command line and return its exit code; errors are printed without a traceback."""
     try:
         code = group.main(arguments, prog_name="twostroke", standalone_mode=False)
         sys.stdout.flush()
@@ -181,11 +183,11 @@ def run(arguments: list[str]) -> int:
         return _fail("Interrupted.", Interruption.exit_code)
     except BrokenPipeError:
         _drop_output()
-        return _PIPE_CLOSED
-    except OSError as error:  # such as a full disk, if output goes to a file
+        return _PIPE_CLOSED_CODE
+    except OSError as error:  # such as a full disk, if the output goes to a file
         _drop_output()
-        place = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{place}{error.strerror or error}.", 1)
+        location = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{location}{error.strerror or error}.", 1)
     except MemoryError:
         message = "Memory ran out: lower --context-length or --kv-memory, or take a smaller model."
         return _fail(message, MemoryLimitError.exit_code)
@@ -204,7 +206,7 @@ def _version() -> str:
 def _fail(message: str, code: int) -> int:
     from twostroke.cli.terminal import printable
 
-    with suppress(OSError):  # nobody reads it
+    with suppress(OSError):  # standard error is closed
         if code == Interruption.exit_code and sys.stderr.isatty():
             click.echo(err=True)  # after the ^C on the screen
         click.echo(f"twostroke: {printable(' '.join(message.split()))}", err=True)
@@ -212,35 +214,35 @@ def _fail(message: str, code: int) -> int:
 
 
 def _sentence(error: click.ClickException, arguments: Sequence[str]) -> str:
-    """Return click's sentence, with the nearest option and the command that shows help."""
+    """Return the sentence about a wrong command line, with the nearest option."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is None:
         return error.format_message()
-    more = f" See: {context.command_path} --help"
+    see_help = f" See: {context.command_path} --help"
     if isinstance(error, click.NoSuchOption):
         if error.option_name == "--model" and any(map(_is_model, context.command.params)):
-            return f"The model has no option: {context.command_path} MODEL.{more}"
+            return f"The model has no option: {context.command_path} MODEL.{see_help}"
         flags = _flags(context)
         name = _as_written(error.option_name, arguments)
         hint = foreign_hint(name, flags) or nearest(name, flags)
-        return f"There is no option '{name}'.{hint}{more}"
+        return f"There is no option '{name}'.{hint}{see_help}"
     if isinstance(error, click.MissingParameter) and _is_model(error.param):
-        return f"Which model? Give a path, or a name that 'twostroke models' lists.{more}"
+        return f"Which model? Give a path, or a name that 'twostroke models' lists.{see_help}"
     message = error.format_message()
     if "unexpected extra argument" in message and "text" in context.params:
-        return f"Put a prompt of several words in quotes: {message}.{more}"
-    return message + ("" if message.endswith((".", "?")) else ".") + more
+        return f"Put a prompt of several words in quotes: {message}.{see_help}"
+    return message + ("" if message.endswith((".", "?")) else ".") + see_help
 
 
 def _flags(context: click.Context) -> list[str]:
-    """Return the flags of a command's options, such as "--threads" and "--no-prefix-cache"."""
+    """Return the flags of a command's options, such as "--threads" or "--no-prefix-cache"."""
     params = context.command.get_params(context)
     names = (name for param in params for name in (*param.opts, *param.secondary_opts))
     return [name for name in names if name.startswith("-")]
 
 
 def _as_written(option_name: str, arguments: Sequence[str]) -> str:
-    """Return the argument that click did not know: it reads `-ngl` as `-n`, `-g` and `-l`."""
+    """Return the argument of an unknown option: click reports only `-n` of `-ngl`."""
     if len(option_name) == 2:
         return next((word for word in arguments if word.startswith(option_name)), option_name)
     return option_name
@@ -251,21 +253,21 @@ def _is_model(param: click.Parameter | None) -> bool:
 
 
 def _drop_output() -> None:
-    """Discard output that is not written yet, so that the interpreter ends silently."""
+    """Discard unwritten output, so that the interpreter exits without another error."""
     with suppress(OSError, ValueError), Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())  # ValueError: not a file
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Exit through an exception, so that unfinished work is cleaned up.
+    """Exit on a signal by an exception, so that unfinished work is cleaned up.
 
-    Python loses one that is raised while it compiles a module or frees its lock: a moment later it
-    does not.
+    Python ignores an exception that is raised while it imports a module. In that case the signal is
+    sent again a moment later.
     """
     if frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
-        me = threading.get_ident()
-        soon = threading.Timer(0.02, signal.pthread_kill, (me, number))
-        soon.daemon = True
-        soon.start()
+        own_thread = threading.get_ident()
+        timer = threading.Timer(0.02, signal.pthread_kill, (own_thread, number))
+        timer.daemon = True
+        timer.start()
         return
     sys.exit(128 + number)

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from twostroke.server.http.internal_requests import InternalResponse
     from twostroke.server.http.limits import RequestLimits
 
-_WAITING: Final = 32  # lines that wait in the engine, so that no step waits for the next
-_FULL: Final = 429  # long prompts fill the queue sooner than many
-_LOOK_S: Final = 0.05
-_AT_ONCE: Final = 32  # lines on a server
-_SHOWN: Final = 20  # wrong lines
+_NUM_QUEUED_LINES: Final = 32  # requests that wait in the engine, so that no step is short
+_QUEUE_FULL_STATUS: Final = 429  # a few long prompts can fill the queue
+_RETRY_INTERVAL_S: Final = 0.05
+_DEFAULT_CONCURRENCY: Final = 32  # requests at once on a server
+_MAX_SHOWN_ERRORS: Final = 20
 
 
 @click.command(
@@ -57,38 +57,42 @@ _SHOWN: Final = 20  # wrong lines
     type=click.Path(path_type=Path, dir_okay=False),
     required=True,
     metavar="FILE",
-    help="Where results go, in the order of INPUT.",
+    help="File for the results, in the order of INPUT.",
 )
-@option("--model", help="Answer with this model: a path, hf:owner/repo, or a name.")
-@option("--url", help="Send the lines to this server; the key in TWOSTROKE_API_KEY is sent, too.")
+@option("--model", help="Model that answers: a path, hf:owner/repo, or a name.")
+@option("--url", help="Server that answers; the key in TWOSTROKE_API_KEY is sent to it.")
 @option(
     "--errors",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Where failed lines go [default: OUTPUT with .errors before its suffix].",
+    help="File for the requests that failed [default: OUTPUT with .errors before its suffix].",
 )
 @option(
     "--concurrency",
     type=click.IntRange(1, 4096),
-    help="Most lines at once on a server [default: 32].",
+    help="Most requests at once on a server [default: 32].",
 )
 @option("-q", "--quiet", is_flag=True, help="Show no progress.")
 def command(**values: Any) -> int:
-    """Run the requests of INPUT, a line of JSON each, as in OpenAI's Batch API.
+    """Run the requests of INPUT: JSON lines, as in OpenAI's Batch API.
 
-    Results are written as they come, to a file that ends in .partial until all are there. If the
-    command is interrupted, the same command goes on: lines with a result are not run again. Exits
-    with 1 if some lines failed; they are in the file of errors.
+    Results are written as soon as they are ready, to a file that ends in .partial until the last
+    one. If the command is interrupted, the same command continues: requests with a result are not
+    run again. The exit code is 1 if some requests failed; the file of errors lists them.
     """
     from twostroke.server.batch.offline import BatchProgress, Files, Results, run
     from twostroke.server.http.limits import RequestLimits
 
-    path, output, model, url = (values.pop(name) for name in ("file", "output", "model", "url"))
+    path = values.pop("file")
+    output = values.pop("output")
+    model = values.pop("model")
+    url = values.pop("url")
     errors_path = values.pop("errors")
     errors = errors_path or output.with_suffix(f".errors{output.suffix}")
-    concurrency, quiet = values.pop("concurrency"), values.pop("quiet")
+    concurrency = values.pop("concurrency")
+    quiet = values.pop("quiet")
     if (model is None) == (url is None):
-        raise UsageError("Give either --model, to answer here, or --url of a server.")
+        raise UsageError("Give either --model, to answer on this machine, or --url of a server.")
     if url is None and concurrency is not None:
         raise UsageError("--concurrency is for --url; with --model see --max-running.")
     limits = replace(RequestLimits(), max_batch_lines=sys.maxsize)
@@ -106,20 +110,22 @@ def command(**values: Any) -> int:
         def show(now: BatchProgress) -> None:
             bar.show("Running lines", now.num_done, now.total)
 
-        door = (
-            _there(url, concurrency or _AT_ONCE)
+        sender = (
+            _remote_sender(url, concurrency or _DEFAULT_CONCURRENCY)
             if url
             else _local_sender(model, values, quiet=quiet)
         )
         try:
-            with door as (send, most):
-                began_s = time.monotonic()
-                asyncio.run(run(files, send, most, limits, progress, show))
-                elapsed_s = time.monotonic() - began_s
+            with sender as (send, max_at_once):
+                started_s = time.monotonic()
+                asyncio.run(run(files, send, max_at_once, limits, progress, show))
+                elapsed_s = time.monotonic() - started_s
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(_rest(progress, results.partial)) from None
+            raise KeyboardInterrupt(_how_to_continue(progress, results.partial)) from None
         except EngineStoppedError as error:
-            raise EngineStoppedError(f"{error} {_rest(progress, results.partial)}") from None
+            raise EngineStoppedError(
+                f"{error} {_how_to_continue(progress, results.partial)}"
+            ) from None
     if not quiet:
         click.secho(_summary(progress, elapsed_s), dim=True, err=True)
     if not progress.num_failed:
@@ -129,10 +135,10 @@ def command(**values: Any) -> int:
 
 
 def _check(path: Path, limits: RequestLimits) -> int:
-    """Return the number of lines.
+    """Check a file of requests, and return its number of lines.
 
     Raises:
-        UsageError: the file cannot be read, or has wrong lines, which are printed.
+        UsageError: the file cannot be read, or some lines are wrong; these are printed.
     """
     from twostroke.server.batch.lines import check, parse, read_lines
     from twostroke.server.batch.openai import ENDPOINTS
@@ -142,9 +148,9 @@ def _check(path: Path, limits: RequestLimits) -> int:
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
     if num_errors:
-        for wrong in errors[:_SHOWN]:
-            place = "" if wrong.line is None else f"line {wrong.line}: "
-            click.echo(printable(f"{path}: {place}{wrong.message}"), err=True)
+        for line_error in errors[:_MAX_SHOWN_ERRORS]:
+            location = "" if line_error.line is None else f"line {line_error.line}: "
+            click.echo(printable(f"{path}: {location}{line_error.message}"), err=True)
         noun = "a wrong line" if num_errors == 1 else f"{num_errors} wrong lines"
         raise UsageError(f"{path} has {noun}; none was run.")
     url = parse(*next(read_lines(path, limits.max_body_bytes)), limits).url
@@ -154,17 +160,17 @@ def _check(path: Path, limits: RequestLimits) -> int:
 
 
 @contextmanager
-def _there(url: str, most: int) -> Iterator[tuple[Send, int]]:
-    """Yield what sends lines to a server, and how many at once."""
+def _remote_sender(url: str, max_at_once: int) -> Iterator[tuple[Send, int]]:
+    """Yield a function that sends a request to a server, and the most requests at once."""
     from twostroke.server.batch.remote import Remote
 
-    with closing(Remote(url, env.client_api_key(), most)) as remote:
-        yield remote.send, most
+    with closing(Remote(url, env.client_api_key(), max_at_once)) as remote:
+        yield remote.send, max_at_once
 
 
 @contextmanager
 def _local_sender(model: str, values: dict[str, Any], *, quiet: bool) -> Iterator[tuple[Send, int]]:
-    """Yield a function that sends requests to an engine in this process, and how many at once."""
+    """Yield a function that sends a request to an engine in this process, and the most at once."""
     from twostroke.core.process_tuning import tune_garbage_collector
     from twostroke.core.request import DEFAULT_SERVICE_TIER
     from twostroke.engine.process.served import LocalEngine
@@ -184,26 +190,33 @@ def _local_sender(model: str, values: dict[str, Any], *, quiet: bool) -> Iterato
             tune_garbage_collector()
 
             async def send(line: Line) -> InternalResponse:
-                while (answer := await post(app, line.url, line.body, sender)).status == _FULL:  # noqa: ASYNC110 nobody tells when there is room
-                    await asyncio.sleep(_LOOK_S)
+                answer = await post(app, line.url, line.body, sender)
+                while answer.status == _QUEUE_FULL_STATUS:
+                    await asyncio.sleep(_RETRY_INTERVAL_S)
+                    answer = await post(app, line.url, line.body, sender)
                 if answer.status >= 500 and loop.health is Health.STOPPED:
                     raise EngineStoppedError("The engine has stopped.")
                 return answer
 
-            waiting = min(_WAITING, loop.config.max_waiting_requests)
+            waiting = min(_NUM_QUEUED_LINES, loop.config.max_waiting_requests)
             yield send, loop.config.max_running + waiting
 
 
-def _rest(progress: BatchProgress, partial: Path) -> str:
-    """Return how far it came, and how to go on."""
+def _how_to_continue(progress: BatchProgress, partial: Path) -> str:
+    """Return a sentence about the finished requests, and how to continue."""
     num = progress.num_done - progress.num_failed
-    place = f" in {partial}" if num else ""  # an empty file does not stay
-    return f"{num} of {progress.total} lines have results{place}; the same command runs the rest."
+    location = f" in {partial}" if num else ""  # an empty file is removed
+    return (
+        f"{num} of {progress.total} lines have results{location}; the same command runs the rest."
+    )
 
 
 def _summary(progress: BatchProgress, elapsed_s: float) -> str:
     speed = f"{progress.num_tokens / elapsed_s:.0f} tokens/s" if elapsed_s > 0 else ""
-    new = progress.num_done - progress.num_before
-    kept = f"; {progress.num_before} had results from an earlier run" if progress.num_before else ""
-    noun = "line" if new == 1 else "lines"
-    return f"{new} {noun} in {elapsed_s:.1f} s: {progress.num_tokens} tokens, {speed}{kept}"
+    num_new = progress.num_done - progress.num_before
+    earlier_note = (
+        f"; {progress.num_before} had results from an earlier run" if progress.num_before else ""
+    )
+    noun = "line" if num_new == 1 else "lines"
+    result = f"{num_new} {noun} in {elapsed_s:.1f} s: {progress.num_tokens} tokens, {speed}"
+    return result + earlier_note

@@ -1,4 +1,4 @@
-"""`twostroke cache`: list, fill, check and clean the folder of a page cache."""
+"""`twostroke cache`: lists, fills, checks and cleans the folder of a page cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from twostroke.engine.engine import Engine
 
 _DAY_S: Final = 86_400.0
-_FLUSH_S: Final = 600.0
+_FLUSH_TIMEOUT_S: Final = 600.0
 _HEAD: Final = (
     *("MODEL", "KV", "ARITHMETIC", "PAGES", "TOKENS"),
     *("SIZE", "SAVES", "LAST USED (UTC)", "KEPT", "KEPT UNTIL (UTC)"),
@@ -36,14 +36,14 @@ _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scrip
 
 @click.group("cache", cls=CommandGroup)
 def command() -> None:
-    """List, fill, check and clean DIR, the --page-cache of servers, which may use it meanwhile."""
+    """List, fill, check and clean DIR, the --page-cache of servers, while they run or not."""
 
 
 @command.command("ls")
 @_folder
 @_as_json
 def list_command(folder: Path, as_json: bool) -> None:
-    """Show what is stored, by model, format and arithmetic, and what computing it would take."""
+    """Show the stored pages by model, format and arithmetic, and the time that they save."""
     from twostroke.engine.kv_offload.folder import read_folder
 
     kinds = read_folder(folder, time.time())
@@ -69,7 +69,7 @@ def _date(time_s: float) -> str:
 @command.command("verify")
 @_folder
 def verify_command(folder: Path) -> int:
-    """Read all pages, and remove those that are damaged."""
+    """Read all pages, and remove damaged ones."""
     from twostroke.engine.kv_offload.folder import read_folder, verify
 
     num_pages = sum(kind.num_pages for kind in read_folder(folder, time.time()))
@@ -84,15 +84,19 @@ def verify_command(folder: Path) -> int:
 
 @command.command("clean")
 @_folder
-@option("--model", help="Remove the pages of this model only, as `ls` names it.")
-@option("--days", type=NumberParam(min=0), help="Remove what was not used for so many days.")
-@option("--all", "is_all", is_flag=True, help="Remove all pages, also those that are kept.")
+@option("--model", help="Remove pages of this model only, by its name in `ls`.")
+@option(
+    "--days", type=NumberParam(min=0), help="Remove pages that were not used for this many days."
+)
+@option(
+    "--all", "is_all", is_flag=True, help="Remove all pages, also pages that are kept until a date."
+)
 def clean_command(folder: Path, model: str | None, days: float | None, is_all: bool) -> int:
-    """Remove pages: of a model, those that were not used for some days, or all."""
+    """Remove pages: all, pages of one model, or pages that were not used for some days."""
     from twostroke.engine.kv_offload.folder import clean
 
     if not is_all and days is None and model is None:
-        raise UsageError("Say what to remove: --all, --days, or --model.")
+        raise UsageError("Name the pages to remove: --all, --days or --model.")
     before_s = time.time() - days * _DAY_S if days is not None else float("inf")
     count, num_bytes, why = clean(folder, model, before_s)
     others = f" Others cannot be removed: {why}." if why else ""
@@ -107,18 +111,32 @@ def clean_command(folder: Path, model: str | None, days: float | None, is_all: b
 )
 @click.argument("model")
 @_folder
-@option("--system", "systems", type=TextFile(), multiple=True, help="A file with a system prompt.")
-@option("--prompt", "prompts", type=TextFile(), multiple=True, help="A file with a whole prompt.")
-@option("--days", type=NumberParam(min=0), default=30.0, help="How long to keep its pages.")
+@option(
+    "--system",
+    "systems",
+    type=TextFile(),
+    multiple=True,
+    help="File with a system prompt; repeatable.",
+)
+@option(
+    "--prompt",
+    "prompts",
+    type=TextFile(),
+    multiple=True,
+    help="File with a whole prompt; repeatable.",
+)
+@option("--days", type=NumberParam(min=0), default=30.0, help="Days for which the pages are kept.")
 def warm_command(model: str, folder: Path, **values: Any) -> int:
-    """Compute prompts with MODEL and store their pages in DIR, before a server needs them.
+    """Compute prompts with MODEL, and store their KV pages in DIR before a server needs them.
 
-    The other options must be those of the server, which finds only pages of its own kind.
+    Give the other options as to the server, which can use only pages of the same kind.
     """
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
 
-    systems, prompts, days = values.pop("systems"), values.pop("prompts"), values.pop("days")
+    systems = values.pop("systems")
+    prompts = values.pop("prompts")
+    days = values.pop("days")
     if not systems and not prompts:
         raise UsageError("Name a prompt: --system FILE, or --prompt FILE.")
     values["page_cache"] = str(folder)
@@ -129,7 +147,7 @@ def warm_command(model: str, folder: Path, **values: Any) -> int:
         for tokens in _encoded(engine, systems, prompts):
             engine.client.generate(tokens, params, hints=hints).wait()
             num_tokens += len(tokens)
-            are_written &= engine.client.loop.pages.flush(_FLUSH_S)
+            are_written &= engine.client.loop.pages.flush(_FLUSH_TIMEOUT_S)
     where = f"their pages are in {folder}" if are_written else "their pages could not be written"
     click.echo(f"Read {num_tokens:,} tokens; {where}.")
     return int(not are_written)
@@ -138,18 +156,20 @@ def warm_command(model: str, folder: Path, **values: Any) -> int:
 def _encoded(
     engine: Engine, systems: tuple[str, ...], prompts: tuple[str, ...]
 ) -> Iterator[list[int]]:
-    """Yield the tokens of prompts, and those that conversations with a system prompt begin with."""
+    """Yield the tokens with which conversations with each system prompt begin, and the prompts'."""
     from twostroke.engine.prompts import encode_chat, encode_text
 
     for system in systems:
-        both = [
+        # Two conversations that differ in the first character of the user's message.
+        conversations = [
             encode_chat(
                 engine.card,
                 [{"role": "system", "content": system}, {"role": "user", "content": text}],
             )
             for text in ("a", "1")
         ]
-        same = next((at for at, two in enumerate(zip(*both, strict=False)) if len({*two}) > 1), 0)
-        yield both[0][: max(1, same)]
+        pairs = enumerate(zip(*conversations, strict=False))
+        num_shared = next((index for index, (left, right) in pairs if left != right), 0)
+        yield conversations[0][: max(1, num_shared)]
     for prompt in prompts:
         yield encode_text(engine.card, prompt)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import Completion, Output
 
-_HELP: Final = {
+_CHAT_COMMANDS: Final = {
     "/help": "show this help",
     "/new": "start a new conversation",
     "/again": "answer the last message once more",
@@ -52,7 +52,7 @@ _HELP: Final = {
     "Ctrl-C": "stop the answer, or clear the line",
     "Alt-Enter": "start a new line in the message",
 }
-_ROOM_SHARE: Final = 8  # less than this part of the context is little room for an answer
+_MIN_ROOM_DIVISOR: Final = 8  # the answer should have at least an eighth of the context
 
 
 @click.command(
@@ -67,15 +67,18 @@ _ROOM_SHARE: Final = 8  # less than this part of the context is little room for 
     ],
 )
 @click.argument("model")
-@option("--system", help="A system message for the conversation.")
+@option("--system", help="System message of the conversation.")
 @verbose
 def command(**values: Any) -> None:
     """Talk with MODEL (a path, hf:owner/repo, or a name from `twostroke models`).
 
     Ctrl-C stops an answer, Ctrl-D ends the conversation, and /help shows more.
     """
-    model, system, is_verbose = values.pop("model"), values.pop("system"), values.pop("is_verbose")
-    params, options = sampling_params(values), engine_options(values, model)
+    model = values.pop("model")
+    system = values.pop("system")
+    is_verbose = values.pop("is_verbose")
+    params = sampling_params(values)
+    options = engine_options(values, model)
     if sys.stdin is None or not sys.stdin.isatty():
         raise UsageError("chat needs a terminal; use 'twostroke generate' in scripts.")
     with open_engine(model, options, accept=_check_template) as engine:
@@ -85,7 +88,7 @@ def command(**values: Any) -> None:
         detail = engine.facts.full_detail if is_verbose else engine.facts.detail
         about = f"{card.format} · {detail} · {engine.context_length} tokens of context"
         if engine.draft is not None:
-            about += f" · {engine.draft} guesses ahead"
+            about += f" · {engine.draft} drafts tokens"
         console.print(f"{printable(card.name)} · {about}", style="bold", markup=False)
         console.print("/help shows the commands, Ctrl-D leaves.", style="dim")
         ChatSession(engine, params, console, system).run(_lines())
@@ -96,12 +99,14 @@ def _check_template(card: ModelCard) -> None:
         message = f"{card.name} has no chat template: use 'twostroke generate --raw' instead."
         raise UsageError(message)
     if card.chat_template.refusal is not None:
-        why = card.chat_template.refusal
-        raise UsageError(f"{card.name} cannot chat: {why} Use 'twostroke generate --raw' instead.")
+        reason = card.chat_template.refusal
+        raise UsageError(
+            f"{card.name} cannot chat: {reason} Use 'twostroke generate --raw' instead."
+        )
 
 
 def _confirm(question: str) -> bool:
-    """Ask a person; Ctrl-C and Ctrl-D mean no."""
+    """Ask the user a yes-or-no question; Ctrl-C and Ctrl-D mean no."""
     try:
         return click.confirm(question, default=True)
     except click.Abort:
@@ -110,7 +115,16 @@ def _confirm(question: str) -> bool:
 
 @dataclass(slots=True)
 class ChatSession:
-    """The messages so far, and how the next is answered; `ask` puts a question to the person."""
+    """A conversation in the terminal: its messages, and the engine that answers.
+
+    Attributes:
+        engine: the engine.
+        params: how answers are sampled.
+        console: where answers are printed.
+        system: the system message, if there is one.
+        messages: the messages so far, without the system message.
+        ask: asks the user a yes-or-no question.
+    """
 
     engine: Engine
     params: SamplingParams
@@ -120,18 +134,18 @@ class ChatSession:
     ask: Callable[[str], bool] = _confirm
 
     def run(self, lines: Iterator[str]) -> None:
-        """Answer each line, or obey it, until the person leaves."""
+        """Answer each message, or run each /command, until the user leaves."""
         for line in lines:
             try:
                 if not line.startswith("/"):
                     self._turn(line.strip())
-                elif not self._obey(line):
+                elif not self._run_command(line):
                     return
-            except KeyboardInterrupt:  # before there is an answer to stop, or pressed again
+            except KeyboardInterrupt:  # before an answer has started, or pressed a second time
                 self._say("stopped", "dim")
 
-    def _obey(self, line: str) -> bool:
-        """Do what a /command says; False to leave."""
+    def _run_command(self, line: str) -> bool:
+        """Run a /command; return False if the user wants to leave."""
         word, _, rest = line.strip().partition(" ")
         match word:
             case "/quit" | "/exit" | "/bye":
@@ -142,14 +156,14 @@ class ChatSession:
                 self.system = rest.strip() or None
                 self._begin_anew()
             case "/again":
-                self._again()
+                self._answer_again()
             case "/help":
-                for name, text in _HELP.items():
+                for name, text in _CHAT_COMMANDS.items():
                     self._say(f"  {name:14} {text}", "none")
             case _:
-                hint = nearest(word, [name.split()[0] for name in _HELP])
-                how = "" if hint else " A message may begin with a space before its slash."
-                self._say(f"There is no command {word}.{hint}{how} See /help.", "red")
+                hint = nearest(word, [name.split()[0] for name in _CHAT_COMMANDS])
+                advice = "" if hint else " A message may begin with a space before its slash."
+                self._say(f"There is no command {word}.{hint}{advice} See /help.", "red")
         return True
 
     def _begin_anew(self) -> None:
@@ -157,11 +171,12 @@ class ChatSession:
         about = " with this system message" if self.system else ""
         self._say(f"A new conversation{about}.", "dim")
 
-    def _again(self) -> None:
+    def _answer_again(self) -> None:
         if not self.messages:
             self._say("There is no message yet.", "dim")
             return
-        earlier, self.messages = self.messages, self.messages[:-2]
+        earlier = self.messages
+        self.messages = earlier[:-2]
         is_answered = False
         try:
             is_answered = self._turn(earlier[-2]["content"])
@@ -170,7 +185,7 @@ class ChatSession:
                 self.messages = earlier
 
     def _turn(self, text: str) -> bool:
-        """Answer one message; without an answer, it is forgotten, and the result is False."""
+        """Answer a message; return whether it was answered. An unanswered message is dropped."""
         question = {"role": "user", "content": text}
         try:
             self._make_room(question)
@@ -190,16 +205,17 @@ class ChatSession:
         return answer is not None
 
     def _encode(self, messages: list[dict[str, str]]) -> tuple[list[int], SamplingParams]:
-        """Return the tokens of the prompt, with the system message, and its parameters."""
+        """Return the tokens of the prompt with its system message, and its sampling parameters."""
         from twostroke.engine.prompts import encode_turn
 
         system = [{"role": "system", "content": self.system}] if self.system else []
         return encode_turn(self.engine.card, [*system, *messages], self.params)
 
     def _make_room(self, question: dict[str, str]) -> None:
-        """Offer to drop the oldest turns if little room is left for the answer."""
-        limit, num_turns = self.engine.context_length, len(self.messages) // 2
-        little = min(limit // _ROOM_SHARE, self.params.max_tokens or limit)
+        """Offer to drop the oldest turns if the context has little room for the answer."""
+        limit = self.engine.context_length
+        num_turns = len(self.messages) // 2
+        min_room = min(limit // _MIN_ROOM_DIVISOR, self.params.max_tokens or limit)
 
         def room_after(num_dropped: int) -> int:
             try:
@@ -207,24 +223,24 @@ class ChatSession:
             except ContextLengthError:
                 return 0
 
-        if not num_turns or room_after(0) >= little or room_after(num_turns) < 1:
+        if not num_turns or room_after(0) >= min_room or room_after(num_turns) < 1:
             return
-        # Twice that room, so that the next turns have some, too.
-        num_dropped = bisect_left(range(num_turns), 2 * little, key=room_after)
+        # Twice that room, so that the next turns also have some.
+        num_dropped = bisect_left(range(num_turns), 2 * min_room, key=room_after)
         turns = "turn" if num_dropped == 1 else f"{num_dropped} turns"
-        left = num_turns - num_dropped
-        way = f"Drop the oldest {turns} and keep {left}?"
+        num_kept = num_turns - num_dropped
+        question_text = f"Drop the oldest {turns} and keep {num_kept}?"
         self._say(f"The conversation fills the context of {limit} tokens.", "yellow")
-        if self.ask(way if left else "Drop all that was said before this message?"):
+        if self.ask(question_text if num_kept else "Drop all messages before this one?"):
             del self.messages[: 2 * num_dropped]
 
     def _answer(self, tokens: list[int], params: SamplingParams) -> dict[str, str] | None:
-        """Show one answer as it comes, until Ctrl-C; return its message if it has any text."""
+        """Print an answer while it is generated; return its message, or None if it is empty."""
         from twostroke.cli.answer import AnswerStream
         from twostroke.engine.output import join
 
         loop = self.engine.client.loop
-        before = loop.snapshot().phases
+        totals_before = loop.snapshot().phases
         generation = self.engine.client.generate(tokens, params)
         outputs: list[Output] = []
         try:
@@ -239,13 +255,13 @@ class ChatSession:
         finally:
             generation.cancel()
         completion = join(outputs)
-        strokes = loop.snapshot().phases - before
+        phase_totals = loop.snapshot().phases - totals_before
         hardware = self.engine.limits.above(
-            bytes_per_s=strokes.max_bytes_per_s,
-            flops_per_s=strokes.max_flops_per_s,
+            bytes_per_s=phase_totals.max_bytes_per_s,
+            flops_per_s=phase_totals.max_flops_per_s,
             may_measure=True,
         )
-        figures = Figures.of(completion.usage, completion.timings, strokes, hardware)
+        figures = Figures.of(completion.usage, completion.timings, phase_totals, hardware)
         notes = self._notes(completion)
         width = self.console.width
         self._say(describe(figures, completion.usage, notes=notes, width=width), "dim")
@@ -253,14 +269,14 @@ class ChatSession:
         return stream.message
 
     def _within_room(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
-        """Return `params` with --max-tokens lowered to the room that is left."""
+        """Return `params` with --max-tokens lowered to the free room in the context."""
         room = self.engine.context_length - num_prompt
         if params.max_tokens is None or not 1 <= room < params.max_tokens:
             return params
         return replace(params, max_tokens=room, min_tokens=min(room, params.min_tokens))
 
     def _notes(self, completion: Completion) -> tuple[str, ...]:
-        """Return why an answer is incomplete."""
+        """Return the reason if an answer is incomplete; empty if it is complete."""
         if completion.finish_reason is FinishReason.CANCEL:
             return ("stopped",)
         if completion.finish_reason is not FinishReason.LENGTH:
@@ -274,7 +290,7 @@ class ChatSession:
 
 
 def _lines() -> Iterator[str]:
-    """Yield what the person types, until Ctrl-D; Ctrl-C clears the line."""
+    """Yield the lines that the user types, until Ctrl-D; Ctrl-C clears the line."""
     session = _line_editor()
     while True:
         try:
@@ -288,7 +304,7 @@ def _lines() -> Iterator[str]:
 
 
 def _line_editor() -> PromptSession[str]:
-    """Return a line editor that remembers earlier sessions; Alt-Enter starts a new line."""
+    """Return a line editor with the history of earlier sessions; Alt-Enter starts a new line."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent

@@ -1,4 +1,4 @@
-"""`twostroke compare`: how much readers, formats and models differ from the right answers."""
+"""`twostroke compare`: measures how much backends, formats and models differ from a reference."""
 
 from __future__ import annotations
 
@@ -46,53 +46,67 @@ def _levels() -> list[str]:
     "--readers",
     type=ListOf(lambda: _READERS),
     default="cpu",
-    help="Backends that compute MODEL, such as cpu,torch.",
+    help="Backends that compute MODEL, such as cpu,torch, or 'all'.",
 )
 @option(
     "--levels",
     type=ListOf(_levels),
-    help="Instruction sets of the cpu backend, such as avx2,avx512, or 'all'.",
+    help="Instruction-set levels of the backend cpu, such as avx2,avx512, or 'all' [default: the "
+    "best that runs here].",
 )
 @option(
     "--kv-formats",
     type=ListOf(lambda: [name for name in KV_FORMATS if name not in {"auto", "fp8"}]),
-    help="Formats of keys and values of the cpu backend, such as f16,int8, or 'all' "
-    "[default: as serve].",
+    help="Number formats of keys and values on the backend cpu, such as f16,int8, or 'all' "
+    "[default: as `serve` uses].",
 )
 @option(
     "--activation-bits",
     type=ListOf(lambda: [AUTO_BITS, *map(str, ACTIVATION_BITS)]),
-    help="Precisions of activations of the cpu backend, such as auto,9, or 'all' [default: "
+    help="Bits of activations on the backend cpu, such as auto,9, or 'all' [default: "
     f"{ComputeOptions().activation_bits}].",
 )
 @option(
-    "--against", metavar="MODEL", help="Model that gives the right answers [default: the same]."
+    "--against",
+    metavar="MODEL",
+    help="Model that gives the reference answers [default: MODEL itself].",
 )
-@option("--right", type=OneOf(_READERS), default="reference", help="Backend that computes it.")
+@option(
+    "--right",
+    type=OneOf(_READERS),
+    default="reference",
+    help="Backend that computes the reference.",
+)
 @option(
     "--text",
     type=TextFile(),
-    help="Text to read [default: prose and code that no model was trained on].",
+    help="File with the text to measure on [default: prose and code that no model was trained on].",
 )
-@option("--length", type=click.IntRange(2), help="Tokens in a piece of text [default: up to 1024].")
-@option("--tokens", type=click.IntRange(2), help="Most tokens to read [default: all].")
+@option(
+    "--length",
+    type=click.IntRange(2),
+    help="Tokens in each piece of the text [default: up to 1024].",
+)
+@option("--tokens", type=click.IntRange(2), help="Most tokens of the text to use [default: all].")
 @option(
     "--threads",
     "num_threads",
     type=click.IntRange(1, 1024),
-    help="Compute threads [default: one for each core].",
+    help="Threads that compute [default: one for each core].",
 )
 @option("--device", default="auto", help="Device of the backends gpu and torch, such as cuda:1.")
-@option("--layers", is_flag=True, help="Show the drift after every layer, not after a few.")
-@option("--check", is_flag=True, help="Exit with code 1 if a reader is beyond the limits.")
+@option("--layers", is_flag=True, help="Show the drift after every layer instead of after a few.")
+@option(
+    "--check", is_flag=True, help="Exit with code 1 if a backend differs by more than the limits."
+)
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(model: str, as_json: bool, layers: bool, check: bool, **values: Any) -> None:
-    """Measure on a text how much MODEL's answers differ from the right ones.
+    """Measure on a text how much MODEL's predictions differ from a reference.
 
-    For each reader (a backend with its settings) this shows the divergence of its next-token
-    distributions (KL, in nats), how often the likeliest token is the same, the text's perplexity,
-    the mean absolute difference of its tokens' log-probabilities (LOGPROB CHANGE, in nats), and how
-    much the hidden states differ.
+    For each reader (a backend with its settings) this shows the KL divergence of its next-token
+    distributions in nats, how often the likeliest token is the same, the perplexity of the text,
+    the mean absolute difference of its tokens' log-probabilities in nats (LOGPROB CHANGE), and the
+    relative difference of the hidden states.
     """
     from twostroke.lab.measure import compare as measured
 
@@ -121,18 +135,18 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **values: Any)
         show_table(_table(reports))
         click.echo()
         show_table(_drift_table(reports, every=layers))
-    beyond = [report.name for report in reports if not report.is_within_limits]
-    if check and beyond:
+    failing_names = [report.name for report in reports if not report.is_within_limits]
+    if check and failing_names:
         limits = (
             f"mean KL below {measured.MAX_MEAN_KL:g}, the same likeliest token at least"
             f" {measured.MIN_TOP1_AGREEMENT:.0%}, perplexity within"
             f" {measured.MAX_PERPLEXITY_CHANGE:.1%}"
         )
-        raise click.ClickException(f"Beyond the limits ({limits}): {'; '.join(beyond)}.")
+        raise click.ClickException(f"Beyond the limits ({limits}): {'; '.join(failing_names)}.")
 
 
 def _subjects(model: str, values: dict[str, Any]) -> list[Subject]:
-    """Return every combination of the settings of the cpu backend, and one for each other."""
+    """Return a subject for each combination of the cpu settings, and for each other backend."""
     from twostroke.lab.measure.compare import Subject
 
     readers, parallel = values["readers"], take(ParallelOptions, values)
@@ -186,16 +200,19 @@ def _table(reports: Sequence[ComparisonReport]) -> list[tuple[str, ...]]:
 
 
 def _drift_table(reports: Sequence[ComparisonReport], *, every: bool) -> list[tuple[str, ...]]:
-    """Return the relative difference of hidden states by layer; of a few layers, or `every`."""
+    """Return a table of the difference of hidden states after a few layers, or `every` layer."""
     drifting = [report for report in reports if report.drift]
     if not drifting:
         return [("The layers differ in number or width, so there is no drift to show.",)]
     count = max(len(report.drift) for report in drifting)
-    shown = list(range(count))
+    layer_indices = list(range(count))
     if not every and count > _LAYERS_SHOWN:
-        shown = sorted({round(i * (count - 1) / (_LAYERS_SHOWN - 1)) for i in range(_LAYERS_SHOWN)})
+        layer_indices = sorted(
+            {round(i * (count - 1) / (_LAYERS_SHOWN - 1)) for i in range(_LAYERS_SHOWN)}
+        )
     lines = [("DRIFT AFTER LAYER", *(report.name for report in drifting))]
     lines += [
-        (str(layer + 1), *(f"{report.drift[layer]:.1e}" for report in drifting)) for layer in shown
+        (str(layer + 1), *(f"{report.drift[layer]:.1e}" for report in drifting))
+        for layer in layer_indices
     ]
     return lines

@@ -1,4 +1,4 @@
-"""`twostroke doctor`: what this machine can do, and what "auto" means here and why."""
+"""`twostroke doctor`: shows the limits of this machine, and the automatic choices on it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from twostroke.core.json_io import encode_json
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_SMALL_BYTES: Final = 100 * 10**6  # a small model's weights, which large caches can hold
-_LARGE_BYTES: Final = 10**9  # more than any cache holds
+_SMALL_STREAM_BYTES: Final = 100 * 10**6  # a small model's weights, which large caches can hold
+_LARGE_STREAM_BYTES: Final = 10**9  # more than any cache holds
 _LABEL_WIDTH: Final = 12
 
 
@@ -39,17 +39,17 @@ _LABEL_WIDTH: Final = 12
 @option(
     "--threads",
     type=click.IntRange(1, 1024),
-    help="Threads to measure with [default: one for each core].",
+    help="Threads for the measurement [default: one for each core].",
 )
 @option(
     "--ranks",
     is_flag=True,
     help="Compare the ranks that torchrun or another launcher has started, and measure the link "
-    "between them; exits with 1 if they do not fit.",
+    "between them; the exit code is 1 if they do not match.",
 )
 @click.argument("model", required=False)
 def command(as_json: bool, threads: int | None, ranks: bool, model: str | None) -> None:
-    """Measure this machine and show what Twostroke would choose on it.
+    """Measure this machine, and show the automatic choices of Twostroke on it.
 
     With --ranks, MODEL is opened on every machine and compared, without reading its weights.
     """
@@ -60,8 +60,11 @@ def command(as_json: bool, threads: int | None, ranks: bool, model: str | None) 
         raise UsageError("needs --ranks: only ranks are compared by a model.", field="model")
     from twostroke.backends.cpu.library import level_reports
 
-    machine, auto, levels = _machine(), _auto(threads), level_reports()
-    level, num_threads = auto["level"], auto["num_threads"]
+    machine = _machine()
+    auto = _auto(threads)
+    levels = level_reports()
+    level = auto["level"]
+    num_threads = auto["num_threads"]
     if as_json:
         reports = {
             name: {"runs": _runs(report), "report": report} for name, report in levels.items()
@@ -82,7 +85,7 @@ def command(as_json: bool, threads: int | None, ranks: bool, model: str | None) 
 
 
 def _compare_ranks(model: str | None, *, as_json: bool) -> None:
-    """Show what `check_ranks` finds; other ranks than 0 say nothing."""
+    """Show how the ranks differ, on rank 0; exit with code 1 if they do not match."""
     from twostroke.backends.parallel.check import check_ranks
 
     check = check_ranks(model)
@@ -115,9 +118,10 @@ def _compare_ranks(model: str | None, *, as_json: bool) -> None:
 
 
 def _machine() -> dict[str, Any]:
-    """Return the machine and its system; nodes are the memory nodes whose cores we may use.
+    """Return facts about the machine and its system, as --json prints them.
 
-    Control groups set the limits; None where the machine itself has less.
+    `memory_nodes` are the nodes whose cores this process may use. The limits are of control groups,
+    and None if the machine itself has less.
     """
     return {
         "processor": processor_name(),
@@ -136,8 +140,8 @@ def _machine_lines(machine: Mapping[str, Any]) -> dict[str, str]:
     total, free = _size(machine["memory_bytes"]), _size(machine["memory_free_bytes"])
     memory, nodes = f"{total}, {free} of it free", machine["memory_nodes"]
     if len(nodes) > 1:
-        near = (f"{len(node['cores'])} cores near node {node['number']}" for node in nodes)
-        memory += f"; on {len(nodes)} nodes: {', '.join(near)}"
+        node_texts = (f"{len(node['cores'])} cores near node {node['number']}" for node in nodes)
+        memory += f"; on {len(nodes)} nodes: {', '.join(node_texts)}"
     if limit := machine["memory_limit"]:
         memory += f"; limited by {limit['source']}"
     num_cores, cores = machine["num_cores"], f"{machine['num_cores']} cores"
@@ -152,15 +156,15 @@ def _machine_lines(machine: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _size(num_bytes: int) -> str:
-    """Return gigabytes; small ones, as containers have them, in megabytes."""
+    """Return a size in gigabytes, or in megabytes below 1 GB."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**9 else f"{num_bytes / 1e6:.0f} MB"
 
 
-def _level_lines(reports: Mapping[str, str], chosen: str) -> dict[str, str]:
+def _level_lines(reports: Mapping[str, str], chosen_level: str) -> dict[str, str]:
     lines = {}
     for name, report in reports.items():
         runs = f"yes {report.removeprefix('runs ')}" if _runs(report) else f"no: {report}"
-        lines[name] = f"{runs}: auto takes it" if name == chosen else runs
+        lines[name] = f"{runs}: auto takes it" if name == chosen_level else runs
     return lines
 
 
@@ -169,33 +173,39 @@ def _runs(report: str) -> bool:
 
 
 def _auto(threads: int | None) -> dict[str, Any]:
-    """Return what is chosen for options that are left out. No places: threads run on any node."""
+    """Return the automatic choices for options, as --json prints them.
+
+    `places` has the number of threads for each NUMA node; empty if the system places the threads.
+    """
     from twostroke.backends.cpu.library import choose_level, usual_kv_format
     from twostroke.core import env
 
     choice, num_threads = choose_level(None), resolve_num_threads(threads)
-    placed = threads_by_node(memory_nodes(), num_threads)
+    threads_of_node = threads_by_node(memory_nodes(), num_threads)
     return {
         "backend": "cpu",
         "level": choice.level,
         "level_reason": choice.reason,
         "num_threads": num_threads,
         "kv_format": usual_kv_format(choice.level),
-        "places": [{"node": node.number, "num_threads": n} for node, n in placed.items()],
+        "places": [{"node": node.number, "num_threads": n} for node, n in threads_of_node.items()],
         "cache_dir": str(env.cache_dir()),
     }
 
 
 def _auto_lines(auto: Mapping[str, Any], *, has_threads: bool) -> dict[str, str]:
-    """Return the lines about automatic choices; `has_threads`: --threads was given."""
+    """Return lines about the automatic choices; with `has_threads`, --threads was given."""
     reason = auto["level_reason"].partition(";")[0]  # the lines of levels have the rest
     threads = "as --threads says" if has_threads else "one for each core, or TWOSTROKE_NUM_THREADS"
-    places = [f"{place['num_threads']} on node {place['node']}" for place in auto["places"]]
-    placed = f"; {', '.join(places)}, their weights near them" if places else ""
+    thread_texts = [
+        f"{node_threads['num_threads']} on node {node_threads['node']}"
+        for node_threads in auto["places"]
+    ]
+    placement = f"; {', '.join(thread_texts)}, their weights near them" if thread_texts else ""
     return {
         "backend": f"{auto['backend']}: our own kernels (--backend)",
         "level": f"{auto['level']}: {reason} (--level, TWOSTROKE_CPU_LEVEL)",
-        "threads": f"{auto['num_threads']}: {threads} (--threads){placed}",
+        "threads": f"{auto['num_threads']}: {threads} (--threads){placement}",
         "context": "the model's own (--context-length)",
         "KV memory": "as weights and one context, within half of the free memory (--kv-memory)",
         "KV format": f"{auto['kv_format']}: keys and values in two bytes each (--kv-format)",
@@ -204,16 +214,16 @@ def _auto_lines(auto: Mapping[str, Any], *, has_threads: bool) -> dict[str, str]
 
 
 def measure(level: str, num_threads: int) -> dict[str, Any]:
-    """Measure the machine's limits, which takes some seconds.
+    """Measure the machine's bandwidth and arithmetic peak, which takes some seconds.
 
-    One bandwidth is for a small stream, one for a stream that no cache holds; that one is None if
-    memory is too short for it.
+    `small_bytes_per_s` is the bandwidth of a small stream, `large_bytes_per_s` of a stream that no
+    cache holds, or None if there is too little memory for it.
     """
     from twostroke.backends.machine_limits import machine
 
-    small = machine(level, num_threads, _SMALL_BYTES, remeasure=True)
-    is_short = memory_available() < 2 * _LARGE_BYTES
-    large = None if is_short else machine(level, num_threads, _LARGE_BYTES, remeasure=True)
+    small = machine(level, num_threads, _SMALL_STREAM_BYTES, remeasure=True)
+    is_short = memory_available() < 2 * _LARGE_STREAM_BYTES
+    large = None if is_short else machine(level, num_threads, _LARGE_STREAM_BYTES, remeasure=True)
     return {
         "small_bytes_per_s": small.bandwidth,
         "large_bytes_per_s": large and large.bandwidth,
@@ -223,9 +233,10 @@ def measure(level: str, num_threads: int) -> dict[str, Any]:
 
 
 def measure_gpu() -> dict[str, Any] | None:
-    """Measure the GPU's limits, or return why it cannot be used; None if there is no driver.
+    """Return facts and measured limits of the GPU; None if there is no driver.
 
-    Limits are None if it has no memory for measuring them, as "not_measured" then says.
+    A GPU that cannot be used has the reason as "refused". If the GPU has too little free memory for
+    the measurement, the limits are None, and "not_measured" has the reason.
     """
     from twostroke.backends.gpu import device
 
@@ -274,7 +285,7 @@ def gpu_lines(gpu: Mapping[str, Any]) -> dict[str, str]:
 
 
 def limit_lines(measured: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a person reads of what `measure` found."""
+    """Return the results of `measure` as labelled lines."""
     bandwidth = f"{measured['small_bytes_per_s'] / 1e9:.1f} GB/s over 100 MB"
     if measured["large_bytes_per_s"] is not None:
         bandwidth += f", {measured['large_bytes_per_s'] / 1e9:.1f} GB/s over 1 GB"

@@ -1,4 +1,4 @@
-"""`twostroke embed`: texts in, vectors out, a line of JSON each."""
+"""`twostroke embed`: turns texts into vectors, and prints each as a line of JSON."""
 
 from __future__ import annotations
 
@@ -29,21 +29,25 @@ if TYPE_CHECKING:
     "-f",
     "--file",
     type=TextFile(),
-    help="Read texts from a file, one a line; - is standard input, which is also the default.",
+    help="File with one text on each line; - is standard input, which is also the default.",
 )
 @option(
     "--pooling",
     type=OneOf(POOLINGS),
     default=AUTO,
-    help="Take the mean of all tokens, or the last token; auto: what suits the model; none: a "
-    "vector of each token.",
+    help="How the tokens of a text become one vector: their mean, or the last token; auto: as "
+    "the model's files say, else the mean; none: a vector for each token.",
 )
 @option(
     "--parse-special/--no-parse-special",
     default=True,
-    help="Make special tokens of their texts, such as <|im_start|>.",
+    help="Turn the texts of special tokens, such as <|im_start|>, into these tokens.",
 )
-@option("--dimensions", type=int, help="Keep only this many values of a vector [default: all].")
+@option(
+    "--dimensions",
+    type=int,
+    help="Keep only the first values of each vector, this many [default: all].",
+)
 @option("-q", "--quiet", is_flag=True, help="Show no progress bar.")
 def command(**values: Any) -> None:
     """Turn each TEXT into a vector of length 1 with MODEL, and print it as a line of JSON.
@@ -52,9 +56,10 @@ def command(**values: Any) -> None:
     embeddings do this best. A line has `index`, `prompt_tokens` and `embedding`, in the order of
     the texts.
     """
-    texts, origins = _texts(values.pop("texts"), values.pop("file"))
+    texts, position_format = _texts(values.pop("texts"), values.pop("file"))
     params = EmbeddingParams(values.pop("pooling"), values.pop("dimensions"))
-    model, quiet = values.pop("model"), values.pop("quiet")
+    model = values.pop("model")
+    quiet = values.pop("quiet")
     parse_special = values.pop("parse_special")
     options = replace(engine_options(values, model), speculation=SpeculationOptions("off"))
     from twostroke.engine.client import Caller
@@ -65,7 +70,7 @@ def command(**values: Any) -> None:
             encode_text(engine.card, text, field="input", parse_special=parse_special)
             for text in texts
         ]
-        _check_lengths(engine, [len(text_tokens) for text_tokens in tokens], origins)
+        _check_lengths(engine, [len(text_tokens) for text_tokens in tokens], position_format)
         for embedding in engine.client.embed(tokens, params, Caller(prompt_field="input")):
             line = {
                 "index": embedding.index,
@@ -76,33 +81,36 @@ def command(**values: Any) -> None:
 
 
 def _texts(values: Sequence[str], file: str | None) -> tuple[list[str], str]:
-    """Return the texts, and how errors name the place of one, such as "Line {} of -f FILE"."""
-    places = "Text {}" if file is None else "Line {} of -f FILE"
+    """Return the texts, and a format for the position of a text, such as "Line {} of -f FILE"."""
+    position_format = "Text {}" if file is None else "Line {} of -f FILE"
     if values and file is not None:
         raise UsageError("Give texts in quotes or with -f FILE, not both.")
     if not values and file is None and sys.stdin is not None and not sys.stdin.isatty():
-        file, places = read_text("-"), "Line {} of standard input"
+        file, position_format = read_text("-"), "Line {} of standard input"
     texts = list(values) if file is None else _lines(file)
     if not texts:
         raise UsageError("There is no text: give it in quotes, with -f FILE, or on standard input.")
     for number, text in enumerate(texts, 1):
         if not text.strip():
-            place = places.format(number)
-            raise UsageError(f"{place} is empty: each text must have at least one word.")
-    return texts, places
+            position = position_format.format(number)
+            raise UsageError(f"{position} is empty: each text must have at least one word.")
+    return texts, position_format
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of a file; `splitlines` would also end one at U+2028 and its like."""
+    """Return the lines of a text; `str.splitlines` would also split at U+2028 and others."""
     return text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
 
 
-def _check_lengths(engine: Engine, lengths: list[int], places: str) -> None:
-    limit, most = engine.context_length, engine.card.cost.program.context_length
+def _check_lengths(engine: Engine, lengths: list[int], position_format: str) -> None:
+    limit = engine.context_length
+    model_limit = engine.card.cost.program.context_length
     for number, count in enumerate(lengths, 1):
         if count > limit:
-            knob = f", or raise --context-length (up to {most})" if limit < most else ""
+            remedy = (
+                f", or raise --context-length (up to {model_limit})" if limit < model_limit else ""
+            )
             raise ContextLengthError(
-                f"{places.format(number)} has {count} tokens, but there may be {limit}: "
-                f"shorten it{knob}."
+                f"{position_format.format(number)} has {count} tokens, but there may be {limit}: "
+                f"shorten it{remedy}."
             )

@@ -1,4 +1,4 @@
-"""How fast an answer came, and its shares of the machine's limits."""
+"""The speed of an answer, and its shares of the machine's limits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ _DOT = " · "
 
 
 class Figures(Frozen):
-    """One answer's times and rates.
+    """One answer's times and rates; None if there were too few tokens, or a limit is unknown.
 
-    `ttft_s` counts from the arrival of the request. Rates are tokens per second; `mfu` is prefill's
-    share of the arithmetic peak and `mbu` decode's share of the memory bandwidth, from 0 to 1.
-    Figures are None where there were too few tokens to measure, or limits are unknown.
+    Attributes:
+        ttft_s: seconds from the arrival of the request to the first token.
+        prefill_tokens_per_s: prompt tokens per second, without cached tokens.
+        decode_tokens_per_s: tokens per second after the first token.
+        mfu: prefill's share of the machine's arithmetic peak, from 0 to 1.
+        mbu: decode's share of the machine's memory bandwidth, from 0 to 1.
     """
 
     ttft_s: float | None
@@ -31,28 +34,38 @@ class Figures(Frozen):
 
     @classmethod
     def of(
-        cls, usage: Usage, timings: Timings, strokes: PrefillDecodeTotals, hardware: Hardware | None
+        cls,
+        usage: Usage,
+        timings: Timings,
+        phase_totals: PrefillDecodeTotals,
+        hardware: Hardware | None,
     ) -> Figures:
-        """Return the figures of one choice; `strokes` are those of its own steps."""
+        """Return the figures of a completion; `phase_totals` counts the steps of its request."""
         if not usage.completion_tokens:
             return cls(None, None, None, None, None)
         computed = usage.prompt_tokens - usage.cached_tokens
         prefill_s = timings.first_token_s - timings.started_s
         decode_s = timings.last_token_s - timings.first_token_s
-        more = usage.completion_tokens - 1
+        num_decoded = usage.completion_tokens - 1
         return cls(
             ttft_s=timings.ttft_s,
             prefill_tokens_per_s=computed / prefill_s if prefill_s > 0 else None,
-            decode_tokens_per_s=more / decode_s if more > 0 and decode_s > 0 else None,
-            mfu=strokes.prefill.mfu(hardware) if hardware and strokes.prefill.steps else None,
-            mbu=strokes.decode.mbu(hardware) if hardware and strokes.decode.steps else None,
+            decode_tokens_per_s=num_decoded / decode_s
+            if num_decoded > 0 and decode_s > 0
+            else None,
+            mfu=phase_totals.prefill.mfu(hardware)
+            if hardware and phase_totals.prefill.steps
+            else None,
+            mbu=phase_totals.decode.mbu(hardware)
+            if hardware and phase_totals.decode.steps
+            else None,
         )
 
 
 def describe(figures: Figures, usage: Usage, *, notes: tuple[str, ...] = (), width: int = 0) -> str:
-    """Return the line under an answer; `notes` come last.
+    """Return the line below an answer, with `notes` at its end.
 
-    It is folded between its parts if it is wider than `width` columns; 0 for no limit.
+    A line that is wider than `width` columns is folded between its parts; 0 is no limit.
     """
     parts = []
     if figures.ttft_s is not None:
@@ -68,7 +81,7 @@ def describe(figures: Figures, usage: Usage, *, notes: tuple[str, ...] = (), wid
     if usage.cached_tokens:
         parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached")
     if tried := usage.accepted_tokens + usage.rejected_tokens:
-        parts.append(f"{usage.accepted_tokens} of {tried} guessed tokens right")
+        parts.append(f"{usage.accepted_tokens} of {tried} draft tokens accepted")
     lines: list[str] = []
     for part in (*parts, *notes):
         if lines and not 0 < width < len(lines[-1]) + len(part) + len(_DOT):

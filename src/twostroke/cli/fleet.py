@@ -1,4 +1,4 @@
-"""`twostroke fleet`: servers and their router on the machines of a Ray cluster."""
+"""`twostroke fleet`: starts, shows and stops servers and their router on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from twostroke.fleet.cluster.own_ray import OwnRay
     from twostroke.fleet.cluster.spec import FleetSpec
 
-_LOOK_S: Final = 0.25
+_POLL_INTERVAL_S: Final = 0.25
 _HEADINGS: Final = ("MODEL", "REPLICA", "STATE", "REQUESTS", "STARTS", "URL")
-_OURS: Final = {
+_FLEET_OPTIONS: Final = {
     "serve": {"host", "port", "name", "role", "peer-address", "prefill-peer"},
     "route": {"host", "port", "replica", "replicas-file"},
 }
@@ -38,10 +38,10 @@ _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scrip
 
 @click.group("fleet", cls=CommandGroup)
 def command() -> None:
-    """Start, show and end servers and their router on the machines of a Ray cluster.
+    """Start, show and stop servers and their router on the machines of a Ray cluster.
 
-    The cluster is that of RAY_ADDRESS, or one on this machine that is started for its first fleet
-    and ended after its last.
+    RAY_ADDRESS names the cluster. Without it, a cluster on this machine is started for the first
+    fleet and stopped after the last one.
     """
 
 
@@ -50,22 +50,23 @@ def command() -> None:
 @option(
     "--may-grow",
     is_flag=True,
-    help="Ray can add machines: wait for what none has now, instead of refusing it.",
+    help="Ray can add machines: wait for resources that no machine has now, instead of failing.",
 )
 @option(
     "--timeout", "timeout_s", type=float, default=600.0, help="Seconds to wait for all replicas."
 )
 @_as_json
 def up_command(file: Path, may_grow: bool, timeout_s: float, as_json: bool) -> None:
-    """Start the fleet of a YAML FILE, or update it: replicas that change are replaced in turn.
+    """Start or update the fleet that a YAML FILE describes.
 
-    Returns once all replicas answer. See docs/operations/ray.md for the file.
+    Replicas whose options changed are replaced one after another. The command ends when all
+    replicas answer. See docs/operations/ray.md for the file.
     """
     from twostroke.fleet.cluster.spec import read_spec
 
     spec, source = read_spec(file)
     _check_options(spec, source)
-    with _joined(starts=True) as ray:
+    with _joined_cluster(starts=True) as ray:
         lack = None if may_grow else ray.check_room(spec)
         if lack is not None:
             index, text = lack
@@ -88,9 +89,9 @@ def up_command(file: Path, may_grow: bool, timeout_s: float, as_json: bool) -> N
 @click.argument("name", required=False)
 @_as_json
 def status_command(name: str | None, as_json: bool) -> None:
-    """Show the fleet NAME, or the only one, and its replicas."""
-    with _joined() as ray:
-        status = ray.status(_only(ray, name))
+    """Show the fleet NAME and its replicas; NAME may be left out if there is one fleet."""
+    with _joined_cluster() as ray:
+        status = ray.status(_resolve_name(ray, name))
     if as_json:
         click.echo(encode_json(status).decode())
         return
@@ -99,14 +100,14 @@ def status_command(name: str | None, as_json: bool) -> None:
     rows = [
         (
             pool.label,
-            one.name.rsplit("/", 1)[1],
-            _state(one.phase, one.is_current, one.state.url),
-            f"{one.num_running:,}",
-            f"{one.state.num_starts:,}",
-            one.state.url or "-",
+            replica.name.rsplit("/", 1)[1],
+            _state(replica.phase, replica.is_current, replica.state.url),
+            f"{replica.num_running:,}",
+            f"{replica.state.num_starts:,}",
+            replica.state.url or "-",
         )
         for pool in status.pools
-        for one in pool.replicas
+        for replica in pool.replicas
     ]
     show_table([_HEADINGS, *rows], {1, 3, 4})
     for pool in status.pools:
@@ -125,48 +126,52 @@ def status_command(name: str | None, as_json: bool) -> None:
 @command.command("down")
 @click.argument("name", required=False)
 def down_command(name: str | None) -> None:
-    """End the fleet NAME, or the only one, after the answers that it has begun."""
-    with _joined() as ray:
-        name = _only(ray, name)
+    """Stop the fleet NAME after its running answers; NAME may be left out if there is one fleet."""
+    with _joined_cluster() as ray:
+        name = _resolve_name(ray, name)
         ray.down(name)
     click.echo(f"The fleet {name} has ended.", err=True)
 
 
 def _check_options(spec: FleetSpec, source: YamlFile) -> None:
-    """Raise UsageError, with its line, for an option that `serve` or `route` does not have."""
+    """Raise UsageError, with the line of the file, for an unknown option of `serve` or `route`."""
     for index, pool in enumerate(spec.models):
         _check_names("serve", pool.options, ["models", index, "options"], source)
     _check_names("route", spec.router.options, ["router", "options"], source)
 
 
 def _check_names(
-    program: str, options: dict[str, Any], place: list[str | int], source: YamlFile
+    program: str, options: dict[str, Any], path: list[str | int], source: YamlFile
 ) -> None:
     params = importlib.import_module(f"twostroke.cli.{program}").command.params
-    known = sorted(name.lstrip("-") for one in params for name in one.opts if name[:2] == "--")
+    known_flags = sorted(
+        name.lstrip("-") for param in params for name in param.opts if name[:2] == "--"
+    )
     for name in options:
-        if name in _OURS[program]:
-            raise source.at([*place, name], f"the fleet sets --{name} itself.")
-        if name not in known:
-            hint = foreign_hint(name, [f"--{flag}" for flag in known]) or nearest(name, known)
+        if name in _FLEET_OPTIONS[program]:
+            raise source.at([*path, name], f"the fleet sets --{name} itself.")
+        if name not in known_flags:
+            hint = foreign_hint(name, [f"--{flag}" for flag in known_flags]) or nearest(
+                name, known_flags
+            )
             text = f"`twostroke {program}` has no option --{name}.{hint}"
-            raise source.at([*place, name], text)
+            raise source.at([*path, name], text)
 
 
 @contextmanager
-def _joined(*, starts: bool = False) -> Iterator[ModuleType]:
-    """Join the Ray cluster; one that belongs to its fleets ends if none is left."""
+def _joined_cluster(*, starts: bool = False) -> Iterator[ModuleType]:
+    """Connect to the Ray cluster during the block; stop our own cluster if it has no fleet left."""
     from importlib.util import find_spec
 
     if find_spec("ray") is None:
         raise UsageError(f"Fleets need Ray: run {install_command('cluster')}.")
     from twostroke.fleet.cluster.own_ray import OwnRay
 
-    own: OwnRay | None = None
+    own_ray: OwnRay | None = None
     address = env.ray_address()
     if address is None:
-        own = OwnRay()
-        address = own.find() or (own.start() if starts else None)
+        own_ray = OwnRay()
+        address = own_ray.find() or (own_ray.start() if starts else None)
     if address is None:
         raise UnreachableError("No fleet runs here. RAY_ADDRESS names the cluster of another.")
     ray = importlib.import_module("twostroke.fleet.cluster.ray_cluster")  # after its token is known
@@ -179,26 +184,26 @@ def _joined(*, starts: bool = False) -> Iterator[ModuleType]:
             is_empty = not ray.names()
             ray.leave()
     finally:
-        if own is not None and is_empty:
-            own.stop()
+        if own_ray is not None and is_empty:
+            own_ray.stop()
 
 
-def _only(ray: ModuleType, name: str | None) -> str:
-    """Return the fleet that is meant."""
+def _resolve_name(ray: ModuleType, name: str | None) -> str:
+    """Return the name of the fleet: `name`, or the name of the only fleet."""
     names = ray.names()
     if name is None and len(names) == 1:
         return str(names[0])
     if name is None:
-        found = f"Which fleet? There are {', '.join(names)}." if names else "No fleet runs here."
-        raise UnreachableError(found)
+        reason = f"Which fleet? There are {', '.join(names)}." if names else "No fleet runs here."
+        raise UnreachableError(reason)
     if name not in names:
         raise UnreachableError(f"There is no fleet '{name}'.{nearest(name, names)}")
     return name
 
 
 def _wait(ray: ModuleType, spec: FleetSpec, timeout_s: float) -> FleetStatus:
-    """Wait until a fleet is up; say what changes."""
-    until_s, said = time.monotonic() + timeout_s, ""
+    """Wait until all replicas of a fleet are ready, and print the progress."""
+    deadline_s, shown_text = time.monotonic() + timeout_s, ""
     while True:
         status: FleetStatus = ray.status(spec.name)
         if status.is_up:
@@ -207,12 +212,12 @@ def _wait(ray: ModuleType, spec: FleetSpec, timeout_s: float) -> FleetStatus:
             raise UnreachableError(f"A server of the fleet ended: {status.trouble}")
         parts = [f"{pool.label}: {pool.num_ready} of {pool.wanted} ready" for pool in status.pools]
         text = "; ".join(parts)
-        if text and text != said:
-            said = text
+        if text and text != shown_text:
+            shown_text = text
             click.echo(printable(text), err=True)
-        if time.monotonic() > until_s:
-            raise UnreachableError(f"The fleet is not up after {timeout_s:g} s: {said}.")
-        time.sleep(_LOOK_S)
+        if time.monotonic() > deadline_s:
+            raise UnreachableError(f"The fleet is not up after {timeout_s:g} s: {shown_text}.")
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _state(phase: str, is_current: bool, url: str) -> str:

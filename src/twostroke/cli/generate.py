@@ -1,4 +1,4 @@
-"""`twostroke generate`: answer one prompt, as text or as one JSON object."""
+"""`twostroke generate`: answers one prompt, as text or as one JSON object."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import Completion
 
-_HOW = "give one with -p TEXT, -f FILE, or on standard input."
+_HOW_TO_PROMPT = "give one with -p TEXT, -f FILE, or on standard input."
 
 
 @click.command(
@@ -52,29 +52,26 @@ _HOW = "give one with -p TEXT, -f FILE, or on standard input."
 )
 @click.argument("model")
 @click.argument("text", required=False, metavar="[PROMPT]")
-@option(
-    "-p", "--prompt", help="The prompt; - reads it from standard input, which is also the default."
-)
-@option("-f", "--file", type=TextFile(), help="Read the prompt from a file.")
-@option("--system", help="A system message before the prompt.")
-@option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
+@option("-p", "--prompt", help="The prompt; - is standard input, which is also the default.")
+@option("-f", "--file", type=TextFile(), help="File with the prompt.")
+@option("--system", help="System message before the prompt.")
+@option("--raw", is_flag=True, help="Continue the prompt's text, without the chat template.")
 @option(
     "--parse-special/--no-parse-special",
     default=True,
-    help="Make special tokens of their texts, such as <|im_start|>, in a prompt without the chat "
-    "template.",
+    help="Turn the texts of special tokens, such as <|im_start|>, into these tokens in a prompt "
+    "without the chat template.",
 )
 @option(
     "--suffix",
     metavar="TEXT|@FILE",
-    help="Fill in the text between the prompt and this suffix, without the chat template; for "
-    "models of code.",
+    help="Generate the text between the prompt and this suffix, without the chat template; for "
+    "models that can fill in the middle.",
 )
 @option(
     "--prediction",
     type=TextFile(),
-    help="A file that the answer will resemble, such as code that is to be edited: the answer "
-    "comes sooner.",
+    help="File that the answer will resemble, such as code to edit: speeds the answer up.",
 )
 @option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")
 @option("-q", "--quiet", is_flag=True, help="Print the answer and nothing else.")
@@ -86,13 +83,18 @@ def command(**values: Any) -> None:
     with its speed to standard error.
     """
     text = _prompt(values.pop("text"), values.pop("prompt"), values.pop("file"))
-    as_json, quiet = values.pop("as_json"), values.pop("quiet")
-    system, raw, model = values.pop("system"), values.pop("raw"), values.pop("model")
-    prediction, suffix = values.pop("prediction") or "", values.pop("suffix") or ""
+    as_json = values.pop("as_json")
+    quiet = values.pop("quiet")
+    system = values.pop("system")
+    raw = values.pop("raw")
+    model = values.pop("model")
+    prediction = values.pop("prediction") or ""
+    suffix = values.pop("suffix") or ""
     parse_special = values.pop("parse_special")
     if suffix.startswith("@"):
         suffix = read_text(suffix[1:])
-    params, options = sampling_params(values, constraint(values)), engine_options(values, model)
+    params = sampling_params(values, constraint(values))
+    options = engine_options(values, model)
     from twostroke.engine.prompts import to_hints
 
     with open_engine(model, options, quiet=quiet or as_json) as engine:
@@ -100,9 +102,9 @@ def command(**values: Any) -> None:
         tokens, params = _encode(card, text, params, system, suffix, raw=raw)
         hints = to_hints(engine.card, "auto", prediction)
         completion = _run(engine, tokens, params, hints, show=not as_json)
-        strokes = engine.client.loop.snapshot().phases
+        phase_totals = engine.client.loop.snapshot().phases
     if not quiet or as_json:
-        _report(engine, completion, strokes, as_json=as_json)
+        _report(engine, completion, phase_totals, as_json=as_json)
     if completion.schema_miss:
         raise SchemaMissError(
             f"The answer breaks the rule {completion.schema_miss} of the schema, also after it was "
@@ -111,13 +113,15 @@ def command(**values: Any) -> None:
 
 
 def _report(
-    engine: Engine, completion: Completion, strokes: PrefillDecodeTotals, *, as_json: bool
+    engine: Engine, completion: Completion, phase_totals: PrefillDecodeTotals, *, as_json: bool
 ) -> None:
     """Print the answer as one JSON object, or a line with its speed."""
     hardware = engine.limits.above(
-        bytes_per_s=strokes.max_bytes_per_s, flops_per_s=strokes.max_flops_per_s, may_measure=True
+        bytes_per_s=phase_totals.max_bytes_per_s,
+        flops_per_s=phase_totals.max_flops_per_s,
+        may_measure=True,
     )
-    figures = Figures.of(completion.usage, completion.timings, strokes, hardware)
+    figures = Figures.of(completion.usage, completion.timings, phase_totals, hardware)
     if as_json:
         result = {
             "text": completion.text,
@@ -134,17 +138,17 @@ def _report(
 
 
 def _prompt(text: str | None, option: str | None, file: str | None) -> str:
-    """Return the prompt, which is given in one of three ways or on standard input."""
-    values = [source for source in (text, option, file) if source is not None]
-    if len(values) > 1:
+    """Return the prompt: an argument, the option -p, a file, or standard input."""
+    sources = [source for source in (text, option, file) if source is not None]
+    if len(sources) > 1:
         raise UsageError("Give the prompt once: in quotes, with -p TEXT, or with -f FILE.")
     if file is not None:
         return file
-    if values == ["-"] or (not values and sys.stdin is not None and not sys.stdin.isatty()):
+    if sources == ["-"] or (not sources and sys.stdin is not None and not sys.stdin.isatty()):
         return read_text("-")
-    if not values:
-        raise UsageError(f"There is no prompt: {_HOW}")
-    return values[0]
+    if not sources:
+        raise UsageError(f"There is no prompt: {_HOW_TO_PROMPT}")
+    return sources[0]
 
 
 def _encode(
@@ -156,22 +160,24 @@ def _encode(
     *,
     raw: bool,
 ) -> tuple[list[int], SamplingParams]:
-    """Return the prompt's tokens, and `params` with what the way of asking adds to them."""
+    """Return the prompt's tokens, and `params` with the additions of its chat or gap template."""
     from twostroke.engine.prompts import encode_gap, encode_text, encode_turn, ending_gaps
 
     if suffix or raw or card.chat_template is None:
         if system is not None:
-            why = f"{card.name} has none"
-            why = "--suffix is without one" if suffix else "--raw is without one" if raw else why
-            raise UsageError(f"--system needs a chat template, and {why}.")
+            reason = f"{card.name} has none"
+            reason = (
+                "--suffix is without one" if suffix else "--raw is without one" if raw else reason
+            )
+            raise UsageError(f"--system needs a chat template, and {reason}.")
         if suffix:
             return encode_gap(card, text, suffix), ending_gaps(card, params)
         return encode_text(card, text), params
     if card.chat_template.refusal is not None:
-        why = card.chat_template.refusal
-        raise UsageError(f"{card.name} cannot chat: {why} --raw continues a text instead.")
+        reason = card.chat_template.refusal
+        raise UsageError(f"{card.name} cannot chat: {reason} --raw continues a text instead.")
     if not text.strip():
-        raise UsageError(f"The prompt is empty: {_HOW}")
+        raise UsageError(f"The prompt is empty: {_HOW_TO_PROMPT}")
     messages = [{"role": "system", "content": system}] if system is not None else []
     # Files and `echo` end in a newline that is not part of the message.
     message = {"role": "user", "content": text.removesuffix("\n")}
@@ -181,7 +187,7 @@ def _encode(
 def _run(
     engine: Engine, tokens: list[int], params: SamplingParams, hints: Hints, *, show: bool
 ) -> Completion:
-    """Compute the answer; with `show`, print it as it comes."""
+    """Generate the answer; with `show`, print it meanwhile."""
     from twostroke.engine.client import Caller
     from twostroke.engine.output import join
     from twostroke.engine.redraw import EncodedPrompt, with_seed
@@ -198,29 +204,29 @@ def _run(
     except ContextLengthError:
         raise _too_long(engine, len(tokens), params.max_tokens) from None
     finally:
-        if show and outputs:  # also after an answer that was interrupted
+        if show and outputs:  # also after an interrupted answer
             sys.stdout.write("\n")
             sys.stdout.flush()
     return join(outputs)
 
 
 def _too_long(engine: Engine, num_prompt: int, max_tokens: int | None) -> ContextLengthError:
-    """Return the error for a prompt that does not fit, which names options."""
-    limit, most = engine.context_length, engine.card.cost.program.context_length
-    knob = f", or raise --context-length (up to {most})" if limit < most else ""
+    """Return the error about a prompt that does not fit, with the options that help."""
+    limit, model_limit = engine.context_length, engine.card.cost.program.context_length
+    remedy = f", or raise --context-length (up to {model_limit})" if limit < model_limit else ""
     if num_prompt >= limit:
         return ContextLengthError(
             f"The prompt has {num_prompt} tokens, but prompt and answer together may have {limit}: "
-            f"shorten it{knob}."
+            f"shorten it{remedy}."
         )
     return ContextLengthError(
         f"The prompt has {num_prompt} tokens and --max-tokens is {max_tokens}, but prompt and "
-        f"answer together may have {limit}: lower --max-tokens to {limit - num_prompt}{knob}."
+        f"answer together may have {limit}: lower --max-tokens to {limit - num_prompt}{remedy}."
     )
 
 
 def _columns() -> int:
-    """Return how wide standard error is; 0 where it is not a terminal."""
+    """Return the width of standard error in columns; 0 if it is not a terminal."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):

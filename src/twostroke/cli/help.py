@@ -1,4 +1,4 @@
-"""What `--help` shows: options in sections, and values that say what they may be."""
+"""Parts of commands: help with options in sections, and types of values with clear errors."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 _DECIMAL: Final = {letter: 1000**power for power, letter in enumerate(("", *"kmgt"))}
 _BINARY: Final = {f"{letter}i": 1024**power for power, letter in enumerate("kmgt", 1)}
 _UNITS: Final = _DECIMAL | _BINARY
-_MOST: Final = 1 << 20
+_MAX_COUNT: Final = 1 << 20
 _PATHS: Final = {"model", "models", "draft", "heads"}
 _NUMBERS: Final = {"integer": "N", "integer range": "N", "float": "X", "float range": "X"}
 
 
 class CommandGroup(click.Group):
-    """A group of commands that names the nearest to one that it does not have."""
+    """A group of commands; the error about an unknown command names the nearest one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command."""
-        known = self.list_commands(ctx)
-        if args and args[0] not in known and not args[0].startswith("-"):
-            hint = nearest(args[0], known)
-            ctx.fail(f"There is no command '{args[0]}'.{hint} Commands: {', '.join(known)}.")
+        """Find the command that the arguments name."""
+        names = self.list_commands(ctx)
+        if args and args[0] not in names and not args[0].startswith("-"):
+            hint = nearest(args[0], names)
+            ctx.fail(f"There is no command '{args[0]}'.{hint} Commands: {', '.join(names)}.")
         return super().resolve_command(ctx, args)
 
 
 class CommandOption(click.Option):
-    """An option under a heading of the help; its default is shown if it has one."""
+    """An option under a section's heading in the help; a default is shown if there is one."""
 
     def __init__(self, names: Any, section: str = "Options", **attributes: Any) -> None:
-        """Take what `click.Option` takes, and the heading."""
+        """Take the arguments of `click.Option`, and the section."""
         attributes.setdefault("show_default", attributes.get("default") is not None)
         super().__init__(names, **attributes)
         self.section = section
@@ -58,7 +58,7 @@ def option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
 
 def verbose(command: Any) -> Any:
     """Add the option `--verbose`, whose value is `is_verbose`."""
-    text = "Say more about how the model is computed when it is ready."
+    text = "Print more details about the backend when the model is ready."
     return option("-v", "--verbose", "is_verbose", is_flag=True, help=text)(command)
 
 
@@ -66,7 +66,7 @@ class Command(click.Command):
     """A command whose help groups its options by section."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a list of options for each section: the command's own first, then the shared."""
+        """Write a list of options for each section, "Options" first."""
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
         for param in self.get_params(ctx):
             if isinstance(param, click.Option) and (record := param.get_help_record(ctx)):
@@ -76,7 +76,7 @@ class Command(click.Command):
                 formatter.write_dl(records)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, unless a text of its arguments is not UTF-8; paths may be anything."""
+        """Run the command after checking that its texts are UTF-8; paths may be any bytes."""
         for param in self.params:
             value = ctx.params.get(param.name or "")
             if param.type is click.STRING and param.name not in _PATHS:
@@ -86,7 +86,7 @@ class Command(click.Command):
 
 
 class OneOf(click.Choice[str]):
-    """One of a few words; a wrong one is answered with the nearest."""
+    """One of a few words; the error about another word names the nearest one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the word."""
@@ -146,31 +146,31 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
 
     name = "N,N"
 
-    def __init__(self, least: int = 1) -> None:
+    def __init__(self, low: int = 1) -> None:
         """Accept numbers from `least` on."""
-        self._least = least
+        self._low = low
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
         """Return the numbers."""
-        if isinstance(value, tuple):  # a default
+        if isinstance(value, tuple):  # the default
             return value
         words = str(value).split(",")
-        least = self._least
-        if not all(word.strip().isdecimal() and least <= int(word) <= _MOST for word in words):
-            reason = f"'{value}' is not a list of numbers from {least} to {_MOST}, such as 1,16."
+        low = self._low
+        if not all(word.strip().isdecimal() and low <= int(word) <= _MAX_COUNT for word in words):
+            reason = f"'{value}' is not a list of numbers from {low} to {_MAX_COUNT}, such as 1,16."
             self.fail(reason, param, ctx)
         return tuple(map(int, words))
 
 
 class ListOf(click.ParamType):  # type: ignore[type-arg]
-    """Some of a few words, separated by commas, or 'all'."""
+    """Some of a few words, separated by commas, or 'all' of them."""
 
     name = "list"
 
     def __init__(self, words: Callable[[], Sequence[str]]) -> None:
-        """Accept what `words` returns when a value is read."""
+        """Accept the words that `words` returns when a value is read."""
         self._words = words
 
     def convert(
@@ -180,8 +180,8 @@ class ListOf(click.ParamType):  # type: ignore[type-arg]
         words = list(self._words())
         if value == "all":
             return words
-        one = OneOf(words)
-        return [one.convert(word.strip(), param, ctx) for word in str(value).split(",")]
+        word_type = OneOf(words)
+        return [word_type.convert(word.strip(), param, ctx) for word in str(value).split(",")]
 
 
 class ByteSize(click.ParamType):  # type: ignore[type-arg]
@@ -228,7 +228,7 @@ class TextFile(click.ParamType):  # type: ignore[type-arg]
 
 
 def _check_text(text: str, param: click.Parameter) -> None:
-    """Raise UsageError if an argument had bytes that are not UTF-8, which Python escapes."""
+    """Raise UsageError if an argument has bytes that are not UTF-8, which Python escapes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -242,7 +242,7 @@ def read_text(path: str) -> str:
     """Return the text of a file, or of standard input if the path is -.
 
     Raises:
-        UsageError: it cannot be read, or is not UTF-8.
+        UsageError: the file cannot be read, or is not UTF-8.
     """
     source, data = "Standard input" if path == "-" else path, b""
     try:

@@ -1,4 +1,4 @@
-"""`twostroke keys`: make, list, limit and revoke the API keys of a server's records."""
+"""`twostroke keys`: makes, lists, limits and revokes the API keys in a server's records."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _HEAD: Final = (
     *("WEIGHT", "REQUESTS/MIN", "TOKENS/MIN", "PARALLEL"),
 )
 _TIMES: Final = ("CREATED", "EXPIRES", "LAST USED", "STATE")
-_UNITS: Final = {"h": 3600, "d": 86_400}
+_UNIT_SECONDS: Final = {"h": 3600, "d": 86_400}
 _NONE: Final = "none"
 
 
 class ExpiryParam(click.ParamType):  # type: ignore[type-arg]
-    """A moment to come: a time from now, a date or a date and time, in UTC; or none."""
+    """A time in the future: a duration from now, a date or a date and time in UTC; or none."""
 
     name = "when"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float | str:
-        """Return Unix time, or none."""
+        """Return the Unix time, or "none"."""
         text = str(value)
         if text == _NONE:
             return text
-        if found := re.fullmatch(r"(\d{1,5})([hd])", text):
-            return time.time() + int(found[1]) * _UNITS[found[2]]
+        if match := re.fullmatch(r"(\d{1,5})([hd])", text):
+            return time.time() + int(match[1]) * _UNIT_SECONDS[match[2]]
         try:
             moment = datetime.fromisoformat(text)
         except ValueError:
@@ -57,14 +57,14 @@ class ExpiryParam(click.ParamType):  # type: ignore[type-arg]
 
 
 class Classes(click.ParamType):  # type: ignore[type-arg]
-    """Classes of service, with commas between them; or all."""
+    """Classes of service, separated by commas, or all of them."""
 
     name = "classes"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, ...] | str:
-        """Return their names, or none for no limit."""
+        """Return the names of the classes, or "none" for no limit."""
         del param, ctx
         if value == "all" or not isinstance(value, str):
             return _NONE if value == "all" else tuple(value)
@@ -83,72 +83,86 @@ _COUNT: Final = WordOr(_NONE)
 
 
 def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that `add` and `limit` have in common."""
+    """Add the options that `add` and `limit` share."""
     options = [
-        option("--requests-per-minute", type=_COUNT, help="Most requests a minute, or none."),
-        option("--tokens-per-minute", type=_COUNT, help="Most tokens a minute, or none."),
+        option("--requests-per-minute", type=_COUNT, help="Most requests per minute, or none."),
+        option("--tokens-per-minute", type=_COUNT, help="Most tokens per minute, or none."),
         option("--parallel", type=_COUNT, help="Most requests at the same time, or none."),
-        option("--classes", type=Classes(), help="Classes that it may ask for, or all."),
-        option("--weight", type=float, help="Share of the engine under load, beside others."),
-        option("--expires", type=ExpiryParam(), help="90d, 12h, 2027-01-31 (UTC), or none."),
+        option(
+            "--classes",
+            type=Classes(),
+            help="Classes of service that the key may use, such as default,flex, or all.",
+        ),
+        option(
+            "--weight",
+            type=float,
+            help="The key's share of the engine under load, relative to other keys.",
+        ),
+        option(
+            "--expires",
+            type=ExpiryParam(),
+            help="When the key expires: 90d, 12h, 2027-01-31 (UTC), or none.",
+        ),
     ]
-    for one in reversed(options):
-        command = one(command)
+    for add_option in reversed(options):
+        command = add_option(command)
     return command
 
 
 @click.group("keys", cls=CommandGroup)
 def command() -> None:
-    """Make, list, limit and revoke the API keys of a server, which need not run or be restarted."""
+    """Make, list, limit and revoke the API keys of a server, whether it runs or not."""
 
 
 @command.command("add")
 @click.argument("name")
 @_records
-@option("--tenant", help="Whose key it is [default: NAME, a tenant for itself].")
+@option("--tenant", help="The tenant that the key belongs to [default: NAME].")
 @_limits
 @_as_json
 def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **values: Any) -> None:
-    """Make a key called NAME, and print it, once."""
+    """Make a key called NAME, and print it. It cannot be printed again."""
     facts = _facts(Key(tenant="", digest=""), values)
-    is_new, mark = not _is_there(records), kept.had_keys(records)
+    is_new, mark = not _may_exist(records), kept.had_keys(records)
     with ExitStack() as undo:
         with open_database(records, writes=True, creates=True) as db:
             is_first = not kept.newest_change(db)
-            made, text = kept.add(db, name, name if tenant is None else tenant, **facts)
+            new_key, text = kept.add(db, name, name if tenant is None else tenant, **facts)
             keyless = "SELECT count(*) FROM batches WHERE is_open AND tenant = ''"
             [num_keyless] = db.execute(keyless).fetchone() if is_first else [0]
             if not mark.is_there:
                 undo.callback(mark.remove)
-            mark.make()  # if it fails, nobody would have seen the key: none is kept
+            mark.make()  # if this fails, the new key is dropped, since it was not printed
         undo.pop_all()
     if as_json:
-        click.echo(json.dumps(_shown(made, None) | {"key": text}))
+        click.echo(json.dumps(_public_facts(new_key, None) | {"key": text}))
         return
     click.echo(text)
     if num_keyless:
-        what = "batch was" if num_keyless == 1 else "batches were"
-        warning = f"{num_keyless} open {what} made without a key. From now on requests need one:"
+        subject = "batch was" if num_keyless == 1 else "batches were"
+        warning = f"{num_keyless} open {subject} made without a key. From now on requests need one:"
         click.echo(f"{warning} unless TWOSTROKE_API_KEY is set, they are cancelled.", err=True)
-    note = f"Key {made.id} of the tenant {made.tenant}. Store it now: only its digest is kept."
+    note = (
+        f"Key {new_key.id} of the tenant {new_key.tenant}. Store it now: only its digest is kept."
+    )
     click.echo(f"{note} The folder {records} is new." if is_new else note, err=True)
 
 
 @command.command("list")
 @_records
-@option("--all", "has_all", is_flag=True, help="Show revoked keys, too.")
+@option("--all", "has_all", is_flag=True, help="Show revoked keys as well.")
 @_as_json
 def list_command(records: Path, has_all: bool, as_json: bool) -> None:
-    """List the keys, without what only their owners know."""
+    """List the keys: their names and limits, not the secrets."""
     with open_database(records) as db:
         keys = kept.all_keys(db)
-    shown = [(key, used) for key, used in keys if has_all or key.revoked_at is None]
+    listed = [(key, used) for key, used in keys if has_all or key.revoked_at is None]
     if as_json:
-        click.echo(json.dumps([_shown(key, used) for key, used in shown]))
+        click.echo(json.dumps([_public_facts(key, used) for key, used in listed]))
         return
-    if shown:
+    if listed:
         show_table(
-            [(*_HEAD, *_TIMES), *(_row(key, used) for key, used in shown)], right={4, 5, 6, 7}
+            [(*_HEAD, *_TIMES), *(_row(key, used) for key, used in listed)], right={4, 5, 6, 7}
         )
         return
     click.echo("All keys are revoked: servers refuse everybody." if keys else "There are no keys.")
@@ -160,14 +174,14 @@ def list_command(records: Path, has_all: bool, as_json: bool) -> None:
 @_limits
 @_as_json
 def limit_command(key: str, records: Path, as_json: bool, **values: Any) -> None:
-    """Change the limits of KEY, an id or a name."""
+    """Change the limits of KEY, which is an id or a name."""
     if all(value is None for value in values.values()):
         raise UsageError("Give at least one limit to change, such as --requests-per-minute 60.")
     with open_database(records, writes=True) as db:
         old = kept.find(db, key)
         new = kept.change(db, old, **_facts(old, values))
     if as_json:
-        click.echo(json.dumps(_shown(new, None)))
+        click.echo(json.dumps(_public_facts(new, None)))
     else:
         show_table([_HEAD, _row(new, None)[: len(_HEAD)]], right={4, 5, 6, 7})
 
@@ -177,24 +191,28 @@ def limit_command(key: str, records: Path, as_json: bool, **values: Any) -> None
 @_records
 @_as_json
 def revoke_command(key: str, records: Path, as_json: bool) -> None:
-    """Refuse KEY, an id or a name, for good."""
+    """Revoke KEY, which is an id or a name, for ever."""
     with open_database(records, writes=True) as db:
-        gone = kept.change(db, kept.find(db, key), revoked_at=time.time())
+        revoked = kept.change(db, kept.find(db, key), revoked_at=time.time())
     if as_json:
-        click.echo(json.dumps(_shown(gone, None)))
+        click.echo(json.dumps(_public_facts(revoked, None)))
     else:
-        click.echo(f"Revoked {gone.id} ({gone.name}): servers refuse it within a second.")
+        click.echo(f"Revoked {revoked.id} ({revoked.name}): servers refuse it within a second.")
 
 
-def _is_there(path: Path) -> bool:
+def _may_exist(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # what is wrong is said where it is used
+    except OSError:  # reported when the path is used
         return True
 
 
 def _facts(key: Key, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a key that options change; raises UsageError."""
+    """Return the fields of a key that the options change.
+
+    Raises:
+        UsageError: a limit is 0 or out of range.
+    """
     named = {name: value for name, value in values.items() if value is not None}
     values = {name: None if value == _NONE else value for name, value in named.items()}
     facts: dict[str, Any] = {}
@@ -217,8 +235,8 @@ def _facts(key: Key, values: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(error.sentence(lambda field: f"--{field.replace('_', '-')}")) from None
 
 
-def _shown(key: Key, last_used: int | None) -> dict[str, Any]:
-    """Return the facts of a key for programs, without its digest."""
+def _public_facts(key: Key, last_used: int | None) -> dict[str, Any]:
+    """Return the fields of a key as --json prints them, without its digest."""
     facts = asdict(key) | {"limits": asdict(key.limits), "last_used": last_used}
     del facts["digest"]
     return facts | {"state": key.state}
@@ -227,9 +245,9 @@ def _shown(key: Key, last_used: int | None) -> dict[str, Any]:
 def _row(key: Key, last_used: int | None) -> tuple[str, ...]:
     limits = [getattr(key.limits, name) for name in KeyLimits.__struct_fields__]
     times = (key.created_at, key.expires_at, last_used)
-    counts = ("-" if one is None else f"{one:,}" for one in limits)
-    own = (key.id, key.name, key.tenant, ",".join(key.classes or ("all",)), f"{key.weight:g}")
-    return (*own, *counts, *map(_day, times), key.state)
+    counts = ("-" if limit is None else f"{limit:,}" for limit in limits)
+    identity = (key.id, key.name, key.tenant, ",".join(key.classes or ("all",)), f"{key.weight:g}")
+    return (*identity, *counts, *map(_day, times), key.state)
 
 
 def _day(at_s: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The options of `serve` and `route` about their address and their clients, and what both do."""
+"""The options of `serve` and `route` about logs and records, and their messages."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ProcessOptions(OptionStruct):
 
 @contextmanager
 def open_records(path: Path | None) -> Iterator[Records | None]:
-    """Open the records before the model is loaded, so that a fault is reported at once."""
+    """Open the records, if there is a folder; close them after the block."""
     if path is None:
         yield None
         return
@@ -79,7 +79,7 @@ def open_records(path: Path | None) -> Iterator[Records | None]:
 
 
 def say_stop(num_running: int, *, form: str) -> None:
-    """Say that the server stops, once the running answers are out."""
+    """Print or log that the server stops after its running answers."""
     text = "Stopping."
     if num_running:
         answers = "1 running answer" if num_running == 1 else f"{num_running} running answers"
@@ -91,6 +91,6 @@ def say_stop(num_running: int, *, form: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Print to standard error; a log on a full disk must not stop the server."""
+    """Print to standard error; a failure, such as a full disk, is ignored."""
     with suppress(OSError):
         click.echo(text, err=True)

@@ -1,4 +1,4 @@
-"""Markdown on the terminal while it is being generated."""
+"""Prints Markdown on the terminal while it is generated."""
 
 from __future__ import annotations
 
@@ -20,66 +20,68 @@ if TYPE_CHECKING:
 
     from rich.console import Console, ConsoleOptions, RenderResult
 
-_MAX_WIDTH = 100  # longer lines are hard to read
-_REDRAW_S = 0.05
-_MAX_SHARE = 0.1  # of the time that drawing may take from the engine
+_MAX_COLUMNS = 100  # longer lines are hard to read
+_MIN_REDRAW_INTERVAL_S = 0.05
+_MAX_DRAWING_RATIO = 0.1  # of the time, so that drawing takes little from the engine
 
 
 class MarkdownStream:
-    """Prints Markdown as it comes.
+    """Prints Markdown while its text arrives.
 
-    Complete blocks (paragraphs, lists, fenced code) are printed once and scroll away. Of the last
-    block, which still grows, as many lines are shown as fit on the screen.
+    Complete blocks (paragraphs, lists, fenced code) are printed once, and scroll away. The last
+    block is redrawn as it grows; the screen shows its last lines.
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        """Write to `console`."""
+        """Print to `console`."""
         self._console = console
         self._clock = clock
         self._parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
-        self._parser.disable("reference")  # which would hide its text
+        self._parser.disable("reference")  # a link definition would be hidden
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._pending = ""
         self._is_first = True
         self._next_draw_s = 0.0
 
     def __enter__(self) -> Self:
-        """Show that an answer is coming."""
+        """Show a placeholder until text arrives."""
         self._live.start()
         self._live.update(Text("…"), refresh=True)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Print what is left."""
+        """Print the last block."""
         blocks, self._pending = self._blocks(self._pending), ""
         self._print(blocks)
         self._live.update(Text(), refresh=True)
         self._live.stop()
 
     def feed(self, text: str) -> None:
-        """Show more text."""
+        """Add text, and redraw the growing block."""
         self._pending += printable(text)
-        began_s = self._clock()
-        if began_s < self._next_draw_s:
+        started_s = self._clock()
+        if started_s < self._next_draw_s:
             return
-        whole, _, rest = self._pending.rpartition("\n")  # half a line may still become anything
-        *complete, growing = self._blocks(whole) or [""]
+        complete_lines, _, rest = self._pending.rpartition(
+            "\n"
+        )  # an incomplete line may change the block
+        *complete, growing = self._blocks(complete_lines) or [""]
         self._pending = f"{growing}\n{rest}" if growing else rest
         self._print(complete)
         tail = self._lines(self._pending)[-max(1, self._console.height - 2) :]
         self._live.update(_joined(tail), refresh=True)
-        took_s = self._clock() - began_s
-        self._next_draw_s = began_s + max(_REDRAW_S, took_s / _MAX_SHARE)
+        elapsed_s = self._clock() - started_s
+        self._next_draw_s = started_s + max(_MIN_REDRAW_INTERVAL_S, elapsed_s / _MAX_DRAWING_RATIO)
 
     def _blocks(self, text: str) -> list[str]:
-        """Return the texts of the top-level blocks: a paragraph, a whole list, a fence."""
+        """Return the texts of the top-level blocks, such as a paragraph, a list or fenced code."""
         lines = text.split("\n")
         tokens = self._parser.parse(text)
         starts = [token.map[0] for token in tokens if token.level == 0 and token.map is not None]
         return ["\n".join(lines[start:end]) for start, end in pairwise([*starts, len(lines)])]
 
     def _print(self, blocks: list[str]) -> None:
-        """Print blocks for good, with an empty line between them."""
+        """Print finished blocks, with an empty line between them."""
         for lines in filter(None, map(self._lines, blocks)):
             if not self._is_first:
                 self._console.print()
@@ -87,13 +89,13 @@ class MarkdownStream:
             self._is_first = False
 
     def _lines(self, text: str) -> list[list[Segment]]:
-        """Return Markdown as lines for the screen, without empty ones at both ends."""
+        """Return Markdown as lines of the screen, without empty lines at both ends."""
         options = self._console.options.update(
-            width=min(self._console.width, _MAX_WIDTH), height=None
+            width=min(self._console.width, _MAX_COLUMNS), height=None
         )
         markdown = _Markdown(self._parser, text)
         lines = self._console.render_lines(markdown, options, pad=False)
-        filled = [place for place, line in enumerate(lines) if _text(line)]
+        filled = [index for index, line in enumerate(lines) if _text(line)]
         return lines[filled[0] : filled[-1] + 1] if filled else []
 
 
@@ -106,7 +108,7 @@ def _text(line: list[Segment]) -> str:
 
 
 class _Code(CodeBlock):
-    """Code without a frame, so that it can be copied, on the terminal's background."""
+    """A code block without a frame, which can be copied, on the terminal's background."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         del console, options
@@ -117,7 +119,7 @@ class _Code(CodeBlock):
 
 
 class _Title(Heading):
-    """A heading at the left, whatever its level."""
+    """A heading that is aligned left at every level."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         del console, options
@@ -126,7 +128,7 @@ class _Title(Heading):
 
 
 class _Markdown(Markdown):
-    """Markdown as a chat needs it: line breaks are kept, HTML is text."""
+    """Markdown for chats: line breaks are kept, and HTML is shown as text."""
 
     elements: ClassVar = {
         **Markdown.elements,

@@ -1,4 +1,4 @@
-"""`twostroke models`: list, show, verify, remove and clean up models."""
+"""`twostroke models`: lists, shows, verifies, removes and cleans up models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _HEAD = ("NAME", "FAMILY", "FORMAT", "SIZE", "LICENCE", "LAST USED", "GOOD FOR")
 _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
-_yes = option("--yes", "-y", is_flag=True, help="Do not ask.")
+_yes = option("--yes", "-y", is_flag=True, help="Delete without asking.")
 
 
 @click.group("models", cls=CommandGroup, invoke_without_command=True)
@@ -40,15 +40,19 @@ def command(ctx: click.Context, as_json: bool) -> None:
 @command.command("list")
 @_as_json
 def list_command(as_json: bool) -> None:
-    """List the models in the cache, and those with a short name that can be fetched."""
+    """List the models in the cache, and the models that can be fetched by a short name."""
     records = fetch.list_models()
     if as_json:
-        _print_json([_facts(one) for one in records])
+        _print_json([_facts(record) for record in records])
         return
-    here = [one for one in records if one.is_here]
-    rows = [_HEAD, *map(_row, here), *(_row(one) for one in records if not one.is_here)]
+    cached_records = [record for record in records if record.is_here]
+    rows = [
+        _HEAD,
+        *map(_row, cached_records),
+        *(_row(record) for record in records if not record.is_here),
+    ]
     show_table(rows, right={_HEAD.index("SIZE")})
-    total = megabytes(sum(one.num_bytes for one in here))
+    total = megabytes(sum(record.num_bytes for record in cached_records))
     click.echo(f"The models here take {total}. 'twostroke models show NAME' shows where one is.")
     click.echo("'twostroke pull NAME' fetches one, 'twostroke pull hf:OWNER/REPO' one of the hub.")
 
@@ -78,7 +82,7 @@ def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> 
     """Compare the files of MODEL with their checksums."""
     if everything == bool(models):
         raise UsageError("Name the models to verify, or give --all.")
-    names = models or [one.name for one in fetch.list_models() if one.is_partly_here]
+    names = models or [record.name for record in fetch.list_models() if record.is_partly_here]
     faults: dict[str, TwostrokeError] = {}
     for name in names:
         try:
@@ -104,8 +108,8 @@ def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> 
 @_yes
 @_as_json
 def remove_command(models: tuple[str, ...], yes: bool, as_json: bool) -> None:
-    """Delete MODEL from the cache; asks first, and in scripts needs --yes."""
-    total = sum(one.num_bytes for one in map(fetch.find, models) if one.is_here)
+    """Delete MODEL from the cache, after asking; scripts need --yes."""
+    total = sum(record.num_bytes for record in map(fetch.find, models) if record.is_here)
     if total and not yes:
         _confirm(f"{', '.join(models)} ({megabytes(total)})")
     freed = {name: fetch.remove(name) for name in models}
@@ -119,27 +123,33 @@ def remove_command(models: tuple[str, ...], yes: bool, as_json: bool) -> None:
 
 @command.command("clean")
 @option("--partial", is_flag=True, help="Delete unfinished downloads; this is the default.")
-@option("--unused", type=float, metavar="DAYS", help="Delete models not used for DAYS.")
+@option(
+    "--unused", type=float, metavar="DAYS", help="Delete models that were not used for DAYS days."
+)
 @_yes
 @_as_json
 def clean_command(partial: bool, unused: float | None, yes: bool, as_json: bool) -> None:
-    """Delete unfinished downloads, or unused models; asks first."""
-    old = [] if unused is None else fetch.unused(unused)
-    left = fetch.leftovers() if partial or unused is None else []
-    if left or old:
-        total = _show_waste(left, old)
+    """Delete unfinished downloads or unused models, after asking; scripts need --yes."""
+    unused_records = [] if unused is None else fetch.unused(unused)
+    unfinished = fetch.leftovers() if partial or unused is None else []
+    if unfinished or unused_records:
+        total = _show_waste(unfinished, unused_records)
         if not yes:
             _confirm(f"these {megabytes(total)}")
-    freed = sum(one.num_bytes for one in left)
-    for leftover in left:
+    freed = sum(one.num_bytes for one in unfinished)
+    for leftover in unfinished:
         fetch.drop(leftover)
-    freed += sum(fetch.remove(one.name) for one in old)
+    freed += sum(fetch.remove(one.name) for one in unused_records)
     fetch.forget_missing()
     if as_json:
-        removed = [str(one.path) for one in left] + [one.name for one in old]
+        removed = [str(one.path) for one in unfinished] + [one.name for one in unused_records]
         _print_json({"removed": removed, "freed_bytes": freed})
     else:
-        click.echo(f"{megabytes(freed)} freed." if left or old else "There is nothing to clean.")
+        click.echo(
+            f"{megabytes(freed)} freed."
+            if unfinished or unused_records
+            else "There is nothing to clean."
+        )
 
 
 _ALIASES = {"rm": remove_command, "pull": pull.command}
@@ -149,49 +159,51 @@ for _alias, _original in _ALIASES.items():
     command.add_command(_hidden, _alias)
 
 
-def _show_waste(left: Sequence[Leftover], old: Sequence[ModelRecord]) -> int:
-    """Show what would be deleted; return its bytes."""
-    rows = [(one.num_bytes, f"{one.path} (an unfinished download)") for one in left]
-    rows += [(one.num_bytes, f"{one.name}, last used {_ago(one.last_used)}") for one in old]
+def _show_waste(unfinished: Sequence[Leftover], unused_records: Sequence[ModelRecord]) -> int:
+    """Print the files that would be deleted; return their size in bytes."""
+    rows = [(one.num_bytes, f"{one.path} (an unfinished download)") for one in unfinished]
+    rows += [
+        (one.num_bytes, f"{one.name}, last used {_ago(one.last_used)}") for one in unused_records
+    ]
     for size, text in rows:
         click.echo(printable(f"{megabytes(size):>10}  {text}"), err=True)
     return sum(size for size, _ in rows)
 
 
-def _confirm(what: str) -> None:
-    """Ask whether to delete something; a script must say --yes."""
+def _confirm(description: str) -> None:
+    """Ask whether to delete something; without a terminal, raise UsageError."""
     if not sys.stdin.isatty():
-        raise UsageError(f"This would delete {what}: confirm it with --yes.")
-    click.confirm(f"Delete {what}?", abort=True, err=True)
+        raise UsageError(f"This would delete {description}: confirm it with --yes.")
+    click.confirm(f"Delete {description}?", abort=True, err=True)
 
 
-def _facts(one: ModelRecord) -> dict[str, Any]:
+def _facts(record: ModelRecord) -> dict[str, Any]:
     return {
-        "name": one.name,
-        "title": one.title,
-        "good_for": one.good_for,
-        "family": one.family,
-        "file_bytes": one.num_bytes,
-        "licence": one.licence,
-        "source": list(one.source),
-        "path": str(one.path) if one.is_here else None,
-        "last_used": one.last_used if one.is_here else None,
-        "format": one.number_format,
-        "runs": _runs(one),
+        "name": record.name,
+        "title": record.title,
+        "good_for": record.good_for,
+        "family": record.family,
+        "file_bytes": record.num_bytes,
+        "licence": record.licence,
+        "source": list(record.source),
+        "path": str(record.path) if record.is_here else None,
+        "last_used": record.last_used if record.is_here else None,
+        "format": record.number_format,
+        "runs": _runs(record),
     }
 
 
-def _runs(one: ModelRecord) -> bool:
-    return one.family is None or one.family in ARCHITECTURES
+def _runs(record: ModelRecord) -> bool:
+    return record.family is None or record.family in ARCHITECTURES
 
 
-def _row(one: ModelRecord) -> tuple[str, ...]:
-    used = _ago(one.last_used) if one.is_here else "not here"
-    used = used if _runs(one) else "not supported yet"
-    licence = (one.licence or "unknown").split(" (")[0]
-    size = megabytes(one.num_bytes)
-    format_ = one.number_format or "?"
-    return (one.name, one.family or "?", format_, size, licence, used, one.good_for or "")
+def _row(record: ModelRecord) -> tuple[str, ...]:
+    used = _ago(record.last_used) if record.is_here else "not here"
+    used = used if _runs(record) else "not supported yet"
+    licence = (record.licence or "unknown").split(" (")[0]
+    size = megabytes(record.num_bytes)
+    format_ = record.number_format or "?"
+    return (record.name, record.family or "?", format_, size, licence, used, record.good_for or "")
 
 
 def _print_json(value: object) -> None:

@@ -1,4 +1,8 @@
-"""The options that several commands share, by section, and what they are turned into."""
+"""Options that several commands share, made from the declarations of `core/option_schema.py`.
+
+`click_params` makes the options of the command line from a struct, and `take` makes the struct from
+their values.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +60,18 @@ _form = partial(CommandOption, section="Form of the answer")
 
 # The options that `constraint` reads.
 CONSTRAINT_PARAMS: Final = [
-    _form(["--json-schema"], type=TextFile(), help="JSON that follows the schema in this file."),
-    _form(["--regex"], help="A text that matches this regular expression as a whole."),
-    _form(["--choice"], multiple=True, help="One of the given texts; repeat for each."),
-    _form(["--grammar"], type=TextFile(), help="A text of the grammar in this file: Lark or GBNF."),
+    _form(
+        ["--json-schema"],
+        type=TextFile(),
+        help="Answer with JSON that follows the JSON Schema in this file.",
+    ),
+    _form(["--regex"], help="Answer with a text that matches this regular expression."),
+    _form(["--choice"], multiple=True, help="Answer with one of these texts; repeatable."),
+    _form(
+        ["--grammar"],
+        type=TextFile(),
+        help="Answer with a text of the Lark or GBNF grammar in this file.",
+    ),
 ]
 _TEMPLATE_FILE: Final = CommandOption(
     ["--chat-template-file"],
@@ -139,7 +151,7 @@ def _click_type(field: OptionField) -> Any:
     if declared.form == "path":
         return click.Path(path_type=Path)
     if field.item_type is int:
-        return Counts(least=0)
+        return Counts(low=0)
     words = [choice for choice in declared.choices if isinstance(choice, str)]
     if words and field.number_type is not None:
         return WordOr(words[0])
@@ -171,8 +183,9 @@ def speculation_params(draft: str = NO_DRAFT) -> list[CommandOption]:
 def engine_options(values: dict[str, Any], model: str) -> EngineOptions:
     """Take the options of an engine for `model` out of `values` and build them.
 
-    An option has the name of the field that it sets; what a command does not offer stays as it is.
-    If a launcher has made this process another rank than 0, it is that rank, and exits in the end.
+    Options that the command does not offer have their defaults.
+    If a launcher has started this process as a rank other than 0, this call runs the rank, and
+    exits when the rank ends.
     """
     draft = values.get("draft")
     if draft is not None and draft.lower() in {NO_DRAFT, PARTNER}:
@@ -201,7 +214,7 @@ def engine_options(values: dict[str, Any], model: str) -> EngineOptions:
 
 
 def _chat_template(values: dict[str, Any]) -> str | None:
-    """Take the options of `TEMPLATE_PARAMS` out of `values`; return the template or its name."""
+    """Remove the options of `TEMPLATE_PARAMS` from `values`; return the template or its name."""
     named: str | None = values.pop("chat_template", None)
     text: str | None = values.pop("chat_template_file", None)
     if named is None or text is not None:
@@ -216,12 +229,12 @@ def _chat_template(values: dict[str, Any]) -> str | None:
 
 
 def sampling_params(values: dict[str, Any], constraint: Constraint | None = None) -> SamplingParams:
-    """Take the sampling options out of `values` and build them."""
+    """Remove the sampling options from `values`, and return them as a struct."""
     return take(SamplingParams, values, constraint=constraint)
 
 
 def constraint(values: dict[str, Any]) -> Constraint | None:
-    """Take the options of `CONSTRAINT_PARAMS` out of `values`; return their constraint, if any.
+    """Remove the options of `CONSTRAINT_PARAMS` from `values`; return the constraint, if any.
 
     Raises:
         UsageError: more than one constraint was given.
@@ -237,16 +250,16 @@ def constraint(values: dict[str, Any]) -> Constraint | None:
 
 
 def is_given(name: str) -> bool:
-    """Whether an option stands on the command line."""
+    """Whether an option was given on the command line."""
     source = click.get_current_context().get_parameter_source(name)
     return source is ParameterSource.COMMANDLINE
 
 
 def check_effect(name: str, other: str, *, has_effect: bool, value: str = "") -> None:
-    """Refuse an option that is given without `other` (with `value`), on which its effect depends.
+    """Check that an option that was given has an effect.
 
     Raises:
-        UsageError: it has no effect.
+        UsageError: the option has no effect without `other`, or without its value `value`.
     """
     if is_given(name) and not has_effect:
         reason = f"has no effect without {{other}}{value and ' '}{value}: add that, or leave "
@@ -254,13 +267,13 @@ def check_effect(name: str, other: str, *, has_effect: bool, value: str = "") ->
 
 
 def check_batching(policy: str, *, is_server: bool = False) -> None:
-    """Refuse options of a batching policy that is not chosen.
+    """Check that the options of batching fit the policy.
 
-    A server starts a static batch that is not full after `--max-wait`; other commands know when no
-    more requests come.
+    `--max-wait` also applies to static batches of a server; other commands know when no more
+    requests come.
 
     Raises:
-        UsageError: one has no effect.
+        UsageError: an option has no effect with this policy.
     """
     has_wait = policy == "dynamic" or (is_server and policy == "static")
     check_effect("batch_size", "policy", has_effect=policy != "continuous", value="dynamic")
@@ -268,27 +281,27 @@ def check_batching(policy: str, *, is_server: bool = False) -> None:
 
 
 @contextmanager
-def needing_torch(what: str) -> Iterator[None]:
-    """Raise BackendError if an import in the block fails because there is no PyTorch."""
+def needing_torch(feature: str) -> Iterator[None]:
+    """Raise BackendError if an import in the block fails because PyTorch is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise BackendError(f"{what} needs PyTorch: {install_command('train')}.") from None
+        raise BackendError(f"{feature} needs PyTorch: {install_command('train')}.") from None
 
 
 def file_option(suffixes: tuple[str, ...]) -> dict[str, Any]:
-    """Return the type and the placeholder of an option that takes such a file."""
+    """Return the type and the placeholder of an option for a file with one of the suffixes."""
     kind = click.Path(path_type=Path, dir_okay=False, writable=True)
-    return {"type": kind, "metavar": "|".join(f"FILE{one}" for one in suffixes)}
+    return {"type": kind, "metavar": "|".join(f"FILE{suffix}" for suffix in suffixes)}
 
 
 def check_file(path: Path | None, field: str, suffixes: tuple[str, ...]) -> None:
-    """Refuse a file that could not be written.
+    """Check that a drawing can be written, before the work for it.
 
     Raises:
-        UsageError: its suffix is another, its folder is missing, or matplotlib is.
+        UsageError: the suffix is not one of `suffixes`, or the folder or matplotlib is missing.
     """
     if path is None:
         return
@@ -302,7 +315,7 @@ def check_file(path: Path | None, field: str, suffixes: tuple[str, ...]) -> None
 
 
 def check_folder(path: Path, field: str) -> None:
-    """Raise UsageError if a file's folder is missing."""
+    """Raise UsageError if the folder of a file does not exist."""
     if not path.absolute().parent.is_dir():
         reason = "is in a folder that does not exist: '{value}'."
         raise UsageError(reason, field=field, value=path.parent)

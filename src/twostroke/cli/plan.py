@@ -1,4 +1,4 @@
-"""`twostroke plan`: what a model could do on a device, what it needs and what it costs."""
+"""`twostroke plan`: predicts the speed, memory and costs of a model on a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 from twostroke.cli.help import Command, option
 from twostroke.cli.options import PLOT_SUFFIXES, check_effect, check_file, file_option, is_given
 from twostroke.cli.planning import (
-    HERE,
+    THIS_MACHINE,
     check_threads,
     kv_format_option,
     objective_options,
@@ -40,18 +40,21 @@ ALL: Final = "all"  # the devices of the table
     "--on",
     "device",
     multiple=True,
-    default=(HERE,),
-    show_default=HERE,
-    help="A device of the table such as H100-SXM, a .toml file that describes one, or this "
-    "machine, measured. Several, or `all` of the table, are ranked.",
+    default=(THIS_MACHINE,),
+    show_default=THIS_MACHINE,
+    help="Device: a name of the table, such as H100-SXM, a .toml file that describes one, or "
+    "`here`, this machine as measured; repeatable. Several devices, or `all` of the table, are "
+    "ranked.",
 )
-@option("--devices", "count", default=1, help="Devices that divide each layer.")
+@option("--devices", "count", default=1, help="Number of devices that divide each layer.")
 @threads_option
 @weights_option
 @kv_format_option
 @option("--prompt", default=1024, help="Tokens of a request's prompt.")
-@option("--output", default=256, help="Tokens of its answer.")
-@option("--cached", default=0.0, help="Share of the prompt that the prefix cache has.")
+@option("--output", default=256, help="Tokens of a request's answer.")
+@option(
+    "--cached", default=0.0, help="Share of the prompt that is in the prefix cache, from 0 to 1."
+)
 @option(
     "--streams",
     type=int,
@@ -62,7 +65,7 @@ ALL: Final = "all"  # the devices of the table
     "--users",
     type=int,
     metavar="N",
-    help="People or programs who each ask, wait for the answer, think, and ask again.",
+    help="Number of users who each send a request, wait for the answer, think, and send another.",
 )
 @option(
     "--think",
@@ -74,8 +77,8 @@ ALL: Final = "all"  # the devices of the table
 @option(
     "--token-budget",
     type=int,
-    help="Most tokens of a step; longer prompts are read in chunks [default: 256 here, as serve; "
-    "2048 elsewhere].",
+    help="Most tokens of a step; longer prompts are prefilled in chunks [default: 256 on this "
+    "machine, as `serve` uses; 2048 elsewhere].",
 )
 @objective_options()
 @share_options(1.0, 1.0)
@@ -83,24 +86,25 @@ ALL: Final = "all"  # the devices of the table
 @option(
     "--calibrate",
     is_flag=True,
-    help="First measure steps of MODEL on this machine (minutes); later plans use them, too.",
+    help="First measure steps of MODEL on this machine, which takes minutes; later plans also use "
+    "them.",
 )
 @option(
     "--server",
     metavar="URL",
-    help="With --calibrate: watch this server of MODEL on this machine for half a minute instead, "
-    "while it serves its load. The key in TWOSTROKE_API_KEY is sent.",
+    help="With --calibrate: measure the steps of this server of MODEL on this machine for half a "
+    "minute, while it serves requests. The key in TWOSTROKE_API_KEY is sent to it.",
 )
 @option(
     "--plot",
     **file_option(PLOT_SUFFIXES),
-    help="Draw both strokes under the roofline, and latency against throughput (needs "
-    "the extra [plots]).",
+    help="Draw prefill and decode under the roofline, and latency against throughput (needs the "
+    "extra [plots]).",
 )
 @option(
     "--html",
     **file_option((".html",)),
-    help="Write a report of one page, with the plots and each formula (needs the extra [plots]).",
+    help="Write a report of one page with the plots and each formula (needs the extra [plots]).",
 )
 @option("--explain", "explained", is_flag=True, help="Print each formula with its numbers.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -118,12 +122,12 @@ def command(
     html: Path | None,
     **values: Any,
 ) -> None:
-    """Show what MODEL could do on a device: memory, both strokes, batch sizes, costs.
+    """Predict memory, prefill, decode, batch sizes and costs of MODEL on a device.
 
-    MODEL is a name, a GGUF file, or a config.json (or its folder), whose weights need not be here.
-    With --mfu 1 and --mbu 1 times are limits that no engine passes. On this machine they are
-    corrected by measured steps of MODEL (--calibrate), or else of another model, if neither is
-    given. The exit code is 9 if what is asked cannot be.
+    MODEL is a name, a GGUF file, or a config.json or its folder; the weights are not needed. With
+    --mfu 1 and --mbu 1 the times are limits that no engine exceeds. On this machine, if neither
+    option is given, times are corrected by measured steps of MODEL (--calibrate), or of another
+    model. The exit code is 9 if the model does not fit or an objective cannot be met.
     """
     from twostroke.lab import planner
     from twostroke.lab.planner.words import verdict
@@ -142,7 +146,7 @@ def command(
         return
     [name] = names
     check_threads(name)
-    _check_calibration(server, num_threads, calibrate=calibrate, is_here=name == HERE)
+    _check_calibration(server, num_threads, calibrate=calibrate, is_here=name == THIS_MACHINE)
     if calibrate:
         num_threads = _calibrate(planned, model, server, num_threads)
         plan_options = _PlanOptions(weights, num_threads, plan_options.question)
@@ -158,7 +162,7 @@ def command(
 
 
 class _PlanOptions(NamedTuple):
-    """Options of the command line that hold for each device."""
+    """Options of the command line that apply to each device."""
 
     weights: str | None
     num_threads: int | None
@@ -166,7 +170,7 @@ class _PlanOptions(NamedTuple):
 
 
 def _device_names(names: tuple[str, ...]) -> list[str]:
-    """Return each named device once; `all` names the devices of the table with a known memory."""
+    """Return each named device once; `all` is every device of the table with a known memory."""
     from twostroke.lab.planner.devices import known_devices
 
     in_table = [name for name, device in known_devices().items() if device.memory_bytes]
@@ -177,10 +181,10 @@ def _device_names(names: tuple[str, ...]) -> list[str]:
 
 
 def _plan(planned: PlannedModel, name: str, options: _PlanOptions) -> Plan:
-    """Return the plan for one device: this machine as measured, or one of the table or a file."""
+    """Return the plan for this machine as measured, or for a device of the table or a file."""
     from twostroke.lab import planner
 
-    is_here = name == HERE
+    is_here = name == THIS_MACHINE
     defaults: dict[str, Any] = {
         "token_budget": planner.default_token_budget(is_here=is_here),
         "kv_format": planner.default_kv_format(is_here=is_here),
@@ -193,14 +197,16 @@ def _plan(planned: PlannedModel, name: str, options: _PlanOptions) -> Plan:
     has_shares = is_given("mfu") or is_given("mbu")
     calibration = None
     if not has_shares:
-        calibration = _known(planned, options.num_threads) or planner.reference_steps(machine)
+        calibration = _load_calibration(planned, options.num_threads) or planner.reference_steps(
+            machine
+        )
     return planner.make_plan(model, machine, question, calibration)
 
 
 def _check_for_several(
     plot: Path | None, html: Path | None, *, calibrate: bool, explained: bool
 ) -> None:
-    """Refuse the options that are about one device."""
+    """Raise UsageError for options that apply to one device only."""
     options = {
         "plot": plot is not None,
         "html": html is not None,
@@ -217,7 +223,7 @@ def _check_for_several(
 def _check_calibration(
     server: str | None, num_threads: int | None, *, calibrate: bool, is_here: bool
 ) -> None:
-    """Refuse options that have no effect on measured steps, or none without them."""
+    """Raise UsageError for options that have no effect with, or without, --calibrate."""
     if calibrate and not is_here:
         reason = "measures this machine: leave {on} out."
         raise UsageError(reason, field="calibrate", on=Field("device"))
@@ -232,8 +238,8 @@ def _check_calibration(
         raise UsageError(reason, field="num_threads", other=Field("server"))
 
 
-def _known(planned: PlannedModel, num_threads: int | None) -> Calibration | None:
-    """Return the measured steps on these threads; note where there are others."""
+def _load_calibration(planned: PlannedModel, num_threads: int | None) -> Calibration | None:
+    """Return the measured steps on these threads; print a hint if other threads were measured."""
     from twostroke.lab import planner
     from twostroke.lab.planner.served import on_threads
 
@@ -247,7 +253,7 @@ def _known(planned: PlannedModel, num_threads: int | None) -> Calibration | None
 def _calibrate(
     planned: PlannedModel, model: str, server: str | None, num_threads: int | None
 ) -> int | None:
-    """Measure steps; return the threads on which."""
+    """Measure steps of a model; return the number of threads that ran them."""
     from twostroke.lab import planner
 
     def notice(text: str) -> None:
@@ -261,10 +267,11 @@ def _calibrate(
 
 
 def _simulation(plan: Plan, model: str, device: str) -> str:
-    """Return the command that simulates the largest load of the plan."""
+    """Return the `simulate` command for the largest load of the plan; empty without a load."""
     if plan.chosen_row is None:
         return ""
-    params, asked = click.get_current_context().params, plan.question
+    params = click.get_current_context().params
+    question = plan.question
     names = {
         "count": "devices", "num_threads": "threads", "weights": "weights",
         "kv_format": "kv-format", "ttft_s": "ttft", "tpot_s": "tpot", "mfu": "mfu", "mbu": "mbu",
@@ -279,20 +286,20 @@ def _simulation(plan: Plan, model: str, device: str) -> str:
         values["threads"] = plan.calibrated.num_threads
     options: dict[str, Any] = {
         "on": device, **values, "rate": f"{plan.loads[-1].requests_per_s:.4g}",
-        "prompt": asked.prompt, "output": asked.output,
+        "prompt": question.prompt, "output": question.output,
     }  # fmt: skip
-    if asked.num_cached:
-        options["shared"] = asked.num_cached
+    if question.num_cached:
+        options["shared"] = question.num_cached
     options["max-running"] = plan.chosen_row.streams
-    options["token-budget"] = asked.token_budget
-    if (most := plan.memory.most_tokens) is not None and most < plan.context_length:
-        options["context-length"] = max(most, asked.prompt + asked.output)
+    options["token-budget"] = question.token_budget
+    if (max_tokens := plan.memory.most_tokens) is not None and max_tokens < plan.context_length:
+        options["context-length"] = max(max_tokens, question.prompt + question.output)
     words = [f"--{name} {shlex.quote(str(value))}" for name, value in options.items()]
     return " ".join(["twostroke simulate", shlex.quote(model), *words])
 
 
 def _show_ranking(plans: list[Plan], *, as_json: bool) -> None:
-    """Print the plans of several devices as one table, the best first."""
+    """Print the plans of several devices as a table, the best device first."""
     from twostroke.lab.planner import words
 
     ranking = words.rank(plans)

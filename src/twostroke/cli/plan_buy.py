@@ -1,4 +1,4 @@
-"""`twostroke plan buy`: hosting a model beside the prices of APIs."""
+"""`twostroke plan buy`: compares the costs of hosting a model with the prices of APIs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 class _Hours(click.ParamType):  # type: ignore[type-arg]
-    """A shape of a day: flat, office, or 24 numbers."""
+    """The load by hour of day: flat, office, or 24 numbers."""
 
     name = "hours"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[float, ...]:
-        """Return the weights of 24 hours."""
+        """Return the relative loads of the 24 hours."""
         from twostroke.lab.planner.buy import HOUR_WEIGHTS
 
         if isinstance(value, tuple):
@@ -45,44 +45,62 @@ class _Hours(click.ParamType):  # type: ignore[type-arg]
         if value in HOUR_WEIGHTS:
             return HOUR_WEIGHTS[value]
         try:
-            found = tuple(float(word) for word in str(value).split(","))
+            weights = tuple(float(word) for word in str(value).split(","))
         except ValueError:
-            found = ()
-        if len(found) != 24:
+            weights = ()
+        if len(weights) != 24:
             self.fail(f"'{value}' is not flat, office, or 24 numbers such as 1,1,2.", param, ctx)
-        return found
+        return weights
 
 
 @click.command("plan buy", cls=Command)
 @click.argument("model")
-@option("--on", "device", required=True, help="A device of the table, or a .toml file.")
-@option("--devices", "count", default=1, help="Devices of a replica.")
+@option(
+    "--on", "device", required=True, help="Device of the table, such as H100-SXM, or a .toml file."
+)
+@option("--devices", "count", default=1, help="Number of devices of a replica.")
 @weights_option
-@option("--requests-per-day", type=float, required=True, help="The load.", section="Load")
-@option("--hours", type=_Hours(), default="flat", help="Shape of a day (UTC).", section="Load")
-@option("--growth", default=0.0, help="Of the load in a month, such as 0.1.", section="Load")
-@option("--batch", default=0.0, help="Share of requests that can wait.", section="Load")
+@option(
+    "--requests-per-day", type=float, required=True, help="Mean requests per day.", section="Load"
+)
+@option(
+    "--hours",
+    type=_Hours(),
+    default="flat",
+    help="Load by hour of day (UTC): flat, office or 24 numbers.",
+    section="Load",
+)
+@option("--growth", default=0.0, help="Growth of the load per month, such as 0.1.", section="Load")
+@option(
+    "--batch", default=0.0, help="Share of requests that can wait, from 0 to 1.", section="Load"
+)
 @option("--prompt", default=1024, help="Tokens of a request's prompt.", section="Load")
-@option("--output", default=256, help="Tokens of its answer.", section="Load")
-@option("--cached", default=0.0, help="Share of the prompt that is cached.", section="Load")
+@option("--output", default=256, help="Tokens of a request's answer.", section="Load")
+@option("--cached", default=0.0, help="Share of the prompt that is cached, 0 to 1.", section="Load")
 @objective_options("Load")
 @share_options(0.5, 0.7)
 @price_option
-@option("--token-budget", default=2048, help="Most tokens of a step; longer prompts are in chunks.")
-@option("--utilization", default=0.6, help="Share of its time that a replica may be busy.")
-@option("--spare", default=1, help="Replicas that run beside those that are needed.")
+@option("--token-budget", default=2048, help="Most tokens of a step.")
+@option("--utilization", default=0.6, help="Most time that a replica is busy, from 0 to 1.")
+@option("--spare", default=1, help="Replicas beyond the number that the load needs.")
 @option("--scaled", is_flag=True, help="Stop replicas in hours that do not need them.")
-@option("--engineering", "engineering_usd", default=0.0, help="$ a month for people.")
-@option("--setup", "setup_usd", default=0.0, help="$ once, to move to self-hosting.")
-@option("--availability", default=0.99, help="Share of time that one replica runs.")
-@option("--api", "apis", multiple=True, help="An API of the table [default: all].", section="API")
-@option("--prices", type=click.Path(path_type=Path), help="CSV of prices.", section="API")
-@option("--api-ttft", type=MS, help="Measured, in ms.", section="API")
-@option("--api-tpot", type=MS, help="Measured, in ms.", section="API")
+@option("--engineering", "engineering_usd", default=0.0, help="Costs of people, $ per month.")
+@option("--setup", "setup_usd", default=0.0, help="Costs of moving to self-hosting, $.")
+@option("--availability", default=0.99, help="Share of time that a replica runs, 0 to 1.")
+@option(
+    "--api",
+    "apis",
+    multiple=True,
+    help="API of the table; repeatable [default: all].",
+    section="API",
+)
+@option("--prices", type=click.Path(path_type=Path), help="CSV file with prices.", section="API")
+@option("--api-ttft", type=MS, help="The API's measured TTFT, in ms.", section="API")
+@option("--api-tpot", type=MS, help="The API's measured TPOT, in ms.", section="API")
 @option(
     "--api-availability",
-    type=BoundedNumberParam(most=1),
-    help="As promised or measured.",
+    type=BoundedNumberParam(high=1),
+    help="The API's availability, promised or measured, from 0 to 1.",
     section="API",
 )
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -99,9 +117,10 @@ def command(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Compare hosting MODEL with the prices of APIs, for a load by hour of day.
+    """Compare the costs of hosting MODEL with the prices of APIs, for a load by hour of day.
 
-    Shows the cost of a month, the load from which hosting costs less, and what moves it most.
+    Shows the cost per month, the load from which hosting costs less, and the inputs that change the
+    saving most.
     """
     from twostroke.lab import planner
     from twostroke.lab.planner.buy import Case, Hosting, Traffic, compare_costs
@@ -143,75 +162,87 @@ def _take(values: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {name: values[name] for name in kind.__struct_fields__ if name in values}
 
 
-def _costs(found: Buy, case: Case) -> Iterator[str]:
+def _costs(result: Buy, case: Case) -> Iterator[str]:
     from twostroke.lab.planner.words import left_out
 
-    costs, replica, count = found.costs, found.replica, case.question.count
-    devices = f"{count} x {found.device}" if count > 1 else found.device
-    least, most = min(costs.replicas), max(costs.replicas)
-    number = f"{most}" if least == most else f"{least} to {most}"
+    costs, replica, count = result.costs, result.replica, case.question.count
+    devices = f"{count} x {result.device}" if count > 1 else result.device
+    fewest, largest = min(costs.replicas), max(costs.replicas)
+    number = f"{largest}" if fewest == largest else f"{fewest} to {largest}"
     yield (
-        f"{found.model} on {number} replicas of {devices}: {costs.usd:,.0f} $ a month, "
+        f"{result.model} on {number} replicas of {devices}: {costs.usd:,.0f} $ a month, "
         f"{costs.devices_usd:,.0f} for devices and {costs.engineering_usd:,.0f} for people."
     )
     yield (
         f"A replica serves {replica.requests_per_s:.3g} requests/s, {replica.streams:,} at once "
         f"(bound by {replica.bound}); devices are busy {costs.busy_share:.0%} of the time."
     )
-    if found.assumed:
-        yield left_out(found.assumed, found.model)
+    if result.assumed:
+        yield left_out(result.assumed, result.model)
 
 
-def _api(one: CostComparison, today: str) -> tuple[str, ...]:
-    at = "never" if one.break_even is None else f"{one.break_even:,.0f} a day"
+def _api(comparison: CostComparison, today: str) -> tuple[str, ...]:
+    at = "never" if comparison.break_even is None else f"{comparison.break_even:,.0f} a day"
     paid = "–"
-    if one.months is not None:
+    if comparison.months is not None:
         year, month = map(int, today.split("-")[:2])
-        later = year * 12 + month - 1 + one.months
+        later = year * 12 + month - 1 + comparison.months
         paid = f"{later // 12}-{later % 12 + 1:02d}"
-    return one.api, f"{one.usd:,.0f}", f"{one.saving_usd:+,.0f}", at, paid, one.source_date
+    return (
+        comparison.api,
+        f"{comparison.usd:,.0f}",
+        f"{comparison.saving_usd:+,.0f}",
+        at,
+        paid,
+        comparison.source_date,
+    )
 
 
-def _swings(found: Buy) -> Iterator[tuple[str, ...]]:
-    for one in found.swings:
-        yield one.name, f"{one.low_usd:+,.0f}", f"{one.high_usd:+,.0f}"
+def _swings(result: Buy) -> Iterator[tuple[str, ...]]:
+    for swing in result.swings:
+        yield swing.name, f"{swing.low_usd:+,.0f}", f"{swing.high_usd:+,.0f}"
 
 
-def _stale(found: Buy) -> Iterator[str]:
-    for one in found.comparisons:
-        if one.is_stale:
+def _stale(result: Buy) -> Iterator[str]:
+    for comparison in result.comparisons:
+        if comparison.is_stale:
             yield (
-                f"The prices of {one.api} are from {one.source_date}, {one.months_old} months ago: "
-                "check them, and give your own with --prices."
+                f"The prices of {comparison.api} are from {comparison.source_date}, "
+                f"{comparison.months_old} months ago: check them, and give your own with --prices."
             )
 
 
 def _signals(
-    found: Buy, case: Case, measured: tuple[float | None, float | None, float | None]
+    result: Buy, case: Case, measured: tuple[float | None, float | None, float | None]
 ) -> Iterator[str]:
-    """Yield what speaks for hosting and what for the API: cost, latency, reliability."""
+    """Yield a sentence each about cost, latency and reliability of hosting and of the API."""
     from twostroke.lab.measure.report_text import format_ms, format_number
 
-    cheapest, (ttft, tpot, promised) = found.comparisons[0], measured
+    cheapest = result.comparisons[0]
+    ttft_s, tpot_s, promised = measured
     side = "hosting" if cheapest.saving_usd > 0 else "the API"
-    share = found.costs.usd / cheapest.usd
+    share = result.costs.usd / cheapest.usd
     yield f"Cost: for {side}. Hosting costs {format_number(share)} times what {cheapest.api} does."
-    own = found.replica.ttft_s, found.replica.tpot_s
-    text = f"Hosted TTFT {format_ms(own[0])} ms, without queues, and {format_ms(own[1])} ms a token"
-    if ttft is None or tpot is None:
+    hosted = result.replica
+    text = (
+        f"Hosted TTFT {format_ms(hosted.ttft_s)} ms, without queues, and "
+        f"{format_ms(hosted.tpot_s)} ms a token"
+    )
+    if ttft_s is None or tpot_s is None:
         yield f"Latency: open. {text}; measure the API's (--api-ttft, --api-tpot)."
     else:
-        wins = (own[0] < ttft) + (own[1] < tpot)
-        side = ("for the API", "divided", "for hosting")[wins]
-        theirs = f"{format_ms(ttft)} and {format_ms(tpot)} ms"
-        yield f"Latency: {side}. {text}; the API's are {theirs}."
-    running, spare = max(found.costs.replicas), case.hosting.spare
+        num_wins = (hosted.ttft_s < ttft_s) + (hosted.tpot_s < tpot_s)
+        side = ("for the API", "divided", "for hosting")[num_wins]
+        api_times = f"{format_ms(ttft_s)} and {format_ms(tpot_s)} ms"
+        yield f"Latency: {side}. {text}; the API's are {api_times}."
+    num_running = max(result.costs.replicas)
+    spare = case.hosting.spare
     text = (
-        f"The peak hour has enough of its {running} replicas ({spare} spare) with a chance of "
-        f"{found.peak_availability:.3%}, if each runs {case.hosting.availability:.1%} of the time"
+        f"The peak hour has enough of its {num_running} replicas ({spare} spare) with a chance of "
+        f"{result.peak_availability:.3%}, if each runs {case.hosting.availability:.1%} of the time"
     )
     if promised is None:
         yield f"Reliability: open. {text}. What the API promises is --api-availability."
     else:
-        side = "hosting" if found.peak_availability > promised else "the API"
+        side = "hosting" if result.peak_availability > promised else "the API"
         yield f"Reliability: for {side}. {text}. The API's is {promised:.3%}."

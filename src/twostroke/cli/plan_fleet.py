@@ -1,4 +1,4 @@
-"""`twostroke plan fleet`: what to buy, or where to place what, for many models."""
+"""`twostroke plan fleet`: chooses devices to buy, or places many models on a stock."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _HEADINGS = (
 @click.argument("file", type=click.Path(path_type=Path))
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(file: Path, as_json: bool) -> None:
-    """Choose what to buy, or where to place what, for the models and loads of a YAML FILE.
+    """Choose devices to buy for the models and loads of a YAML FILE, or place them on a stock.
 
-    Without a stock, devices are bought from the table; with one, models are placed on it. The
-    objective is cost or performance. See docs/guide/planning.md for the file.
+    Without a stock in the file, devices are bought from the table; with a stock, models are placed
+    on its devices. The objective is cost or performance. See docs/guide/planning.md for the file.
     """
     from twostroke.core.errors import TwostrokeError, UnreachableError
     from twostroke.lab.planner.fleet import make_fleet
@@ -53,7 +53,7 @@ def command(file: Path, as_json: bool) -> None:
     click.echo()
     show_table([_HEADINGS, *_groups(fleet)], {3, 4, 5, 6, 7, 8, 9})
     click.echo()
-    show_table([("MODEL", "LOAD/S", "CARRIED", "ONE MORE/S"), *_served(fleet)])
+    show_table([("MODEL", "LOAD/S", "CARRIED", "ONE MORE/S"), *_model_rows(fleet)])
     click.echo()
     for line in fleet.binding:
         click.echo(printable(line))
@@ -76,32 +76,32 @@ def _groups(fleet: FleetPlan) -> Iterator[tuple[str, ...]]:
     for group in fleet.groups:
         each = f"{group.count} x {group.device}" if group.count > 1 else group.device
         name = f"{group.times} places of {each}" if group.times > 1 else each
-        for one in group.replicas:
+        for replica in group.replicas:
             yield (
                 name,
-                one.model,
-                one.weights,
-                f"{one.count * group.times:,}",
-                f"{one.time_share:.0%}",
-                format_number(one.memory_bytes / 1e9),
-                f"{one.streams:,}",
-                format_ms(one.ttft_s),
-                format_ms(one.tpot_s),
-                f"{one.requests_per_s * one.count * group.times:.3g}",
-                one.bound,
+                replica.model,
+                replica.weights,
+                f"{replica.count * group.times:,}",
+                f"{replica.time_share:.0%}",
+                format_number(replica.memory_bytes / 1e9),
+                f"{replica.streams:,}",
+                format_ms(replica.ttft_s),
+                format_ms(replica.tpot_s),
+                f"{replica.requests_per_s * replica.count * group.times:.3g}",
+                replica.bound,
             )
             name = ""
 
 
-def _served(fleet: FleetPlan) -> Iterator[tuple[str, ...]]:
+def _model_rows(fleet: FleetPlan) -> Iterator[tuple[str, ...]]:
     unit = "" if fleet.least_usd is None else " $/h"
-    for one in fleet.models:
-        share = one.carried / one.load
-        yield one.model, f"{one.load:.3g}", f"{share:.0%}", f"{one.next_usd:,.3g}{unit}"
+    for model in fleet.models:
+        share = model.carried / model.load
+        yield model.model, f"{model.load:.3g}", f"{share:.0%}", f"{model.next_usd:,.3g}{unit}"
 
 
 def _alternatives(fleet: FleetPlan) -> Iterator[tuple[str, ...]]:
-    for one in fleet.alternatives:
-        more = one.usd_per_hour / fleet.usd_per_hour - 1 if fleet.usd_per_hour else 0
-        price = f"{one.usd_per_hour:,.2f}"
-        yield one.without, price, f"{more:+.1%}", f"{one.missing_share:.0%}"
+    for alternative in fleet.alternatives:
+        extra_cost = alternative.usd_per_hour / fleet.usd_per_hour - 1 if fleet.usd_per_hour else 0
+        price = f"{alternative.usd_per_hour:,.2f}"
+        yield alternative.without, price, f"{extra_cost:+.1%}", f"{alternative.missing_share:.0%}"

@@ -1,4 +1,4 @@
-"""The options that plan, plan buy and simulate share."""
+"""The options that `plan`, `plan buy` and `simulate` share."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-HERE: Final = "here"  # as in `planner.devices`, which --help does not need
+THIS_MACHINE: Final = "here"  # as in `planner.devices`, which --help does not need
 
 
 def check_threads(device: str) -> None:
-    """Refuse --threads for devices other than this machine."""
-    check_effect("num_threads", "device", has_effect=device == HERE, value=HERE)
+    """Raise UsageError if --threads is given for a device other than this machine."""
+    check_effect("num_threads", "device", has_effect=device == THIS_MACHINE, value=THIS_MACHINE)
 
 
 class BoundedNumberParam(click.ParamType):  # type: ignore[type-arg]
-    """A number in bounds, as `check_number` has them; the value is that many times `unit`."""
+    """A number within bounds; the option's value is the number times `unit`."""
 
     name = "float"
 
-    def __init__(self, *, most: float, least: float | None = None, unit: float = 1.0) -> None:
-        """Take the bounds of what is written."""
-        self._most, self._least, self._unit = most, least, unit
+    def __init__(self, *, high: float, low: float | None = None, unit: float = 1.0) -> None:
+        """Accept numbers from `low` to `high`, or above 0 without `low`."""
+        self._high, self._low, self._unit = high, low, unit
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -39,11 +39,11 @@ class BoundedNumberParam(click.ParamType):  # type: ignore[type-arg]
         """Return the value."""
         number = float(click.FLOAT.convert(value, param, ctx))
         field = (param and param.name) or "value"
-        check_number(field, number, high=self._most, low=self._least)
+        check_number(field, number, high=self._high, low=self._low)
         return number * self._unit
 
 
-MS: Final = BoundedNumberParam(most=1e9, unit=1e-3)  # from milliseconds to seconds
+MS: Final = BoundedNumberParam(high=1e9, unit=1e-3)  # from milliseconds to seconds
 
 weights_option = option(
     "--weights",
@@ -53,23 +53,27 @@ weights_option = option(
 kv_format_option = option(
     "--kv-format",
     type=OneOf(tuple(FORMATS)),
-    help="Format of keys and values [default: as serve here; f16 elsewhere].",
+    help="Number format of keys and values [default: as `serve` uses on this machine; f16 for "
+    "other devices].",
 )
 threads_option = option(
     "--threads",
     "num_threads",
     type=click.IntRange(1, 1024),
-    help="Compute threads of this machine [default: as serve, one for each core].",
+    help="Compute threads of this machine [default: one for each core, as `serve` uses].",
 )
 price_option = option(
-    "--price", "usd_per_hour", type=float, help="$ an hour of a device [default: the table's]."
+    "--price",
+    "usd_per_hour",
+    type=float,
+    help="Price of a device in $ per hour [default: the table's].",
 )
 
 
 def objective_options(section: str = "Options") -> Callable[[Any], Any]:
     """Return the decorator that adds --ttft and --tpot, in seconds."""
-    ttft = "Objective for the first token, in ms."
-    tpot = "Objective for each further token, in ms."
+    ttft = "Objective for the time to the first token, in ms."
+    tpot = "Objective for the time of each further token, in ms."
 
     def add(command: Any) -> Any:
         command = option("--tpot", "tpot_s", type=MS, help=tpot, section=section)(command)
@@ -80,8 +84,8 @@ def objective_options(section: str = "Options") -> Callable[[Any], Any]:
 
 def share_options(mfu: float, mbu: float) -> Callable[[Any], Any]:
     """Return the decorator that adds --mfu and --mbu with these defaults."""
-    bandwidth = "Share of the bandwidth that an engine reaches."
-    arithmetic = "Share of the arithmetic that an engine reaches."
+    bandwidth = "Share of the device's memory bandwidth that the engine reaches, from 0 to 1."
+    arithmetic = "Share of the device's arithmetic peak that the engine reaches, from 0 to 1."
 
     def add(command: Any) -> Any:
         command = option("--mbu", default=mbu, help=bandwidth)(command)

@@ -1,4 +1,4 @@
-"""`twostroke profile`: the time of each operation of a step, and the least it could take."""
+"""`twostroke profile`: times each operation of a step, and shows the least possible time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
     from twostroke.lab.measure.profile import StepProfile
 
-_QUIET: Final = 0.03  # share of the processors that other programs may take without a note
+_MAX_QUIET_SHARE: Final = (
+    0.03  # share of the processors that other programs may take without a note
+)
 _HEADINGS: Final = (
     "OPERATION", "CALLS", "MS", "SHARE", "WAITING", "MB", "GFLOP", "FLOP/B", "GB/S", "GFLOP/S",
     "FLOOR", "×FLOOR",
@@ -47,17 +49,19 @@ _HEADINGS: Final = (
     ],
 )
 @click.argument("model")
-@option("--streams", type=Counts(), help="Streams of the decode steps [default: 1,16].")
+@option("--streams", type=Counts(), help="Numbers of streams of the decode steps [default: 1,16].")
 @option(
     "--context",
     "context_tokens",
     type=click.IntRange(1),
     default=512,
-    help="Tokens that each stream has when it decodes.",
+    help="Tokens of context of each stream in the decode steps.",
 )
-@option("--prefill", type=Counts(), help="Tokens of the prefill steps [default: 512].")
+@option("--prefill", type=Counts(), help="Numbers of tokens of the prefill steps [default: 512].")
 @option(
-    "--steps", type=click.IntRange(1), help="Steps to measure [default: as many as take 2 seconds]."
+    "--steps",
+    type=click.IntRange(1),
+    help="Steps to measure [default: as many as 2 seconds allow].",
 )
 @option("--layers", is_flag=True, help="Show each layer separately.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -70,10 +74,10 @@ def command(model: str, as_json: bool, plot: Path | None, **values: Any) -> None
     """Time each operation of a step, and show the least time that this machine needs for it.
 
     The same step is computed repeatedly, with nothing else running. With only --streams or only
-    --prefill, only that is measured. Close other programs first.
+    --prefill, only these steps are measured. Close other programs first.
 
-    On several ranks (--tensor-parallel and others) the times are those of each rank, with what it
-    waits for others, and the time in collectives is compared with what the engine predicts.
+    On several ranks (--tensor-parallel and others) the table shows the times of each rank and its
+    waiting for other ranks, and compares the time in collectives with the engine's prediction.
     """
     from twostroke.lab.measure.profile import ProfileOptions, profile
     from twostroke.lab.measure.single_step import Shape
@@ -130,7 +134,7 @@ def _machine(profile: StepProfile) -> str:
 
 
 def _cells(figures: dict[str, float | None]) -> tuple[str, ...]:
-    """Return the figures in the units of `_HEADINGS`."""
+    """Return the cells of a row, in the units of `_HEADINGS`."""
     return (
         _number(figures["time_s"], 1e3),
         f"{figures['share']:.1%}",
@@ -147,7 +151,9 @@ def _cells(figures: dict[str, float | None]) -> tuple[str, ...]:
 
 def _show(profile: StepProfile) -> None:
     run, others = profile.run_s, profile.others_share or 0.0
-    disturbed = f"; other programs took {others:.0%} of the processors" if others > _QUIET else ""
+    disturbed = (
+        f"; other programs took {others:.0%} of the processors" if others > _MAX_QUIET_SHARE else ""
+    )
     click.echo()
     click.secho(profile.shape.name, bold=True)
     click.echo(
@@ -161,8 +167,8 @@ def _show(profile: StepProfile) -> None:
 def _table(profile: StepProfile) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = [_HEADINGS]
     lines += [
-        (str(one.label), str(one.calls), *_cells(profile.figures(one)))
-        for one in profile.operations
+        (str(operation.label), str(operation.calls), *_cells(profile.figures(operation)))
+        for operation in profile.operations
     ]
     around = {"set-up and results": profile.set_up_s, "scheduler": profile.scheduler_s}
     blank = ("",) * (len(_HEADINGS) - 4)
@@ -188,7 +194,7 @@ def _advice(profile: StepProfile) -> str:
 
 
 def _number(value: float | None, factor: float = 1.0) -> str:
-    """Return a number with three significant digits (fewer below 0.01), or a dash for None."""
+    """Return a number times `factor` with three significant digits, or a dash for None."""
     if value is None:
         return "–"
     value *= factor
@@ -214,14 +220,14 @@ def _as_json(profile: StepProfile) -> dict[str, Any]:
         "whole": profile.figures(),
         "operations": [
             {
-                "name": one.label.name,
-                "layer": one.label.layer,
-                "calls": one.calls,
-                **profile.figures(one),
-                "lowest_s": one.time_s.low,
-                "highest_s": one.time_s.high,
+                "name": operation.label.name,
+                "layer": operation.label.layer,
+                "calls": operation.calls,
+                **profile.figures(operation),
+                "lowest_s": operation.time_s.low,
+                "highest_s": operation.time_s.high,
             }
-            for one in profile.operations
+            for operation in profile.operations
         ],
         "mend_next": _advice(profile),
     }

@@ -1,4 +1,4 @@
-"""`twostroke pull`, and the models of the other commands: fetched, then loaded."""
+"""`twostroke pull`, and how other commands fetch and load their models."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _PHASES: Final = {
     "unpack": "Unpacking",
     "verify": "Verifying",
 }
-_PATIENCE_S = 0.4  # small models load faster than a bar can be read
+_BAR_DELAY_S = 0.4  # small models load faster than a bar can be read
 
 
 @click.command("pull")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 def command(models: tuple[str, ...]) -> None:
-    """Fetch each MODEL into the cache, or continue a download that was interrupted.
+    """Fetch each MODEL into the cache, or continue an interrupted download.
 
     MODEL is a short name that `twostroke models` lists, hf:owner/repo[:file][@revision] for the
     Hugging Face hub (the file by its name or its quantization, such as Q4_K_M), or
@@ -81,7 +81,7 @@ def _pull(model: str) -> None:
 
 
 def fetch(model: str, *, quiet: bool = False) -> Path:
-    """Return the path of `model`, after fetching it if it is not here; errors as `pull`."""
+    """Return the path of `model`, and fetch it first if it is missing; raises as `load.pull`."""
     from twostroke.model.loader import pull
 
     with Bar(quiet=quiet) as bar:
@@ -100,16 +100,23 @@ def open_engine(
     accept: Callable[[ModelCard], None] | None = None,
     say: Callable[[str], None] = _whisper,
 ) -> Engine:
-    """Return an engine for `model`, which is fetched first if it is not here, as is its draft.
+    """Return an engine for `model`; the model and its draft model are fetched if missing.
 
-    `accept` may refuse the model before its weights are read. With several ranks of the
-    cpu backend, `say` is called with what they should gain. Errors as `pull` and `build`.
+    Args:
+        model: a path, a short name or hf:owner/repo.
+        options: the engine's options.
+        quiet: whether to show no progress.
+        accept: called before the weights are read; it raises an error to refuse the model.
+        say: takes lines about long work, and with several ranks about their predicted gain.
+
+    Raises:
+        TwostrokeError: as `load.pull` and `engine.build`.
     """
     from twostroke.backends.create import FLOAT32_BACKENDS
     from twostroke.engine.engine import build
 
     label = _fetch_all(model, options, quiet=quiet)
-    with Bar(patience_s=_PATIENCE_S, quiet=quiet) as bar:
+    with Bar(delay_s=_BAR_DELAY_S, quiet=quiet) as bar:
         watch = partial(bar.show, label)
         engine = build(model, options, watch, accept, say=(lambda _: None) if quiet else say)
     if engine.facts.ranks and not quiet and options.compute.backend not in FLOAT32_BACKENDS:
@@ -124,17 +131,27 @@ def open_remote(
     launched: LaunchedProcess,
     meanwhile: Callable[[], None],
 ) -> RemoteEngine:
-    """Do as `open_engine`, in a launched process; what it says goes to the log."""
+    """Return an engine in a launched process, as `open_engine`; its messages go to the log.
+
+    `meanwhile` is called while the process starts.
+    """
     from twostroke.engine.process.remote import RemoteEngine
 
     label = _fetch_all(model, options)
-    with Bar(patience_s=_PATIENCE_S) as bar:
+    with Bar(delay_s=_BAR_DELAY_S) as bar:
         watch = partial(bar.show, label)
-        return RemoteEngine.start(model, options, log_level, watch, launched, meanwhile)
+        return RemoteEngine.start(
+            model,
+            options,
+            log_level,
+            progress=watch,
+            launched=launched,
+            meanwhile=meanwhile,
+        )
 
 
 def _fetch_all(model: str, options: EngineOptions, *, quiet: bool = False) -> str:
-    """Fetch a model and its draft, and return what to say while it is loaded."""
+    """Fetch a model and its draft model; return the label of the progress bar for loading."""
     if (warning := division_warning(options.parallel.num_ranks)) is not None:
         _logger.warning(warning)
     label = f"Loading {fetch(model, quiet=quiet).name}"
@@ -144,7 +161,7 @@ def _fetch_all(model: str, options: EngineOptions, *, quiet: bool = False) -> st
 
 
 def watcher(bar: Bar, model: str) -> Watcher:
-    """Return a function that shows progress on `bar`."""
+    """Return a function that shows the progress of a download on `bar`."""
 
     def watch(progress: DownloadProgress) -> None:
         if progress.note is not None:

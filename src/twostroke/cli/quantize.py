@@ -1,4 +1,4 @@
-"""`twostroke quantize`: writes a model with fewer bits, scored before it gets its name."""
+"""`twostroke quantize`: writes a model with fewer bits for each weight, and scores it."""
 
 from __future__ import annotations
 
@@ -19,39 +19,47 @@ from twostroke.core.errors import UsageError
 @option(
     "--bits",
     type=NumberParam(1, 16),
-    help="Instead: the best mix of formats with so many bits for each weight of a layer.",
+    help="Instead of --to: the best mix of formats with this mean number of bits for each "
+    "weight of a layer.",
 )
-@option("--size", type=ByteSize(), help="Instead: the best mix of a file of this size.")
+@option(
+    "--size",
+    type=ByteSize(),
+    help="Instead of --to: the best mix of formats in a file of this size.",
+)
 @option(
     "--kl",
     type=NumberParam(0, 10, min_open=True),
-    help="Instead: the smallest mix with this KL divergence from MODEL, in nats.",
+    help="Instead of --to: the smallest mix of formats with this KL divergence from MODEL, in "
+    "nats.",
 )
 @option(
     "-o",
     "--out",
     required=True,
     type=click.Path(path_type=Path),
-    help="The GGUF file to write; the folder for w4a16 and w8a16.",
+    help="GGUF file to write; for w4a16 and w8a16, the folder.",
 )
 @option(
     "--text",
     type=TextFile(),
-    help="A file with text like that which the model will read [default: its own answers].",
+    help="File with text like the model's later prompts, for calibration [default: the model's "
+    "own answers].",
 )
 @option(
     "--tokens",
     "num_tokens",
     type=click.IntRange(1024, 1_000_000),
     default=8192,
-    help="Tokens of it to calibrate on.",
+    help="Tokens of the text to calibrate on.",
 )
 @option(
     "--tune",
     "tuning_minutes",
     type=NumberParam(0),
     default=0.0,
-    help="Minutes in which scales and norms learn from MODEL, codes unchanged (extra [train]).",
+    help="Minutes of training of scales and norms on MODEL's answers; the quantized codes stay "
+    "(needs the extra [train]).",
 )
 def command(
     model: str,
@@ -67,8 +75,8 @@ def command(
     """Write MODEL with fewer bits for each weight, as a GGUF file.
 
     Rounding is calibrated on text: without --text, on MODEL's answers to many prompts. The file is
-    read back and scored on other text before it gets its name. A report of how it scored stands in
-    the file: twostroke report FILE.
+    read back and scored on other text before it is renamed to OUT. The file includes a report of
+    its scores: twostroke report FILE.
     """
     from twostroke.cli.report import show_report
     from twostroke.lab.compress.allocate import Goal
@@ -76,33 +84,35 @@ def command(
 
     if sum(values is not None for values in (target, bits, size, kl)) != 1:
         raise UsageError("Give one of --to, --bits, --size and --kl.")
-    wanted = Goal(bits, size, kl) if target is None else _target(target)
+    goal = Goal(bits, size, kl) if target is None else _target(target)
     if tuning_minutes:
         with needing_torch("--tune"):
             import twostroke.lab.train.tune  # noqa: F401
     fetch(model)
-    done = quantize(
+    report = quantize(
         model,
-        wanted,
+        goal,
         out,
-        text,
-        num_tokens,
-        lambda line: click.echo(line, err=True),
+        text=text,
+        num_tokens=num_tokens,
+        notice=lambda line: click.echo(line, err=True),
         tuning_minutes=tuning_minutes,
     )
     click.echo(printable(f"{out}\n"))
-    show_report(done)
+    show_report(report)
 
 
 def _target(name: str) -> str:
-    """Return a format that can be written; raises UsageError."""
+    """Return the format of the weights; UsageError if it cannot be written."""
     from twostroke.lab.compress.quantize import TARGETS
     from twostroke.model.quant import FORMATS
 
     if name.upper() in FORMATS and name.lower() not in TARGETS:
-        known = ", ".join(TARGETS)
-        reason = f"{name} can be read, not written: --to takes {known}, and --bits mixes of these."
+        targets = ", ".join(TARGETS)
+        reason = (
+            f"{name} can be read, not written: --to takes {targets}, and --bits mixes of these."
+        )
         raise UsageError(reason)
     context = click.get_current_context()
-    option = next(one for one in context.command.params if one.name == "target")
+    option = next(param for param in context.command.params if param.name == "target")
     return OneOf(TARGETS).convert(name, option, context)

@@ -1,4 +1,4 @@
-"""`twostroke profile` on several ranks: each one's times, and the time in collectives."""
+"""`twostroke profile` on several ranks: the times of each rank, and the time in collectives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def show_ranks(
     *,
     as_json: bool,
 ) -> None:
-    """Measure, and print a table for each shape, or one JSON object."""
+    """Profile the steps on all ranks; print a table for each step, or one JSON object."""
     profiles: list[RanksProfile] = []
     for profile in profile_ranks(model, options, parallel, notice):
         if not as_json:
@@ -59,7 +59,7 @@ def _show(profile: RanksProfile) -> None:
         headings += [f"RANK {rank} MS", "WAITING"]
     lines = [tuple(headings)]
     for label, times in profile.operations.items():
-        calls = str(max(one.calls for one in times.values()))
+        calls = str(max(rank_time.calls for rank_time in times.values()))
         cells = [cell for rank in ranks for cell in _cells(times.get(rank))]
         lines.append((str(label), calls, *cells))
     start = f"{profile.start_s * 1e3:.3f}"
@@ -74,10 +74,10 @@ def _show(profile: RanksProfile) -> None:
     )
 
 
-def _cells(one: RankTime | None) -> tuple[str, str]:
-    if one is None:
+def _cells(rank_time: RankTime | None) -> tuple[str, str]:
+    if rank_time is None:
         return "–", "–"
-    return f"{one.time_s * 1e3:.3f}", f"{one.waiting_s * 1e3:.3f}"
+    return f"{rank_time.time_s * 1e3:.3f}", f"{rank_time.waiting_s * 1e3:.3f}"
 
 
 def _shares(shares: CollectiveShares) -> str:
@@ -86,7 +86,7 @@ def _shares(shares: CollectiveShares) -> str:
 
 
 def _as_json(profile: RanksProfile) -> dict[str, Any]:
-    """Return a step as --json prints it; times are in seconds, `bytes_per_s` None for memory."""
+    """Return a step as --json prints it, times in seconds; `bytes_per_s` is None in one memory."""
     link = msgspec.to_builtins(profile.link)
     bandwidth = link.pop("bandwidth")
     return {
@@ -102,7 +102,9 @@ def _as_json(profile: RanksProfile) -> dict[str, Any]:
             {
                 "name": label.name,
                 "layer": label.layer,
-                "ranks": {str(rank): msgspec.to_builtins(one) for rank, one in times.items()},
+                "ranks": {
+                    str(rank): msgspec.to_builtins(rank_time) for rank, rank_time in times.items()
+                },
             }
             for label, times in profile.operations.items()
         ],

@@ -1,4 +1,4 @@
-"""`twostroke report`: prints the report in a file that `quantize` wrote."""
+"""`twostroke report`: prints the quality report in a file that `quantize` wrote."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 @click.argument("model", metavar="FILE")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(model: str, as_json: bool) -> None:
-    """Print the report in FILE: how it differs from its source, its sizes, and its speed.
+    """Print the report in FILE: its differences from the source model, its sizes and its speed.
 
-    It is as old as the file: nothing is measured now.
+    The report was measured when the file was written; nothing is measured now.
     """
     from twostroke.lab.compress.report import load_report
 
@@ -34,15 +34,17 @@ def command(model: str, as_json: bool) -> None:
 
 def show_report(report: FileReport) -> None:
     """Print a report as tables."""
-    it = report.comparison
+    comparison = report.comparison
+    mean_kl, high_kl = f"{comparison.mean_kl:.2e}", f"{comparison.high_kl:.2e}"
+    divergence = f"mean {mean_kl}, 99.9% {high_kl}, largest {comparison.max_kl:.2e}"
     lines = [
         ("Source", f"{report.source}, {report.source_bits:.2f} bits for each weight"),
         ("SHA-256", report.source_sha256),
         ("Format", f"{report.target}, {report.bits:.2f} bits for each weight of a layer"),
         ("Size", f"{megabytes(report.num_bytes)}, in memory {megabytes(report.memory_bytes)}"),
-        ("KL", f"mean {it.mean_kl:.2e}, 99.9% {it.high_kl:.2e}, largest {it.max_kl:.2e}"),
-        ("Same top token", f"{it.top1_agreement:.2%}"),
-        ("Perplexity", f"{it.perplexity:.3f}, source {it.right_perplexity:.3f}"),
+        ("KL", divergence),
+        ("Same top token", f"{comparison.top1_agreement:.2%}"),
+        ("Perplexity", f"{comparison.perplexity:.3f}, source {comparison.right_perplexity:.3f}"),
         ("Flipped answers", _flips(report.flips)),
         (
             "Speed",
@@ -65,10 +67,11 @@ def show_report(report: FileReport) -> None:
         click.echo(f"\n{printable(report.doubt)}")
 
 
-def _flips(it: Flips | None) -> str:
-    if it is None:
+def _flips(flips: Flips | None) -> str:
+    if flips is None:
         return "not measured"
-    return f"{it.num_flipped} of {it.num_questions}; right {it.num_right}, source {it.source_right}"
+    num_right = f"right {flips.num_right}, source {flips.source_right}"
+    return f"{flips.num_flipped} of {flips.num_questions}; {num_right}"
 
 
 def _text(text: TextFacts | None) -> str:

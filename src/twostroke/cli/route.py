@@ -1,4 +1,4 @@
-"""`twostroke route`: one address before many servers."""
+"""`twostroke route`: routes requests from one address to many servers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _logger = logging.getLogger("twostroke.router")
     ],
 )
 def command(**values: Any) -> int:
-    """Put one address before many servers, and send each request where it is answered soonest.
+    """Route requests from one address to many servers, each to the server that answers soonest.
 
-    Ctrl-C or SIGTERM stops the router after the running requests; a second one cuts them off.
+    Ctrl-C or SIGTERM stops the router after the running requests; a second signal cuts them off.
     """
     from twostroke.core.process_tuning import tune_garbage_collector
     from twostroke.fleet.router.app import route as run_router

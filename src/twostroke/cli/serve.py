@@ -1,4 +1,4 @@
-"""`twostroke serve`: an OpenAI-compatible API for one model, or several."""
+"""`twostroke serve`: serves one model, or several, over an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     OpenedEngine = tuple[ServedEngine, MachineLimits | None, str | None]  # last: the draft's name
 
-FILL_TIMEOUT_S: Final = 10.0  # after which a static batch starts with fewer requests
+FILL_TIMEOUT_S: Final = 10.0  # a static batch then starts though it is not full
 _logger = logging.getLogger("twostroke.serve")
 
 
@@ -77,17 +77,18 @@ _logger = logging.getLogger("twostroke.serve")
 @option(
     "--in-process",
     is_flag=True,
-    help="Run the engine in the server's own process: less memory, but a crash ends the server.",
+    help="Run the engine in the server's own process: needs less memory, but a crash of the engine "
+    "ends the server.",
 )
 @verbose
 def command(**values: Any) -> int:
     """Serve MODEL (a path, hf:owner/repo, or a name from `twostroke models`) over HTTP.
 
-    With --models several share memory: see docs/operations/models-on-demand.md.
+    With --models, several models share memory: see docs/operations/models-on-demand.md.
 
     GET /openapi.json describes the API.
 
-    Ctrl-C or SIGTERM stops the server after the running answers; a second one cuts them off.
+    Ctrl-C or SIGTERM stops the server after the running answers; a second signal cuts them off.
     """
     from twostroke.core.process_tuning import raise_open_file_limit
     from twostroke.engine.process.launch import LaunchedProcess
@@ -126,7 +127,10 @@ def command(**values: Any) -> int:
 
 
 def _with_fill_timeout(options: EngineOptions) -> EngineOptions:
-    """Let static batches that do not fill start: the clients of a server may be fewer."""
+    """Return options in which a static batch starts after a time even if it is not full.
+
+    Without it, a server with few clients would never start a batch.
+    """
     batch = options.batch
     if batch.policy != "static":
         return options
@@ -202,7 +206,7 @@ def _api_keys(path: Path | None, process: ProcessOptions) -> ApiKeys | None:
 def _open(
     model: str, options: EngineOptions, launched: LaunchedProcess | None, log_level: str
 ) -> Iterator[OpenedEngine]:
-    """Yield an engine in the launched process, or in this one."""
+    """Yield an engine in the launched process, or in this process without one."""
     if launched is not None:
         with open_remote(model, options, log_level, launched, _import_server) as remote:
             yield remote, remote.limits, remote.draft
@@ -210,13 +214,13 @@ def _open(
     from twostroke.engine.process.served import LocalEngine
 
     with open_engine(model, options, say=_logger.info) as engine:
-        engine.client.grammars.prepare()  # now, before a stream would have to wait for it
-        with closing(LocalEngine(engine.client)) as served:
-            yield served, engine.limits, engine.draft
+        engine.client.grammars.prepare()  # now, so that no stream has to wait for it
+        with closing(LocalEngine(engine.client)) as local_engine:
+            yield local_engine, engine.limits, engine.draft
 
 
 def _import_server() -> None:
-    import twostroke.server.run  # noqa: F401 - it takes a while
+    import twostroke.server.run  # noqa: F401 - slow, so it is done while the engine starts
 
 
 def _announce(
@@ -229,7 +233,7 @@ def _announce(
     serving: ServeOptions,
     form: str,
 ) -> None:
-    """Report where the server is; a log in text also shows a request to try."""
+    """Report the server's address; a text log also shows an example request."""
     name = serving.model_names[0] if serving.model_names else engine.card.name
     _warn_of_all(url, serving)
     backend = engine.facts.backend
@@ -240,9 +244,9 @@ def _announce(
     if form == "json":
         _logger.info("Serving %s at %s (%s). %s", name, url, detail, memory)
         return
-    guesses = f", {draft} guesses ahead" if draft else ""
+    draft_note = f", {draft} drafts tokens" if draft else ""
     tell(
-        f"Twostroke serves {name} at {url} ({detail}{guesses}; Ctrl-C stops it). {memory}\n"
+        f"Twostroke serves {name} at {url} ({detail}{draft_note}; Ctrl-C stops it). {memory}\n"
         f"{_request_to_try(url, name, engine, serving)}"
     )
 
@@ -250,7 +254,7 @@ def _announce(
 def _announce_several(
     url: str, *, models: ModelPool, batch: BatchOptions, serving: ServeOptions, form: str
 ) -> None:
-    """Report where a server of several models is, as `_announce` does."""
+    """Report the address of a server of several models, as `_announce`."""
     _warn_of_all(url, serving)
     names, budget = ", ".join(models.engines), megabytes(models.budget_bytes)
     chat = _about_chat({name: engine.card for name, engine in models.engines.items()})
@@ -262,14 +266,14 @@ def _announce_several(
         f"{name} ({megabytes(engine.num_bytes)})" for name, engine in models.engines.items()
     )
     tell(
-        f"Twostroke serves {sizes} at {url}, each when it is asked for, within {budget} of memory "
+        f"Twostroke serves {sizes} at {url}, each when it is requested, within {budget} of memory "
         f"(--memory). Ctrl-C stops it.{chat}\n"
         f"{_request_to_try(url, models.card.name, models, serving)}"
     )
 
 
 def _about_batching(batch: BatchOptions) -> str:
-    """Return a sentence about requests that wait for a static batch; empty for other policies."""
+    """Return a sentence about the wait for a static batch; empty for other policies."""
     if batch.policy != "static":
         return ""
     return (
@@ -279,7 +283,7 @@ def _about_batching(batch: BatchOptions) -> str:
 
 
 def _about_chat(cards: Mapping[str, ModelCard]) -> str:
-    """Return sentences about chat templates that cannot be used; empty if all can."""
+    """Return sentences about chat templates that cannot be used; empty if there are none."""
     sentences = []
     for name, card in cards.items():
         chat = card.chat_template
@@ -304,12 +308,12 @@ def _warn_of_all(url: str, serving: ServeOptions) -> None:
 
 
 def _request_to_try(url: str, name: str, engine: ServedEngine, serving: ServeOptions) -> str:
-    what: dict[str, Any] = {"prompt": "The sky is blue because"}
+    content: dict[str, Any] = {"prompt": "The sky is blue because"}
     route = "completions"
     if engine.card.can_chat:
-        what = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+        content = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
         route = "chat/completions"
-    body = {"model": name, **what, "max_tokens": 128, "temperature": 0}
+    body = {"model": name, **content, "max_tokens": 128, "temperature": 0}
     quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
     key = "" if not serving.has_keys else " -H 'Authorization: Bearer KEY'"
     return (

@@ -1,4 +1,4 @@
-"""`twostroke serve --models`: the engines of several models, which share memory."""
+"""`twostroke serve --models`: several models whose engines share memory."""
 
 from __future__ import annotations
 
@@ -57,11 +57,16 @@ class ModelPoolOptions(OptionStruct):
         check(self)
 
 
-_SHARE_OF_FREE: Final = 0.9  # of the memory that is free when the server starts
+_FREE_MEMORY_SHARE: Final = 0.9  # of the memory that is free when the server starts
 
 
 class RequestedModel(NamedTuple):
-    """A model to serve: its name for clients, None for its own, and its path or name."""
+    """A model to serve.
+
+    Attributes:
+        name: the name for clients; None for the model's own name.
+        model: the path, short name or hf:owner/repo.
+    """
 
     name: str | None
     model: str
@@ -78,9 +83,10 @@ def requested_models(model: str | None, lists: Sequence[str]) -> list[RequestedM
     for word in words:
         name, equals, rest = word.partition("=")
         has_name = bool(equals) and "/" not in name
-        models.append(
-            RequestedModel(name.strip() if has_name else None, rest.strip() if has_name else word)
-        )
+        if has_name:
+            models.append(RequestedModel(name.strip(), rest.strip()))
+        else:
+            models.append(RequestedModel(None, word))
     if not models:
         raise UsageError("Name a MODEL to serve, or several with --models A,B.")
     for requested in models:
@@ -91,12 +97,12 @@ def requested_models(model: str | None, lists: Sequence[str]) -> list[RequestedM
 
 
 def check_several(values: dict[str, Any], options: EngineOptions) -> None:
-    """Raise UsageError for options that only one model can have."""
-    wrong = {
+    """Raise UsageError for options that several models cannot have."""
+    reasons = {
         "model_names": "is for one model: write --models NAME=MODEL.",
         "in_process": "runs one model: leave it out, or leave out --models.",
     }
-    for field, reason in wrong.items():
+    for field, reason in reasons.items():
         if values[field]:
             raise UsageError(reason, field=field)
     if options.parallel.num_ranks > 1:
@@ -106,7 +112,7 @@ def check_several(values: dict[str, Any], options: EngineOptions) -> None:
 
 
 def _memory(options: EngineOptions) -> int:
-    """Return the bytes that are free; all of a GPU's, as to ask for the free ones takes some."""
+    """Return the free bytes of memory; for a GPU all bytes, since asking it uses memory."""
     from twostroke.backends.create import gpu_device
 
     is_on_gpu = options.compute.backend == "gpu"
@@ -134,7 +140,7 @@ def open_model_pool(
     from twostroke.server.models.on_demand import OnDemandEngine
 
     keep_s = pool_options.idle_timeout_s or math.inf
-    budget_bytes = pool_options.budget_bytes or int(_SHARE_OF_FREE * _memory(options))
+    budget_bytes = pool_options.budget_bytes or int(_FREE_MEMORY_SHARE * _memory(options))
     engines: dict[str, OnDemandEngine] = {}
     for name, model in models:
         fetch(model)

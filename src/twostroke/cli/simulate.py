@@ -1,4 +1,4 @@
-"""`twostroke simulate`: what becomes of a load on replicas of a model."""
+"""`twostroke simulate`: simulates a load of requests on replicas of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from twostroke.cli.options import (
     is_given,
 )
 from twostroke.cli.planning import (
-    HERE,
+    THIS_MACHINE,
     BoundedNumberParam,
     check_threads,
     kv_format_option,
@@ -53,79 +53,110 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
     ],
 )
 @click.argument("model")
-@option("--on", "device", default=HERE, help="A device, as plan takes it, or this machine.")
-@option("--devices", "count", default=1, help="Devices of each replica, which divide each layer.")
+@option(
+    "--on",
+    "device",
+    default=THIS_MACHINE,
+    help="Device, as for `plan`: a name, a .toml file, or `here`.",
+)
+@option(
+    "--devices",
+    "count",
+    default=1,
+    help="Number of devices of each replica, which divide each layer.",
+)
 @threads_option
-@option("--replicas", default=1, help="Replicas of the model.")
-@option("--prefill-replicas", default=0, help="How many of them read prompts for the others.")
+@option("--replicas", default=1, help="Number of replicas of the model.")
+@option(
+    "--prefill-replicas",
+    default=0,
+    help="How many of the replicas only prefill prompts for the others.",
+)
 @option(
     "--disaggregate",
     type=OneOf(("auto", "always", "never")),
     default="auto",
-    help="Which prompts these read; auto: those for which it saves time.",
+    help="Which prompts the prefill replicas prefill; auto: prompts for which that saves time.",
 )
 @option(
     "--link",
-    type=BoundedNumberParam(most=1e9, unit=1e9),
-    help="GB/s from these to the others [default: the device's; needed for this machine].",
+    type=BoundedNumberParam(high=1e9, unit=1e9),
+    help="GB/s of the link from prefill replicas to the others [default: the device's; required "
+    "for this machine].",
 )
 @option(
     "--routing",
     type=OneOf(("prefix", "least-work", "two-choices", "round-robin")),
     default="least-work",
-    help="Which replica gets a request.",
+    help="How to choose the replica of a request.",
 )
 @option(
     "--trace",
-    help="azure-conv, azure-code, mooncake-conversation, mooncake-synthetic (fetched once), or a "
-    "file: .csv, .jsonl, or .json of --record.",
+    help="Load: the trace azure-conv, azure-code, mooncake-conversation or mooncake-synthetic "
+    "(fetched once), or a file: .csv, .jsonl, or the .json of --record.",
 )
-@option("--rate", type=float, help="Requests a second of a synthetic load, in place of a trace.")
-@option("--arrivals", type=OneOf(("poisson", "constant", "gamma")), help="[default: poisson]")
-@option("--burstiness", type=float, help="Variation of gamma arrivals [default: 3; Poisson has 1].")
+@option(
+    "--rate", type=float, help="Load: requests per second of a synthetic load, instead of a trace."
+)
+@option(
+    "--arrivals",
+    type=OneOf(("poisson", "constant", "gamma")),
+    help="Distribution of arrivals [default: poisson].",
+)
+@option("--burstiness", type=float, help="Coefficient of variation of gamma arrivals [default: 3].")
 @option("--prompt", type=int, help="Mean tokens of a prompt [default: 1024].")
 @option("--output", type=int, help="Mean tokens of an answer [default: 256].")
-@option("--spread", type=float, help="Variation of these lengths [default: 0, all are equal].")
-@option("--shared", type=int, help="First tokens that all prompts share [default: 0].")
-@option("--requests", type=click.IntRange(1), help="The first N [default: all; 1000 of --rate].")
-@option("--speed", default=1.0, help="Let requests come X times as fast.")
-@option("--scale", default=1.0, help="Multiply all lengths by X.")
-@option("--seed", type=click.IntRange(0), default=0, help="Of what is random.")
+@option("--spread", type=float, help="Coefficient of variation of both lengths [default: 0].")
+@option("--shared", type=int, help="Tokens at the start that all prompts share [default: 0].")
+@option(
+    "--requests",
+    type=click.IntRange(1),
+    help="Use the first N requests [default: all; 1000 with --rate].",
+)
+@option("--speed", default=1.0, help="Make requests arrive X times as fast.")
+@option("--scale", default=1.0, help="Multiply the lengths of prompts and answers by X.")
+@option("--seed", type=click.IntRange(0), default=0, help="Seed of the random numbers.")
 @objective_options()
 @option(
     "--sweep",
     is_flag=True,
     help="Find the highest load at which --good of the requests meet the objectives.",
 )
-@option("--good", "share", default=0.9, help="Share of requests that must meet them in a sweep.")
+@option(
+    "--good", "share", default=0.9, help="Share of requests, 0 to 1, that must meet the objectives."
+)
 @weights_option
 @kv_format_option
 @option(
     "--kv-memory",
     "memory_bytes",
     type=ByteSize(),
-    help="Memory of each replica for keys and values [default: what weights leave].",
+    help="Memory of each replica for keys and values [default: the memory that weights leave].",
 )
 @share_options(1.0, 1.0)
-@option("--acceptance", type=float, help="Speculate with guesses that are right with this chance.")
-@option("--draft-cost", default=0.0, help="What a guess takes, as a share of a decode step.")
+@option(
+    "--acceptance", type=float, help="Speculate, with this probability that a draft is accepted."
+)
+@option("--draft-cost", default=0.0, help="Time of a draft token, as a share of a decode step.")
 @option(
     "--overhead",
     "overhead_s",
-    type=BoundedNumberParam(least=0, most=60_000, unit=1e-3),
+    type=BoundedNumberParam(low=0, high=60_000, unit=1e-3),
     default=0.0,
-    help="Time from client to engine, in ms.",
+    help="Time from client to engine for each request, in ms.",
 )
 @price_option
 @option(
-    "--record", type=click.Path(path_type=Path, dir_okay=False), help="Keep requests in a file."
+    "--record",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the requests to this file.",
 )
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(model: str, *, as_json: bool, record: Path | None, **values: Any) -> None:
-    """Serve a load of requests by MODEL under virtual time, and show latencies and costs.
+    """Simulate MODEL under a load of requests in virtual time, and show latencies and costs.
 
-    The engine's own scheduler, pages, prefix cache and speculation run; only steps are not
-    computed: each takes what its operations need on the device. MODEL is what plan takes.
+    The engine's own scheduler, KV pages, prefix cache and speculation run. Only the steps are not
+    computed: each takes the predicted time of its operations on the device. MODEL is as for `plan`.
     """
     from twostroke.core.files import unfinished
     from twostroke.lab.measure.requests import Objectives
@@ -143,8 +174,8 @@ def command(model: str, *, as_json: bool, record: Path | None, **values: Any) ->
     load = _load(values)
     setup = _setup(model, values)
     if is_sweep:
-        found = sweep(setup, load, objectives, share, _progress)
-        simulation = found.best.simulation
+        sweep_result = sweep(setup, load, objectives, share, _progress)
+        simulation = sweep_result.best.simulation
     else:
         simulation = simulate(setup, load, objectives)
     if record is not None:
@@ -152,25 +183,29 @@ def command(model: str, *, as_json: bool, record: Path | None, **values: Any) ->
         with unfinished(record) as part:
             part.write_bytes(log + b"\n")
     if as_json:
-        shown: Any = replace(simulation, logs=())
+        printed: Any = replace(simulation, logs=())
         if is_sweep:
-            probes = [{"speed": p.speed, "rate": p.rate, "meets": p.meets} for p in found.probes]
-            about = {"capacity": found.best.rate, "warning": found.warning}
-            shown = about | {"probes": probes, "best": shown}
-        click.echo(encode_json(shown).decode())
+            probes = [
+                {"speed": p.speed, "rate": p.rate, "meets": p.meets} for p in sweep_result.probes
+            ]
+            about = {"capacity": sweep_result.best.rate, "warning": sweep_result.warning}
+            printed = about | {"probes": probes, "best": printed}
+        click.echo(encode_json(printed).decode())
         return
     for line in _facts(setup, load):
         click.echo(printable(line))
     if is_sweep:
-        _show_sweep(found.probes)
+        _show_sweep(sweep_result.probes)
         good = f"{share:.0%} of requests meet the objectives"
-        warning = f" {found.warning}" if found.warning else ""
-        click.echo(f"\nUp to {found.best.rate:.3g} requests/s {good}.{warning} At that load:\n")
+        warning = f" {sweep_result.warning}" if sweep_result.warning else ""
+        click.echo(
+            f"\nUp to {sweep_result.best.rate:.3g} requests/s {good}.{warning} At that load:\n"
+        )
     _show(simulation, objectives)
 
 
 def _check_effects(values: dict[str, Any]) -> None:
-    """Refuse options that would change nothing."""
+    """Raise UsageError for options that have no effect."""
     for name in ("link", "disaggregate"):
         check_effect(name, "prefill_replicas", has_effect=values["prefill_replicas"] > 0)
     check_effect("draft_cost", "acceptance", has_effect=values["acceptance"] is not None)
@@ -182,11 +217,15 @@ def _check_effects(values: dict[str, Any]) -> None:
 
 
 def _load(values: dict[str, Any]) -> Workload:
-    """Take the options of the load out of `values` and return it."""
+    """Remove the options of the load from `values`, and return the load."""
     from twostroke.lab.simulator import Synthetic, read_trace
 
-    trace, rate, seed = values.pop("trace"), values.pop("rate"), values.pop("seed")
-    count, speed, scale = values.pop("requests"), values.pop("speed"), values.pop("scale")
+    trace = values.pop("trace")
+    rate = values.pop("rate")
+    seed = values.pop("seed")
+    count = values.pop("requests")
+    speed = values.pop("speed")
+    scale = values.pop("scale")
     shape = {name: values.pop(name) for name in _SYNTHETIC}
     shape = {name: value for name, value in shape.items() if value is not None}
     if (trace is None) is (rate is None):
@@ -200,28 +239,30 @@ def _load(values: dict[str, Any]) -> Workload:
 
 
 def _setup(model: str, values: dict[str, Any]) -> Setup:
-    """Return what serves, from the other options."""
+    """Return the simulated replicas and their devices, from the other options."""
     from twostroke.lab import planner
     from twostroke.lab.simulator import Setup
 
-    device, weights, threads = (values.pop(name) for name in ("device", "weights", "num_threads"))
+    device = values.pop("device")
+    weights = values.pop("weights")
+    threads = values.pop("num_threads")
     check_threads(device)
     question_fields = {name: values.pop(name) for name in ("count", "mfu", "mbu", "usd_per_hour")}
-    is_here = device == HERE
+    is_here = device == THIS_MACHINE
     kv_format = values.pop("kv_format") or planner.default_kv_format(is_here=is_here)
     question = planner.Question(kv_format=kv_format, **question_fields)
-    disaggregate = values.pop("disaggregate")  # an option of engines, too, but of two roles
+    disaggregate = values.pop("disaggregate")  # also an option of engines, where it needs a role
     options = engine_options(values, model)
     is_ideal = not is_here or is_given("mfu") or is_given("mbu")
-    found = planner.this_machine(threads) if is_here else planner.find_device(device)
+    target = planner.this_machine(threads) if is_here else planner.find_device(device)
     planned = planner.load_planned_model(model)
     return Setup(
         model=planned.with_weights(weights) if weights else planned,
-        device=found,
+        device=target,
         question=question,
         cache=options.cache,
         batch=options.batch,
-        calibration=None if is_ideal else _correction(planned, found, threads),
+        calibration=None if is_ideal else _correction(planned, target, threads),
         is_here=is_here,
         disaggregate=disaggregate,
         **values,

@@ -1,4 +1,4 @@
-"""What the commands show on the terminal: safe text, tables, progress bars."""
+"""Output on the terminal: safe text, tables, progress bars, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress
 
-# Control characters, which terminals obey, become pictures of them.
+# Control characters, which would control the terminal, become visible symbols.
 _CONTROLS: Final = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
     0x0D: None,
@@ -26,12 +26,12 @@ _CONTROLS: Final = {
 
 
 def printable(text: str) -> str:
-    """Return `text` without characters that would control a terminal."""
+    """Return `text` with visible symbols in place of control characters."""
     return text.translate(_CONTROLS)
 
 
 def show_table(lines: Sequence[tuple[str, ...]], right: Container[int] | None = None) -> None:
-    """Print rows of cells; the columns `right`, or all but the first, are aligned right."""
+    """Print rows of cells; the columns in `right`, by default all but the first, align right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         cells = [
@@ -42,33 +42,31 @@ def show_table(lines: Sequence[tuple[str, ...]], right: Container[int] | None = 
 
 
 class Bar:
-    """A progress bar of bytes, or of things, on standard error, if that is a terminal."""
+    """A progress bar on standard error, if that is a terminal."""
 
-    def __init__(
-        self, *, patience_s: float = 0.0, quiet: bool = False, counts: bool = False
-    ) -> None:
-        """Appear after `patience_s` seconds; never, and write no lines, if `quiet`.
+    def __init__(self, *, delay_s: float = 0.0, quiet: bool = False, counts: bool = False) -> None:
+        """Appear after `delay_s` seconds; if `quiet`, show neither the bar nor lines.
 
-        With `counts` numbers are of things and not of bytes.
+        With `counts`, progress is shown as a number of items instead of bytes.
         """
         self._counts = counts
-        self._from_s = time.monotonic() + patience_s
+        self._visible_from_s = time.monotonic() + delay_s
         self._quiet, self._is_shown = quiet, not quiet and sys.stderr.isatty()
         self._progress: Progress | None = None
         self._label = ""
 
     def __enter__(self) -> Self:
-        """Show it while the block runs."""
+        """Use the bar during a block."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Take it off the screen."""
+        """Remove the bar from the screen."""
         if self._progress is not None:
             self._progress.stop()
 
     def show(self, label: str, done_bytes: int, total_bytes: int | None) -> None:
-        """Show what is being done and how far it is."""
-        if not self._is_shown or time.monotonic() < self._from_s:
+        """Show a label and the progress; `total_bytes` None shows no share."""
+        if not self._is_shown or time.monotonic() < self._visible_from_s:
             return
         if self._progress is None:
             self._progress = _progress(counts=self._counts)
@@ -80,7 +78,7 @@ class Bar:
         progress.update(task, completed=done_bytes, total=total_bytes)
 
     def say(self, text: str) -> None:
-        """Write a line on standard error that stays; above the bar, if there is one."""
+        """Print a line to standard error that stays, above the bar if there is one."""
         if self._progress is not None:
             self._progress.console.print(printable(text), markup=False, highlight=False)
         elif not self._quiet:
@@ -94,32 +92,34 @@ def _progress(*, counts: bool) -> Progress:
         DownloadColumn,
         MofNCompleteColumn,
         Progress,
+        ProgressColumn,
         TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
 
-    of_bytes = (DownloadColumn(), TransferSpeedColumn())
-    progress = Progress(
+    columns: list[ProgressColumn] = [
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        *((MofNCompleteColumn(), TimeRemainingColumn()) if counts else of_bytes),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    ]
+    if counts:
+        columns += (MofNCompleteColumn(), TimeRemainingColumn())
+    else:
+        columns += (DownloadColumn(), TransferSpeedColumn())
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
     progress.add_task("", total=None)
     return progress
 
 
 @contextmanager
 def on_interrupt(action: Callable[[], None]) -> Iterator[None]:
-    """While the block runs, the first Ctrl-C calls `action`; the next one raises as usual."""
+    """Call `action` at the first Ctrl-C in the block; further ones raise KeyboardInterrupt."""
 
-    def first(*_: object) -> None:
+    def handle_first(*_: object) -> None:
         signal.signal(signal.SIGINT, before)
         action()
 
-    before = signal.signal(signal.SIGINT, first)
+    before = signal.signal(signal.SIGINT, handle_first)
     try:
         yield
     finally:
@@ -128,7 +128,7 @@ def on_interrupt(action: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def no_echo() -> Iterator[None]:
-    """While the block runs, the terminal does not show keys; programs still receive them."""
+    """Hide typed keys during the block; programs still receive them."""
     try:
         keyboard = sys.stdin.fileno()
         before = termios.tcgetattr(keyboard)

@@ -1,4 +1,4 @@
-"""`twostroke usage`: what keys and tenants have used of a server, and what it costs."""
+"""`twostroke usage`: shows the requests, tokens and costs of a server's keys and tenants."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 _BY: Final = ("key", "tenant", "day", "model")
 _FIRST: Final = "0000-01-01"
 _LAST: Final = "9999-12-31"
-_DIGITS: Final = 12  # of costs for programs: what a float adds after them is noise
+_COST_DECIMALS: Final = 12  # of costs in JSON and CSV; further decimals are rounding noise
 _COUNTS: Final = ("requests", "input", "cached", "output")
 
 
 class Day(click.ParamType):  # type: ignore[type-arg]
-    """A day, as 2026-11-30."""
+    """A day, written as 2026-11-30."""
 
     name = "day"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return it as it is kept."""
+        """Return the day in ISO 8601."""
         try:
             return date.fromisoformat(str(value)).isoformat()
         except ValueError:
@@ -53,14 +53,16 @@ class Day(click.ParamType):  # type: ignore[type-arg]
     metavar="DIR",
     help="The server's folder of records.",
 )
-@option("--by", type=OneOf(_BY), default="key", help="One row for each key, tenant, day or model.")
-@option("--since", type=Day(), help="From this day on, in UTC.")
-@option("--until", type=Day(), help="Up to this day, its end included.")
+@option(
+    "--by", type=OneOf(_BY), default="key", help="Show a row for each key, tenant, day or model."
+)
+@option("--since", type=Day(), help="First day, in UTC [default: all].")
+@option("--until", type=Day(), help="Last day, in UTC, included [default: today].")
 @option(
     "--prices",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Show costs, by a table of prices in TOML.",
+    help="TOML file with prices: also show costs.",
 )
 @option("--csv", "as_csv", is_flag=True, help="Print CSV, for spreadsheets.")
 @option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
@@ -73,9 +75,9 @@ def command(
     as_csv: bool,
     as_json: bool,
 ) -> int:
-    """Show requests and tokens of keys, tenants, days or models; those of batches apart.
+    """Show the requests and tokens of keys, tenants, days or models.
 
-    Cached tokens are a part of the input.
+    Batch requests have separate rows. Cached tokens are a part of the input.
     """
     if as_csv and as_json:
         raise UsageError("Give either --csv or --json.")
@@ -114,11 +116,11 @@ def _columns(by: str) -> tuple[str, ...]:
 
 
 def _rows(
-    found: Iterable[Amount], by: str, names: dict[str, str], prices: Prices | None
+    all_amounts: Iterable[Amount], by: str, names: dict[str, str], prices: Prices | None
 ) -> Iterable[dict[str, Any]]:
-    """Return the sums by one word, for programs."""
+    """Return the sums for each key, tenant, day or model, as --json prints them."""
     rows: dict[tuple[object, ...], dict[str, Any]] = {}
-    for amount in found:
+    for amount in all_amounts:
         owner = amount.owner
         facts = {**owner._asdict(), "name": names.get(owner.key, "")}
         group = {name: facts[name] for name in _columns(by)} | {"batch": owner.is_batch}
@@ -136,12 +138,12 @@ def _costs(row: dict[str, Any], write: Callable[[float], object]) -> dict[str, o
 
 
 def _rounded(cost: float) -> float:
-    return round(cost, _DIGITS)
+    return round(cost, _COST_DECIMALS)
 
 
 def _plain(cost: float) -> str:
-    """Return a cost as spreadsheets read it, without an exponent."""
-    return f"{cost:.{_DIGITS}f}".rstrip("0").rstrip(".")
+    """Return a cost in decimals without an exponent, as spreadsheets read it."""
+    return f"{cost:.{_COST_DECIMALS}f}".rstrip("0").rstrip(".")
 
 
 def _show(rows: list[dict[str, Any]], by: str, prices: Prices | None) -> None:
