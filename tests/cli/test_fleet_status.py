@@ -37,7 +37,7 @@ def test_it_says_how_many_prefill_replicas_would_be_busy(
     def joined() -> Iterator[Any]:
         yield SimpleNamespace(names=lambda: ["shop"], status=lambda _name: status)
 
-    monkeypatch.setattr(fleet, "_joined", joined)
+    monkeypatch.setattr(fleet, "_joined_cluster", joined)
     out = cli("fleet", "status").out
     assert "shop: the router answers at http://10.0.0.1:8000." in out
     assert "By the measured rates, chat can use 1.8 replicas of reader; 1 ready." in out

@@ -396,6 +396,6 @@ def test_a_bar_may_be_silent(monkeypatch: pytest.MonkeyPatch, bar: dict[str, flo
 
 def test_loading_shows_a_bar_once_it_takes_long(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(monkeypatch)
-    monkeypatch.setattr("twostroke.cli.pull._PATIENCE_S", 0.0)
+    monkeypatch.setattr("twostroke.cli.pull._BAR_DELAY_S", 0.0)
     open_engine(tiny, EngineOptions(cache=CacheOptions(memory_bytes=2_000_000))).close()
     assert "Loading tiny.gguf" in screen.text

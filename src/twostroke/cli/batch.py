@@ -118,7 +118,9 @@ def command(**values: Any) -> int:
         try:
             with sender as (send, max_at_once):
                 started_s = time.monotonic()
-                asyncio.run(run(files, send, max_at_once, limits, progress, show))
+                asyncio.run(
+                    run(files, send, max_at_once, limits=limits, progress=progress, show=show)
+                )
                 elapsed_s = time.monotonic() - started_s
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_how_to_continue(progress, results.partial)) from None

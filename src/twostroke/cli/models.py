@@ -136,20 +136,18 @@ def clean_command(partial: bool, unused: float | None, yes: bool, as_json: bool)
         total = _show_waste(unfinished, unused_records)
         if not yes:
             _confirm(f"these {megabytes(total)}")
-    freed = sum(one.num_bytes for one in unfinished)
+    freed = sum(leftover.num_bytes for leftover in unfinished)
     for leftover in unfinished:
         fetch.drop(leftover)
-    freed += sum(fetch.remove(one.name) for one in unused_records)
+    freed += sum(fetch.remove(record.name) for record in unused_records)
     fetch.forget_missing()
     if as_json:
-        removed = [str(one.path) for one in unfinished] + [one.name for one in unused_records]
+        removed = [str(leftover.path) for leftover in unfinished]
+        removed += [record.name for record in unused_records]
         _print_json({"removed": removed, "freed_bytes": freed})
     else:
-        click.echo(
-            f"{megabytes(freed)} freed."
-            if unfinished or unused_records
-            else "There is nothing to clean."
-        )
+        is_clean = not unfinished and not unused_records
+        click.echo("There is nothing to clean." if is_clean else f"{megabytes(freed)} freed.")
 
 
 _ALIASES = {"rm": remove_command, "pull": pull.command}
@@ -161,9 +159,12 @@ for _alias, _original in _ALIASES.items():
 
 def _show_waste(unfinished: Sequence[Leftover], unused_records: Sequence[ModelRecord]) -> int:
     """Print the files that would be deleted; return their size in bytes."""
-    rows = [(one.num_bytes, f"{one.path} (an unfinished download)") for one in unfinished]
+    rows = [
+        (leftover.num_bytes, f"{leftover.path} (an unfinished download)") for leftover in unfinished
+    ]
     rows += [
-        (one.num_bytes, f"{one.name}, last used {_ago(one.last_used)}") for one in unused_records
+        (record.num_bytes, f"{record.name}, last used {_ago(record.last_used)}")
+        for record in unused_records
     ]
     for size, text in rows:
         click.echo(printable(f"{megabytes(size):>10}  {text}"), err=True)
