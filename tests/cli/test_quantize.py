@@ -161,7 +161,7 @@ def test_a_file_that_differs_from_its_report_is_refused(
     path.write_bytes(broken(small))
     ran = cli(*ask)
     assert ran.code == 4
-    assert "nats from those in its report" in ran.err
+    assert "nats from the scores in its report" in ran.err
     assert "--accept-quality uses it all the same" in ran.err
     assert cli(*ask, "--accept-quality").code == 0
 
