@@ -72,7 +72,9 @@ def build_app(api: Api) -> ASGIApp:
     async def respond(request: Request, error: Exception) -> Response:
         """Return an error in the protocol's form; `Boundary` logs unexpected errors."""
         if not isinstance(error, TwostrokeError):
-            return errors.to_response(TwostrokeError("An unforeseen failure."), request.scope)
+            return errors.to_response(
+                TwostrokeError("An unexpected error occurred in the server."), request.scope
+            )
         is_from_client = served_of(request.scope).service is None
         is_final = is_from_client or error.http_status not in RETRYABLE_STATUSES
         if error.http_status >= 500 and is_final:

@@ -75,12 +75,13 @@ class BodyDecoder(Generic[T]):
         nesting = nesting_of(body, self._max_depth)
         if nesting.depth > self._max_depth:
             raise BodySyntaxError(
-                f"The body is nested deeper than {self._max_depth} lists and objects."
+                "The body is nested too deeply: at most "
+                f"{self._max_depth} lists and objects may be inside each other."
             )
         if nesting.num_containers > MAX_CONTAINERS:
             raise BodySyntaxError(
                 f"The body has {nesting.num_containers:,} lists and objects: at most "
-                f"{MAX_CONTAINERS:,} are read."
+                f"{MAX_CONTAINERS:,} are allowed. Send fewer of them."
             )
         ignored: list[Ignored] = []
         try:

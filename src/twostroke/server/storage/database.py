@@ -181,10 +181,10 @@ class Records:
         unknown_ids = self.files.ids() - known_ids
         if is_doubtful and unknown_ids:
             names = ", ".join(sorted(unknown_ids)[:_MAX_LOGGED_ROWS])
-            reason = "%d files of %s stay, though no record names them, as records are damaged: %s."
+            reason = "%d files of %s are kept without a record, since records are damaged: %s."
             _logger.error(reason, len(unknown_ids), self.files.path(""), names)
             if has_lost_records:
-                _logger.error("Delete %s to have them deleted.", self._lost_records.path)
+                _logger.error("Delete %s to have these files deleted.", self._lost_records.path)
             return
         for id_ in unknown_ids:
             self.files.remove(id_)

@@ -169,7 +169,7 @@ def test_response_that_is_too_large_with_its_conversation_is_kept_without_it(
     body = {"input": "a", "previous_response_id": second["id"], "max_output_tokens": 1}
     refused = gated.http.post(PATH, json=body)
     assert refused.status_code == 400
-    assert "begin another one" in refused.json()["error"]["message"]
+    assert "begin another conversation" in refused.json()["error"]["message"]
 
 
 def test_responses_that_have_ended_do_not_hold_their_prompts(server: LiveServer) -> None:

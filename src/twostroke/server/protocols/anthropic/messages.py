@@ -257,7 +257,7 @@ def _check_blocks(message: AnthropicMessage, path: str, call_ids: set[str]) -> N
             reason = f"cannot be part of a message of the role {message.role}."
             raise RequestError(reason, field=f"{path}[{index}]")
         if isinstance(block, ToolResultBlock) and block.tool_use_id not in call_ids:
-            reason = "is not the id of an earlier call."
+            reason = "must be the id of an earlier call, and no earlier call has this id."
             raise RequestError(reason, field=f"{path}[{index}].tool_use_id")
 
 

@@ -230,7 +230,7 @@ def _check_tool_results(messages: list[ChatMessage]) -> None:
         call_ids.update(call.id for call in message.tool_calls or ())
         id_ = message.tool_call_id
         if message.role == "tool" and id_ not in call_ids and (id_ is not None or not call_ids):
-            reason = "must be the id of an earlier call, and there is none."
+            reason = "must be the id of an earlier call, and no earlier call has this id."
             raise RequestError(reason, field=f"messages[{index}].tool_call_id")
 
 

@@ -283,7 +283,7 @@ def to_bias(entries: list[Any] | dict[str, Any], tokenizer: Tokenizer) -> dict[i
             ):
                 bias = max(-MAX_BIAS, min(MAX_BIAS, number))
             case _:
-                reason = "must be a pair of a token id or a text and a number or false."
+                reason = "must be a pair: a token id or a text, and a number or false."
                 raise RequestError(reason, field=f"logit_bias[{index}]")
         is_id = isinstance(entries, dict) and TOKEN_ID.fullmatch(str(token))
         ids = _token_ids(int(token) if is_id else token, tokenizer)

@@ -169,7 +169,7 @@ class ChatEncoder:
         ] = {}  # JSON before and after, by choice
 
     def write(self, event: events.Event) -> bytes:
-        """Return the chunks of an event."""
+        """Return the chunks of a stream for an event."""
         match event:
             case events.ContentAdded():
                 if event.scored:

@@ -65,9 +65,7 @@ def read(request: CompletionRequest, tenant: Tenant) -> Job:
         raise UnsupportedFieldError(reason, field="suffix")
     for name in ("add_special_tokens", "parse_special"):
         if request.suffix and getattr(request, name) is not None:
-            reason = (
-                "cannot be combined with suffix, around which no text is special: leave it out."
-            )
+            reason = "cannot be combined with suffix: leave one of them out."
             raise UnsupportedFieldError(reason, field=name)
     if request.echo and request.prompt_logprobs is not None:
         reason = "cannot be combined with echo: leave one of them out."

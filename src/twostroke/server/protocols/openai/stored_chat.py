@@ -147,7 +147,7 @@ class StoringEncoder:
 
 
 def encoder(info: ResponseInfo) -> Encoder:
-    """Return the encoder of a chat completion; it stores the completion if the job has `keep`."""
+    """Return the encoder of a chat completion; it stores the completion if the job has `store`."""
     keep = info.job.store
     return ChatEncoder(info) if keep is None else StoringEncoder(info, keep)
 

@@ -142,7 +142,8 @@ def read(request: ResponsesRequest, tenant: Tenant) -> Job:
     check(request)
     exchange, tools, ignored = _exchange(request, tenant)
     if request.background and not exchange.is_stored:
-        reason = "needs a response that can be stored: this one is too large, or none is stored."
+        reason = "needs a stored response, but the conversation is too large to store, or the "
+        reason += "server stores no responses."
         raise RequestError(reason, field="background")
     first_unknown = islice(unknown_includes(request.include or ()), 1)
     ignored_includes = [Ignored.of(error) for error in first_unknown]
@@ -284,7 +285,9 @@ def _previous(request: ResponsesRequest, tenant: Tenant) -> StoredResponse | Non
         reason = "has not ended: wait until its status is completed."
         raise RequestError(reason, field="previous_response_id")
     if response is not None and not _stored_flags.decode(response.answer).store:
-        reason = "is stored without its conversation, which is too large: begin another one."
+        reason = (
+            "is stored without its conversation, which is too large: begin another conversation."
+        )
         raise RequestError(reason, field="previous_response_id")
     return response
 
@@ -297,7 +300,7 @@ def _params(request: ResponsesRequest, tools: Tools | None) -> SamplingParams:
     if constraint := _constraint(request):
         values["constraint"] = constraint
     if tools is not None and "logprobs" in values:
-        reason = f"cannot be combined with tools where it has '{LOGPROBS}'."
+        reason = f"cannot have '{LOGPROBS}' in a request with tools: leave one of them out."
         raise RequestError(reason, field="include")
     return to_params(request, **values)
 
