@@ -1,4 +1,4 @@
-"""The OpenAPI document is complete, valid, and agrees with what the server accepts and sends.
+"""The OpenAPI document is complete, valid, and agrees with the server and sends.
 
 `CheckedClient` compares every response of the other tests with it.
 """
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from support.servers import LiveServer
 
 BODIES = {
-    path: one.request
+    path: protocol.request
     for table in (GENERATION_PROTOCOLS, EMBEDDING_PROTOCOLS, UTILITY_ENDPOINTS)
-    for path, one in table.items()  # type: ignore[attr-defined]
+    for path, protocol in table.items()  # type: ignore[attr-defined]
 }
 OPERATIONS = SERVER_OPERATIONS | Plans.operations
 EXAMPLES = [
@@ -134,9 +134,9 @@ def test_unsupported_fields_list_their_neutral_values(schemas: dict[str, Any]) -
 
 def test_document_of_a_strict_server_has_what_it_refuses(strict: LiveServer) -> None:
     schemas = components(BODIES, strict.api.facts())
-    asked = schemas["ChatRequest"]
-    assert asked["additionalProperties"] is False
-    assert str(asked["properties"]["length_penalty"]["enum"]) == "[None, 1.0]"
+    chat_request = schemas["ChatRequest"]
+    assert chat_request["additionalProperties"] is False
+    assert str(chat_request["properties"]["length_penalty"]["enum"]) == "[None, 1.0]"
 
 
 def test_items_of_a_response_request_are_described(description: Description) -> None:
@@ -167,7 +167,7 @@ def test_header_for_anthropics_form_is_described_with_its_errors(described: dict
     with_header = {
         name: operation
         for name, operation in operations.items()
-        if any(one["name"] == "anthropic-version" for one in operation["parameters"])
+        if any(parameter["name"] == "anthropic-version" for parameter in operation["parameters"])
     }
     assert {"get /v1/models", "post /v1/files", "delete /v1/files/{file_id}"} <= set(with_header)
     for name, operation in with_header.items():
@@ -178,14 +178,17 @@ def test_header_for_anthropics_form_is_described_with_its_errors(described: dict
         ]
         assert failures, name
         for schema in failures:
-            kinds = {one["$ref"].rpartition("/")[2] for one in schema.get("anyOf", [schema])}
+            kinds = {
+                alternative["$ref"].rpartition("/")[2]
+                for alternative in schema.get("anyOf", [schema])
+            }
             is_shared = not name.startswith("post /v1/messages")
             assert kinds == {"AnthropicErrorBody"} | ({"ErrorBody"} if is_shared else set()), name
 
 
 def test_form_of_timeouts_allows_what_the_server_takes(described: dict[str, Any]) -> None:
     parameters = described["paths"]["/v1/completions"]["post"]["parameters"]
-    [header] = [one for one in parameters if one["name"] == "x-request-timeout"]
+    [header] = [parameter for parameter in parameters if parameter["name"] == "x-request-timeout"]
     seconds = ("0.5", "0.000000001", "1", "9999.25", "79999", "85999.9", "86399.9", "86400.0")
     wrong = ("0", "0.0", "-1", "86400.1", "86401", "90000", "100000", "1e3", "", "1.", ".5")
     for value in (*seconds, *wrong):
@@ -208,7 +211,9 @@ def test_links_lead_to_operations(described: dict[str, Any]) -> None:
     assert links
     for link in links.values():
         parameters = operations[link["operationId"]]["parameters"]
-        assert set(link["parameters"]) <= {one["name"] for one in parameters if one["in"] == "path"}
+        assert set(link["parameters"]) <= {
+            parameter["name"] for parameter in parameters if parameter["in"] == "path"
+        }
 
 
 def test_every_component_is_used(described: dict[str, Any]) -> None:
@@ -253,14 +258,14 @@ def test_examples_are_accepted(roomy_server: LiveServer, method: str, path: str,
 def test_errors_are_as_described(server: LiveServer, path: str) -> None:
     """`CheckedClient` compares them; failures of the engine are tested in `test_faults`."""
     json_ = {"content-type": "application/json"}
-    for status, given in {
+    for status, request in {
         400: {"content": b"{", "headers": json_},
-        404: {"json": {"model": "nope", **_least(path)}},
+        404: {"json": {"model": "nope", **_required_fields(path)}},
         413: {"content": b" " * (8 * 1024 * 1024 + 1), "headers": json_},
         415: {"content": b"{}", "headers": {"content-type": "text/plain"}},
         431: {"json": {}, "headers": {"x-long": "x" * 33_000}},
     }.items():
-        assert server.http.post(path, **given).status_code == status
+        assert server.http.post(path, **request).status_code == status
 
 
 @pytest.mark.parametrize(
@@ -344,7 +349,7 @@ def test_a_response_that_is_not_as_described_is_noticed(
         Description(wrong).check("GET", "/v1/models", response)
 
 
-def _least(path: str) -> dict[str, Any]:
+def _required_fields(path: str) -> dict[str, Any]:
     """Return the fields that a body of a route must have."""
     (example, *_) = OPERATIONS["POST", path].examples.values()
     return dict(example)

@@ -58,16 +58,16 @@ def file_names(folder: Path) -> set[str]:
 
 
 def served_ids(records: Records) -> tuple[set[str], set[str]]:
-    """Return the ids of files that are listed, and those that are found."""
-    found = set[str]()
+    """Return the ids of the files that a list has, and of the files that can be read."""
+    found_ids = set[str]()
     for id_ in (ID, OTHER_ID, FLIPPED_ID):
         try:
             find = partial(files.find, id_=id_, tenant="anna")
-            found.add(asyncio.run(records.read(find)).id)
+            found_ids.add(asyncio.run(records.read(find)).id)
         except files.NoSuchFileError:
             continue
     listing = asyncio.run(records.read(lambda db: files.page(db, "anna", {})))
-    return {file.id for file in listing.data}, found
+    return {file.id for file in listing.data}, found_ids
 
 
 def change(folder: Path, *statements: str) -> None:
@@ -79,9 +79,9 @@ def change(folder: Path, *statements: str) -> None:
 def flip_copy(folder: Path, copy: int) -> None:
     """Flip a bit in one copy of an id: 0 and 1 are in the files, the others in the batch."""
     data = bytearray((folder / "records.db").read_bytes())
-    places = [at for at in range(len(data)) if data.startswith(ID.encode(), at)]
-    assert len(places) == 5, "the file's row, its index; the batch's column, its body, its index"
-    data[places[copy] + len(ID) - 1] ^= 1
+    offsets = [at for at in range(len(data)) if data.startswith(ID.encode(), at)]
+    assert len(offsets) == 5, "the file's row, its index; the batch's column, its body, its index"
+    data[offsets[copy] + len(ID) - 1] ^= 1
     (folder / "records.db").write_bytes(data)
 
 
@@ -104,10 +104,10 @@ def test_a_flipped_copy_of_an_id_is_restored(
     flip_copy(folder, copy)
     for _ in range(2):
         Records(folder).close()
-    told = [record.getMessage() for record in caplog.records]
-    [sentence] = [text for text in told if FLIPPED_ID in text]
+    log_messages = [record.getMessage() for record in caplog.records]
+    [sentence] = [text for text in log_messages if FLIPPED_ID in text]
     assert f"The id of file {ID} was damaged" in sentence
-    assert "left-by-a-crash" in told[-1], "named and kept at the damaged start"
+    assert "left-by-a-crash" in log_messages[-1], "named and kept at the damaged start"
     assert file_names(folder) == {ID, OTHER_ID}, "the next start finds nothing damaged"
 
 
@@ -128,14 +128,14 @@ def test_rows_and_indexes_of_all_tables_agree_after_a_flipped_id(tmp_path: Path)
     with closing(Records(tmp_path)) as records:
         records.post(fill).result()
     path = tmp_path / "records.db"
-    whole = path.read_bytes()
+    intact_bytes = path.read_bytes()
     for table in NOUNS:
         id_ = f"id of {table}".encode()
-        places = [at for at in range(len(whole)) if whole.startswith(id_, at)]
-        assert len(places) == 2, "in the row and in the index"
-        for place in places:
-            data = bytearray(whole)
-            data[place] ^= 1
+        offsets = [at for at in range(len(intact_bytes)) if intact_bytes.startswith(id_, at)]
+        assert len(offsets) == 2, "in the row and in the index"
+        for offset in offsets:
+            data = bytearray(intact_bytes)
+            data[offset] ^= 1
             path.write_bytes(data)
             with closing(Records(tmp_path)) as records, records.open_reader() as db:
                 assert stored_ids(db, table) == {id_.decode()}
@@ -164,9 +164,9 @@ def test_no_file_is_deleted_while_a_record_is_damaged(
         assert ID in caplog.text
 
 
-@pytest.mark.parametrize("place", ["header", "first frame", "last frame"])
+@pytest.mark.parametrize("damaged_part", ["header", "first frame", "last frame"])
 def test_a_file_stays_whose_record_was_in_a_damaged_log(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged_part: str
 ) -> None:
     copy = tmp_path / "copy"
     with closing(Records(folder)) as records:
@@ -178,7 +178,7 @@ def test_a_file_stays_whose_record_was_in_a_damaged_log(
     intact = tmp_path / "intact"
     shutil.copytree(copy, intact)
     log = bytearray((copy / "records.db-wal").read_bytes())
-    log[{"header": 17, "first frame": 100, "last frame": len(log) - 100}[place]] ^= 1
+    log[{"header": 17, "first frame": 100, "last frame": len(log) - 100}[damaged_part]] ^= 1
     (copy / "records.db-wal").write_bytes(log)
     names = file_names(copy)
     for _ in range(2):

@@ -74,8 +74,8 @@ def test_caller_that_leaves_stops_neither_its_write_nor_later_ones(tmp_path: Pat
         await asyncio.to_thread(has_begun.wait, 10)
         later = asyncio.ensure_future(asyncio.wrap_future(records.post(insert("a", 2))))
         await asyncio.sleep(0)
-        for one in (waiting, later):
-            one.cancel()
+        for future in (waiting, later):
+            future.cancel()
         await asyncio.sleep(0)
         may_end.set()
         return await asyncio.wait_for(records.write(count), 10)
@@ -88,7 +88,7 @@ def test_records_in_a_folder_that_was_there_are_for_their_owner_alone(tmp_path: 
     tmp_path.chmod(0o755)
     with closing(Records(tmp_path)) as records:
         asyncio.run(records.write(insert("a", 1)))
-        modes = {one.name: one.stat().st_mode & 0o077 for one in tmp_path.iterdir()}
+        modes = {path.name: path.stat().st_mode & 0o077 for path in tmp_path.iterdir()}
     assert modes == dict.fromkeys(modes, 0)
     assert {"records.db", "records.db-wal", "files"} <= modes.keys()
 
@@ -252,7 +252,7 @@ def test_changes_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(RecordsError, match="cannot keep up: 3 changes wait to be written"):
             records.post(lambda _: None).result(0)
         may_end.set()
-        assert [one.result(20) for one in (first, *waiting)] == [None] * 4
+        assert [future.result(20) for future in (first, *waiting)] == [None] * 4
 
 
 def test_database_of_an_older_version_is_closed_to_others(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_database_of_an_older_version_is_closed_to_others(tmp_path: Path) -> Non
     path.chmod(0o644)
     with closing(Records(tmp_path)) as records:
         records.post(lambda db: db.execute("DELETE FROM files")).result(20)
-        assert {one.stat().st_mode & 0o777 for one in tmp_path.glob("records.db*")} == {0o600}
+        assert {file.stat().st_mode & 0o777 for file in tmp_path.glob("records.db*")} == {0o600}
 
 
 def test_empty_database_without_files_has_nothing(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from twostroke.server.storage.schema import MIGRATIONS
 if TYPE_CHECKING:
     from pathlib import Path
 
-_BEFORE = next(number for number, one in enumerate(MIGRATIONS) if "row_digest" in one)
+_BEFORE = next(number for number, script in enumerate(MIGRATIONS) if "row_digest" in script)
 
 
 def fill(folder: Path) -> None:
@@ -76,7 +76,7 @@ def num_damaged(folder: Path, table: str) -> int:
 def test_each_column_that_changes_is_noticed(tmp_path: Path, table: str) -> None:
     fill(tmp_path)
     assert num_damaged(tmp_path, table) == 0
-    whole = (tmp_path / "records.db").read_bytes()
+    intact_bytes = (tmp_path / "records.db").read_bytes()
     for column in COLUMNS[table]:
         for damage in ("x'ff' || substr({0}, 2)", "'7' || {0}", "'word.'", "77"):
             value = damage.format(f"coalesce({column}, '')")
@@ -86,7 +86,7 @@ def test_each_column_that_changes_is_noticed(tmp_path: Path, table: str) -> None
                 num_rows = db.execute(change, row).rowcount
             assert num_damaged(tmp_path, table) == num_rows > 0, (column, damage)
             (tmp_path / "records.db-wal").unlink(missing_ok=True)
-            (tmp_path / "records.db").write_bytes(whole)
+            (tmp_path / "records.db").write_bytes(intact_bytes)
 
 
 def test_rows_of_earlier_versions_are_read(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_damaged_usage_is_left_out_and_stays_damaged(tmp_path: Path) -> None:
         usage.add(db, {owner: [1, 2, 3, 4] for owner in owners})
         db.execute("UPDATE usage SET output = 5 WHERE model = 'a'")
         usage.add(db, {owner: [1, 2, 3, 4] for owner in owners})
-        assert [one.owner.model for one in usage.amounts(db, "0", "9")] == ["b"]
+        assert [amount.owner.model for amount in usage.amounts(db, "0", "9")] == ["b"]
         assert usage.damaged_owners(db, "0", "9") == owners[:1]
 
 

@@ -1,4 +1,4 @@
-"""The page's files: who gets them, with which headers, and that they are whole and our own."""
+"""The page's files: who gets them, with which headers, and that they are all_text and our own."""
 
 from __future__ import annotations
 
@@ -62,30 +62,30 @@ def test_the_page_takes_few_requests_which_bring_all_of_it(http: httpx.Client) -
     named = named_by("index.html")
     assert len(named) <= 4
     assert set(Site()) == {"index.html", *named}
-    whole = ""
+    all_text = ""
     for name in named:
         answer = http.get(f"/page/{name}")
         assert answer.headers["content-type"] == MEDIA_TYPES[Path(name).suffix]
-        whole += answer.text
+        all_text += answer.text
     for path in SOURCES:
         lines = path.read_text().splitlines()
-        assert path.stem in {"index", "fleet"} or lines[0] in whole, path.name
+        assert path.stem in {"index", "fleet"} or lines[0] in all_text, path.name
 
 
 def test_unchanged_file_is_not_sent_again(http: httpx.Client) -> None:
     first = http.get("/page/app.js")
     tag = first.headers["etag"]
     assert first.headers["cache-control"] == "no-cache"
-    for known in (tag, f"W/{tag}", f'"other", {tag}', "*"):
-        again = http.get("/page/app.js", headers={"if-none-match": known})
-        assert again.status_code == 304
-        assert not again.content
-        assert again.headers["etag"] == tag
+    for client_etags in (tag, f"W/{tag}", f'"other", {tag}', "*"):
+        response = http.get("/page/app.js", headers={"if-none-match": client_etags})
+        assert response.status_code == 304
+        assert not response.content
+        assert response.headers["etag"] == tag
     changed = http.get("/page/app.js", headers={"if-none-match": '"other"'})
     assert changed.status_code == 200
-    known = {"if-none-match": http.get("/", headers=BROWSER).headers["etag"]}
-    assert http.get("/", headers=BROWSER | known).status_code == 304
-    assert http.get("/", headers=known).json()["name"] == "twostroke"
+    headers = {"if-none-match": http.get("/", headers=BROWSER).headers["etag"]}
+    assert http.get("/", headers=BROWSER | headers).status_code == 304
+    assert http.get("/", headers=headers).json()["name"] == "twostroke"
 
 
 @pytest.mark.parametrize("path", ["/", "/page/app.js", "/page/style.css", "/page/icon.svg"])
@@ -138,10 +138,10 @@ def test_files_are_only_read(server: LiveServer) -> None:
 
 
 def test_files_do_not_name_other_hosts() -> None:
-    known = {"http://www.w3.org/2000/svg"}  # a name, not an address
+    allowed = {"http://www.w3.org/2000/svg"}  # a name, not an address
     for path in SOURCES:
         for address in re.findall(r"https?://[a-z0-9][^\s\"'`)<>]*", path.read_text()):
-            assert address in known, f"{path.name}: {address}"
+            assert address in allowed, f"{path.name}: {address}"
         assert not re.search(r"""["'(]//[a-z]""", path.read_text()), path.name
 
 
