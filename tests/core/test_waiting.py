@@ -67,14 +67,14 @@ def limit_of_a_batch() -> Waiting:
     return limit.wait(), lambda: limit.leave(sent_s, None, is_refused=False)
 
 
-def roster_of_models() -> Waiting:
+def pool_of_models() -> Waiting:
     view = ModelUse("model", 1, 1.0, ModelResidency.IN)
     engine: Any = SimpleNamespace(
-        card=None, residence=ModelResidency.IN, num_waiting=0, view=lambda now_s: view,
-        close_door=lambda is_closed: None, expected_load_s=1.0,
+        card=None, residency=ModelResidency.IN, num_waiting=0, model_use=lambda now_s: view,
+        set_closed=lambda is_closed: None, expected_load_s=1.0,
     )  # fmt: skip
-    roster = ModelPool({"model": engine}, budget_bytes=1)
-    return roster._look_after(), engine.changed
+    pool = ModelPool({"model": engine}, budget_bytes=1)
+    return pool._manage(), engine.changed
 
 
 def compiler_of_constraints() -> Waiting:
@@ -90,7 +90,7 @@ def compiler_of_constraints() -> Waiting:
 @pytest.mark.parametrize("instant", INSTANTS)
 @pytest.mark.parametrize(
     "waiting",
-    [event, room_of_batches, limit_of_a_batch, roster_of_models, compiler_of_constraints],
+    [event, room_of_batches, limit_of_a_batch, pool_of_models, compiler_of_constraints],
 )
 def test_no_cancellation_is_lost(waiting: Callable[[], Waiting], instant: int) -> None:
     async def cancel() -> bool:

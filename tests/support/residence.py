@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from twostroke.server.models.residency import ModelResidency, ModelUse, decide, worth_of
+from twostroke.server.models.residency import ModelResidency, ModelUse, decide, retention_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ class _Model:
     running: list[float] = field(default_factory=list)  # when they end
     used_s: float = 0.0
     loaded_s: float = 0.0
-    worth: float = 0.0
+    value: float = 0.0
     is_closed: bool = False
 
 
@@ -46,7 +46,7 @@ class Stage:
         self.waits: list[tuple[str, float]] = []
         self.arrivals: list[Arrival] = []
         self.loading_s = 0.0
-        self._gone_worth = 0.0
+        self._highest_unloaded_value = 0.0
 
     def ask(self, name: str) -> None:
         self.arrivals.append((self.now_s, name))
@@ -95,7 +95,7 @@ class Stage:
                 model.used_s,
                 model.loaded_s,
                 len([end_s for end_s in model.running if end_s > self.now_s]),
-                worth=model.worth,
+                value=model.value,
                 is_closed=model.is_closed,
             )
             for name, model in self.models.items()
@@ -103,7 +103,7 @@ class Stage:
 
     def _use(self, model: _Model) -> None:
         model.used_s = self.now_s
-        model.worth = worth_of(model.num_bytes, model.load_s, self._gone_worth)
+        model.value = retention_value(model.num_bytes, model.load_s, self._highest_unloaded_value)
 
     def _apply(self) -> None:
         decision = decide(self.now_s, self.budget, self.views())
@@ -112,7 +112,7 @@ class Stage:
         for name in decision.unload:
             model = self.models[name]
             model.state, model.is_closed = ModelResidency.OUT, False
-            self._gone_worth = max(self._gone_worth, model.worth)
+            self._highest_unloaded_value = max(self._highest_unloaded_value, model.value)
         if decision.unload:
             self._apply()
         for name in decision.load:

@@ -144,7 +144,7 @@ def open_model_pool(
     engines: dict[str, OnDemandEngine] = {}
     for name, model in models:
         fetch(model)
-        engine = OnDemandEngine.find(
+        engine = OnDemandEngine.for_model(
             name,
             model,
             options=options,

@@ -138,7 +138,7 @@ def test_models_that_take_turns_on_a_gpu_count_its_memory(tmp_path: Path) -> Non
 
     def engine(backend: str, budget_bytes: int) -> OnDemandEngine:
         options = EngineOptions(ComputeOptions(backend), cache)
-        return OnDemandEngine.find(None, path, options, "info", budget_bytes, math.inf)
+        return OnDemandEngine.for_model(None, path, options, "info", budget_bytes, math.inf)
 
     on_gpu, on_cpu = engine("gpu", 10**10), engine("cpu", 10**10)
     assert on_gpu.num_bytes > on_cpu.num_bytes + (600 << 20)

@@ -7,12 +7,12 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-
 from support.residence import Stage, fewest_loads, play
+
 from twostroke.server.models.residency import (
-    DWELL,
-    FORSAKEN,
-    PATIENCE,
+    MAX_IDLE_LOADS,
+    MIN_STAY_LOADS,
+    MIN_WAIT_LOADS,
     Decision,
     ModelResidency,
     ModelUse,
@@ -70,10 +70,13 @@ def test_500_hostile_requests_take_at_most_twice_the_fewest_loads(
     stage = Stage(EQUAL, 2, answer_s)
     play(stage, ADVERSARIES[number], 500)
     sizes = {name: size for name, (size, _) in EQUAL.items()}
-    fewest = fewest_loads(stage.arrivals, sizes, 2, PATIENCE * LOAD_S - stage.tick_s)
+    fewest = fewest_loads(stage.arrivals, sizes, 2, MIN_WAIT_LOADS * LOAD_S - stage.tick_s)
     assert stage.num_loads <= 2 * fewest
     # The patience, a model before it in turn, and an answer for each.
-    assert max(wait_s for _, wait_s in stage.waits) <= 2 * (DWELL + 1) * LOAD_S + 2 * answer_s + 0.5
+    assert (
+        max(wait_s for _, wait_s in stage.waits)
+        <= 2 * (MIN_STAY_LOADS + 1) * LOAD_S + 2 * answer_s + 0.5
+    )
 
 
 def test_the_adversary_reaches_the_bound() -> None:
@@ -100,14 +103,14 @@ def test_two_busy_callers_on_memory_for_one_load_a_fifth_of_the_time() -> None:
         return [n for n, one in stage.models.items() if not one.waiting and not one.running]
 
     play(stage, both, 1000)
-    assert stage.loading_s / stage.now_s < 1 / (1 + DWELL) + 0.02
+    assert stage.loading_s / stage.now_s < 1 / (1 + MIN_STAY_LOADS) + 0.02
     counts = [sum(name == one for _, name in stage.arrivals) for one in "ab"]
     assert min(counts) > 0.4 * sum(counts)
 
 
 def test_a_busy_model_is_closed_and_goes_only_after_its_last_request() -> None:
     busy = ModelUse("a", 1, 1.0, IN, used_s=100.0, num_running=2)
-    asked = ModelUse("b", 1, 1.0, asked_s=100.0 - PATIENCE)
+    asked = ModelUse("b", 1, 1.0, waiting_since_s=100.0 - MIN_WAIT_LOADS)
     assert decide(100.0, 1, [busy, asked]) == Decision(close=("a",))
     ended = ModelUse("a", 1, 1.0, IN, used_s=100.0, is_closed=True)
     assert decide(100.0, 1, [ended, asked]) == Decision(unload=("a",), close=("a",))
@@ -115,21 +118,23 @@ def test_a_busy_model_is_closed_and_goes_only_after_its_last_request() -> None:
 
 
 def test_times_before_a_model_may_be_taken() -> None:
-    def goes(*, asked_s: float, used_s: float, loaded_s: float) -> bool:
+    def goes(*, waiting_since_s: float, used_s: float, loaded_s: float) -> bool:
         there = ModelUse("a", 1, 1.0, IN, used_s=used_s, loaded_s=loaded_s)
-        return bool(decide(0.0, 1, [there, ModelUse("b", 1, 1.0, asked_s=asked_s)]).close)
+        return bool(
+            decide(0.0, 1, [there, ModelUse("b", 1, 1.0, waiting_since_s=waiting_since_s)]).close
+        )
 
-    assert not goes(asked_s=-0.9, used_s=-2, loaded_s=-9)  # b has not waited long enough
-    assert goes(asked_s=-1, used_s=-1, loaded_s=-2)  # a is not used
-    assert not goes(asked_s=-3, used_s=-0.5, loaded_s=-3.9)  # a is used, and new
-    assert goes(asked_s=-3, used_s=-0.5, loaded_s=-DWELL)
-    assert goes(asked_s=0, used_s=-FORSAKEN, loaded_s=-99)  # a is not used for long
+    assert not goes(waiting_since_s=-0.9, used_s=-2, loaded_s=-9)  # b has not waited long enough
+    assert goes(waiting_since_s=-1, used_s=-1, loaded_s=-2)  # a is not used
+    assert not goes(waiting_since_s=-3, used_s=-0.5, loaded_s=-3.9)  # a is used, and new
+    assert goes(waiting_since_s=-3, used_s=-0.5, loaded_s=-MIN_STAY_LOADS)
+    assert goes(waiting_since_s=0, used_s=-MAX_IDLE_LOADS, loaded_s=-99)  # a is not used for long
 
 
 def test_a_later_model_does_not_take_memory_that_an_earlier_one_waits_for() -> None:
     there = ModelUse("a", 2, 1.0, IN, used_s=10.0, loaded_s=9.5)
-    large = ModelUse("b", 3, 1.0, asked_s=10.0)
-    small = ModelUse("c", 1, 1.0, asked_s=10.1)
+    large = ModelUse("b", 3, 1.0, waiting_since_s=10.0)
+    small = ModelUse("c", 1, 1.0, waiting_since_s=10.1)
     assert decide(10.2, 3, [there, large, small]) == Decision()
     assert decide(10.2, 3, [there, small]) == Decision(load=("c",))
     assert decide(10.2, 4, [there, large, small]) == Decision()
@@ -137,21 +142,21 @@ def test_a_later_model_does_not_take_memory_that_an_earlier_one_waits_for() -> N
 
 
 def test_a_model_that_turned_out_larger_than_the_budget_loads_again_alone() -> None:
-    there, asked = ModelUse("a", 4, 1.0, IN), ModelUse("b", 12, 1.0, asked_s=0.0)
+    there, asked = ModelUse("a", 4, 1.0, IN), ModelUse("b", 12, 1.0, waiting_since_s=0.0)
     assert decide(100.0, 10, [there, asked]) == Decision(unload=("a",), close=("a",))
     assert decide(100.0, 10, [asked]) == Decision(load=("b",))
     loaded = ModelUse("b", 12, 1.0, IN)
-    other = ModelUse("a", 4, 1.0, asked_s=99.9)
+    other = ModelUse("a", 4, 1.0, waiting_since_s=99.9)
     assert decide(100.0, 10, [loaded, other]) == Decision(unload=("b",), close=("b",))
-    assert decide(5.0, 10, [loaded, ModelUse("a", 4, 1.0, asked_s=4.9)]) == Decision()
+    assert decide(5.0, 10, [loaded, ModelUse("a", 4, 1.0, waiting_since_s=4.9)]) == Decision()
 
 
 def test_the_least_worth_goes_first_and_an_idle_one_before_a_busy_one() -> None:
     common = {"num_bytes": 1, "load_s": 1.0, "state": IN}
-    asked = ModelUse("z", 1, 1.0, asked_s=0.0)
-    cheap = ModelUse("a", used_s=50.0, worth=1.0, **common)
-    dear = ModelUse("b", used_s=40.0, worth=2.0, **common)
-    busy = ModelUse("c", used_s=100.0, worth=0.5, num_running=1, **common)
+    asked = ModelUse("z", 1, 1.0, waiting_since_s=0.0)
+    cheap = ModelUse("a", used_s=50.0, value=1.0, **common)
+    dear = ModelUse("b", used_s=40.0, value=2.0, **common)
+    busy = ModelUse("c", used_s=100.0, value=0.5, num_running=1, **common)
     assert decide(100.0, 3, [busy, dear, cheap, asked]).close == ("a",)
     assert decide(100.0, 2, [busy, dear, asked]).close == ("b",)
 

@@ -34,20 +34,20 @@ def test_process_that_dies_as_it_is_to_be_unloaded_has_no_successor(
         return made[-1]
 
     monkeypatch.setattr(supervisor, "EngineProcess", start)
-    find = OnDemandEngine.find(None, model, options(), "warning", 1 << 30, math.inf)
+    find = OnDemandEngine.for_model(None, model, options(), "warning", 1 << 30, math.inf)
 
     async def work() -> None:
         with closing(find) as engine:
             engine.attach(lambda: None)
             engine.wake()
             made[0].say(ready)
-            await until(lambda: engine.residence is ModelResidency.IN)
-            unload = engine.leave()
+            await until(lambda: engine.residency is ModelResidency.IN)
+            unload = engine.unload()
             made[0].theirs.close()
             await asyncio.sleep(0.05)
             await unload
             await asyncio.sleep(0.05)
-            assert engine.residence is ModelResidency.OUT
+            assert engine.residency is ModelResidency.OUT
             assert (engine.num_deaths, engine.num_unloads, len(made)) == (0, 1, 1)
 
     asyncio.run(work())

@@ -1,4 +1,4 @@
-"""The server's version, and the responses of GET /, /health and /v1/models."""
+"""The server's version, and the bodies of GET /, /health, /api/load and /v1/models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from twostroke.engine.status import Health
 if TYPE_CHECKING:
     from twostroke.engine.model_card import ModelCard
 
-_STATES = ["ok", "draining", *(one.value for one in Health if one is not Health.READY)]
+_STATES = ["ok", "draining", *(health.value for health in Health if health is not Health.READY)]
 
 
 def _version() -> str:
@@ -24,13 +24,13 @@ def _version() -> str:
 
 
 VERSION: Final = _version()
-# `system_fingerprint`: the version, as another version may change answers. It has the form of
-# llama-server's builds, such as b6123-..., which its clients expect.
+# The `system_fingerprint` of responses: the version, since another version may change answers. It
+# has the form of llama-server's builds, such as b6123-..., which its clients expect.
 FINGERPRINT: Final = f"b{VERSION}-twostroke"
 
 
 class AboutBody(msgspec.Struct, frozen=True):
-    """The server, its model, and its paths."""
+    """The server, its model, and its endpoints."""
 
     name: str
     version: str
@@ -47,7 +47,7 @@ class HealthBody(msgspec.Struct, frozen=True):
 
 
 class ProgressBody(msgspec.Struct, frozen=True):
-    """Whether the engine finishes steps: how many it has, and the seconds of the present one."""
+    """The engine's progress: the number of finished steps, and the seconds of the current step."""
 
     status: Annotated[str, Meta(extra_json_schema={"enum": _STATES})]
     steps: int
@@ -55,17 +55,21 @@ class ProgressBody(msgspec.Struct, frozen=True):
 
 
 class LoadBody(msgspec.Struct, frozen=True):
-    """What a router needs to know of a server.
+    """The facts of a server for a router. Work and tokens are totals of all models.
 
-    `epoch` is another after each start of the server or its engine; where `numerics` are equal,
-    answers are. Tokens are counted since the start. `horizon_s` is how long ago the page was used
-    that the prefix cache evicted last: what was used since is there. `context_length` is that of
-    the first model. `prefill_per_decode` is how many prefill engines one such decode engine can
-    use, once that was measured. `keeps_files` is whether it has files and batches. `trusts_sender`
-    is whether the request had the router's key, whose sender is believed when it names a tenant.
-    `takes_any_name` is whether names that it does not list are taken for its first model.
-    Of several models work and tokens are summed, and `numerics` are the first one's.
-    `numerics_by_model` has those of all that were loaded; unloading one evicts its pages.
+    Attributes:
+        epoch: changes with each start of the server or its engine.
+        numerics: servers with equal numerics give equal answers; of the first model.
+        numerics_by_model: the same of each model that was loaded.
+        prompt_tokens, cached_tokens: counts since the start.
+        horizon_s: seconds since the last use of the page that was evicted last; pages used later
+            are still in the prefix cache. Unloading a model evicts its pages.
+        context_length: of the first model.
+        prefill_per_decode: the number of prefill engines that a decode engine like this can use,
+            once it has been measured.
+        keeps_files: whether the server has files and batches.
+        trusts_sender: whether the request had a router's key, whose sender may name tenants.
+        takes_any_name: whether an unknown model name means the first model.
     """
 
     status: Annotated[str, Meta(extra_json_schema={"enum": _STATES})]
@@ -88,9 +92,9 @@ class LoadBody(msgspec.Struct, frozen=True):
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """A model's abilities besides text completion, by the names of Mistral's API.
+    """A model's abilities besides text completion, with the names of Mistral's API.
 
-    Chat needs a chat template; filling in the middle (`suffix`) needs tokens for it.
+    Chat needs a chat template; filling in the middle (`suffix`) needs special tokens.
     """
 
     completion_chat: bool
@@ -98,7 +102,7 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 
 class ModelMeta(msgspec.Struct, frozen=True):
-    """A model's sizes, by llama-server's names: in tokens, values and bytes."""
+    """A model's sizes in tokens, values and bytes, with llama-server's names."""
 
     n_vocab: int
     n_ctx_train: int
@@ -108,13 +112,13 @@ class ModelMeta(msgspec.Struct, frozen=True):
 
 
 class ModelStatus(msgspec.Struct, frozen=True):
-    """Where a model is, in the form of llama-server; one that is not loaded is when asked for."""
+    """Whether a model is loaded, in llama-server's form; a request loads an unloaded model."""
 
     value: Literal["unloaded", "loading", "loaded", "unloading"]
 
 
 class ModelBody(msgspec.Struct, frozen=True):
-    """One model; `created` is when the server read its files, `max_model_len` its context."""
+    """A model; `created` is when the server read its files, `max_model_len` its context length."""
 
     id: str
     created: int
@@ -134,7 +138,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 def model_body(card: ModelCard, name: str, state: str) -> ModelBody:
-    """Describe a model under one of its names; `state` is a word of `ModelStatus`."""
+    """Return the description of a model under a name; `state` is a value of `ModelStatus`."""
     abilities = Capabilities(
         completion_chat=card.can_chat,
         completion_fim=card.tokenizer.infill is not None,
@@ -146,5 +150,11 @@ def model_body(card: ModelCard, name: str, state: str) -> ModelBody:
         n_params=card.num_parameters,
         size=card.file_bytes,
     )
-    status = ModelStatus(state)  # type: ignore[arg-type]
-    return ModelBody(name, card.created_s, card.context_length, abilities, meta, status)
+    return ModelBody(
+        id=name,
+        created=card.created_s,
+        max_model_len=card.context_length,
+        capabilities=abilities,
+        meta=meta,
+        status=ModelStatus(state),  # type: ignore[arg-type]
+    )

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/NAME, in OpenAI's form and, for Anthropic's clients, in theirs."""
+"""GET /v1/models and /v1/models/NAME, in OpenAI's form, or in Anthropic's for its clients."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from twostroke.server.models.about import ModelBody
     from twostroke.server.models.registry import ModelRegistry, ServedModel
 
-_LISTED: Final = 20  # models of one of Anthropic's pages
+_DEFAULT_LISTED: Final = 20  # models in a page of Anthropic's list
 _MAX_LISTED: Final = 1000
 PATH: Final = "/v1/models"
 
 
 class AnthropicModel(msgspec.Struct, tag_field="type", tag="model", frozen=True):
-    """One model, in Anthropic's form."""
+    """A model in Anthropic's form."""
 
     id: str
     display_name: str
@@ -39,7 +39,7 @@ class AnthropicModel(msgspec.Struct, tag_field="type", tag="model", frozen=True)
 
 
 class AnthropicModels(msgspec.Struct, frozen=True):
-    """A page of models, in Anthropic's form."""
+    """A page of a list of models in Anthropic's form."""
 
     data: list[AnthropicModel]
     has_more: bool
@@ -48,24 +48,24 @@ class AnthropicModels(msgspec.Struct, frozen=True):
 
 
 def model_routes(models: ModelRegistry) -> list[Route]:
-    """Return the routes that describe the models under their names."""
+    """Return the routes that list and describe the models."""
 
-    def body(name: str, served: ServedModel) -> ModelBody:
-        return model_body(served.card, name, models.state(served.name))
+    def body(name: str, model: ServedModel) -> ModelBody:
+        return model_body(model.card, name, models.state(model.name))
 
-    async def several(request: Request) -> Response:
+    async def list_models(request: Request) -> Response:
         if _is_anthropic(request):
-            cards = {name: served.card for name, served in models}
+            cards = {name: model.card for name, model in models}
             return to_json(_page(cards, dict(request.query_params)))
-        return to_json(ModelList([body(name, served) for name, served in models]))
+        return to_json(ModelList([body(name, model) for name, model in models]))
 
-    async def one(request: Request) -> Response:
-        name, served = models.find(request.path_params["model"])
+    async def get_model(request: Request) -> Response:
+        name, model = models.find(request.path_params["model"])
         if _is_anthropic(request):
-            return to_json(_anthropic(name, served.card))
-        return to_json(body(name, served))
+            return to_json(_anthropic_model(name, model.card))
+        return to_json(body(name, model))
 
-    paths = {PATH: several, f"{PATH}/{{model:path}}": one}
+    paths = {PATH: list_models, f"{PATH}/{{model:path}}": get_model}
     return [Route(path, endpoint, name=path) for path, endpoint in paths.items()]
 
 
@@ -73,24 +73,34 @@ def _is_anthropic(request: Request) -> bool:
     return served_of(request.scope).error_form is ANTHROPIC
 
 
-def _anthropic(name: str, card: ModelCard) -> AnthropicModel:
-    created_at, context = datetime.fromtimestamp(card.created_s, UTC), card.context_length
-    return AnthropicModel(name, name, created_at, context, context)
+def _anthropic_model(name: str, card: ModelCard) -> AnthropicModel:
+    return AnthropicModel(
+        id=name,
+        display_name=name,
+        created_at=datetime.fromtimestamp(card.created_s, UTC),
+        max_input_tokens=card.context_length,
+        max_tokens=card.context_length,
+    )
 
 
-def _page(cards: dict[str, ModelCard], asked: dict[str, Any]) -> AnthropicModels:
-    """Return the models of a page; `asked` may have `limit` and `after_id` or `before_id`."""
-    limit = asked.get("limit", str(_LISTED))
+def _page(cards: dict[str, ModelCard], query: dict[str, Any]) -> AnthropicModels:
+    """Return a page of models; `query` may have `limit`, and `after_id` or `before_id`."""
+    limit = query.get("limit", str(_DEFAULT_LISTED))
     if not (limit.isdecimal() and len(limit) <= 4 and 1 <= int(limit) <= _MAX_LISTED):
         raise RequestError(f"must be from 1 to {_MAX_LISTED}.", field="limit")
-    places, names = {}, list(cards)
+    names = list(cards)
+    indexes: dict[str, int] = {}
     for field in ("after_id", "before_id"):
-        if asked.get(field):
-            if asked[field] not in names:
+        if query.get(field):
+            if query[field] not in names:
                 raise RequestError("must be the id of a model.", field=field)
-            places[field] = names.index(asked[field])
-    rest = names[places.get("after_id", -1) + 1 : places.get("before_id")]
-    shown = rest[-int(limit) :] if "before_id" in places else rest[: int(limit)]
-    data = [_anthropic(name, cards[name]) for name in shown]
-    ends = (shown[0], shown[-1]) if shown else (None, None)
-    return AnthropicModels(data, len(rest) > len(shown), *ends)
+            indexes[field] = names.index(query[field])
+    candidates = names[indexes.get("after_id", -1) + 1 : indexes.get("before_id")]
+    page_names = candidates[-int(limit) :] if "before_id" in indexes else candidates[: int(limit)]
+    data = [_anthropic_model(name, cards[name]) for name in page_names]
+    return AnthropicModels(
+        data,
+        has_more=len(candidates) > len(page_names),
+        first_id=page_names[0] if page_names else None,
+        last_id=page_names[-1] if page_names else None,
+    )

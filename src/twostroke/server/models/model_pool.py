@@ -1,4 +1,4 @@
-"""Several models that share memory: each starts when asked for, and makes room for others."""
+"""Several models that share memory: loads them on demand, and unloads them for each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from twostroke.core.cancellation import wait_until_set
 from twostroke.core.hardware import memory_used
 from twostroke.engine.status import Health, StepProgress
-from twostroke.server.models.residency import ModelResidency, decide, worth_of
+from twostroke.server.models.residency import ModelResidency, decide, retention_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from twostroke.server.models.on_demand import OnDemandEngine
 
 _TICK_S: Final = 0.05  # between decisions while a request waits
-_QUIET_TICK_S: Final = 0.25
+_IDLE_TICK_S: Final = 0.25
 
 
 class ModelPool:
-    """Implements `ServedEngine` with the first of several engines, and looks after all of them."""
+    """Implements `ServedEngine` with the first of several engines, and loads and unloads all."""
 
     def __init__(self, engines: Mapping[str, OnDemandEngine], budget_bytes: int) -> None:
-        """Let `engines`, by name, share `budget_bytes` of memory."""
+        """Manage `engines`, by model name, which share `budget_bytes` of memory."""
         self.engines = engines
         self.budget_bytes = budget_bytes
-        self._first = next(iter(engines.values()))
-        self.card: ModelCard = self._first.card
+        self._default = next(iter(engines.values()))
+        self.card: ModelCard = self._default.card
         self._changed = asyncio.Event()
-        self._gone_worth = 0.0
-        self.unloaded_s: float | None = None  # when a model's pages went last
+        self._highest_unloaded_value = 0.0
+        self.unloaded_s: float | None = None  # when a model was unloaded last
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_ended = False
         for engine in engines.values():
@@ -47,94 +47,102 @@ class ModelPool:
 
     @property
     def facts(self) -> EngineFacts:
-        """The first engine's."""
-        return self._first.facts
+        """The first engine's facts."""
+        return self._default.facts
 
     @property
     def health(self) -> Health:
-        """READY, as each request is answered once its model is loaded; STOPPED after the end."""
+        """READY, as each request is answered once its model is loaded; STOPPED after `close`."""
         return Health.STOPPED if self._has_ended else Health.READY
 
     @property
     def progress(self) -> StepProgress:
-        """The steps of all engines, and the longest present one."""
-        all_ = [engine.progress for engine in self.engines.values()]
-        return StepProgress(sum(one.num_steps for one in all_), max(one.step_s for one in all_))
+        """The number of steps of all engines, and the time of the longest current step."""
+        progresses = [engine.progress for engine in self.engines.values()]
+        return StepProgress(
+            sum(progress.num_steps for progress in progresses),
+            max(progress.step_s for progress in progresses),
+        )
 
     @property
     def memory_bytes(self) -> int:
-        """What all processes use, as far as is known."""
+        """The known memory of all processes."""
         return memory_used() + sum(engine.memory_bytes for engine in self.engines.values())
 
     @property
     def num_deaths(self) -> int:
-        """How often processes have died."""
+        """The number of deaths of all engines' processes."""
         return sum(engine.num_deaths for engine in self.engines.values())
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
     ) -> ServedOutputs:
-        """Queue prompts for the first model."""
-        return await self._first.generate(prompts, params, caller, hints)
+        """Submit prompts to the first model."""
+        return await self._default.generate(prompts, params, caller, hints)
 
     async def embed(
         self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller
     ) -> ServedOutputs:
-        """Queue texts for the first model."""
-        return await self._first.embed(texts, params, caller)
+        """Submit texts to the first model."""
+        return await self._default.embed(texts, params, caller)
 
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
         """Compile a constraint for the first model."""
-        return await self._first.compile(constraint, limit_s)
+        return await self._default.compile(constraint, limit_s)
 
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
-        """Return what the first engine counts."""
-        return await self._first.read(spans)
+        """Return the first engine's status."""
+        return await self._default.read(spans)
 
     def flush(self) -> None:
-        """Start all batches that are not full."""
+        """Start the steps of all engines that wait for more requests."""
         for engine in self.engines.values():
             engine.flush()
 
     def attach(self, on_end: Callable[[], None]) -> None:  # noqa: ARG002
-        """Begin in the running event loop; a model that cannot be loaded ends nothing."""
+        """Start in the running event loop; `on_end` is never called, as models fail separately."""
         for engine in self.engines.values():
             engine.attach(lambda: None)
-        self._spawn(self._look_after())
+        self._spawn(self._manage())
 
     def close(self) -> None:
-        """End all processes, after the event loop."""
+        """End all processes, after the event loop has ended."""
         self._has_ended = True
         for engine in self.engines.values():
             engine.close()
 
-    async def _look_after(self) -> None:
+    async def _manage(self) -> None:
+        """Decide regularly, and whenever something changes."""
         while not self._has_ended:
             self._changed.clear()
             self._decide()
-            is_quiet = all(
-                engine.residence in {ModelResidency.OUT, ModelResidency.IN}
+            is_idle = all(
+                engine.residency in {ModelResidency.OUT, ModelResidency.IN}
                 and not engine.num_waiting
                 for engine in self.engines.values()
             )
-            await wait_until_set(self._changed, _QUIET_TICK_S if is_quiet else _TICK_S)
+            await wait_until_set(self._changed, _IDLE_TICK_S if is_idle else _TICK_S)
 
     def _decide(self) -> None:
-        """Do what `decide` says now."""
+        """Load, unload and close models as `decide` says."""
         now_s = time.monotonic()
-        views = [engine.view(now_s) for engine in self.engines.values()]
-        for view in views:
-            if view.num_running or view.used_s >= now_s - _QUIET_TICK_S:
-                engine = self.engines[view.name]
-                cost_s = engine.expected_load_s
-                engine.worth = worth_of(view.num_bytes, cost_s, self._gone_worth)
-        decision = decide(now_s, self.budget_bytes, views)
+        model_uses = [engine.model_use(now_s) for engine in self.engines.values()]
+        for model_use in model_uses:
+            if model_use.num_running or model_use.used_s >= now_s - _IDLE_TICK_S:
+                engine = self.engines[model_use.name]
+                load_s = engine.expected_load_s
+                engine.value = retention_value(
+                    model_use.num_bytes, load_s, self._highest_unloaded_value
+                )
+        decision = decide(now_s, self.budget_bytes, model_uses)
         for name, engine in self.engines.items():
-            engine.close_door(is_closed=name in decision.close)
+            engine.set_closed(is_closed=name in decision.close)
         for name in decision.unload:
-            self._gone_worth = max(self._gone_worth, self.engines[name].worth)
+            self._highest_unloaded_value = max(
+                self._highest_unloaded_value, self.engines[name].value
+            )
             self.unloaded_s = now_s
-            self._spawn(self.engines[name].leave())
+            self._spawn(self.engines[name].unload())
         for name in decision.load:
             self.engines[name].wake()
 

@@ -1,4 +1,4 @@
-"""An engine that runs only while somebody wants its model: requests for it wait until it loads."""
+"""An engine that is loaded on demand: its requests wait until its process has loaded the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from twostroke.backends.create import auto_kv_format, cost_model, weight_bytes, working_bytes
 from twostroke.backends.interface import BackendFacts
-from twostroke.backends.kv_size import WORKING_BYTES, size_kv_cache
+from twostroke.backends.kv_size import WORKING_BYTES, CacheSize, size_kv_cache
 from twostroke.backends.machine_limits import MachineLimits
 from twostroke.core.embedding import Pooling
 from twostroke.core.errors import (
@@ -44,24 +44,27 @@ if TYPE_CHECKING:
     from twostroke.core.options import EngineOptions
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.process.pending import RemoteOutputs
+    from twostroke.model.program.program import Program
 
-_START_S: Final = 0.5  # of loading, before a first load was timed
+# The estimated load time before the first load is a constant and a time for each byte.
+_BASE_LOAD_S: Final = 0.5
 _BYTES_PER_S: Final = 1e9
-_REFUSED_S: Final = 5.0  # after a load that failed
+_RETRY_AFTER_S: Final = 5.0  # requests are refused for this time after a failed load
 _logger = logging.getLogger("twostroke.serve")
 
 
 class OnDemandEngine(RemoteEngine):
-    """A `RemoteEngine` without a process until `wake`, and after `rest`.
+    """A `RemoteEngine` that has a process only from `wake` to `unload`.
 
     Attributes:
-        num_bytes: what it takes in memory.
-        default_keep_s, keep_s: how long it stays loaded without a request, if nobody says
-            otherwise, and as somebody said last.
-        is_closed: it has to go, so requests wait.
-        num_loads, num_unloads, num_failed_loads, loading_s: counts since the server's start.
-        worth: see `schedule.residence`; the roster keeps it.
-        changed: called when there is something to decide.
+        num_bytes: the memory that the loaded model uses.
+        default_keep_s: how long the model stays loaded without a request.
+        keep_s: the same, as the latest request that named a time said.
+        is_closed: whether the model will be unloaded, so that its requests wait.
+        num_loads, num_unloads, num_failed_loads: counts since the server's start.
+        loading_s: the total time of loading.
+        value: the model's `retention_value`, which the pool sets.
+        changed: called when the pool should decide again.
     """
 
     def __init__(
@@ -72,23 +75,25 @@ class OnDemandEngine(RemoteEngine):
         num_bytes: int,
         keep_s: float,
     ) -> None:
-        """Serve the model of `card`, once it is loaded; `ready` is what is known before that."""
+        """Serve the model of `card` on demand; `ready` has the facts before the first load."""
         super().__init__(load_, card, None, ready)
         self.num_bytes = num_bytes
         self._is_on_gpu = load_.options.compute.backend == "gpu"
         self.default_keep_s = self.keep_s = keep_s
         self.is_closed = False
         self.num_loads = self.num_unloads = self.num_failed_loads = 0
-        self.loading_s = self.worth = 0.0
+        self.loading_s = self.value = 0.0
         self.changed: Callable[[], None] = lambda: None
         self._pending.is_up = False
         self._began_s = self._used_s = self._loaded_s = time.monotonic()
-        self._wanted_since_s: float | None = None  # by what is no request
-        self._is_leaving = False
+        self._load_requested_s: float | None = (
+            None  # since when a load is requested without a generation request
+        )
+        self._is_unloading = False
         self._refusal: tuple[float, ModelNotLoadedError] | None = None
 
     @classmethod
-    def find(
+    def for_model(
         cls,
         name: str | None,
         model: str,
@@ -97,26 +102,29 @@ class OnDemandEngine(RemoteEngine):
         budget_bytes: int,
         keep_s: float,
     ) -> Self:
-        """Read the header of `model`, to be served as `name`, or as its own.
+        """Return an engine for `model`, served as `name` or its own name; read only its header.
 
-        Errors as those of `build`.
+        Raises the errors of `build`.
 
         Raises:
-            MemoryLimitError: it does not fit into `budget_bytes`.
+            MemoryLimitError: the model does not fit into `budget_bytes`.
         """
         loaded = load(model)
-        program, batch = build_program(loaded.spec), options.batch
-        num_weight_bytes, num_working = weight_bytes(loaded, options.compute), WORKING_BYTES
+        program = build_program(loaded.spec)
+        batch = options.batch
+        num_weight_bytes = weight_bytes(loaded, options.compute)
+        num_working_bytes = WORKING_BYTES
         if options.compute.backend == "gpu":
-            given = options.compute, program, loaded.tensors, batch.token_budget
-            num_working += working_bytes(*given)
+            num_working_bytes += working_bytes(
+                options.compute, program, loaded.tensors, max_rows=batch.token_budget
+            )
         try:
             size = size_kv_cache(
                 program,
                 options.cache,
                 batch.token_budget,
                 num_weight_bytes,
-                budget_bytes + WORKING_BYTES - num_working,
+                budget_bytes + WORKING_BYTES - num_working_bytes,
                 max_running=batch.effective_max_running,
                 auto_format=auto_kv_format(options.compute),
             )
@@ -134,27 +142,29 @@ class OnDemandEngine(RemoteEngine):
             identity=identity,
             sampling=options.generation.defaults(loaded.sampling),
         )
-        windows = tuple(group.window for group in program.cache_groups)
-        config = SchedulerConfig(
-            context_length=size.context_length,
-            max_running=batch.effective_max_running,
-            token_budget=batch.token_budget,
-            max_waiting_requests=batch.max_waiting_requests,
-            max_waiting_tokens=batch.max_waiting_tokens,
+        facts = EngineFacts(
+            _backend_facts(program, size, num_weight_bytes),
+            _scheduler_config(options, size.context_length),
+            (),
+            keeps_pages=options.offload.is_used,
         )
-        sizes = size.num_pages, size.page_size, windows, num_weight_bytes, size.cache_bytes
-        backend = BackendFacts("none", "not loaded", 0, *sizes)
-        facts = EngineFacts(backend, config, (), keeps_pages=options.offload.is_used)
-        about = wire.EngineCard(size.context_length, identity, cost.cache, None, None, 0.0)
-        ready = wire.EngineReady(about, facts, _nothing_read(card, size.num_pages))
-        num_bytes = num_weight_bytes + size.cache_bytes + num_working
+        engine_card = wire.EngineCard(
+            context_length=size.context_length,
+            identity=identity,
+            cache=cost.cache,
+            draft=None,
+            hardware=None,
+            longest_step_s=0.0,
+        )
+        ready = wire.EngineReady(engine_card, facts, _initial_status(card, size.num_pages))
+        num_bytes = num_weight_bytes + size.cache_bytes + num_working_bytes
         message = wire.LoadModel(wire.VERSION, model, options, log_level)
         return cls(message, replace(card, name=name or card.name), ready, num_bytes, keep_s)
 
     @property
-    def residence(self) -> ModelResidency:
-        """Where the model is."""
-        if self._is_leaving:
+    def residency(self) -> ModelResidency:
+        """Whether the model is loaded, loading, unloading or unloaded."""
+        if self._is_unloading:
             return ModelResidency.LEAVING
         if self._supervisor.is_resting:
             return ModelResidency.OUT
@@ -162,78 +172,81 @@ class OnDemandEngine(RemoteEngine):
 
     @property
     def load_s(self) -> float:
-        """How long it loads: as it did last, or by its size."""
+        """The seconds to load the model: as last time, or as its size suggests."""
         return self._supervisor.load_s or self.expected_load_s
 
     @property
     def expected_load_s(self) -> float:
-        """How long it should load, by its size alone."""
-        return _START_S + self.num_bytes / _BYTES_PER_S
+        """The estimated seconds to load the model, by its size alone."""
+        return _BASE_LOAD_S + self.num_bytes / _BYTES_PER_S
 
     @property
     def num_waiting(self) -> int:
-        """How many requests wait until it is loaded."""
+        """The number of requests that wait for the model."""
         return len(self._pending.unsent)
 
     @property
     def expires_s(self) -> float:
-        """Seconds until it is unloaded if nobody asks for it."""
+        """The seconds until the model is unloaded if no request arrives."""
         return max(0.0, self._used_s + self.keep_s - time.monotonic())
 
     @property
     def memory_bytes(self) -> int:
-        """What the engine's process used when it was last asked; 0 without one."""
+        """The memory of the engine's process at its latest status; 0 without a process."""
         return 0 if self._supervisor.is_resting else self._last_status.memory_bytes
 
-    def view(self, now_s: float) -> ModelUse:
-        """Return what `decide` needs to know of it."""
-        compiling = any(
+    def model_use(self, now_s: float) -> ModelUse:
+        """Return the model's facts for `decide`."""
+        is_compiling = any(
             isinstance(inquiry, wire.Compile) for inquiry, _ in self._inquiries.values()
         )
-        state, is_in = self.residence, self._supervisor.is_up
-        num_running = len(self._pending.open) - len(self._pending.unsent) + (compiling and is_in)
-        if num_running and is_in:
+        state = self.residency
+        is_loaded = self._supervisor.is_up
+        num_running = (
+            len(self._pending.open) - len(self._pending.unsent) + (is_compiling and is_loaded)
+        )
+        if num_running and is_loaded:
             self._used_s = now_s
-        if compiling and not is_in and self._wanted_since_s is None:
-            self._wanted_since_s = now_s
-        since = [outputs.received_s for outputs in self._pending.unsent.values()]
-        if self._wanted_since_s is not None:
-            since.append(self._wanted_since_s)
+        if is_compiling and not is_loaded and self._load_requested_s is None:
+            self._load_requested_s = now_s
+        waiting_times_s = [outputs.received_s for outputs in self._pending.unsent.values()]
+        if self._load_requested_s is not None:
+            waiting_times_s.append(self._load_requested_s)
         return ModelUse(
-            self.card.name,
-            self.num_bytes,
-            self.load_s,
-            state,
-            min(since, default=None),
-            self._used_s,
-            self._loaded_s,
-            num_running,
-            self.keep_s,
-            self.worth,
-            self.is_closed,
+            name=self.card.name,
+            num_bytes=self.num_bytes,
+            load_s=self.load_s,
+            state=state,
+            waiting_since_s=min(waiting_times_s, default=None),
+            used_s=self._used_s,
+            loaded_s=self._loaded_s,
+            num_running=num_running,
+            keep_s=self.keep_s,
+            value=self.value,
+            is_closed=self.is_closed,
         )
 
-    def want(self) -> None:
-        """Have it loaded in its turn, though nobody sends a request yet."""
-        if self._supervisor.is_resting and self._wanted_since_s is None:
-            self._wanted_since_s = time.monotonic()
+    def request_load(self) -> None:
+        """Request that the model is loaded in its turn, without a generation request."""
+        if self._supervisor.is_resting and self._load_requested_s is None:
+            self._load_requested_s = time.monotonic()
         self._used_s = time.monotonic()
         self.changed()
 
-    def keep(self, keep_s: float) -> None:
-        """Let it stay loaded for so long without a request."""
+    def set_keep_s(self, keep_s: float) -> None:
+        """Set how long the model stays loaded without a request."""
         self.keep_s = keep_s
         self.changed()
 
-    def close_door(self, *, is_closed: bool) -> None:
-        """Let requests wait, as its memory is promised; or let them in again."""
+    def set_closed(self, *, is_closed: bool) -> None:
+        """Let requests wait, since another model needs the memory; or send them again."""
         if is_closed != self.is_closed:
             self.is_closed = is_closed
             self._pending.is_up = self._supervisor.is_up and not is_closed
             self._pending.send_waiting()
 
     def wake(self) -> None:
-        """Load it."""
+        """Start loading the model."""
         _logger.info("Loading %s.", self.card.name)
         self._used_s = time.monotonic()
         try:
@@ -241,19 +254,21 @@ class OnDemandEngine(RemoteEngine):
         except TwostrokeError as error:
             self.on_load_failure(error)
 
-    def leave(self) -> Coroutine[None, None, None]:
-        """Return what unloads it, as it has nothing to do; from now on it is not there."""
+    def unload(self) -> Coroutine[None, None, None]:
+        """Stop using the idle process now, and return the coroutine that ends it."""
         self._pending.is_up = self.is_closed = False
-        self._is_leaving, self.keep_s = True, self.default_keep_s
-        self._supervisor.retire()  # now: should it die before it is ended, no other is to start
+        self._is_unloading = True
+        self.keep_s = self.default_keep_s
+        self._supervisor.retire()  # at once, so that no other process starts if this one dies
         return self._rest()
 
     async def _rest(self) -> None:
+        """End the process."""
         began_s = time.monotonic()
         try:
             await self._supervisor.rest()
         finally:
-            self._is_leaving = False
+            self._is_unloading = False
         self.num_unloads += 1
         _logger.info("Unloaded %s in %.1f s.", self.card.name, time.monotonic() - began_s)
         self.changed()
@@ -266,11 +281,11 @@ class OnDemandEngine(RemoteEngine):
             return await super()._submit(message, num_answers)
         self._check_fits(message)
         self._check_may_load()
-        # An objective for the first token is for a model that is there.
+        # The objective for the time to first token does not include loading.
         caller = replace(message.caller, start_within_s=math.inf)
         outputs = self._open(replace(message, caller=caller), num_answers)
         if not outputs.accepted.done():
-            outputs.accepted.set_result(None)  # so that a stream can show that it is alive
+            outputs.accepted.set_result(None)  # so that a stream can send keep-alive bytes
         self.changed()
         return outputs
 
@@ -283,48 +298,58 @@ class OnDemandEngine(RemoteEngine):
         return await super()._inquire(message)
 
     def _check_fits(self, message: wire.Generate | wire.EmbedTexts) -> None:
-        """Refuse what can never run, rather than load the model for it.
+        """Refuse a request that can never run, instead of loading the model for it.
 
         Raises:
             RequestError: a prompt is empty.
-            ContextLengthError: one is too long.
+            ContextLengthError: a prompt is too long.
         """
-        backend, context_length = self.facts.backend, self.facts.config.context_length
+        backend = self.facts.backend
+        context_length = self.facts.config.context_length
         groups = PageGroups(backend.page_size, backend.windows)
-        most_tokens = groups.max_tokens(backend.num_pages, context_length)
+        max_tokens = groups.max_tokens(backend.num_pages, context_length)
         caller = message.caller
         if isinstance(message, wire.EmbedTexts):
             requests = [
                 new_request(tokens, UNSAMPLED, caller, Pooling.LAST) for tokens in message.texts
             ]
         else:
-            requests = [new_request(one, message.params, caller) for one in message.prompts]
+            requests = [new_request(tokens, message.params, caller) for tokens in message.prompts]
         for request in requests:
-            max_len(request, context_length, most_tokens)
+            max_len(request, context_length, max_tokens)
 
     def _check_may_load(self) -> None:
+        """Raise the error of the latest load for some seconds after it failed."""
         if self._refusal is not None and time.monotonic() < self._refusal[0]:
             raise self._refusal[1]
 
     def on_restart(self, ready: wire.EngineReady) -> None:
-        """Give the process what waits."""
+        """Send the waiting requests to the process, which has loaded the model."""
         if ready.card.identity != self.card.identity:
             reason = "Its files are not those with which the server was started: start it again."
             self._supervisor.refuse(ModelFormatError(reason))
             return
-        self._refusal, self._wanted_since_s = None, None
+        self._refusal = None
+        self._load_requested_s = None
         self._used_s = self._loaded_s = time.monotonic()
         self.num_loads += 1
         self.loading_s += self._supervisor.load_s
-        if not self._is_on_gpu:  # whose memory a process does not see
+        if not self._is_on_gpu:  # a process does not see the GPU's memory
             self.num_bytes = max(self.num_bytes, ready.status.memory_bytes)
-        self.facts, self._last_status, self.draft = ready.facts, ready.status, ready.card.draft
+        self.facts = ready.facts
+        self._last_status = ready.status
+        self.draft = ready.card.draft
         self.limits = (
             MachineLimits.of_hardware(ready.card.hardware) if ready.card.hardware else None
         )
-        name, load_s, count = self.card.name, self._supervisor.load_s, len(self._pending.open)
-        noun = "request" if count == 1 else "requests"
-        _logger.info("Loaded %s in %.1f s; %d %s had waited.", name, load_s, count, noun)
+        count = len(self._pending.open)
+        _logger.info(
+            "Loaded %s in %.1f s; %d %s had waited.",
+            self.card.name,
+            self._supervisor.load_s,
+            count,
+            "request" if count == 1 else "requests",
+        )
         self._pending.is_up = not self.is_closed
         self._pending.send_waiting()
         for message, _ in self._inquiries.values():
@@ -332,30 +357,70 @@ class OnDemandEngine(RemoteEngine):
         self.changed()
 
     def on_death(self) -> bool:
-        """Tell those whose requests the process was computing."""
+        """Fail the requests that the process was computing; return whether one may be to blame."""
         is_to_blame = super().on_death()
         self.changed()
         return is_to_blame
 
     def on_load_failure(self, error: TwostrokeError) -> bool:
-        """Tell those who wait, and leave it at that for some seconds."""
+        """Fail all waiting requests, and refuse new ones for some seconds; return True."""
         name = self.card.name
         _logger.error("%s cannot be loaded: %s", name, error)
         self.num_failed_loads += 1
-        why = f" {error}" if isinstance(error, MemoryLimitError) else ""
-        text = f"The model {name!r} cannot be loaded now; the server's log says why.{why}"
-        refusal = ModelNotLoadedError(text, room_s=_REFUSED_S)
-        self._refusal, self._wanted_since_s = (time.monotonic() + _REFUSED_S, refusal), None
+        reason = f" {error}" if isinstance(error, MemoryLimitError) else ""
+        text = f"The model {name!r} cannot be loaded now; the server's log says why.{reason}"
+        refusal = ModelNotLoadedError(text, room_s=_RETRY_AFTER_S)
+        self._refusal = (time.monotonic() + _RETRY_AFTER_S, refusal)
+        self._load_requested_s = None
         self._fail_all(refusal)
         self.changed()
         return True
 
 
-def _nothing_read(card: ModelCard, num_pages: int) -> EngineStatus:
-    """Return what is known of an engine that has not run."""
-    stats = SchedulerStats(0, 0, 0, num_pages, *[0] * 6)
+def _backend_facts(program: Program, size: CacheSize, num_weight_bytes: int) -> BackendFacts:
+    """Return the facts of a backend that is not loaded."""
+    return BackendFacts(
+        name="none",
+        detail="not loaded",
+        num_threads=0,
+        num_pages=size.num_pages,
+        page_size=size.page_size,
+        windows=tuple(group.window for group in program.cache_groups),
+        weight_bytes=num_weight_bytes,
+        cache_bytes=size.cache_bytes,
+    )
+
+
+def _scheduler_config(options: EngineOptions, context_length: int) -> SchedulerConfig:
+    """Return the scheduler's limits, which the engine will have when it is loaded."""
+    batch = options.batch
+    return SchedulerConfig(
+        context_length=context_length,
+        max_running=batch.effective_max_running,
+        token_budget=batch.token_budget,
+        max_waiting_requests=batch.max_waiting_requests,
+        max_waiting_tokens=batch.max_waiting_tokens,
+    )
+
+
+def _initial_status(card: ModelCard, num_pages: int) -> EngineStatus:
+    """Return the status of an engine that has not run: all pages are free."""
+    stats = SchedulerStats(
+        num_running=0,
+        num_waiting=0,
+        num_waiting_tokens=0,
+        num_free_pages=num_pages,
+        num_cached_pages=0,
+        num_referenced_pages=0,
+        num_prompt_tokens=0,
+        num_hit_tokens=0,
+        num_preemptions=0,
+        num_recoveries=0,
+    )
     counters = Counters(
         card.cost.per_step(), scheduler=lambda: stats, speculation=SpeculationStats()
     )
-    view = RunningRequests(stats, (), (0,) * num_pages, (), None)
-    return EngineStatus(counters.snapshot(), view, (), (), 0)
+    view = RunningRequests(
+        stats, running=(), counts=(0,) * num_pages, cached=(), waiting_since_s=None
+    )
+    return EngineStatus(counters.snapshot(), view, ranks=(), spans=(), memory_bytes=0)

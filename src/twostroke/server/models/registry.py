@@ -1,4 +1,4 @@
-"""The models that a server has, by name: each with its engine, and where it is."""
+"""The models of a server by name, each with its engine and its grammar compiler."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from twostroke.server.http.request_context import ServedRequest
     from twostroke.server.options import ServeOptions
 
-_NEVER_S: Final = 100 * 365 * 86_400.0  # after which a model would leave the memory
+_MAX_KEEP_S: Final = 100 * 365 * 86_400.0  # the time of a model that is never unloaded
 
 
 class ServedModel:
-    """A model: its name, its engine, and what compiles constraints for it."""
+    """A model: its name, its engine, and the compiler of its constraints."""
 
     def __init__(
         self,
@@ -36,8 +36,9 @@ class ServedModel:
         *,
         parses_special: bool = True,
     ) -> None:
-        """Serve the model of `engine` as `name`; `parses_special` is for its card."""
-        self.name, self.engine = name, engine
+        """Serve the model of `engine` as `name`; without `parses_special` its card says so."""
+        self.name = name
+        self.engine = engine
         self._parses_special = parses_special
         self.compiler = Compiler(
             engine.compile, compile_timeout_s, self._is_ready, lambda: engine.facts
@@ -54,17 +55,17 @@ class ServedModel:
 
 
 class ModelRegistry:
-    """All models of a server: one under each of its names, or several of a roster."""
+    """All models of a server: one model with several names, or the models of a pool."""
 
     def __init__(self, engine: ServedEngine, options: ServeOptions) -> None:
-        """Serve `engine`'s model, or those of a roster; the first is the default."""
+        """Serve the model of `engine`, or all models of a pool; the first is the default."""
         timeout_s = options.limits.compile_timeout_s
         serve = partial(ServedModel, parses_special=options.parses_special)
-        self.roster = roster = engine if isinstance(engine, ModelPool) else None
-        if roster is not None:
+        self.pool = pool = engine if isinstance(engine, ModelPool) else None
+        if pool is not None:
             self._models = {
                 name: serve(name, served_engine, timeout_s)
-                for name, served_engine in roster.engines.items()
+                for name, served_engine in pool.engines.items()
             }
         else:
             names = options.model_names or (engine.card.name,)
@@ -72,53 +73,53 @@ class ModelRegistry:
         self.names = ModelNames(tuple(self._models), options.any_model)
 
     def __iter__(self) -> Iterator[tuple[str, ServedModel]]:
-        """Yield all names and their models."""
+        """Yield all names with their models."""
         return iter(self._models.items())
 
     @property
     def default(self) -> ServedModel:
-        """The model of requests that name none."""
+        """The model of requests that name no model."""
         return self._models[self.names.served_names[0]]
 
-    def find(self, asked: str | None) -> tuple[str, ServedModel]:
+    def find(self, requested_name: str | None) -> tuple[str, ServedModel]:
         """Return the name for the response, and the model.
 
         Raises:
-            ModelNotFoundError: there is no such model.
+            ModelNotFoundError: no model has this name.
         """
-        return self.names.find(asked), self._models[self.names.served_name(asked)]
+        return self.names.find(requested_name), self._models[self.names.served_name(requested_name)]
 
     def choose(
-        self, asked: str | None, served: ServedRequest, keep_s: float | None
+        self, requested_name: str | None, served_request: ServedRequest, keep_s: float | None
     ) -> tuple[str, ServedModel]:
-        """Do as `find`, and note the model in the served request, for `note`."""
-        name, model = self.find(asked)
-        served.known_model, served.keep_s = model.name, keep_s
+        """Return the same as `find`, and record the model in the served request, for `note`."""
+        name, model = self.find(requested_name)
+        served_request.known_model = model.name
+        served_request.keep_s = keep_s
         return name, model
 
     def state(self, name: str) -> str:
-        """Return where a model is, in one word."""
-        return (self.roster.engines[name].residence if self.roster else ModelResidency.IN).value
+        """Return the state of a model, a value of `ModelResidency`."""
+        residency = self.pool.engines[name].residency if self.pool else ModelResidency.IN
+        return residency.value
 
     def num_bytes(self, name: str) -> int:
-        """Return what a model takes in memory."""
-        return (
-            self.roster.engines[name].num_bytes
-            if self.roster
-            else self._models[name].card.file_bytes
-        )
+        """Return the memory in bytes that a model uses."""
+        if self.pool:
+            return self.pool.engines[name].num_bytes
+        return self._models[name].card.file_bytes
 
     def expires_at(self, name: str) -> float:
-        """Return when a model that nobody asks for will be unloaded, in Unix time."""
-        left_s = self.roster.engines[name].expires_s if self.roster else _NEVER_S
-        return time.time() + min(left_s, _NEVER_S)
+        """Return the Unix time at which a model is unloaded if no request arrives."""
+        left_s = self.pool.engines[name].expires_s if self.pool else _MAX_KEEP_S
+        return time.time() + min(left_s, _MAX_KEEP_S)
 
-    def note(self, served: ServedRequest, *, is_empty: bool) -> None:
-        """Do what a request says about its model's stay; one that asks for nothing loads it."""
-        if self.roster is None or not served.known_model:
+    def note(self, served_request: ServedRequest, *, is_empty: bool) -> None:
+        """Apply a request's time to keep its model loaded; an empty request loads the model."""
+        if self.pool is None or not served_request.known_model:
             return
-        engine = self.roster.engines[served.known_model]
-        if is_empty and served.keep_s != 0:
-            engine.want()
-        if served.keep_s is not None:
-            engine.keep(served.keep_s)
+        engine = self.pool.engines[served_request.known_model]
+        if is_empty and served_request.keep_s != 0:
+            engine.request_load()
+        if served_request.keep_s is not None:
+            engine.set_keep_s(served_request.keep_s)

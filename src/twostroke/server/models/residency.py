@@ -1,11 +1,11 @@
-"""Which of several models are in memory: a pure function of what is known of each.
+"""Decides which of several models are loaded: a pure function of the facts of each model.
 
-A model that requests wait for may take the memory of others once it has waited as long as it loads,
-from those that were not used for as long, or have had some times as long. So models that are used
-spend a bounded share of the time loading, however callers alternate, and no model waits for ever
-(ADR 0042). The models that
-go first are those that are cheapest to load again for their size and were not asked for longest,
-by GreedyDual-Size (Cao and Irani, 1997), an instance of the Landlord algorithm (Young, 1998).
+A model with waiting requests may take the memory of other models once it has waited as long as it
+takes to load. It may take the memory of models that were idle for as long as they take to load, or
+that have been loaded for some times as long. So models spend a bounded share of the time loading,
+however requests alternate, and no model waits forever (ADR 0042). Models that are cheap to load for
+their size, and that were not used for long, are unloaded first, by GreedyDual-Size (Cao and Irani,
+1997), an instance of the Landlord algorithm (Young, 1998).
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-# In loads: how long a model waits before it takes the memory of others; how long one that is used
-# stays, though others wait; and without a request for how long one goes as soon as another waits.
-PATIENCE: Final = 1.0
-DWELL: Final = 4.0
-FORSAKEN: Final = 16.0
+# Times as multiples of the time that a model takes to load.
+MIN_WAIT_LOADS: Final = 1.0  # the wait before a model takes another's memory; the other's idle time
+MIN_STAY_LOADS: Final = 4.0  # the time for which a used model stays, although others wait
+MAX_IDLE_LOADS: Final = 16.0  # the idle time after which a model has to go at once if another waits
 
 
 class ModelResidency(Enum):
-    """Where a model is: memory is taken in all states but the first."""
+    """The state of a model, which uses memory in all states but `OUT`."""
 
     OUT = "unloaded"
     LOADING = "loading"
@@ -37,116 +36,145 @@ class ModelResidency(Enum):
 
 
 class ModelUse(Frozen):
-    """What is known of a model; all times are in seconds of one clock.
+    """The facts of a model for a decision; all times are in seconds of one clock.
 
     Attributes:
-        name: tells it apart from others.
-        num_bytes: the memory that it takes.
-        load_s: how long it loads.
-        state: where it is.
-        asked_s: when the oldest request came that waits for it; None if none waits.
-        used_s: when it last had a request, which is now if it has one.
-        loaded_s: when it was loaded.
-        num_running: its requests that the engine has.
-        keep_s: how long it stays without a request.
-        worth: from `worth_of` at its last use.
-        is_closed: it was in `close` of the decision before.
+        name: the model's name.
+        num_bytes: the memory that the loaded model uses.
+        load_s: how long the model takes to load.
+        state: whether it is loaded.
+        waiting_since_s: the arrival of the oldest request that waits for the model; None if none
+            waits.
+        used_s: when the model last had a request; now if it has one.
+        loaded_s: when the model was loaded.
+        num_running: the number of its requests in the engine.
+        keep_s: how long it stays loaded without a request.
+        value: its `retention_value` at the last use.
+        is_closed: whether it was in `close` of the previous decision.
     """
 
     name: str
     num_bytes: int
     load_s: float
     state: ModelResidency = ModelResidency.OUT
-    asked_s: float | None = None
+    waiting_since_s: float | None = None
     used_s: float = 0.0
     loaded_s: float = 0.0
     num_running: int = 0
     keep_s: float = float("inf")
-    worth: float = 0.0
+    value: float = 0.0
     is_closed: bool = False
 
 
 class Decision(Frozen):
-    """Names of models: to load now, to unload now, and to give no more requests until then."""
+    """The names of models to load now, to unload now, and to close: to give no more requests."""
 
     load: tuple[str, ...] = ()
     unload: tuple[str, ...] = ()
     close: tuple[str, ...] = ()
 
 
-def worth_of(num_bytes: int, load_s: float, worth_of_last_gone: float) -> float:
-    """Return what a model that is used now is worth; the least worth goes first.
+def retention_value(num_bytes: int, load_s: float, highest_unloaded_value: float) -> float:
+    """Return the value of keeping a model that is used now; the lowest value is unloaded first.
 
-    `worth_of_last_gone` is the greatest worth of a model that had to go so far.
+    `highest_unloaded_value` is the highest value of the models that were unloaded so far.
     """
-    return worth_of_last_gone + load_s / max(1, num_bytes)
+    return highest_unloaded_value + load_s / max(1, num_bytes)
 
 
-def decide(now_s: float, budget_bytes: int, views: Sequence[ModelUse]) -> Decision:
-    """Return what to do now with models that share `budget_bytes`.
+def decide(now_s: float, budget_bytes: int, model_uses: Sequence[ModelUse]) -> Decision:
+    """Return the models to load, to unload and to close now; all share `budget_bytes`.
 
-    Models load in the order in which they were asked for; a later one never takes memory that an
-    earlier one waits for. A model with requests is closed, and goes once they have ended. One that
-    has turned out larger than the budget takes all of it.
+    Models load in the order of their oldest waiting requests; a later model never takes memory for
+    which an earlier one waits. A model with requests is closed first, and unloaded when they have
+    ended. A model larger than the budget uses all of it.
     """
-    views = [replace(view, num_bytes=min(view.num_bytes, budget_bytes)) for view in views]
+    model_uses = [
+        replace(model_use, num_bytes=min(model_use.num_bytes, budget_bytes))
+        for model_use in model_uses
+    ]
     free_bytes = budget_bytes - sum(
-        view.num_bytes for view in views if view.state is not ModelResidency.OUT
+        model_use.num_bytes for model_use in model_uses if model_use.state is not ModelResidency.OUT
     )
-    coming_bytes = 0  # once closed models have gone
+    promised_bytes = 0  # free once the closed models are unloaded
     load: list[str] = []
-    closed: list[ModelUse] = []
-    for asked_s, model in _waiting(views):
+    closed_models: list[ModelUse] = []
+    for waiting_since_s, model in _waiting(model_uses):
         if model.num_bytes <= free_bytes:
             load.append(model.name)
             free_bytes -= model.num_bytes
             continue
-        lacking = model.num_bytes - free_bytes - coming_bytes
+        missing_bytes = model.num_bytes - free_bytes - promised_bytes
         victims: list[ModelUse] = []
-        for victim in _in_order(views, closed):
-            if lacking > 0 and _may_go(victim, model, asked_s, now_s):
+        for victim in _eviction_order(model_uses, closed_models):
+            if missing_bytes > 0 and _may_unload(victim, model, waiting_since_s, now_s):
                 victims.append(victim)
-                lacking -= victim.num_bytes
-        if lacking <= 0:
-            closed += victims
-            coming_bytes += sum(victim.num_bytes for victim in victims)
-        coming_bytes -= model.num_bytes - free_bytes
+                missing_bytes -= victim.num_bytes
+        if missing_bytes <= 0:
+            closed_models += victims
+            promised_bytes += sum(victim.num_bytes for victim in victims)
+        promised_bytes -= model.num_bytes - free_bytes
         free_bytes = 0
-    leaving = [view.name for view in closed if not view.num_running]
-    idle = [view.name for view in views if view not in closed and _is_idle(view, now_s)]
-    return Decision(tuple(load), (*leaving, *idle), tuple(view.name for view in closed))
-
-
-def _waiting(views: Iterable[ModelUse]) -> list[tuple[float, ModelUse]]:
-    """Return the models to load with the time of their oldest request, the oldest first."""
-    found = [
-        (view.asked_s, view)
-        for view in views
-        if view.state is ModelResidency.OUT and view.asked_s is not None
+    leaving = [model.name for model in closed_models if not model.num_running]
+    idle = [
+        model.name for model in model_uses if model not in closed_models and _is_idle(model, now_s)
     ]
-    return sorted(found, key=lambda pair: (pair[0], pair[1].name))
-
-
-def _in_order(views: Iterable[ModelUse], closed: Sequence[ModelUse]) -> list[ModelUse]:
-    """Return the loaded models that are not closed yet, those that should go first before others.
-
-    The choice of the decision before is kept.
-    """
-    found = [view for view in views if view.state is ModelResidency.IN and view not in closed]
-    return sorted(
-        found, key=lambda view: (not view.is_closed, view.num_running > 0, view.worth, view.used_s)
+    return Decision(
+        load=tuple(load),
+        unload=(*leaving, *idle),
+        close=tuple(model.name for model in closed_models),
     )
 
 
-def _may_go(victim: ModelUse, model: ModelUse, asked_s: float, now_s: float) -> bool:
-    """Whether `model`, asked for since `asked_s`, may have the memory of `victim`."""
-    stayed_s, unused_s = now_s - victim.loaded_s, now_s - victim.used_s
-    if victim.is_closed or unused_s >= FORSAKEN * victim.load_s:
+def _waiting(model_uses: Iterable[ModelUse]) -> list[tuple[float, ModelUse]]:
+    """Return the models with waiting requests and their oldest request's time, the oldest first."""
+    candidates = [
+        (model_use.waiting_since_s, model_use)
+        for model_use in model_uses
+        if model_use.state is ModelResidency.OUT and model_use.waiting_since_s is not None
+    ]
+    return sorted(candidates, key=lambda pair: (pair[0], pair[1].name))
+
+
+def _eviction_order(
+    model_uses: Iterable[ModelUse], closed_models: Sequence[ModelUse]
+) -> list[ModelUse]:
+    """Return the loaded models that are not closed yet, in the order in which to unload them.
+
+    Models that the previous decision closed come first.
+    """
+    candidates = [
+        model_use
+        for model_use in model_uses
+        if model_use.state is ModelResidency.IN and model_use not in closed_models
+    ]
+    return sorted(
+        candidates,
+        key=lambda model_use: (
+            not model_use.is_closed,
+            model_use.num_running > 0,
+            model_use.value,
+            model_use.used_s,
+        ),
+    )
+
+
+def _may_unload(victim: ModelUse, model: ModelUse, waiting_since_s: float, now_s: float) -> bool:
+    """Return whether `model`, waiting since `waiting_since_s`, may take `victim`'s memory."""
+    loaded_for_s = now_s - victim.loaded_s
+    unused_s = now_s - victim.used_s
+    if victim.is_closed or unused_s >= MAX_IDLE_LOADS * victim.load_s:
         return True
-    is_free = stayed_s >= DWELL * victim.load_s or unused_s >= PATIENCE * victim.load_s
-    return is_free and now_s - asked_s >= PATIENCE * model.load_s
+    is_free = (
+        loaded_for_s >= MIN_STAY_LOADS * victim.load_s or unused_s >= MIN_WAIT_LOADS * victim.load_s
+    )
+    return is_free and now_s - waiting_since_s >= MIN_WAIT_LOADS * model.load_s
 
 
-def _is_idle(view: ModelUse, now_s: float) -> bool:
-    has_none = view.asked_s is None and not view.num_running
-    return view.state is ModelResidency.IN and has_none and now_s - view.used_s >= view.keep_s
+def _is_idle(model_use: ModelUse, now_s: float) -> bool:
+    has_no_requests = model_use.waiting_since_s is None and not model_use.num_running
+    return (
+        model_use.state is ModelResidency.IN
+        and has_no_requests
+        and now_s - model_use.used_s >= model_use.keep_s
+    )

@@ -193,15 +193,15 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the engines, as `expose` read them, and of goodput."""
-        engine, roster = self._models.default.engine, self._models.roster
-        health = engine.health if roster is None else roster.health
+        engine, pool = self._models.default.engine, self._models.pool
+        health = engine.health if pool is None else pool.health
         yield _gauge("ready", "Whether the server can answer.", value=health is Health.READY)
-        if roster is None:
+        if pool is None:
             yield from self._of(engine, self._readings[self._models.default.name])
         else:
-            yield from _residents(roster)
+            yield from _residents(pool)
             merged: dict[str, Metric] = {}
-            for name, one in roster.engines.items():
+            for name, one in pool.engines.items():
                 for metric in self._of(one, self._readings[name]):
                     samples = [
                         sample._replace(labels={**sample.labels, "model": name})
@@ -250,11 +250,11 @@ def _model(engine: ServedEngine) -> Metric:
     return InfoMetricFamily("twostroke_model", "The model that is served.", facts)
 
 
-def _residents(roster: ModelPool) -> Iterator[Metric]:
+def _residents(pool: ModelPool) -> Iterator[Metric]:
     """Yield where models are, how often they were loaded, and who waits for them."""
-    engines = roster.engines.items()
-    yield _gauge("memory_budget_bytes", "Memory for all models.", value=roster.budget_bytes)
-    loaded = [((model,), one.residence is ModelResidency.IN) for model, one in engines]
+    engines = pool.engines.items()
+    yield _gauge("memory_budget_bytes", "Memory for all models.", value=pool.budget_bytes)
+    loaded = [((model,), one.residency is ModelResidency.IN) for model, one in engines]
     yield _gauge("model_loaded", "Whether a model is loaded.", "model", samples=loaded)
     for key, name, text in _RESIDENT_GAUGES:
         samples = [((model,), getattr(one, key)) for model, one in engines]

@@ -160,19 +160,19 @@ class DashboardState:
 
     def _residents(self) -> list[dict[str, Any]]:
         """Return where each model of a roster is; nothing for one model."""
-        roster = self._models.roster
-        if roster is None:
+        pool = self._models.pool
+        if pool is None:
             return []
         return [
             {
                 "name": name,
-                "state": engine.residence.value,
+                "state": engine.residency.value,
                 "num_bytes": engine.num_bytes,
                 "num_waiting": engine.num_waiting,
                 "loads": engine.num_loads,
                 "load_s": engine.load_s,
             }
-            for name, engine in roster.engines.items()
+            for name, engine in pool.engines.items()
         ]
 
     def _pages(self, view: RunningRequests, pages: PageUsage) -> dict[str, Any]:
