@@ -23,7 +23,7 @@ from benchmarks.common.report import caption, machine_facts, note, positive, sav
 from twostroke.engine.output import Usage
 from twostroke.fleet.router.response import Head
 from twostroke.fleet.router.usage_meter import TokenRate, UsageMeter
-from twostroke.server.auth import key as kept
+from twostroke.server.auth import stored_keys as kept
 from twostroke.server.auth.key_refresher import KeyRefresher
 from twostroke.server.auth.keys import ApiKeys, KeyCheck
 from twostroke.server.auth.limits import LimitCheck

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from twostroke.server.auth import key as kept
+from twostroke.server.auth import stored_keys as kept
 from twostroke.server.auth.usage import Owner, add
 from twostroke.server.storage import open_database
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from support.servers import live_server
-from twostroke.server.auth import key as kept
+from twostroke.server.auth import stored_keys as kept
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.options import ServeOptions
 from twostroke.server.storage import Records, open_database

@@ -16,7 +16,7 @@ from msgspec.structs import asdict, replace
 from twostroke.cli.help import CommandGroup, WordOr, option
 from twostroke.cli.terminal import show_table
 from twostroke.core.errors import UsageError
-from twostroke.server.auth import key as kept
+from twostroke.server.auth import stored_keys
 from twostroke.server.http.api_key import Key, KeyLimits
 from twostroke.server.storage import open_database
 
@@ -123,11 +123,11 @@ def command() -> None:
 def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **values: Any) -> None:
     """Make a key called NAME, and print it. It cannot be printed again."""
     facts = _facts(Key(tenant="", digest=""), values)
-    is_new, mark = not _may_exist(records), kept.had_keys(records)
+    is_new, mark = not _may_exist(records), stored_keys.keys_marker(records)
     with ExitStack() as undo:
         with open_database(records, writes=True, creates=True) as db:
-            is_first = not kept.newest_change(db)
-            new_key, text = kept.add(db, name, name if tenant is None else tenant, **facts)
+            is_first = not stored_keys.newest_change(db)
+            new_key, text = stored_keys.add(db, name, name if tenant is None else tenant, **facts)
             keyless = "SELECT count(*) FROM batches WHERE is_open AND tenant = ''"
             [num_keyless] = db.execute(keyless).fetchone() if is_first else [0]
             if not mark.is_there:
@@ -155,7 +155,7 @@ def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **v
 def list_command(records: Path, has_all: bool, as_json: bool) -> None:
     """List the keys: their names and limits, not the secrets."""
     with open_database(records) as db:
-        keys = kept.all_keys(db)
+        keys = stored_keys.all_keys(db)
     listed = [(key, used) for key, used in keys if has_all or key.revoked_at is None]
     if as_json:
         click.echo(json.dumps([_public_facts(key, used) for key, used in listed]))
@@ -178,8 +178,8 @@ def limit_command(key: str, records: Path, as_json: bool, **values: Any) -> None
     if all(value is None for value in values.values()):
         raise UsageError("Give at least one limit to change, such as --requests-per-minute 60.")
     with open_database(records, writes=True) as db:
-        old = kept.find(db, key)
-        new = kept.change(db, old, **_facts(old, values))
+        old = stored_keys.find(db, key)
+        new = stored_keys.change(db, old, **_facts(old, values))
     if as_json:
         click.echo(json.dumps(_public_facts(new, None)))
     else:
@@ -193,7 +193,7 @@ def limit_command(key: str, records: Path, as_json: bool, **values: Any) -> None
 def revoke_command(key: str, records: Path, as_json: bool) -> None:
     """Revoke KEY, which is an id or a name, for ever."""
     with open_database(records, writes=True) as db:
-        revoked = kept.change(db, kept.find(db, key), revoked_at=time.time())
+        revoked = stored_keys.change(db, stored_keys.find(db, key), revoked_at=time.time())
     if as_json:
         click.echo(json.dumps(_public_facts(revoked, None)))
     else:

@@ -54,7 +54,7 @@ def command(**values: Any) -> int:
             values["api_keys"], env.api_key(), process.records, asks=process.require_keys
         )
         if keys is not None and replica_key is not None:
-            keys.trust(replica_key)
+            keys.set_router_key(replica_key)
         options = take(RouteOptions, values, api_keys=keys, replica_key=replica_key)
         listener = stack.enter_context(bind(options.host, options.port))
         stack.enter_context(logging_to(sys.stderr, process.log_format, process.log_level))

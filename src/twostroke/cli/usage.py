@@ -14,8 +14,8 @@ import click
 from twostroke.cli.help import Command, OneOf, option
 from twostroke.cli.terminal import show_table
 from twostroke.core.errors import UsageError
-from twostroke.server.auth.key import all_keys
 from twostroke.server.auth.prices import read_prices
+from twostroke.server.auth.stored_keys import all_keys
 from twostroke.server.auth.usage import amounts, damaged_owners
 from twostroke.server.storage import open_database
 

@@ -18,7 +18,7 @@ from support.keys import add, revoke
 from support.replicas import Exchange, FakeReplica, Loop
 from support.servers import wait_for
 from twostroke.fleet.routing.prompt import read_prompt
-from twostroke.server.auth import key as kept
+from twostroke.server.auth import stored_keys as kept
 from twostroke.server.http.api_key import KeyLimits
 from twostroke.server.storage import open_database
 

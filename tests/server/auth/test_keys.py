@@ -19,7 +19,7 @@ from support.keys import add, keyed_server, revoke
 from support.servers import wait_for
 from twostroke.cli.keys import command as keys_command
 from twostroke.core.errors import UsageError
-from twostroke.server.auth import key as kept
+from twostroke.server.auth import stored_keys as kept
 from twostroke.server.auth.key_refresher import KeyRefresher
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.auth.usage import UsageBook
@@ -343,12 +343,12 @@ def test_server_that_requires_keys_is_closed_without_any(tmp_path: Path) -> None
     assert not found.has_valid("")
     with open_database(folder, writes=True) as db:
         made, _ = kept.add(db, "shop", "shop")
-    found.keep([made])
+    found.replace_stored([made])
     assert not found.refuse_everybody
     assert found.has_valid("shop")
     open_before = ApiKeys({})
-    open_before.keep([made])
-    open_before.keep([])  # the records were emptied while it runs
+    open_before.replace_stored([made])
+    open_before.replace_stored([])  # the records were emptied while it runs
     assert open_before.are_required
 
 

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from support.servers import live_server, post_bytes, wait_for
-from twostroke.server.auth.key import digest
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.auth.limits import KeyLimiter, RateLimitError
+from twostroke.server.auth.stored_keys import digest
 from twostroke.server.http.api_key import Key, KeyLimits
 from twostroke.server.http.retry_after import retry_after
 from twostroke.server.options import ServeOptions
@@ -45,7 +45,9 @@ def limited(folder: Path, **limits: int) -> Iterator[LiveServer]:
 
 def set_limits(keys: ApiKeys, **limits: int) -> None:
     kept = KeyLimits(**limits)
-    keys.keep([Key(id="0123abcd", tenant="anna", digest=digest(KEY.encode()), limits=kept)])
+    keys.replace_stored(
+        [Key(id="0123abcd", tenant="anna", digest=digest(KEY.encode()), limits=kept)]
+    )
 
 
 def post(server: LiveServer, path: str = "/v1/completions", **fields: Any) -> httpx.Response:

@@ -7,8 +7,8 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from support.residence import Stage, fewest_loads, play
 
+from support.residence import Stage, fewest_loads, play
 from twostroke.server.models.residency import (
     MAX_IDLE_LOADS,
     MIN_STAY_LOADS,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from twostroke.server.auth import key as keys
+from twostroke.server.auth import stored_keys as keys
 from twostroke.server.auth import usage
 from twostroke.server.auth.usage import Owner
 from twostroke.server.batch import files

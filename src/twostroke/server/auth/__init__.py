@@ -1,1 +1,1 @@
-"""Tenants: their keys in the records, what these may use, and what they have used."""
+"""API keys and tenants: stored keys, the check of keys and limits, usage and prices."""

@@ -1,4 +1,4 @@
-"""Keeps a server's keys as the records have them, and its usage in the records."""
+"""Refreshes a server's keys from the records, and writes its usage to the records."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.server.auth.key import all_keys, newest_change, note_use
+from twostroke.server.auth.stored_keys import all_keys, newest_change, store_last_use
 from twostroke.server.auth.usage import add
 from twostroke.server.storage import RecordsError
 
@@ -19,69 +19,72 @@ if TYPE_CHECKING:
     from twostroke.server.http.api_key import Key
     from twostroke.server.storage import Records
 
-_LOOK_S: Final = 0.5  # a revoked key is refused a little later than this, at the latest
-_LOOKS: Final = 4  # after so many, usage is written: what a kill may lose
+_REFRESH_S: Final = 0.5  # a revoked key is refused after about this time
+_REFRESHES_PER_WRITE: Final = 4  # a kill loses at most the usage of these refreshes
 _logger = logging.getLogger("twostroke.serve")
 
 
 class KeyRefresher:
-    """Looks for changed keys twice a second, in the thread that reads the records.
+    """Reads changed keys twice a second, in the thread that reads the records.
 
-    Every two seconds it writes what was used. Where the records cannot be read, the keys stay as
-    they were; where they cannot be written, usage is kept for the next time. The log says so once.
+    Every two seconds it writes usage. If the records cannot be read, the keys stay unchanged; if
+    the records cannot be written, usage waits for the next write. The same error is logged once.
     """
 
     def __init__(self, records: Records | None, keys: ApiKeys | None, usage: UsageBook) -> None:
-        """Keep `keys` and `usage` in `records`; without records nothing happens."""
-        self._records, self._keys, self._usage = records, keys, usage
-        self._change = -1
-        self._faults: dict[str, str] = {}
+        """Refresh `keys` from `records` and write `usage` there; do nothing without records."""
+        self._records = records
+        self._keys = keys
+        self._usage = usage
+        self._last_change = -1
+        self._logged_errors: dict[str, str] = {}
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Read the keys, and go on looking."""
+        """Read the keys, and continue to refresh them."""
         if self._records is not None:
-            await self._look(self._records)
+            await self._refresh(self._records)
             self._task = asyncio.create_task(self._run(self._records))
 
     async def stop(self) -> None:
-        """Stop looking, and write what is left to write."""
+        """Stop refreshing, and write the remaining usage."""
         if self._task is not None and self._records is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-            await self._look(self._records, writes=True)
+            await self._refresh(self._records, writes=True)
             if not self._usage.is_empty:
                 _logger.error("Usage that was not written is lost.")
 
     async def _run(self, records: Records) -> None:
         number = 0
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_REFRESH_S)
             number += 1
-            await self._look(records, writes=number % _LOOKS == 0)
+            await self._refresh(records, writes=number % _REFRESHES_PER_WRITE == 0)
 
-    async def _look(self, records: Records, *, writes: bool = False) -> None:
+    async def _refresh(self, records: Records, *, writes: bool = False) -> None:
+        """Read changed keys, and with `writes` write usage."""
         await self._try("Keys stay as they are", self._read(records))
         if writes:
             await self._try("Usage waits", self._write(records))
 
-    async def _try(self, what: str, work: Coroutine[Any, Any, None]) -> None:
-        """Do one part; if it fails as it did the last time, nothing is said."""
+    async def _try(self, consequence: str, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work`; log a failure with its `consequence`, unless the last one was equal."""
         try:
             await work
         except RecordsError as error:
-            if str(error) != self._faults.get(what):
-                _logger.error("%s: %s", what, error)  # noqa: TRY400
-            self._faults[what] = str(error)
-        except Exception:  # without upkeep, keys that are revoked would go on being accepted
-            _logger.exception("%s", what)
+            if str(error) != self._logged_errors.get(consequence):
+                _logger.error("%s: %s", consequence, error)  # noqa: TRY400
+            self._logged_errors[consequence] = str(error)
+        except Exception:  # otherwise refreshing would end, and revoked keys would stay valid
+            _logger.exception("%s", consequence)
         else:
-            self._faults.pop(what, None)
+            self._logged_errors.pop(consequence, None)
 
     async def _read(self, records: Records) -> None:
-        if self._keys is not None and (found := await records.read(self._changed)) is not None:
-            self._change, keys = found
-            self._keys.keep(keys)
+        if self._keys is not None and (changed := await records.read(self._changed)) is not None:
+            self._last_change, keys = changed
+            self._keys.replace_stored(keys)
 
     async def _write(self, records: Records) -> None:
         uses = self._keys.take_uses() if self._keys is not None else {}
@@ -89,7 +92,7 @@ class KeyRefresher:
             return
         rows = self._usage.take()
         try:
-            await records.write(lambda db: _note(db, uses, rows))
+            await records.write(lambda db: _store_usage(db, uses, rows))
         except RecordsError:
             self._usage.put_back(rows)
             if self._keys is not None:
@@ -97,12 +100,12 @@ class KeyRefresher:
             raise
 
     def _changed(self, db: Connection) -> tuple[int, list[Key]] | None:
-        """Return the keys and their newest change, if that is not known."""
+        """Return the newest change and all keys; None if nothing has changed."""
         change = newest_change(db)
-        return None if change == self._change else (change, [key for key, _ in all_keys(db)])
+        return None if change == self._last_change else (change, [key for key, _ in all_keys(db)])
 
 
-def _note(db: Connection, uses: dict[str, int], rows: Rows) -> None:
+def _store_usage(db: Connection, uses: dict[str, int], rows: Rows) -> None:
     for id_, minute in uses.items():
-        note_use(db, id_, minute)
+        store_last_use(db, id_, minute)
     add(db, rows)

@@ -1,4 +1,4 @@
-"""API keys, their tenants, and the layer that checks them."""
+"""The API keys of a server, and the ASGI layer that checks them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.files import read_regular_file
-from twostroke.server.auth.key import all_keys, digest, had_keys
+from twostroke.server.auth.stored_keys import all_keys, digest, keys_marker
 from twostroke.server.http.api_key import OPEN_PATHS, WORD_FORM, WORD_PATTERN, Key
 from twostroke.server.http.errors import to_response
 from twostroke.server.http.internal_requests import sender_of
@@ -24,54 +24,56 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 _BEARER: Final = b"bearer "
-_FILES: Final = "/page/"
-# From a router: a tenant's name, its weight, and the classes that it may have, if not all.
+_PAGE_FILES_PREFIX: Final = "/page/"
+# A router sends a tenant's name, its weight, and its service tiers if not all are allowed.
 TENANT_HEADER: Final = b"x-twostroke-tenant"
-_NO_SOURCE: Final = (
+_NO_KEY_SOURCE: Final = (
     "--require-keys needs a place where keys are: --api-keys, TWOSTROKE_API_KEY or --records."
 )
-_LOST: Final = (
+_KEYS_LOST: Final = (
     "{folder} has had API keys, and its database has none: it was lost or replaced, and everybody "
     "could use the server. Restore a backup, make a key with `twostroke keys add NAME --records "
-    "{folder}`, or remove {mark} to serve everybody."
+    "{folder}`, or remove {marker} to serve everybody."
 )
-_MISSING: Final = "is missing: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+_MISSING_KEY: Final = "is missing: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
 
 
 class KeyMissingError(TwostrokeError):
-    """The request has no key, or one that is not valid."""
+    """The request has no key, or its key is not valid."""
 
     http_status = 401
     code = "invalid_api_key"
 
 
 class ApiKeys:
-    """The keys of a file, which stay, and those of the records, which change while a server runs.
+    """The fixed keys of a file, and the keys of the records, which change while a server runs.
 
-    Only digests are kept. The time of a lookup can only reveal how a digest begins, which does not
-    help to guess a key. It belongs to the event loop.
+    Only digests are stored. The time of a lookup can reveal only how a digest begins, which does
+    not help to guess a key. For the event loop's thread.
 
-    A router's key is none of a tenant: whoever shows it speaks for the tenant that a header names.
+    A router's key belongs to no tenant: a request with this key is for the tenant in its header.
     """
 
     def __init__(self, tenants: Mapping[str, str], *, asks: bool = False) -> None:
-        """Take a table from keys to tenants; with `asks`, requests need one even while it is empty.
+        """Create the fixed keys from a mapping of keys to tenants.
+
+        With `asks`, requests need a key even if there is none.
 
         Raises:
-            UsageError: one has other than printable ASCII characters.
+            UsageError: a key or a tenant's name has other than printable ASCII characters.
         """
         for key, tenant in tenants.items():
             if not WORD_PATTERN.fullmatch(key) or (tenant and not WORD_PATTERN.fullmatch(tenant)):
                 raise UsageError(f"A key is {WORD_FORM}.")
-        made = [Key(tenant=tenants[key], digest=digest(key.encode())) for key in tenants]
-        self._fixed = {key.digest: key for key in made}
-        self._asks = asks or bool(made)
-        self._all = self._fixed
-        self._by_tenant = _by_tenant(made)
-        self._router = ""  # its digest
-        self._by_id: dict[str, Key] = {}
+        fixed_keys = [Key(tenant=tenants[key], digest=digest(key.encode())) for key in tenants]
+        self._file_keys = {key.digest: key for key in fixed_keys}
+        self._asks = asks or bool(fixed_keys)
+        self._keys_by_digest = self._file_keys
+        self._by_tenant = _by_tenant(fixed_keys)
+        self._router_digest = ""
+        self._stored_by_id: dict[str, Key] = {}
         self._last_used: dict[str, int] = {}  # the minute as Unix time, by id
-        self._unwritten: set[str] = set()
+        self._ids_with_unwritten_use: set[str] = set()
 
     @classmethod
     def read(
@@ -83,112 +85,115 @@ class ApiKeys:
         *,
         asks: bool = False,
     ) -> Self | None:
-        """Return the keys of a file, of the environment and of a folder; None without any of these.
+        """Return the keys of a file, of the environment and of a records folder.
 
-        A folder that has had keys and has none any more has lost its database: its keys are not
-        there to be asked for, and nobody meant to open the server.
+        None if no source is given. A folder that has had keys and has none now has lost its
+        database; then the server must not start without keys.
 
         A line of the file is `KEY` or `TENANT KEY`, or a comment that begins with #. A key without
         a tenant belongs to the tenant with the empty name.
 
         Raises:
-            UsageError: the file cannot be read, a line has another form, or `asks` is set without
-                any keys. Messages have no keys.
-            RecordsError: the folder has no database that can be read, or has lost its keys.
+            UsageError: the file cannot be read, a line is not valid, or `asks` is set without a
+                source of keys. Messages never contain keys.
+            RecordsError: the folder's database cannot be read, or has lost its keys.
         """
         if path is None and key is None and records is None and router is None:
             if asks:
-                raise UsageError(_NO_SOURCE)
+                raise UsageError(_NO_KEY_SOURCE)
             return None
-        found = _read(path) if path is not None else {}
+        tenants_by_key = _read_file(path) if path is not None else {}
         if key is not None:
             if not WORD_PATTERN.fullmatch(key):
                 raise UsageError(f"The key in TWOSTROKE_API_KEY must be {WORD_FORM}.")
-            found.setdefault(key, "")
-        keys = cls(found, asks=asks)
+            tenants_by_key.setdefault(key, "")
+        keys = cls(tenants_by_key, asks=asks)
         if router is not None:
-            keys.trust(router)
+            keys.set_router_key(router)
         if records is not None:
             with open_database(records) as db:
-                keys.keep(key for key, _ in all_keys(db))
-            mark = had_keys(records)
-            if keys._by_id:
-                mark.make()
-            elif mark.is_there and not keys.are_required:
-                raise RecordsError(_LOST.format(folder=records, mark=mark.path))
+                keys.replace_stored(key for key, _ in all_keys(db))
+            marker = keys_marker(records)
+            if keys._stored_by_id:
+                marker.make()
+            elif marker.is_there and not keys.are_required:
+                raise RecordsError(_KEYS_LOST.format(folder=records, marker=marker.path))
         return keys
 
     @property
     def are_required(self) -> bool:
-        """Whether a request needs a key: there are some, or have been some."""
-        return self._asks or bool(self._router)
+        """Whether requests need a key, as keys exist or have existed."""
+        return self._asks or bool(self._router_digest)
 
     @property
     def refuse_everybody(self) -> bool:
-        """Whether a request needs a key, and there is none."""
-        return self.are_required and not self._all and not self._router
+        """Whether requests need a key, and no key exists."""
+        return self.are_required and not self._keys_by_digest and not self._router_digest
 
     @property
     def have_tenants(self) -> bool:
-        """Whether a key belongs to a tenant that has a name."""
+        """Whether a key belongs to a tenant with a name."""
         return any(self._by_tenant)
 
-    def trust(self, router: str) -> None:
-        """Let a router speak for tenants, which shows this key.
+    def set_router_key(self, router: str) -> None:
+        """Set the key with which a router may send requests of all tenants.
 
         Raises:
-            UsageError: it has other than printable ASCII characters.
+            UsageError: the key has other than printable ASCII characters.
         """
         check_router(router)
-        self._router = digest(router.encode())
+        self._router_digest = digest(router.encode())
 
     def is_router(self, text: bytes) -> bool:
         """Return whether a key is the router's."""
-        return bool(self._router) and digest(text) == self._router
+        return bool(self._router_digest) and digest(text) == self._router_digest
 
-    def keep(self, keys: Iterable[Key]) -> None:
-        """Replace the keys of the records by these."""
-        self._by_id = {key.id: key for key in keys}
-        self._all = {key.digest: key for key in self._by_id.values()} | self._fixed
-        self._asks |= bool(self._all)  # for good: what empties the records opens no server
-        self._by_tenant = _by_tenant(self._all.values())
+    def replace_stored(self, keys: Iterable[Key]) -> None:
+        """Replace the keys of the records."""
+        self._stored_by_id = {key.id: key for key in keys}
+        self._keys_by_digest = {
+            key.digest: key for key in self._stored_by_id.values()
+        } | self._file_keys
+        self._asks |= bool(self._keys_by_digest)  # permanent: lost records must not open the server
+        self._by_tenant = _by_tenant(self._keys_by_digest.values())
 
     def find(self, text: bytes) -> Key | None:
-        """Return a key that is valid now, and note its use; None if there is none."""
-        key = self._all.get(digest(text))
+        """Return the valid key with this text, and record its use; None if no valid key matches."""
+        key = self._keys_by_digest.get(digest(text))
         if key is None or key.state != "valid":
             return None
         minute = int(time.time() // 60 * 60)
         if key.id and self._last_used.get(key.id) != minute:
             self._last_used[key.id] = minute
-            self._unwritten.add(key.id)
+            self._ids_with_unwritten_use.add(key.id)
         return key
 
     def has_valid(self, tenant: str) -> bool:
-        """Return whether a tenant has a key that is valid now, or needs none."""
-        own = self._by_tenant.get(tenant, ())
-        needs_none = not self._all and (bool(self._router) or not self._asks)
-        return needs_none or any(key.state == "valid" for key in own)
+        """Return whether a tenant has a valid key, or needs no key."""
+        tenant_keys = self._by_tenant.get(tenant, ())
+        needs_no_key = not self._keys_by_digest and (bool(self._router_digest) or not self._asks)
+        return needs_no_key or any(key.state == "valid" for key in tenant_keys)
 
     def with_id(self, id_: str) -> Key | None:
-        """Return the key of the records with an id, valid or not; None if there is none."""
-        return self._by_id.get(id_)
+        """Return the key of the records with an id, valid or not; None if the id is unknown."""
+        return self._stored_by_id.get(id_)
 
     def take_uses(self) -> dict[str, int]:
-        """Return the minute of the last use of each key since this was called, by id."""
-        unwritten, self._unwritten = self._unwritten, set()
-        return {id_: self._last_used[id_] for id_ in unwritten}
+        """Return the minute of the last use of each key used since the last call, by id."""
+        ids = self._ids_with_unwritten_use
+        self._ids_with_unwritten_use = set()
+        return {id_: self._last_used[id_] for id_ in ids}
 
     def put_back(self, uses: Iterable[str]) -> None:
-        """Return the last uses of these keys again, since they could not be written."""
-        self._unwritten.update(uses)
+        """Return the last uses of these keys with the next call, as they could not be written."""
+        self._ids_with_unwritten_use.update(uses)
 
 
 class KeyCheck:
-    """Lets requests with a valid key pass, and notes the key and its tenant.
+    """Refuses requests without a valid key, and records the key and tenant of other requests.
 
-    `GET /health`, its parts and the page's files need none: load balancers and browsers have none.
-    Requests from inside have the tenant and the key of their sender, valid or not.
+    `GET /health`, the paths below it and the web UI's files need no key, as load balancers and
+    browsers have none. Internal requests have the key of their sender, valid or not.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
@@ -199,13 +204,13 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         if scope["type"] == "http" and (sender := sender_of(scope)) is not None:
-            if (own := self._keys.with_id(sender.key)) is not None:
-                served_of(scope).set_owner(own)
+            if (sender_key := self._keys.with_id(sender.key)) is not None:
+                served_of(scope).set_owner(sender_key)
         elif scope["type"] == "http" and self._keys.are_required and not _is_open(scope):
             text = _key(scope)
             if text is not None and self._keys.is_router(text):
                 try:
-                    served_of(scope).set_owner(_spoken_for(scope))
+                    served_of(scope).set_owner(_tenant_key(scope))
                     served_of(scope).is_from_router = True
                 except UsageError as error:
                     await to_response(error, scope)(scope, receive, send)
@@ -214,7 +219,7 @@ class KeyCheck:
                 return
             key = self._keys.find(text) if text is not None else None
             if key is None:
-                reason = "is not valid." if text is not None else _MISSING
+                reason = "is not valid." if text is not None else _MISSING_KEY
                 response = to_response(KeyMissingError(f"The API key {reason}"), scope)
                 response.headers["www-authenticate"] = "Bearer"
                 response.headers["connection"] = "close"  # without waiting for the body
@@ -231,10 +236,10 @@ def check_router(key: str) -> None:
 
 
 def _by_tenant(keys: Iterable[Key]) -> dict[str, list[Key]]:
-    found: dict[str, list[Key]] = {}
+    keys_by_tenant: dict[str, list[Key]] = {}
     for key in keys:
-        found.setdefault(key.tenant, []).append(key)
-    return found
+        keys_by_tenant.setdefault(key.tenant, []).append(key)
+    return keys_by_tenant
 
 
 def _is_open(scope: Scope) -> bool:
@@ -242,39 +247,39 @@ def _is_open(scope: Scope) -> bool:
         return False
     path = scope["path"]
     is_page = path == "/" and wants_page(Request(scope))
-    return is_page or path in OPEN_PATHS or path.startswith(_FILES)
+    return is_page or path in OPEN_PATHS or path.startswith(_PAGE_FILES_PREFIX)
 
 
 def _key(scope: Scope) -> bytes | None:
-    """Return the key in the header of OpenAI's clients, or else of Anthropic's."""
-    found: bytes | None = None
+    """Return the key in the header of OpenAI's clients, or else of Anthropic's clients."""
+    key: bytes | None = None
     for name, value in scope["headers"]:
         if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
             return bytes(value[len(_BEARER) :].strip())
         if name == b"x-api-key":
-            found = bytes(value.strip())
-    return found
+            key = bytes(value.strip())
+    return key
 
 
-def _spoken_for(scope: Scope) -> Key:
-    """Return a key of the tenant that a router speaks for; raises UsageError."""
-    said = next((value for name, value in scope["headers"] if name == TENANT_HEADER), b"")
-    words: list[str] = said.decode("latin-1").split(" ")
+def _tenant_key(scope: Scope) -> Key:
+    """Return a key for the tenant that a router's header names; raises UsageError."""
+    header = next((value for name, value in scope["headers"] if name == TENANT_HEADER), b"")
+    words: list[str] = header.decode("latin-1").split(" ")
     try:
-        tenant, weight, classes = [*words, *("", "1", "")[len(words) :]]
-        allowed = tuple(classes.split(",")) if classes else None
-        return Key(tenant=tenant, digest="", weight=float(weight), classes=allowed)
+        tenant, weight, classes = [*words, *("", "1", "")[len(words) :]]  # with defaults
+        service_tiers = tuple(classes.split(",")) if classes else None
+        return Key(tenant=tenant, digest="", weight=float(weight), classes=service_tiers)
     except ValueError:
         raise UsageError("The header x-twostroke-tenant must be NAME WEIGHT [CLASSES].") from None
 
 
-def _read(path: Path) -> dict[str, str]:
+def _read_file(path: Path) -> dict[str, str]:
     try:
         text = read_regular_file(path).decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "keys are ASCII characters"
-        raise UsageError(f"The keys in {path} cannot be read: {why}.") from None
-    found: dict[str, str] = {}
+        reason = error.strerror if isinstance(error, OSError) else "keys are ASCII characters"
+        raise UsageError(f"The keys in {path} cannot be read: {reason}.") from None
+    tenants_by_key: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
@@ -283,10 +288,10 @@ def _read(path: Path) -> dict[str, str]:
         if len(words) > 2 or not all(WORD_PATTERN.fullmatch(word) for word in words):
             message = f"Line {number} of {path} is neither 'KEY' nor 'TENANT KEY'."
             raise UsageError(message)
-        if key in found:
+        if key in tenants_by_key:
             message = f"Line {number} of {path} repeats a key of an earlier line."
             raise UsageError(message)
-        found[key] = "".join(tenants)
-    if not found:
+        tenants_by_key[key] = "".join(tenants)
+    if not tenants_by_key:
         raise UsageError(f"{path} has no keys.")
-    return found
+    return tenants_by_key

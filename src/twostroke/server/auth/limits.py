@@ -1,4 +1,4 @@
-"""The layer that holds keys to their limits: requests and tokens a minute, requests in parallel."""
+"""The ASGI layer that enforces keys' limits: requests and tokens per minute, parallel requests."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from twostroke.server.http.api_key import Key, KeyLimits
     from twostroke.server.http.request_context import ServedRequest
 
-    Refusal = tuple[str, float]  # why, and the seconds to wait
+    Refusal = tuple[str, float]  # the reason, and the seconds to wait
 
 _MINUTE_S: Final = 60.0
-_NEWEST: Final = 0.125  # the weight of the newest request in the mean of their times
-_ROUNDING: Final = 1e-6  # of a level, so that who waits exactly as long as told is served
+_NEWEST_WEIGHT: Final = 0.125  # in the moving average of request times
+_LEVEL_TOLERANCE: Final = 1e-6  # so that a client that waits exactly the stated time is served
 _NOUNS: Final = {"requests": "request", "tokens": "token"}
 
 
@@ -37,58 +37,64 @@ class RateLimitError(TwostrokeError):
 
 
 class Bucket:
-    """What is left of a minute's limit; it fills evenly, and can be in debt.
+    """A token bucket for a limit per minute; its level rises evenly, and can be negative.
 
-    Times are of one monotonic clock, in seconds.
+    Times are in seconds of one monotonic clock.
     """
 
     def __init__(self, per_minute: int, now_s: float) -> None:
-        """Begin full."""
+        """Create a full bucket."""
         self.per_minute = per_minute
-        self._level, self._at_s = float(per_minute), now_s
+        self._level = float(per_minute)
+        self._updated_s = now_s
 
     def level(self, now_s: float) -> float:
-        """Return what is left."""
-        gained = (now_s - self._at_s) * self.per_minute / _MINUTE_S
-        self._level, self._at_s = min(self._level + gained, self.per_minute), now_s
+        """Return the current level."""
+        gained = (now_s - self._updated_s) * self.per_minute / _MINUTE_S
+        self._level = min(self._level + gained, self.per_minute)
+        self._updated_s = now_s
         return self._level
 
     def take(self, amount: float, now_s: float) -> None:
-        """Take an amount; a negative one is given back."""
+        """Lower the level by an amount; a negative amount raises it."""
         self._level = self.level(now_s) - amount
 
-    def wait_s(self, least: float, now_s: float) -> float:
-        """Return the seconds until `least` is there; 0 if it is."""
-        missing = least - self.level(now_s)
-        return missing * _MINUTE_S / self.per_minute if missing > _ROUNDING else 0.0
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Return the seconds until the level reaches an amount; 0 if it has."""
+        missing = amount - self.level(now_s)
+        return missing * _MINUTE_S / self.per_minute if missing > _LEVEL_TOLERANCE else 0.0
 
     def resize(self, per_minute: int, now_s: float) -> None:
-        """Take another limit, of which the same share is left; a debt stays."""
+        """Change the limit; a positive level keeps its proportion, a negative level stays."""
         level = self.level(now_s)
         self._level = level * per_minute / self.per_minute if level > 0 else level
         self.per_minute = per_minute
 
 
 class KeyLimiter:
-    """One key's buckets and running requests. A request starts where no bucket is empty.
+    """The buckets and running requests of one key; a request starts if no bucket is empty.
 
-    A request takes all the tokens that it might need before it is computed, and gives back those
-    that it did not: the last request to start is all by which a minute's tokens can be exceeded.
+    Before a request is computed it takes the maximum number of tokens that it may use, and gives
+    the unused tokens back at its end. So only the last started request can exceed the limit.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Begin without limits."""
+        """Create a limiter without limits."""
         self._clock = clock
         self.buckets: dict[str, Bucket] = {}
         self._parallel: int | None = None
-        self._num_open, self._mean_s = 0, 1.0  # how long a request runs
+        self._num_open = 0
+        self._mean_s = 1.0  # moving average of request times
 
     def set(self, limits: KeyLimits) -> None:
-        """Take limits, which may be others than before."""
+        """Set the key's current limits."""
         self._parallel = limits.parallel
-        given = {"requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute}
+        limits_per_minute = {
+            "requests": limits.requests_per_minute,
+            "tokens": limits.tokens_per_minute,
+        }
         now_s = self._clock()
-        for name, per_minute in given.items():
+        for name, per_minute in limits_per_minute.items():
             bucket = self.buckets.get(name)
             if per_minute is None:
                 self.buckets.pop(name, None)
@@ -98,140 +104,149 @@ class KeyLimiter:
                 bucket.resize(per_minute, now_s)
 
     def refusal(self) -> Refusal | None:
-        """Return why no request may start; None if one may."""
+        """Return why no request may start; None if a request may start."""
         if (refusal := self.shortage("requests", "tokens")) is not None:
             return refusal
         if self._parallel is not None and self._num_open >= self._parallel:
-            most = _counted(self._parallel, "requests")
-            return f"this key may run {most} at the same time", self._mean_s
+            limit = _with_noun(self._parallel, "requests")
+            return f"this key may run {limit} at the same time", self._mean_s
         return None
 
     def shortage(self, *names: str) -> Refusal | None:
-        """Return which of these buckets is empty; None if none is."""
+        """Return the refusal if a bucket of these names is empty; None if no bucket is."""
         now_s = self._clock()
-        waits = {name: one.wait_s(1, now_s) for name, one in self.buckets.items()}
+        waits = {name: bucket.wait_s(1, now_s) for name, bucket in self.buckets.items()}
         empty = [name for name in names if waits.get(name, 0) > 0]
         if not empty:
             return None
         name = max(empty, key=waits.__getitem__)
-        most = _counted(self.buckets[name].per_minute, name)
-        return f"this key may use {most} a minute", max(waits.values())
+        limit = _with_noun(self.buckets[name].per_minute, name)
+        return f"this key may use {limit} a minute", max(waits.values())
 
     def begin(self) -> Spending:
-        """Start a request, which `refusal` has not refused."""
+        """Start a request, after `refusal` returned None."""
         self._num_open += 1
         if (requests := self.buckets.get("requests")) is not None:
             requests.take(1, self._clock())
         return Spending(self, self._clock())
 
     def take(self, num_tokens: int) -> None:
-        """Take tokens; a negative number gives some back."""
+        """Take tokens from the bucket; a negative number gives tokens back."""
         if (tokens := self.buckets.get("tokens")) is not None:
             tokens.take(num_tokens, self._clock())
 
     def end(self, began_s: float) -> None:
-        """End a request."""
+        """Count the end of a request."""
         self._num_open -= 1
-        self._mean_s += _NEWEST * (self._clock() - began_s - self._mean_s)
+        self._mean_s += _NEWEST_WEIGHT * (self._clock() - began_s - self._mean_s)
 
     def headers(self, *, is_anthropic: bool) -> list[tuple[bytes, bytes]]:
-        """Return what is left, in the headers of a protocol."""
-        now_s, found = self._clock(), list[tuple[str, str]]()
+        """Return response headers with the levels, in Anthropic's form or OpenAI's."""
+        now_s = self._clock()
+        headers: list[tuple[str, str]] = []
         for name, bucket in self.buckets.items():
-            left = max(0, math.floor(bucket.level(now_s)))
+            num_left = max(0, math.floor(bucket.level(now_s)))
             full_s = bucket.wait_s(bucket.per_minute, now_s)
             if is_anthropic:
                 reset = datetime.fromtimestamp(time.time() + full_s, UTC).isoformat("T", "seconds")
-                form, reset = "anthropic-ratelimit-{name}-{what}", reset.replace("+00:00", "Z")
+                header = "anthropic-ratelimit-{name}-{field}"
+                reset = reset.replace("+00:00", "Z")
             else:
-                form, reset = "x-ratelimit-{what}-{name}", _duration(full_s)
-            values = {"limit": str(bucket.per_minute), "remaining": str(left), "reset": reset}
-            found += [(form.format(name=name, what=what), one) for what, one in values.items()]
-        return [(name.encode(), value.encode()) for name, value in found]
+                header = "x-ratelimit-{field}-{name}"
+                reset = _duration(full_s)
+            values = {"limit": str(bucket.per_minute), "remaining": str(num_left), "reset": reset}
+            headers += [
+                (header.format(name=name, field=field), value) for field, value in values.items()
+            ]
+        return [(name.encode(), value.encode()) for name, value in headers]
 
 
 class Spending:
-    """One running request of an account."""
+    """The tokens of one running request."""
 
-    def __init__(self, account: KeyLimiter, began_s: float) -> None:
-        """Begin with no tokens."""
-        self._account, self._began_s, self._num_tokens = account, began_s, 0
+    def __init__(self, limiter: KeyLimiter, began_s: float) -> None:
+        """Start without tokens."""
+        self._limiter = limiter
+        self._began_s = began_s
+        self._num_tokens = 0
 
     def reserve(self, num_tokens: int) -> None:
-        """Take all the tokens that the request may need.
+        """Take the maximum number of tokens that the request may use.
 
         Raises:
-            RateLimitError: others have emptied the bucket meanwhile.
+            RateLimitError: other requests have emptied the bucket meanwhile.
         """
-        if (refusal := self._account.shortage("tokens")) is not None:
+        if (refusal := self._limiter.shortage("tokens")) is not None:
             raise _error(refusal)
         self._num_tokens = num_tokens
-        self._account.take(num_tokens)
+        self._limiter.take(num_tokens)
 
     def end(self, num_tokens: int) -> None:
-        """End the request, which has used so many tokens."""
-        self._account.take(num_tokens - self._num_tokens)
-        self._account.end(self._began_s)
+        """End the request, which has used `num_tokens`; give the other tokens back."""
+        self._limiter.take(num_tokens - self._num_tokens)
+        self._limiter.end(self._began_s)
 
 
 class LimitCheck:
     """Refuses requests over their key's limits, before their bodies are read.
 
-    It knows no engine: `ServedRequest.reserve` is called with the most tokens that a request may
-    need, and `ServedRequest.used` says at its end how many these were. It keeps nothing: a server
-    begins with full buckets.
+    The layer needs no engine: inner layers call `ServedRequest.reserve` with the maximum number of
+    tokens of a request, and `ServedRequest.used` has their number at its end. Nothing is stored, so
+    a server starts with full buckets.
     """
 
     def __init__(self, app: ASGIApp, counts: Callable[[str], bool]) -> None:
-        """Wrap `app`; posts to the paths for which `counts` is true count."""
-        self._app, self._counts = app, counts
-        self._accounts: dict[str, KeyLimiter] = {}  # by the id of the key
+        """Wrap `app`; limit POST requests to the paths for which `counts` returns True."""
+        self._app = app
+        self._counts = counts
+        self._limiters: dict[str, KeyLimiter] = {}  # by the id of the key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         is_counted = scope["type"] == "http" and scope["method"] == "POST"
-        served = served_of(scope) if is_counted and self._counts(scope["path"]) else None
-        if served is None or served.key is None or not served.key.id:
+        served_request = served_of(scope) if is_counted and self._counts(scope["path"]) else None
+        if served_request is None or served_request.key is None or not served_request.key.id:
             await self._app(scope, receive, send)
             return
-        account = self.account(served.key)
+        limiter = self.limiter(served_request.key)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                added = account.headers(is_anthropic=served.error_form is ANTHROPIC)
+                added = limiter.headers(is_anthropic=served_request.error_form is ANTHROPIC)
                 message["headers"] = [*message["headers"], *added]
             await send(message)
 
-        if (refusal := account.refusal()) is not None:
+        if (refusal := limiter.refusal()) is not None:
             response = to_response(_error(refusal), scope)
             await response(scope, receive, send_with_headers)
             return
-        spending = account.begin()
-        served.reserve = spending.reserve
+        spending = limiter.begin()
+        served_request.reserve = spending.reserve
         try:
             await self._app(scope, receive, send_with_headers)
         finally:
-            spending.end(_num_used(served))
+            spending.end(_num_used(served_request))
 
-    def account(self, key: Key) -> KeyLimiter:
-        """Return a key's account, with its present limits."""
-        account = self._accounts.setdefault(key.id, KeyLimiter(time.monotonic))
-        account.set(key.limits)
-        return account
+    def limiter(self, key: Key) -> KeyLimiter:
+        """Return a key's limiter, with the key's current limits."""
+        limiter = self._limiters.setdefault(key.id, KeyLimiter(time.monotonic))
+        limiter.set(key.limits)
+        return limiter
 
 
-def _num_used(served: ServedRequest) -> int:
-    used = served.used
+def _num_used(served_request: ServedRequest) -> int:
+    """Return the number of tokens that a request has used."""
+    used = served_request.used
     return used.prompt_tokens + used.completion_tokens if used is not None else 0
 
 
 def _error(refusal: Refusal) -> RateLimitError:
-    why, wait_s = refusal
-    reason = f"Rate limit reached: {why}. Please try again in {whole_seconds(wait_s)}s."
-    return RateLimitError(reason, wait_s=wait_s)
+    reason, wait_s = refusal
+    message = f"Rate limit reached: {reason}. Please try again in {whole_seconds(wait_s)}s."
+    return RateLimitError(message, wait_s=wait_s)
 
 
-def _counted(number: int, noun: str) -> str:
+def _with_noun(number: int, noun: str) -> str:
     return f"{number:,} {_NOUNS[noun] if number == 1 else noun}"
 
 

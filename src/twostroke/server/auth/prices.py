@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
 
 class TokenPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """The price of a million tokens of a model.
+    """The prices of a million tokens of a model.
 
-    `cached` is that of prompt tokens found in the cache, without it that of the others; requests of
-    batches are cheaper by the share `batch_discount`.
+    Attributes:
+        input: the price of prompt tokens.
+        output: the price of answer tokens.
+        cached: the price of prompt tokens from the prefix cache; None for `input`.
+        batch_discount: the discount of batch requests, from 0 to 1.
     """
 
     input: float
@@ -30,16 +33,16 @@ class TokenPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
     batch_discount: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise UsageError for what is not a price."""
+        """Raise UsageError if a price or the discount is out of range."""
         check_range(self, "input", "output", "cached", low=0, high=1e9)
         check_range(self, "batch_discount", low=0, high=1)
 
     def cost(self, amount: Amount) -> float:
-        """Return what an amount costs."""
+        """Return the cost of an amount of tokens."""
         cached = self.input if self.cached is None else self.cached
-        full = (amount.input - amount.cached) * self.input + amount.cached * cached
-        full = (full + amount.output * self.output) / 1e6
-        return full * (1 - self.batch_discount) if amount.owner.is_batch else full
+        price = (amount.input - amount.cached) * self.input + amount.cached * cached
+        price = (price + amount.output * self.output) / 1e6
+        return price * (1 - self.batch_discount) if amount.owner.is_batch else price
 
 
 class Prices(Frozen, forbid_unknown_fields=True, kw_only=True):
@@ -49,7 +52,7 @@ class Prices(Frozen, forbid_unknown_fields=True, kw_only=True):
     models: dict[str, TokenPrice]
 
     def cost(self, amount: Amount) -> float:
-        """Return what an amount costs; raises UsageError if its model has no price."""
+        """Return the cost of an amount of tokens; raises UsageError if its model has no price."""
         model = amount.owner.model
         if model not in self.models:
             raise UsageError(
@@ -59,27 +62,27 @@ class Prices(Frozen, forbid_unknown_fields=True, kw_only=True):
         return self.models[model].cost(amount)
 
 
-class _Models(Frozen):
+class _PriceTable(Frozen):
     models: dict[str, Any]
 
 
 def read_prices(path: Path) -> Prices:
-    """Return the prices in a file.
+    """Return the price table of a TOML file.
 
     Raises:
-        UsageError: it is not TOML, or a price is missing or wrong.
-        ModelFormatError: it cannot be read.
+        UsageError: the file is not TOML, or a price is missing or not valid.
+        ModelFormatError: the file cannot be read.
     """
-    where = ""
+    location = ""
     try:
         table = tomllib.loads(read_small_file(path).decode())
         prices = {}
-        for name, price in msgspec.convert(table, _Models).models.items():
-            where = f" at model '{name}'"
+        for name, price in msgspec.convert(table, _PriceTable).models.items():
+            location = f" at model '{name}'"
             prices[name] = msgspec.convert(price, TokenPrice)
-        where = ""
+        location = ""
         return msgspec.convert({**table, "models": prices}, Prices)
     except UnicodeDecodeError:
         raise UsageError(f"{path.name} is not a price table: it is not UTF-8.") from None
     except (ValueError, RecursionError, UsageError) as error:  # of TOML, msgspec and prices
-        raise UsageError(f"{path.name} is not a price table{where}: {error}.") from None
+        raise UsageError(f"{path.name} is not a price table{location}: {error}.") from None

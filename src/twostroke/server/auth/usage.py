@@ -1,4 +1,4 @@
-"""What keys have used: requests and tokens by day, key, tenant and model; batches apart."""
+"""Usage of API keys: requests and tokens by day, key, tenant and model, with batches apart."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ if TYPE_CHECKING:
     Rows = dict["Owner", list[int]]  # requests, input, cached and output tokens
 
 _DAY_S: Final = 86_400
-_OWNER: Final = ("day", "key", "tenant", "model", "is_batch")
-_COUNTS: Final = ("requests", "input", "cached", "output")
-_COLUMNS: Final = ", ".join((*_OWNER, *_COUNTS))
-_SUM: Final = ", ".join(
+_OWNER_COLUMNS: Final = ("day", "key", "tenant", "model", "is_batch")
+_COUNT_COLUMNS: Final = ("requests", "input", "cached", "output")
+_COLUMNS: Final = ", ".join((*_OWNER_COLUMNS, *_COUNT_COLUMNS))
+_SUM_COLUMNS: Final = ", ".join(
     (
-        *(f"CAST(usage.{name} AS BLOB)" for name in _OWNER),
-        *(f"CAST(usage.{name} + excluded.{name} AS BLOB)" for name in _COUNTS),
+        *(f"CAST(usage.{name} AS BLOB)" for name in _OWNER_COLUMNS),
+        *(f"CAST(usage.{name} + excluded.{name} AS BLOB)" for name in _COUNT_COLUMNS),
     )
 )
+_INCREMENTS: Final = ", ".join(f"{name} = {name} + excluded.{name}" for name in _COUNT_COLUMNS)
 # A sum with a damaged count stays damaged.
-_ADD: Final = f"""
+_ADD_USAGE: Final = f"""
     INSERT INTO usage ({_COLUMNS}, row_digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-    ON CONFLICT DO UPDATE SET {", ".join(f"{name} = {name} + excluded.{name}" for name in _COUNTS)},
+    ON CONFLICT DO UPDATE SET {_INCREMENTS},
         row_digest = CASE WHEN usage.row_digest = {digest_in_sql("usage")}
-            THEN row_digest({_SUM}) ELSE usage.row_digest END
+            THEN row_digest({_SUM_COLUMNS}) ELSE usage.row_digest END
 """  # noqa: S608 constants
-_ALL: Final = f"""
+_SELECT_USAGE: Final = f"""
     SELECT {_COLUMNS}, {is_intact_in_sql("usage")} FROM usage
     WHERE day BETWEEN ? AND ? ORDER BY day, key, tenant, model
 """  # noqa: S608 constants
 
 
 class Owner(NamedTuple):
-    """Whose usage it is: the day in UTC, the id of the key (empty without), tenant and model."""
+    """The day in UTC, key id (empty without a key), tenant and model to which usage belongs."""
 
     day: str
     key: str
@@ -51,7 +52,7 @@ class Owner(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """Requests and tokens; `cached` ones are a part of `input`."""
+    """Requests and tokens of an owner; `input` tokens include `cached` tokens."""
 
     owner: Owner
     requests: int
@@ -60,63 +61,65 @@ class Amount(NamedTuple):
     output: int
 
 
-def counted(served: ServedRequest) -> Used | None:
-    """Return what a request has used; None if it does not count.
+def billable_usage(served_request: ServedRequest) -> Used | None:
+    """Return the tokens of a request that count as usage; None if the request does not count.
 
-    Counted are requests that were answered, left by their client, or stopped by its timeout. Those
-    that the server failed, and those that it refused or did not run, are not. A line of a batch
-    that was cut off is not either: it runs again, or has no answer.
+    A request counts if it was answered, its client disconnected, or its own timeout ended it. A
+    request does not count if the server failed, refused it or did not run it. A batch request that
+    was cut off does not count either, since it runs again or has no answer.
     """
-    used = served.used
-    if used is None or (served.is_client_gone and served.service is not None):
+    used = served_request.used
+    if used is None or (served_request.is_client_gone and served_request.service is not None):
         return None
-    is_late = served.error == DeadlineError.code
-    if served.error is not None and not (served.is_client_gone or is_late):
+    is_timed_out = served_request.error == DeadlineError.code
+    if served_request.error is not None and not (served_request.is_client_gone or is_timed_out):
         return None
     return used
 
 
 class UsageBook:
-    """Adds up, as an observer of requests, what is `counted` and not in the records yet."""
+    """An observer of requests that adds up usage until it is written to the records."""
 
     def __init__(self, model: str) -> None:
-        """Count for a request's model, whatever name its client has for it, or else for `model`."""
+        """Count usage by the server's own model names; requests without one count for `model`."""
         self._model = model
         self._rows: Rows = {}
-        self._day, self._day_number = "", -1
+        self._day = ""
+        self._day_number = -1
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to write."""
+        """Whether no usage waits to be written."""
         return not self._rows
 
-    def observe(self, served: ServedRequest) -> None:
-        """Count a request that is over."""
-        used = counted(served)
+    def observe(self, served_request: ServedRequest) -> None:
+        """Count a finished request."""
+        used = billable_usage(served_request)
         if used is None:
             return
-        id_ = served.key.id if served.key is not None else ""
-        is_batch = served.service == BATCH_SERVICE_TIER
-        model = served.known_model or self._model
-        row = self._row(Owner(self._today(), id_, served.tenant, model, is_batch))
+        id_ = served_request.key.id if served_request.key is not None else ""
+        is_batch = served_request.service == BATCH_SERVICE_TIER
+        model = served_request.known_model or self._model
+        row = self._row(Owner(self._today(), id_, served_request.tenant, model, is_batch))
         row[0] += 1
         row[1] += used.prompt_tokens
         row[2] += used.cached_tokens
         row[3] += used.completion_tokens
 
     def close(self) -> None:
-        """Do nothing: the rest is taken before."""
+        """Do nothing, since the rest was taken before."""
 
     def take(self) -> Rows:
-        """Return what is not written yet, to be written by the caller."""
-        rows, self._rows = self._rows, {}
+        """Return the usage that is not written yet, which the caller writes."""
+        rows = self._rows
+        self._rows = {}
         return rows
 
     def put_back(self, rows: Rows) -> None:
-        """Add what could not be written."""
+        """Add usage that could not be written."""
         for owner, counts in rows.items():
             row = self._row(owner)
-            row[:] = [old + new for old, new in zip(row, counts, strict=True)]
+            row[:] = [count + added for count, added in zip(row, counts, strict=True)]
 
     def _row(self, owner: Owner) -> list[int]:
         return self._rows.setdefault(owner, [0, 0, 0, 0])
@@ -130,33 +133,35 @@ class UsageBook:
 
 
 def add(db: Connection, rows: Rows) -> None:
-    """Add what was used to the records."""
+    """Add usage to the records."""
     values: list[tuple[str | int, ...]] = [(*owner, *counts) for owner, counts in rows.items()]
-    db.executemany(_ADD, [(*row, row_digest(row)) for row in values])
+    db.executemany(_ADD_USAGE, [(*row, row_digest(row)) for row in values])
 
 
 def amounts(db: Connection, since: str, until: str) -> list[Amount]:
-    """Return the amounts used from the day `since` to the day `until`, by day.
+    """Return the usage from the day `since` to the day `until`, ordered by day.
 
-    Damaged records are left out; `damaged_owners` names them.
+    Damaged records are left out; `damaged_owners` returns their owners.
     """
     return [
-        Amount(_owner(row), *row[len(_OWNER) : -1])
-        for row in db.execute(_ALL, (since, until))
-        if _is_whole(row)
+        Amount(_owner_of(row), *row[len(_OWNER_COLUMNS) : -1])
+        for row in db.execute(_SELECT_USAGE, (since, until))
+        if _is_intact(row)
     ]
 
 
 def damaged_owners(db: Connection, since: str, until: str) -> list[Owner]:
-    """Return whose records are damaged, from the day `since` to the day `until`."""
-    return [_owner(row) for row in db.execute(_ALL, (since, until)) if not _is_whole(row)]
+    """Return the owners of damaged records from the day `since` to the day `until`."""
+    return [
+        _owner_of(row) for row in db.execute(_SELECT_USAGE, (since, until)) if not _is_intact(row)
+    ]
 
 
-def _owner(row: tuple[Any, ...]) -> Owner:
-    day, key, tenant, model, is_batch = row[: len(_OWNER)]
+def _owner_of(row: tuple[Any, ...]) -> Owner:
+    day, key, tenant, model, is_batch = row[: len(_OWNER_COLUMNS)]
     return Owner(day, key, tenant, model, bool(is_batch))
 
 
-def _is_whole(row: tuple[Any, ...]) -> bool:
-    *counts, is_intact = row[len(_OWNER) :]
+def _is_intact(row: tuple[Any, ...]) -> bool:
+    *counts, is_intact = row[len(_OWNER_COLUMNS) :]
     return bool(is_intact) and all(isinstance(count, int) for count in counts)

@@ -1,4 +1,4 @@
-"""API keys as records hold them: made, listed, changed and revoked; none is ever deleted."""
+"""API keys in the records: creates, lists, changes and revokes them; keys are never deleted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import logging
 import secrets
 import time
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -31,19 +32,19 @@ _UPDATE: Final = """
     WHERE id = ?
 """
 _logger = logging.getLogger("twostroke.serve")
-_decoder: Final = msgspec.json.Decoder(Key)  # made before threads use it
+_key_decoder: Final = msgspec.json.Decoder(Key)  # created before threads use it
 
 
 def digest(key: bytes) -> str:
-    """Return what is kept of a key."""
+    """Return the digest of a key, which is stored in its place."""
     return hashlib.sha256(key).hexdigest()
 
 
 def add(db: Connection, name: str, tenant: str, **facts: Any) -> tuple[Key, str]:
-    """Keep a new key, and return it with its text, which nobody can find out later.
+    """Create a key; return it with its text, which is not stored.
 
     Raises:
-        UsageError: a key of this name is there, or a word has another form.
+        UsageError: a valid key has this name, or the name of the key or tenant is not valid.
     """
     for word in (name, tenant):
         if not WORD_PATTERN.fullmatch(word):
@@ -63,34 +64,34 @@ def add(db: Connection, name: str, tenant: str, **facts: Any) -> tuple[Key, str]
     return key, text
 
 
-def had_keys(folder: Path) -> FolderMarker:
-    """Return the mark of a records folder that has had keys, which a lost database cannot take."""
+def keys_marker(folder: Path) -> FolderMarker:
+    """Return the marker of a folder that has had keys, which stays if the database is lost."""
     return FolderMarker(folder, "has-keys")
 
 
 def find(db: Connection, word: str) -> Key:
-    """Return the key with this id or name; of several, the key that is not revoked.
+    """Return the key with this id or name; a key that is not revoked takes precedence.
 
     Raises:
-        UsageError: there is none.
-        DamagedRowError: its record is damaged.
+        UsageError: no key has this id or name.
+        DamagedRowError: the key's record is damaged.
     """
     query = (
         f"SELECT id, body, {_INTACT} FROM keys WHERE id = ? OR name = ? "  # noqa: S608 constants
         "ORDER BY id != ?, is_revoked, rowid DESC"
     )
-    found = db.execute(query, (word, word, word)).fetchone()
-    if found is not None:
-        return _decode(*found)
-    known = [one for pair in db.execute("SELECT id, name FROM keys") for one in pair]
-    raise UsageError(f"There is no key '{word[:MAX_WORD_LENGTH]}'.{nearest(word, known)}")
+    row = db.execute(query, (word, word, word)).fetchone()
+    if row is not None:
+        return _decode(*row)
+    ids_and_names = list(chain.from_iterable(db.execute("SELECT id, name FROM keys")))
+    raise UsageError(f"There is no key '{word[:MAX_WORD_LENGTH]}'.{nearest(word, ids_and_names)}")
 
 
 def change(db: Connection, key: Key, **facts: Any) -> Key:
-    """Keep new facts of a key, and return it.
+    """Store new facts of a key, and return the key.
 
     Raises:
-        UsageError: it is revoked.
+        UsageError: the key is revoked.
     """
     if key.revoked_at is not None:
         raise UsageError(f"The key {key.id} is revoked, which is for good: add another.")
@@ -110,7 +111,7 @@ def newest_change(db: Connection) -> int:
 def all_keys(db: Connection) -> list[tuple[Key, int | None]]:
     """Return all keys, the oldest first, each with the minute of its last use as Unix time.
 
-    A key whose record is damaged is left out: the log names it, and it is refused.
+    A key with a damaged record is logged and left out, so the server refuses it.
     """
     keys = []
     for *record, last_used in db.execute(
@@ -123,8 +124,8 @@ def all_keys(db: Connection) -> list[tuple[Key, int | None]]:
     return keys
 
 
-def note_use(db: Connection, id_: str, minute: int) -> None:
-    """Keep the minute of a key's last use."""
+def store_last_use(db: Connection, id_: str, minute: int) -> None:
+    """Store the minute of a key's last use."""
     db.execute("UPDATE keys SET last_used = ? WHERE id = ?", (minute, id_))
 
 
@@ -132,7 +133,7 @@ def _decode(id_: str, body: bytes, is_intact: int) -> Key:
     try:
         if not is_intact:
             raise msgspec.DecodeError("its digest is another")
-        return _decoder.decode(body)
+        return _key_decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, TypeError, UsageError):
         reason = "is damaged, and the key is refused: restore a backup, or add another key."
         raise DamagedRowError(f"The record of key {id_} {reason}") from None
