@@ -88,7 +88,7 @@ def test_an_engine_that_started_again_is_asked_again_in_turn() -> None:
             asked.append(constraint)
             return ()
 
-        compiler = Compiler(compile_, 1.0, started=lambda: process[0])
+        compiler = Compiler(compile_, 1.0, engine_start_of=lambda: process[0])
         for _ in range(2):
             await compiler.compile(SLOW)
         assert len(asked) == 1
@@ -101,7 +101,7 @@ def test_an_engine_that_started_again_is_asked_again_in_turn() -> None:
 
 def test_engines_keep_more_than_the_server_knows() -> None:
     """What an engine has forgotten it compiles out of turn, while others wait."""
-    assert grammar_compiler._MAX_KNOWN < grammar._MAX_KNOWN
+    assert grammar_compiler._MAX_CACHED_RESULTS < grammar._MAX_KNOWN
 
 
 def test_waiting_for_others_does_not_count(grammars: SlowGrammars) -> None:

@@ -1,4 +1,4 @@
-"""What is shown of prefill and decode engines: prompts handed over, and what became of them."""
+"""Metrics and dashboard data about KV transfers between prefill and decode engines."""
 
 from __future__ import annotations
 
@@ -20,67 +20,69 @@ if TYPE_CHECKING:
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.process.served import EngineStatus
 
-_TYPICAL: Final = 1024  # tokens of a prompt
-_BORROWED: Final = (
+_TYPICAL_PROMPT_TOKENS: Final = 1024
+_TRANSFER_COUNTERS: Final = (
     ("num_bytes", "bytes", "Bytes of pages that came."),
     ("seconds", "seconds", "Seconds of transfers, the reading of prompts included."),
     ("expected_s", "expected_seconds", "Seconds that these were expected to take."),
     ("fetch_s", "fetch_seconds", "Seconds of these in which offered pages were fetched."),
 )
-_LENT: Final = (
+_PREFILL_COUNTERS: Final = (
     ("num_prompts", "prompts_read", "Prompts that were read for decode engines."),
     ("num_leased_pages", "pages_lent", "Pages that were offered to decode engines."),
     ("num_expired_leases", "leases_late", "Offers that were not fetched in time."),
 )
 
 
-def describe_handover(reading: EngineStatus, card: ModelCard) -> dict[str, Any] | None:
-    """Return an engine's part in a hand-over for /api/state; None without a role."""
-    if reading.disaggregation is None:
+def describe_disaggregation(status: EngineStatus, card: ModelCard) -> dict[str, Any] | None:
+    """Return an engine's prefill or decode side for /api/state; None without a role."""
+    if status.disaggregation is None:
         return None
-    ratio = prefill_per_decode(reading, card)
-    described: dict[str, Any] = to_builtins(reading.disaggregation)
-    return described | ({} if ratio is None else {"prefill_per_decode": ratio})
+    ratio = prefill_per_decode(status, card)
+    description: dict[str, Any] = to_builtins(status.disaggregation)
+    return description | ({} if ratio is None else {"prefill_per_decode": ratio})
 
 
-def handover_metrics(reading: EngineStatus, card: ModelCard) -> Iterator[Metric]:
-    """Yield what an engine lent or borrowed; nothing without a role."""
-    view = reading.disaggregation
+def disaggregation_metrics(status: EngineStatus, card: ModelCard) -> Iterator[Metric]:
+    """Yield the metrics of an engine's prefill and decode side; nothing without a role."""
+    view = status.disaggregation
     if view is not None and view.decode_side is not None:
-        yield from _borrowed(view.decode_side)
-        if (ratio := prefill_per_decode(reading, card)) is not None:
+        yield from _decode_side_metrics(view.decode_side)
+        if (ratio := prefill_per_decode(status, card)) is not None:
             text = "Prefill engines that one such decode engine can use, by measured rates."
             yield GaugeMetricFamily("twostroke_handover_prefill_per_decode", text, ratio)
     if view is not None and view.prefill_side is not None:
-        yield from _lent(view.prefill_side)
+        yield from _prefill_side_metrics(view.prefill_side)
 
 
-def prefill_per_decode(reading: EngineStatus, card: ModelCard) -> float | None:
-    """Return how many prefill engines a decode engine like this one can use, once that is known.
+def prefill_per_decode(status: EngineStatus, card: ModelCard) -> float | None:
+    """Return how many prefill engines a decode engine like this can use; None before a measurement.
 
-    That is the time to read all prompts so far, at the best pace of a prefill engine, over the time
-    of their answers' steps.
+    The ratio is the time to prefill all prompts so far, at the speed of the fastest prefill engine,
+    over the time of the decode steps of their answers.
     """
-    borrower, decode = (
-        reading.disaggregation and reading.disaggregation.decode_side,
-        reading.snapshot.phases.decode,
-    )
-    services = reading.snapshot.services.values()
-    pace = max((peer.flops_per_s for peer in borrower.peers), default=0.0) if borrower else 0.0
-    num_drawn = sum(one.completion_tokens for one in services)
-    if not pace or not decode.rows or not num_drawn:
+    decode_side = status.disaggregation and status.disaggregation.decode_side
+    decode = status.snapshot.phases.decode
+    services = status.snapshot.services.values()
+    peers = decode_side.peers if decode_side else ()
+    flops_per_s = max((peer.flops_per_s for peer in peers), default=0.0)
+    num_generated = sum(totals.completion_tokens for totals in services)
+    if not flops_per_s or not decode.rows or not num_generated:
         return None
-    flops = card.cost.per_step().of(BatchShape.prefill(_TYPICAL)).flops / _TYPICAL
-    prefill_s = sum(one.prompt_tokens for one in services) * flops / pace
-    return prefill_s / (num_drawn * decode.time_s / decode.rows)
+    flops = (
+        card.cost.per_step().of(BatchShape.prefill(_TYPICAL_PROMPT_TOKENS)).flops
+        / _TYPICAL_PROMPT_TOKENS
+    )
+    prefill_s = sum(totals.prompt_tokens for totals in services) * flops / flops_per_s
+    return prefill_s / (num_generated * decode.time_s / decode.rows)
 
 
-def _borrowed(view: DecodeSideStats) -> Iterator[Metric]:
+def _decode_side_metrics(view: DecodeSideStats) -> Iterator[Metric]:
     text = "Prompts by where they were read, or why they were read here."
-    yield _counts("prompts", text, "where", REASONS, view.decisions)
+    yield _labelled_counter("prompts", text, "where", REASONS, view.decisions)
     text = "Transfers by how they ended; all but done left something to compute here."
-    yield _counts("transfers", text, "outcome", OUTCOMES, view.transfers)
-    for key, name, text in _BORROWED:
+    yield _labelled_counter("transfers", text, "outcome", OUTCOMES, view.transfers)
+    for key, name, text in _TRANSFER_COUNTERS:
         yield CounterMetricFamily(f"twostroke_handover_{name}", text, getattr(view, key))
     text = "Whether a prefill engine is connected."
     peers = GaugeMetricFamily("twostroke_handover_peer_up", text, labels=("peer",))
@@ -89,17 +91,17 @@ def _borrowed(view: DecodeSideStats) -> Iterator[Metric]:
     yield peers
 
 
-def _lent(view: PrefillSideStats) -> Iterator[Metric]:
-    for key, name, text in _LENT:
+def _prefill_side_metrics(view: PrefillSideStats) -> Iterator[Metric]:
+    for key, name, text in _PREFILL_COUNTERS:
         yield CounterMetricFamily(f"twostroke_handover_{name}", text, getattr(view, key))
     text = "Decode engines that are connected."
     yield GaugeMetricFamily("twostroke_handover_decode_engines", text, view.num_peers)
 
 
-def _counts(
-    name: str, text: str, label: str, words: Iterable[str], counts: dict[str, int]
+def _labelled_counter(
+    name: str, text: str, label: str, values: Iterable[str], counts: dict[str, int]
 ) -> Metric:
     family = CounterMetricFamily(f"twostroke_handover_{name}", text, labels=(label,))
-    for word in words:
-        family.add_metric((word,), counts.get(word, 0))
+    for value in values:
+        family.add_metric((value,), counts.get(value, 0))
     return family

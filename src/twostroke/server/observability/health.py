@@ -1,4 +1,4 @@
-"""GET /health and its three parts: does the server live, would it answer, do steps finish."""
+"""GET /health, /health/live, /health/ready and /health/progress, and GET /api/load for routers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from twostroke.server.http.model_names import ModelNames
     from twostroke.server.storage import Records
 
-_RETRY: Final = {"retry-after": str(RETRY_AFTER_S)}
-_FINE: Final = (Health.READY.value, "draining")
+_RETRY_HEADERS: Final = {"retry-after": str(RETRY_AFTER_S)}
+_GOOD_STATUSES: Final = (Health.READY.value, "draining")
 _logger = logging.getLogger("twostroke.serve")
 
 
 class HealthReports:
-    """Reports whether a server and its engine are well."""
+    """Reports the health and the load of a server and its engines."""
 
     def __init__(
         self,
@@ -41,17 +41,20 @@ class HealthReports:
         is_draining: Callable[[], bool],
         records: Records | None,
     ) -> None:
-        """Report on a server that calls its models `names`, and keeps files in its records."""
-        self._engine, self._names, self._is_draining = engine, names, is_draining
-        several = list(engine.engines.values()) if isinstance(engine, ModelPool) else []
-        self._engines: list[ServedEngine] = [*several] or [engine]
+        """Report on a server with these model names; with records it stores files."""
+        self._engine = engine
+        self._names = names
+        self._is_draining = is_draining
+        pool_engines = list(engine.engines.values()) if isinstance(engine, ModelPool) else []
+        self._engines: list[ServedEngine] = [*pool_engines] or [engine]
         self._keeps_files = records is not None
-        self._name, self._started = names.served_names[0], secrets.token_hex(8)
-        self._last = Health.READY.value
+        self._name = names.served_names[0]
+        self._start_id = secrets.token_hex(8)
+        self._last_status = Health.READY.value
 
     @property
     def is_well(self) -> bool:
-        """Whether requests are computed, or will be: while another engine starts, they wait."""
+        """Whether requests are answered now, or will be when the engine has restarted."""
         return self._engine.health in {Health.READY, Health.RECOVERING}
 
     def attach(self, on_end: Callable[[], None]) -> None:
@@ -65,7 +68,7 @@ class HealthReports:
         return "draining" if self._is_draining() and health is Health.READY else health.value
 
     def routes(self) -> dict[str, Callable[[Request], Any]]:
-        """Return the functions that answer, by path."""
+        """Return the endpoints by path."""
         return {
             "/health": self._ready,
             "/health/live": self._live,
@@ -77,50 +80,54 @@ class HealthReports:
     async def _ready(self, _request: Request) -> Response:
         """Return whether the server would answer a request now."""
         status = self.status
-        if status != self._last:
-            self._last = status
-            level = logging.INFO if status in _FINE else logging.WARNING
+        if status != self._last_status:
+            self._last_status = status
+            level = logging.INFO if status in _GOOD_STATUSES else logging.WARNING
             _logger.log(level, "GET /health reports %s from now on.", status)
         if status == Health.READY.value:
             return to_json(HealthBody("ok", self._name))
-        return to_json(HealthBody(status, self._name), 503, _RETRY)
+        return to_json(HealthBody(status, self._name), 503, _RETRY_HEADERS)
 
     async def _live(self, _request: Request) -> Response:
-        """Return that the server's own process answers, whatever its engine does."""
+        """Return that the server's process answers, whatever the state of its engine."""
         return to_json(HealthBody("ok", self._name))
 
     async def _progress(self, _request: Request) -> Response:
-        """Return how many steps the engine has finished; 503 while it cannot finish any."""
-        health, known = self._engine.health, self._engine.progress
+        """Return the number of finished steps; status 503 while the engine cannot finish any."""
+        health = self._engine.health
+        progress = self._engine.progress
         if health is Health.READY:
-            return to_json(ProgressBody("ok", known.num_steps, known.step_s))
-        return to_json(ProgressBody(health.value, known.num_steps, known.step_s), 503, _RETRY)
+            return to_json(ProgressBody("ok", progress.num_steps, progress.step_s))
+        return to_json(
+            ProgressBody(health.value, progress.num_steps, progress.step_s), 503, _RETRY_HEADERS
+        )
 
     async def _load(self, request: Request) -> Response:
-        """Return what a router wants to know."""
-        engine, status = self._engine, self.status
-        readings = await asyncio.gather(*(one.read() for one in self._engines))
-        stats = [one.snapshot.scheduler for one in readings]
-        horizons = [one.horizon_s for one in stats if one.horizon_s is not None]
+        """Return the server's facts and load for a router."""
+        engine = self._engine
+        status = self.status
+        statuses = await asyncio.gather(*(served_engine.read() for served_engine in self._engines))
+        stats = [engine_status.snapshot.scheduler for engine_status in statuses]
+        horizons = [scheduler.horizon_s for scheduler in stats if scheduler.horizon_s is not None]
         if isinstance(engine, ModelPool) and engine.unloaded_s is not None:
             horizons.append(time.monotonic() - engine.unloaded_s)
-        several = engine.engines if isinstance(engine, ModelPool) else {self._name: engine}
-        numerics = {name: how for name, one in several.items() if (how := _numerics(one))}
+        engines = engine.engines if isinstance(engine, ModelPool) else {self._name: engine}
+        numerics = {name: _numerics(model_engine) for name, model_engine in engines.items()}
         body = LoadBody(
             status="ok" if status == Health.READY.value else status,
-            epoch=f"{self._started}-{engine.num_deaths}",
+            epoch=f"{self._start_id}-{engine.num_deaths}",
             models=list(self._names.served_names),
             version=VERSION,
             numerics=_numerics(engine),
-            numerics_by_model=numerics,
-            running=sum(one.num_running for one in stats),
-            waiting=sum(one.num_waiting for one in stats),
-            work_s=sum(map(_work_s, readings)),
-            prompt_tokens=sum(one.num_prompt_tokens for one in stats),
-            cached_tokens=sum(one.num_hit_tokens for one in stats),
+            numerics_by_model={name: value for name, value in numerics.items() if value},
+            running=sum(scheduler.num_running for scheduler in stats),
+            waiting=sum(scheduler.num_waiting for scheduler in stats),
+            work_s=sum(map(_work_s, statuses)),
+            prompt_tokens=sum(scheduler.num_prompt_tokens for scheduler in stats),
+            cached_tokens=sum(scheduler.num_hit_tokens for scheduler in stats),
             horizon_s=min(horizons, default=None),
             context_length=engine.card.context_length,
-            prefill_per_decode=prefill_per_decode(readings[0], engine.card),
+            prefill_per_decode=prefill_per_decode(statuses[0], engine.card),
             keeps_files=self._keeps_files,
             trusts_sender=served_of(request.scope).is_from_router,
             takes_any_name=self._names.takes_any,
@@ -129,14 +136,17 @@ class HealthReports:
 
 
 def _numerics(engine: ServedEngine) -> str:
-    """Return what decides an engine's answers; empty before it was loaded."""
+    """Return a text that is equal for engines with equal answers; empty before the first load."""
     backend = engine.facts.backend
-    how = engine.card.identity[:16], backend.name, backend.level, backend.precision
-    return " ".join(filter(None, how)) if backend.num_threads else ""
+    if not backend.num_threads:
+        return ""
+    facts = (engine.card.identity[:16], backend.name, backend.level, backend.precision)
+    return " ".join(filter(None, facts))
 
 
-def _work_s(reading: EngineStatus) -> float:
-    """Return how long an engine's queue takes, at the pace of past prefill."""
-    stats, prefill = reading.snapshot.scheduler, reading.snapshot.phases.prefill
-    pace_s = prefill.time_s / prefill.rows if prefill.rows else 0.0
-    return pace_s * (stats.num_waiting_tokens + stats.num_uncomputed)
+def _work_s(status: EngineStatus) -> float:
+    """Return the seconds that the prefill of an engine's queue takes, at its speed so far."""
+    stats = status.snapshot.scheduler
+    prefill = status.snapshot.phases.prefill
+    s_per_token = prefill.time_s / prefill.rows if prefill.rows else 0.0
+    return s_per_token * (stats.num_waiting_tokens + stats.num_uncomputed)

@@ -1,4 +1,4 @@
-"""GET /metrics: the engine's counts, HTTP responses and goodput, for Prometheus."""
+"""GET /metrics for Prometheus: engines' counts, HTTP responses, goodput, llama-server's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from twostroke.core.request import FinishReason
 from twostroke.engine.status import Health
 from twostroke.server.models.about import VERSION
 from twostroke.server.models.residency import ModelResidency
-from twostroke.server.observability.disaggregation import handover_metrics
+from twostroke.server.observability.disaggregation import disaggregation_metrics
 from twostroke.server.observability.objectives import ALL, GOOD_TOKENS, MET, MISSED, Goodput
 from twostroke.server.observability.state import WINDOWS
 
@@ -48,27 +48,32 @@ if TYPE_CHECKING:
 
 Family = CounterMetricFamily | GaugeMetricFamily
 
-_TOKEN_S: Final = (
+_TOKEN_BOUNDS_S: Final = (
     *(0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
 )
-_REQUEST_S: Final = (
+_REQUEST_BOUNDS_S: Final = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0),
 )
 _LATENCIES: Final = (
-    ("queue", "queue", "From arrival to the first computed row.", _REQUEST_S),
-    ("ttft", "time_to_first_token", "From arrival to the first token.", _REQUEST_S),
-    ("e2e", "request", "From arrival to the last token.", _REQUEST_S),
-    ("tpot", "time_per_output_token", "Mean time between the tokens of one answer.", _TOKEN_S),
-    ("itl", "inter_token_latency", "Time between two steps of an answer.", _TOKEN_S),
+    ("queue", "queue", "From arrival to the first computed row.", _REQUEST_BOUNDS_S),
+    ("ttft", "time_to_first_token", "From arrival to the first token.", _REQUEST_BOUNDS_S),
+    ("e2e", "request", "From arrival to the last token.", _REQUEST_BOUNDS_S),
+    (
+        "tpot",
+        "time_per_output_token",
+        "Mean time between the tokens of one answer.",
+        _TOKEN_BOUNDS_S,
+    ),
+    ("itl", "inter_token_latency", "Time between two steps of an answer.", _TOKEN_BOUNDS_S),
 )
-_SERVICES: Final = (
+_SERVICE_COUNTERS: Final = (
     ("prompt_tokens", "Prompt tokens of answers that have begun."),
     ("cached_tokens", "Prompt tokens found in the prefix cache, of answers that have begun."),
     ("completion_tokens", "Generated tokens."),
     ("embedded_texts", "Texts that were embedded."),
     ("embedded_tokens", "Tokens of the texts that were embedded."),
 )
-_STROKES: Final = (
+_PHASE_COUNTERS: Final = (
     ("steps", "steps", "Steps, by what most of their rows were."),
     ("rows", "rows", "Tokens computed."),
     ("flops", "flops", "Floating-point operations."),
@@ -78,7 +83,7 @@ _STROKES: Final = (
     ("collective_s", "collective_seconds", "Seconds of these in which rank 0 met other ranks."),
     ("crowded_s", "crowded_seconds", "Seconds in steps with fewer threads, beside other programs."),
 )
-_SCHEDULER: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
+_SCHEDULER_METRICS: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
     ("num_running", GaugeMetricFamily, "requests_running", "Answers that hold pages."),
     ("num_waiting", GaugeMetricFamily, "requests_waiting", "Answers in the queue."),
     ("num_waiting_tokens", GaugeMetricFamily, "waiting_tokens", "Tokens of answers in the queue."),
@@ -95,13 +100,13 @@ _SCHEDULER: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
     ),
     ("num_hit_tokens", CounterMetricFamily, "prefix_cache_hit_tokens", "Prompt tokens it had."),
 )
-_ENGINE: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
+_ENGINE_METRICS: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
     ("num_compiled", CounterMetricFamily, "late_compilations", "Kernels made after the start."),
     ("num_shortages", CounterMetricFamily, "memory_shortages", "Steps too large for the memory."),
     ("max_step_tokens", GaugeMetricFamily, "step_token_limit", "Tokens that a step may compute."),
 )
 
-_TIERS: Final[tuple[tuple[type[Family], str, str, str], ...]] = (
+_TIER_METRICS: Final[tuple[tuple[type[Family], str, str, str], ...]] = (
     (CounterMetricFamily, "lookups", "lookups", "Prompts that a tier of pages was asked for."),
     (CounterMetricFamily, "hits", "hits", "Prompts for which pages were read."),
     (CounterMetricFamily, "slow", "slow", "Prompts that were computed because that was faster."),
@@ -117,11 +122,11 @@ _TIERS: Final[tuple[tuple[type[Family], str, str, str], ...]] = (
 )
 
 
-_RESIDENT_GAUGES: Final = (
+_POOL_GAUGES: Final = (
     ("num_bytes", "model_bytes", "Memory that a model takes while it is loaded."),
     ("num_waiting", "model_waiting", "Requests that wait until a model is loaded."),
 )
-_RESIDENT_COUNTS: Final = (
+_POOL_COUNTERS: Final = (
     ("num_loads", "model_loads", "Times that a model was loaded."),
     ("num_unloads", "model_unloads", "Times that a model was unloaded."),
     ("num_failed_loads", "model_failed_loads", "Times that a model could not be loaded."),
@@ -130,7 +135,7 @@ _RESIDENT_COUNTS: Final = (
 
 
 class ServerMetrics(Collector):
-    """Counts HTTP responses; reads everything else when Prometheus asks."""
+    """Counts HTTP responses and failures, and reads all other metrics at each scrape."""
 
     def __init__(
         self,
@@ -140,18 +145,19 @@ class ServerMetrics(Collector):
         *,
         has_llama_metrics: bool = False,
     ) -> None:
-        """Measure the engines of `models`; utilization is left out where `limits` are unknown.
+        """Measure the engines of `models`; utilization needs the machine's `limits`.
 
-        If they are of a roster, what each engine counts has the label `model`.
-        `has_llama_metrics` adds llama-server's names of counts.
+        The metrics of a pool's engines have the label `model`. `has_llama_metrics` adds metrics
+        with llama-server's names.
 
         Raises:
-            UsageError: the objectives contradict each other.
+            UsageError: two objectives limit the same measure of the same service tier.
         """
         self.goodput = Goodput(objectives)
-        self._models, self._limits = models, limits
+        self._models = models
+        self._limits = limits
         self._has_llama_metrics = has_llama_metrics
-        self._readings: dict[str, EngineStatus] = {}
+        self._statuses: dict[str, EngineStatus] = {}
         self.registry = CollectorRegistry()
         self.responses = Counter(
             "twostroke_http_responses",
@@ -186,23 +192,26 @@ class ServerMetrics(Collector):
 
     async def expose(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics and their content type, in the format that `accept` prefers."""
-        engines = {served.name: served.engine for _, served in self._models}
-        self._readings = {name: await one.read([(WINDOWS[0], 0)]) for name, one in engines.items()}
+        engines = {model.name: model.engine for _, model in self._models}
+        self._statuses = {
+            name: await engine.read([(WINDOWS[0], 0)]) for name, engine in engines.items()
+        }
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the engines, as `expose` read them, and of goodput."""
-        engine, pool = self._models.default.engine, self._models.pool
+        engine = self._models.default.engine
+        pool = self._models.pool
         health = engine.health if pool is None else pool.health
         yield _gauge("ready", "Whether the server can answer.", value=health is Health.READY)
         if pool is None:
-            yield from self._of(engine, self._readings[self._models.default.name])
+            yield from self._engine_metrics(engine, self._statuses[self._models.default.name])
         else:
-            yield from _residents(pool)
+            yield from _pool_metrics(pool)
             merged: dict[str, Metric] = {}
-            for name, one in pool.engines.items():
-                for metric in self._of(one, self._readings[name]):
+            for name, model_engine in pool.engines.items():
+                for metric in self._engine_metrics(model_engine, self._statuses[name]):
                     samples = [
                         sample._replace(labels={**sample.labels, "model": name})
                         for sample in metric.samples
@@ -210,35 +219,40 @@ class ServerMetrics(Collector):
                     if metric.name in merged:
                         merged[metric.name].samples += samples
                     else:
-                        metric.samples, merged[metric.name] = samples, metric
+                        metric.samples = samples
+                        merged[metric.name] = metric
             yield from merged.values()
         if self.goodput.has_objectives:
-            yield from _goodput(self.goodput)
+            yield from _goodput_metrics(self.goodput)
 
-    def _of(self, engine: ServedEngine, reading: EngineStatus) -> Iterator[Metric]:
+    def _engine_metrics(self, engine: ServedEngine, status: EngineStatus) -> Iterator[Metric]:
         """Yield the metrics of one engine."""
-        facts, snapshot = engine.facts.backend, reading.snapshot
+        facts = engine.facts.backend
+        snapshot = status.snapshot
         deaths = [((), engine.num_deaths)]
         yield _counter("engine_deaths", "Times that the engine's process died.", samples=deaths)
-        yield _model(engine)
-        yield from _services(snapshot.services)
-        for table, counts in ((_SCHEDULER, snapshot.scheduler), (_ENGINE, snapshot)):
+        yield _model_info(engine)
+        yield from _service_metrics(snapshot.services)
+        for table, counts in (
+            (_SCHEDULER_METRICS, snapshot.scheduler),
+            (_ENGINE_METRICS, snapshot),
+        ):
             for key, family, name, text in table:
                 yield family(f"twostroke_{name}", text, getattr(counts, key))
         yield _gauge("pages", "Pages of keys and values, full or empty.", value=facts.num_pages)
         yield _gauge("page_tokens", "Tokens in a page.", value=facts.page_size)
-        yield from _strokes(snapshot)
-        yield from _ranks(reading.ranks, facts.link)
+        yield from _phase_metrics(snapshot)
+        yield from _rank_metrics(status.ranks, facts.link)
         limits = self._limits or getattr(engine, "limits", None)
-        yield from _utilization(limits, *reading.spans)
-        yield from _tiers(snapshot.tiers)
-        yield from handover_metrics(reading, engine.card)
-        yield from _speculation(snapshot.speculation)
+        yield from _utilization_metrics(limits, *status.spans)
+        yield from _tier_metrics(snapshot.tiers)
+        yield from disaggregation_metrics(status, engine.card)
+        yield from _speculation_metrics(snapshot.speculation)
         if self._has_llama_metrics:
             yield from llama_metrics(snapshot)
 
 
-def _model(engine: ServedEngine) -> Metric:
+def _model_info(engine: ServedEngine) -> Metric:
     card = engine.card
     facts = {
         "version": VERSION,
@@ -250,32 +264,34 @@ def _model(engine: ServedEngine) -> Metric:
     return InfoMetricFamily("twostroke_model", "The model that is served.", facts)
 
 
-def _residents(pool: ModelPool) -> Iterator[Metric]:
-    """Yield where models are, how often they were loaded, and who waits for them."""
+def _pool_metrics(pool: ModelPool) -> Iterator[Metric]:
+    """Yield the states of a pool's models, their loads, and their waiting requests."""
     engines = pool.engines.items()
     yield _gauge("memory_budget_bytes", "Memory for all models.", value=pool.budget_bytes)
-    loaded = [((model,), one.residency is ModelResidency.IN) for model, one in engines]
+    loaded = [((model,), engine.residency is ModelResidency.IN) for model, engine in engines]
     yield _gauge("model_loaded", "Whether a model is loaded.", "model", samples=loaded)
-    for key, name, text in _RESIDENT_GAUGES:
-        samples = [((model,), getattr(one, key)) for model, one in engines]
+    for key, name, text in _POOL_GAUGES:
+        samples = [((model,), getattr(engine, key)) for model, engine in engines]
         yield _gauge(name, text, "model", samples=samples)
-    for key, name, text in _RESIDENT_COUNTS:
-        samples = [((model,), getattr(one, key)) for model, one in engines]
+    for key, name, text in _POOL_COUNTERS:
+        samples = [((model,), getattr(engine, key)) for model, engine in engines]
         yield _counter(name, text, "model", samples=samples)
 
 
-def _utilization(limits: MachineLimits | None, span: TimeSpan[Snapshot]) -> Iterator[Metric]:
+def _utilization_metrics(
+    limits: MachineLimits | None, span: TimeSpan[Snapshot]
+) -> Iterator[Metric]:
     """Yield the shares of the machine that the last seconds used."""
     seconds = WINDOWS[0]
-    strokes = span.last.phases - span.first.phases
-    both = {("prefill",): strokes.prefill, ("decode",): strokes.decode}
-    busy = {label: stroke.time_s / max(1, span.seconds) for label, stroke in both.items()}
+    phases = span.last.phases - span.first.phases
+    totals_by_phase = {("prefill",): phases.prefill, ("decode",): phases.decode}
+    busy = {label: phase.time_s / max(1, span.seconds) for label, phase in totals_by_phase.items()}
     text = f"Share of the last {seconds} seconds spent in steps."
     yield _gauge("busy_ratio", text, "stroke", samples=busy.items())
     hardware = (
         limits.above(
-            bytes_per_s=strokes.max_bytes_per_s,
-            flops_per_s=strokes.max_flops_per_s,
+            bytes_per_s=phases.max_bytes_per_s,
+            flops_per_s=phases.max_flops_per_s,
             may_measure=False,
         )
         if limits
@@ -287,14 +303,14 @@ def _utilization(limits: MachineLimits | None, span: TimeSpan[Snapshot]) -> Iter
     yield _gauge("peak_flops_per_second", text, value=hardware.peak)
     text = "The machine's peak bandwidth."
     yield _gauge("peak_bytes_per_second", text, value=hardware.bandwidth)
-    when = f"while steps ran in the last {seconds} seconds."
-    mfu = {label: stroke.mfu(hardware) for label, stroke in both.items()}
-    yield _gauge("mfu", f"Share of peak FLOP/s {when}", "stroke", samples=mfu.items())
-    mbu = {label: stroke.mbu(hardware) for label, stroke in both.items()}
-    yield _gauge("mbu", f"Share of peak bandwidth {when}", "stroke", samples=mbu.items())
+    period = f"while steps ran in the last {seconds} seconds."
+    mfu = {label: phase.mfu(hardware) for label, phase in totals_by_phase.items()}
+    yield _gauge("mfu", f"Share of peak FLOP/s {period}", "stroke", samples=mfu.items())
+    mbu = {label: phase.mbu(hardware) for label, phase in totals_by_phase.items()}
+    yield _gauge("mbu", f"Share of peak bandwidth {period}", "stroke", samples=mbu.items())
 
 
-def _goodput(goodput: Goodput) -> Iterator[Metric]:
+def _goodput_metrics(goodput: Goodput) -> Iterator[Metric]:
     """Yield limits, counts since the start, and goodput in the last minute."""
     limits = {
         (service, measure): limit_s
@@ -303,7 +319,8 @@ def _goodput(goodput: Goodput) -> Iterator[Metric]:
     }
     text = "The limit of an objective."
     yield _gauge("objective_limit_seconds", text, "class", "objective", samples=limits.items())
-    counts, (recent, seconds) = goodput.read(), goodput.recent()
+    counts = goodput.read()
+    recent, seconds = goodput.recent()
     services = [service for service, measures in goodput.limits.items() if measures]
     answers = [
         ((*key, result), counts[*key, result])
@@ -312,16 +329,18 @@ def _goodput(goodput: Goodput) -> Iterator[Metric]:
     ]
     text = "Answers that met or missed an objective, or all of them."
     yield _counter("objective_answers", text, "class", "objective", "result", samples=answers)
-    tokens = [((one,), counts[one, ALL, GOOD_TOKENS]) for one in services]
+    tokens = [((service,), counts[service, ALL, GOOD_TOKENS]) for service in services]
     text = "Tokens of answers that met all objectives."
     yield _counter("good_tokens", text, "class", samples=tokens)
     for name, subject, result in (("requests", "Answers", MET), ("tokens", "Tokens", GOOD_TOKENS)):
-        rates = [((one,), recent[one, ALL, result] / max(1, seconds)) for one in services]
+        rates = [
+            ((service,), recent[service, ALL, result] / max(1, seconds)) for service in services
+        ]
         text = f"{subject} that met all objectives, over the last minute."
         yield _gauge(f"goodput_{name}_per_second", text, "class", samples=rates)
 
 
-def _services(services: Mapping[str, ServiceTotals]) -> Iterator[Metric]:
+def _service_metrics(services: Mapping[str, ServiceTotals]) -> Iterator[Metric]:
     ends = [
         ((service, reason.value), totals.ends.get(reason, 0))
         for service, totals in services.items()
@@ -329,7 +348,7 @@ def _services(services: Mapping[str, ServiceTotals]) -> Iterator[Metric]:
     ]
     text = "Answers that have ended, by finish reason."
     yield _counter("answers", text, "class", "finish_reason", samples=ends)
-    for name, text in _SERVICES:
+    for name, text in _SERVICE_COUNTERS:
         counts = [((service,), getattr(totals, name)) for service, totals in services.items()]
         yield _counter(name, text, "class", samples=counts)
     for key, name, text, bounds in _LATENCIES:
@@ -337,18 +356,18 @@ def _services(services: Mapping[str, ServiceTotals]) -> Iterator[Metric]:
         yield _histogram(f"{name}_seconds", text, "class", latencies, bounds)
 
 
-def _strokes(snapshot: Snapshot) -> Iterator[Metric]:
-    both = (("prefill", snapshot.phases.prefill), ("decode", snapshot.phases.decode))
-    for key, name, text in _STROKES:
-        counts = [((label,), getattr(stroke, key)) for label, stroke in both]
+def _phase_metrics(snapshot: Snapshot) -> Iterator[Metric]:
+    totals_by_phase = (("prefill", snapshot.phases.prefill), ("decode", snapshot.phases.decode))
+    for key, name, text in _PHASE_COUNTERS:
+        counts = [((label,), getattr(phase, key)) for label, phase in totals_by_phase]
         yield _counter(f"step_{name}", text, "stroke", samples=counts)
     text = "Rows of a step: prompt tokens, newest tokens and guesses."
     rows = {"prefill": snapshot.prefill_rows, "decode": snapshot.decode_rows}
     yield _histogram("rows_per_step", text, "stroke", rows, snapshot.decode_rows.bounds)
 
 
-def _ranks(ranks: Iterable[RankState], link: str) -> Iterator[Metric]:
-    """Yield what is known of each rank; nothing for one process."""
+def _rank_metrics(ranks: Iterable[RankState], link: str) -> Iterator[Metric]:
+    """Yield the metrics of each rank; nothing for an engine in one process."""
     states = {str(rank.facts.rank): rank for rank in ranks}
     if not states:
         return
@@ -366,30 +385,30 @@ def _ranks(ranks: Iterable[RankState], link: str) -> Iterator[Metric]:
     yield _counter("rank_restarts", "Times that a rank was replaced.", "rank", samples=restarts)
 
 
-def _tiers(tiers: Iterable[TierTotals]) -> Iterator[Metric]:
-    """Yield the counts of each tier; nothing without a page cache."""
-    of = {tier.tier: tier for tier in tiers}
-    for family, key, name, text in _TIERS if of else ():
-        samples = [((tier,), getattr(totals, key)) for tier, totals in of.items()]
+def _tier_metrics(tiers: Iterable[TierTotals]) -> Iterator[Metric]:
+    """Yield the metrics of each KV offload tier; nothing without tiers."""
+    totals_by_tier = {tier.tier: tier for tier in tiers}
+    for family, key, name, text in _TIER_METRICS if totals_by_tier else ():
+        samples = [((tier,), getattr(totals, key)) for tier, totals in totals_by_tier.items()]
         samples = [sample for sample in samples if sample[1] is not None]
         metric = family(f"twostroke_tier_{name}", text, labels=("tier",))
         yield _filled(metric, samples)
 
 
-def _speculation(guesses: SpeculationTotals) -> Iterator[Metric]:
+def _speculation_metrics(totals: SpeculationTotals) -> Iterator[Metric]:
     for name, text, counts in (
-        ("proposed", "Guessed tokens that were computed, by source.", guesses.proposed),
-        ("accepted", "Guessed tokens that were right, by source.", guesses.accepted),
+        ("proposed", "Guessed tokens that were computed, by source.", totals.proposed),
+        ("accepted", "Guessed tokens that were right, by source.", totals.accepted),
     ):
         samples = [((source,), count) for source, count in counts.items()]
         yield _counter(f"speculation_{name}_tokens", text, "source", samples=samples)
     text = "Times that the guess at a place after the newest token was right."
-    places = [((str(place + 1),), count) for place, count in sorted(guesses.accepted_at.items())]
-    yield _counter("speculation_accepted_at", text, "place", samples=places)
+    samples = [((str(index + 1),), count) for index, count in sorted(totals.accepted_at.items())]
+    yield _counter("speculation_accepted_at", text, "place", samples=samples)
     text = "Steps of an answer with guesses; each brought one token besides the accepted ones."
-    yield CounterMetricFamily("twostroke_speculation_passes", text, guesses.passes)
+    yield CounterMetricFamily("twostroke_speculation_passes", text, totals.passes)
     text = "Time that guesses have saved; negative where they cost more than they brought."
-    yield _gauge("speculation_saved_seconds", text, value=guesses.saved_s)
+    yield _gauge("speculation_saved_seconds", text, value=totals.saved_s)
 
 
 def _counter(name: str, text: str, *labels: str, samples: Samples) -> Metric:
@@ -418,16 +437,16 @@ def _histogram(
     bounds: tuple[float, ...],
 ) -> Metric:
     family = HistogramMetricFamily(f"twostroke_{name}", text, labels=(label,))
-    for value, found in distributions.items():
-        below = [(repr(bound), count) for bound, count in found.cumulative(bounds)]
-        family.add_metric((value,), [*below, ("+Inf", found.count)], found.sum)
+    for value, distribution in distributions.items():
+        below = [(repr(bound), count) for bound, count in distribution.cumulative(bounds)]
+        family.add_metric((value,), [*below, ("+Inf", distribution.count)], distribution.sum)
     return family
 
 
 def llama_metrics(snapshot: Snapshot) -> Iterator[Metric]:
-    """Yield the counts of an engine under llama-server's names.
+    """Yield an engine's metrics with llama-server's names.
 
-    A step with prompt and answer tokens counts as what most of its tokens are.
+    A step with prompt and answer tokens counts as a step of the tokens in the majority.
     """
     prefill, decode = snapshot.phases.prefill, snapshot.phases.decode
     services, scheduler = snapshot.services.values(), snapshot.scheduler

@@ -1,4 +1,4 @@
-"""Latency objectives, and goodput: how many answers meet them."""
+"""Latency objectives, and goodput: the answers that meet them."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 
     from twostroke.engine.output import Timings, Usage
 
-    Counts = Counter[tuple[str, str, str]]  # by class, measure (or `ALL`) and result
+    Counts = Counter[tuple[str, str, str]]  # by service tier, measure (or `ALL`) and result
 
 MEASURES: Final = ("queue", "ttft", "tpot", "e2e")
-ALL: Final = "all"  # the objectives of a class together
+ALL: Final = "all"  # all objectives of a service tier together
 MET, MISSED = "met", "missed"
 GOOD_TOKENS: Final = "good_tokens"  # the result that counts tokens of answers that met `ALL`
 
-_FORM = re.compile(
+_OBJECTIVE_PATTERN = re.compile(
     rf"(?:({'|'.join(SERVICE_TIERS)})\s*:\s*)?({'|'.join(MEASURES)})\s*="
     r"\s*\+?([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(ms|s)?"
 )
-_MAX_SHOWN: Final = 60
+_MAX_SHOWN_LENGTH: Final = 60
 
 
 def parse_objective(text: str) -> Objective:
-    """Read `ttft=0.5`, `tpot=50ms` or `priority:ttft=0.2`.
+    """Parse an objective such as `ttft=0.5`, `tpot=50ms` or `priority:ttft=0.2`.
 
     Raises:
-        UsageError: it has another form.
+        UsageError: the text is not an objective.
     """
-    if (found := _FORM.fullmatch(text.strip())) is not None:
-        service, measure, number, unit = found.groups()
+    if (match := _OBJECTIVE_PATTERN.fullmatch(text.strip())) is not None:
+        service, measure, number, unit = match.groups()
         try:
             limit_s = float(number) * (1e-3 if unit == "ms" else 1)
         except ValueError:
@@ -50,49 +50,50 @@ def parse_objective(text: str) -> Objective:
         f"must be NAME=SECONDS or CLASS:NAME=SECONDS, such as ttft=0.5 or flex:tpot=50ms, with a "
         f"name of {', '.join(MEASURES)} and a class of {', '.join(SERVICE_TIERS)}, got {{value}}."
     )
-    raise UsageError(reason, field="objectives", value=ascii(text[:_MAX_SHOWN]))
+    raise UsageError(reason, field="objectives", value=ascii(text[:_MAX_SHOWN_LENGTH]))
 
 
 def limits_of(objectives: Iterable[Objective]) -> dict[str, dict[str, float]]:
-    """Return each class's limits by measure; an objective of one class overrides that of all.
+    """Return each service tier's limits in seconds by measure.
 
-    Batches, for which nobody waits, only have objectives of their own.
+    An objective of a tier overrides an objective of all tiers. The batch tier has only its own
+    objectives.
 
     Raises:
         UsageError: two objectives limit the same measure of the same class.
     """
-    found: dict[tuple[str | None, str], float] = {}
-    for one in objectives:
-        if (one.service, one.measure) in found:
-            of = f" for {one.service}" if one.service else ""
-            reason = f"is given twice for {one.measure}{of}: leave one of them out."
+    limits_by_key: dict[tuple[str | None, str], float] = {}
+    for objective in objectives:
+        if (objective.service, objective.measure) in limits_by_key:
+            scope = f" for {objective.service}" if objective.service else ""
+            reason = f"is given twice for {objective.measure}{scope}: leave one of them out."
             raise UsageError(reason, field="objectives")
-        found[one.service, one.measure] = one.limit_s
+        limits_by_key[objective.service, objective.measure] = objective.limit_s
     return {
         service: {
-            measure: found.get((service, measure), found.get((None, measure), 0.0))
+            measure: limits_by_key.get((service, measure), limits_by_key.get((None, measure), 0.0))
             for measure in MEASURES
-            if (service, measure) in found
-            or ((None, measure) in found and service != BATCH_SERVICE_TIER)
+            if (service, measure) in limits_by_key
+            or ((None, measure) in limits_by_key and service != BATCH_SERVICE_TIER)
         }
         for service in SERVICE_TIERS
     }
 
 
 class Goodput:
-    """Judges answers as they end. It belongs to the event loop.
+    """Counts the answers that meet and miss objectives; for the event loop's thread.
 
     An answer that failed, or was refused because the queue was full, misses all objectives. If the
-    client left, the answer misses those whose limit had passed by then.
+    client disconnected, the answer misses the objectives whose limits had passed.
     """
 
     def __init__(
         self, objectives: Iterable[Objective], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Judge answers by `objectives`.
+        """Count answers by `objectives`.
 
         Raises:
-            UsageError: they contradict each other.
+            UsageError: two objectives limit the same measure of the same service tier.
         """
         self.limits = limits_of(objectives)
         self._clock = clock
@@ -106,14 +107,14 @@ class Goodput:
 
     def judge(self, service: str, usage: Usage, timings: Timings) -> None:
         """Count a completed answer."""
-        taken_s = {
+        durations_s = {
             "queue": timings.queue_s,
             "ttft": timings.ttft_s,
             "tpot": timings.tpot_s(usage.completion_tokens) or 0.0,  # None: a single token
             "e2e": timings.e2e_s,
         }
         limits = self.limits[service]
-        missed = {measure for measure, limit_s in limits.items() if taken_s[measure] > limit_s}
+        missed = {measure for measure, limit_s in limits.items() if durations_s[measure] > limit_s}
         self._count(service, MISSED, missed)
         self._count(service, MET, limits.keys() - missed, is_all=not missed)
         if limits and not missed:
@@ -124,13 +125,13 @@ class Goodput:
         self._count(service, MISSED, self.limits[service], count)
 
     def leave(self, service: str, count: int, waited_s: float, *, has_begun: bool) -> None:
-        """Count answers whose client left after `waited_s`, if an objective was missed.
+        """Count the missed objectives of answers whose client disconnected after `waited_s`.
 
-        `has_begun` says whether their first token had come.
+        `has_begun` says whether their first token had arrived.
         """
-        late = ("e2e",) if has_begun else ("queue", "ttft", "e2e")
+        missable = ("e2e",) if has_begun else ("queue", "ttft", "e2e")
         limits = self.limits[service]
-        missed = [name for name in late if waited_s > limits.get(name, math.inf)]
+        missed = [name for name in missable if waited_s > limits.get(name, math.inf)]
         self._count(service, MISSED, missed, count)
 
     def read(self) -> Counts:
@@ -138,7 +139,7 @@ class Goodput:
         return Counter(self._counts)
 
     def recent(self, seconds: int = 60, ago_s: int = 0) -> tuple[Counts, int]:
-        """Return the counts of the last whole seconds up to `ago_s`, and how many these are."""
+        """Return the counts of the last full seconds up to `ago_s`, and those seconds' number."""
         span = self._seconds.span(seconds, ago_s)
         return span.last - span.first, span.seconds
 
@@ -151,7 +152,7 @@ class Goodput:
         *,
         is_all: bool = True,
     ) -> None:
-        """Count a result for some measures, and for all together where `is_all`."""
+        """Count a result for some measures, and with `is_all` also for all objectives together."""
         names = list(measures)
         if not names:
             return

@@ -1,4 +1,4 @@
-"""A map of the key-value pages: which are free, cached or held, and by which request."""
+"""The dashboard's map of KV pages: which are free, cached or held, and by which request."""
 
 from __future__ import annotations
 
@@ -19,71 +19,81 @@ if TYPE_CHECKING:
 
     from twostroke.engine.status import RunningRequests
 
-MOST_CELLS: Final = 4096
+MAX_CELLS: Final = 4096
 
-_FREE, _CACHED = 0, 1
+_FREE_CELL: Final = 0
+_CACHED_CELL: Final = 1
 
 
 class PageUsage(Frozen):
-    """How many requests hold each page, and which pages each of them holds.
+    """The requests that hold each page.
 
-    `held` has the pages of all running requests, those of the last request first. `holders` and
-    `groups` have the request and the cache group of each, as 1 + index.
+    Attributes:
+        counts: the number of requests that hold each page.
+        held_pages: the pages of all running requests, with the last request first.
+        holders: the request of each held page, as 1 + index.
+        groups: the cache group of each held page, as 1 + index.
     """
 
     counts: NDArray[np.int32]
-    held: NDArray[np.int32]
+    held_pages: NDArray[np.int32]
     holders: NDArray[np.uint16]
     groups: NDArray[np.uint8]
 
     @classmethod
     def of(cls, view: RunningRequests) -> PageUsage:
-        """Read a view; hundreds of short tuples become arrays at once."""
+        """Return the page usage of the running requests."""
         lists = [
-            (place, group, pages)
-            for place in range(len(view.running), 0, -1)
-            for group, pages in enumerate(view.running[place - 1].pages, 1)
+            (request_number, group, pages)
+            for request_number in range(len(view.running), 0, -1)
+            for group, pages in enumerate(view.running[request_number - 1].pages, 1)
         ]
         lengths = [len(pages) for _, _, pages in lists]
-        held = _array(chain.from_iterable(pages for _, _, pages in lists))
-        is_page = held != NO_PAGE
-        holders = np.repeat(np.array([place for place, _, _ in lists], np.uint16), lengths)
+        held_pages = _int_array(chain.from_iterable(pages for _, _, pages in lists))
+        is_page = held_pages != NO_PAGE
+        holders = np.repeat(
+            np.array([request_number for request_number, _, _ in lists], np.uint16), lengths
+        )
         groups = np.repeat(np.array([group for _, group, _ in lists], np.uint8), lengths)
-        return cls(_array(view.counts), held[is_page], holders[is_page], groups[is_page])
+        return cls(_int_array(view.counts), held_pages[is_page], holders[is_page], groups[is_page])
 
     def per_request(self, num_requests: int) -> tuple[list[int], list[int]]:
-        """Return how many pages each request holds, and how many of them others hold as well."""
-        shared = self.holders[self.counts[self.held] > 1]
-        counts = [np.bincount(one, minlength=num_requests + 1) for one in (self.holders, shared)]
+        """Return the number of pages of each request, and how many of them it shares."""
+        shared = self.holders[self.counts[self.held_pages] > 1]
+        counts = [
+            np.bincount(owners, minlength=num_requests + 1) for owners in (self.holders, shared)
+        ]
         return counts[0][1:].tolist(), counts[1][1:].tolist()
 
     @property
     def num_shared(self) -> int:
-        """How many pages are held by two requests or more."""
+        """The number of pages that two or more requests hold."""
         return int((self.counts > 1).sum())
 
 
 def page_map(pages: PageUsage, cached: tuple[int, ...], num_groups: int) -> dict[str, Any]:
-    """Return the map's arrays, with a cell for each page or, of many pages, for several in a row.
+    """Return the map's arrays in base64; a cell stands for one page, or for several adjacent ones.
 
-    `cells`: 0 free, 1 cached, n held by n - 1 requests (255: by 254 or more). A cell of several
-    pages shows the one that most requests hold. `owners`: 0 nobody, else 1 + the index of the first
-    running request that holds it. `cell_groups`: 0 none, else 1 + the cache group; None if there
-    is only one. All in base64, owners as little-endian uint16.
+    `cells`: 0 for a free page, 1 for a cached page, n for a page that n - 1 requests hold (255: 254
+    or more). A cell of several pages shows the page with the most holders. `owners`: 1 + the index
+    of the first running request that holds the page, 0 for none; little-endian uint16.
+    `cell_groups`: 1 + the cache group, 0 for none; None if there is only one group.
     """
     counts = pages.counts
     cells = np.minimum(counts + 1, 255).astype(np.uint8)
-    cells[counts == 0] = _FREE
-    cells[_array(cached)] = _CACHED
+    cells[counts == 0] = _FREE_CELL
+    cells[_int_array(cached)] = _CACHED_CELL
     owners = np.zeros(len(counts), np.uint16)
     groups = np.zeros(len(counts), np.uint8)
-    owners[pages.held] = pages.holders  # the last assignment wins, which is the first request's
-    groups[pages.held] = pages.groups
-    size = max(1, -(-len(counts) // MOST_CELLS))
+    owners[pages.held_pages] = (
+        pages.holders
+    )  # the last assignment wins, so the first request's stays
+    groups[pages.held_pages] = pages.groups
+    size = max(1, -(-len(counts) // MAX_CELLS))
     if size > 1:
-        rows = [_rows(one, size) for one in (cells, owners, groups)]
-        most = rows[0].argmax(1, keepdims=True)
-        cells, owners, groups = (np.take_along_axis(one, most, 1) for one in rows)
+        rows = [_cell_rows(array_, size) for array_ in (cells, owners, groups)]
+        shown_columns = rows[0].argmax(1, keepdims=True)
+        cells, owners, groups = (np.take_along_axis(array_, shown_columns, 1) for array_ in rows)
     return {
         "pages_per_cell": size,
         "cells": _base64(cells),
@@ -92,13 +102,13 @@ def page_map(pages: PageUsage, cached: tuple[int, ...], num_groups: int) -> dict
     }
 
 
-def _rows(pages: NDArray[Any], size: int) -> NDArray[Any]:
-    """Return an array (cells, size)."""
+def _cell_rows(pages: NDArray[Any], size: int) -> NDArray[Any]:
+    """Return the values of pages, padded with 0, as an array (cells, pages_per_cell)."""
     return np.pad(pages, (0, -len(pages) % size)).reshape(-1, size)
 
 
-def _array(numbers: Iterable[int]) -> NDArray[np.int32]:
-    """Return numbers as an array, three times faster than numpy would by itself."""
+def _int_array(numbers: Iterable[int]) -> NDArray[np.int32]:
+    """Return numbers as an array, three times faster than `np.array`."""
     return np.frombuffer(array("i", numbers), np.int32)
 
 

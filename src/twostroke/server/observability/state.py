@@ -1,6 +1,6 @@
-"""GET /api/state: the JSON that the dashboard shows.
+"""GET /api/state: the JSON for the dashboard.
 
-It has counts, sizes and times, and nothing that a client sent: no text, no tenant.
+The JSON has counts, sizes and times, and nothing that a client sent: no text and no tenant.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from twostroke.core.json_io import encode_json
 from twostroke.model.program.ops import Attention, Embed, MixtureOfExperts
 from twostroke.server.models.about import VERSION
 from twostroke.server.models.residency import ModelResidency
-from twostroke.server.observability.disaggregation import describe_handover
+from twostroke.server.observability.disaggregation import describe_disaggregation
 from twostroke.server.observability.objectives import ALL, GOOD_TOKENS, MET, MISSED
 from twostroke.server.observability.pages import PageUsage, page_map
 
@@ -33,42 +33,56 @@ if TYPE_CHECKING:
     from twostroke.server.observability.objectives import Goodput
 
 WINDOWS: Final = (10, 60)  # seconds
-PAST_S: Final = range(120, 0, -2)  # the seconds ago that charts begin with
+CHART_OFFSETS_S: Final = range(
+    120, 0, -2
+)  # the times of the earlier points in charts, in seconds ago
 
 _MAX_AGE_S: Final = 0.5
-_PERCENTILES: Final = {"p50": (0.5, 1), "p90": (0.9, 10), "p99": (0.99, 100)}  # least samples
+_PERCENTILES: Final = {
+    "p50": (0.5, 1),
+    "p90": (0.9, 10),
+    "p99": (0.99, 100),
+}  # quantile, and minimum number of samples
 
 
 class DashboardStates:
-    """Describes a server's models, each with its engine."""
+    """The states of all models of a server."""
 
     def __init__(
         self, models: ModelRegistry, limits: MachineLimits | None, goodput: Goodput
     ) -> None:
-        """Describe `models`; the machine has `limits`."""
+        """Prepare the state of each model; the machine has `limits`."""
         self._models = models
         names: dict[str, list[str]] = {}
-        for name, served in models:
-            names.setdefault(served.name, []).append(name)
+        for name, model in models:
+            names.setdefault(model.name, []).append(name)
         self._states = {
-            one: DashboardState(models, models.find(one)[1].engine, limits, goodput, all_)
-            for one, all_ in names.items()
+            own_name: DashboardState(
+                models,
+                models.find(own_name)[1].engine,
+                limits=limits,
+                goodput=goodput,
+                names=aliases,
+            )
+            for own_name, aliases in names.items()
         }
 
-    def of(self, asked: str | None) -> DashboardState:
-        """Return a model's state; without a name, that of the first loaded one.
+    def of(self, requested_name: str | None) -> DashboardState:
+        """Return a model's state; without a name, the state of the first loaded model.
 
         Raises:
-            ModelNotFoundError: there is no such model.
+            ModelNotFoundError: no model has this name.
         """
-        if asked:
-            return self._states[self._models.find(asked)[1].name]
-        loaded = (one for one in self._states if self._models.state(one) == ModelResidency.IN.value)
-        return self._states[next(loaded, self._models.default.name)]
+        if requested_name:
+            return self._states[self._models.find(requested_name)[1].name]
+        loaded_names = (
+            name for name in self._states if self._models.state(name) == ModelResidency.IN.value
+        )
+        return self._states[next(loaded_names, self._models.default.name)]
 
 
 class DashboardState:
-    """Describes a server with one of its engines. A description is kept for half a second."""
+    """The state of a server and one of its engines; the JSON is cached for half a second."""
 
     def __init__(
         self,
@@ -79,43 +93,48 @@ class DashboardState:
         names: Sequence[str],
     ) -> None:
         """Describe `engine`, which serves its model under `names`."""
-        self._models, self._engine = models, engine
+        self._models = models
+        self._engine = engine
         self._goodput = goodput
         self._limits = limits
-        self._model = _model(engine.card, names)
-        self._kept: dict[bool, tuple[float, bytes]] = {}  # when it was made, by `has_past`
+        self._model_facts = _describe_model(engine.card, names)
+        self._bodies: dict[bool, tuple[float, bytes]] = {}  # time and JSON, by `has_past`
 
     async def body(self, health: str, *, has_past: bool = False) -> bytes:
-        """Return the JSON; with `has_past`, also what charts show of the last two minutes."""
+        """Return the JSON; with `has_past`, also the points of charts over the last two minutes."""
         now_s = time.monotonic()
-        made_s, body = self._kept.get(has_past, (-math.inf, b""))
-        if now_s - made_s > _MAX_AGE_S:
-            ends = [(WINDOWS[0], ago_s) for ago_s in PAST_S] if has_past else []
-            reading = await self._engine.read([*((seconds, 0) for seconds in WINDOWS), *ends])
-            past = {"past": [*self._past(reading.spans[len(WINDOWS) :])]} if has_past else {}
-            body = encode_json(self._describe(health, now_s, reading) | past)
-            self._kept[has_past] = now_s, body
+        encoded_s, body = self._bodies.get(has_past, (-math.inf, b""))
+        if now_s - encoded_s > _MAX_AGE_S:
+            ends = [(WINDOWS[0], ago_s) for ago_s in CHART_OFFSETS_S] if has_past else []
+            status = await self._engine.read([*((seconds, 0) for seconds in WINDOWS), *ends])
+            past = {"past": [*self._past(status.spans[len(WINDOWS) :])]} if has_past else {}
+            body = encode_json(self._describe(health, now_s, status) | past)
+            self._bodies[has_past] = (now_s, body)
         return body
 
     def _past(self, spans: Iterable[TimeSpan[Snapshot]]) -> Iterator[dict[str, Any]]:
-        """Yield requests and rates of earlier moments, in the form of the present ones."""
-        for ago_s, span in zip(PAST_S, spans, strict=True):
+        """Yield requests and rates at earlier times, in the form of the current ones."""
+        for ago_s, span in zip(CHART_OFFSETS_S, spans, strict=True):
             if not span.seconds:
                 continue
             stats = span.last.scheduler
             yield {
                 "ago_s": ago_s,
                 "requests": {"num_running": stats.num_running, "num_waiting": stats.num_waiting},
-                "window": _rates(span) | _objectives(self._goodput, WINDOWS[0], ago_s),
+                "window": _rates(span) | _objective_results(self._goodput, WINDOWS[0], ago_s),
             }
 
-    def _describe(self, health: str, now_s: float, reading: EngineStatus) -> dict[str, Any]:
+    def _describe(self, health: str, now_s: float, status: EngineStatus) -> dict[str, Any]:
         facts = self._engine.facts
-        view, snapshot, backend = reading.view, reading.snapshot, facts.backend
-        pages, totals = PageUsage.of(view), _sums(snapshot.services.values())
-        limits_now, hardware = self._limits or getattr(self._engine, "limits", None), None
-        if limits_now:
-            hardware = limits_now.above(
+        backend = facts.backend
+        view = status.view
+        snapshot = status.snapshot
+        pages = PageUsage.of(view)
+        totals = _total_counts(snapshot.services.values())
+        machine_limits = self._limits or getattr(self._engine, "limits", None)
+        hardware = None
+        if machine_limits:
+            hardware = machine_limits.above(
                 bytes_per_s=snapshot.phases.max_bytes_per_s,
                 flops_per_s=snapshot.phases.max_flops_per_s,
                 may_measure=False,
@@ -125,8 +144,8 @@ class DashboardState:
             "version": VERSION,
             "uptime_s": snapshot.age_s,
             "health": health,
-            "model": self._model,
-            "models": self._residents(),
+            "model": self._model_facts,
+            "models": self._models_state(),
             "hardware": limits and limits | {"cores": limits.pop("num_threads")},
             "engine": {
                 "backend": backend.detail,
@@ -136,20 +155,20 @@ class DashboardState:
                 "threads": backend.num_threads,
             },
             "memory": {"used_bytes": self._engine.memory_bytes, "kv_bytes": backend.cache_bytes},
-            "handover": describe_handover(reading, self._engine.card),
-            "ranks": [_rank(rank, backend.link) for rank in reading.ranks],
+            "handover": describe_disaggregation(status, self._engine.card),
+            "ranks": [_describe_rank(rank, backend.link) for rank in status.ranks],
             "objectives": [
                 {"class": service, "objective": measure, "limit_s": limit_s}
                 for service, limits in self._goodput.limits.items()
                 for measure, limit_s in limits.items()
             ],
-            "requests": _requests(view, pages, now_s),
+            "requests": _describe_requests(view, pages, now_s),
             "steps": snapshot.recent_steps,
             "pages": self._pages(view, pages),
             "tiers": [asdict(tier) for tier in snapshot.tiers],
             "window": {
-                str(seconds): _window(span, hardware) | _objectives(self._goodput, seconds)
-                for seconds, span in zip(WINDOWS, reading.spans, strict=False)
+                str(seconds): _window(span, hardware) | _objective_results(self._goodput, seconds)
+                for seconds, span in zip(WINDOWS, status.spans, strict=False)
             },
             "totals": totals
             | {
@@ -158,8 +177,8 @@ class DashboardState:
             },
         }
 
-    def _residents(self) -> list[dict[str, Any]]:
-        """Return where each model of a roster is; nothing for one model."""
+    def _models_state(self) -> list[dict[str, Any]]:
+        """Return the state of each model in a pool; empty for a server with one model."""
         pool = self._models.pool
         if pool is None:
             return []
@@ -186,13 +205,13 @@ class DashboardState:
             "cached": stats.num_cached_pages,
             "held": stats.num_referenced_pages,
             "shared": pages.num_shared,
-            "groups": [{"window": g.window, "layers": len(g.layers)} for g in groups],
+            "groups": [{"window": group.window, "layers": len(group.layers)} for group in groups],
             **page_map(pages, view.cached, len(groups)),
         }
 
 
-def _objectives(goodput: Goodput, seconds: int, ago_s: int = 0) -> dict[str, Any]:
-    """Return how objectives were met in the last seconds up to `ago_s`."""
+def _objective_results(goodput: Goodput, seconds: int, ago_s: int = 0) -> dict[str, Any]:
+    """Return the met and missed objectives of the last seconds up to `ago_s`."""
     if not goodput.has_objectives:
         return {"objectives": {}, "goodput": None}
     recent, elapsed = goodput.recent(seconds, ago_s)
@@ -202,20 +221,20 @@ def _objectives(goodput: Goodput, seconds: int, ago_s: int = 0) -> dict[str, Any
             counts = {result: recent[service, measure, result] for result in (MET, MISSED)}
             if any(counts.values()):
                 objectives.setdefault(service, {})[measure] = counts
-    good = sum(of[ALL][MET] for of in objectives.values())
-    bad = sum(of[ALL][MISSED] for of in objectives.values())
+    num_good = sum(results[ALL][MET] for results in objectives.values())
+    num_bad = sum(results[ALL][MISSED] for results in objectives.values())
     tokens = sum(recent[service, ALL, GOOD_TOKENS] for service in goodput.limits)
     return {
         "objectives": objectives,
         "goodput": {
-            "requests_per_s": good / max(1, elapsed),
+            "requests_per_s": num_good / max(1, elapsed),
             "tokens_per_s": tokens / max(1, elapsed),
-            "share": good / (good + bad) if good + bad else None,
+            "share": num_good / (num_good + num_bad) if num_good + num_bad else None,
         },
     }
 
 
-def _model(card: ModelCard, names: Sequence[str]) -> dict[str, Any]:
+def _describe_model(card: ModelCard, names: Sequence[str]) -> dict[str, Any]:
     program = card.cost.program
     attention = next((op for op in program.ops if isinstance(op, Attention)), None)
     mixture = next((op for op in program.ops if isinstance(op, MixtureOfExperts)), None)
@@ -240,7 +259,7 @@ def _model(card: ModelCard, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _rank(rank: RankState, link: str) -> dict[str, Any]:
+def _describe_rank(rank: RankState, link: str) -> dict[str, Any]:
     facts = rank.facts
     return {
         "rank": facts.rank,
@@ -256,8 +275,8 @@ def _rank(rank: RankState, link: str) -> dict[str, Any]:
     }
 
 
-def _requests(view: RunningRequests, pages: PageUsage, now_s: float) -> dict[str, Any]:
-    held, shared = pages.per_request(len(view.running))
+def _describe_requests(view: RunningRequests, pages: PageUsage, now_s: float) -> dict[str, Any]:
+    num_pages, num_shared = pages.per_request(len(view.running))
     since_s = view.waiting_since_s
     return {
         "num_running": view.stats.num_running,
@@ -265,13 +284,17 @@ def _requests(view: RunningRequests, pages: PageUsage, now_s: float) -> dict[str
         "waiting_tokens": view.stats.num_waiting_tokens,
         "oldest_waiting_s": None if since_s is None else now_s - since_s,
         "running": [
-            _request(request, num_pages, num_shared, now_s)
-            for request, num_pages, num_shared in zip(view.running, held, shared, strict=True)
+            _describe_request(request, num_pages, num_shared, now_s)
+            for request, num_pages, num_shared in zip(
+                view.running, num_pages, num_shared, strict=True
+            )
         ],
     }
 
 
-def _request(request: RequestView, num_pages: int, num_shared: int, now_s: float) -> dict[str, Any]:
+def _describe_request(
+    request: RequestView, num_pages: int, num_shared: int, now_s: float
+) -> dict[str, Any]:
     elapsed_s = request.last_token_s - request.first_token_s
     return {
         "id": request.id,
@@ -291,7 +314,7 @@ def _request(request: RequestView, num_pages: int, num_shared: int, now_s: float
     }
 
 
-def _sums(services: Iterable[ServiceTotals]) -> dict[str, int]:
+def _total_counts(services: Iterable[ServiceTotals]) -> dict[str, int]:
     return {
         name: sum(getattr(service, name) for service in services)
         for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "answers")
@@ -299,16 +322,19 @@ def _sums(services: Iterable[ServiceTotals]) -> dict[str, int]:
 
 
 def _rates(span: TimeSpan[Snapshot]) -> dict[str, Any]:
-    first, last, seconds = span.first, span.last, max(1, span.seconds)
-    early, late = _sums(first.services.values()), _sums(last.services.values())
-    added = {name: late[name] - early[name] for name in late}
+    first = span.first
+    last = span.last
+    seconds = max(1, span.seconds)
+    first_totals = _total_counts(first.services.values())
+    last_totals = _total_counts(last.services.values())
+    added = {name: last_totals[name] - first_totals[name] for name in last_totals}
     latencies = {
         name: _latencies(first.services[name], service) for name, service in last.services.items()
     }
     return {
         "seconds": span.seconds,
         **{f"{name}_per_s": count / seconds for name, count in added.items()},
-        "latency": {name: found for name, found in latencies.items() if found},
+        "latency": {name: values for name, values in latencies.items() if values},
         "cache_hit_rate": (
             added["cached_tokens"] / added["prompt_tokens"] if added["prompt_tokens"] else None
         ),
@@ -316,8 +342,10 @@ def _rates(span: TimeSpan[Snapshot]) -> dict[str, Any]:
 
 
 def _window(span: TimeSpan[Snapshot], hardware: Hardware | None) -> dict[str, Any]:
-    first, last, seconds = span.first, span.last, max(1, span.seconds)
-    strokes = last.phases - first.phases
+    first = span.first
+    last = span.last
+    seconds = max(1, span.seconds)
+    phases = last.phases - first.phases
     return {
         **_rates(span),
         "speculation": {
@@ -329,36 +357,39 @@ def _window(span: TimeSpan[Snapshot], hardware: Hardware | None) -> dict[str, An
             for source, count in last.speculation.proposed.items()
         },
         "strokes": {
-            "prefill": _stroke(strokes.prefill, seconds, hardware),
-            "decode": _stroke(strokes.decode, seconds, hardware),
+            "prefill": _phase(phases.prefill, seconds, hardware),
+            "decode": _phase(phases.decode, seconds, hardware),
         },
     }
 
 
-def _latencies(early: ServiceTotals, late: ServiceTotals) -> dict[str, Any]:
-    """Return the latencies of one class, without percentiles of too few samples; empty if none."""
-    found = {name: late.latencies[name] - early.latencies[name] for name in late.latencies}
-    if not any(one.count for one in found.values()):
+def _latencies(first_totals: ServiceTotals, last_totals: ServiceTotals) -> dict[str, Any]:
+    """Return a service tier's latencies; percentiles need enough samples; empty without any."""
+    distributions = {
+        name: last_totals.latencies[name] - first_totals.latencies[name]
+        for name in last_totals.latencies
+    }
+    if not any(distribution.count for distribution in distributions.values()):
         return {}
     return {
-        name: {"count": one.count, "mean": one.mean}
+        name: {"count": distribution.count, "mean": distribution.mean}
         | {
-            key: one.percentile(share) if one.count >= least else None
-            for key, (share, least) in _PERCENTILES.items()
+            key: distribution.percentile(share) if distribution.count >= min_samples else None
+            for key, (share, min_samples) in _PERCENTILES.items()
         }
-        for name, one in found.items()
+        for name, distribution in distributions.items()
     }
 
 
-def _stroke(stroke: PhaseTotals, seconds: int, hardware: Hardware | None) -> dict[str, Any]:
-    has_run = stroke.time_s > 0
+def _phase(phase: PhaseTotals, seconds: int, hardware: Hardware | None) -> dict[str, Any]:
+    has_run = phase.time_s > 0
     return {
-        "steps": stroke.steps,
-        "rows": stroke.rows,
-        "busy": stroke.time_s / seconds,
-        "flops_per_s": stroke.flops_per_s if has_run else None,
-        "bytes_per_s": stroke.bytes_per_s if has_run else None,
-        "intensity": stroke.flops / stroke.bytes if stroke.bytes else None,
-        "mfu": stroke.mfu(hardware) if hardware and has_run else None,
-        "mbu": stroke.mbu(hardware) if hardware and has_run else None,
+        "steps": phase.steps,
+        "rows": phase.rows,
+        "busy": phase.time_s / seconds,
+        "flops_per_s": phase.flops_per_s if has_run else None,
+        "bytes_per_s": phase.bytes_per_s if has_run else None,
+        "intensity": phase.flops / phase.bytes if phase.bytes else None,
+        "mfu": phase.mfu(hardware) if hardware and has_run else None,
+        "mbu": phase.mbu(hardware) if hardware and has_run else None,
     }

@@ -1,8 +1,8 @@
-"""Traces for OpenTelemetry: a span for each request, and in it the queue, prefill and decode.
+"""Traces for OpenTelemetry: a span for each request, with spans of its queue, prefill and decode.
 
-Spans are made at a request's end, from times that are known by then, so that a running request
-costs nothing. A thread of OpenTelemetry's sends them from a bounded queue: spans that cannot be
-delivered are dropped. Attributes follow OpenTelemetry's conventions for generative AI
+Spans are created at a request's end from its recorded times, so a running request costs nothing. An
+OpenTelemetry thread sends them from a bounded queue, and drops spans that it cannot deliver.
+Attributes follow OpenTelemetry's conventions for generative AI
 (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/), without any text.
 """
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from twostroke.engine.output import Timings
     from twostroke.server.http.request_context import ServedRequest
 
-_PATH: Final = "/v1/traces"
+_OTLP_PATH: Final = "/v1/traces"
 _TIMEOUT_S: Final = 5.0
-_CLOSE_S: Final = 2.0  # to send the last spans
+_CLOSE_TIMEOUT_S: Final = 2.0  # for sending the last spans
 _OPERATIONS: Final = {
     "/v1/chat/completions": "chat",
     "/v1/messages": "chat",
@@ -34,7 +34,7 @@ _OPERATIONS: Final = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-_ATTRIBUTES: Final = {  # of the figures of a served request
+_ATTRIBUTES: Final = {  # attribute names of a served request's figures
     "request_id": "twostroke.request_id",
     "method": "http.request.method",
     "status": "http.response.status_code",
@@ -61,10 +61,10 @@ _PARAMS: Final = (
 
 
 def check_endpoint(url: str) -> str:
-    """Return where to send traces: OTLP's path is added to a collector's address without a path.
+    """Return the URL for traces; OTLP's path is added to a URL without a path.
 
     Raises:
-        UsageError: it is not an address, or the extra `[traces]` is not installed.
+        UsageError: `url` is not a URL, or the extra `[traces]` is not installed.
     """
     try:
         parts = urlsplit(url)
@@ -72,26 +72,22 @@ def check_endpoint(url: str) -> str:
     except ValueError:
         is_url = False
     if not is_url:
-        shown = ascii(url[:100])
+        shown_url = ascii(url[:100])
         reason = "must be the address of a collector, such as http://HOST:4318, got {value}."
-        raise UsageError(reason, field="otlp_endpoint", value=shown)
+        raise UsageError(reason, field="otlp_endpoint", value=shown_url)
     try:
         import opentelemetry.exporter.otlp.proto.http
-        import opentelemetry.sdk.trace  # noqa: F401 - only whether they are there
+        import opentelemetry.sdk.trace  # noqa: F401 - only a check that they exist
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("opentelemetry"):
             raise
         message = f"Traces need OpenTelemetry: {install_command('traces')}."
         raise UsageError(message, field="otlp_endpoint") from None
-    return url if urlsplit(url).path not in {"", "/"} else f"{url.rstrip('/')}{_PATH}"
+    return url if urlsplit(url).path not in {"", "/"} else f"{url.rstrip('/')}{_OTLP_PATH}"
 
 
 def exporter(url: str) -> SpanExporter:
-    """Return an exporter to a collector.
-
-    Raises:
-        UsageError: as `check_endpoint`.
-    """
+    """Return an exporter to the collector at `url`; raises the errors of `check_endpoint`."""
     endpoint = check_endpoint(url)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
@@ -100,7 +96,7 @@ def exporter(url: str) -> SpanExporter:
 
 @runtime_checkable
 class AnswerWork(Protocol):
-    """Work for a request that draws tokens, unlike embeddings."""
+    """Work on a request that generates tokens, unlike embeddings."""
 
     @property
     def params(self) -> SamplingParams:
@@ -108,80 +104,88 @@ class AnswerWork(Protocol):
 
     @property
     def timings(self) -> Timings | None:
-        """The times of the answers; None before the first has ended."""
+        """The times of the answers; None before the first answer has ended."""
 
 
 class Traces:
-    """Makes spans of exchanges."""
+    """An observer that creates the spans of finished requests."""
 
     def __init__(self, exporter: SpanExporter) -> None:
-        """Send spans by `exporter`, in another thread."""
+        """Send spans with `exporter`, in another thread."""
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        named = Resource({"service.name": "twostroke", "service.version": VERSION})
-        self._provider = TracerProvider(resource=named.merge(OTELResourceDetector().detect()))
+        service = Resource({"service.name": "twostroke", "service.version": VERSION})
+        self._provider = TracerProvider(resource=service.merge(OTELResourceDetector().detect()))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("twostroke", VERSION)
         self._propagator = TraceContextTextMapPropagator()
         self._epoch_s = time.time() - time.monotonic()
 
-    def observe(self, served: ServedRequest) -> None:
-        """Make the spans of a served request that is over; GET and DELETE have none."""
-        if served.method != "POST":
+    def observe(self, served_request: ServedRequest) -> None:
+        """Create the spans of a finished POST request."""
+        if served_request.method != "POST":
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        operation = _OPERATIONS.get(served.endpoint, "generate_content")
-        is_run = served.running is not None
-        name = f"{operation} {served.model}" if is_run else f"POST {served.endpoint}"
+        operation = _OPERATIONS.get(served_request.endpoint, "generate_content")
+        is_computed = served_request.running is not None
+        name = (
+            f"{operation} {served_request.model}"
+            if is_computed
+            else f"POST {served_request.endpoint}"
+        )
         span = self._tracer.start_span(
             name,
-            context=self._propagator.extract({"traceparent": served.traceparent}),
+            context=self._propagator.extract({"traceparent": served_request.traceparent}),
             kind=SpanKind.SERVER,
-            attributes=_attributes(served, operation),
-            start_time=self._ns(served.began_s),
+            attributes=_attributes(served_request, operation),
+            start_time=self._ns(served_request.began_s),
         )
-        served.trace_id = f"{span.get_span_context().trace_id:032x}"
-        if served.status >= 500:
-            span.set_status(Status(StatusCode.ERROR, served.error))
-        if isinstance(served.running, AnswerWork) and (timings := served.running.timings):
+        served_request.trace_id = f"{span.get_span_context().trace_id:032x}"
+        if served_request.status >= 500:
+            span.set_status(Status(StatusCode.ERROR, served_request.error))
+        if isinstance(served_request.running, AnswerWork) and (
+            timings := served_request.running.timings
+        ):
             self._phases(timings, set_span_in_context(span))
-        span.end(self._ns(served.ended_s))
+        span.end(self._ns(served_request.ended_s))
 
     def close(self) -> None:
         """Send the remaining spans, within a few seconds."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
-        closing.join(_CLOSE_S)
+        closing.join(_CLOSE_TIMEOUT_S)
 
     def _phases(self, timings: Timings, context: Any) -> None:
-        """Make a span for each part of the answer's time."""
+        """Create a span for the queue, for prefill and for decode."""
         times = (timings.arrival_s, timings.started_s, timings.first_token_s, timings.last_token_s)
-        for place, name in enumerate(("queue", "prefill", "decode")):
-            began, ended = map(self._ns, times[place : place + 2])
-            self._tracer.start_span(name, context=context, start_time=began).end(ended)
+        for index, name in enumerate(("queue", "prefill", "decode")):
+            start_ns, end_ns = map(self._ns, times[index : index + 2])
+            self._tracer.start_span(name, context=context, start_time=start_ns).end(end_ns)
 
     def _ns(self, at_s: float) -> int:
-        """Return a time of the monotonic clock in nanoseconds since 1970."""
+        """Return a time of the monotonic clock as Unix time in nanoseconds."""
         return int((self._epoch_s + at_s) * 1e9)
 
 
-def _attributes(served: ServedRequest, operation: str) -> dict[str, Any]:
-    figures = served.figures()
-    found = {_ATTRIBUTES[name]: value for name, value in figures.items() if name in _ATTRIBUTES}
-    found["http.route"] = served.endpoint
-    if served.running is not None:
-        found |= {
+def _attributes(served_request: ServedRequest, operation: str) -> dict[str, Any]:
+    figures = served_request.figures()
+    attributes = {
+        _ATTRIBUTES[name]: value for name, value in figures.items() if name in _ATTRIBUTES
+    }
+    attributes["http.route"] = served_request.endpoint
+    if served_request.running is not None:
+        attributes |= {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "twostroke",
-            "gen_ai.request.model": served.model,
-            "gen_ai.response.model": served.model,
+            "gen_ai.request.model": served_request.model,
+            "gen_ai.response.model": served_request.model,
         }
-    if isinstance(served.running, AnswerWork):
-        params = served.running.params
+    if isinstance(served_request.running, AnswerWork):
+        params = served_request.running.params
         values = {f"gen_ai.request.{name}": getattr(params, name) for name in _PARAMS}
-        found |= {name: value for name, value in values.items() if value is not None}
-    return found
+        attributes |= {name: value for name, value in values.items() if value is not None}
+    return attributes
