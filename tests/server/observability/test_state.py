@@ -19,7 +19,7 @@ from twostroke.engine.client import Caller
 from twostroke.engine.scheduler import SchedulerStats
 from twostroke.engine.status import RequestView, RunningRequests
 from twostroke.server.observability.objectives import Goodput
-from twostroke.server.observability.pages import MOST_CELLS, PageUsage, page_map
+from twostroke.server.observability.pages import MAX_CELLS, PageUsage, page_map
 from twostroke.server.observability.state import DashboardState
 from twostroke.server.options import Objective, ServeOptions
 
@@ -108,13 +108,13 @@ def test_page_map_distinguishes_cache_groups(tmp_path: Path) -> None:
 
 
 def test_large_pools_are_shown_in_cells_of_several_pages() -> None:
-    counts = np.zeros(3 * MOST_CELLS - 1, int)
+    counts = np.zeros(3 * MAX_CELLS - 1, int)
     counts[[0, 1, 6]] = 2, 1, 1
     view = _view(counts, held=[(0, 1, 6), (0,)], cached=(2, 3, 4, 8))
     shown = page_map(PageUsage.of(view), view.cached, 2)
     cells, owners, groups = _arrays(shown)
     assert shown["pages_per_cell"] == 3
-    assert len(cells) == MOST_CELLS
+    assert len(cells) == MAX_CELLS
     assert cells[:4].tolist() == [3, 1, 2, 0]  # held by two, cached, held by one, free
     assert owners[:4].tolist() == [1, 0, 1, 0]
     assert groups is not None
