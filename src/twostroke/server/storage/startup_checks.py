@@ -84,7 +84,7 @@ def _rebuild_indexes(db: Connection, table: str, true_ids: dict[int, str]) -> No
         for row, id_ in true_ids.items():
             db.execute(f"UPDATE {table} SET id = ? WHERE rowid = ?", (id_, row))  # noqa: S608 constants
         db.execute("COMMIT")
-    except BaseException:
+    except BaseException:  # also an interrupt: no transaction may stay open
         db.execute("ROLLBACK")
         raise
 
