@@ -191,9 +191,9 @@ def test_last_use_waits_for_records_that_cannot_be_written(tmp_path: Path) -> No
 
             upkeep, write = KeyRefresher(records, keys, UsageBook("tiny")), records.write
             records.write = fail  # type: ignore[method-assign]
-            await upkeep._look(records, writes=True)
+            await upkeep._refresh(records, writes=True)
             records.write = write  # type: ignore[method-assign]
-            await upkeep._look(records, writes=True)
+            await upkeep._refresh(records, writes=True)
 
     asyncio.run(look())
     with open_database(folder) as db:

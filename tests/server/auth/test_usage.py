@@ -193,7 +193,7 @@ def test_usage_waits_for_records_that_cannot_be_written(
         failing = KeyRefresher(Failing(), None, book)  # type: ignore[arg-type]
         await failing.start()
         for writes in (True, False, True):  # a read that succeeds between is not the end of it
-            await failing._look(failing._records, writes=writes)  # type: ignore[arg-type]
+            await failing._refresh(failing._records, writes=writes)  # type: ignore[arg-type]
         await failing.stop()
         assert caplog.text.count("Usage waits: The disk is full.") == 1
         assert caplog.text.count("Usage that was not written is lost.") == 1
@@ -223,7 +223,7 @@ def test_usage_that_no_database_takes_does_not_end_upkeep(
         await upkeep.start()
         for count in (1 << 70, 1):
             book.put_back({owner: [count, 0, 0, 0]})
-            await upkeep._look(records, writes=True)
+            await upkeep._refresh(records, writes=True)
         await upkeep.stop()
 
     asyncio.run(work())
