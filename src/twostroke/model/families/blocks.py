@@ -376,22 +376,24 @@ def residual_layer(
     post_norms: bool = False,
     query_key_norm: QueryKeyNorm = None,
 ) -> list[Op]:
-    """Return the layer that most families share: `x + attention(x)`, then a feed-forward likewise.
+    """Return the layer that most families share: attention and feed-forward, each added to its input.
 
     Each of the two parts may have a norm before it, named by `pre_norms`, and with `post_norms` has
     one after it. The second part is a mixture of experts in layers that have experts.
     """
     name, attention_output = f"blk.{layer}", f"h{layer}"
-    first = latent_attention if spec.latent else partial(attention, query_key_norm=query_key_norm)
+    attention_part = (
+        latent_attention if spec.latent else partial(attention, query_key_norm=query_key_norm)
+    )
     has_experts = spec.experts is not None and layer >= spec.experts.first_layer
-    second = mixture if has_experts else feed_forward
+    ffn_part = mixture if has_experts else feed_forward
     if has_experts and spec.experts and spec.experts.adds_dense_ffn:
-        second = mixture_with_dense_ffn
+        ffn_part = mixture_with_dense_ffn
     parts: list[Op] = []
-    names_before = pre_norms or (None, None)
+    pre_norm_names = pre_norms or (None, None)
     for part, start, end, pre_norm, post_norm in (
-        (first, x, attention_output, names_before[0], "post_attention_norm"),
-        (second, attention_output, output, names_before[1], "post_ffw_norm"),
+        (attention_part, x, attention_output, pre_norm_names[0], "post_attention_norm"),
+        (ffn_part, attention_output, output, pre_norm_names[1], "post_ffw_norm"),
     ):
         part_input = start
         result = f"{end}.part"

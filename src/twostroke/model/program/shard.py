@@ -111,8 +111,8 @@ def _find_read_ranges(
             continue
         ranges = read_ranges.get(op.output)
         if op.sharding is Sharding.BY_COLUMN_PARTS and ranges is None:
-            ranges = _shares(op, mesh.shares_of(op))
-        if ranges is None or op.sharding is Sharding.REPLICATED or not _fits(op, ranges):
+            ranges = _part_ranges(op, mesh.shares_of(op))
+        if ranges is None or op.sharding is Sharding.REPLICATED or not _can_be_cut(op, ranges):
             continue
         for field in op.reads:
             input_ranges = [op.part_reads(field, *columns) for columns in ranges]
@@ -122,14 +122,14 @@ def _find_read_ranges(
     return read_ranges
 
 
-def _shares(op: Op, shares: tuple[int, ...]) -> Ranges | None:
-    """Return the part of each rank; None if there is nothing to divide."""
+def _part_ranges(op: Op, shares: tuple[int, ...]) -> Ranges | None:
+    """Return the range of units that each rank computes; None if there is nothing to divide."""
     if len(shares) == 1 or op.length <= op.grain:
         return None
     return tuple(pairwise(cuts(op.length, shares, op.grain)))
 
 
-def _fits(op: Op, ranges: Ranges) -> bool:
+def _can_be_cut(op: Op, ranges: Ranges) -> bool:
     """Whether an operation can be cut at these ranges."""
     ends = [end for columns in ranges for end in columns]  # first and end, as parts may overlap
     return all(end == op.length or end % op.grain == 0 for end in ends)
@@ -138,8 +138,8 @@ def _fits(op: Op, ranges: Ranges) -> bool:
 class _Stage:
     """Collects the operations of the ranks of one pipeline stage.
 
-    Rank `index` of the stage has row part `index // num_columns` and column part `index %
-    num_columns`.
+    Rank `index` of the stage has row part `index // num_column_parts` and column part `index %
+    num_column_parts`.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class _Stage:
             self._undivided(name, all_rows=True)
 
     def send(self, names: Collection[str]) -> list[HeldValue]:
-        """Send values to the next stage, to the rank with the same parts; return the values."""
+        """Send values to the next stage, each to the rank with the same parts; return the values."""
         sent = []
         for name in [name for name in self._held_values if name in names]:
             value = self._divided(name) or self._undivided(name)
@@ -283,9 +283,11 @@ class _Stage:
             case Sharding.REPLICATED:
                 return None
             case Sharding.BY_STAGE:
-                return _shares(op, self._mesh.column_parts * self._num_row_parts)
+                return _part_ranges(op, self._mesh.column_parts * self._num_row_parts)
             case Sharding.BY_COLUMN_PARTS:
-                return self._read_ranges.get(op.output) or _shares(op, self._mesh.shares_of(op))
+                return self._read_ranges.get(op.output) or _part_ranges(
+                    op, self._mesh.shares_of(op)
+                )
             case Sharding.AS_INPUTS:
                 return self._ranges_as_inputs(op)
 
@@ -300,7 +302,7 @@ class _Stage:
         candidates = [v.ranges for v in map(self._divided, op.inputs) if v is not None]
         if output_ranges is not None and (output_ranges in candidates or not candidates):
             candidates = [output_ranges]
-        return next((ranges for ranges in candidates if ranges and _fits(op, ranges)), None)
+        return next((ranges for ranges in candidates if ranges and _can_be_cut(op, ranges)), None)
 
     def _held_input(self, op: Op, field: str, ranges: Ranges | None) -> HeldValue:
         """Return an input as the parts of an operation read it, gathered or cut if necessary."""

@@ -64,7 +64,7 @@ def from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
 
 
 def _byte_level(fields: _TokenizerFields) -> Tokenizer:
-    """Read GPT-2's kind: words by a pattern, bytes spelled as characters, merges listed."""
+    """Read a GPT-2 tokenizer: words by a pattern, bytes spelled as characters, merges listed."""
     name = fields.get("pre", str) or "default"
     if name in SENTENCEPIECE_NAMES:
         return _sentencepiece_merges(fields)
@@ -87,7 +87,7 @@ def _byte_level(fields: _TokenizerFields) -> Tokenizer:
 
 
 def _sentencepiece(fields: _TokenizerFields) -> Tokenizer:
-    """Read SentencePiece's kind: characters merged by scores, other characters as bytes."""
+    """Read a SentencePiece tokenizer: characters merged by scores, other characters as bytes."""
     # Runs of spaces are listed as user-defined, but are merged like ordinary tokens, and first.
     space_run_ids = {
         token.id for token in fields.added() if not token.special and _is_spaces(token.text)
@@ -128,7 +128,7 @@ def _sentencepiece(fields: _TokenizerFields) -> Tokenizer:
 
 
 def _sentencepiece_merges(fields: _TokenizerFields) -> Tokenizer:
-    """Read Gemma 4's kind: characters merged as listed, other characters as bytes."""
+    """Read Gemma 4's tokenizer: characters merged as listed, other characters as bytes."""
     added = fields.added()
     bytes_of = _byte_tokens(fields)
     vocabulary = Vocabulary(fields.tokens, [*_special_ids(added), *bytes_of])
@@ -198,7 +198,7 @@ def _is_spaces(text: str) -> bool:
 
 
 def _character_options(fields: _TokenizerFields, bytes_of: Mapping[int, bytes]) -> MergeOptions:
-    """Return the merge options of SentencePiece's kinds: characters, else their bytes."""
+    """Return the merge options of SentencePiece tokenizers: characters, else their bytes."""
     ids_of = {value[0]: id_ for id_, value in bytes_of.items()}
     return MergeOptions(
         byte_level=False,
