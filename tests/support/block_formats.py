@@ -1,4 +1,4 @@
-"""Quantized blocks taken apart: random ones, and the integers and scales within them."""
+"""Quantized blocks for tests: random blocks, and the integers and scales in them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ HALVES = {
 
 
 class Parts(Frozen):
-    """A weight is scale * quant + minimum; the integer products multiply the quants.
+    """The parts of quantized blocks: a weight is scale * quant + minimum.
 
-    `scales` and `minimums` are float32 (outputs, sub-blocks), `quants` int64 (outputs, sub-blocks,
-    inputs of one).
+    Integer products multiply the quants. `scales` and `minimums` are float32 (outputs, sub-blocks),
+    `quants` int64 (outputs, sub-blocks, inputs of a sub-block).
     """
 
     scales: np.ndarray
@@ -48,7 +48,7 @@ class Parts(Frozen):
 
 
 def random_source(name: str, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
-    """Random blocks (outputs, bytes): extreme codes among them, scales of all signs and sizes."""
+    """Return random blocks (outputs, bytes), with extreme codes and scales of all signs."""
     fmt = FORMATS[name]
     source = rng.integers(0, 256, (shape[0], fmt.num_bytes(shape[1])), dtype=np.uint8)
     source[rng.random(source.shape) < 0.1] = 0xFF
@@ -59,7 +59,7 @@ def random_source(name: str, shape: tuple[int, int], rng: np.random.Generator) -
 
 
 def set_halves(name: str, source: np.ndarray, rng: np.random.Generator) -> None:
-    """Write scales into the blocks: some of them zero, some the smallest subnormal."""
+    """Write float16 scales into the blocks, some of them zero, some the smallest subnormal."""
     blocks = source.reshape(-1, FORMATS[name].block_bytes)
     if name in GROUPED:
         scales = (rng.standard_normal(len(blocks)) * 0.02).astype(np.float32)
@@ -107,7 +107,7 @@ def take_apart(name: str, source: np.ndarray) -> Parts:
 
 
 def take_groups_apart(name: str, source: np.ndarray) -> Parts:
-    """Return the parts of groups; one of 128 shares its scale among four sub-blocks of 32."""
+    """Return the parts of groups; a group of 128 repeats its scale for four sub-blocks of 32."""
     fmt = FORMATS[name]
     blocks = source.reshape(-1, fmt.block_bytes)
     scales = np.ascontiguousarray(blocks[:, :4]).view(np.float32)
@@ -131,7 +131,7 @@ def take_groups_apart(name: str, source: np.ndarray) -> Parts:
 
 
 def take_book_apart(book: Codebook, source: np.ndarray) -> Parts:
-    """Return the parts of a codebook's blocks, as kernels read them."""
+    """Return the parts of a codebook's blocks in the kernels' form."""
     scales, codes = book.parts(source.reshape(-1, book.format.block_bytes))
     outputs = len(source)
     return Parts(
@@ -142,7 +142,7 @@ def take_book_apart(book: Codebook, source: np.ndarray) -> Parts:
 
 
 def quants_of(name: str, blocks: np.ndarray) -> np.ndarray:
-    """Return int64 (blocks, values)."""
+    """Return the integers of blocks, int64 (blocks, values)."""
     match name:
         case "Q8_0":
             return blocks[:, 2:].view(np.int8).astype(np.int64)
@@ -171,7 +171,7 @@ def quants_of(name: str, blocks: np.ndarray) -> np.ndarray:
 
 
 def steps_of(name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What the float16 scale and minimum of a block are multiplied by, for each sub-block."""
+    """Return the integers that multiply a block's float16 scale and minimum, by sub-block."""
     match name:
         case "Q2_K":
             return blocks[:, :16] & 15, blocks[:, :16] >> 4

@@ -1,4 +1,4 @@
-"""A tokenizer small enough to reason about: all 256 bytes, a few merges, a few special tokens."""
+"""A tokenizer small enough to follow by hand: all 256 bytes, a few merges and special tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHATML = (
 
 
 def byte_characters() -> list[str]:
-    """The 256 characters of the byte-level alphabet, in the order of the bytes they stand for."""
+    """Return the 256 characters of the byte-level alphabet, by byte."""
     candidates = (chr(code) for code in range(0x21, 0x180))
     spelled = ((byte_level_bytes(char), char) for char in candidates)
     found = {value[0]: char for value, char in spelled if len(value) == 1}
@@ -25,7 +25,7 @@ def byte_characters() -> list[str]:
 def byte_metadata(
     *, more_merges: tuple[str, ...] = (), odd: tuple[tuple[str, int], ...] = (), **keys: object
 ) -> dict[str, object]:
-    """GGUF metadata of the tokenizer; `odd` adds tokens with types, `keys` sets keys."""
+    """Return the tokenizer's GGUF metadata; `odd` adds tokens with types, `keys` sets keys."""
     all_merges = [*_MERGES, *more_merges]
     tokens = [START, END, DOC, TOOL]
     types = [CONTROL, CONTROL, CONTROL, USER_DEFINED]
@@ -48,5 +48,5 @@ def byte_metadata(
 
 
 def byte_tokenizer(**keys: object) -> Tokenizer:
-    """The tokenizer itself."""
+    """Return the tokenizer."""
     return from_gguf(byte_metadata(**keys))  # type: ignore[arg-type]

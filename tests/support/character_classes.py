@@ -1,4 +1,4 @@
-"""Which characters a class of a pattern holds: here, and in Hugging Face's `tokenizers`."""
+"""The characters of a pattern's class in Twostroke and in Hugging Face's `tokenizers`."""
 
 from __future__ import annotations
 

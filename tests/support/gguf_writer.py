@@ -1,4 +1,4 @@
-"""A small GGUF writer for tests: sound files, and, piece by piece, unsound ones."""
+"""A small GGUF writer for tests: valid files, and invalid files piece by piece."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gguf_bytes(
     alignment: int = 32,
     version: int = 3,
 ) -> bytes:
-    """Return a whole file; an alignment other than 32 must also stand in the metadata."""
+    """Return a whole file; an alignment other than 32 must be in the metadata, too."""
     out = header(len(tensors), len(metadata), version)
     for key, value in metadata.items():
         out += key_value(key, value)

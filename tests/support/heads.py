@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def write_random_heads(
     folder: Path, model: Path, kind: str, *, depth: int = 4, window: int = 32, seed: int = 0
 ) -> Path:
-    """Write heads that know nothing, for the model of a file; return their folder."""
+    """Write random, untrained heads for the model of a file; return their folder."""
     loaded = load_path(model)
     vocab_size = loaded.spec.vocab_size
     rng = np.random.default_rng(seed)

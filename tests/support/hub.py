@@ -1,7 +1,7 @@
-"""A stand-in of the Hugging Face hub's HTTP interface, for its real client, with faults on demand.
+"""A stand-in for the Hugging Face hub's HTTP interface, for its real client, with faults on demand.
 
 Sources: the hub's API as huggingface_hub 2.4 uses it (`/api/models/...`, `/resolve/...`), and the
-headers that its documentation of the cache and of downloads describes.
+headers in its documentation of the cache and of downloads.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Repo:
 
 
 class HubRequest(Frozen):
-    """A request that was made."""
+    """A received request."""
 
     method: str
     path: str
@@ -57,8 +57,8 @@ class HubRequest(Frozen):
 class Hub:
     """The repositories, the received requests, and the faults of the next responses.
 
-    `refusals` are statuses to answer with before anything else works again, each with headers;
-    `cuts` after how many bytes the next transfers break off.
+    `refusals` are statuses, with headers, of the next responses. `cuts` are the numbers of bytes
+    after which the next transfers are interrupted.
     """
 
     url: str = ""
@@ -88,7 +88,7 @@ class Hub:
 
 @contextmanager
 def hub_at(cache: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """Yield a hub on a free port that the client takes for the real one; its cache is `cache`."""
+    """Yield a hub on a free port, which the client uses as the real one; its cache is `cache`."""
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     server.daemon_threads = True
@@ -115,7 +115,7 @@ def hub_at(cache: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def refusal(name: str, kind: type[Exception] = DownloadError) -> str:
-    """Return the sentence with which a pull of that name is refused."""
+    """Return the message of a refused pull of that name."""
     with pytest.raises(kind) as caught:
         loader.pull(name)
     message = str(caught.value)
@@ -131,12 +131,12 @@ def stored(cache: Path) -> list[str]:
 
 
 def partials(cache: Path) -> list[Path]:
-    """Return what interrupted downloads have left there."""
+    """Return the files of interrupted downloads in the hub's cache."""
     return sorted(cache.rglob("*.incomplete"))
 
 
 def git_sha1(content: bytes) -> str:
-    """Return git's name of a file."""
+    """Return git's hash of a file."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 

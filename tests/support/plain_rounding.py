@@ -1,4 +1,4 @@
-"""The definition of rounding with compensation, in NumPy: what native/compress computes."""
+"""Rounding with compensation by its definition, in NumPy: the plain twin of native/compress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Line(NamedTuple):
 
 
 def plain_rounding(weight: Floats, moments: Moments, grid: BlockGrid) -> Floats:
-    """Return what a matrix (outputs, inputs) becomes, as float32."""
+    """Return the rounded matrix (outputs, inputs), as float32."""
     right = np.ascontiguousarray(weight.T)
     levels, lines, units = compensated(right, moments.factor, grid)
     starts = range(0, len(right), grid.group)
@@ -58,7 +58,7 @@ def plain_rounding(weight: Floats, moments: Moments, grid: BlockGrid) -> Floats:
 def compensated(
     right: Floats, factor: Floats, grid: BlockGrid
 ) -> tuple[Floats, list[Line], list[tuple[Floats, Floats]]]:
-    """Code `right` (inputs, outputs) group after group; later groups make up for errors.
+    """Code `right` (inputs, outputs) group after group; later groups compensate earlier errors.
 
     Returns levels, each group's line and each super-block's units.
     """
@@ -98,7 +98,7 @@ def code(
 
 
 def stored(line: Line, trial: int, units: tuple[Floats, Floats], grid: BlockGrid) -> Line:
-    """Return a trial about a line, as the format stores it; the middle of the levels stays."""
+    """Return a trial line as the format stores it; the middle of the levels does not move."""
     half = np.float32(0 if grid.peaks else grid.high / 2)
     if grid.num_groups == 1:
         scale = halved(line.scale * np.float32(1 + 0.04 * trial))
@@ -166,7 +166,7 @@ def fitted(values: Floats, weights: Floats, grid: BlockGrid) -> Line:
 
 
 def refit(wanted: Floats, levels: Floats, own: Floats, grid: BlockGrid) -> Line:
-    """Return the line that is best for given levels."""
+    """Return the best line for given levels."""
     seen = own @ levels
     along, size = (np.einsum("io,io->o", seen, each) for each in (wanted, levels))
     if grid.peaks:

@@ -1,4 +1,4 @@
-"""Small Programs made of the blocks of every family, with random weights."""
+"""Small Programs with the blocks of every family, with random weights."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _post_norms(**changes: Any) -> Program:
 
 
 def _biases() -> Program:
-    """Return a Program whose every product has a bias, a gate's two among them."""
+    """Return a Program in which every product has a bias, gate and up included."""
     program = _plain(qkv_bias=True, output_bias=True)
     biased = [
         replace(op, bias=op.weight.replace(".weight", ".bias")) if isinstance(op, Linear) else op
@@ -148,7 +148,7 @@ def program_of_layers(
     head_dim: int = 256,
     context_length: int = 32768,
 ) -> Program:
-    """Return a Program that does nothing but store a layer of keys and values for each window."""
+    """Return a Program that only stores a layer of keys and values for each window."""
     width = num_kv_heads * head_dim
     layers = [
         Attention(f"a{i}", "x", "x", "x", i, num_kv_heads, num_kv_heads, head_dim, 1.0, window)
@@ -160,7 +160,7 @@ def program_of_layers(
 def random_tensors(
     program: Program, fmt: str = "F32", embedding_fmt: str = "F32", seed: int = 0
 ) -> dict[str, QuantTensor]:
-    """Return weights for a Program: matrices in `fmt`, tables in `embedding_fmt`, the rest F32."""
+    """Return weights for a Program: matrices in `fmt`, tables in `embedding_fmt`, others in F32."""
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, shape in program.weight_shapes.items():

@@ -1,7 +1,7 @@
 """Published quantized folders, written plainly from the descriptions of their layouts.
 
-Each function makes a module of random codes and returns its tensors and its values: one value at a
-time, with none of the package's code.
+Each function creates a module of random codes and returns its tensors and its values, computed one
+value at a time, without the package's code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MATRIX_NAMES = {
 
 
 def words_of(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Pack rows of codes into int32, one code after the other from the lowest bit on."""
+    """Pack rows of codes into int32 words without gaps, from the lowest bit on."""
     words = [_words_of_row([int(code) for code in row], bits) for row in codes]
     return np.array(words, dtype=np.uint32).view(np.int32)
 
@@ -46,7 +46,7 @@ def _words_of_row(row: list[int], bits: int) -> list[int]:
 
 
 def gptq(bits: int, group: int, *, version: int = 1, act_order: bool = False) -> MakeModule:
-    """Return a maker of GPTQ modules."""
+    """Return a function that creates GPTQ modules."""
 
     def make(
         rng: np.random.Generator, outputs: int, inputs: int
@@ -74,7 +74,7 @@ def gptq(bits: int, group: int, *, version: int = 1, act_order: bool = False) ->
 
 
 def awq(group: int) -> MakeModule:
-    """Return a maker of AWQ modules."""
+    """Return a function that creates AWQ modules."""
 
     def pack(codes: np.ndarray) -> np.ndarray:
         rows = codes.reshape(len(codes), -1, 8)[:, :, list(AWQ_ORDER)].reshape(len(codes), -1)
@@ -96,7 +96,10 @@ def awq(group: int) -> MakeModule:
 
 
 def compressed_ints(bits: int, group: int | None, *, symmetric: bool, packed: bool) -> MakeModule:
-    """Return a maker of modules of integers of compressed-tensors; a group is a row if None."""
+    """Return a function that creates integer modules of compressed-tensors.
+
+    A group is a whole row if `group` is None.
+    """
 
     def make(
         rng: np.random.Generator, outputs: int, inputs: int
@@ -126,14 +129,17 @@ def compressed_ints(bits: int, group: int | None, *, symmetric: bool, packed: bo
 
 
 def e4m3(code: int) -> float:
-    """Return the value of one E4M3 code that is a number."""
+    """Return the value of an E4M3 code."""
     sign, exponent, fraction = code >> 7, code >> 3 & 15, code & 7
     size = fraction / 8 * 2**-6 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7)
     return -size if sign else size
 
 
 def fp8(rows: int | None, columns: int | None, scale: str = "weight_scale") -> MakeModule:
-    """Return a maker of E4M3 modules with a scale for each block; all of a side if None."""
+    """Return a function that creates E4M3 modules with a scale for each block.
+
+    A block has the whole side if its size is None.
+    """
 
     def make(
         rng: np.random.Generator, outputs: int, inputs: int
@@ -153,7 +159,7 @@ def fp8(rows: int | None, columns: int | None, scale: str = "weight_scale") -> M
 
 
 def fp4(kind: str) -> MakeModule:
-    """Return a maker of E2M1 modules: "nvfp4" or "mxfp4"."""
+    """Return a function that creates E2M1 modules: "nvfp4" or "mxfp4"."""
     magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
     def make(
@@ -186,7 +192,7 @@ def fp4(kind: str) -> MakeModule:
 def write_published(
     folder: Path, make: MakeModule, quantization: dict[str, Any], seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """Write a tiny Llama whose matrices `make` makes; return the values by module name."""
+    """Write a tiny Llama with matrices from `make`; return the values by module name."""
     tiny = Tiny(hidden_size=128, ffn_size=256, num_layers=1, head_dim=32, seed=seed)
     write_tiny_folder(folder, tiny)
     path = folder / "model.safetensors"

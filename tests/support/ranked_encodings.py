@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Encoding(Frozen):
-    """A vocabulary, what encodes with it, and how many control tokens precede its ids."""
+    """A vocabulary, its encoder, and the number of control tokens before its ids."""
 
     ranks: dict[bytes, int]
     official: Any
@@ -30,7 +30,7 @@ class Encoding(Frozen):
 
 
 def _tekken() -> Encoding:
-    """Mistral Nemo's, out of the package of its authors."""
+    """Mistral Nemo's vocabulary, from its authors' package."""
     name = "tekken_240718.json"
     description = json.loads((files("mistral_common") / "data" / name).read_bytes())
     ranks, num_special = tekken_ranks(description)
@@ -41,7 +41,7 @@ def _tekken() -> Encoding:
 
 
 def _o200k() -> Encoding:
-    """The one that Phi-4-mini took over; tiktoken fetches it (3.6 MB) and keeps it."""
+    """The vocabulary that Phi-4-mini took over; tiktoken fetches it (3.6 MB) and caches it."""
     official = tiktoken.get_encoding("o200k_base")
     tokens = official.token_byte_values()
     ranks = {token: official.encode_single_token(token) for token in tokens}

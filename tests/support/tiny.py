@@ -37,8 +37,8 @@ _WORDS = ("the", "and", "Ġthe", "Ġa", "Ġis", "Ġof", "Ġto", "ing", "er", "Ġ
 class Tiny(Frozen):
     """The sizes of a tiny model; `fmt` is the format of its matrices, `embedding_fmt` of its table.
 
-    `family` is a name of `tiny_families.FAMILIES`; `tiny_of` chooses fitting sizes. Two equal Tinys
-    have equal weights, whichever way they are written.
+    `family` is a name of `tiny_families.FAMILIES`; `tiny_of` chooses fitting sizes. Equal Tinys
+    have equal weights in both kinds of files.
     """
 
     num_layers: int = 2
@@ -58,12 +58,12 @@ class Tiny(Frozen):
 
     @property
     def variant(self) -> Variant:
-        """What sets the family apart from Llama."""
+        """The family's departures from Llama."""
         return FAMILIES[self.family]
 
 
 def tiny_of(family: str, **sizes: Any) -> Tiny:
-    """Return a tiny model of a family, with the sizes that show what it is about."""
+    """Return a tiny model of a family, with sizes that show its particular features."""
     return Tiny(**{**FAMILIES[family].sizes, **sizes}, family=family)
 
 
@@ -143,7 +143,7 @@ def tiny_tensors(tiny: Tiny, vocab_size: int | None = None) -> dict[str, QuantTe
 def write_tiny_gguf(
     path: Path, tiny: Tiny | None = None, metadata: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write a tiny random model as a GGUF file, with more `metadata`, and return its path."""
+    """Write a tiny random model as a GGUF file, with additional `metadata`; return its path."""
     tiny = tiny or Tiny()
     all_metadata = tiny_metadata(tiny) | dict(metadata or {})
     vocab_size = len(all_metadata["tokenizer.ggml.tokens"])
@@ -152,14 +152,14 @@ def write_tiny_gguf(
 
 
 def infill_metadata() -> dict[str, Any]:
-    """Return metadata that name tokens for filling in the middle, and one that ends an answer."""
+    """Return metadata that name tokens for filling in the middle, and an end token."""
     tokens, _ = vocabulary()
     named = {"pre": "Ġis", "suf": "Ġof", "mid": "Ġto", "sep": "Ġworld"}
     return {f"tokenizer.ggml.fim_{k}_token_id": tokens.index(text) for k, text in named.items()}
 
 
 def write_base_gguf(path: Path) -> Path:
-    """Write a tiny model that cannot chat, for it has neither template nor markers of turns."""
+    """Write a tiny model that cannot chat, without template and turn tokens."""
     metadata = tiny_metadata(Tiny())
     del metadata["tokenizer.chat_template"]
     tokens = metadata["tokenizer.ggml.tokens"]

@@ -1,4 +1,4 @@
-"""Attention of tiny models that departs from Llama's in more than a few sizes."""
+"""Attention of tiny models that differs from Llama's in more than a few sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WINDOW = 27
 
 
 class Latent(Frozen):
-    """Widths of latent attention; `in_one` says that a GGUF has keys and values in one matrix."""
+    """Widths of latent attention; `in_one`: a GGUF file has keys and values in one matrix."""
 
     rank: int = 32
     rotated: int = 16

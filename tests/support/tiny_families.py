@@ -1,4 +1,4 @@
-"""What sets the tiny model of each family apart from a tiny Llama, in both kinds of files."""
+"""The departures of each family's tiny model from a tiny Llama, in both kinds of files."""
 
 from __future__ import annotations
 

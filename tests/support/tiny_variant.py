@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 class Variant(Frozen):
     """A family's departures from Llama.
 
-    `metadata` is a GGUF's (keys without the architecture), `config` a config.json's, `sizes` are
-    changed fields of Tiny. `layer_names` is what Hugging Face calls the weights of a layer, where
-    it departs from Llama; `fused` are stacks of rows that both files hold, `factors` a rope table
-    that the GGUF holds as a tensor. `norm_offset` is what a folder's norms lack.
+    `metadata` is for GGUF files (keys without the architecture), `config` for config.json; `sizes`
+    are changed fields of Tiny. `layer_names` are Hugging Face's names of a layer's weights that
+    differ from Llama's; `fused` are stacks of rows that both files store; `factors` is a RoPE table
+    that the GGUF file stores as a tensor. `norm_offset` is subtracted from the norm weights of
+    folders.
     """
 
     architecture: str = "llama"

@@ -1,4 +1,4 @@
-"""Random weights of tiny models, and how GGUF files and Hugging Face folders hold them."""
+"""Random weights of tiny models, in the forms of GGUF files and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def random_weights(tiny: Tiny, vocab_size: int) -> Weights:
 
 
 def gguf_weights(tiny: Tiny, weights: Weights) -> Weights:
-    """Return `weights` as a GGUF file has them: rows in its order, stacks, tables of factors."""
+    """Return `weights` as in a GGUF file: rows in its order, stacks, tables of factors."""
     held = dict(weights)
     for name, weight in weights.items():
         if tiny.variant.interleaves and name.endswith(("attn_q.weight", "attn_k.weight")):
@@ -78,7 +78,7 @@ def gguf_weights(tiny: Tiny, weights: Weights) -> Weights:
 
 
 def folder_weights(tiny: Tiny, weights: Weights) -> Weights:
-    """Return `weights` as a Hugging Face folder has them, by its names."""
+    """Return `weights` as in a Hugging Face folder, by its names."""
     offset = np.float32(tiny.variant.norm_offset)
     held = {
         name: values - offset if name.endswith("norm.weight") else values
@@ -134,7 +134,7 @@ def _attention(rng: np.random.Generator, tiny: Tiny) -> Weights:
 
 
 def _wide_attention(rng: np.random.Generator, tiny: Tiny, layer: int, wide: Wide) -> Weights:
-    """Return a layer's attention, and what its input and its factor add."""
+    """Return the weights of a layer's attention, of its input and of its factor."""
     dim, kv_heads = wide.head_dim if wide.slides[layer] else tiny.head_dim, wide.kv_heads[layer]
     part = _attention(rng, replace(tiny, head_dim=dim, num_kv_heads=kv_heads))
     if layer >= tiny.num_layers - wide.num_shared_kv:
@@ -214,7 +214,7 @@ def _norm(rng: np.random.Generator, width: int) -> np.ndarray:
 
 
 def _latent_stacks(tiny: Tiny, weights: Weights) -> Weights:
-    """Stack the matrices of heads, as a GGUF file has them; an older one has them in one."""
+    """Stack the matrices of heads as in a GGUF file; an older file has them in one matrix."""
     sizes = tiny.variant.latent
     if sizes is None:
         return weights
@@ -229,7 +229,7 @@ def _latent_stacks(tiny: Tiny, weights: Weights) -> Weights:
 
 
 def _in_one(tiny: Tiny, weights: Weights) -> Weights:
-    """Put the keys and values of heads, one head after another, into one matrix."""
+    """Join the keys and values of heads, one head after another, into one matrix."""
     held = dict(weights)
     for layer in range(tiny.num_layers):
         rows: list[np.ndarray] = []
@@ -241,7 +241,7 @@ def _in_one(tiny: Tiny, weights: Weights) -> Weights:
 
 
 def _fused(tiny: Tiny, weights: Weights) -> Weights:
-    """Put the rows of matrices that the family's files keep as one into one."""
+    """Join the rows of matrices that the family's files store as one."""
     held = dict(weights)
     for layer in range(tiny.num_layers):
         for whole, parts in tiny.variant.fused.items():

@@ -1,4 +1,4 @@
-"""Varied strings and chats on which tokenizers like to differ; the same ones every time."""
+"""Varied strings and chats on which tokenizers often differ; the same in every run."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ The year 1984, page 42, $19.99, 50%, #1, §3, ¶4, ©2024, ™, °C
 def texts(num_random: int = 200, seed: int = 1) -> list[str]:
     """Return the written strings and `num_random` more that mix their parts and rare characters.
 
-    There are no surrogates, which have no UTF-8. There are characters with bytes that SmolLM2's
-    vocabulary lacks: what both sides do with them is compared too.
+    They have no surrogates, which have no UTF-8. Some characters have bytes that SmolLM2's
+    vocabulary lacks: the handling of such characters is compared, too.
     """
     written = [_read(line) for line in WRITTEN.splitlines()]
     rng = random.Random(seed)
@@ -89,7 +89,7 @@ def texts(num_random: int = 200, seed: int = 1) -> list[str]:
 
 
 def old_texts(num_random: int = 200, seed: int = 1) -> list[str]:
-    """Return texts without characters so new that one Unicode version has them, another not."""
+    """Return texts without characters that only newer Unicode versions have."""
     varied = texts(num_random, seed)
     new = {
         one

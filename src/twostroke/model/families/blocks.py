@@ -376,7 +376,7 @@ def residual_layer(
     post_norms: bool = False,
     query_key_norm: QueryKeyNorm = None,
 ) -> list[Op]:
-    """Return the layer that most families share: attention and feed-forward, each added to its input.
+    """Return the layer that most families share: attention, then a feed-forward, each added to x.
 
     Each of the two parts may have a norm before it, named by `pre_norms`, and with `post_norms` has
     one after it. The second part is a mixture of experts in layers that have experts.

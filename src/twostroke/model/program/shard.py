@@ -241,7 +241,7 @@ class _Stage:
             self._undivided(name, all_rows=True)
 
     def send(self, names: Collection[str]) -> list[HeldValue]:
-        """Send values to the next stage, each to the rank with the same parts; return the values."""
+        """Send values to the next stage, to the ranks with the same parts; return the values."""
         sent = []
         for name in [name for name in self._held_values if name in names]:
             value = self._divided(name) or self._undivided(name)
