@@ -111,13 +111,13 @@ def status_command(name: str | None, as_json: bool) -> None:
     ]
     show_table([_HEADINGS, *rows], {1, 3, 4})
     for pool in status.pools:
-        if pool.num_ready < pool.wanted:
-            click.echo(f"\n{pool.label}: {pool.num_ready} of {pool.wanted} replicas are ready.")
+        if pool.num_ready < pool.num_wanted:
+            click.echo(f"\n{pool.label}: {pool.num_ready} of {pool.num_wanted} replicas are ready.")
     ready = {pool.label: pool.num_ready for pool in status.pools}
     for pool in status.pools:
-        if pool.readers is not None:
+        if pool.num_prefill_wanted is not None:
             have = f"{ready.get(pool.prefill, 0)} ready"
-            text = f"{pool.label} can use {pool.readers:.1f} replicas of {pool.prefill}"
+            text = f"{pool.label} can use {pool.num_prefill_wanted:.1f} replicas of {pool.prefill}"
             click.echo(f"\nBy the measured rates, {text}; {have}.")
     if status.trouble:
         click.echo(printable(f"\nA server ended: {status.trouble}"))
@@ -210,7 +210,9 @@ def _wait(ray: ModuleType, spec: FleetSpec, timeout_s: float) -> FleetStatus:
             return status
         if status.trouble:
             raise UnreachableError(f"A server of the fleet ended: {status.trouble}")
-        parts = [f"{pool.label}: {pool.num_ready} of {pool.wanted} ready" for pool in status.pools]
+        parts = [
+            f"{pool.label}: {pool.num_ready} of {pool.num_wanted} ready" for pool in status.pools
+        ]
         text = "; ".join(parts)
         if text and text != shown_text:
             shown_text = text

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from twostroke.fleet.cluster.choice import Phase, ReplicaView, Steady, choose
+from twostroke.fleet.cluster.choice import Phase, ReplicaView, ScaleDownDelay, choose
 
 READY, STARTING, DRAINING = Phase.READY, Phase.STARTING, Phase.DRAINING
 
@@ -77,19 +77,19 @@ def test_every_pool_becomes_what_is_wanted(seed: int) -> None:
 
 
 def test_a_number_rises_at_once_and_falls_after_the_window() -> None:
-    steady = Steady(10.0)
-    assert [steady.take(n, at) for at, n in enumerate([1, 4, 2, 3])] == [1, 4, 4, 4]
-    assert steady.take(1, 11.0) == 4
-    assert steady.take(1, 11.5) == 3
-    assert steady.take(1, 14.0) == 1
-    assert steady.take(2, 14.1) == 2
+    steady = ScaleDownDelay(10.0)
+    assert [steady.update(n, at) for at, n in enumerate([1, 4, 2, 3])] == [1, 4, 4, 4]
+    assert steady.update(1, 11.0) == 4
+    assert steady.update(1, 11.5) == 3
+    assert steady.update(1, 14.0) == 1
+    assert steady.update(2, 14.1) == 2
 
 
 @pytest.mark.seeds(50)
 def test_the_window_holds_the_most_of_its_time(seed: int) -> None:
-    rng, steady, seen, now = random.Random(seed), Steady(5.0), [], 0.0
+    rng, steady, seen, now = random.Random(seed), ScaleDownDelay(5.0), [], 0.0
     for _ in range(100):
         now += rng.random() * 2
         wanted = rng.randint(0, 9)
         seen.append((now, wanted))
-        assert steady.take(wanted, now) == max(n for at, n in seen if at >= now - 5.0)
+        assert steady.update(wanted, now) == max(n for at, n in seen if at >= now - 5.0)

@@ -35,7 +35,7 @@ class FakeCluster:
         if pool is not None:
             self.pools[name] = pool
 
-    def look(self) -> Mapping[str, ServerState]:
+    def states(self) -> Mapping[str, ServerState]:
         return dict(self.servers)
 
     def stop(self, name: str) -> None:
@@ -70,10 +70,10 @@ class FakeRouter:
         self.readers: dict[str, float | None] = {}
         self.told: dict[str, Sequence[str]] = {}
 
-    def tell(self, replicas: Mapping[str, Sequence[str]]) -> None:
+    def set_replicas(self, replicas: Mapping[str, Sequence[str]]) -> None:
         self.told = dict(replicas)
 
-    def look(self) -> Mapping[str, RouterView]:
+    def views(self) -> Mapping[str, RouterView]:
         return {name: RouterView(self.wanted, {}, self.readers) for name in self.told}
 
 
@@ -226,11 +226,11 @@ def test_the_status_says_how_many_prefill_replicas_the_measured_rates_ask_for() 
     manager, clock = make(spec, cluster, router)
     play(manager, cluster, clock)
     urls = [f"http://{name}" for name in cluster.ready if name.startswith("m/")]
-    assert [pool.readers for pool in manager.status.pools] == [None, None]
+    assert [pool.num_prefill_wanted for pool in manager.status.pools] == [None, None]
     router.readers = dict(zip(urls, (0.5, None, 0.7), strict=True))
     manager.step()
     decode = next(pool for pool in manager.status.pools if pool.prefill)
-    assert decode.readers == pytest.approx(3 * 0.6)
+    assert decode.num_prefill_wanted == pytest.approx(3 * 0.6)
 
 
 def test_decode_replicas_follow_prompts_to_another_machine() -> None:

@@ -34,7 +34,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def child_of(place: Path) -> str | None:
     """Return when a process of the cluster began; None if there is none."""
     with suppress(OSError, ValueError):
-        return own_ray._begun(int((place / "child").read_text()))
+        return own_ray._start_ticks(int((place / "child").read_text()))
     return None
 
 
@@ -59,7 +59,7 @@ def test_nothing_stays_of_a_cluster_whose_start_is_interrupted(
 def test_nothing_stays_of_a_cluster_that_does_not_start(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_ray, "_START_S", 0.5)
+    monkeypatch.setattr(own_ray, "_START_TIMEOUT_S", 0.5)
     with pytest.raises(BackendError, match="Ray does not start"):
         own_ray.OwnRay().start()
     wait_for(lambda: child_of(place) is None)

@@ -49,7 +49,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 @contextmanager
 def running(*arguments: str, said: list[str] | None = None) -> Iterator[ServerProcess]:
     say = ([] if said is None else said).append
-    server = ServerProcess(arguments, "127.0.0.1", say=say)
+    server = ServerProcess(arguments, "127.0.0.1", log=say)
     try:
         yield server
     finally:
@@ -67,7 +67,7 @@ def is_gone(pid: int) -> bool:
 def test_a_server_that_dies_or_freezes_is_started_again(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_process, "_ASK_S", 0.3)
+    monkeypatch.setattr(fleet_process, "_CHECK_TIMEOUT_S", 0.3)
     said: list[str] = []
     with running("serve", tiny, "--in-process", said=said) as server:
         wait_for(lambda: server.state.is_ready, 30)

@@ -139,8 +139,8 @@ def test_a_pool_that_reads_prompts_has_a_port_for_each_replica(tmp_path: Path) -
     spec, _ = read_spec(path)
     decode, prefill = spec.models
     assert spec.prefill_labels == {"prefill"}
-    assert prefill.reading(2).options == {"role": "prefill", "peer-address": "{host}:7902"}
-    words = decode.writing(["x:1", "y:2"]).arguments
+    assert prefill.as_prefill(2).options == {"role": "prefill", "peer-address": "{host}:7902"}
+    words = decode.as_decode(["x:1", "y:2"]).arguments
     peers = ("--prefill-peer", "x:1", "--prefill-peer", "y:2")
     assert words[4:] == ("--role", "decode", *peers, "--name", "a")
 

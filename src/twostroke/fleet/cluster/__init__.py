@@ -1,1 +1,1 @@
-"""Servers and a router on the machines of a cluster: started, watched, replaced, scaled."""
+"""Servers and a router on the machines of a cluster: started, monitored, replaced, scaled."""

@@ -1,4 +1,4 @@
-"""What to do next with a pool's replicas: pure functions of what is known of them."""
+"""Chooses which replicas of a pool to start and to drain: pure functions of their states."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ if TYPE_CHECKING:
 
 
 class Phase(StrEnum):
-    """Where a replica is in its life."""
+    """The phase of a replica's life."""
 
-    STARTING = "starting"  # placed, or waiting for a place, or loading its model
+    STARTING = "starting"  # waits for a machine, or loads its model
     READY = "ready"  # answers requests
-    DRAINING = "draining"  # ends its answers and takes no new ones
+    DRAINING = "draining"  # completes its answers and accepts no new requests
 
 
 class ReplicaView(Frozen):
-    """A replica as the choice sees it.
+    """The properties of a replica on which the choice depends.
 
-    `is_current` says that it was started from the pool as it is now. `num_running` are the requests
-    that it has not answered.
+    Attributes:
+        name: its name.
+        phase: its phase.
+        is_current: whether it has the pool's present version.
+        num_running: requests that it has not answered.
     """
 
     name: str
@@ -34,56 +37,61 @@ class ReplicaView(Frozen):
 
 
 class Actions(Frozen):
-    """How many replicas to start, and the names of those to drain."""
+    """How many replicas to start, and the names of the replicas to drain."""
 
     num_starts: int = 0
     drains: tuple[str, ...] = ()
 
 
-def choose(replicas: Sequence[ReplicaView], wanted: int, *, has_room: bool = True) -> Actions:
-    """Return what brings a pool closer to `wanted` replicas of its current version.
+def choose(replicas: Sequence[ReplicaView], num_wanted: int, *, has_room: bool = True) -> Actions:
+    """Return the actions that bring a pool closer to `num_wanted` replicas of its version.
 
-    An update goes one by one: one replica more than wanted is started, and once it is ready, an old
-    one is drained, so that there are never fewer ready ones than before; without room for one more,
-    the old one goes first. Where there are too many, those that are not ready go first, then those
-    with the least to do.
+    An update replaces replicas one by one. It starts one replica more than wanted, and drains an
+    old one as soon as the new one is ready, so that the number of ready replicas never falls.
+    Without room for one more, an old replica is drained first. If there are too many replicas, the
+    ones that are not ready are drained first, then the ones with the fewest requests.
     """
-    alive = [one for one in replicas if one.phase is not Phase.DRAINING]
-    current = [one for one in alive if one.is_current]
-    old = sorted((one for one in alive if not one.is_current), key=_cost)
-    num_starting = sum(one.phase is Phase.STARTING for one in current)
+    alive = [replica for replica in replicas if replica.phase is not Phase.DRAINING]
+    current = [replica for replica in alive if replica.is_current]
+    old = sorted((replica for replica in alive if not replica.is_current), key=_drain_cost)
+    num_starting = sum(replica.phase is Phase.STARTING for replica in current)
     num_ready = len(current) - num_starting
     if old:
-        num_spare = max(
-            sum(one.phase is Phase.STARTING for one in old),
-            num_ready + len(old) - wanted,
+        num_drains = max(
+            sum(replica.phase is Phase.STARTING for replica in old),
+            num_ready + len(old) - num_wanted,
             num_starting > 0 and not has_room,
         )
-        room = wanted + 1 - len(current) - (len(old) - min(len(old), num_spare))
-        num_starts = max(0, min(room, wanted - len(current)))
-        return Actions(num_starts, tuple(one.name for one in old[:num_spare]))
-    spare = sorted(current, key=_cost)[: max(0, len(current) - wanted)]
-    return Actions(max(0, wanted - len(current)), tuple(one.name for one in spare))
+        num_old_left = len(old) - min(len(old), num_drains)
+        room = num_wanted + 1 - len(current) - num_old_left
+        num_starts = max(0, min(room, num_wanted - len(current)))
+        return Actions(num_starts, tuple(replica.name for replica in old[:num_drains]))
+    surplus = sorted(current, key=_drain_cost)[: max(0, len(current) - num_wanted)]
+    num_starts = max(0, num_wanted - len(current))
+    return Actions(num_starts, tuple(replica.name for replica in surplus))
 
 
-def _cost(one: ReplicaView) -> tuple[bool, int, str]:
-    """Return what draining a replica costs, for comparison."""
-    return one.phase is Phase.READY, one.num_running, one.name
+def _drain_cost(replica: ReplicaView) -> tuple[bool, int, str]:
+    """Return a key that sorts replicas by the cost of draining them."""
+    return replica.phase is Phase.READY, replica.num_running, replica.name
 
 
-class Steady:
-    """A number of replicas that rises at once, and falls when fewer have sufficed for a while."""
+class ScaleDownDelay:
+    """A number of replicas that rises at once, and falls after fewer have been enough for a while.
+
+    It is the maximum over a sliding window.
+    """
 
     def __init__(self, window_s: float) -> None:
-        """Look at the last `window_s` seconds."""
+        """Use the maximum of the last `window_s` seconds."""
         self._window_s = window_s
-        self._seen: deque[tuple[float, int]] = deque()  # falling numbers, each with its last time
+        self._maxima: deque[tuple[float, int]] = deque()  # latest time and number, falling numbers
 
-    def take(self, wanted: int, now_s: float) -> int:
-        """Take in what is wanted now; return the most that was wanted within the window."""
-        while self._seen and self._seen[-1][1] <= wanted:
-            self._seen.pop()
-        self._seen.append((now_s, wanted))
-        while self._seen[0][0] < now_s - self._window_s:
-            self._seen.popleft()
-        return self._seen[0][1]
+    def update(self, num_wanted: int, now_s: float) -> int:
+        """Add the number that is wanted now, and return the maximum of the window."""
+        while self._maxima and self._maxima[-1][1] <= num_wanted:
+            self._maxima.pop()
+        self._maxima.append((now_s, num_wanted))
+        while self._maxima[0][0] < now_s - self._window_s:
+            self._maxima.popleft()
+        return self._maxima[0][1]

@@ -1,4 +1,4 @@
-"""Brings a fleet to what its file asks, and keeps it there."""
+"""The manager of a fleet: starts, replaces and drains servers until they match the fleet's file."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final, Protocol
 from urllib.parse import urlsplit
 
+from msgspec import field
+
 from twostroke.core.frozen import Frozen
-from twostroke.fleet.cluster.choice import Actions, Phase, ReplicaView, Steady, choose
+from twostroke.fleet.cluster.choice import Actions, Phase, ReplicaView, ScaleDownDelay, choose
 from twostroke.fleet.cluster.process import ServerState
 
 if TYPE_CHECKING:
@@ -17,48 +19,51 @@ if TYPE_CHECKING:
 
     from twostroke.fleet.cluster.spec import FleetSpec, ReplicaPool
 
-_PLACE_S: Final = 20.0  # without a place for so long, an update replaces in place
-ROUTER: Final = "router"
+_PLACEMENT_TIMEOUT_S: Final = 20.0  # after which a replica without a machine counts as stuck
+ROUTER: Final = "router"  # the name of the router among the servers
 _logger = logging.getLogger("twostroke.fleet")
 
 
 class Cluster(Protocol):
-    """Where servers run, each under a name of its own."""
+    """The machines on which servers run, each server under its own name."""
 
     def start(self, name: str, pool: ReplicaPool | None) -> None:
-        """Ask for a replica of `pool`, or for the router; it may wait for a place."""
+        """Start a replica of `pool`, or the router; it may wait for a machine."""
 
-    def look(self) -> Mapping[str, ServerState]:
-        """Return what is known of each server that was started and has not gone."""
+    def states(self) -> Mapping[str, ServerState]:
+        """Return the state of each server that was started and has not ended."""
 
     def stop(self, name: str) -> None:
-        """Let a server drain and go; returns at once, and twice does no harm."""
+        """Drain a server and end it. Returns at once; a second call does nothing."""
 
 
 class RouterControl(Protocol):
-    """The router as the manager sees it."""
+    """The manager's access to the router."""
 
-    def tell(self, replicas: Mapping[str, Sequence[str]]) -> None:
-        """Say which replicas there are: their URLs, by model."""
+    def set_replicas(self, replicas: Mapping[str, Sequence[str]]) -> None:
+        """Set the URLs of all replicas, by model."""
 
-    def look(self) -> Mapping[str, RouterView]:
-        """Return what it knows, by model; nothing while it does not answer."""
+    def views(self) -> Mapping[str, RouterView]:
+        """Return the router's view of each model; empty while the router does not answer."""
 
 
 class RouterView(Frozen):
-    """A model as the router sees it: wanted replicas, and by URL what it knows of replicas.
+    """The router's view of a model.
 
-    `running` counts requests; `readers` are the prefill engines that a decode engine can use, None
-    if that is not known.
+    Attributes:
+        num_wanted: the number of replicas that the present work needs.
+        running: requests of each replica, by URL.
+        prefill_per_decode: the number of prefill replicas that a replica can use, by URL; None if
+            it is not known.
     """
 
-    wanted: int
+    num_wanted: int
     running: Mapping[str, int]
-    readers: Mapping[str, float | None] = {}
+    prefill_per_decode: Mapping[str, float | None] = {}
 
 
 class ReplicaStatus(Frozen):
-    """A replica for `twostroke fleet status`."""
+    """A replica in `twostroke fleet status`."""
 
     name: str
     phase: Phase
@@ -68,26 +73,31 @@ class ReplicaStatus(Frozen):
 
 
 class PoolStatus(Frozen):
-    """A pool for `twostroke fleet status`; `wanted` replicas are aimed at.
+    """A pool in `twostroke fleet status`.
 
-    By the measured rates, its replicas can use `readers` of the pool `prefill`; None if that is not
-    known.
+    Attributes:
+        label: the name of the model.
+        num_wanted: the number of replicas that the manager aims at.
+        replicas: its replicas.
+        prefill: the label of its prefill pool.
+        num_prefill_wanted: the number of prefill replicas that its replicas can use, by measured
+            speeds; None if it is not known.
     """
 
     label: str
-    wanted: int
+    num_wanted: int = field(name="wanted")
     replicas: tuple[ReplicaStatus, ...]
     prefill: str = ""
-    readers: float | None = None
+    num_prefill_wanted: float | None = field(default=None, name="readers")
 
     @property
     def num_ready(self) -> int:
-        """Replicas that answer, of the pool's current version."""
-        return sum(one.phase is Phase.READY and one.is_current for one in self.replicas)
+        """The number of ready replicas of the pool's present version."""
+        return sum(replica.phase is Phase.READY and replica.is_current for replica in self.replicas)
 
 
 class FleetStatus(Frozen):
-    """A fleet for `twostroke fleet status`."""
+    """A fleet in `twostroke fleet status`."""
 
     name: str
     url: str
@@ -96,21 +106,27 @@ class FleetStatus(Frozen):
 
     @property
     def is_up(self) -> bool:
-        """Whether the router answers and each pool has the replicas that it wants."""
-        return self.router.is_ready and all(one.num_ready >= one.wanted for one in self.pools)
+        """Whether the router answers and each pool has the number of ready replicas it wants."""
+        return self.router.is_ready and all(
+            pool.num_ready >= pool.num_wanted for pool in self.pools
+        )
 
     @property
     def trouble(self) -> str:
-        """How a server that is not ready last ended, if any did."""
-        states = [self.router, *(one.state for pool in self.pools for one in pool.replicas)]
-        return next((one.trouble for one in states if one.trouble), "")
+        """Why a server that is not ready ended; empty if there is none."""
+        replicas = (replica for pool in self.pools for replica in pool.replicas)
+        states = [self.router, *(replica.state for replica in replicas)]
+        return next((state.trouble for state in states if state.trouble), "")
 
 
 class Manager:
-    """Starts, replaces and drains replicas, one look at a time. Keeps nothing that must survive.
+    """Brings a fleet step by step to the state that its spec describes.
 
-    A replica's name is LABEL/VERSION/NUMBER, so that a manager that is started again knows those
-    that run.
+    A replica's name is LABEL/VERSION/NUMBER, so that a restarted manager recognizes running
+    replicas. The manager has no other state that must survive.
+
+    Attributes:
+        status: the state of the fleet after the last step.
     """
 
     def __init__(
@@ -120,125 +136,169 @@ class Manager:
         router: RouterControl,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._spec, self._cluster, self._router, self._clock = spec, cluster, router, clock
-        self._steady = {pool.label: Steady(pool.scale_down_after) for pool in spec.models}
-        self._peers: dict[str, list[str]] = {}  # where prompts are read, by the pool that does
-        self._placed_s: dict[str, float] = {}  # when each replica without a place was first seen
+        """Manage the servers of `cluster`; call `step` regularly."""
+        self._spec = spec
+        self._cluster = cluster
+        self._router = router
+        self._clock = clock
+        self._delays = {pool.label: ScaleDownDelay(pool.scale_down_after) for pool in spec.models}
+        self._prefill_addresses: dict[str, list[str]] = {}  # by label of the prefill pool
+        self._unplaced_since_s: dict[str, float] = {}  # by name of a replica without a machine
         self.status = FleetStatus(spec.name, "", ServerState(), ())
 
     def step(self) -> None:
-        """Look at all servers once, and do what is to be done now."""
-        states = self._cluster.look()
+        """Look at all servers once, and start and stop servers as necessary."""
+        states = self._cluster.states()
         if ROUTER not in states:
             self._cluster.start(ROUTER, None)
         router = states.get(ROUTER, ServerState())
-        known = self._router.look() if router.is_ready else {}
-        pools, readers = [], self._spec.prefill_labels
-        for pool in sorted(self._spec.models, key=lambda pool: pool.label not in readers):
-            pools.append(self._tend(self._with_role(pool), states, known.get(pool.label)))
-            if pool.label in readers:
-                self._note_peers(pool, pools[-1])
-        gone = self._let_go(states, pools)
-        self._router.tell(
-            {
-                pool.label: [one.state.url for one in pool.replicas if _is_usable(one)]
-                for pool in pools
-                if pool.label not in readers
-            }
-            | gone
-        )
+        views = self._router.views() if router.is_ready else {}
+        prefill_labels = self._spec.prefill_labels
+        pools: list[PoolStatus] = []
+        for pool in sorted(self._spec.models, key=lambda pool: pool.label not in prefill_labels):
+            status = self._adjust(self._with_role(pool), states, views.get(pool.label))
+            pools.append(status)
+            if pool.label in prefill_labels:
+                self._update_prefill_addresses(pool, status)
+        replicas = {
+            pool.label: [replica.state.url for replica in pool.replicas if _is_usable(replica)]
+            for pool in pools
+            if pool.label not in prefill_labels
+        }
+        self._router.set_replicas(replicas | self._stop_removed_models(states, pools))
         self.status = FleetStatus(self._spec.name, router.url, router, tuple(pools))
 
-    def _let_go(
+    def _stop_removed_models(
         self, states: Mapping[str, ServerState], pools: Sequence[PoolStatus]
     ) -> dict[str, list[str]]:
-        """Stop models that left the file once the others are up, or one by one to give them room.
+        """Stop replicas of models that were removed from the file; return the others' URLs.
 
-        Return the URLs of those that stay, by model.
+        They are stopped when all other models are up, or one by one if these lack room. The URLs of
+        replicas that stay are returned by model.
         """
         labels, now_s = {pool.label for pool in self._spec.models}, self._clock()
-        gone = [name for name in states if name != ROUTER and _split(name)[0] not in labels]
-        alive = sorted(name for name in gone if not states[name].is_ending)
-        are_up = all(one.num_ready >= one.wanted for one in pools)
-        lack_room = any(
-            name in states and not states[name].url and now_s - at_s >= _PLACE_S
-            for name, at_s in self._placed_s.items()
+        removed = [name for name in states if name != ROUTER and _name_parts(name)[0] not in labels]
+        alive = sorted(name for name in removed if not states[name].is_ending)
+        are_up = all(pool.num_ready >= pool.num_wanted for pool in pools)
+        lacks_room = any(
+            name in states and not states[name].url and now_s - since_s >= _PLACEMENT_TIMEOUT_S
+            for name, since_s in self._unplaced_since_s.items()
         )
-        ends = alive if are_up else alive[: int(lack_room and len(alive) == len(gone))]
-        for name in ends:
+        num_stops = len(alive)
+        if not are_up:
+            num_stops = int(lacks_room and len(alive) == len(removed))
+        for name in alive[:num_stops]:
             _logger.info("Replica %s drains: its model is not in the file any more.", name)
             self._cluster.stop(name)
-        stay: dict[str, list[str]] = {}
-        for name in alive:
-            if name not in ends and states[name].url:
-                stay.setdefault(_split(name)[0], []).append(states[name].url)
-        return stay
+        staying: dict[str, list[str]] = {}
+        for name in alive[num_stops:]:
+            if states[name].url:
+                staying.setdefault(_name_parts(name)[0], []).append(states[name].url)
+        return staying
 
     def _with_role(self, pool: ReplicaPool) -> ReplicaPool:
-        """Return a pool with the options of its role in a hand-over."""
+        """Return a pool with the options of its role in disaggregation."""
         if pool.label in self._spec.prefill_labels:
-            return pool.reading()
-        return pool.writing(self._peers.get(pool.prefill, ())) if pool.prefill else pool
+            return pool.as_prefill()
+        if pool.prefill:
+            return pool.as_decode(self._prefill_addresses.get(pool.prefill, ()))
+        return pool
 
-    def _note_peers(self, pool: ReplicaPool, status: PoolStatus) -> None:
-        """Note where a pool reads prompts, once all of its replicas have places."""
-        found = {
-            f"{urlsplit(one.state.url).hostname}:{pool.peer_port + int(_split(one.name)[2])}"
-            for one in status.replicas
-            if one.is_current and _is_usable(one)
+    def _update_prefill_addresses(self, pool: ReplicaPool, status: PoolStatus) -> None:
+        """Set where decode engines connect to a prefill pool, once all its replicas have URLs."""
+        addresses = {
+            f"{urlsplit(replica.state.url).hostname}:"
+            f"{pool.peer_port + int(_name_parts(replica.name)[2])}"
+            for replica in status.replicas
+            if replica.is_current and _is_usable(replica)
         }
-        if len(found) >= status.wanted:
-            self._peers[pool.label] = sorted(found)
+        if len(addresses) >= status.num_wanted:
+            self._prefill_addresses[pool.label] = sorted(addresses)
 
-    def _tend(
+    def _adjust(
         self, pool: ReplicaPool, states: Mapping[str, ServerState], view: RouterView | None
     ) -> PoolStatus:
-        """Bring one pool closer to what it shall be."""
-        now_s, (least, most) = self._clock(), pool.bounds
+        """Start and drain replicas of one pool; return its status."""
+        now_s = self._clock()
         running = Counter(view.running if view else {})
-        found = [
+        replicas = [
             ReplicaStatus(
-                name, _phase(state), _split(name)[1] == pool.version, running[state.url], state
+                name=name,
+                phase=_phase(state),
+                is_current=_name_parts(name)[1] == pool.version,
+                num_running=running[state.url],
+                state=state,
             )
             for name, state in states.items()
-            if _split(name)[0] == pool.label
+            if _name_parts(name)[0] == pool.label
         ]
-        num_alive = sum(one.phase is not Phase.DRAINING for one in found)
-        asked = view.wanted if view else max(least, num_alive)  # it is kept as it is, unseen
-        wanted = self._steady[pool.label].take(max(least, min(most, asked)), now_s)
-        waiting = {one.name for one in found if one.phase is Phase.STARTING and not one.state.url}
-        self._placed_s = {
-            **{name: at_s for name, at_s in self._placed_s.items() if name in states},
-            **{name: self._placed_s.get(name, now_s) for name in waiting},
+        num_wanted = self._num_wanted(pool, replicas, view)
+        unplaced = {
+            replica.name
+            for replica in replicas
+            if replica.phase is Phase.STARTING and not replica.state.url
         }
-        has_room = all(now_s - self._placed_s[name] < _PLACE_S for name in waiting)
-        waits = pool.prefill and pool.prefill not in self._peers
-        actions = choose(
-            [ReplicaView(one.name, one.phase, one.is_current, one.num_running) for one in found],
-            wanted,
-            has_room=has_room,
+        self._unplaced_since_s = {
+            **{name: since_s for name, since_s in self._unplaced_since_s.items() if name in states},
+            **{name: self._unplaced_since_s.get(name, now_s) for name in unplaced},
+        }
+        has_room = all(
+            now_s - self._unplaced_since_s[name] < _PLACEMENT_TIMEOUT_S for name in unplaced
         )
-        if waits:
-            actions = Actions()
+        actions = Actions()
+        if not pool.prefill or pool.prefill in self._prefill_addresses:
+            replica_views = [
+                ReplicaView(replica.name, replica.phase, replica.is_current, replica.num_running)
+                for replica in replicas
+            ]
+            actions = choose(replica_views, num_wanted, has_room=has_room)
         for name in actions.drains:
             _logger.info("Replica %s drains.", name)
             self._cluster.stop(name)
-        numbers = {int(_split(one.name)[2]) for one in found}
-        for _ in range(actions.num_starts):
+        self._start_replicas(pool, replicas, actions.num_starts)
+        remaining = tuple(replica for replica in replicas if replica.name not in actions.drains)
+        return PoolStatus(
+            label=pool.label,
+            num_wanted=num_wanted,
+            replicas=remaining,
+            prefill=pool.prefill,
+            num_prefill_wanted=_num_prefill_wanted(remaining, view),
+        )
+
+    def _num_wanted(
+        self, pool: ReplicaPool, replicas: Sequence[ReplicaStatus], view: RouterView | None
+    ) -> int:
+        """Return how many replicas a pool should have; the present number without a view."""
+        low, high = pool.bounds
+        num_alive = sum(replica.phase is not Phase.DRAINING for replica in replicas)
+        num_wanted = view.num_wanted if view else max(low, num_alive)
+        bounded = max(low, min(high, num_wanted))
+        return self._delays[pool.label].update(bounded, self._clock())
+
+    def _start_replicas(
+        self, pool: ReplicaPool, replicas: Sequence[ReplicaStatus], count: int
+    ) -> None:
+        """Start replicas under the smallest free numbers."""
+        numbers = {int(_name_parts(replica.name)[2]) for replica in replicas}
+        for _ in range(count):
             number = next(n for n in range(len(numbers) + 1) if n not in numbers)
             numbers.add(number)
             name = f"{pool.label}/{pool.version}/{number}"
             _logger.info("Replica %s is started.", name)
-            is_reader = pool.label in self._spec.prefill_labels
-            self._cluster.start(name, pool.reading(number) if is_reader else pool)
-        kept = tuple(one for one in found if one.name not in actions.drains)
-        rates = [view.readers.get(one.state.url) for one in kept] if view else []
-        known = [rate for rate in rates if rate is not None]
-        readers = len(kept) * sum(known) / len(known) if known else None
-        return PoolStatus(pool.label, wanted, kept, pool.prefill, readers)
+            is_prefill = pool.label in self._spec.prefill_labels
+            self._cluster.start(name, pool.as_prefill(number) if is_prefill else pool)
 
 
-def _split(name: str) -> list[str]:
+def _num_prefill_wanted(replicas: Sequence[ReplicaStatus], view: RouterView | None) -> float | None:
+    """Return how many prefill replicas decode replicas can use; None if it is not known."""
+    if view is None:
+        return None
+    values = [view.prefill_per_decode.get(replica.state.url) for replica in replicas]
+    reported = [value for value in values if value is not None]
+    return len(replicas) * sum(reported) / len(reported) if reported else None
+
+
+def _name_parts(name: str) -> list[str]:
     """Return a replica's label, version and number."""
     return name.rsplit("/", 2)
 
@@ -249,6 +309,6 @@ def _phase(state: ServerState) -> Phase:
     return Phase.READY if state.is_ready else Phase.STARTING
 
 
-def _is_usable(one: ReplicaStatus) -> bool:
-    """Whether the router may know a replica: it has a place and does not drain."""
-    return bool(one.state.url) and one.phase is not Phase.DRAINING
+def _is_usable(replica: ReplicaStatus) -> bool:
+    """Whether the router may send requests to a replica: it has a URL and does not drain."""
+    return bool(replica.state.url) and replica.phase is not Phase.DRAINING

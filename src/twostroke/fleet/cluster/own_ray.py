@@ -1,4 +1,4 @@
-"""A Ray cluster of one machine for its fleets: started for the first, ended after the last."""
+"""A Ray cluster on this machine: started for its first fleet, ended after its last fleet."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ from twostroke.core.errors import BackendError, ModelFormatError
 from twostroke.core.frozen import Frozen
 from twostroke.core.json_io import read_checked_json, write_checked_json
 
-_START_S: Final = 60.0
-_END_S: Final = 20.0
-_STORE_BYTES: Final = 78_643_200  # the least that Ray takes: no objects are stored
-_LOOK_S: Final = 0.1
+_START_TIMEOUT_S: Final = 60.0
+_STOP_TIMEOUT_S: Final = 20.0
+_OBJECT_STORE_BYTES: Final = 78_643_200  # Ray's minimum, since no objects are stored
+_POLL_S: Final = 0.1
 _FOLDER_PREFIX: Final = "twostroke-ray-"
 _logger = logging.getLogger("twostroke.fleet")
 
 
-class _Facts(Frozen):
-    """The cluster's address and token, and its process, which began at a time in clock ticks."""
+class _ClusterRecord(Frozen):
+    """The file about the running cluster.
+
+    Attributes:
+        address, token: by which processes connect.
+        pid, begun: its process, and when that began, in clock ticks.
+        folder: the folder of its files.
+    """
 
     address: str
     token: str
@@ -41,32 +47,32 @@ class _Facts(Frozen):
 
 
 class OwnRay:
-    """The cluster that this user's fleets share, if no other is named.
+    """The cluster that this user's fleets share, unless they name another one.
 
-    Its token, address and process stand in a file of the cache folder that only the user can read.
+    Its token, address and process are in a file of the cache folder that only the user can read.
     """
 
     def __init__(self) -> None:
-        self._record = env.cache_dir() / "fleet" / "ray.json"
+        self._record_file = env.cache_dir() / "fleet" / "ray.json"
 
     def find(self) -> str | None:
-        """Return its address, and let this process know its token; None if it does not run."""
-        facts = self._read()
-        if facts is None or _begun(facts.pid) != facts.begun:
+        """Return its address, and set its token for this process; None if it does not run."""
+        record = self._read()
+        if record is None or _start_ticks(record.pid) != record.begun:
             return None
-        env.use_ray_token(facts.token)
-        return facts.address
+        env.use_ray_token(record.token)
+        return record.address
 
     def start(self) -> str:
-        """Start it, and return its address.
+        """Start the cluster, and return its address.
 
         Raises:
-            BackendError: it does not start.
+            BackendError: Ray does not start.
         """
-        self._record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._record_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         token = secrets.token_hex(32)
         env.use_ray_token(token)
-        folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))  # a short path: it holds sockets
+        folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))  # short, since it has sockets
         log = folder / "start.log"
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
         options = ["--port=0", "--include-dashboard=false", "--disable-usage-stats"]
@@ -75,7 +81,7 @@ class OwnRay:
                 [
                     *command,
                     *options,
-                    f"--object-store-memory={_STORE_BYTES}",
+                    f"--object-store-memory={_OBJECT_STORE_BYTES}",
                     f"--temp-dir={folder}",
                 ],
                 stdin=subprocess.DEVNULL,
@@ -85,11 +91,16 @@ class OwnRay:
             )
         try:
             address = self._wait(process, folder, log)
-            begun = _begun(process.pid)
-            facts = {"address": address, "token": token, "pid": process.pid, "begun": begun}
-            write_checked_json(self._record, facts | {"folder": str(folder)})
-            self._record.chmod(0o600)
-        except BaseException:  # also Ctrl-C: nothing else would know of it
+            record = {
+                "address": address,
+                "token": token,
+                "pid": process.pid,
+                "begun": _start_ticks(process.pid),
+                "folder": str(folder),
+            }
+            write_checked_json(self._record_file, record)
+            self._record_file.chmod(0o600)
+        except BaseException:  # also after Ctrl-C, since no record of it exists
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -99,46 +110,48 @@ class OwnRay:
 
     def _wait(self, process: subprocess.Popen[bytes], folder: Path, log: Path) -> str:
         """Return the cluster's address once it has one; raises BackendError."""
-        address, until_s = folder / "ray_current_cluster", time.monotonic() + _START_S
+        address = folder / "ray_current_cluster"
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
         while not address.exists():
-            if process.poll() is not None or time.monotonic() > until_s:
-                last = log.read_text(errors="replace").strip().splitlines()[-1:]
-                raise BackendError(f"Ray does not start: {''.join(last) or 'it wrote nothing'}.")
-            time.sleep(_LOOK_S)
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                lines = log.read_text(errors="replace").strip().splitlines()
+                reason = lines[-1] if lines else "it wrote nothing"
+                raise BackendError(f"Ray does not start: {reason}.")
+            time.sleep(_POLL_S)
         return address.read_text().strip()
 
     def stop(self) -> None:
-        """End it and remove its files."""
-        facts = self._read()
-        if facts is None:
+        """End the cluster and remove its files."""
+        record = self._read()
+        if record is None:
             return
-        if _begun(facts.pid) == facts.begun:
-            os.kill(facts.pid, signal.SIGTERM)
-            until_s = time.monotonic() + _END_S
-            while _begun(facts.pid) == facts.begun and time.monotonic() < until_s:
+        if _start_ticks(record.pid) == record.begun:
+            os.kill(record.pid, signal.SIGTERM)
+            deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+            while _start_ticks(record.pid) == record.begun and time.monotonic() < deadline_s:
                 with suppress(ChildProcessError):
-                    os.waitpid(facts.pid, os.WNOHANG)
-                time.sleep(_LOOK_S)
+                    os.waitpid(record.pid, os.WNOHANG)
+                time.sleep(_POLL_S)
             with suppress(ProcessLookupError):
-                os.killpg(facts.pid, signal.SIGKILL)
-        shutil.rmtree(facts.folder, ignore_errors=True)
-        self._record.unlink(missing_ok=True)
+                os.killpg(record.pid, signal.SIGKILL)
+        shutil.rmtree(record.folder, ignore_errors=True)
+        self._record_file.unlink(missing_ok=True)
 
-    def _read(self) -> _Facts | None:
-        """Return the cluster's facts; None without a record, or with a damaged one."""
+    def _read(self) -> _ClusterRecord | None:
+        """Return the record of the cluster; None if it is missing or damaged."""
         try:
-            facts = msgspec.convert(read_checked_json(self._record), _Facts)
+            record = msgspec.convert(read_checked_json(self._record_file), _ClusterRecord)
         except (ModelFormatError, msgspec.ValidationError) as error:
-            if self._record.exists():
-                _logger.warning("%s is damaged and not used: %s", self._record, error)
+            if self._record_file.exists():
+                _logger.warning("%s is damaged and not used: %s", self._record_file, error)
             return None
         # `stop` ends this process and removes this folder: `start` must have made them.
-        is_ours = facts.pid > 1 and Path(facts.folder).name.startswith(_FOLDER_PREFIX)
-        return facts if is_ours else None
+        is_own = record.pid > 1 and Path(record.folder).name.startswith(_FOLDER_PREFIX)
+        return record if is_own else None
 
 
-def _begun(pid: int) -> str | None:
-    """Return when a process began, in the system's ticks; None if there is none."""
+def _start_ticks(pid: int) -> str | None:
+    """Return when a process began, in clock ticks since the system's start; None if it ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -26,24 +26,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _ENTRY: Final = "twostroke.fleet.cluster.process"
-_LOOK_S: Final = 0.25
-_ASK_S: Final = 5.0  # for an answer about health
-_MOST_SILENT: Final = 4  # such answers that may fail before the process counts as frozen
-_FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
-_SOUND_S: Final = 60.0  # a process that lived longer starts again after the first pause
-_PORT_TAKEN: Final = 7  # exit code
-_KILL_S: Final = 5.0
+_CHECK_INTERVAL_S: Final = 0.25
+_CHECK_TIMEOUT_S: Final = 5.0
+_MAX_FAILED_CHECKS: Final = 4  # after which a process counts as frozen
+_FIRST_PAUSE_S: Final = 1.0  # before a restart
+_MAX_PAUSE_S: Final = 60.0
+_MIN_HEALTHY_S: Final = 60.0  # a process that ran longer is restarted after the first pause
+_PORT_IN_USE_CODE: Final = 7  # the exit code of `twostroke`
+_KILL_TIMEOUT_S: Final = 5.0
 _DRAIN_S: Final = 60.0  # from SIGTERM to SIGKILL, for a child whose parent has ended
-_LAST_LINES: Final = 5
-_SAID: Final = "twostroke: "  # before a program's last sentence
+_NUM_LAST_LINES: Final = 5
+_ERROR_PREFIX: Final = "twostroke: "  # of the error with which the program ends
 _logger = logging.getLogger("twostroke.fleet")
 
 
 class ServerState(Frozen):
-    """What is known of a server's process.
+    """The state of a server's process.
 
-    `trouble` says how it last ended by itself, and is empty once it is ready again. Without a place
-    on a machine yet, it has no `url`.
+    Attributes:
+        url: its URL; empty while it waits for a machine.
+        pid: the id of the process.
+        is_ready: whether it answers requests.
+        is_ending: whether it drains.
+        num_starts: how often it was started.
+        trouble: why it last ended by itself; empty once it is ready again.
     """
 
     url: str = ""
@@ -57,8 +63,8 @@ class ServerState(Frozen):
 class ServerProcess:
     """Runs `twostroke ARGUMENTS --host HOST --port PORT` until `close`.
 
-    A process that ends is started again after a pause that doubles; one that does not answer
-    `/health/live` for some 20 s is ended first. An engine that dies inside is the server's concern.
+    A process that ends is restarted after a pause that doubles. A process that does not answer
+    `/health/live` for some 20 s is killed first. The server itself restarts its engine.
     """
 
     def __init__(
@@ -67,12 +73,14 @@ class ServerProcess:
         host: str,
         port: int | None = None,
         variables: dict[str, str] | None = None,
-        say: Callable[[str], None] = _logger.info,
+        log: Callable[[str], None] = _logger.info,
     ) -> None:
-        """Start it and return at once; without a port, it takes a free one."""
-        self._arguments, self._host, self._fixed_port = tuple(arguments), host, port
+        """Start the process and return at once; without a port, it takes a free one."""
+        self._arguments = tuple(arguments)
+        self._host = host
+        self._fixed_port = port
         self._environment = env.child_environment(variables or {})
-        self._say = say
+        self._log = log
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._state = ServerState()
@@ -82,19 +90,19 @@ class ServerProcess:
 
     @property
     def state(self) -> ServerState:
-        """What is known of it now."""
+        """The present state."""
         with self._lock:
             return self._state
 
     def close(self, within_s: float) -> bool:
-        """Let it answer what it has begun, within some seconds; False if it had to be killed."""
+        """Let the server complete its answers; return False if it was killed after `within_s`."""
         is_first = not self._stop.is_set()
         self._stop.set()
-        self._note(is_ready=False, is_ending=True)
+        self._update(is_ready=False, is_ending=True)
         process = self._process
         if process is None:
             return True
-        if is_first:  # a second signal would cut the answers off
+        if is_first:  # a second signal would cut off running answers
             process.terminate()
         try:
             process.wait(within_s)
@@ -104,78 +112,85 @@ class ServerProcess:
             process.wait()
             return False
         finally:
-            self._thread.join(_KILL_S)
+            self._thread.join(_KILL_TIMEOUT_S)
 
     def _run(self) -> None:
         pause_s, num_starts = _FIRST_PAUSE_S, 0
         while not self._stop.is_set():
             began_s, num_starts = time.monotonic(), num_starts + 1
             try:
-                code, trouble = self._live(num_starts)
+                code, trouble = self._run_once(num_starts)
             except OSError as error:
                 code, trouble = 0, f"it cannot be started: {error.strerror or error}"
             if self._stop.is_set():
                 break
-            if code == _PORT_TAKEN and self._fixed_port is None and not _is_free(self.state.url):
-                continue  # somebody took the port that was free
-            if time.monotonic() - began_s > _SOUND_S:
+            if (
+                code == _PORT_IN_USE_CODE
+                and self._fixed_port is None
+                and not _is_free(self.state.url)
+            ):
+                continue  # another program took the port meanwhile
+            if time.monotonic() - began_s > _MIN_HEALTHY_S:
                 pause_s = _FIRST_PAUSE_S
-            self._note(is_ready=False, trouble=trouble)
-            self._say(f"The server ended: {trouble}")
+            self._update(is_ready=False, trouble=trouble)
+            self._log(f"The server ended: {trouble}")
             self._stop.wait(pause_s)
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
-    def _live(self, num_starts: int) -> tuple[int, str]:
-        """Start it and look after it until it ends; return its exit code and its last words."""
+    def _run_once(self, num_starts: int) -> tuple[int, str]:
+        """Start the process and monitor it until it ends; return its exit code and last error."""
         port = _free_port(self._host) if self._fixed_port is None else self._fixed_port
         host = f"[{self._host}]" if ":" in self._host else self._host
         url = f"http://{host}:{port}"
         command = [sys.executable, "-P", "-m", _ENTRY, *self._arguments]
         process = self._process = subprocess.Popen(  # noqa: S603 - this package's own program
             [*command, "--host", self._host, "--port", str(port)],
-            stdin=subprocess.PIPE,  # never written: its end tells that we have ended
+            stdin=subprocess.PIPE,  # never written: it closes when this process ends
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=self._environment,
             start_new_session=True,
         )
-        if self._stop.is_set():  # `close` came before there was a process to end
+        if self._stop.is_set():  # `close` was called before there was a process
             process.terminate()
         assert process.stdin is not None
         assert process.stderr is not None
-        last = deque[str]([], _LAST_LINES)
-        reader = threading.Thread(target=_pass_on, args=(process.stderr, last), daemon=True)
+        last_lines = deque[str]([], _NUM_LAST_LINES)
+        reader = threading.Thread(
+            target=_copy_lines, args=(process.stderr, last_lines), daemon=True
+        )
         reader.start()
-        self._note(url=url, pid=process.pid, is_ready=False, num_starts=num_starts)
-        self._look_after(process, port)
+        self._update(url=url, pid=process.pid, is_ready=False, num_starts=num_starts)
+        self._monitor(process, port)
         code = process.wait()
         process.stdin.close()
-        reader.join(_ASK_S)
+        reader.join(_CHECK_TIMEOUT_S)
         if code < 0:
             return code, f"it was ended by signal {-code}"
-        said = [line for line in last if line.startswith(_SAID)] or [f"exit code {code}"]
-        return code, said[-1].removeprefix(_SAID)
+        errors = [line for line in last_lines if line.startswith(_ERROR_PREFIX)]
+        last_error = errors[-1] if errors else f"exit code {code}"
+        return code, last_error.removeprefix(_ERROR_PREFIX)
 
-    def _look_after(self, process: subprocess.Popen[bytes], port: int) -> None:
-        """Note whether it is ready, until it ends; kill it if it is frozen."""
-        num_silent = 0
+    def _monitor(self, process: subprocess.Popen[bytes], port: int) -> None:
+        """Update whether the process is ready, until it ends; kill it if it is frozen."""
+        num_failed_checks = 0
         has_answered = False
         while process.poll() is None and not self._stop.is_set():
-            if has_answered and self._ask(port, "/health/live") is None:
-                num_silent += 1
+            if has_answered and self._check(port, "/health/live") is None:
+                num_failed_checks += 1
             else:
-                num_silent = 0
-                is_ready = self._ask(port, "/health/ready") == http.client.OK
+                num_failed_checks = 0
+                is_ready = self._check(port, "/health/ready") == http.client.OK
                 has_answered = has_answered or is_ready
-                self._note(is_ready=is_ready, **({"trouble": ""} if is_ready else {}))
-            if num_silent == _MOST_SILENT:
-                self._say("The server does not answer: it is ended and started again.")
+                self._update(is_ready=is_ready, **({"trouble": ""} if is_ready else {}))
+            if num_failed_checks == _MAX_FAILED_CHECKS:
+                self._log("The server does not answer: it is ended and started again.")
                 process.kill()
-            self._stop.wait(_LOOK_S)
+            self._stop.wait(_CHECK_INTERVAL_S)
 
-    def _ask(self, port: int, path: str) -> int | None:
-        """Return the status of an answer, or None if there is none in time."""
-        connection = http.client.HTTPConnection(self._host, port, timeout=_ASK_S)
+    def _check(self, port: int, path: str) -> int | None:
+        """Return the HTTP status of a path; None without an answer in time."""
+        connection = http.client.HTTPConnection(self._host, port, timeout=_CHECK_TIMEOUT_S)
         try:
             connection.request("GET", path)
             return connection.getresponse().status
@@ -184,30 +199,30 @@ class ServerProcess:
         finally:
             connection.close()
 
-    def _note(self, **facts: Any) -> None:
+    def _update(self, **changes: Any) -> None:
         with self._lock:
-            self._state = replace(self._state, **facts)
+            self._state = replace(self._state, **changes)
 
 
-def _pass_on(source: IO[bytes], last: deque[str]) -> None:
-    """Copy what a process writes to our own standard error; keep the last lines."""
+def _copy_lines(source: IO[bytes], last_lines: deque[str]) -> None:
+    """Copy the lines of a process to this process's standard error; keep the last ones."""
     with source:
         for line in source:
-            last.append(line.decode(errors="replace").rstrip())
+            last_lines.append(line.decode(errors="replace").rstrip())
             with suppress(OSError, ValueError):
-                sys.stderr.write(last[-1] + "\n")
+                sys.stderr.write(last_lines[-1] + "\n")
 
 
 def _free_port(host: str, port: int = 0) -> int:
-    """Return a port that is free now; OSError if it shall be `port`, which is not."""
+    """Return a free port, which is `port` unless that is 0; raises OSError if it is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as probe:
-        found: int = probe.getsockname()[1]
-        return found
+        free_port: int = probe.getsockname()[1]
+        return free_port
 
 
 def _is_free(url: str) -> bool:
-    """Whether nobody listens at the address of a URL."""
+    """Whether no program listens at the address of a URL."""
     parts = urlsplit(url)
     try:
         _free_port(parts.hostname or "", parts.port or 0)

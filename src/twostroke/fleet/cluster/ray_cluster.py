@@ -1,6 +1,6 @@
-"""Servers as actors of a Ray cluster, which places them and starts them again.
+"""Servers as actors of a Ray cluster, which chooses their machines and restarts them.
 
-An actor is a process beside its server, and a request never passes it.
+An actor is a process beside its server; requests do not pass through it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("twostroke.fleet")
 _NAMESPACE: Final = "twostroke"
-_MANAGER: Final = "manager"
-_STEP_S: Final = 0.5
-_ANSWER_S: Final = 1.0  # for all actors together
-_FROZEN_S: Final = 20.0  # an actor that has a server and is silent for so long is replaced
-_DRAIN_S: Final = 60.0
+_MANAGER_NAME: Final = "manager"
+_STEP_INTERVAL_S: Final = 0.5
+_ANSWER_TIMEOUT_S: Final = 1.0  # for all actors together
+_MAX_SILENCE_S: Final = 20.0  # after which an actor that has a server is replaced
+_DRAIN_TIMEOUT_S: Final = 60.0
 _ON_HEAD: Final[dict[str, Any]] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
-_GB: Final = 1_000_000_000
+_GB_BYTES: Final = 1_000_000_000
 
 
-class _Server:
-    """An actor that looks after one server on its machine."""
+class _ServerActor:
+    """An actor that runs one server on its machine."""
 
     def __init__(
         self, arguments: tuple[str, ...], address: tuple[str, int] | None, key: str
@@ -48,8 +48,8 @@ class _Server:
         host, port = address or (ray.util.get_node_ip_address(), None)
         secret = blake2b(key.encode(), person=b"twostroke peer").hexdigest()
         variables = {"TWOSTROKE_REPLICA_KEY": key, "TWOSTROKE_PEER_SECRET": secret}
-        words = [word.replace(HOST, host) for word in arguments]
-        self._server = ServerProcess(words, host, port, variables)
+        local_arguments = [argument.replace(HOST, host) for argument in arguments]
+        self._server = ServerProcess(local_arguments, host, port, variables)
 
     def state(self) -> ServerState:
         return self._server.state
@@ -58,7 +58,7 @@ class _Server:
         self._server.close(within_s)
 
 
-class _Manager:
+class _ManagerActor:
     """The actor that manages a fleet."""
 
     def __init__(self, spec: FleetSpec, key: str) -> None:
@@ -77,7 +77,7 @@ class _Manager:
         return self._key
 
     def halt(self) -> None:
-        """Leave the servers as they are."""
+        """Stop managing; the servers continue."""
         self._is_closed.set()
         self._thread.join()
 
@@ -88,120 +88,132 @@ class _Manager:
         self._link.close()
 
     def _run(self) -> None:
-        while not self._is_closed.wait(_STEP_S):
+        while not self._is_closed.wait(_STEP_INTERVAL_S):
             try:
                 self._manager.step()
-            except RayError as error:  # of Ray itself: the next look may go better
+            except RayError as error:  # of Ray itself; the next step may succeed
                 _logger.warning("Ray: %s", error)
 
 
 class RayCluster:
-    """A `Cluster`: the named actors of one fleet."""
+    """Implements `Cluster` with the named actors of one fleet."""
 
     def __init__(self, spec: FleetSpec, key: str, listing: Path) -> None:
         """Give replicas and router a `key`, and the router a file that lists the replicas."""
-        self._spec, self._key, self._listing = spec, key, listing
+        self._spec = spec
+        self._key = key
+        self._listing = listing
         self._prefix = f"{spec.name}:"
-        self._looks: dict[str, Any] = {}  # a call of `state` under way, by name
-        self._heard: dict[str, tuple[float, ServerState]] = {}  # when it last answered, and what
-        self._closing: dict[str, Any] = {}
+        # All by the name of the server: the running call of `state`, the time and value of its last
+        # answer, and the running call of `close`.
+        self._state_calls: dict[str, Any] = {}
+        self._last_states: dict[str, tuple[float, ServerState]] = {}
+        self._close_calls: dict[str, Any] = {}
 
     def start(self, name: str, pool: ReplicaPool | None) -> None:
-        """Ask Ray for a replica of `pool`, or for the router; it may wait for a place."""
+        """Start a replica of `pool`, or the router; it may wait for a machine."""
         if pool is None:
             router = self._spec.router
-            actor = _actor(_Server, self._prefix + name, **_ON_HEAD)
+            actor = _create_actor(_ServerActor, self._prefix + name, **_ON_HEAD)
             arguments = (*router.arguments, "--replicas-file", str(self._listing))
             actor.remote(arguments, router.address, self._key)
             return
         needs = {"num_cpus": pool.cpus, "resources": pool.resources}
         if pool.memory:
-            needs["memory"] = int(pool.memory * _GB)
-        _actor(_Server, self._prefix + name, **needs).remote(pool.arguments, None, self._key)
+            needs["memory"] = int(pool.memory * _GB_BYTES)
+        _create_actor(_ServerActor, self._prefix + name, **needs).remote(
+            pool.arguments, None, self._key
+        )
 
-    def look(self) -> Mapping[str, ServerState]:
-        """Return what is known of each server that was started and has not gone."""
+    def states(self) -> Mapping[str, ServerState]:
+        """Return the state of each server that was started and has not ended."""
         names = self._servers()
         for name in names:
-            if name not in self._looks and name not in self._closing:
-                with suppress(ValueError):  # it has just gone
-                    self._looks[name] = self._handle(name).state.remote()
-        _wait(self._looks.values(), _ANSWER_S)
-        for name in list(self._looks):
-            self._hear(name)
+            if name not in self._state_calls and name not in self._close_calls:
+                with suppress(ValueError):  # it has just ended
+                    self._state_calls[name] = self._handle(name).state.remote()
+        _wait(self._state_calls.values(), _ANSWER_TIMEOUT_S)
+        for name in list(self._state_calls):
+            self._update_state(name)
         for name in names:
-            if self._state(name).is_ending:  # perhaps at the wish of an earlier manager
+            if self._state(name).is_ending:  # an earlier manager may have stopped it
                 self.stop(name)
-        for name, call in list(self._closing.items()):
+        for name, call in list(self._close_calls.items()):
             if _wait([call], 0):
                 self._forget(name)
-        left = set(self._servers())
-        return {name: self._state(name) for name in names if name in left}
+        remaining = set(self._servers())
+        return {name: self._state(name) for name in names if name in remaining}
 
     def stop(self, name: str) -> None:
-        """Let a server drain and go."""
-        if name in self._closing:
+        """Drain a server and end it."""
+        if name in self._close_calls:
             return
-        if not self._state(name).url:  # it has no place yet
+        if not self._state(name).url:  # it has no machine yet
             self._forget(name)
             return
         with suppress(ValueError):
-            self._closing[name] = self._handle(name).close.remote(_DRAIN_S)
+            self._close_calls[name] = self._handle(name).close.remote(_DRAIN_TIMEOUT_S)
 
     def clear(self) -> None:
-        """Drain all servers, the router last, and return when they have gone."""
-        known = self.look()
-        for names in ([name for name in known if name != ROUTER], [ROUTER]):
+        """Drain all servers, the router last, and return when they have ended."""
+        replicas = [name for name in self.states() if name != ROUTER]
+        for names in (replicas, [ROUTER]):
             for name in names:
                 self.stop(name)
-            _wait(self._closing.values(), _DRAIN_S + _ANSWER_S)
+            _wait(self._close_calls.values(), _DRAIN_TIMEOUT_S + _ANSWER_TIMEOUT_S)
             for name in names:
                 self._forget(name)
 
     def _servers(self) -> list[str]:
-        """Return the names of the router and of the replicas that there are."""
-        size = len(self._prefix)
-        names = ray.util.list_named_actors()
-        found = [name[size:] for name in names if name.startswith(self._prefix)]
-        return [name for name in found if name != _MANAGER]
+        """Return the names of the router and of the replicas that exist."""
+        actors = ray.util.list_named_actors()
+        names = [
+            actor.removeprefix(self._prefix) for actor in actors if actor.startswith(self._prefix)
+        ]
+        return [name for name in names if name != _MANAGER_NAME]
 
     def _handle(self, name: str) -> Any:
         return ray.get_actor(self._prefix + name, _NAMESPACE)
 
-    def _hear(self, name: str) -> None:
-        """Take in an answer, if it has come; replace an actor that is silent for too long."""
-        now_s, call = time.monotonic(), self._looks[name]
+    def _update_state(self, name: str) -> None:
+        """Read a call's answer if it has come; replace an actor that has been silent too long."""
+        now_s, call = time.monotonic(), self._state_calls[name]
         if not _wait([call], 0):
-            at_s, state = self._heard.get(name, (now_s, ServerState()))
-            if state.url and now_s - at_s > _FROZEN_S:
+            heard_s, state = self._last_states.get(name, (now_s, ServerState()))
+            if state.url and now_s - heard_s > _MAX_SILENCE_S:
                 _logger.warning("The actor of %s is silent: it is replaced.", name)
                 with suppress(ValueError):
                     ray.kill(self._handle(name), no_restart=False)
-                self._heard[name] = (now_s, ServerState())
+                self._last_states[name] = (now_s, ServerState())
             return
-        del self._looks[name]
+        del self._state_calls[name]
         try:
-            self._heard[name] = (now_s, ray.get(call))
-        except RayError as error:  # Ray starts it again, unless it cannot begin
+            self._last_states[name] = (now_s, ray.get(call))
+        except RayError as error:  # Ray restarts it, unless it could not be created
             cause = str(error).strip().splitlines()[-1] if "creation task" in str(error) else ""
-            self._heard[name] = (now_s, ServerState(trouble=cause))
+            self._last_states[name] = (now_s, ServerState(trouble=cause))
 
     def _state(self, name: str) -> ServerState:
-        state = self._heard.get(name, (0.0, ServerState()))[1]
-        return ServerState(state.url, state.pid, is_ending=True) if name in self._closing else state
+        state = self._last_states.get(name, (0.0, ServerState()))[1]
+        return (
+            ServerState(state.url, state.pid, is_ending=True)
+            if name in self._close_calls
+            else state
+        )
 
     def _forget(self, name: str) -> None:
         with suppress(ValueError):
             ray.kill(self._handle(name))
-        for kept in (self._looks, self._heard, self._closing):
-            kept.pop(name, None)
+        self._state_calls.pop(name, None)
+        self._last_states.pop(name, None)
+        self._close_calls.pop(name, None)
 
 
 def connect(address: str) -> None:
     """Join a Ray cluster.
 
     Raises:
-        BackendError: it cannot be reached, or runs another version.
+        BackendError: the cluster cannot be reached, or has another version of Ray.
     """
     try:
         ray.init(
@@ -213,21 +225,23 @@ def connect(address: str) -> None:
 
 
 def check_room(spec: FleetSpec) -> tuple[int, str] | None:
-    """Return the first pool, by index, whose replicas no machine of the cluster could hold."""
+    """Return the index of the first pool that fits on no machine, and why; None if all fit."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for index, pool in enumerate(spec.models):
-        needs = {"CPU": pool.cpus, "memory": pool.memory * _GB, **pool.resources}
+        needs = {"CPU": pool.cpus, "memory": pool.memory * _GB_BYTES, **pool.resources}
         if any(all(node.get(key, 0) >= need for key, need in needs.items()) for node in nodes):
             continue
         for key, need in needs.items():
-            most = max((node.get(key, 0) for node in nodes), default=0)
-            if most < need:
-                what, unit = {"CPU": ("cores", 1), "memory": ("GB", _GB)}.get(key, (key, 1))
-                return index, (
-                    f"a replica of {pool.label} needs {need / unit:g} {what}, and the largest "
-                    f"machine has {most / unit:.3g}."
+            largest = max((node.get(key, 0) for node in nodes), default=0)
+            if largest < need:
+                resource, unit = {"CPU": ("cores", 1), "memory": ("GB", _GB_BYTES)}.get(
+                    key, (key, 1)
                 )
-        return index, f"no machine has all that a replica of {pool.label} needs."
+                return index, (
+                    f"a replica of {pool.label} needs {need / unit:g} {resource}, and the "
+                    f"largest machine has {largest / unit:.3g}."
+                )
+        return index, f"no machine has all resources that a replica of {pool.label} needs."
     return None
 
 
@@ -236,39 +250,41 @@ def up(spec: FleetSpec) -> None:
     key = secrets.token_urlsafe(24)
     with suppress(ValueError, RayError):
         old = _manager(spec.name)
-        key = ray.get(old.key.remote(), timeout=_FROZEN_S)
-        ray.get(old.halt.remote(), timeout=_FROZEN_S)
+        key = ray.get(old.key.remote(), timeout=_MAX_SILENCE_S)
+        ray.get(old.halt.remote(), timeout=_MAX_SILENCE_S)
         ray.kill(old)
-    actor = _actor(_Manager, f"{spec.name}:{_MANAGER}", **_ON_HEAD).remote(spec, key)
-    ray.get(actor.status.remote(), timeout=_DRAIN_S)
+    actor = _create_actor(_ManagerActor, f"{spec.name}:{_MANAGER_NAME}", **_ON_HEAD).remote(
+        spec, key
+    )
+    ray.get(actor.status.remote(), timeout=_DRAIN_TIMEOUT_S)
 
 
 def names() -> list[str]:
     """Return the names of the fleets of the cluster."""
-    ending = f":{_MANAGER}"
+    ending = f":{_MANAGER_NAME}"
     return sorted(
         name.removesuffix(ending) for name in ray.util.list_named_actors() if name.endswith(ending)
     )
 
 
 def status(name: str) -> FleetStatus:
-    """Return what a fleet's manager saw last.
+    """Return the state of a fleet after its manager's last step.
 
     Raises:
         UnreachableError: there is no such fleet, or its manager does not answer.
     """
     try:
-        found: FleetStatus = ray.get(_manager(name).status.remote(), timeout=_FROZEN_S)
+        fleet_status: FleetStatus = ray.get(_manager(name).status.remote(), timeout=_MAX_SILENCE_S)
     except ValueError:
         raise UnreachableError(f"There is no fleet '{name}' in this Ray cluster.") from None
     except RayError as error:
         reason = str(error).splitlines()[0]
         raise UnreachableError(f"The manager of '{name}' does not answer: {reason}") from None
-    return found
+    return fleet_status
 
 
 def down(name: str) -> None:
-    """Drain a fleet's servers and end all that belongs to it.
+    """Drain a fleet's servers and end its actors.
 
     Raises:
         UnreachableError: there is no such fleet, or its manager does not answer.
@@ -276,7 +292,7 @@ def down(name: str) -> None:
     status(name)
     manager = _manager(name)
     try:
-        ray.get(manager.close.remote(), timeout=3 * _DRAIN_S)
+        ray.get(manager.close.remote(), timeout=3 * _DRAIN_TIMEOUT_S)
     except RayError as error:
         raise UnreachableError(f"The fleet '{name}' does not end: {error}") from None
     finally:
@@ -284,17 +300,19 @@ def down(name: str) -> None:
 
 
 def _wait(calls: Iterable[Any], within_s: float) -> bool:
-    """Wait for calls to return or to fail; return whether all have."""
-    waiting = list(calls)
-    return not waiting or not ray.wait(waiting, num_returns=len(waiting), timeout=within_s)[1]
+    """Wait for calls to return or fail; return whether all have."""
+    pending = list(calls)
+    if pending:
+        _, pending = ray.wait(pending, num_returns=len(pending), timeout=within_s)
+    return not pending
 
 
 def _manager(name: str) -> Any:
-    return ray.get_actor(f"{name}:{_MANAGER}", _NAMESPACE)
+    return ray.get_actor(f"{name}:{_MANAGER_NAME}", _NAMESPACE)
 
 
-def _actor(kind: type, name: str, **options: Any) -> Any:
-    """Return a class of actors with a name, which outlive this process and Ray keeps alive."""
+def _create_actor(kind: type, name: str, **options: Any) -> Any:
+    """Return a named actor class; its actor outlives this process, and Ray restarts it."""
     return ray.remote(kind).options(
         name=name,
         namespace=_NAMESPACE,
@@ -306,5 +324,5 @@ def _actor(kind: type, name: str, **options: Any) -> Any:
 
 
 def leave() -> None:
-    """Leave the cluster as it is."""
+    """Disconnect from the cluster, which continues to run."""
     ray.shutdown()

@@ -1,4 +1,4 @@
-"""The router as its manager sees it: a file that says which replicas there are, and its state."""
+"""The manager's access to the router: a file that lists the replicas, and the router's state."""
 
 from __future__ import annotations
 
@@ -16,53 +16,66 @@ if TYPE_CHECKING:
 
     from twostroke.fleet.cluster.spec import RouterSpec
 
-_ANSWER_S: Final = 2.0
-_EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - not bound here
+_TIMEOUT_S: Final = 2.0
+# The address to connect to, for addresses that stand for all interfaces.
+_LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - not bound here
 
 
 class RouterLink:
-    """A `Router` on this machine."""
+    """Implements `RouterControl` for a router on this machine.
+
+    Attributes:
+        listing: the file that lists the replicas, for `twostroke route --replicas-file`.
+    """
 
     def __init__(self, fleet: str, spec: RouterSpec, key: str) -> None:
-        """Write to a file of the cache folder; it has the replicas of an earlier manager."""
+        """Use a file in the cache folder, with the replicas of an earlier manager if it exists."""
         folder = env.cache_dir() / "fleet"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.listing: Path = folder / f"{fleet}.replicas"
-        self._host = _EVERYWHERE.get(spec.host, spec.host)
-        self._port, self._key = spec.port, key
-        self._told: str | None = None
+        self._host = _LOOPBACK.get(spec.host, spec.host)
+        self._port = spec.port
+        self._key = key
+        self._written_text: str | None = None
         if not self.listing.exists():
-            self.tell({})
+            self.set_replicas({})
 
-    def tell(self, replicas: Mapping[str, Sequence[str]]) -> None:
-        """Write the URLs of all replicas."""
-        urls = sorted({url for found in replicas.values() for url in found})
+    def set_replicas(self, replicas: Mapping[str, Sequence[str]]) -> None:
+        """Write the URLs of all replicas to the file."""
+        urls = sorted({url for model_urls in replicas.values() for url in model_urls})
         text = "".join(f"{url}\n" for url in urls)
-        if text != self._told:
+        if text != self._written_text:
             write_text(self.listing, text)
-            self._told = text
+            self._written_text = text
 
-    def look(self) -> Mapping[str, RouterView]:
-        """Return what the router knows, by model; nothing while it does not answer."""
+    def views(self) -> Mapping[str, RouterView]:
+        """Return the router's view of each model; empty while the router does not answer."""
         state = self._state()
-        replicas, wanted = state.get("replicas", ()), state.get("wanted_by_model", {})
-        running = {one["url"]: one["running"] for one in replicas}
-        readers = {one["url"]: one.get("prefill_per_decode") for one in replicas}
-        return {model: RouterView(count, running, readers) for model, count in wanted.items()}
+        replicas = state.get("replicas", ())
+        running = {replica["url"]: replica["running"] for replica in replicas}
+        prefill_per_decode = {
+            replica["url"]: replica.get("prefill_per_decode") for replica in replicas
+        }
+        return {
+            model: RouterView(num_wanted, running, prefill_per_decode)
+            for model, num_wanted in state.get("wanted_by_model", {}).items()
+        }
 
     def close(self) -> None:
         """Remove the file."""
         self.listing.unlink(missing_ok=True)
 
     def _state(self) -> dict[str, Any]:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=_ANSWER_S)
+        """Return the router's `/api/state`; empty if it does not answer."""
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)
         try:
             headers = {"authorization": f"Bearer {self._key}"}
             connection.request("GET", "/api/state", headers=headers)
-            answer = connection.getresponse()
-            found = json.loads(answer.read()) if answer.status == http.client.OK else {}
+            response = connection.getresponse()
+            is_ok = response.status == http.client.OK
+            state = json.loads(response.read()) if is_ok else {}
         except (OSError, http.client.HTTPException, ValueError):
             return {}
         finally:
             connection.close()
-        return found if isinstance(found, dict) else {}
+        return state if isinstance(state, dict) else {}

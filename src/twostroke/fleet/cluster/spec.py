@@ -1,4 +1,4 @@
-"""What a fleet shall be, as its YAML file says."""
+"""The description of a fleet, as it is written in a YAML file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Options = dict[str, str | int | float | bool | list[str]]
 
 _LAST_PORT: Final = 65535
-HOST: Final = "{host}"  # stands for the machine's address
+HOST: Final = "{host}"  # is replaced by the address of the replica's machine
 _FILE: Final = re.compile(r"(-\d{5}-of-\d{5})?\.(gguf|safetensors)$")
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,48}[a-z0-9])?")
 
@@ -34,13 +34,13 @@ class ReplicaPool(Frozen, forbid_unknown_fields=True, kw_only=True):
         name: how clients call it; the last part of `model`, without a file's suffix, if not given.
         replicas: how many, if their number is fixed.
         min_replicas, max_replicas: bounds, between which the router's work decides.
-        scale_down_after: seconds for which fewer must suffice before one is drained.
+        scale_down_after: seconds for which fewer must be enough before one is drained.
         cpus: cores that a replica reserves; also its threads, unless `options` has others.
         memory: GB that it reserves.
         resources: Ray's custom resources that it reserves, such as `{rack1: 1}`.
-        prefill: the name of the pool whose replicas read prompts for these.
-        peer_port: where the first replica of such a pool waits for decode engines; the others take
-            the ports after it.
+        prefill: the name of the pool whose replicas prefill prompts for this one.
+        peer_port: the port at which the first replica of a prefill pool listens for decode engines;
+            the others take the next ports.
         options: of `twostroke serve`, without the dashes.
     """
 
@@ -58,7 +58,7 @@ class ReplicaPool(Frozen, forbid_unknown_fields=True, kw_only=True):
     options: Options = msgspec.field(default_factory=dict)
 
     def check(self) -> None:
-        """Refuse what is out of range."""
+        """Check the ranges of all values; raises UsageError."""
         check_range(self, "peer_port", low=1, high=_LAST_PORT)
         if self.replicas is not None:
             check_range(self, "replicas", low=1, high=10_000)
@@ -83,25 +83,32 @@ class ReplicaPool(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The least and the most replicas."""
+        """The minimum and maximum number of replicas."""
         fixed = self.replicas
         return (fixed, fixed) if fixed is not None else (self.min_replicas, self.max_replicas)
 
     @property
     def version(self) -> str:
-        """Changes with all that a running replica cannot take up."""
-        own = (self.model, self.name, self.cpus, self.memory, self.resources)
-        facts = (*own, self.peer_port, self.options)
+        """A hash of the fields that cannot change while a replica runs."""
+        facts = (
+            self.model,
+            self.name,
+            self.cpus,
+            self.memory,
+            self.resources,
+            self.peer_port,
+            self.options,
+        )
         return sha256(msgspec.json.encode(facts, order="deterministic")).hexdigest()[:8]
 
-    def reading(self, number: int = 0) -> ReplicaPool:
-        """Return the pool as one that reads prompts for another; its replicas have numbers."""
+    def as_prefill(self, number: int = 0) -> ReplicaPool:
+        """Return the pool with the options of a prefill engine, for the replica of this number."""
         address = f"{HOST}:{self.peer_port + number}"
         return replace(self, options={**self.options, "role": "prefill", "peer-address": address})
 
-    def writing(self, peers: Sequence[str]) -> ReplicaPool:
-        """Return the pool as one whose prompts are read at the addresses of `peers`."""
-        options = {**self.options, "role": "decode", "prefill-peer": list(peers)}
+    def as_decode(self, prefill_addresses: Sequence[str]) -> ReplicaPool:
+        """Return the pool with the options of decode engines, which use these prefill engines."""
+        options = {**self.options, "role": "decode", "prefill-peer": list(prefill_addresses)}
         return replace(self, options=options)
 
     @property
@@ -109,19 +116,19 @@ class ReplicaPool(Frozen, forbid_unknown_fields=True, kw_only=True):
         """The command line after `twostroke`, without the address."""
         options: Options = {"threads": max(1, int(self.cpus)), **self.options}
         if self.name or "models" not in options:
-            options["name"] = self.label  # by which the router tells its work
+            options["name"] = self.label  # by which the router counts its work
         return ("serve", self.model, *flags(options))
 
 
 class RouterSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """The fleet's address; `options` are those of `twostroke route`."""
+    """The fleet's address, and options of `twostroke route`."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     options: Options = msgspec.field(default_factory=dict)
 
     def check(self) -> None:
-        """Refuse what is out of range."""
+        """Check the ranges of all values; raises UsageError."""
         check_range(self, "port", low=1, high=_LAST_PORT)
 
     @property
@@ -136,14 +143,14 @@ class RouterSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
 
 
 class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """A router, and pools of replicas behind it."""
+    """A router, and the pools of replicas to which it forwards requests."""
 
     models: tuple[ReplicaPool, ...]
     name: str = "twostroke"
     router: RouterSpec = RouterSpec()
 
     def __post_init__(self) -> None:
-        """Refuse what does not fit together."""
+        """Check that the pools fit together; raises UsageError."""
         if not self.models:
             raise UsageError("must name at least one model.", field="models")
         if not _NAME.fullmatch(self.name):
@@ -161,12 +168,12 @@ class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def prefill_labels(self) -> set[str]:
-        """The pools whose replicas read prompts for others; the router does not know them."""
+        """The labels of prefill pools, whose replicas the router does not use."""
         return {pool.prefill for pool in self.models if pool.prefill}
 
     def _check_ports(self) -> None:
-        """Refuse pools whose replicas would wait for decode engines at the same ports."""
-        taken: dict[int, str] = {}
+        """Check that no two prefill pools use the same ports; raises UsageError."""
+        label_by_port: dict[int, str] = {}
         for index, pool in enumerate(self.models):
             if pool.label not in self.prefill_labels:
                 continue
@@ -175,15 +182,17 @@ class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
                 reason = f"needs the ports from {pool.peer_port} to {last}, and {_LAST_PORT} is "
                 raise UsageError(reason + "the last one.", field=f"models[{index}].peer_port")
             for port in range(pool.peer_port, last + 1):
-                if port in taken:
-                    reason = f"needs the ports from {pool.peer_port} to {last}, but {taken[port]} "
-                    reason += f"has {port}: give one another peer_port."
+                if port in label_by_port:
+                    reason = (
+                        f"needs the ports from {pool.peer_port} to {last}, but "
+                        f"{label_by_port[port]} has {port}: give one another peer_port."
+                    )
                     raise UsageError(reason, field=f"models[{index}].peer_port")
-                taken[port] = pool.label
+                label_by_port[port] = pool.label
 
     def _check_prefill(self, pool: ReplicaPool, field: str) -> None:
-        """Refuse a pool that cannot read prompts for this one."""
-        others = {one.label: one for one in self.models if one is not pool}
+        """Check the prefill pool of a pool; raises UsageError."""
+        others = {other.label: other for other in self.models if other is not pool}
         other = others.get(pool.prefill)
         if other is None:
             hint = nearest(pool.prefill, others)
@@ -197,30 +206,30 @@ class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_spec(path: Path) -> tuple[FleetSpec, YamlFile]:
-    """Return what a file asks, and the file, whose lines later errors name.
+    """Return the spec in a file, and the file, for the line numbers of later errors.
 
     Raises:
-        UsageError: it is not YAML, or a value is wrong; with the file's name and line.
-        ModelFormatError: it cannot be read.
+        UsageError: the file is not YAML, or a value is wrong; with the file's name and line.
+        ModelFormatError: the file cannot be read.
     """
-    needs = f"Fleets need the packages ray and pyyaml: run {install_command('cluster')}."
-    file = YamlFile(path, needs)
+    package_hint = f"Fleets need the packages ray and pyyaml: run {install_command('cluster')}."
+    file = YamlFile(path, package_hint)
     spec = file.read(FleetSpec)
     parts: list[tuple[list[str | int], ReplicaPool | RouterSpec]] = [(["router"], spec.router)]
     parts += [(["models", index], pool) for index, pool in enumerate(spec.models)]
-    for place, part in parts:
+    for position, part in parts:
         try:
             part.check()
         except UsageError as error:
-            raise file.at([*place, *steps(error.field or "")], str(error)) from None
+            raise file.at([*position, *steps(error.field or "")], str(error)) from None
     return spec, file
 
 
 def flags(options: Options) -> tuple[str, ...]:
-    """Return options as words of a command line; `false` leaves one out, a list repeats it."""
+    """Return options as arguments of a command line; `false` omits one, a list repeats it."""
     words: list[str] = []
-    for name, given in options.items():
-        for value in given if isinstance(given, list) else [given]:
+    for name, option in options.items():
+        for value in option if isinstance(option, list) else [option]:
             if value is not False:
                 words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return tuple(words)
