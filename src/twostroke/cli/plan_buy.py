@@ -170,12 +170,12 @@ def _costs(result: Buy, case: Case) -> Iterator[str]:
     fewest, largest = min(costs.replicas), max(costs.replicas)
     number = f"{largest}" if fewest == largest else f"{fewest} to {largest}"
     yield (
-        f"{result.model} on {number} replicas of {devices}: {costs.usd:,.0f} $ a month, "
+        f"{result.model} on {number} replicas of {devices}: {costs.usd:,.0f} $ per month, "
         f"{costs.devices_usd:,.0f} for devices and {costs.engineering_usd:,.0f} for people."
     )
     yield (
         f"A replica serves {replica.requests_per_s:.3g} requests/s, {replica.streams:,} at once "
-        f"(bound by {replica.bound}); devices are busy {costs.busy_share:.0%} of the time."
+        f"(limited by {replica.bound}); devices are busy {costs.busy_share:.0%} of the time."
     )
     if result.assumed:
         yield left_out(result.assumed, result.model)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.fleet import FleetPlan
 
 _HEADINGS = (
-    "PLACES", "MODEL", "WEIGHTS", "REPLICAS", "TIME", "GB", "STREAMS", "TTFT MS", "MS/TOKEN",
+    "DEVICES", "MODEL", "WEIGHTS", "REPLICAS", "TIME", "GB", "STREAMS", "TTFT MS", "MS/TOKEN",
     "REQUESTS/S", "BOUND BY",
 )  # fmt: skip
 
@@ -75,7 +75,7 @@ def _groups(fleet: FleetPlan) -> Iterator[tuple[str, ...]]:
 
     for group in fleet.groups:
         each = f"{group.count} x {group.device}" if group.count > 1 else group.device
-        name = f"{group.times} places of {each}" if group.times > 1 else each
+        name = f"{group.times} groups of {each}" if group.times > 1 else each
         for replica in group.replicas:
             yield (
                 name,

@@ -100,7 +100,7 @@ def _median_step(steps: list[ServedStep]) -> ServedStep:
 
 
 def merge_steps(old: Iterable[ServedStep], new: Iterable[ServedStep]) -> tuple[ServedStep, ...]:
-    """Return the steps of both; a new step replaces an old step of the same shape."""
+    """Return `old` and `new` steps; a new step replaces an old step of the same shape."""
     by_cell = {cell_of(step): step for step in old}
     by_cell |= {cell_of(step): step for step in new}
     return tuple(by_cell.values())
