@@ -1,4 +1,7 @@
-"""`make report`: write BENCHMARKS.md, summary tables of the rows under results/."""
+"""Write BENCHMARKS.md: summary tables of the rows under results/.
+
+Run it with `make report`. It measures nothing.
+"""
 
 from __future__ import annotations
 

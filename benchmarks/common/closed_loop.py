@@ -1,7 +1,7 @@
-"""A closed loop of clients: each sends its next request once the last one is answered.
+"""A closed loop of clients: each sends its next request when its last one is answered.
 
-The same loop drives an engine in its own process and servers from another one. Only the standard
-library is used here.
+Used by the benchmarks of servers, and of an engine in this process. Only the standard library is
+imported.
 """
 
 from __future__ import annotations

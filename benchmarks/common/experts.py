@@ -1,8 +1,8 @@
-"""A mixture of 64 experts with random weights, as a GGUF file that takes a second to make.
+"""Write a model with 64 experts and random weights as a GGUF file, in about a second.
 
-It is a Qwen3 with experts in all but what it says: 8 layers, 512 wide, 8 of 64 experts for each
-token. Most of its 230 MB are experts, and most of the time of a step goes into them. Rows choose
-nearly independently, as trained mixtures make them do: 16 streams use 51 experts of a layer.
+Used by benchmarks of mixtures. It is a Qwen3 with experts: 8 layers, width 512, 8 of 64 experts
+for each token. Experts are most of its 230 MB, and most of the time of a step. Rows choose
+almost independently, as in trained mixtures: 16 streams use 51 experts of a layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How small and quick to start Twostroke is: a cold process, its memory, its install, its build."""
+"""Measure the footprint: time and memory of a cold process, size of the install, time of the build.
+
+Used by `make bench`.
+"""
 
 from __future__ import annotations
 

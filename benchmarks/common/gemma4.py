@@ -1,10 +1,9 @@
-"""A model with random weights in the shape of Gemma 4 E2B, whose last layers borrow.
+"""Write a model in the shape of Gemma 4 E2B with random weights, whose last layers share KV.
 
-python -m benchmarks.common.gemma4 [--layers N] FILE writes it as a GGUF file;
-`python -m benchmarks.peers.compare --models FILE --no-quality --only decode-1 prefill-512`
-measures it. Its
-layers are wide as the real ones, and few, a multiple of five: the second half of them reads the
-keys and values of the first. Its vocabulary is small.
+`python -m benchmarks.common.gemma4 [--layers N] FILE` writes it as a GGUF file; `python
+benchmarks/peers.py --models FILE --no-quality --only decode-1 prefill-512` measures it. Its
+layers are as wide as the real ones. There are few layers, a multiple of five; the second half
+reads keys and values of the first half. Its vocabulary is small.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of goals that BENCHMARKS.md holds the measurements against."""
+"""The goals that BENCHMARKS.md compares measurements with."""
 
 from __future__ import annotations
 

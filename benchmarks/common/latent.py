@@ -1,11 +1,10 @@
-"""A model with latent attention and random weights, in the shape of DeepSeek V2 Lite.
+"""Write a model in the shape of DeepSeek V2 Lite with latent attention and random weights.
 
-python -m benchmarks.common.latent [--layers N] FILE writes it as a GGUF file, in half a minute;
-`python -m benchmarks.peers.compare --models FILE --no-quality --only decode-1 prefill-512`
-measures it. Its
-layers are wide as the real ones (16 heads over a latent vector of 512 and a rotated key of 64, 6 of
-64 experts and 2 shared ones), and few. Queries are made from vectors of 768 values, without which
-llama.cpp 0.3 opens no such file.
+`python -m benchmarks.common.latent [--layers N] FILE` writes it as a GGUF file, in half a
+minute; `python -m benchmarks.peers.compare --models FILE --no-quality --only decode-1
+prefill-512` measures it. Its few layers are as wide as the real ones (16 heads over a latent
+vector of 512 and a rotated key of 64; 6 of 64 experts and 2 shared ones). Queries are made from
+vectors of 768 values; llama.cpp 0.3 opens no such file without them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Processes that stay alive and answer one question at a time, in lines of JSON over pipes.
+"""Processes that stay alive and answer one question at a time, as lines of JSON over pipes.
 
-Only the standard library is used here: peers import this file in environments of their own.
+Only the standard library is imported: peers import this file in their own environments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether the machine is ours alone: how much of the processor others took while something ran.
+"""Measure how much of the processors other programs used during a run.
 
-Engines that wait by spinning lose a hundredfold when another process wants one of their cores, so
-a run beside others says nothing. Only the standard library is used here.
+Engines that wait by spinning become a hundred times slower when another process needs one of
+their cores, so a disturbed run says nothing. Only the standard library is imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is kept of a measurement: one JSON file for each row, model and machine.
+"""Stored measurements: one JSON file for each row, model and machine.
 
-`make report` draws BENCHMARKS.md from these files, so that a row which is measured again
-replaces itself and nothing else.
+`make report` draws BENCHMARKS.md from these files. A new measurement of a row replaces only this
+row's file.
 """
 
 from __future__ import annotations

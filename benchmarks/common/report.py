@@ -1,4 +1,4 @@
-"""What the scripts print and store: medians with their spread, Markdown tables, JSON."""
+"""Printed and stored reports: medians with their spread, Markdown tables, JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server in a process of its own, at a free port, for as long as a stack is open."""
+"""Start a server in its own process at a free port, for the lifetime of an `ExitStack`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The held-out text as token ids: in pieces for quality, as fresh prompts for speed."""
+"""The held-out text as token ids: in pieces for quality, and as fresh prompts for speed."""
 
 from __future__ import annotations
 

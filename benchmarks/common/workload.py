@@ -1,6 +1,6 @@
-"""What is measured, alike for every engine: jobs of given token ids, and what a run of one took.
+"""The jobs of a comparison, equal for every engine: given token ids, and the times of a run.
 
-Only the standard library is used here: peers import this file in environments of their own.
+Only the standard library is imported: peers import this file in their own environments.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is kept of `make bench WHAT=speculation`, and what BENCHMARKS.md says of it.
+"""Stored results of `make bench WHAT=speculation`, and their tables in BENCHMARKS.md.
 
-A line is a task with a number of streams; one that is measured again replaces itself.
+A result is a task with a number of streams; a new measurement replaces the old one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Latency and bandwidth of an all-gather of two ranks over each link: two namespaces, loopback.
+"""Measure latency and bandwidth of an all-gather of two ranks: two namespaces, and loopback.
 
     python -m benchmarks.engine.links --packages FOLDER... --mpiexec MPIEXEC
 
-Each folder of packages (as `pip install --target` makes them) may hold libucx, torch or mpi4py;
-a row says why a link cannot be measured. MPI is no link of Twostroke's: it is measured by
-mpi4py, which may need the library's path in MPI4PY_LIBMPI.
-Times include calling native code from Python, some 2 µs.
+Each folder of packages (made by `pip install --target`) may contain libucx, torch or mpi4py; a
+row says why a link cannot be measured. MPI is not a link of Twostroke: it is measured by mpi4py,
+which may need the library's path in MPI4PY_LIBMPI. Times include some 2 µs to call native code
+from Python.
 """
 
 from __future__ import annotations

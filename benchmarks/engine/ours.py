@@ -1,4 +1,4 @@
-"""Runs jobs on a Twostroke engine as any client would, and times them from outside."""
+"""Run jobs on a Twostroke engine as a client, and measure their times from outside."""
 
 from __future__ import annotations
 

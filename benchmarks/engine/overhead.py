@@ -1,8 +1,10 @@
-"""`make bench WHAT=overhead`: what a step costs besides its kernels, at many streams.
+"""Measure the cost of a step besides its kernels, with many streams.
 
-The engine is real in all but its model, which costs nothing: plans become the native executor's
-arrays and results are read from them, but no kernel runs. What is left is what the scheduler and
-Python take, and delivery to a client, however fast kernels become.
+Run it with `make bench WHAT=overhead`.
+
+The engine is real, except for a model that costs nothing: plans become the native executor's
+arrays and results are read from them, but no kernel runs. The rest is the time of the scheduler,
+of Python, and of delivery to a client.
 """
 
 from __future__ import annotations

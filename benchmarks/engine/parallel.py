@@ -1,8 +1,10 @@
-"""`make bench WHAT=parallel`: a model on several ranks beside one process on the same cores.
+"""Compare a model on several ranks with one process on the same cores.
 
-One process has two threads, each of two ranks has one. A round is one run of each side (A B A B),
-with fresh prompts; the ratio is the median of the rounds' ratios. Beside it stand the time that
-ranks spent in collectives, what the cost model predicts for it, and how much ranks waited.
+Run it with `make bench WHAT=parallel`.
+
+One process has two threads; each of two ranks has one. A round is one run of each side (A B A B)
+with fresh prompts; the ratio is the median of the rounds' ratios. The table also has the time
+that ranks spend in collectives, the cost model's prediction of it, and how long ranks wait.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of what `make bench WHAT=parallel` has measured, a line for each record."""
+"""The table of results of `make bench WHAT=parallel`, one line for each record."""
 
 from __future__ import annotations
 

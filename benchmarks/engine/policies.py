@@ -1,4 +1,4 @@
-"""The batching policies on one engine and one trace of arrivals: how each serves it."""
+"""Measure each batching policy on the same trace of arrivals. Used by `make bench`."""
 
 from __future__ import annotations
 

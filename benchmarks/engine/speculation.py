@@ -1,12 +1,14 @@
-"""`make bench WHAT=speculation`: what guessing ahead brings, on kinds of text and under load.
+"""Measure the speed-up of speculation, on different kinds of text and under load.
 
-One engine answers the same prompts in turn without and with guesses; answers are compared token
-by token, so the time is all that differs. As many streams as are asked for run all the time: where
-one ends, the next prompt begins, until there are no more. Each run is a tenant of its own, or the
-second one would know the answers from the first. Machines are shared, so a second ratio takes each
-step to last as long as those of as many rows usually do. With predictions that are wrong now
-and then the share of right guesses is chosen, and the measured speed-up stands beside the one that
-the usual formula predicts.
+Run it with `make bench WHAT=speculation`.
+
+One engine answers the same prompts in turn without and with drafts; tokens are compared, so that
+only the time differs. The given number of streams runs all the time: when one ends, the next
+prompt begins. Each run has its own tenant; otherwise the second run would find the first run's
+answers in the cache. Because machines are shared, a second ratio replaces the time of each step
+by the usual time of steps with as many rows. With predictions that are sometimes wrong, the
+share of right drafts is chosen, and the measured speed-up is compared with the speed-up of the
+usual formula.
 """
 
 from __future__ import annotations

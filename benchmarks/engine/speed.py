@@ -1,6 +1,7 @@
-"""`make bench`: what Twostroke achieves on this machine, each figure beside the machine's limit.
+"""Measure Twostroke on this machine; each figure is shown beside the machine's limit.
 
-Rounds go through all rows in turn, so that a slow minute does not fall on one row alone.
+Run it with `make bench`. Rounds go through all rows in turn, so that a slow minute does not
+affect only one row.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Run it with `make bench WHAT=start`.
 
-`twostroke generate` in turn with llama.cpp's own `llama-completion`, each time a fresh process with
-the model's file in the page cache. Memory is that of an answer that fills a context.
+`twostroke generate` runs in turn with llama.cpp's own `llama-completion`, each time as a new
+process with the model's file in the page cache. Memory is the peak while an answer fills a
+context.
 """
 
 from __future__ import annotations

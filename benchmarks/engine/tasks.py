@@ -1,4 +1,4 @@
-"""Kinds of text that differ in how well they can be guessed, with fresh prompts each time."""
+"""Kinds of text that differ in how predictable they are, with fresh prompts each time."""
 
 from __future__ import annotations
 

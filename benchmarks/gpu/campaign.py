@@ -1,10 +1,12 @@
-"""`make bench WHAT=gpu`: measure the gpu backend on this machine's GPU, correctness first.
+"""Measure the gpu backend on this machine's GPU, after checks of its results.
 
-Weights of real shapes are made up, so no model file is needed. Each row can be repeated alone
-(`--row`), and the results are saved after each, the most important first; `--minutes` ends in time,
-and `--continue` goes on. Beside each time stands what the cost model predicts from the copy
-bandwidth and the matrix rate of the same run. `--dry-run` needs no GPU: it predicts from the
-figures that are given, and marks them as predicted.
+Run it with `make bench WHAT=gpu`.
+
+Weights of real shapes are random, so no model file is needed. Rows are measured in the order of
+their importance, and results are saved after each; `--row` repeats one row, `--minutes` limits
+the time, and `--continue` continues an earlier run. Each time is shown beside the prediction of
+the cost model from the copy bandwidth and the matrix rate of the same run. `--dry-run` needs no
+GPU: it predicts times from given figures, and marks them as predicted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of the GPU campaign: logits, the sampler's tokens, and `--same-tokens`."""
+"""Checks of the GPU benchmark: logits, sampled tokens, and `--same-tokens`. Used by campaign.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures rows of the GPU campaign, those of one engine after another."""
+"""Measure rows of the GPU benchmark, all rows of one engine together. Used by campaign.py."""
 
 from __future__ import annotations
 

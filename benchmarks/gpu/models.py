@@ -1,4 +1,4 @@
-"""Models of the GPU campaign: real shapes, with weights that are made up."""
+"""Models of the GPU benchmark: real shapes with random weights. Used by campaign.py."""
 
 from __future__ import annotations
 

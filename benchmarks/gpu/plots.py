@@ -1,4 +1,4 @@
-"""Plots of the GPU campaign: the ladder, and all kernels under the roofline (extra `plots`)."""
+"""Plots of the GPU benchmark: the steps of optimization, and the roofline (extra `plots`)."""
 
 from __future__ import annotations
 

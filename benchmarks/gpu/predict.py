@@ -1,6 +1,6 @@
-"""Predicts the steps of the GPU campaign: from bytes, FLOPs, launches, and what one H200 showed.
+"""Predict the steps of the GPU benchmark from bytes, FLOPs, launches, and rates of one H200.
 
-The rates below were fitted to its rows (docs/guide/gpu.md); all else is in the limits.
+Used by campaign.py. The rates below are fitted to its rows (docs/guide/gpu.md).
 """
 
 from __future__ import annotations

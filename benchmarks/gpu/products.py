@@ -1,4 +1,7 @@
-"""Compares ways to multiply by packed matrices on a GPU: in tiles, written out, and in BF16."""
+"""Compare ways to multiply by packed matrices on a GPU: by tiles, dequantized first, and in BF16.
+
+Run it with `python -m benchmarks.gpu.products` on a machine with a GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of the GPU campaign, in the order in which they are measured."""
+"""The rows of the GPU benchmark, in the order of measurement. Used by campaign.py."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""`make bench WHAT=compress`: files of `twostroke quantize` beside llama.cpp's with importances.
+"""Compare files of `twostroke quantize` with llama.cpp's rounding with importances.
 
-All start from one file, the model's off-grid twin in F32, and are calibrated on the same text. One
-reader scores all on the held-out text, which is neither the calibration text nor the text on which
-choices are made. llama.cpp's part is its own function for a tensor, `ggml_quantize_chunk`, as
-llama-quantize calls it, with mean squares of the twin's inputs, and its own mixes. A format that is
-a number stands for `quantize --bits`, which llama.cpp does not have: the last column is its KL over
-that of llama.cpp's best file of as many bits, or up to a tenth of a bit more. `--tune MINUTES` adds
-files with tuned scales (extra [train]).
+Run it with `make bench WHAT=compress`.
 
-Files that build/compress has are kept, so that a run can be stopped and started again.
+All files are made from one source, the model's off-grid twin in F32, and are calibrated on the
+same text. One backend scores all of them on the held-out text, which is neither the calibration
+text nor the validation text. llama.cpp's files are made by `ggml_quantize_chunk`, as
+llama-quantize calls it, with mean squares of the twin's inputs, and by its own mixes. A number
+as format stands for `quantize --bits`, which llama.cpp does not have: the last column is the
+ratio of its KL to the KL of llama.cpp's best file with as many bits, or up to a tenth of a bit
+more. `--tune MINUTES` adds files with tuned scales (extra [train]).
+
+Existing files in build/compress are used again, so that a run can be stopped and continued.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""Folders of `quantize --to w4a16` beside those of LLM Compressor's GPTQ and AWQ, and AutoRound.
+"""Compare folders of `quantize --to w4a16` with GPTQ, AWQ (LLM Compressor) and AutoRound.
 
-All start from one off-grid twin in F32 and calibrate on the same tokens, as `compress.py` does. One
-reader, ours, scores all on the held-out text. Groups are 128 values, 64 for SmolLM2, whose rows are
-not a multiple of 128. AWQ has zero points. Folders in build/compress are kept.
+Run it with `python -m benchmarks.lab.compress_folders`.
+
+All folders are made from one off-grid twin in F32 and calibrated on the same tokens, as in
+`compress.py`. Our backend scores all of them on the held-out text. Groups have 128 values, or 64
+for SmolLM2, whose rows are not a multiple of 128. AWQ has zero points. Existing folders in
+build/compress are used again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""`make bench WHAT=plan`: planned times of steps beside measured ones on this machine.
+"""Compare planned times of steps with measured times on this machine.
 
-Each model's steps are measured for a grid of shapes. Half of the grid calibrates the plan, the
-other half is compared with it: as limits (nothing measured but the machine), and corrected.
-Peak memory of fresh processes is compared with weights, keys and values, and published speeds with
+Run it with `make bench WHAT=plan`.
+
+Each model's steps are measured for a grid of shapes. Half of the grid calibrates the plan; the
+other half is compared with it: as limits (only the machine was measured), and corrected. The
+peak memory of new processes is compared with weights, keys and values, and published speeds with
 limits. Answers of `twostroke plan` and a large fleet are timed.
 """
 

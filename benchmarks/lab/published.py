@@ -1,6 +1,7 @@
-"""Published speeds beside the planner's limits, without any calibration; answers and a large fleet.
+"""Compare published speeds with the planner's limits, without calibration.
 
-`published.csv` has the points with their sources. Predictions take the devices' datasheets alone.
+Used by plan.py, also for times of answers and of a large fleet. `published.csv` has the speeds
+with their sources. Predictions use only the devices' data sheets.
 """
 
 from __future__ import annotations

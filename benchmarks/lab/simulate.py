@@ -2,13 +2,13 @@
 
 Run it with `make bench WHAT=simulate`.
 
-The same requests, a published trace scaled to this machine, are sent to the server at the same
-times and simulated. Steps of the simulation take what measured steps of the model say (`plan
---calibrate`), and steps of the server under other requests (`plan --calibrate --server`). As the
-speed of a machine drifts, a load is sent in blocks, and such other requests come between them: a
-block is simulated with the steps seen just before and just after it. Loads are shares of the rate
-at which the server answers requests that come all at once. The Mooncake trace, whose prompts share
-beginnings, compares hits of the prefix cache.
+The same requests, from a published trace scaled to this machine, are sent to the server at the
+same times and simulated. Steps of the simulation have the times of measured steps of the model
+(`plan --calibrate`), and of steps of the server under other requests (`plan --calibrate
+--server`). Because a machine's speed drifts, the load is sent in blocks with such other requests
+between them: a block is simulated with the steps measured just before and just after it. Loads
+are shares of the rate at which the server answers requests that arrive at the same time. The
+Mooncake trace, whose prompts share beginnings, compares hits of the prefix cache.
 """
 
 from __future__ import annotations

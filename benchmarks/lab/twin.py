@@ -1,4 +1,7 @@
-"""Writes an off-grid twin of a model, from which quantizers start: python twin.py MODEL OUT."""
+"""Write an off-grid twin of a model, the source of quantizer comparisons.
+
+Run it with `python -m benchmarks.lab.twin MODEL OUT`.
+"""
 
 from __future__ import annotations
 

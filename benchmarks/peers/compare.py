@@ -1,8 +1,10 @@
-"""`make bench WHAT=peers`: Twostroke beside its peers in one interleaved run, quality beside speed.
+"""Compare speed and quality of Twostroke and its peers in one interleaved run.
 
-Same weights, same token ids, greedy, ends ignored, the same number of threads; each engine in a
-process of its own that stays alive, warm, and rests while the others run. A round is one run of
-each (A B A B); figures are medians over the rounds, and ratios are ratios of medians.
+Run it with `make bench WHAT=peers`.
+
+All engines have the same weights, token ids and number of threads, decode greedily and ignore
+end tokens. Each engine is a process that stays alive and rests while the others run. A round is
+one run of each (A B A B); figures are medians over the rounds, and ratios are ratios of medians.
 """
 
 from __future__ import annotations

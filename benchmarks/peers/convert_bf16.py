@@ -1,7 +1,7 @@
-"""Writes a GGUF model as bf16 safetensors, for peers that read nothing else.
+"""Convert a GGUF model to bf16 safetensors, for peers that read nothing else.
 
 Run by a Python with transformers and gguf: `convert_bf16.py MODEL.gguf FOLDER`. The values are
-those of the quantized file, rounded to bf16.
+the dequantized values of the file, rounded to bf16.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Ten easy questions, each with several seeds: the share that a model answers right by defaults.
+"""Measure the share of ten easy questions that a model answers right with default sampling.
 
-People who try a small model first ask something easy, and judge the server by the answer. This
-measures how much of a model's knowledge the default sampling lets through.
+People who try a small model first ask an easy question, and judge the server by the answer. Each
+question is asked with several seeds.
 
     python -m benchmarks.peers.easy_questions                          # this engine's defaults
-    python -m benchmarks.peers.easy_questions --sampling openai greedy # other defaults beside them
+    python -m benchmarks.peers.easy_questions --sampling openai greedy # other defaults, too
     python -m benchmarks.peers.easy_questions --llama PYTHON           # llama.cpp's server, too
 
 PYTHON is an interpreter with xllamacpp.

@@ -1,4 +1,4 @@
-"""The environments that peers are measured in: made on first use, never the project's own."""
+"""Virtual environments of the peers, created on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One job in turn on several engines, round by round: A B A B, with fresh prompts each time."""
+"""Run one job in turn on several engines (A B A B), with fresh prompts in each round."""
 
 from __future__ import annotations
 

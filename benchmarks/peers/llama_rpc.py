@@ -1,7 +1,8 @@
-"""llama.cpp's layers in another process: its rpc-server, and how a client reaches it.
+"""Run llama.cpp's layers in another process: its rpc-server, and the address for a client.
 
-As a program it is the server, with the function that llama.cpp's own `rpc-server` calls, on a port
-of this machine; it ends when its standard input closes. Needs llama-cpp-python built with RPC.
+Used by parallel.py. As a program it is the server, which calls the function of llama.cpp's own
+`rpc-server` on a port of this machine; it ends when its standard input closes. Needs
+llama-cpp-python built with RPC.
 """
 
 from __future__ import annotations

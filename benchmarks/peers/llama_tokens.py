@@ -1,6 +1,7 @@
-"""The likeliest next tokens as llama.cpp computes them, from a GGUF file.
+"""Return llama.cpp's most likely next tokens for a GGUF file.
 
-The library is the one of the wheel xllamacpp, called by its C interface (include/llama.h).
+Used by compress.py. The library is part of the wheel xllamacpp, called by its C interface
+(include/llama.h).
 """
 
 from __future__ import annotations

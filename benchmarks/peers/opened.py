@@ -1,4 +1,7 @@
-"""How often vLLM's likeliest token on a folder of `quantize` is ours, on the held-out text."""
+"""Measure how often vLLM's most likely token on a folder of `quantize` is also ours.
+
+Run it with `python -m benchmarks.peers.opened FOLDER`. The text is the held-out text.
+"""
 
 from __future__ import annotations
 

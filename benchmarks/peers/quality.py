@@ -1,4 +1,4 @@
-"""How far an engine's logits on the held-out text lie from the float32 reference's."""
+"""Measure how far an engine's logits on the held-out text are from the float32 reference's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engines of a comparison: how each one's process is started, and the ways it may run a job."""
+"""The engines of a comparison: how their processes start, and the ways in which they run a job."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""llama.cpp's side of a comparison, run by a Python that has llama-cpp-python (see pipe.py).
+"""llama.cpp's side of a comparison, run by a Python with llama-cpp-python (see pipe.py).
 
-It uses llama.cpp's own batched decoding through the low-level interface, with a context cut to fit
-the job, and of each row takes the likeliest token with NumPy.
+It uses llama.cpp's own batched decoding through the low-level interface, with a context that
+fits the job, and takes the most likely token of each row with NumPy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Rounds a Hugging Face folder with LLM Compressor or AutoRound; runs in their environment.
+"""Quantize a Hugging Face folder with LLM Compressor or AutoRound, in their environment.
 
-python worker_llmcompressor.py METHOD FOLDER PIECES OUT GROUP: METHOD is gptq, awq or autoround,
-PIECES a JSON file of token ids. AutoRound takes as many iterations as METHOD says after a hyphen.
+`python worker_llmcompressor.py METHOD FOLDER PIECES OUT GROUP`: METHOD is gptq, awq or
+autoround, PIECES a JSON file of token ids. A number after a hyphen in METHOD is AutoRound's
+number of iterations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's side of a comparison, run by a Python that has it (see pipe.py).
+"""OpenVINO GenAI's side of a comparison, run by a Python with OpenVINO GenAI (see pipe.py).
 
 Its continuous batching reads the GGUF file itself; its prefix cache is off.
 """

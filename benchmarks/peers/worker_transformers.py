@@ -1,6 +1,6 @@
-"""transformers' side of a comparison, run by a Python that has it (see pipe.py).
+"""transformers' side of a comparison, run by a Python with transformers (see pipe.py).
 
-Greedy decoding with its default attention and dynamic cache, all streams as one batch.
+Greedy decoding with its default attention and dynamic cache, with all streams in one batch.
 """
 
 from __future__ import annotations

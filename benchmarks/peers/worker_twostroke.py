@@ -1,4 +1,4 @@
-"""Twostroke's side of a comparison: a process that answers jobs (see pipe.py)."""
+"""Twostroke's side of a comparison: a process that runs jobs (see pipe.py)."""
 
 from __future__ import annotations
 

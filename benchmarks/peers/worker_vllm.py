@@ -1,6 +1,6 @@
-"""vLLM's side of a comparison, run by a Python that has its CPU build (see pipe.py).
+"""vLLM's side of a comparison, run by a Python with its CPU build (see pipe.py).
 
-Its own engine is stepped in this process, so that what it uses of the processor is seen here.
+Its own engine is stepped in this process, so that its processor time is measured here.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Run it with `make bench WHAT=batches`.
 
-`twostroke batch` and the engine answer the same prompts, each in a process of its own that has just
-loaded the model, in turn. Then a client asks our server now and then: alone, and while a batch
-takes whatever it leaves.
+`twostroke batch` and the engine answer the same prompts in turn, each in a newly started
+process. Then a client sends requests to our server from time to time: alone, and while a batch
+uses all remaining capacity.
 """
 
 from __future__ import annotations

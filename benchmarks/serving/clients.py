@@ -2,9 +2,9 @@
 
 Run it with `make bench WHAT=serving`.
 
-A closed loop in a process of its own asks each server in turn, round by round, with the same fresh
+A closed loop in its own process sends each server in turn, round by round, the same fresh
 prompts as token ids; the bare engine answers the same loop without HTTP. The clients share the
-cores with the server, so their processor time stands beside its speed.
+cores with the server, so their processor time is also reported.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""`make bench WHAT=disaggregation`: prompts that another engine reads, against asked figures.
+"""Measure disaggregated prefill: KV transfers, the first token, and decoding streams.
 
-- transfer: pages of a prompt that a prefill engine has read before, into a decode engine's memory
-  that has been used before, from their offer until they can be used; in turns with a copy of as
-  many bytes within one process; again without shared memory, by the socket and by NIXL, where that
-  is installed, between two network namespaces, where they can be made.
-- first: the time from the end of a prefill engine's last step to the first token, less the decode
-  engine's own step, which computes the rest of the prompt.
-- streams, virtual, auto: see handover_load.py.
+Run it with `make bench WHAT=disaggregation`.
 
-Each part can be measured alone; parts that were measured before are kept in the table.
+- transfer: pages of a cached prompt move from a prefill engine into the already used memory of a
+  decode engine, from their offer until they can be used; in turn with a copy of the same size
+  within one process; again without shared memory, by the socket and by NIXL if it is installed, and
+  between two network namespaces if they can be created.
+- first: the time from the end of a prefill engine's last step to the first token, without the
+  decode engine's own step, which computes the rest of the prompt.
+- streams, virtual, auto: see disaggregation_load.py.
+
+Each part can be measured alone; earlier results of other parts stay in the table.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Servers with roles beside servers without, under load: streams, and the rule `auto`.
+"""Compare disaggregated servers with mixed servers under load: decoding streams, and rule `auto`.
 
-Each server has one thread. In `streams` four streams run while long prompts arrive: a decode and a
-prefill engine, then two mixed replicas that share streams and prompts. In `auto` Poisson arrivals
-of one mix of prompts and answers are replayed against decode engines that differ in their rule
-alone; loads are shares of what one engine can do. The figure is the mean time from a request's
-scheduled time to its last token: the rule weighs the seconds of all requests. `virtual` does the
-same under virtual time.
+Used by disaggregation.py. Each server has one thread. In `streams`, four streams run while long
+prompts arrive: first at a decode and a prefill engine, then at two mixed replicas. In `auto`,
+Poisson arrivals of the same requests are sent to decode engines that differ only in their rule;
+loads are shares of the capacity of one engine. The result is the mean time from a request's
+scheduled time to its last token, because the rule minimizes the seconds of all requests.
+`virtual` does the same under virtual time.
 """
 
 from __future__ import annotations

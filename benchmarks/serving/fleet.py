@@ -2,10 +2,11 @@
 
 Run it with `make bench WHAT=fleet`.
 
-Both Mooncake traces are simulated before 8 and 64 replicas of an 8B model on an H100, at 80% of
-what they can do, with each policy of the router. Beside the hit rate stands that of one cache with
-the pages of all. Options choose runs; those made before stay in the tables. Then a scaled trace is
-sent through a real router to two real servers, whose hit rate is compared with the simulated one.
+Both Mooncake traces are simulated on 8 and 64 replicas of an 8B model on an H100, at 80% of
+their capacity, with each routing policy. For comparison, one cache with the pages of all
+replicas is simulated. Options choose runs; results of earlier runs stay in the tables. Then a
+scaled trace is sent through a real router to two real servers, whose hit rate is compared with
+the simulated one.
 """
 
 from __future__ import annotations

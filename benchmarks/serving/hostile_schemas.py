@@ -1,9 +1,11 @@
-"""`make bench WHAT=hostile-schemas`: how long hostile schemas hold up other streams of our server.
+"""Measure how long hostile schemas delay other streams of our server.
 
-One client streams a long answer. Meanwhile another sends schemas, patterns and grammars that are
-made to be costly, one after the other, each at most 40 tokens of an answer. What is measured is the
-longest gap between two pieces of the stream, beside the longest of the same stream among plain
-requests of the same length: a neighbour costs something, however simple its form is.
+Run it with `make bench WHAT=hostile-schemas`.
+
+One client streams a long answer. Meanwhile another client sends costly schemas, patterns and
+grammars, one after the other, each with at most 40 tokens of an answer. The result is the
+longest gap in the stream, beside the longest gap during plain requests of the same length: any
+other client costs something.
 """
 
 from __future__ import annotations

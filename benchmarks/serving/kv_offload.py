@@ -1,14 +1,15 @@
-"""Measure what KV pages on disk save after a restart, and what a slow disk costs.
+"""Measure the time that KV pages on disk save after a restart, and the cost of a slow disk.
 
 Run it with `make bench WHAT=kv-offload`.
 
-An engine in a process of its own reads a long prompt and is asked several questions about it. One
-with a page cache does so, too, and ends. Then others, each in a new process, are asked one question
-each: their first tokens are compared, and all tokens must be those of the first engine.
+An engine in its own process prefills a long prompt and answers several questions about it. An
+engine with a page cache does the same and ends. Then other engines, each in a new process, get
+one question each: their times to the first token are compared, and all tokens must equal those
+of the first engine.
 
-Then a disk that gives 20 MB/s: prompts of several lengths whose pages are there are asked of an
-engine with the slow disk and of one without, in turns. The disk is slow from the start, or becomes
-slow just before each prompt, after an engine has found it fast.
+Then a disk with 20 MB/s: prompts of several lengths with cached pages are sent in turn to an
+engine with the slow disk and to one without. The disk is slow from the start, or becomes slow
+just before each prompt, after an engine has measured it as fast.
 """
 
 from __future__ import annotations

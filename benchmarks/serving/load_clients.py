@@ -1,9 +1,9 @@
-"""The clients of a server, in a process of their own: loops over HTTP (see pipe.py).
+"""The clients of a server, in their own process: closed and open loops over HTTP (see pipe.py).
 
-In a closed loop each client waits for its answer; in an open one requests are sent when they are
-due. Requests are OpenAI's completions with token ids for a prompt, streamed. The client is written
-on bare sockets, since it shares the cores with the server that it measures. Only the standard
-library is used here.
+In a closed loop each client waits for its answer; in an open loop requests are sent when they
+are due. Requests are OpenAI's streamed completions with token ids as prompt. The client uses
+bare sockets, because it shares the cores with the server that it measures. Only the standard
+library is imported.
 """
 
 from __future__ import annotations

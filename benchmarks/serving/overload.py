@@ -1,9 +1,11 @@
-"""`make bench WHAT=overload`: a server that is asked for far more than it can do.
+"""Measure a server under far more load than it can serve.
 
-A server with a short queue is asked for 20 times the load that fits, by clients that do not come
-back and then by a crowd of clients that obey `Retry-After`. Then one tenant floods it while another
-trickles, and two tenants of weights 1 and 3 keep it busy. The clients are one process that shares
-the cores with the server; the processor time that it takes is reported.
+Run it with `make bench WHAT=overload`.
+
+A server with a short queue gets 20 times the load that it can serve: first from clients that do
+not retry, then from clients that obey `Retry-After`. Then one tenant floods it while another
+sends few requests, and two tenants with weights 1 and 3 keep it busy. The clients are one
+process that shares the cores with the server; its processor time is reported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The clients of an overloaded server, in a process of their own (see pipe.py).
+"""The clients of an overloaded server, in their own process (see pipe.py).
 
-Some come at given times and may be refused; others loop, each with one request at a time. All obey
-`Retry-After`. The clients are written on bare sockets, since they share the cores with the server
-that they measure. Only the standard library is used here.
+Used by overload.py. Some arrive at given times and may be refused; others loop, each with one
+request at a time. All obey `Retry-After`. The clients use bare sockets, because they share the
+cores with the server that they measure. Only the standard library is imported.
 """
 
 from __future__ import annotations

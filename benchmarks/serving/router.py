@@ -1,12 +1,12 @@
-"""Measure the router beside clients that choose replicas themselves, and its decisions.
+"""Compare the router with clients that choose replicas themselves, and time its decisions.
 
 Run it with `make bench WHAT=router`.
 
-Two servers of one thread each answer 16 streams: by turns with the router before them, and with
-clients that use the two themselves. Prompts are all different. TTFT is compared less what the
-server says of it, since queues hide a millisecond; tokens a second are compared turn by turn. Then
-a million blocks of 1,000 replicas are made known to a dispatcher, and its decisions are timed. Last
-comes what the router itself takes, before a server that costs next to nothing.
+Two servers with one thread each answer 16 streams: in turn with the router before them, and with
+clients that use the two servers themselves. All prompts differ. The server's own TTFT is
+subtracted, because queues would hide a millisecond; tokens per second are compared turn by turn.
+Then a dispatcher gets to know a million blocks of 1,000 replicas, and its decisions are timed.
+Last, the router's own cost is measured before a server that costs almost nothing.
 """
 
 from __future__ import annotations

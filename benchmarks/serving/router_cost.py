@@ -1,7 +1,8 @@
-"""What the router itself takes: processor time for a request, and for a streamed token.
+"""Measure the router's own processor time for a request, and for a streamed token.
 
-A server stands in for an engine, and costs next to nothing: all its streams get a token at the same
-time, as those of one step do. The router's time is that of its event loop's thread.
+Used by router.py. A server that costs almost nothing replaces the engine: all its streams get a
+token at the same time, like the streams of one step. The router's time is the time of its event
+loop's thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Clients that hold connections and hardly read, in a process of their own (see pipe.py).
+"""Clients that hold connections and hardly read, in their own process (see pipe.py).
 
-Idle ones have had one answer and keep their connection; slow ones have asked for a stream and take
-a few bytes of it a second. Only the standard library is used here.
+Used by slow_readers.py. Idle clients have received one answer and keep their connection; slow
+clients read a few bytes of a stream per second. Only the standard library is imported.
 """
 
 from __future__ import annotations

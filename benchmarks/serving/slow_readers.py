@@ -1,10 +1,10 @@
-"""Measure what a thousand clients that hardly read cost a client that reads.
+"""Measure how a thousand clients that hardly read slow down a client that reads.
 
 Run it with `make bench WHAT=slow-readers`.
 
-One client streams answers from our server, round by round: alone, among idle connections, and among
-as many streams whose readers take 64 bytes a second. The engine has finished the crowd's answers
-before the client begins, so what is measured is what the connections cost.
+One client streams answers from our server, round by round: alone, among idle connections, and
+among the same number of streams whose readers take 64 bytes per second. The engine has finished
+the crowd's answers before the client begins, so the difference is the cost of the connections.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Measure what keys, limits and usage take of the server's process for each request.
+"""Measure the cost of keys, limits and usage in the server's process, per request.
 
 Run it with `make bench WHAT=overhead`.
 
-An application that answers at once is called directly, with and without these layers, in turns; the
-difference is theirs. The key is one of a thousand in the records, has every limit, and its usage is
-written, as on a server. What the server does twice a second for changed keys is measured apart, and
-what a router does to each event of a stream to learn its usage.
+An application that answers immediately is called directly, with and without these layers, in
+turn; the difference is their cost. The key is one of a thousand in the records, has every limit,
+and its usage is written, as on a server. The cost of checking for changed keys twice a second is
+measured separately, and so is the router's work on each event of a stream to learn its usage.
 """
 
 from __future__ import annotations
