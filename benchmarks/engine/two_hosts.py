@@ -1,7 +1,7 @@
 """Run a command as two ranks on two hosts: network namespaces of this machine, joined by TCP.
 
-Used by links.py and parallel_rows.py. Rank 0 has this program's standard input and output. Needs the right to
-create namespaces.
+Used by links.py and parallel_rows.py. Rank 0 has this program's standard input and output. Needs
+the right to create namespaces.
 """
 
 from __future__ import annotations
