@@ -178,7 +178,7 @@ def test_lists_and_objects_are_counted_across_the_parts_of_a_long_body() -> None
 
 def test_more_lists_and_objects_than_are_read_are_refused_with_the_limit() -> None:
     body = b'{"prompt": "a", "foreign": [' + b"[]," * MAX_CONTAINERS + b"1]}"
-    with pytest.raises(RequestError, match=f"at most {MAX_CONTAINERS:,} are read"):
+    with pytest.raises(RequestError, match=f"at most {MAX_CONTAINERS:,} are allowed"):
         BodyDecoder(CompletionRequest, 64).decode(body)
 
 

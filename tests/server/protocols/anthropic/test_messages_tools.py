@@ -184,7 +184,7 @@ def test_no_tools_are_shown_where_none_may_be_called(server: LiveServer) -> None
         ({"messages": TALK[:2]}, "must not end with a tool call"),
         (
             {"messages": [TALK[0], TALK[2]]},
-            "messages[1].content[0].tool_use_id is not the id of",
+            "messages[1].content[0].tool_use_id must be the id of",
         ),
         (
             {"messages": [{"role": "user", "content": [CALL]}]},

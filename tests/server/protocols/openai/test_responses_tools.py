@@ -159,7 +159,7 @@ def test_calls_and_results_go_on_from_a_response(server: LiveServer) -> None:
             "must be the name of one of the tools, got 'clok'. Did you mean 'clock'?",
             "tool_choice.tools[0].name",
         ),
-        ({"include": ["message.output_text.logprobs"]}, "cannot be combined", "include"),
+        ({"include": ["message.output_text.logprobs"]}, "cannot have", "include"),
         (
             {"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]},
             "input[0].call_id is not the id of an earlier function_call.",
